@@ -1,0 +1,48 @@
+"""SpeedLab: train large models from a notebook. Importing this starts neither torch nor CUDA nor any process."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "RunConfig": "speedlab.config",
+    "ConfigError": "speedlab.config",
+    "Layout": "speedlab.layout",
+    "LayoutError": "speedlab.layout",
+    "Cluster": "speedlab.cluster",
+    "RankError": "speedlab.cluster",
+    "Run": "speedlab.cluster",
+    "attach": "speedlab.cluster",
+    "initialize": "speedlab.engine",
+    "Engine": "speedlab.engine",
+    "gather": "speedlab.parallel",
+}
+"""Public names and the modules they live in; each module is imported when its name is first used."""
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'speedlab' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """`%load_ext speedlab`: the only place where the engine's package knows of the notebook's."""
+    from speedlab_notebook import load_ipython_extension as load
+
+    load(ipython)
+
+
+def unload_ipython_extension(ipython: Any) -> None:
+    from speedlab_notebook import unload_ipython_extension as unload
+
+    unload(ipython)

@@ -1,0 +1,81 @@
+"""Pure rank arithmetic: the grid `pp × dp × tp`, its peers, and who owns which part of a flat. No torch, no processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class LayoutError(ValueError):
+    """A layout that cannot exist; the message holds the equation with its numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The grid of ranks. `tp` is the fastest axis, so that it stays within a host; `pp` the slowest.
+
+    rank = (pipeline index × dp + data index) × tp + tensor index
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("pp", "dp", "tp"):
+            if getattr(self, axis) < 1:
+                raise LayoutError(f"{axis} is {getattr(self, axis)}; every axis of a layout is at least 1")
+
+    @classmethod
+    def for_world(cls, world_size: int, *, dp: int | None = None, tp: int = 1, pp: int = 1) -> Layout:
+        """The layout of `world_size` ranks; `dp` follows from the others when it is None.
+
+        Raises LayoutError when the product is not the number of ranks.
+        """
+        model_ranks = tp * pp
+        if dp is None:
+            if world_size % model_ranks:
+                raise LayoutError(
+                    f"{world_size} ranks do not divide by pp {pp} × tp {tp} = {model_ranks}; "
+                    f"use a multiple of {model_ranks} engines"
+                )
+            dp = world_size // model_ranks
+        layout = cls(dp=dp, tp=tp, pp=pp)
+        if layout.world_size != world_size:
+            possible = f"dp {world_size // model_ranks}" if world_size % model_ranks == 0 else f"{layout.world_size} engines"
+            raise LayoutError(
+                f"pp {pp} × dp {dp} × tp {tp} = {layout.world_size} ranks, but there are {world_size} engines; "
+                f"{possible} would fit"
+            )
+        return layout
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(pipeline index, data index, tensor index) of a rank."""
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank {rank} is not in 0..{self.world_size - 1}")
+        return rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp
+
+    def rank(self, pipeline: int, data: int, tensor: int) -> int:
+        return (pipeline * self.dp + data) * self.tp + tensor
+
+    def dp_peers(self, rank: int) -> list[int]:
+        """Ranks that hold the same part of the model as `rank` and see other data, in data order."""
+        pipeline, _, tensor = self.coordinates(rank)
+        return [self.rank(pipeline, data, tensor) for data in range(self.dp)]
+
+    def __str__(self) -> str:
+        return f"pp {self.pp} × dp {self.dp} × tp {self.tp}"
+
+
+def padded_numel(numel: int, dp: int) -> int:
+    """Length of a flat of `numel` elements once it divides by `dp`."""
+    return -(-numel // dp) * dp
+
+
+def partition_range(padded: int, dp: int, index: int) -> tuple[int, int]:
+    """[start, end) of the partition that the rank with data index `index` owns of a flat of `padded` elements."""
+    size = padded // dp
+    return index * size, (index + 1) * size

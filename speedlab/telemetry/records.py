@@ -1,0 +1,116 @@
+"""What a rank reports of a step. Plain data: no torch, so that kernels, scripts and reports can read it.
+
+One step record is one JSON line in `runs/<name>/records/rank-<r>.jsonl`. Bytes are bytes, times are seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "master_weights",
+    "optimizer_moments",
+    "activations",
+    "communication_buffers",
+    "other_framework",
+    "outside_framework",
+)
+"""Ledger categories in the order in which they are stacked, bottom to top."""
+
+PHASES = ("data", "forward", "backward", "communication", "optimizer")
+"""Phases of a step. `communication` is the exposed part only: time in which a rank waited; the others exclude it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """Bytes on one rank at the peak of a step, by category.
+
+    The categories sum to `reported_bytes`, what the allocator (CUDA) or the operating system (CPU) says;
+    `other_framework` is the remainder, so it may be negative while pages are allocated but not yet touched.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    master_weights: int = 0
+    optimizer_moments: int = 0
+    activations: int = 0
+    communication_buffers: int = 0
+    other_framework: int = 0
+    outside_framework: int = 0
+    reported_bytes: int = 0
+    capacity_bytes: int = 0
+
+    @property
+    def model_states(self) -> int:
+        """Parameters, gradients, master weights and moments: what ZeRO's formula speaks of."""
+        return self.parameters + self.gradients + self.master_weights + self.optimizer_moments
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step on one rank.
+
+    `loss` is the mean over the global batch; `tokens` counts the global batch; `flops` is this rank's share of the
+    model's floating-point operations in the step (the convention without recomputation); `traced` says that
+    `ledger.activations` was measured exactly in this very step, not carried over.
+    """
+
+    step: int
+    rank: int
+    time: float
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    loss_scale: float
+    zero_stage: int
+    tokens: int
+    flops: float
+    seconds: float
+    phases: dict[str, float] = field(default_factory=dict)
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    heldout_loss: float | None = None
+    traced: bool = False
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> StepRecord:
+        data = json.loads(line)
+        data["ledger"] = Ledger(**data.get("ledger", {}))
+        return cls(**data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened to a run at a step: a change of stage, a checkpoint, a pause, a warning, an error.
+
+    kind: started, paused, resumed, reshaped, checkpoint, evaluated, interrupted, finished, stopped, failed, warning.
+    `command` is the number of the control word it answers, when it answers one.
+    """
+
+    kind: str
+    step: int
+    time: float
+    text: str = ""
+    command: int | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> Event:
+        return cls(**json.loads(line))
+
+
+assert {f.name for f in fields(Ledger)} >= set(CATEGORIES)
