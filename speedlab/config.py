@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -221,17 +220,6 @@ class TelemetryConfig(_Part):
     stream_hz: float = Field(10.0, gt=0, le=10, description="At most this many records per second go to a dashboard")
     trace_every_steps: int = Field(0, ge=0, description="Steps between exact activation traces; 0: only the first step and after changes")
     tensorboard: bool = Field(True, description="Whether TensorBoard event files are written when tensorboard is installed")
-
-
-class RunState(StrEnum):
-    """What a run is doing."""
-
-    STARTING = "starting"
-    RUNNING = "running"
-    PAUSED = "paused"
-    FINISHED = "finished"
-    STOPPED = "stopped"
-    FAILED = "failed"
 
 
 class RunConfig(_Part):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
 from typing import Any
 
 CATEGORIES = (
@@ -23,6 +24,17 @@ CATEGORIES = (
 
 PHASES = ("data", "forward", "backward", "communication", "optimizer")
 """Phases of a step. `communication` is the exposed part only: time in which a rank waited; the others exclude it."""
+
+
+class RunState(StrEnum):
+    """What a run is doing."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True, kw_only=True)
