@@ -1,0 +1,78 @@
+"""Joining and leaving the world of ranks: under SpeedLab's engines, under torchrun, or alone."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT_SECONDS = 300.0
+"""How long a collective waits for its peers before it fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Which rank this process is, of how many, on which device."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
+
+def join(device: torch.device | str | None = None, *, timeout_seconds: float = TIMEOUT_SECONDS) -> World:
+    """Join the world of ranks, or return it when this process already did.
+
+    1. A default process group that exists is used as it is.
+    2. SPEEDLAB_RENDEZVOUS names a folder: engines meet in its file `store-<generation>`.
+    3. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set (torchrun): ranks meet there.
+    4. Otherwise the world is this process alone.
+    """
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    device = torch.device(device) if device is not None else own_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        folder = os.environ.get("SPEEDLAB_RENDEZVOUS")
+        if folder:
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store = dist.FileStore(str(_store_path(Path(folder))), size)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        elif {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+
+
+def leave() -> None:
+    """Leave the world; the next `join` makes a new one. Does nothing when this process is in none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def own_device() -> torch.device:
+    """The device this rank is bound to: what SPEEDLAB_DEVICE says, else the local rank's GPU, else the CPU."""
+    described = os.environ.get("SPEEDLAB_DEVICE")
+    if described:
+        # An engine sees only its own GPU, through CUDA_VISIBLE_DEVICES.
+        return torch.device("cuda:0" if json.loads(described)["kind"] == "cuda" else "cpu")
+    if torch.cuda.is_available():
+        return torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}")
+    return torch.device("cpu")
+
+
+def _store_path(folder: Path) -> Path:
+    """Ranks that were interrupted meet again under a new generation: the old store holds keys of a group that is gone."""
+    generation = folder / "generation"
+    number = int(generation.read_text()) if generation.exists() else 0
+    return folder / f"store-{number}"

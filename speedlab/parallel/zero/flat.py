@@ -1,0 +1,305 @@
+"""Flats: a unit's parameters of one dtype end to end, and where each rank keeps which part of their states.
+
+Residency is a table with a row for each ZeRO stage (arXiv:1910.02054, section 5); nothing else asks for the stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from speedlab.comm import Group, Pending
+from speedlab.layout import padded_numel, partition_range
+
+_ALIGNMENT_BYTES = 16
+"""Parameters start at multiples of this inside a flat: matrix kernels on GPUs need it."""
+
+
+class Place(Enum):
+    """Who holds a state."""
+
+    REPLICATED = "replicated"
+    """Every dp rank holds the whole flat."""
+    PARTITIONED = "partitioned"
+    """Each dp rank holds the contiguous 1/dp that it owns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residency:
+    """Where parameters, gradients and optimizer states of all flats live."""
+
+    stage: int
+    optimizer_states: Place
+    gradients: Place
+    parameters: Place
+
+    @classmethod
+    def of_stage(cls, stage: int, dp: int) -> Residency:
+        """The row of the table. With one rank the partition is the whole, so nothing is gathered or copied."""
+        reached = [Place.PARTITIONED if stage >= wanted and dp > 1 else Place.REPLICATED for wanted in (1, 2, 3)]
+        return cls(stage=stage, optimizer_states=reached[0], gradients=reached[1], parameters=reached[2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Where one parameter lies in its flat, in elements. `group` is the index of its optimizer parameter group."""
+
+    name: str
+    offset: int
+    numel: int
+    shape: torch.Size
+    group: int
+
+
+@dataclass
+class BufferMeter:
+    """Bytes of communication buffers that are alive, and the most there were since the last `take_peak`."""
+
+    live_bytes: int = 0
+    peak_bytes: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def take_peak(self) -> int:
+        peak, self.peak_bytes = self.peak_bytes, self.live_bytes
+        return peak
+
+
+class Flat:
+    """The parameters of one unit that share a dtype and whether they train, with their gradient and float32 master.
+
+    | tensor     | replicated                      | partitioned                                        |
+    |------------|---------------------------------|----------------------------------------------------|
+    | `shard`    | this rank's slice of `full`     | memory of its own                                  |
+    | `full`     | always there                    | storage of size 0 unless gathered                  |
+    | `gradient` | whole, this rank's own sums     | the reduced partition                              |
+    | `master`   | float32 of the whole or of the partition, as optimizer states are; shares memory with       |
+    |            | `full` or `shard` when the parameters are float32 (or wider) themselves                     |
+
+    Parameters are views of `full`, whose Storage stays the same object when it is released and filled again: tensors
+    that autograd saved (a transposed weight, say) then see the gathered values.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: dict[str, tuple[nn.Parameter, int]],
+        *,
+        dtype: torch.dtype,
+        gather_group: Group,
+        reduce_group: Group,
+        gradient_dtype: torch.dtype,
+        meter: BufferMeter,
+    ) -> None:
+        """`parameters`: full name → (parameter, index of its optimizer group), in the order in which they shall lie."""
+        self.name = name
+        self.dtype = dtype
+        self.gradient_dtype = gradient_dtype
+        self.gather_group, self.reduce_group, self.meter = gather_group, reduce_group, meter
+        self.slots: list[Slot] = []
+        self.parameters: list[nn.Parameter] = []
+        step = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
+        end = 0
+        for parameter_name, (parameter, group) in parameters.items():
+            offset = padded_numel(end, step)
+            self.slots.append(
+                Slot(name=parameter_name, offset=offset, numel=parameter.numel(), shape=parameter.shape, group=group)
+            )
+            self.parameters.append(parameter)
+            end = offset + parameter.numel()
+        self.trainable = self.parameters[0].requires_grad
+        self.numel = end
+        self.padded = padded_numel(end, gather_group.size * step)
+        self.start, self.end = partition_range(self.padded, gather_group.size, gather_group.index)
+        self.full = torch.zeros(self.padded, dtype=dtype, device=gather_group.device)
+        for parameter, slot in zip(self.parameters, self.slots, strict=True):
+            view = self.full[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            with torch.no_grad():
+                view.copy_(parameter)
+            parameter.data = view
+        self.shard = self.full[self.start : self.end]
+        self.gradient: Tensor | None = None
+        self.local: Tensor | None = None
+        self._filled = [False] * len(self.slots)
+        ends = [0] + [slot.offset + slot.numel for slot in self.slots]
+        starts = [slot.offset for slot in self.slots] + [self.padded]
+        self._gaps = [(low, high) for low, high in zip(ends, starts, strict=True) if low < high]
+        self.master: Tensor = self.full
+        self._own_master = trainable_in_low_precision(dtype) and self.trainable
+        if self._own_master:
+            self.master = self.full.float()
+        self.residency = Residency.of_stage(0, 1)
+
+    # ---- residency ---------------------------------------------------------------------------------------------------
+
+    @property
+    def state_range(self) -> tuple[int, int]:
+        """[start, end) of the flat for which this rank holds master weights and moments."""
+        if self.residency.optimizer_states is Place.PARTITIONED:
+            return self.start, self.end
+        return 0, self.padded
+
+    @property
+    def gathered(self) -> bool:
+        """Whether `full` holds memory now."""
+        return self.full.untyped_storage().nbytes() > 0
+
+    @torch.no_grad()
+    def place(self, residency: Residency) -> None:
+        """Move this rank's part of the flat to where `residency` says. Between two steps only; gathers wait for all ranks.
+
+        1. Parameters come together when they were partitioned and shall be replicated.
+        2. Masters are cut, or come together.
+        3. Parameters are cut, and the whole is freed.
+        4. Gradients are allocated anew.
+        """
+        before, self.residency = self.residency, residency
+        was, now = before.parameters, residency.parameters
+        if was is Place.PARTITIONED and now is Place.REPLICATED:  # 1
+            self._allocate(self.full)
+            self.gather_group.all_gather(self.full, self.shard).wait()
+            self.shard = self.full[self.start : self.end]
+        if self._own_master:  # 2
+            self.master = self.move_state(self.master, before)
+        if was is Place.REPLICATED and now is Place.PARTITIONED:  # 3
+            self.shard = self.shard.clone()
+            self._free(self.full)
+        if not self._own_master:
+            partitioned = residency.optimizer_states is Place.PARTITIONED
+            self.master = self.shard if partitioned else self.full
+        self._place_gradient()  # 4
+
+    def move_state(self, state: Tensor, before: Residency) -> Tensor:
+        """A state tensor over the old `state_range`, as one over the present one (cut, gathered, or as it was)."""
+        was, now = before.optimizer_states, self.residency.optimizer_states
+        if was is now:
+            return state
+        if now is Place.PARTITIONED:
+            return state[self.start : self.end].clone()
+        whole = torch.empty(self.padded, dtype=state.dtype, device=state.device)
+        self.gather_group.all_gather(whole, state).wait()
+        return whole
+
+    def _place_gradient(self) -> None:
+        """Gradients that are replicated accumulate where they are reduced; partitioned ones need a passing whole."""
+        self.gradient = self.local = None
+        if not self.trainable:
+            return
+        device = self.full.device
+        if self.residency.gradients is Place.REPLICATED:
+            self.local = torch.zeros(self.padded, dtype=self.gradient_dtype, device=device)
+            self.gradient = self.local[self.start : self.end]
+        else:
+            self.local = torch.empty(self.padded, dtype=self.gradient_dtype, device=device)
+            self._free(self.local)
+            self.gradient = torch.zeros(self.end - self.start, dtype=self.gradient_dtype, device=device)
+        self.clear_gradient()
+
+    # ---- parameters --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather(self) -> Pending:
+        """Start to fill `full` from all shards. Partitioned parameters only."""
+        self._allocate(self.full)
+        self.meter.add(self.full.nbytes)
+        return self.gather_group.all_gather(self.full, self.shard)
+
+    def release(self) -> None:
+        """Free `full`; only the partition stays. Partitioned parameters only."""
+        self.meter.add(-self.full.nbytes)
+        self._free(self.full)
+
+    @torch.no_grad()
+    def publish(self) -> Pending | None:
+        """After an update of `master`: bring the parameters of all ranks up to date. None when nothing has to be sent."""
+        low, high = self.state_range
+        if self._own_master:
+            target = self.shard if self.residency.optimizer_states is Place.PARTITIONED else self.full[low:high]
+            target.copy_(self.master)
+        if self.residency.optimizer_states is Place.PARTITIONED and self.residency.parameters is Place.REPLICATED:
+            return self.gather_group.all_gather(self.full, self.shard)
+        return None
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def receive(self, index: int, gradient: Tensor) -> None:
+        """Add the gradient of parameter `index` of this backward pass to this rank's own sum."""
+        local = self._local_buffer()
+        slot = self.slots[index]
+        view = local[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        if self._filled[index]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            self._filled[index] = True
+
+    @torch.no_grad()
+    def reduce(self, *, accumulate: bool) -> Pending:
+        """Start to sum the ranks' own gradients into `gradient`; parameters without one count as zero.
+
+        `accumulate` adds to partitions reduced earlier in this step.
+        """
+        local = self._local_buffer()
+        for slot, filled in zip(self.slots, self._filled, strict=True):
+            if not filled:
+                local[slot.offset : slot.offset + slot.numel].zero_()
+        assert self.gradient is not None
+        if self.residency.gradients is Place.PARTITIONED:
+            return self.reduce_group.reduce_scatter(local, self.gradient, accumulate=accumulate)
+        if self.residency.optimizer_states is Place.PARTITIONED:
+            return self.reduce_group.reduce_scatter(local, self.gradient)
+        return self.reduce_group.all_reduce(local)
+
+    def reduced(self) -> None:
+        """The reduction has finished: the passing whole is freed, if there is one."""
+        self._filled = [False] * len(self.slots)
+        if self.residency.gradients is Place.PARTITIONED and self.local is not None:
+            self.meter.add(-self.local.nbytes)
+            self._free(self.local)
+
+    def clear_gradient(self) -> None:
+        """Forget all gradients. The next `receive` and `reduce` write over what is there, so nothing needs zeroing."""
+        self._filled = [False] * len(self.slots)
+        if self.local is not None and self.residency.gradients is Place.PARTITIONED:
+            if self.local.untyped_storage().nbytes():
+                self.meter.add(-self.local.nbytes)
+            self._free(self.local)
+
+    @property
+    def update_gradient(self) -> Tensor:
+        """The reduced gradient over `state_range`: what the optimizer uses."""
+        assert self.gradient is not None
+        if self.residency.optimizer_states is Place.REPLICATED:
+            assert self.local is not None
+            return self.local
+        return self.gradient
+
+    def _local_buffer(self) -> Tensor:
+        assert self.local is not None
+        if not self.local.untyped_storage().nbytes():
+            self._allocate(self.local)
+            self.meter.add(self.local.nbytes)
+            for low, high in self._gaps:
+                self.local[low:high].zero_()
+        return self.local
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _allocate(tensor: Tensor) -> None:
+        tensor.untyped_storage().resize_(tensor.nbytes)
+
+    @staticmethod
+    def _free(tensor: Tensor) -> None:
+        tensor.untyped_storage().resize_(0)
+
+
+def trainable_in_low_precision(dtype: torch.dtype) -> bool:
+    """Whether parameters of this dtype need float32 master weights to be trained."""
+    return dtype in (torch.float16, torch.bfloat16)

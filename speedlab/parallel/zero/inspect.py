@@ -1,0 +1,99 @@
+"""Looking at a parameter that lives in a flat: its true shape, who owns which part, and the whole of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from speedlab.parallel.zero.flat import Flat, Place, Slot
+from speedlab.parallel.zero.zero import Unit, Zero
+
+
+class FlatParameter(nn.Parameter):
+    """A parameter that is a view of a flat. It differs from nn.Parameter in how it prints, and in nothing else."""
+
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+        place = _places.get(id(self))
+        zero = place.zero() if place is not None else None
+        if place is None or zero is None:
+            return super().__repr__()
+        shape = "×".join(str(n) for n in self.shape)
+        dtype = str(self.dtype).removeprefix("torch.")
+        head = f"Parameter {place.slot.name} ({shape} {dtype}, unit {place.unit.name}, {place.flat.residency.parameters.value}"
+        owners = ", ".join(f"rank {rank}: [{low}:{high})" for rank, low, high in owners_of(place.flat, place.slot))
+        if not place.flat.gathered:
+            return f"{head}; owners of its {place.slot.numel:,} elements: {owners}; speedlab.gather(parameter) gives the whole)"
+        return f"{head}; owners: {owners})\n{self.detach()!r}"
+
+
+@dataclass(frozen=True)
+class _Where:
+    zero: weakref.ref[Zero]
+    unit: Unit
+    flat: Flat
+    slot: Slot
+
+
+_places: dict[int, _Where] = {}
+"""By id of the parameter, not by attribute: the parameters belong to the user's module. `forget` removes the entries."""
+
+
+def remember(zero: Zero) -> None:
+    """Make the parameters of `zero` print with their owners and known to `gather`."""
+    this = weakref.ref(zero)
+    for unit in zero.units:
+        for flat in unit.flats:
+            for parameter, slot in zip(flat.parameters, flat.slots, strict=True):
+                _places[id(parameter)] = _Where(this, unit, flat, slot)
+                if type(parameter) is nn.Parameter:
+                    parameter.__class__ = FlatParameter
+
+
+def forget(zero: Zero) -> None:
+    """Undo `remember`."""
+    for flat in zero.flats:
+        for parameter in flat.parameters:
+            _places.pop(id(parameter), None)
+            if type(parameter) is FlatParameter:
+                parameter.__class__ = nn.Parameter
+
+
+def owners_of(flat: Flat, slot: Slot) -> list[tuple[int, int, int]]:
+    """(rank, start, end) in elements of the parameter for each rank that owns some of it. Replicated ones are owned alike."""
+    size = flat.padded // flat.gather_group.size
+    owned = []
+    for index, rank in enumerate(flat.gather_group.ranks):
+        low = max(slot.offset, index * size)
+        high = min(slot.offset + slot.numel, (index + 1) * size)
+        if low < high:
+            owned.append((rank, low - slot.offset, high - slot.offset))
+    return owned
+
+
+@overload
+def gather(parameters: Tensor) -> Tensor: ...
+@overload
+def gather(parameters: Iterable[Tensor]) -> list[Tensor]: ...
+@torch.no_grad()
+def gather(parameters: Any) -> Any:
+    """The whole value of a parameter (or of several), as new tensors of their true shapes.
+
+    A collective: every rank that holds a part must call it, for the same parameters in the same order. Parameters that no
+    engine manages are simply copied. Between steps only.
+    """
+    if not isinstance(parameters, Tensor):
+        return [gather(parameter) for parameter in parameters]
+    place = _places.get(id(parameters))
+    zero = place.zero() if place is not None else None
+    if place is None or zero is None or place.flat.residency.parameters is Place.REPLICATED or place.flat.gathered:
+        return parameters.detach().clone()
+    place.flat.gather().wait()
+    try:
+        return parameters.detach().clone()
+    finally:
+        place.flat.release()

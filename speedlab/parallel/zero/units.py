@@ -1,0 +1,124 @@
+"""Choosing units: which parameters are gathered and released together. One repeated block is one unit; the rest is the root unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+UnitChoice = Sequence[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
+"""How a user names units: module classes, module names, or a predicate over (name, module)."""
+
+ROOT = "root"
+
+
+@dataclass
+class UnitPlan:
+    """A unit before it has flats: the modules it wraps and the parameters it holds, by full name."""
+
+    name: str
+    modules: list[nn.Module]
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+def plan_units(model: nn.Module, choice: UnitChoice | None = None, *, bucket_bytes: int = 0) -> list[UnitPlan]:
+    """Cut `model` into units: the root unit first, then blocks in the order in which the model registers them.
+
+    1. Blocks are what `choice` says, or the children of every list of two or more modules of one class (outermost first).
+    2. Neighbours of one list are merged while their parameters stay within `bucket_bytes`.
+    3. A parameter that several blocks share, or that stands outside all blocks, belongs to the root unit.
+
+    Raises ValueError when `choice` matches no module.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    lists = _chosen_blocks(model, choice) if choice is not None else _repeated_blocks(model)
+    merged = [group for blocks in lists for group in _merge_neighbours(blocks, bucket_bytes)]
+    plans = [UnitPlan(_joint_name([names[id(m)] for m in group]), group) for group in merged]
+
+    holder: dict[int, UnitPlan | None] = {}
+    for plan in plans:
+        for module in plan.modules:
+            for parameter in module.parameters():
+                known = holder.setdefault(id(parameter), plan)
+                if known is not plan:
+                    holder[id(parameter)] = None
+    outside = {id(p) for m in _outside(model, {id(m) for plan in plans for m in plan.modules}) for p in m.parameters(recurse=False)}
+
+    root = UnitPlan(ROOT, [model])
+    for name, parameter in model.named_parameters():
+        owner = None if id(parameter) in outside else holder.get(id(parameter))
+        (owner or root).parameters[name] = parameter
+    return [root, *(plan for plan in plans if plan.parameters)]
+
+
+def _repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
+    """Every outermost list of modules that repeats one class, each as a list of its children that hold parameters."""
+    found: list[list[nn.Module]] = []
+
+    def visit(module: nn.Module) -> None:
+        children = list(module.children())
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            blocks = [child for child in children if any(True for _ in child.parameters())]
+            # A list of bare layers (Sequential(Linear, ReLU, Linear)) is no list of blocks.
+            composite = [child for child in blocks if any(True for _ in child.children())]
+            if len(composite) >= 2 and len({type(child) for child in composite}) == 1:
+                found.append(composite)
+                children = [child for child in children if child not in composite]
+        for child in children:
+            visit(child)
+
+    visit(model)
+    return found
+
+
+def _chosen_blocks(model: nn.Module, choice: UnitChoice) -> list[list[nn.Module]]:
+    def matches(name: str, module: nn.Module) -> bool:
+        if callable(choice):
+            return choice(name, module)
+        return any(name == entry if isinstance(entry, str) else isinstance(module, entry) for entry in choice)
+
+    found: list[nn.Module] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        if module is not model and matches(name, module):
+            found.append(module)
+            return
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child)
+
+    visit("", model)
+    if not found:
+        kinds = sorted({type(m).__name__ for m in model.modules()})
+        raise ValueError(f"units: {choice!r} matches no module of {type(model).__name__}; its module classes are {', '.join(kinds)}")
+    return [found]
+
+
+def _merge_neighbours(blocks: list[nn.Module], bucket_bytes: int) -> list[list[nn.Module]]:
+    merged: list[list[nn.Module]] = []
+    held = 0
+    for block in blocks:
+        size = sum(p.numel() * p.element_size() for p in block.parameters())
+        if merged and held + size <= bucket_bytes:
+            merged[-1].append(block)
+            held += size
+        else:
+            merged.append([block])
+            held = size
+    return merged
+
+
+def _outside(model: nn.Module, block_ids: set[int]) -> list[nn.Module]:
+    """Modules that are in no block."""
+    found, stack = [], [model]
+    while stack:
+        module = stack.pop()
+        if id(module) in block_ids:
+            continue
+        found.append(module)
+        stack.extend(module.children())
+    return found
+
+
+def _joint_name(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]}–{names[-1].rpartition('.')[2]}"
