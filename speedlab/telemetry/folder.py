@@ -1,0 +1,302 @@
+"""The run folder: a run's configuration, status, control words, records and checkpoints, in one place anyone may read.
+
+Everything in it is JSON, written by replacing or appending, never by changing in place; nothing in it is ever trusted:
+sizes are bounded and every field is checked when it is read, because a folder may come from somewhere else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from speedlab.config import ConfigError, RunConfig
+from speedlab.telemetry.records import RunState
+
+CONTROL_WORDS = ("pause", "resume", "step", "stop", "save", "reshape")
+"""What a person may ask of a run; each is carried out by all ranks between the same two steps."""
+
+_CONFIG_LIMIT_BYTES = 2**20
+_STATUS_LIMIT_BYTES = 2**18
+_WORD_LIMIT_BYTES = 2**14
+
+
+class RunFolderError(RuntimeError):
+    """A folder that is no run, holds something damaged, or cannot take what has to be written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """What a run is doing, as its engines last wrote it.
+
+    `rank_pids` are the engines' process ids by rank; `command` is the number of the last control word carried out;
+    `updated` is in seconds since the epoch and is filled in when the status is written.
+    """
+
+    state: RunState = RunState.STARTING
+    step: int = 0
+    steps: int = 0
+    cluster: str = ""
+    rank_pids: tuple[int, ...] = ()
+    command: int = 0
+    text: str = ""
+    updated: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A control word as it was posted. Numbers count up from 1 within a run."""
+
+    number: int
+    word: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+class RunFolder:
+    """A run's folder, opened. Raises RunFolderError when `path` holds no run."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).resolve()
+        self.config = self._read_config()
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @classmethod
+    def create(cls, config: RunConfig) -> RunFolder:
+        """Make the folder of a new run, 0700, with its configuration and a first status.
+
+        A configuration without a name gets the first free of 'run-1', 'run-2', … Raises ConfigError when the name is
+        taken (suggesting the next free one) or when the place cannot be written.
+        """
+        parent = config.folder.resolve()
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            path = _claim_name(parent, config.name)
+        except OSError as error:
+            raise ConfigError(f"folder: {parent} cannot hold a run: {error.strerror}; give another folder") from error
+        config = config.replace(name=path.name)
+        try:
+            for sub in ("records", "control", "checkpoints", "stream"):
+                (path / sub).mkdir(mode=0o700)
+            write_atomically(path / "status.json", _status_json(Status(steps=config.steps, updated=time.time())))
+            # The configuration comes last: a folder that has one is complete.
+            write_atomically(path / "config.json", config.to_json())
+        except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)  # Only what was made here a moment ago: the name is free again.
+            raise ConfigError(f"folder: {path} cannot be written: {error.strerror}; give another folder") from error
+        return cls(path)
+
+    # Status
+
+    def read_status(self) -> Status:
+        """The status as last written. Raises RunFolderError when it is missing or damaged."""
+        path = self.path / "status.json"
+        data = read_object(path, _STATUS_LIMIT_BYTES)
+        try:
+            return Status(
+                state=RunState(data.get("state", "")),
+                step=_whole(data, "step"),
+                steps=_whole(data, "steps"),
+                cluster=str(data.get("cluster", "")),
+                rank_pids=tuple(int(pid) for pid in data.get("rank_pids", ())),
+                command=_whole(data, "command"),
+                text=str(data.get("text", "")),
+                updated=float(data.get("updated", 0.0)),
+            )
+        except (TypeError, ValueError) as error:
+            raise RunFolderError(f"{path}: is not the status of a run: {error}") from error
+
+    def write_status(self, status: Status) -> None:
+        """Replace the status in one move; readers see the old one or the new one, never a part."""
+        write_atomically(self.path / "status.json", _status_json(replace(status, updated=time.time())))
+
+    # Control words
+
+    def post(self, word: str, **arguments: Any) -> int:
+        """Ask something of the run; returns the word's number. Safe when several clients post at once.
+
+        Raises ValueError for a word outside CONTROL_WORDS and TypeError for arguments that are not JSON.
+        """
+        if word not in CONTROL_WORDS:
+            raise ValueError(f"unknown control word {word!r}; known: {', '.join(CONTROL_WORDS)}")
+        text = json.dumps({"word": word, "arguments": arguments, "time": time.time(), "pid": os.getpid()})
+        if len(text) > _WORD_LIMIT_BYTES:
+            raise ValueError(
+                f"{word}: arguments of {len(text)} bytes; at most {_WORD_LIMIT_BYTES} bytes fit a control word"
+            )
+        control = self.path / "control"
+        draft = control / f".draft-{os.getpid()}-{next(_DRAFTS)}"
+        draft.write_text(text, encoding="utf-8")
+        try:
+            # Numbers never fall back behind the last one carried out, even if somebody has cleared the mailbox.
+            for number in itertools.count(max(self.read_status().command, self._last_number()) + 1):
+                try:
+                    # A link appears whole or not at all, and fails when another client took the number.
+                    os.link(draft, _word_path(control, number))
+                except FileExistsError:
+                    continue
+                return number
+        finally:
+            draft.unlink()
+        raise AssertionError("unreachable: the numbers do not end")
+
+    def pending(self, after: int) -> list[Command]:
+        """Control words with a number above `after`, in order. Costs one failed open when there is none."""
+        return list(self._words_from(after + 1))
+
+    def _words_from(self, first: int) -> Iterator[Command]:
+        for number in itertools.count(first):
+            path = _word_path(self.path / "control", number)
+            try:
+                data = read_object(path, _WORD_LIMIT_BYTES, missing={})
+            except RunFolderError:
+                continue  # A damaged word is no word; the ones behind it still count.
+            if not data:
+                return
+            word, arguments = data.get("word"), data.get("arguments")
+            if word in CONTROL_WORDS and isinstance(arguments, dict):
+                yield Command(number=number, word=word, arguments=arguments)
+
+    def _last_number(self) -> int:
+        names = (re.fullmatch(r"(\d{6,12})\.json", entry.name) for entry in os.scandir(self.path / "control"))
+        return max((int(match[1]) for match in names if match), default=0)
+
+    def _read_config(self) -> RunConfig:
+        path = self.path / "config.json"
+        if not path.is_file():
+            raise RunFolderError(
+                f"{self.path} is no run folder: it has no config.json; runs are in {find_runs_text(self.path.parent)}"
+            )
+        data = read_object(path, _CONFIG_LIMIT_BYTES)
+        try:
+            return RunConfig(**data)
+        except ConfigError as error:
+            raise RunFolderError(f"{path}: {error}") from error
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+
+_DRAFTS = itertools.count()
+
+
+def find_runs(parent: str | os.PathLike[str]) -> list[Path]:
+    """The run folders in `parent`, the one whose status is newest first; [] when there is no such folder."""
+    try:
+        entries = [Path(entry.path) for entry in os.scandir(parent) if entry.is_dir()]
+    except OSError:
+        return []
+    aged = []
+    for path in entries:
+        try:
+            aged.append((max(os.stat(path / name).st_mtime_ns for name in ("config.json", "status.json")), path))
+        except OSError:
+            continue  # No run, or one that another process is just creating.
+    return [path for _, path in sorted(aged, reverse=True)]
+
+
+def find_runs_text(parent: Path) -> str:
+    """For errors: 'PARENT: a, b, c', or that there are none."""
+    names = [path.name for path in find_runs(parent)]
+    shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+    return f"{parent}: {shown or 'none yet'}"
+
+
+def require_space(path: str | os.PathLike[str], needed_bytes: int) -> None:
+    """Refuse, before anything is written, what does not fit on the disk that holds `path`. Raises RunFolderError."""
+    place = Path(path).resolve()
+    while not place.exists():
+        place = place.parent
+    free_bytes = shutil.disk_usage(place).free
+    if free_bytes < needed_bytes:
+        raise RunFolderError(
+            f"no disk space: {needed_bytes / 2**30:.2f} GiB needed at {path}, {free_bytes / 2**30:.2f} GiB are free; "
+            f"free {(needed_bytes - free_bytes) / 2**30:.2f} GiB there or give another folder"
+        )
+
+
+def write_atomically(path: Path, text: str, *, mode: int = 0o600) -> None:
+    """Write a small file under another name, then move it into place; the directory never shows a part of it."""
+    draft = path.with_name(f".{path.name}-{os.getpid()}-{next(_DRAFTS)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def read_object(path: Path, limit_bytes: int, *, missing: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A small JSON file that holds one object. Raises RunFolderError when it is missing (unless `missing` is given),
+    larger than `limit_bytes`, or anything else than an object."""
+    try:
+        # Without O_NONBLOCK, a pipe put in the place of the file would stop the reader for ever.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            data = file.read(limit_bytes + 1)
+    except FileNotFoundError:
+        if missing is not None:
+            return missing
+        raise RunFolderError(f"{path}: is missing; the run folder is incomplete") from None
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(data) > limit_bytes:
+        raise RunFolderError(f"{path}: is larger than {limit_bytes} bytes, which no such file of a run is")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RunFolderError(f"{path}: is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise RunFolderError(f"{path}: holds a {type(value).__name__}; expected an object")
+    return value
+
+
+def _claim_name(parent: Path, name: str | None) -> Path:
+    """Create the folder `name`, or the first free 'run-N'. mkdir is the claim, so two clients never share a folder."""
+    if name is not None:
+        try:
+            (parent / name).mkdir(mode=0o700)
+        except FileExistsError:
+            raise ConfigError(
+                f"name: the run {name!r} exists in {parent}; the next free name is {_next_name(parent, name)!r}"
+            ) from None
+        return parent / name
+    for number in itertools.count(1):
+        try:
+            (parent / f"run-{number}").mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        return parent / f"run-{number}"
+    raise AssertionError("unreachable: the numbers do not end")
+
+
+def _next_name(parent: Path, name: str) -> str:
+    """'quickstart' -> 'quickstart-2', 'run-3' -> 'run-4', and on while those exist too."""
+    match = re.fullmatch(r"(.*)-(\d{1,9})", name)
+    stem, number = (match[1], int(match[2])) if match else (name, 1)
+    return next(f"{stem}-{n}" for n in itertools.count(number + 1) if not (parent / f"{stem}-{n}").exists())
+
+
+def _status_json(status: Status) -> str:
+    return json.dumps(asdict(status), separators=(",", ":"))
+
+
+def _word_path(control: Path, number: int) -> Path:
+    return control / f"{number:06d}.json"
+
+
+def _whole(data: dict[str, Any], key: str) -> int:
+    value = data.get(key, 0)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{key} is {value!r}, not a whole number of at least 0")
+    return value

@@ -1,0 +1,121 @@
+"""RecordWriter: a rank's records, to the run folder first and to the stream second."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from speedlab.telemetry.folder import RunFolder, RunFolderError
+from speedlab.telemetry.records import Event, StepRecord
+from speedlab.telemetry.stream import LINE_LIMIT_BYTES, Message, Publisher
+
+if TYPE_CHECKING:
+    from speedlab.telemetry.tensorboard import TensorBoardFile
+
+
+class RecordWriter:
+    """Writes what one rank has to say of a run; rank 0 also writes the run's events and TensorBoard's file.
+
+    A line goes to the file in one unbuffered write, so that a rank that is killed has lost nothing of what it wrote;
+    only then is it offered to the stream, at most `stream_hz` times a second (events always), never waits for a client.
+
+    For a control word: write its event first, the status that counts it as done second.
+    """
+
+    def __init__(self, folder: RunFolder | str | os.PathLike[str], rank: int, *, stream_hz: float) -> None:
+        self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
+        self.rank = rank
+        self._records = _LineFile(self.folder.path / "records" / f"rank-{rank}.jsonl")
+        self._events = _LineFile(self.folder.path / "events.jsonl") if rank == 0 else None
+        self._stream = Publisher(self.folder.path / "stream", rank, hz=stream_hz)
+        self._tensorboard = self._open_tensorboard()
+        self._closed = False
+
+    def write(self, record: StepRecord) -> None:
+        """Append one step record. Raises RunFolderError when the disk does not take it."""
+        line = record.to_json().encode() + b"\n"
+        start = self._records.append(line)
+        self._stream.offer(Message(b"r", self.rank, start, line))
+        if self._tensorboard is not None:
+            self._tensorboard.add(record)
+
+    def event(self, event: Event) -> None:
+        """Append one event; rank 0 only, for all ranks. Raises RunFolderError when the disk does not take it."""
+        assert self._events is not None, f"rank {self.rank} wrote an event; rank 0 speaks for all"
+        line = event.to_json().encode() + b"\n"
+        start = self._events.append(line)
+        self._stream.send(Message(b"e", self.rank, start, line))
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
+
+    def close(self) -> None:
+        """End the stream and close the files. Calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stream.close()
+        self._records.close()
+        if self._events is not None:
+            self._events.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def __enter__(self) -> RecordWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open_tensorboard(self) -> TensorBoardFile | None:
+        if self.rank != 0 or not self.folder.config.telemetry.tensorboard:
+            return None
+        from speedlab.telemetry.tensorboard import TensorBoardFile, installed
+
+        return TensorBoardFile(self.folder.path / "tensorboard") if installed() else None
+
+
+class _LineFile:
+    """A file that lines are appended to. A line that a crash cut short is removed when the file is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._end = _cut_unfinished_line(self._descriptor)
+
+    def append(self, line: bytes) -> int:
+        """Write a line; returns the byte at which it starts."""
+        if len(line) > LINE_LIMIT_BYTES:
+            raise RunFolderError(f"{self._path}: a line of {len(line)} bytes; readers take at most {LINE_LIMIT_BYTES}")
+        start = self._end
+        try:
+            written = os.write(self._descriptor, line)
+            while written < len(line):
+                written += os.write(self._descriptor, line[written:])
+        except OSError as error:
+            # Whole lines only: what the full disk took of this one is cut off again.
+            os.ftruncate(self._descriptor, start)
+            raise RunFolderError(
+                f"{self._path}: cannot be written: {error.strerror}; free disk space, then resume"
+            ) from error
+        self._end = start + len(line)
+        return start
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _cut_unfinished_line(descriptor: int) -> int:
+    """Truncate the file behind its last newline; returns its size then."""
+    size = end = os.fstat(descriptor).st_size
+    while end > 0:
+        start = max(0, end - 65536)
+        found = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if found >= 0:
+            end = start + found + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(descriptor, end)
+    return end
