@@ -19,46 +19,67 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
+from speedlab.comm.world import wires
+
 # torch 2.13 renamed the two; 2.11 and 2.12 have the older names only.
 _gather_whole = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
-class Traffic:
-    """Bytes this rank sent, by collective, and the seconds it waited, since the last `take`."""
+class BufferMeter:
+    """Bytes of communication buffers that are alive, and the most there were since the last `take_peak`."""
 
+    live_bytes: int = 0
+    peak_bytes: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def take_peak(self) -> int:
+        peak, self.peak_bytes = self.peak_bytes, self.live_bytes
+        return peak
+
+
+@dataclass
+class Traffic:
+    """Bytes this rank sent, by collective, and the seconds it waited, by phase of the step, since the last `take`."""
+
+    phase: str = ""
+    """The phase of the step that waits are counted in; set by whoever times phases."""
+    buffers: BufferMeter = field(default_factory=BufferMeter)
     sent_bytes: Counter[str] = field(default_factory=Counter)
-    wait_seconds: float = 0.0
-    _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    wait_seconds: Counter[str] = field(default_factory=Counter)
+    _events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def waited(self, wait: Callable[[], None], device: torch.device) -> None:
         """Run `wait` and count its time: by the clock on CPUs, by a pair of events on a GPU, which nothing waits for."""
         if device.type != "cuda":
             start = time.perf_counter()
             wait()
-            self.wait_seconds += time.perf_counter() - start
+            self.wait_seconds[self.phase] += time.perf_counter() - start
             return
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         wait()
         after.record()
-        self._events.append((before, after))
+        self._events.append((self.phase, before, after))
 
-    def take(self) -> tuple[dict[str, int], float]:
-        """What was counted, as (bytes by collective, seconds); the counters start again.
+    def take(self) -> tuple[dict[str, int], dict[str, float]]:
+        """What was counted, as (bytes by collective, seconds by phase); the counters start again.
 
         GPU times are added once their events have passed; those that have not are left for the next call.
         """
         late = []
-        for before, after in self._events:
+        for phase, before, after in self._events:
             if after.query():
-                self.wait_seconds += before.elapsed_time(after) / 1e3
+                self.wait_seconds[phase] += before.elapsed_time(after) / 1e3
             else:
-                late.append((before, after))
+                late.append((phase, before, after))
         self._events = late
-        taken = dict(self.sent_bytes), self.wait_seconds
-        self.sent_bytes, self.wait_seconds = Counter(), 0.0
+        taken = dict(self.sent_bytes), dict(self.wait_seconds)
+        self.sent_bytes, self.wait_seconds = Counter(), Counter()
         return taken
 
 
@@ -86,14 +107,17 @@ class Group:
     in different orders on different ranks go through two Groups of the same ranks.
     """
 
-    def __init__(self, ranks: Sequence[int], traffic: Traffic, device: torch.device) -> None:
+    def __init__(
+        self, ranks: Sequence[int], traffic: Traffic, device: torch.device, *, channel: str = "gather"
+    ) -> None:
+        """`channel`: Groups of the same ranks and channel share their wires, so that setting up again opens no new ones."""
         self.ranks = list(ranks)
         self.size = len(self.ranks)
         self.index = self.ranks.index(dist.get_rank())
         self.device = device
         self.traffic = traffic
         # A group of one needs no wires, and new_group would cost a rendezvous.
-        self._wires: Any = dist.new_group(self.ranks) if self.size > 1 else None
+        self._wires: Any = wires(channel, tuple(self.ranks)) if self.size > 1 else None
         self._peer_to_peer = device.type == "cpu" and self.size > 1 and dist.get_backend(self._wires) == "gloo"
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
@@ -132,9 +156,15 @@ class Group:
                 work = _scatter_sum(summed, full, group=self._wires, async_op=True)
                 return self._pending(work, then=lambda: into.add_(summed) if accumulate else into.copy_(summed))
             received = torch.empty((self.size - 1, own.numel()), dtype=full.dtype)
+            self.traffic.buffers.add(received.nbytes)
             works = [self._wires.recv([received[i]], peer, 0) for i, peer in enumerate(self._peers())]
             works += [self._wires.send([slices[peer]], peer, 0) for peer in self._peers()]
-        return self._pending(*works, then=lambda: self._sum_in_rank_order(own, received, into, accumulate))
+
+        def finish() -> None:
+            self._sum_in_rank_order(own, received, into, accumulate)
+            self.traffic.buffers.add(-received.nbytes)
+
+        return self._pending(*works, then=finish)
 
     def all_reduce(self, full: Tensor) -> Pending:
         """Start to sum `full` (n × m,) over the ranks, in place; the same bits as a reduce-scatter and a gather."""
@@ -188,12 +218,6 @@ class Group:
     def barrier(self) -> None:
         """Wait until every rank of the group is here."""
         self.sum_scalars(torch.zeros(1, device=self.device))
-
-    def close(self) -> None:
-        """Give the group's connections back."""
-        if self._wires is not None and dist.is_initialized():
-            dist.destroy_process_group(self._wires)
-        self._wires = None
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.index]

@@ -41,6 +41,7 @@ def join(device: torch.device | str | None = None, *, timeout_seconds: float = T
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
+        _wires.clear()  # Somebody else may have destroyed the world they belonged to.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         folder = os.environ.get("SPEEDLAB_RENDEZVOUS")
         if folder:
@@ -56,8 +57,23 @@ def join(device: torch.device | str | None = None, *, timeout_seconds: float = T
 
 def leave() -> None:
     """Leave the world; the next `join` makes a new one. Does nothing when this process is in none."""
+    _wires.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+_wires: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+"""Process groups that exist in this world, by channel and ranks; `leave` empties it together with the world."""
+
+
+def wires(channel: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of `ranks` for `channel`, made when it is first asked for. Collective over the whole world then."""
+    known = _wires.get((channel, ranks))
+    if known is None or not dist.is_initialized():
+        known = dist.new_group(list(ranks))
+        assert isinstance(known, dist.ProcessGroup)
+        _wires[channel, ranks] = known
+    return known
 
 
 def own_device() -> torch.device:

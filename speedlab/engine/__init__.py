@@ -1,0 +1,8 @@
+"""The engine: initialize, the step, precision, optimizer, checkpoints, and the loop of a run."""
+
+from speedlab.engine.checkpoint import CheckpointError
+from speedlab.engine.engine import Engine, Totals
+from speedlab.engine.errors import NonFiniteError
+from speedlab.engine.initialize import initialize
+
+__all__ = ["CheckpointError", "Engine", "NonFiniteError", "Totals", "initialize"]

@@ -1,13 +1,12 @@
 """ZeRO: units, flats, residency, and the hooks that move them."""
 
-from speedlab.parallel.zero.flat import BufferMeter, Flat, Place, Residency, Slot
+from speedlab.parallel.zero.flat import Flat, Place, Residency, Slot
 from speedlab.parallel.zero.inspect import FlatParameter, forget, gather, remember
 from speedlab.parallel.zero.units import UnitChoice, UnitPlan, plan_units
 from speedlab.parallel.zero.walk import map_tensors, tensors_of
 from speedlab.parallel.zero.zero import Unit, Zero
 
 __all__ = [
-    "BufferMeter",
     "Flat",
     "FlatParameter",
     "Place",

@@ -54,22 +54,6 @@ class Slot:
     group: int
 
 
-@dataclass
-class BufferMeter:
-    """Bytes of communication buffers that are alive, and the most there were since the last `take_peak`."""
-
-    live_bytes: int = 0
-    peak_bytes: int = 0
-
-    def add(self, nbytes: int) -> None:
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def take_peak(self) -> int:
-        peak, self.peak_bytes = self.peak_bytes, self.live_bytes
-        return peak
-
-
 class Flat:
     """The parameters of one unit that share a dtype and whether they train, with their gradient and float32 master.
 
@@ -94,13 +78,13 @@ class Flat:
         gather_group: Group,
         reduce_group: Group,
         gradient_dtype: torch.dtype,
-        meter: BufferMeter,
     ) -> None:
         """`parameters`: full name → (parameter, index of its optimizer group), in the order in which they shall lie."""
         self.name = name
         self.dtype = dtype
         self.gradient_dtype = gradient_dtype
-        self.gather_group, self.reduce_group, self.meter = gather_group, reduce_group, meter
+        self.gather_group, self.reduce_group = gather_group, reduce_group
+        self.buffers = gather_group.traffic.buffers
         self.slots: list[Slot] = []
         self.parameters: list[nn.Parameter] = []
         step = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
@@ -206,12 +190,12 @@ class Flat:
     def gather(self) -> Pending:
         """Start to fill `full` from all shards. Partitioned parameters only."""
         self._allocate(self.full)
-        self.meter.add(self.full.nbytes)
+        self.buffers.add(self.full.nbytes)
         return self.gather_group.all_gather(self.full, self.shard)
 
     def release(self) -> None:
         """Free `full`; only the partition stays. Partitioned parameters only."""
-        self.meter.add(-self.full.nbytes)
+        self.buffers.add(-self.full.nbytes)
         self._free(self.full)
 
     @torch.no_grad()
@@ -260,7 +244,7 @@ class Flat:
         """The reduction has finished: the passing whole is freed, if there is one."""
         self._filled = [False] * len(self.slots)
         if self.residency.gradients is Place.PARTITIONED and self.local is not None:
-            self.meter.add(-self.local.nbytes)
+            self.buffers.add(-self.local.nbytes)
             self._free(self.local)
 
     def clear_gradient(self) -> None:
@@ -268,7 +252,7 @@ class Flat:
         self._filled = [False] * len(self.slots)
         if self.local is not None and self.residency.gradients is Place.PARTITIONED:
             if self.local.untyped_storage().nbytes():
-                self.meter.add(-self.local.nbytes)
+                self.buffers.add(-self.local.nbytes)
             self._free(self.local)
 
     @property
@@ -284,7 +268,7 @@ class Flat:
         assert self.local is not None
         if not self.local.untyped_storage().nbytes():
             self._allocate(self.local)
-            self.meter.add(self.local.nbytes)
+            self.buffers.add(self.local.nbytes)
             for low, high in self._gaps:
                 self.local[low:high].zero_()
         return self.local

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +17,8 @@ class FlatParameter(nn.Parameter):
     """A parameter that is a view of a flat. It differs from nn.Parameter in how it prints, and in nothing else."""
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:
-        place = _places.get(id(self))
-        zero = place.zero() if place is not None else None
-        if place is None or zero is None:
+        place = _find(self)
+        if place is None:
             return super().__repr__()
         shape = "×".join(str(n) for n in self.shape)
         dtype = str(self.dtype).removeprefix("torch.")
@@ -31,27 +29,45 @@ class FlatParameter(nn.Parameter):
         return f"{head}; owners: {owners})\n{self.detach()!r}"
 
 
-@dataclass(frozen=True)
-class _Where:
-    zero: weakref.ref[Zero]
+class _Where(NamedTuple):
+    zero: Zero
     unit: Unit
     flat: Flat
     slot: Slot
 
 
-_places: dict[int, _Where] = {}
-"""By id of the parameter, not by attribute: the parameters belong to the user's module. `forget` removes the entries."""
+_places: dict[int, tuple[weakref.ref[Zero], int, int, int]] = {}
+"""id of parameter → its Zero and the indices of unit, flat and slot. Kept here, not as attributes of tensors we do not own."""
+
+
+def _find(parameter: Tensor) -> _Where | None:
+    reference, unit_index, flat_index, index = _places.get(id(parameter), (lambda: None, 0, 0, 0))
+    zero = reference()
+    if zero is None:
+        return None
+    unit = zero.units[unit_index]
+    flat = unit.flats[flat_index]
+    return _Where(zero, unit, flat, flat.slots[index]) if flat.parameters[index] is parameter else None
 
 
 def remember(zero: Zero) -> None:
-    """Make the parameters of `zero` print with their owners and known to `gather`."""
+    """Make the parameters of `zero` print with their owners and known to `gather`, as long as `zero` lives."""
     this = weakref.ref(zero)
-    for unit in zero.units:
-        for flat in unit.flats:
-            for parameter, slot in zip(flat.parameters, flat.slots, strict=True):
-                _places[id(parameter)] = _Where(this, unit, flat, slot)
+    ids = []
+    for unit_index, unit in enumerate(zero.units):
+        for flat_index, flat in enumerate(unit.flats):
+            for index, parameter in enumerate(flat.parameters):
+                _places[id(parameter)] = (this, unit_index, flat_index, index)
+                ids.append(id(parameter))
                 if type(parameter) is nn.Parameter:
                     parameter.__class__ = FlatParameter
+    weakref.finalize(zero, _drop, ids, this)
+
+
+def _drop(ids: list[int], owner: weakref.ref[Zero]) -> None:
+    for key in ids:
+        if key in _places and _places[key][0] is owner:
+            del _places[key]
 
 
 def forget(zero: Zero) -> None:
@@ -88,9 +104,8 @@ def gather(parameters: Any) -> Any:
     """
     if not isinstance(parameters, Tensor):
         return [gather(parameter) for parameter in parameters]
-    place = _places.get(id(parameters))
-    zero = place.zero() if place is not None else None
-    if place is None or zero is None or place.flat.residency.parameters is Place.REPLICATED or place.flat.gathered:
+    place = _find(parameters)
+    if place is None or place.flat.residency.parameters is Place.REPLICATED or place.flat.gathered:
         return parameters.detach().clone()
     place.flat.gather().wait()
     try:

@@ -43,7 +43,11 @@ def plan_units(model: nn.Module, choice: UnitChoice | None = None, *, bucket_byt
                 known = holder.setdefault(id(parameter), plan)
                 if known is not plan:
                     holder[id(parameter)] = None
-    outside = {id(p) for m in _outside(model, {id(m) for plan in plans for m in plan.modules}) for p in m.parameters(recurse=False)}
+    outside = {
+        id(p)
+        for m in _outside(model, {id(m) for plan in plans for m in plan.modules})
+        for p in m.parameters(recurse=False)
+    }
 
     root = UnitPlan(ROOT, [model])
     for name, parameter in model.named_parameters():
@@ -90,7 +94,9 @@ def _chosen_blocks(model: nn.Module, choice: UnitChoice) -> list[list[nn.Module]
     visit("", model)
     if not found:
         kinds = sorted({type(m).__name__ for m in model.modules()})
-        raise ValueError(f"units: {choice!r} matches no module of {type(model).__name__}; its module classes are {', '.join(kinds)}")
+        raise ValueError(
+            f"units: {choice!r} matches no module of {type(model).__name__}; its module classes are {', '.join(kinds)}"
+        )
     return [found]
 
 

@@ -29,7 +29,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.autograd.profiler import record_function
 
 from speedlab.comm import Group, Pending
-from speedlab.parallel.zero.flat import BufferMeter, Flat, Place, Residency, trainable_in_low_precision
+from speedlab.parallel.zero.flat import Flat, Place, Residency, trainable_in_low_precision
 from speedlab.parallel.zero.units import UnitPlan
 from speedlab.parallel.zero.walk import tensors_of
 
@@ -100,7 +100,6 @@ class Zero:
         `materialize` gives a unit that stands on `meta` its values; it is called unit by unit, so that one unit at a time is whole.
         """
         self.module, self.residency = module, residency
-        self.meter = BufferMeter()
         self.gather_group, self.reduce_group = gather_group, reduce_group
         self.phase = Phase.IDLE
         self.units: list[Unit] = []
@@ -143,7 +142,6 @@ class Zero:
                     gather_group=self.gather_group,
                     reduce_group=self.reduce_group,
                     gradient_dtype=gradient if gradient and trainable_in_low_precision(dtype) else dtype,
-                    meter=self.meter,
                 )
             )
         return flats
@@ -161,43 +159,43 @@ class Zero:
     def _attach(self) -> None:
         this = weakref.ref(self)  # The module must not keep a destroyed engine alive.
 
-        def before(unit: Unit) -> Callable[..., None]:
+        # Hooks hold indices, not units: a hook on a parameter lives in C++, where the garbage collector sees no cycle.
+        def before(unit_index: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
                 if (zero := this()) is not None:
-                    zero._before_forward(unit, (args, kwargs))
+                    zero._before_forward(zero.units[unit_index], (args, kwargs))
 
             return hook
 
-        def after(unit: Unit, module_is_last: bool) -> Callable[..., None]:
+        def after(unit_index: int, module_is_last: bool) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 if (zero := this()) is not None:
-                    zero._after_forward(unit, output, module_is_last)
+                    zero._after_forward(zero.units[unit_index], output, module_is_last)
 
             return hook
 
-        def arrived(unit: Unit, flat: Flat, index: int) -> Callable[[Tensor], None]:
+        def arrived(unit_index: int, flat_index: int, index: int) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
                 if (zero := this()) is not None:
-                    zero._receive(unit, flat, index, parameter)
+                    unit = zero.units[unit_index]
+                    zero._receive(unit, unit.flats[flat_index], index, parameter)
 
             return hook
 
-        root = self.units[0]
-        held_by_root = {id(p) for flat in root.flats for p in flat.parameters}
+        held_by_root = {id(p) for flat in self.units[0].flats for p in flat.parameters}
         for module in self.module.modules():
             if module is not self.module and any(id(p) in held_by_root for p in module.parameters(recurse=False)):
                 # A caller may enter below the root module (generate, an encoder alone).
-                self._hooks.append(module.register_forward_pre_hook(before(root), with_kwargs=True))
-        for unit in self.units:
+                self._hooks.append(module.register_forward_pre_hook(before(0), with_kwargs=True))
+        for unit_index, unit in enumerate(self.units):
             for module in unit.modules:
                 is_last = module is unit.modules[-1]
-                self._hooks.append(module.register_forward_pre_hook(before(unit), with_kwargs=True, prepend=True))
-                self._hooks.append(module.register_forward_hook(after(unit, is_last)))
-            for flat in unit.flats:
-                for index, parameter in enumerate(flat.parameters):
-                    if flat.trainable:
-                        hook = parameter.register_post_accumulate_grad_hook(arrived(unit, flat, index))
-                        self._hooks.append(hook)
+                self._hooks.append(module.register_forward_pre_hook(before(unit_index), with_kwargs=True, prepend=True))
+                self._hooks.append(module.register_forward_hook(after(unit_index, is_last)))
+            for flat_index, flat in enumerate(unit.flats):
+                for index, parameter in enumerate(flat.parameters if flat.trainable else ()):
+                    hook = arrived(unit_index, flat_index, index)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def detach(self) -> None:
         """Take all hooks off the module."""

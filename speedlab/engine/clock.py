@@ -1,0 +1,63 @@
+"""Time of a step by phase, measured without making anything wait."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.autograd.profiler import record_function
+
+from speedlab.comm import Traffic
+
+
+class PhaseClock:
+    """Seconds by phase since the last `take`: by the clock on CPUs, by events on a GPU.
+
+    Waits for collectives are taken out of the phase in which they happened and shown as 'communication'. GPU times are
+    read when their events have passed, so they may show up in the next step's record.
+    """
+
+    def __init__(self, traffic: Traffic, device: torch.device) -> None:
+        self._traffic, self._device = traffic, device
+        self._seconds: Counter[str] = Counter()
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time of the block under `name`. Phases do not nest."""
+        outer, self._traffic.phase = self._traffic.phase, name
+        try:
+            with record_function(f"speedlab::{name}"):
+                if self._device.type != "cuda":
+                    start = time.perf_counter()
+                    yield
+                    self._seconds[name] += time.perf_counter() - start
+                else:
+                    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    before.record()
+                    yield
+                    after.record()
+                    self._events.append((name, before, after))
+        finally:
+            self._traffic.phase = outer
+
+    def take(self) -> tuple[float, dict[str, float], dict[str, int]]:
+        """(wall seconds, seconds by phase, bytes sent by collective) since the last call."""
+        late = []
+        for name, before, after in self._events:
+            if after.query():
+                self._seconds[name] += before.elapsed_time(after) / 1e3
+            else:
+                late.append((name, before, after))
+        self._events = late
+        sent, waits = self._traffic.take()
+        phases = {name: max(0.0, seconds - waits.get(name, 0.0)) for name, seconds in self._seconds.items()}
+        phases["communication"] = sum(waits.values())
+        now = time.perf_counter()
+        wall, self._since = now - self._since, now
+        self._seconds = Counter()
+        return wall, phases, sent

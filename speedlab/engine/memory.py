@@ -1,0 +1,159 @@
+"""Where every byte of a rank is: the ledger, from the storages the engine really holds, and an exact trace of activations."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from speedlab.engine.optimizer import PartitionedOptimizer
+from speedlab.hardware import memory_bytes
+from speedlab.parallel.zero import Zero
+from speedlab.telemetry.records import Ledger
+
+
+class ActivationTrace(TorchDispatchMode):
+    """While active, follows every storage that is made, and remembers the most bytes that were alive at once.
+
+    Storages in `known` (flats, parameters, buffers) are not counted. What remains is what forward and backward make:
+    saved activations, logits, gradients between layers. A storage counts until it is freed or resized to nothing.
+    """
+
+    def __init__(self, known: Callable[[], set[int]]) -> None:
+        super().__init__()
+        self._known_now = known
+        self._known: set[int] = set()
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.live_bytes = 0
+        self.peak_bytes = 0
+
+    def __enter__(self) -> ActivationTrace:
+        self._known = self._known_now()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+                self._follow(leaf)
+        return result
+
+    def _follow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or key in self._alive:
+            return
+        size = storage.nbytes()
+        self._alive[key] = (weakref.ref(storage, lambda _: self._forget(key)), size)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _forget(self, key: int) -> None:
+        _, size = self._alive.pop(key, (None, 0))
+        self.live_bytes -= size
+
+
+class PeakMemory:
+    """The most memory that the allocator (CUDA) or the operating system (CPU) has reported since the last `take`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._status = Path("/proc/self/status")
+        self._can_reset = os.access("/proc/self/clear_refs", os.W_OK)
+
+    def take(self) -> int:
+        """Peak bytes, and start again. CPU: the process's resident set; CUDA: what the allocator reserved."""
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_reserved(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return peak
+        return self._take_resident()
+
+    def _take_resident(self) -> int:
+        try:
+            text = self._status.read_text()
+        except OSError:
+            import psutil
+
+            return psutil.Process().memory_info().rss
+        field = "VmHWM:" if self._can_reset else "VmRSS:"
+        line = next(line for line in text.splitlines() if line.startswith(field))
+        if self._can_reset:
+            try:
+                # 5 resets the high-water mark of the resident set (proc(5)); it costs microseconds.
+                Path("/proc/self/clear_refs").write_text("5")
+            except OSError:
+                self._can_reset = False  # Some containers forbid it; the present resident set is reported instead.
+        return int(line.split()[1]) * 1024
+
+    @staticmethod
+    def resident() -> int:
+        """Bytes of this process that are in memory now."""
+        import psutil
+
+        return psutil.Process().memory_info().rss
+
+
+def storage_bytes(tensor: Tensor | None) -> int:
+    """Bytes that the tensor's storage really holds now (0 when it was released)."""
+    return 0 if tensor is None else tensor.untyped_storage().nbytes()
+
+
+def known_storages(module: nn.Module, zero: Zero, optimizer: PartitionedOptimizer) -> set[int]:
+    """Identities of the storages that other ledger categories count."""
+    tensors: list[Tensor | None] = [*module.buffers()]
+    for flat in zero.flats:
+        tensors += [flat.full, flat.shard, flat.local, flat.gradient, flat.master]
+        if flat.trainable:
+            tensors += optimizer.states_of(flat).values()
+    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
+
+
+def measure_states(module: nn.Module, zero: Zero, optimizer: PartitionedOptimizer) -> dict[str, int]:
+    """Bytes of parameters, gradients, master weights and moments that this rank keeps between steps."""
+    parameters = sum(buffer.nbytes for buffer in module.buffers())
+    gradients = masters = 0
+    for flat in zero.flats:
+        # A partition is a slice of the whole where the whole is kept: it is counted once.
+        parameters += storage_bytes(flat.shard)
+        if flat.master.untyped_storage()._cdata not in {
+            flat.shard.untyped_storage()._cdata,
+            flat.full.untyped_storage()._cdata,
+        }:
+            masters += storage_bytes(flat.master)
+        gradients += storage_bytes(flat.gradient)
+    return {
+        "parameters": parameters,
+        "gradients": gradients,
+        "master_weights": masters,
+        "optimizer_moments": optimizer.state_bytes,
+    }
+
+
+def make_ledger(
+    states: dict[str, int], *, activations: int, buffers: int, reported: int, outside: int, device: torch.device
+) -> Ledger:
+    """The ledger at the peak of a step: categories that sum to what was reported, with the remainder as other framework memory."""
+    if device.type == "cuda":
+        free, capacity = torch.cuda.mem_get_info(device)
+        outside = max(0, capacity - free - torch.cuda.memory_reserved(device))
+        reported += outside
+    else:
+        capacity = memory_bytes()[0] // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    counted = sum(states.values()) + activations + buffers + outside
+    return Ledger(
+        **states,
+        activations=activations,
+        communication_buffers=buffers,
+        outside_framework=outside,
+        other_framework=reported - counted,
+        reported_bytes=reported,
+        capacity_bytes=capacity,
+    )

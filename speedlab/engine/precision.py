@@ -1,0 +1,59 @@
+"""In which dtype a model computes, and the dynamic loss scale of float16 (arXiv:1710.03740, section 3.2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from speedlab.config import ConfigError, PrecisionConfig
+from speedlab.hardware import cpu_fast_dtype
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype:
+    """The dtype that `config` asks for; for 'auto', bfloat16 where `device` multiplies it fast, else float32."""
+    if config.dtype != "auto":
+        dtype = _DTYPES[config.dtype]
+        if dtype is torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+            raise ConfigError(
+                f"precision.dtype bfloat16: {torch.cuda.get_device_name(device)} has no bfloat16; use float16 or float32"
+            )
+        return dtype
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float32
+    return _DTYPES[cpu_fast_dtype()]
+
+
+class LossScale:
+    """The factor on the loss: halved after an overflow, doubled after `window` good steps. 1 and constant unless float16."""
+
+    def __init__(self, config: PrecisionConfig, dtype: torch.dtype) -> None:
+        self.dynamic = dtype is torch.float16
+        self.value = config.initial_loss_scale if self.dynamic else 1.0
+        self._window, self._minimum = config.loss_scale_window, config.min_loss_scale
+        self._good_steps = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether an overflow can no longer be answered by a smaller factor."""
+        return not self.dynamic or self.value <= self._minimum
+
+    def update(self, *, overflow: bool) -> None:
+        if not self.dynamic:
+            return
+        if overflow:
+            self.value = max(self._minimum, self.value / 2)
+            self._good_steps = 0
+            return
+        self._good_steps += 1
+        if self._good_steps >= self._window:
+            self.value *= 2
+            self._good_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self._good_steps = float(state["value"]), int(state["good_steps"])

@@ -1,0 +1,25 @@
+"""The learning rate over the steps, as a torch scheduler."""
+
+from __future__ import annotations
+
+import math
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from speedlab.config import ScheduleConfig
+
+
+def rate_factor(config: ScheduleConfig, step: int, steps: int) -> float:
+    """Share of the top rate that step `step` (from 0) of `steps` uses: linear warm-up, then cosine to the floor or constant."""
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.kind == "constant":
+        return 1.0
+    progress = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
+    return config.floor + (1 - config.floor) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def make_schedule(config: ScheduleConfig, optimizer: Optimizer, steps: int) -> LambdaLR:
+    """A scheduler that multiplies each group's rate by `rate_factor`."""
+    return LambdaLR(optimizer, lambda step: rate_factor(config, step, steps))

@@ -1,0 +1,53 @@
+"""Changes to a unit's forward, applied in one visible order: activation checkpointing inside, torch.compile around it."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from speedlab.config import ConfigError
+from speedlab.parallel.zero import Zero
+
+
+class BlockWrapper:
+    """Keeps the forwards it replaced, so that `undo` gives the user's module back as it was."""
+
+    def __init__(self, zero: Zero, *, checkpointing: bool, compile: bool) -> None:
+        self._originals: list[tuple[nn.Module, Any]] = []
+        if compile and zero.gather_group.device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+            raise ConfigError(
+                "compile: torch.compile needs a C++ compiler on CPUs and none is installed; install g++ or set compile: false"
+            )
+        if not (checkpointing or compile):
+            return
+        for unit in zero.units[1:]:
+            for module in unit.modules:
+                forward = module.forward
+                if checkpointing:
+                    forward = _checkpointed(forward, module)
+                if compile:
+                    forward = torch.compile(forward)
+                self._originals.append((module, module.__dict__.get("forward")))
+                module.forward = forward  # Hooks stay outside, so a recomputation does not gather or release.
+
+    def undo(self) -> None:
+        for module, own in self._originals:
+            del module.forward  # The class's method shows again, unless the module had one of its own.
+            if own is not None:
+                module.forward = own
+        self._originals.clear()
+
+
+def _checkpointed(forward: Any, module: nn.Module) -> Any:
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not (torch.is_grad_enabled() and module.training):
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return recomputed
