@@ -1,0 +1,182 @@
+"""Text into token files: what is held out, the tokenizer's training, and the encoding, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from speedlab.config import ConfigError, DataConfig
+from speedlab.data import files as found
+from speedlab.data.cache import Progress
+from speedlab.data.files import NotTextError, TextFile, describe
+from speedlab.data.tokenizer import Tokenizer, train_bpe
+from speedlab.data.tokens import write_tokens
+
+_BPE_TRAINING_CHARACTERS = 2 * 2**20
+_PIECE_CHARACTERS = 64 * 1024
+_BATCH_CHARACTERS = 1 << 20
+_LONG_LINE = 4096
+
+
+def build(
+    config: DataConfig, files: list[TextFile], tokenizer: Tokenizer | None, folder: Path, report: Progress
+) -> None:
+    """Write train.tokens, heldout.tokens and, when no tokenizer is given, tokenizer.json into `folder`.
+
+    Raises ConfigError when a file the user named is not text, or none is.
+    """
+    source, count = describe(config), len(files)
+    files, left_out = _only_text(files)
+    if not files:
+        raise ConfigError(_no_text(config, left_out))
+    chosen = found.choose(files, config.max_bytes)
+    train, heldout = split(chosen, config.heldout_share)
+    if tokenizer is None:
+        report(f"{source}: training the tokenizer")
+        sample = list(_first(_texts(train, left_out), _BPE_TRAINING_CHARACTERS))
+        tokenizer = train_bpe(sample, config.vocab_size, folder / "tokenizer.json")
+    total, done = sum(take for _, take in chosen), 0
+    for name, parts in (("train", train), ("heldout", heldout)):
+
+        def encoded(parts: list[Part] = parts) -> Iterator[np.ndarray]:
+            nonlocal done
+            for ids, characters in _encode(_texts(parts, left_out), tokenizer):
+                yield ids
+                done += characters
+                report(f"{source}: encoded {min(done, total) / 2**20:.1f} of {total / 2**20:.1f} MiB")
+
+        write_tokens(folder / f"{name}.tokens", encoded(), tokenizer.vocab_size)
+    if left_out:
+        first = next(iter(left_out.values()))
+        report.say(f"{source}: left out {len(left_out)} of {count} files that are not text; the first: {first}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A share of a file's text: [0, 1) is the whole of its first `take` bytes."""
+
+    file: TextFile
+    take: int
+    start: float = 0.0
+    stop: float = 1.0
+
+
+def split(chosen: list[tuple[TextFile, int]], share: float) -> tuple[list[Part], list[Part]]:
+    """(train, held-out): whole files are held out, in the given order, until they make `share` of the bytes.
+
+    Where the files are too few or too large for that, the end of every file is held out instead.
+    """
+    budget = share * sum(take for _, take in chosen)
+    heldout: set[Path] = set()
+    held_bytes = 0
+    for file, take in chosen:
+        if held_bytes < 0.9 * budget and held_bytes + take <= budget:
+            heldout.add(file.path)
+            held_bytes += take
+    if held_bytes < 0.5 * budget:
+        cut = 1 - share
+        return [Part(file, take, 0, cut) for file, take in chosen], [Part(file, take, cut, 1) for file, take in chosen]
+    parts = [Part(file, take) for file, take in chosen]
+    return [p for p in parts if p.file.path not in heldout], [p for p in parts if p.file.path in heldout]
+
+
+def _texts(parts: list[Part], left_out: dict[Path, NotTextError]) -> Iterator[str]:
+    """The text of each part, cut at the end of a line. Found files that turn out not to be text go to `left_out`."""
+    for part in parts:
+        try:
+            text = found.read_text(part.file, part.take)
+        except NotTextError as error:
+            if part.file.named:
+                raise
+            left_out[part.file.path] = error
+            continue
+        start, stop = _line_end(text, part.start), _line_end(text, part.stop)
+        if start < stop:
+            yield text[start:stop]
+
+
+def _line_end(text: str, share: float) -> int:
+    """Where `share` of the text ends, moved back to the end of a line unless that is far."""
+    cut = int(len(text) * share)
+    if cut in (0, len(text)):
+        return cut
+    line = text.rfind("\n", 0, cut) + 1
+    return line if line and cut - line <= min(_LONG_LINE, cut // 20) else cut
+
+
+def _encode(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
+    """(ids, characters) of batches of pieces, so that threads have work and memory stays small."""
+    end = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype=np.int64)
+    for batch in _batches(_pieces(texts)):
+        ids = []
+        for piece, (_, last) in zip(tokenizer.encode_batch([text for text, _ in batch]), batch, strict=True):
+            ids.append(piece)
+            if last:
+                ids.append(end)
+        yield np.concatenate(ids), sum(len(text) for text, _ in batch)
+
+
+def _pieces(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
+    """(piece, whether it is the last of its text): long texts are cut, at the end of a line if there is one."""
+    for text in texts:
+        start = 0
+        while start < len(text):
+            stop = min(start + _PIECE_CHARACTERS, len(text))
+            if stop < len(text):
+                stop = text.rfind("\n", start, stop) + 1 or stop
+            yield text[start:stop], stop == len(text)
+            start = stop
+
+
+def _batches(pieces: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    batch, characters = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece[0])
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _first(texts: Iterator[str], characters: int) -> Iterator[str]:
+    for text in texts:
+        yield text[:characters]
+        characters -= len(text)
+        if characters <= 0:
+            return
+
+
+def refuse_all_binary(config: DataConfig, files: list[TextFile]) -> None:
+    """Raises ConfigError when not one of the files begins with text; looks no further than the first that does."""
+    left_out = {}
+    for file in files:
+        try:
+            found.probe(file)
+            return
+        except NotTextError as error:
+            left_out[file.path] = error
+    raise ConfigError(_no_text(config, left_out))
+
+
+def _only_text(files: list[TextFile]) -> tuple[list[TextFile], dict[Path, NotTextError]]:
+    """Files whose beginning is text, and why the others are not. Raises NotTextError for one the user named."""
+    text, left_out = [], {}
+    for file in files:
+        try:
+            found.probe(file)
+            text.append(file)
+        except NotTextError as error:
+            if file.named:
+                raise
+            left_out[file.path] = error
+    return text, left_out
+
+
+def _no_text(config: DataConfig, left_out: dict[Path, NotTextError]) -> str:
+    first = next(iter(left_out.values()))
+    return f"{describe(config)}: none of the {len(left_out)} files there is text; the first: {first}"

@@ -1,0 +1,165 @@
+"""Text to token ids and back: byte-level BPE trained here, plain bytes, a tokenizer.json, or bare numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from speedlab.config import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+_END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
+
+
+class Tokenizer(Protocol):
+    """What the rest of SpeedLab needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id that `encode` gives is below it."""
+        ...
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that stands between two texts, if there is one."""
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """The ids of each text, (N,) int64."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255, and 256 for the end of a text."""
+
+    vocab_size = 257
+    end_of_text: int | None = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        """Bytes that are no UTF-8 become U+FFFD. Raises ValueError for an id outside the vocabulary."""
+        if any(not 0 <= i < self.vocab_size for i in ids):
+            raise ValueError(f"ids from {min(ids)} to {max(ids)} are not all below {self.vocab_size}")
+        data = b"".join(END_OF_TEXT.encode() if i == self.end_of_text else bytes((i,)) for i in ids)
+        return data.decode(errors="replace")
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
+
+
+class NumberTokenizer:
+    """For token files that come without a tokenizer: ids are shown, and taken, as numbers with spaces between."""
+
+    end_of_text: int | None = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """Raises ConfigError when the text is anything but ids of the vocabulary."""
+        words = text.split()
+        if not all(word.isdecimal() and int(word) < self.vocab_size for word in words):
+            raise ConfigError(
+                f"the token file has no tokenizer, so a text must be ids below {self.vocab_size:,} such as '17 4 256'; "
+                f"to use words, set data.tokenizer to the tokenizer.json the file was made with"
+            )
+        return [int(word) for word in words]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.array(self.encode(text), dtype=np.int64) for text in texts]
+
+
+class FileTokenizer:
+    """A tokenizer.json in the format of the `tokenizers` package, ours or from elsewhere.
+
+    Raises ConfigError that names the file when it cannot be read or holds no tokenizer.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        import tokenizers
+
+        path = Path(path).expanduser()
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise ConfigError(f"{path}: cannot be read as a tokenizer: {reason}; {_TOKENIZER_CHOICES}") from None
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the package raises plain Exception for every kind of malformed file
+            raise ConfigError(f"{path}: holds no tokenizer: {error}; {_TOKENIZER_CHOICES}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # Not get_vocab_size(): ids may have gaps, and what an embedding must hold is the largest id.
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if self.vocab_size == 0:
+            raise ConfigError(f"{path}: holds no tokenizer: its vocabulary is empty; {_TOKENIZER_CHOICES}")
+        ends = (self._tokenizer.token_to_id(name) for name in _END_NAMES)
+        self.end_of_text = next((i for i in ends if i is not None), None)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+
+_TOKENIZER_CHOICES = "data.tokenizer takes 'bpe', 'bytes', or the path of a tokenizer.json"
+
+
+def train_bpe(texts: list[str], vocab_size: int, path: Path) -> FileTokenizer:
+    """Train byte-level BPE (every text can be encoded, and decodes to itself) and write it to `path`.
+
+    The vocabulary is smaller than `vocab_size` when the texts hold too few different pairs.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    path.write_text(tokenizer.to_str(), encoding="utf-8")
+    return FileTokenizer(path)
+
+
+@contextlib.contextmanager
+def parallel_tokenizing() -> Iterator[None]:
+    """Let `tokenizers` use all threads inside, and none afterwards, unless TOKENIZERS_PARALLELISM is set already.
+
+    Afterwards the variable stays set: a process that forks with it unset prints a warning, and a fork of a process
+    whose thread pool is switched on may hang.
+    """
+    name = "TOKENIZERS_PARALLELISM"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "true"
+    try:
+        yield
+    finally:
+        os.environ[name] = "false"
