@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +84,10 @@ class Traffic:
         return taken
 
 
+class PeerLost(RuntimeError):  # noqa: N818  # what happened, not a mistake made here
+    """A collective ended because another rank left or died. The cause is on that rank."""
+
+
 class Pending:
     """A collective under way. `wait` must be called once; then its result is where it was asked for."""
 
@@ -116,9 +121,18 @@ class Group:
         self.index = self.ranks.index(dist.get_rank())
         self.device = device
         self.traffic = traffic
+        self._channel = channel
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        """Take the wires of the present world. Collective over the world when they are new."""
         # A group of one needs no wires, and new_group would cost a rendezvous.
-        self._wires: Any = wires(channel, tuple(self.ranks)) if self.size > 1 else None
-        self._peer_to_peer = device.type == "cpu" and self.size > 1 and dist.get_backend(self._wires) == "gloo"
+        self._wires: Any = wires(self._channel, tuple(self.ranks)) if self.size > 1 else None
+        self._peer_to_peer = self.device.type == "cpu" and self.size > 1 and dist.get_backend(self._wires) == "gloo"
+
+    def disconnect(self) -> None:
+        """Let go of the wires, so that they close when the world is left."""
+        self._wires = None
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
         """Start to fill `full` (n × m,) with every rank's `shard` (m,), in rank order. `shard` may be its own slice of `full`."""
@@ -132,8 +146,9 @@ class Group:
             if not self._peer_to_peer:
                 return self._pending(_gather_whole(full, own, group=self._wires, async_op=True))
             slices = full.view(self.size, -1)
-            works = [self._wires.send([own], peer, 0) for peer in self._peers()]
-            works += [self._wires.recv([slices[peer]], peer, 0) for peer in self._peers()]
+            with self._explained():
+                works = [self._wires.send([own], peer, 0) for peer in self._peers()]
+                works += [self._wires.recv([slices[peer]], peer, 0) for peer in self._peers()]
         return self._pending(*works)
 
     def reduce_scatter(self, full: Tensor, into: Tensor, *, accumulate: bool = False) -> Pending:
@@ -157,8 +172,9 @@ class Group:
                 return self._pending(work, then=lambda: into.add_(summed) if accumulate else into.copy_(summed))
             received = torch.empty((self.size - 1, own.numel()), dtype=full.dtype)
             self.traffic.buffers.add(received.nbytes)
-            works = [self._wires.recv([received[i]], peer, 0) for i, peer in enumerate(self._peers())]
-            works += [self._wires.send([slices[peer]], peer, 0) for peer in self._peers()]
+            with self._explained():
+                works = [self._wires.recv([received[i]], peer, 0) for i, peer in enumerate(self._peers())]
+                works += [self._wires.send([slices[peer]], peer, 0) for peer in self._peers()]
 
         def finish() -> None:
             self._sum_in_rank_order(own, received, into, accumulate)
@@ -219,6 +235,16 @@ class Group:
         """Wait until every rank of the group is here."""
         self.sum_scalars(torch.zeros(1, device=self.device))
 
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+            raise PeerLost(
+                f"rank {self.ranks[self.index]} waited for its peers, and one of them left: {reason}"
+            ) from None
+
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.index]
 
@@ -242,8 +268,9 @@ class Group:
 
     def _pending(self, *works: Any, then: Callable[[], Any] | None = None) -> Pending:
         def finish() -> None:
-            for work in works:
-                work.wait()
+            with self._explained():
+                for work in works:
+                    work.wait()
             if then is not None:
                 then()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,9 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
+_joins: Counter[int] = Counter()
+"""How often this process has joined, by generation of the rendezvous."""
+
 _wires: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 """Process groups that exist in this world, by channel and ranks; `leave` empties it together with the world."""
 
@@ -88,7 +92,12 @@ def own_device() -> torch.device:
 
 
 def _store_path(folder: Path) -> Path:
-    """Ranks that were interrupted meet again under a new generation: the old store holds keys of a group that is gone."""
+    """Ranks that left meet in a new store: the old one holds keys of a group that is gone.
+
+    The cluster raises the generation whenever it cannot know that all ranks left equally often (interrupts, restarts).
+    """
     generation = folder / "generation"
     number = int(generation.read_text()) if generation.exists() else 0
-    return folder / f"store-{number}"
+    joined = _joins[number]
+    _joins[number] += 1
+    return folder / f"store-{number}-{joined}"

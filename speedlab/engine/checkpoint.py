@@ -325,6 +325,7 @@ def _load_rest(engine: Engine, path: Path, manifest: dict[str, Any]) -> None:
     if manifest.get("schedule") and hasattr(engine.scheduler, "load_state_dict"):
         engine.scheduler.load_state_dict({**engine.scheduler.state_dict(), **manifest["schedule"]})
     engine.global_step = manifest["step"]
+    engine.updating = False
 
 
 # ---- small things ----------------------------------------------------------------------------------------------------

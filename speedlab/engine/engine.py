@@ -67,6 +67,8 @@ class Engine:
         self.group = group
         self.clock = PhaseClock(traffic, world.device)
         self.global_step = 0
+        self.updating = False
+        """True from the first changed parameter to the end of a step: an interrupt then leaves ranks that differ."""
         self.loss_scale = LossScale(config.precision, dtype)
         self.totals: Totals | None = None
         self._traffic = traffic
@@ -132,6 +134,7 @@ class Engine:
             limit = self.config.clip_norm
             if limit is not None and self.totals.grad_norm > limit:
                 factor *= limit / (self.totals.grad_norm + 1e-6)
+            self.updating = True
             self.partitioned_optimizer.step(factor)
         if self.scheduler is not None:
             self.scheduler.step()
@@ -139,6 +142,7 @@ class Engine:
             self.zero.agree_on_order()
         self._end_step()
         self.loss_scale.update(overflow=False)
+        self.updating = False
         return True
 
     def _sum_totals(self, signals: Sequence[float]) -> Totals:
@@ -224,7 +228,9 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            self.zero.abandon_pass()
+            if isinstance(error, Exception):
+                self.zero.abandon_pass()
+            # An interrupt must not wait for peers: what is under way stays as it is until `reconnect`.
             name_module(error, self.module, step=self.global_step + 1, rank=self.world.rank)
             raise
 
@@ -281,6 +287,16 @@ class Engine:
         Returns (its path, the client state). Raises CheckpointError, naming the file, before anything is changed.
         """
         return checkpoint.load(self, Path(folder), tag)
+
+    def disconnect(self) -> None:
+        """Let go of connections, for a rank that fails: its peers then fail at once instead of waiting for it."""
+        self.zero.disconnect()
+
+    def reconnect(self) -> None:
+        """Use the present world's connections; a pass that was cut off is forgotten. Collective."""
+        self.zero.reconnect()
+        if self._micro_step or self._losses:
+            self._end_step(updated=False)
 
     # ---- looking -----------------------------------------------------------------------------------------------------
 

@@ -384,6 +384,26 @@ class Zero:
             self.clear_gradients()
         self.phase = Phase.IDLE
 
+    def disconnect(self) -> None:
+        """Let go of the connections. Transfers under way keep their memory until `reconnect`."""
+        self.gather_group.disconnect()
+        self.reduce_group.disconnect()
+
+    def reconnect(self) -> None:
+        """Use the present world's connections, after forgetting a pass that was cut off. Collective."""
+        self.gather_group.reconnect()
+        self.reduce_group.reconnect()
+        if self.phase is Phase.IDLE and not self._in_flight:
+            return
+        self._in_flight.clear()
+        for unit in self.units:
+            unit.open_calls = 0
+            if unit.gathers is not None:
+                unit.gathers = []  # Nothing arrives any more from a world that was left.
+                unit.release()
+        self.clear_gradients()
+        self.phase = Phase.IDLE
+
     def place(self, residency: Residency) -> None:
         """Move every flat to another row of the residency table. Between two steps only."""
         for unit in self.units:

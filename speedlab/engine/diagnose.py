@@ -1,0 +1,62 @@
+"""Two small measurements around a run: this device's matmul speed, and where a value first stopped being finite."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from speedlab.engine.engine import Engine
+from speedlab.parallel.zero import tensors_of
+
+_MEASURE_SECONDS = 0.1
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a large square matmul on `device`: the peak that shares are taken of."""
+    size = 4096 if device.type == "cuda" else 512
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    best, started = float("inf"), time.perf_counter()
+    while time.perf_counter() - started < _MEASURE_SECONDS:
+        best = min(best, _time_matmuls(a, b))
+    return 2 * size**3 / best
+
+
+def _time_matmuls(a: Tensor, b: Tensor, count: int = 4) -> float:
+    """Seconds of one of `count` matmuls in a row."""
+    if a.is_cuda:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        for _ in range(count):
+            a @ b
+        after.record()
+        after.synchronize()  # Outside training: this is the measurement.
+        return before.elapsed_time(after) / 1e3 / count
+    start = time.perf_counter()
+    for _ in range(count):
+        a @ b
+    return (time.perf_counter() - start) / count
+
+
+@torch.no_grad()
+def first_non_finite(engine: Engine, losses: list[Callable[[], Tensor]]) -> str | None:
+    """Run the given forwards again and name the first module with an output that is not finite, on this rank."""
+    found: list[str] = []
+    names = {id(module): name or type(module).__name__ for name, module in engine.module.named_modules()}
+
+    def look(module: nn.Module, args: object, output: object) -> None:
+        if not found and any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in tensors_of(output)):
+            found.append(names[id(module)])
+
+    hooks = [module.register_forward_hook(look) for module in engine.module.modules()]
+    try:
+        for loss in losses:
+            loss()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None
