@@ -129,7 +129,7 @@ def choose(files: list[TextFile], max_bytes: int) -> list[tuple[TextFile, int]]:
 
 
 def read_text(file: TextFile, count: int) -> str:
-    """The text in the first `count` bytes, up to a whole character. Raises ConfigError: unreadable; NotTextError: binary."""
+    """The text in the first `count` bytes, to a whole character. Raises ConfigError: unreadable; NotTextError: binary."""
     try:
         with file.path.open("rb") as handle:
             data = handle.read(count)
@@ -155,8 +155,8 @@ def _decode(path: Path, data: bytes, *, final: bool) -> str:
         return codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=final)
     except UnicodeDecodeError as error:
         raise NotTextError(
-            f"{path}: is not UTF-8 text: byte {error.start:,} is 0x{error.object[error.start]:02x}; convert it to UTF-8, "
-            f"or leave it out"
+            f"{path}: is not UTF-8 text: byte {error.start:,} is 0x{error.object[error.start]:02x}; "
+            f"convert it to UTF-8, or leave it out"
         ) from None
 
 

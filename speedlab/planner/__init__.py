@@ -1,0 +1,5 @@
+"""What a run will hold and compute, before it starts. No torch."""
+
+from speedlab.planner.formula import ModelStates, explain_stage, flops_per_token, model_states, parameter_count
+
+__all__ = ["ModelStates", "explain_stage", "flops_per_token", "model_states", "parameter_count"]

@@ -1,0 +1,94 @@
+"""Sampling from a language model, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speedlab.config import ModelConfig
+
+
+@torch.no_grad()
+def generate(
+    model: Callable[[Tensor], Any],
+    tokens: Tensor,
+    count: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    context: int | None = None,
+) -> Tensor:
+    """Continue `tokens` (1, T) by `count` sampled ones: (1, T + count) int64, the prompt whole.
+
+    A forward pass may be a collective, so when the model is spread over ranks, call this on all of them with the same
+    arguments: each makes exactly `count` passes whatever it samples, and draws from the same random numbers.
+
+    Arguments:
+        model: gives an output with `logits` (1, T, V) for (1, T) tokens. A module is in evaluation mode meanwhile.
+        temperature: below 1 favours likely tokens; 0 always takes the likeliest.
+        top_k: sample from this many of the likeliest tokens only.
+        context: how many of the last tokens the model sees; by default the context of a GPT, else all of them.
+
+    Raises ValueError for an empty prompt, a negative count or temperature, or a top_k or context below 1.
+    """
+    _check(tokens, count, temperature, top_k, context)
+    context = context or _context(model)
+    # On the CPU, so that the numbers do not depend on the device.
+    generator = torch.Generator().manual_seed(seed)
+    with _evaluating(model):
+        for _ in range(count):
+            seen = tokens if context is None else tokens[:, -context:]
+            logits = model(seen).logits[:, -1].float().cpu()  # (1, V); waits for the device, once a token
+            chosen = _sample(logits, temperature, top_k, generator)  # (1, 1)
+            tokens = torch.cat((tokens, chosen.to(tokens.device)), dim=1)
+    return tokens
+
+
+def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+    """One token id for each row: (N, V) float32 -> (N, 1) int64."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    candidates = None
+    if top_k is not None and top_k < logits.shape[-1]:
+        logits, candidates = logits.topk(top_k, dim=-1)
+    # From the largest down to 0, so that no temperature overflows.
+    scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperature
+    chosen = torch.multinomial(scaled.softmax(dim=-1), 1, generator=generator)
+    return chosen if candidates is None else candidates.gather(-1, chosen)
+
+
+def _check(tokens: Tensor, count: int, temperature: float, top_k: int | None, context: int | None) -> None:
+    if tokens.dim() != 2 or tokens.shape[0] != 1 or tokens.shape[1] == 0:
+        raise ValueError(
+            f"the prompt has shape {tuple(tokens.shape)}; generate takes (1, T) token ids with T of at least 1"
+        )
+    for name, value, least in (("count", count, 0), ("temperature", temperature, 0)):
+        if not value >= least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
+    for name, value in (("top_k", top_k), ("context", context)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1, or None")
+
+
+def _context(model: object) -> int | None:
+    """The context of a GPT, also when it is wrapped as `.module`."""
+    config = getattr(getattr(model, "module", model), "config", None)
+    return config.context if isinstance(config, ModelConfig) else None
+
+
+@contextmanager
+def _evaluating(model: object) -> Iterator[None]:
+    module = getattr(model, "module", model)
+    if not (isinstance(module, nn.Module) and module.training):
+        yield
+        return
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train()

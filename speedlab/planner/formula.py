@@ -1,0 +1,110 @@
+"""What a model holds and computes, by formula: parameters, FLOP, and model states under ZeRO. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from speedlab.config import ModelConfig, OptimizerConfig
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FLOAT32_BYTES = 4
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Parameters of the built-in GPT, exactly; a tied head counts once."""
+    hidden, ffn = model.hidden, model.ffn_hidden
+    norm = 2 * hidden if model.norm == "layer" and model.bias else hidden
+    weights = 4 * hidden * hidden + 2 * hidden * ffn  # queries, keys, values, output; up, down
+    biases = 3 * hidden + hidden + ffn + hidden if model.bias else 0
+    block = weights + biases + 2 * norm
+    tables = model.vocab_size * hidden + (model.context * hidden if model.position == "learned" else 0)
+    head = 0 if model.tied else hidden * model.vocab_size
+    return tables + model.layers * block + norm + head
+
+
+def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+    """Model FLOP of a training step (forward and backward) for one token.
+
+    The convention of PaLM's appendix B (arXiv:2204.02311): 6 N + 12 L H D T, where N counts the parameters without
+    tables that are only looked up (learned positions, and an untied token embedding), L layers, H D = hidden, T the
+    sequence length. A multiplication and an addition are two operations. Recomputation for activation checkpointing
+    does not count, nor is attention halved for the causal mask.
+    """
+    lookups = model.context * model.hidden if model.position == "learned" else 0
+    if not model.tied:
+        lookups += model.vocab_size * model.hidden
+    weights = parameter_count(model) - lookups
+    return float(6 * weights + 12 * model.layers * model.hidden * sequence_length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelStates:
+    """Bytes of model states that one rank holds, under the names that the ledger has for them."""
+
+    stage: int
+    dp: int
+    parameters: int
+    gradients: int
+    master_weights: int
+    optimizer_moments: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.master_weights + self.optimizer_moments
+
+    def explain(self) -> str:
+        """What the stage partitions: "gradients and optimizer states in 1/dp" for stage 2."""
+        return explain_stage(self.stage)
+
+
+def explain_stage(stage: int) -> str:
+    """What a ZeRO stage partitions, in a few words. Raises ValueError for a stage that is none."""
+    return {
+        0: "everything whole on every rank",
+        1: "optimizer states in 1/dp",
+        2: "gradients and optimizer states in 1/dp",
+        3: "parameters, gradients and optimizer states in 1/dp",
+    }[_stage(stage)]
+
+
+def model_states(
+    parameters: int,
+    *,
+    dp: int,
+    stage: int,
+    dtype: str,
+    optimizer: OptimizerConfig | Literal["adamw", "sgd"] = "adamw",
+) -> ModelStates:
+    """Model states on each of `dp` ranks, by ZeRO's formula (arXiv:1910.02054, section 3).
+
+    Parameters and gradients are in the compute dtype. A 16-bit dtype needs float32 master weights; AdamW has two
+    float32 moments, SGD one, or none without momentum. Optimizer states are masters and moments together. Partitions
+    are rounded up to whole elements; the padding of single flats is not counted.
+
+    Raises ValueError for a dtype, stage, dp or count of parameters that cannot be.
+    """
+    if dtype not in _DTYPE_BYTES:
+        raise ValueError(f"dtype {dtype!r} is not {', '.join(_DTYPE_BYTES)}; resolve 'auto' for the device first")
+    if dp < 1 or parameters < 0:
+        raise ValueError(f"dp {dp} must be at least 1, and the number of parameters {parameters} at least 0")
+    config = OptimizerConfig.model_validate({"name": optimizer}) if isinstance(optimizer, str) else optimizer
+    moments = 2 if config.name == "adamw" else int(config.momentum > 0)
+    optimizer_share = -(-parameters // dp) if _stage(stage) >= 1 else parameters
+    gradient_share = -(-parameters // dp) if stage >= 2 else parameters
+    parameter_share = -(-parameters // dp) if stage >= 3 else parameters
+    compute_bytes = _DTYPE_BYTES[dtype]
+    return ModelStates(
+        stage=stage,
+        dp=dp,
+        parameters=compute_bytes * parameter_share,
+        gradients=compute_bytes * gradient_share,
+        master_weights=0 if dtype == "float32" else _FLOAT32_BYTES * optimizer_share,
+        optimizer_moments=_FLOAT32_BYTES * moments * optimizer_share,
+    )
+
+
+def _stage(stage: int) -> int:
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"ZeRO stage {stage!r} is not one of 0, 1, 2, 3")
+    return stage
