@@ -1,0 +1,63 @@
+# Every target works alone on a fresh clone: what it needs is set up first.
+#   make test ARGS="-k layout"      some of the tests
+#   make bench NAME=step            one benchmark
+#   make setup PYTHON=python3.12    with another interpreter
+
+VENV := .venv
+BIN := $(VENV)/bin
+NAME ?= step
+ARGS ?=
+# JupyterLab refuses to run as root, as in most containers, unless it is told so.
+ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo lab test bench lint format types lock clean
+
+help:
+	@echo "make setup   .venv with pinned dependencies"
+	@echo "make demo    trains a small GPT and changes its ZeRO stage while it runs; prints what it measured"
+	@echo "make lab     opens the same notebook in JupyterLab"
+	@echo "make test    runs all tests            (ARGS=\"-k name\" for some)"
+	@echo "make bench   side-by-side measurements (NAME=step)"
+	@echo "make lint    ruff: rules and formatting"
+	@echo "make types   pyright"
+	@echo "make format  ruff: writes the formatting"
+	@echo "make lock    writes requirements.lock from .venv"
+	@echo "make clean   removes caches; .venv and runs/ stay"
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: requirements.lock pyproject.toml tools/setup.sh
+	@tools/setup.sh
+
+demo: setup
+	@$(BIN)/speedlab demo notebooks/01_quickstart.ipynb
+
+lab: setup
+	@$(BIN)/jupyter lab $(ROOT_FLAG) $(ARGS) notebooks/01_quickstart.ipynb
+
+test: setup
+	@$(BIN)/python -m pytest $(ARGS)
+
+bench: setup
+	@$(BIN)/speedlab bench $(NAME) $(ARGS)
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: setup
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: setup
+	@$(BIN)/pyright
+
+lock: setup
+	@$(BIN)/python tools/lock.py > requirements.lock.new
+	@mv requirements.lock.new requirements.lock
+	@echo "lock: $$(grep -c == requirements.lock) packages"
+
+clean:
+	rm -rf .pytest_cache .ruff_cache .hypothesis build dist
+	find speedlab cuda_ops extension tests -name __pycache__ -type d -prune -exec rm -rf {} +
