@@ -1,0 +1,166 @@
+"""The training steps that `bench step` compares: one model, one loss, one batch, and a different way to keep ranks in step."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from speedlab.config import ModelConfig, RunConfig
+from speedlab.engine import initialize
+from speedlab.models import GPT
+
+Step = Callable[[Tensor, Tensor], None]
+"""One optimizer step on tokens (B, T) and targets (B, T)."""
+
+MODEL = ModelConfig(layers=6, hidden=384, heads=6, ffn_hidden=1536, vocab_size=16384, context=128)
+"""17 million parameters, 6.3 of them in the tied embedding."""
+
+_LR = 1e-3
+
+
+def names() -> list[str]:
+    """Every contestant, the limit first. DeepSpeed only where it is installed."""
+    peers = ["DDP", "ZeroRedundancyOptimizer", "FSDP2 kept", "FSDP2 resharded"]
+    if importlib.util.find_spec("deepspeed"):
+        peers += [f"DeepSpeed {stage}" for stage in range(4)]
+    return ["limit", *peers, *(f"ours {stage}" for stage in range(4))]
+
+
+def make(name: str, dtype: torch.dtype) -> Step:
+    """Build a contestant on this rank; models start from the same values everywhere."""
+    torch.manual_seed(0)
+    model = GPT(MODEL)
+    kind, _, variant = name.partition(" ")
+    makers: dict[str, Callable[[], Step]] = {
+        "limit": lambda: _alone(model, dtype),
+        "DDP": lambda: _ddp(model, dtype),
+        "ZeroRedundancyOptimizer": lambda: _zero_redundancy(model, dtype),
+        "FSDP2": lambda: _fsdp(model, dtype, reshard=variant == "resharded"),
+        "DeepSpeed": lambda: _deepspeed(model, dtype, int(variant)),
+        "ours": lambda: _ours(model, dtype, int(variant)),
+    }
+    return makers[kind]()
+
+
+class _Masters:
+    """float32 master weights for a low-precision model, as plainly as torch allows: widen, fused AdamW, copy back."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._masters = [p.detach().float() if p.dtype != torch.float32 else p for p in parameters]
+        self._optimizer = torch.optim.AdamW(self._masters, lr=_LR, fused=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            if master is not parameter and parameter.grad is not None:
+                master.grad = parameter.grad.float()
+        self._optimizer.step()
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            if master is not parameter:
+                parameter.copy_(master)
+            parameter.grad = None
+            master.grad = None
+
+
+def _alone(model: nn.Module, dtype: torch.dtype) -> Step:
+    """The no-communication limit: as many independent processes, each with the whole model."""
+    model = model.to(dtype)
+    masters = _Masters(list(model.parameters()))
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        model(tokens, targets).loss.backward()
+        masters.step()
+
+    return step
+
+
+def _ddp(model: nn.Module, dtype: torch.dtype) -> Step:
+    wrapped = DistributedDataParallel(model.to(dtype), gradient_as_bucket_view=True)
+    masters = _Masters(list(model.parameters()))
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        wrapped(tokens, targets).loss.backward()
+        masters.step()
+
+    return step
+
+
+def _zero_redundancy(model: nn.Module, dtype: torch.dtype) -> Step:
+    """torch's ZeRO-1. It has no masters: in bfloat16 it updates bfloat16 weights, which is less work than the others do."""
+    wrapped = DistributedDataParallel(model.to(dtype), gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=_LR, fused=True)
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        wrapped(tokens, targets).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _fsdp(model: GPT, dtype: torch.dtype, *, reshard: bool) -> Step:
+    policy = (
+        MixedPrecisionPolicy()
+        if dtype == torch.float32
+        else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    )
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, reshard_after_forward=reshard, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        model(tokens, targets).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _deepspeed(model: nn.Module, dtype: torch.dtype, stage: int) -> Step:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed  # type: ignore[import-not-found]  # a peer, only where somebody installed it
+
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": _LR, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": dtype == torch.bfloat16},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        engine.backward(engine(tokens, targets).loss)
+        engine.step()
+
+    return step
+
+
+def _ours(model: nn.Module, dtype: torch.dtype, stage: int) -> Step:
+    config = RunConfig(
+        zero=stage,
+        precision=str(dtype).removeprefix("torch."),
+        batch={"micro_size": 4},
+        clip_norm=None,
+        optimizer={"lr": _LR},
+    )
+    engine, *_ = initialize(model=model, optimizer=torch.optim.AdamW, config=config)
+
+    def step(tokens: Tensor, targets: Tensor) -> None:
+        engine.backward(engine(tokens, targets).loss)
+        engine.step()
+
+    return step
+
+
+def barrier() -> None:
+    dist.barrier()

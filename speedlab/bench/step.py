@@ -1,0 +1,123 @@
+"""`speedlab bench step`: tokens per second of a training step, ours and the peers', interleaved on the same ranks.
+
+The limit is as many independent processes, without communication. Each round runs every contestant for a few steps between
+two barriers; shares and ratios are medians over rounds of times measured in the same round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from speedlab.bench.ranks import run_on_ranks
+from speedlab.bench.table import Row, report
+
+_MICRO_BATCH, _SEQUENCE = 4, 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A training step of a 17M-parameter GPT at every ZeRO stage, beside the peers."""
+
+    ranks: int = 2
+    """Rank processes, one thread each."""
+    dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+    """Compute dtypes to measure."""
+    rounds: int = 7
+    """Interleaved rounds; medians are taken over them."""
+    steps: int = 3
+    """Steps of each contestant in a round."""
+    only: Annotated[tuple[str, ...], tyro.conf.arg(name="only")] = field(default=())
+    """Contestants to measure, for instance 'limit' 'FSDP2 kept' 'ours 2'; all when left out."""
+    json: Path | None = None
+    """Also write one JSON record for each row to this file."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = tyro.cli(Options, args=argv, prog="speedlab bench step")
+    rows: list[Row] = []
+    for dtype in options.dtypes:
+        print(
+            f"{dtype}: {options.ranks} ranks, {options.rounds} rounds of {options.steps} steps",
+            file=sys.stderr,
+            flush=True,
+        )
+        seconds = run_on_ranks(_measure, options.ranks, dtype, options.rounds, options.steps, options.only)
+        rows += _rows(dtype, options, seconds)
+    report(rows, options.json)
+
+
+def _measure(dtype_name: str, rounds: int, steps: int, only: tuple[str, ...]) -> dict[str, list[float]]:
+    """Seconds of a step by contestant, one number for each round."""
+    import torch
+    import torch.distributed as dist
+
+    from speedlab.bench import contestants
+
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    shape = (_MICRO_BATCH, _SEQUENCE)
+    tokens, targets = (torch.randint(0, contestants.MODEL.vocab_size, shape, generator=generator) for _ in range(2))
+    wanted = [name for name in contestants.names() if not only or name in only]
+    run = {name: contestants.make(name, getattr(torch, dtype_name)) for name in wanted}
+    for step in run.values():
+        for _ in range(2):
+            step(tokens, targets)
+    seconds: dict[str, list[float]] = {name: [] for name in wanted}
+    for number in range(rounds):
+        for name in wanted[number % len(wanted) :] + wanted[: number % len(wanted)]:
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(steps):
+                run[name](tokens, targets)
+            dist.barrier()
+            seconds[name].append((time.perf_counter() - start) / steps)
+        if rank == 0:
+            print(f"  round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    return seconds
+
+
+_PEERS = {
+    0: ("DDP", "DeepSpeed 0"),
+    1: ("ZeroRedundancyOptimizer", "DeepSpeed 1"),
+    2: ("FSDP2 kept", "DeepSpeed 2"),
+    3: ("FSDP2 resharded", "DeepSpeed 3"),
+}
+"""The peers that hold the same states where we do; FSDP2 is shown beside every stage."""
+
+
+def _rows(dtype: str, options: Options, seconds: dict[str, list[float]]) -> list[Row]:
+    tokens = options.ranks * _MICRO_BATCH * _SEQUENCE
+    limit = seconds.get("limit")
+    rows = []
+
+    def row(name: str, peer: str = "") -> Row:
+        own = seconds[name]
+        speeds = [tokens / value for value in own]
+        against = seconds.get(peer)
+        return Row(
+            case=f"step {dtype} {options.ranks} ranks: {name}",
+            ours=statistics.median(speeds),
+            unit="tokens/s",
+            peer_name=peer,
+            peer=tokens / statistics.median(against) if against else None,
+            ratio=statistics.median(b / a for a, b in zip(own, against, strict=True)) if against else None,
+            limit_share=statistics.median(b / a for a, b in zip(own, limit, strict=True)) if limit else None,
+            n=len(own),
+            spread=(max(speeds) - min(speeds)) / statistics.median(speeds),
+        )
+
+    for name in seconds:
+        if not name.startswith("ours"):
+            rows.append(row(name))
+            continue
+        stage = int(name.split()[1])
+        peers = dict.fromkeys((*_PEERS[stage], "FSDP2 kept", "FSDP2 resharded"))
+        rows += [row(name, peer) for peer in peers if peer in seconds] or [row(name)]
+    return rows
