@@ -107,7 +107,7 @@ class RunFolder:
                 step=_whole(data, "step"),
                 steps=_whole(data, "steps"),
                 cluster=str(data.get("cluster", "")),
-                rank_pids=tuple(int(pid) for pid in data.get("rank_pids", ())),
+                rank_pids=tuple(_process_id(pid) for pid in data.get("rank_pids", ())),
                 command=_whole(data, "command"),
                 text=str(data.get("text", "")),
                 updated=float(data.get("updated", 0.0)),
@@ -299,4 +299,10 @@ def _whole(data: dict[str, Any], key: str) -> int:
     value = data.get(key, 0)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{key} is {value!r}, not a whole number of at least 0")
+    return value
+
+
+def _process_id(value: Any) -> int:
+    if not isinstance(value, int) or not 0 < value < 2**31:
+        raise ValueError(f"{value!r} in rank_pids is no process id")
     return value

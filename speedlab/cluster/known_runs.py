@@ -1,0 +1,85 @@
+"""Which runs a cluster was given, and where their folders are: how a new kernel finds them again."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from speedlab.cluster.advance import RESTING
+from speedlab.cluster.errors import ClusterError
+from speedlab.telemetry.folder import (
+    RunFolder,
+    RunFolderError,
+    find_runs,
+    find_runs_text,
+    read_object,
+    write_atomically,
+)
+
+if TYPE_CHECKING:
+    from speedlab.cluster.cluster import Cluster
+
+_REMEMBERED_RUNS = 100
+
+
+class RunError(RuntimeError):
+    """The run cannot do what was asked; the message says where it stands and what to do."""
+
+
+def remember_run(cluster: Cluster, path: Path) -> None:
+    """Note in the cluster's own folder where this run is, so that a kernel in another directory finds it."""
+    paths = [str(path), *(str(known) for known in remembered_runs(cluster) if known != path)]
+    write_atomically(cluster.directory / "runs.json", json.dumps({"runs": paths[:_REMEMBERED_RUNS]}))
+
+
+def remembered_runs(cluster: Cluster) -> list[Path]:
+    """Folders of the runs this cluster was given, newest first; some may be gone."""
+    paths = read_object(cluster.directory / "runs.json", 2**18, missing={}).get("runs", [])
+    return [Path(path) for path in paths if isinstance(path, str)]
+
+
+def known_folders(cluster: Cluster) -> list[RunFolder]:
+    """The runs this cluster was given and those in ./runs."""
+    folders = []
+    for path in dict.fromkeys([*remembered_runs(cluster), *(path.resolve() for path in find_runs("runs"))]):
+        try:
+            folders.append(RunFolder(path))
+        except RunFolderError:
+            continue  # Removed since, or damaged: it is not the run that is looked for.
+    return folders
+
+
+def runs_here(folder: RunFolder, cluster: Cluster, pids: set[int]) -> bool:
+    """Whether the engines that hold this run's state are the ones of `cluster`."""
+    status = folder.read_status()
+    return bool(pids & set(status.rank_pids)) if status.rank_pids else status.cluster == cluster.name
+
+
+def folder_named(name: str | os.PathLike[str]) -> RunFolder:
+    """The run folder at the path `name`, or of that name in ./runs or among the runs of a running cluster."""
+    from speedlab.cluster.cluster import Cluster
+
+    for path in (Path(name), Path("runs") / name):
+        if (path / "config.json").is_file():
+            return RunFolder(path)
+    try:
+        known = remembered_runs(Cluster.attach())
+    except ClusterError:
+        known = []
+    for path in known:
+        if path.name == str(name) and path.is_dir():
+            return RunFolder(path)
+    raise RunError(f"there is no run {str(name)!r}; runs in {find_runs_text(Path('runs').resolve())}")
+
+
+def refuse_second_run(cluster: Cluster, pids: tuple[int, ...]) -> None:
+    """Raise ClusterError while a run is under way on these engines."""
+    for folder in known_folders(cluster):
+        status = folder.read_status()
+        if status.state not in RESTING and set(status.rank_pids) & set(pids):
+            raise ClusterError(
+                f"run {folder.name!r} is {status.state} on {cluster.name!r}, step {status.step} of {status.steps}; "
+                f"pause or stop it first, or start a cluster of another name"
+            )

@@ -1,0 +1,393 @@
+"""Run: the kernel's handle of a run. It posts control words, waits for their answers, and keeps the ranks advancing.
+
+The words travel through the run folder, so any number of handles, in any number of kernels, may speak to one run.
+`speedlab.cluster.advance` keeps the ranks working on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import os
+import shutil
+import time
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from speedlab.cluster import remote
+from speedlab.cluster.advance import RESTING, Advance
+from speedlab.cluster.errors import ClusterError, RankError
+from speedlab.cluster.known_runs import (
+    RunError,
+    folder_named,
+    known_folders,
+    refuse_second_run,
+    remember_run,
+    runs_here,
+)
+from speedlab.config import RunConfig
+from speedlab.telemetry.feed import Feed
+from speedlab.telemetry.folder import RunFolder, find_runs_text, require_space
+from speedlab.telemetry.records import Event, RunState, StepRecord
+
+if TYPE_CHECKING:
+    from speedlab.cluster.cluster import Cluster
+
+_POLL_SECONDS = 0.02
+_ENGINE_CHECK_SECONDS = 1.0
+_ANSWER_GRACE_SECONDS = 0.5
+_RECORD_BYTES = 1024
+_SPARE_BYTES = 64 * 2**20
+
+
+class Pending:
+    """The answer to a control word, once there is one: `.wait()`, `await`, or look at `.event`."""
+
+    def __init__(self, run: Run, number: int, word: str) -> None:
+        self.number = number
+        self.word = word
+        self._run = run
+        self._passed_over_since: float | None = None
+
+    @property
+    def event(self) -> Event | None:
+        """What the ranks answered; None until then."""
+        self._run.feed.poll()
+        return next((event for event in reversed(self._run.feed.events) if event.command == self.number), None)
+
+    @property
+    def done(self) -> bool:
+        return self.event is not None
+
+    def wait(self, timeout: float | None = None) -> Event:
+        """Wait for the answer. Raises RankError when a rank failed, RunError when the word was refused or the run ended
+        before it, TimeoutError after `timeout` seconds. An interrupt of the kernel interrupts the ranks too."""
+        return self._run._until(self._answer, timeout, str(self))
+
+    def __await__(self) -> Generator[Any, None, Event]:
+        return self._run._until_async(self._answer, str(self)).__await__()
+
+    def _answer(self) -> Event | None:
+        if (event := self.event) is not None:
+            if event.details.get("error"):
+                raise RunError(f"{self} was refused at step {event.step}: {event.text}")
+            return event
+        self._run._raise_trouble()
+        if self._run.feed.status.command < self.number:
+            return None
+        # Counted as done, but without an answer: it was dropped when the run failed or ended. An event on a slow file
+        # system may still be on its way.
+        now = time.monotonic()
+        self._passed_over_since = self._passed_over_since or now
+        if now - self._passed_over_since < _ANSWER_GRACE_SECONDS:
+            return None
+        self._run._raise_failure()
+        raise RunError(f"{self} was not carried out: {self._run._where()}")
+
+    def __str__(self) -> str:
+        return f"control word {self.number} ({self.word})"
+
+    def __repr__(self) -> str:
+        event = self.event
+        return f"<{self}: {f'{event.kind} at step {event.step}' if event else 'waiting'}>"
+
+
+class Step(int):
+    """The number of a run's step that can be called for more steps: `run.step` is 120, `run.step(5)` computes five."""
+
+    def __new__(cls, number: int, run: Run) -> Step:
+        step = super().__new__(cls, number)
+        step._run = run
+        return step
+
+    _run: Run
+
+    def __call__(self, n: int = 1) -> Pending:
+        if n < 1:
+            raise ValueError(f"step({n}): a run only goes forward; n is at least 1")
+        return self._run._post("step", n=n)
+
+
+class Run:
+    """A run on a cluster, or, without one, the record of a run to look at."""
+
+    def __init__(
+        self, folder: RunFolder | str | os.PathLike[str], cluster: Cluster | None = None, *, model: Any = None
+    ):
+        self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
+        self.cluster = cluster
+        self.feed = Feed(self.folder)
+        self._advance = Advance(self.folder, cluster, model) if cluster is not None else None
+        self.feed.poll()
+
+    # What it is doing
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def config(self) -> RunConfig:
+        return self.folder.config
+
+    @property
+    def errors(self) -> list[RankError]:
+        """What the ranks raised while this handle watched them, oldest first."""
+        return self._advance.errors if self._advance is not None else []
+
+    @property
+    def state(self) -> RunState:
+        self.feed.poll()
+        return self.feed.status.state
+
+    @property
+    def step(self) -> Step:
+        """The last step recorded; called as `run.step(n)`, the control word: compute `n` more steps, then pause."""
+        self.feed.poll()
+        last = self.feed.last
+        return Step(last.step if last is not None else self.feed.status.step, self)
+
+    @property
+    def events(self) -> list[Event]:
+        self.feed.poll()
+        return self.feed.events
+
+    def records(self, rank: int = 0) -> list[StepRecord]:
+        """All step records of a rank, from the first step on."""
+        self.feed.poll()
+        if rank not in self.feed.records and not 0 <= rank < len(self.feed.status.rank_pids):
+            raise RunError(
+                f"{self.name!r} has no rank {rank}; ranks with records: {sorted(self.feed.records) or 'none yet'}"
+            )
+        return self.feed.records.get(rank, [])
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row for each ZeRO stage the run has been through; see `speedlab.cluster.stage_table`."""
+        from speedlab.cluster.stage_table import stage_table
+
+        self.feed.poll()
+        return stage_table(self.feed, devices=self.cluster.devices if self.cluster is not None else [])
+
+    # Control words: each returns at once
+
+    def pause(self) -> Pending:
+        """Stop after the step that is being computed; the engines keep everything and are free for `%%ranks` cells."""
+        return self._post("pause")
+
+    def resume(self, step: int | None = None) -> Pending:
+        """Go on: from where the run stands, or from the checkpoint that was saved at `step`."""
+        return self._post("resume") if step is None else self._post("resume", step=step)
+
+    def stop(self) -> Pending:
+        """End the run after the step that is being computed."""
+        return self._post("stop")
+
+    def save(self, tag: str | None = None) -> Pending:
+        """Write a checkpoint to `checkpoints/<tag>`, 'step-000200' when no tag is given."""
+        return self._post("save", tag=tag)
+
+    def reshape(self, *, zero: int) -> Pending:
+        """Change the ZeRO stage between two steps; no state is lost."""
+        if zero not in (0, 1, 2, 3):
+            raise ValueError(f"reshape(zero={zero!r}): there are stages 0, 1, 2 and 3")
+        return self._post("reshape", zero=zero)
+
+    def _post(self, word: str, **arguments: Any) -> Pending:
+        if self._advance is None:
+            raise RunError(
+                f"{self.name} has no engines here and cannot {word}; speedlab.attach({self.name!r}) finds them"
+            )
+        number = self.folder.post(word, **arguments)
+        self._advance.start_if_needed()
+        return Pending(self, number, word)
+
+    # Waiting
+
+    def wait(self, timeout: float | None = None) -> RunState:
+        """Wait until the run rests: paused, finished or stopped. Raises RankError when it failed, TimeoutError after
+        `timeout` seconds. An interrupt of the kernel interrupts the ranks too."""
+        return self._until(self._resting_state, timeout, f"run {self.name!r}")
+
+    def __await__(self) -> Generator[Any, None, RunState]:
+        return self._until_async(self._resting_state, f"run {self.name!r}").__await__()
+
+    def wait_until(self, step: int, timeout: float | None = None) -> int:
+        """Wait until `step` is recorded; returns the last step recorded. Raises what wait() raises, and RunError when
+        the run rests before that step."""
+
+        def reached() -> int | None:
+            if self.step >= step:
+                return self.step
+            if self._resting_state() is not None and self.step < step:
+                raise RunError(f"step {step} was not reached: {self._where()}")
+            return None
+
+        return self._until(reached, timeout, f"step {step} of run {self.name!r}")
+
+    def generate(
+        self, prompt: str, tokens: int = 100, *, temperature: float = 0.8, seed: int = 0, timeout: float = 300.0
+    ) -> str:
+        """Text that the model, as it is now, writes after `prompt`. The run has to rest; waits for the ranks."""
+        if self.cluster is None:
+            raise RunError(f"{self.name} has no engines here, so no model; try speedlab.attach({self.name!r})")
+        if self._resting_state() is None:
+            raise RunError(f"{self.name} is {self.state}; its ranks are busy. run.pause().wait() first")
+        results = self.cluster.submit(
+            remote.generate, str(self.folder.path), prompt, tokens, temperature=temperature, seed=seed
+        )
+        self._until(lambda: results.done or None, timeout, "text of the model")
+        return results.result()[0]
+
+    def _until(self, check: Callable[[], Any], timeout: float | None, what: str) -> Any:
+        """Poll until `check` returns something."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            while (found := check()) is None:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError(f"{what}: nothing after {timeout:g} s; {self._where()}")
+                time.sleep(_POLL_SECONDS)
+            return found
+        except KeyboardInterrupt:
+            self._interrupt_ranks()
+            raise
+
+    async def _until_async(self, check: Callable[[], Any], what: str) -> Any:
+        try:
+            while (found := check()) is None:
+                await asyncio.sleep(_POLL_SECONDS)
+            return found
+        except KeyboardInterrupt:
+            self._interrupt_ranks()
+            raise
+
+    def _interrupt_ranks(self) -> None:
+        if self.cluster is not None:
+            self.cluster.interrupt()
+
+    def _resting_state(self) -> RunState | None:
+        """The state when nothing will change it without a new control word, else None."""
+        self.feed.poll()
+        self._raise_trouble()
+        status = self.feed.status
+        if status.state not in RESTING:
+            return None
+        if self._advance is not None and (self._advance.active or self.folder.pending(status.command)):
+            return None
+        self._raise_failure()
+        return status.state
+
+    def _raise_failure(self) -> None:
+        """RankError, or what the folder knows of it when another kernel saw the failure, if the run has failed."""
+        if self.feed.status.state is not RunState.FAILED:
+            return
+        if self.errors:
+            raise self.errors[-1]
+        raise RunError(self._where())
+
+    def _raise_trouble(self) -> None:
+        """Raise what keeps the run from ever answering: the engines cannot be reached, or their processes are gone."""
+        if self._advance is not None and self._advance.trouble is not None:
+            raise self._advance.trouble
+        status = self.feed.status
+        if status.state in RESTING or (self._advance is not None and self._advance.active):
+            return  # A task of this handle reports its end itself.
+        gone = [(rank, pid) for rank, pid in enumerate(status.rank_pids) if not psutil.pid_exists(pid)]
+        if gone and time.time() - status.updated > _ENGINE_CHECK_SECONDS:
+            ranks = ", ".join(f"rank {rank} (process {pid})" for rank, pid in gone)
+            raise RunError(f"{self._where()}, but {ranks} is gone; start engines and resume from its last checkpoint")
+
+    def _where(self) -> str:
+        status = self.feed.status
+        text = f": {status.text}" if status.text else ""
+        return f"run {self.name!r} is {status.state} at step {self.step} of {status.steps}{text}"
+
+    def __repr__(self) -> str:
+        engines = f"{self.cluster.size} engines" if self.cluster is not None else "no engines"
+        return f"<Run {self.name!r}: {self.state}, step {self.step} of {self.feed.status.steps}, {engines}>"
+
+    def _repr_html_(self) -> str:
+        self.feed.poll()
+        last = self.feed.last
+        loss = f" · loss {last.loss:.3f} · {last.tokens_per_second:,.0f} tokens/s" if last is not None else ""
+        text = f"step {self.step:,}/{self.feed.status.steps:,}{loss} · {self.state}"
+        return f"<b>{html.escape(self.name)}</b> · {html.escape(text)}"
+
+
+def start_run(cluster: Cluster, config: RunConfig, model: Any = None) -> Run:
+    """Start a new run on all ranks of `cluster`; returns at once.
+
+    `model` is a function that builds an nn.Module; None takes the built-in GPT of the configuration. Everything that
+    can be wrong is looked for before anything is written or sent: raises ConfigError, LayoutError, RunFolderError or
+    ClusterError.
+    """
+    from speedlab.data import check
+
+    layout = config.layout(cluster.size)
+    config.batch.resolve(layout.dp)
+    check(config.data)
+    pids = tuple(status.pid for status in cluster.status())
+    refuse_second_run(cluster, pids)
+    require_space(config.folder, _SPARE_BYTES + config.steps * cluster.size * _RECORD_BYTES)
+    folder = RunFolder.create(_with_absolute_sources(config))
+    try:
+        folder.write_status(replace(folder.read_status(), cluster=cluster.name, rank_pids=pids))
+        run = Run(folder, cluster, model=model)
+        assert run._advance is not None
+        run._advance.start()
+    except BaseException:
+        shutil.rmtree(folder.path)  # Nothing has run in it; its name is free again.
+        raise
+    remember_run(cluster, folder.path)
+    return run
+
+
+def attach(name: str | os.PathLike[str] | None = None) -> Run:
+    """The handle of a run that was started elsewhere: by an earlier kernel, or by `speedlab train`.
+
+    `name` is a run's name or folder. Without it, the run of the running cluster that is training, else its newest one.
+    A named run whose engines are gone is opened to be looked at. Raises ClusterError when no cluster is running,
+    RunError when there is no such run.
+    """
+    from speedlab.cluster.cluster import Cluster
+
+    if name is None:
+        cluster = Cluster.attach()
+        pids = {status.pid for status in cluster.status()}
+        folders = [folder for folder in known_folders(cluster) if runs_here(folder, cluster, pids)]
+        if not folders:
+            raise RunError(f"cluster {cluster.name!r} has no run; runs in {find_runs_text(Path('runs').resolve())}")
+        folders.sort(key=lambda folder: (folder.read_status().state not in RESTING, folder.read_status().updated))
+        return _reattached(folders[-1], cluster)
+    folder = folder_named(name)
+    try:
+        cluster = Cluster.attach(folder.read_status().cluster or None)
+    except ClusterError:
+        return Run(folder)
+    here = runs_here(folder, cluster, {status.pid for status in cluster.status()})
+    return _reattached(folder, cluster) if here else Run(folder)
+
+
+def _reattached(folder: RunFolder, cluster: Cluster) -> Run:
+    run = Run(folder, cluster)
+    assert run._advance is not None
+    run._advance.start_if_needed()  # The kernel that posted the last word may have died before it could send it on.
+    return run
+
+
+def _with_absolute_sources(config: RunConfig) -> RunConfig:
+    """The engines may run in another directory: paths of data are written down whole."""
+    sources = config.data.source if isinstance(config.data.source, tuple) else (config.data.source,)
+    absolute = tuple(source if source == "stdlib" else _absolute(source) for source in sources)
+    tokenizer = config.data.tokenizer
+    if tokenizer not in ("bpe", "bytes"):
+        tokenizer = _absolute(tokenizer)
+    source = absolute if isinstance(config.data.source, tuple) else absolute[0]
+    return config.replace(data={"source": source, "tokenizer": tokenizer})
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
