@@ -129,7 +129,7 @@ def choose(files: list[TextFile], max_bytes: int) -> list[tuple[TextFile, int]]:
 
 
 def read_text(file: TextFile, count: int) -> str:
-    """The text in the first `count` bytes, to a whole character. Raises ConfigError: unreadable; NotTextError: binary."""
+    """Text in the first `count` bytes, to a whole character. Raises ConfigError: unreadable; NotTextError: binary."""
     try:
         with file.path.open("rb") as handle:
             data = handle.read(count)
