@@ -30,7 +30,11 @@ class _Part(BaseModel):
             for key in data:
                 if key not in cls.model_fields:
                     near = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.4)
-                    hint = f"the nearest known key is {near[0]!r}" if near else f"known keys: {', '.join(cls.model_fields)}"
+                    hint = (
+                        f"the nearest known key is {near[0]!r}"
+                        if near
+                        else f"known keys: {', '.join(cls.model_fields)}"
+                    )
                     raise ValueError(f"unknown key {str(key)!r}; {hint}")
         return data
 
@@ -38,18 +42,24 @@ class _Part(BaseModel):
 class ModelConfig(_Part):
     """The built-in GPT: a preset, of which any field may be changed."""
 
-    preset: str = Field("gpt-tiny", description="Size preset: gpt-tiny (CPUs), gpt-mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl")
-    layers: int = Field(6, ge=1, description="Number of transformer blocks")
-    hidden: int = Field(192, ge=1, description="Width of the residual stream, elements")
-    heads: int = Field(6, ge=1, description="Attention heads; must divide hidden")
-    ffn_hidden: int = Field(768, ge=1, description="Width inside the feed-forward layer, elements")
-    vocab_size: int = Field(4096, ge=2, description="Number of distinct tokens the embedding holds")
-    context: int = Field(256, ge=2, description="Longest sequence the model accepts, tokens")
-    position: Literal["rotary", "learned"] = Field("rotary", description="How positions enter: rotary angles or a learned table")
-    norm: Literal["rms", "layer"] = Field("rms", description="Normalisation: RMSNorm or LayerNorm")
-    tied: bool = Field(True, description="Whether the output head shares the embedding's weights")
-    bias: bool = Field(False, description="Whether linear layers have a bias")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Probability with which an activation is dropped in training")
+    preset: str = Field(
+        default="gpt-tiny", description="Size preset: gpt-tiny (CPUs), gpt-mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl"
+    )
+    layers: int = Field(default=6, ge=1, description="Number of transformer blocks")
+    hidden: int = Field(default=192, ge=1, description="Width of the residual stream, elements")
+    heads: int = Field(default=6, ge=1, description="Attention heads; must divide hidden")
+    ffn_hidden: int = Field(default=768, ge=1, description="Width inside the feed-forward layer, elements")
+    vocab_size: int = Field(default=4096, ge=2, description="Number of distinct tokens the embedding holds")
+    context: int = Field(default=256, ge=2, description="Longest sequence the model accepts, tokens")
+    position: Literal["rotary", "learned"] = Field(
+        default="rotary", description="How positions enter: rotary angles or a learned table"
+    )
+    norm: Literal["rms", "layer"] = Field(default="rms", description="Normalisation: RMSNorm or LayerNorm")
+    tied: bool = Field(default=True, description="Whether the output head shares the embedding's weights")
+    bias: bool = Field(default=False, description="Whether linear layers have a bias")
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Probability with which an activation is dropped in training"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -73,7 +83,9 @@ class ModelConfig(_Part):
                 f"heads {min(near, key=lambda n: abs(n - self.heads))} would"
             )
         if self.position == "rotary" and self.hidden // self.heads % 2:
-            raise ValueError(f"rotary positions need an even head size; hidden {self.hidden} / heads {self.heads} is odd")
+            raise ValueError(
+                f"rotary positions need an even head size; hidden {self.hidden} / heads {self.heads} is odd"
+            )
         return self
 
 
@@ -92,31 +104,40 @@ class DataConfig(_Part):
     """Where the text comes from and how it is cut."""
 
     source: str | tuple[str, ...] = Field(
-        "stdlib", description="'stdlib' (this Python's own sources), files or folders of text, or a token file (.bin, .tokens)"
+        default="stdlib",
+        description="'stdlib' (this Python's own sources), files or folders of text, or a token file (.bin, .tokens)",
     )
-    sequence_length: int = Field(256, ge=1, description="Length of a training sequence, tokens")
-    tokenizer: str = Field("bpe", description="'bpe' (trained on the data and cached), 'bytes', or the path of a tokenizer.json")
-    vocab_size: int = Field(4096, ge=257, description="Size of the trained vocabulary, tokens")
-    heldout_share: float = Field(0.05, gt=0, lt=1, description="Share of the files kept for evaluation (0 to 1)")
-    max_bytes: int = Field(8 * 2**20, ge=1, description="At most this much text is read, bytes")
+    sequence_length: int = Field(default=256, ge=1, description="Length of a training sequence, tokens")
+    tokenizer: str = Field(
+        default="bpe", description="'bpe' (trained on the data and cached), 'bytes', or the path of a tokenizer.json"
+    )
+    vocab_size: int = Field(default=4096, ge=257, description="Size of the trained vocabulary, tokens")
+    heldout_share: float = Field(
+        default=0.05, gt=0, lt=1, description="Share of the files kept for evaluation (0 to 1)"
+    )
+    max_bytes: int = Field(default=8 * 2**20, ge=1, description="At most this much text is read, bytes")
 
 
 class ParallelConfig(_Part):
     """The layout pp × dp × tp."""
 
-    dp: int | None = Field(None, ge=1, description="Data-parallel ranks; follows from the number of engines when left out")
-    tp: int = Field(1, ge=1, description="Tensor-parallel ranks a layer is cut over")
-    pp: int = Field(1, ge=1, description="Pipeline stages the blocks are cut into")
+    dp: int | None = Field(
+        default=None, ge=1, description="Data-parallel ranks; follows from the number of engines when left out"
+    )
+    tp: int = Field(default=1, ge=1, description="Tensor-parallel ranks a layer is cut over")
+    pp: int = Field(default=1, ge=1, description="Pipeline stages the blocks are cut into")
 
 
 class ZeroConfig(_Part):
     """Which of optimizer states, gradients and parameters are partitioned over the dp ranks (arXiv:1910.02054)."""
 
     stage: Literal[0, 1, 2, 3] = Field(
-        2, description="0: all replicated; 1: optimizer states in 1/dp; 2: and gradients; 3: and parameters"
+        default=2, description="0: all replicated; 1: optimizer states in 1/dp; 2: and gradients; 3: and parameters"
     )
     bucket_bytes: int = Field(
-        2**20, ge=1, description="Neighbouring repeated blocks are gathered and reduced together up to this many bytes"
+        default=2**20,
+        ge=1,
+        description="Neighbouring repeated blocks are gathered and reduced together up to this many bytes",
     )
 
 
@@ -124,38 +145,46 @@ class PrecisionConfig(_Part):
     """In which dtype the model computes; masters and moments are always float32."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Compute dtype; 'auto': bfloat16 where the device does it fast, else float32"
+        default="auto", description="Compute dtype; 'auto': bfloat16 where the device does it fast, else float32"
     )
-    initial_loss_scale: float = Field(2.0**16, gt=0, description="float16 only: factor on the loss at the start")
-    loss_scale_window: int = Field(1000, ge=1, description="float16 only: good steps before the factor doubles")
-    min_loss_scale: float = Field(1.0, gt=0, description="float16 only: the factor never falls below this")
+    initial_loss_scale: float = Field(
+        default=2.0**16, gt=0, description="float16 only: factor on the loss at the start"
+    )
+    loss_scale_window: int = Field(default=1000, ge=1, description="float16 only: good steps before the factor doubles")
+    min_loss_scale: float = Field(default=1.0, gt=0, description="float16 only: the factor never falls below this")
 
 
 class OptimizerConfig(_Part):
     """The update rule."""
 
-    name: Literal["adamw", "sgd"] = Field("adamw", description="adamw (arXiv:1711.05101) or sgd with momentum")
-    lr: float = Field(1e-3, gt=0, description="Learning rate at the top of the schedule")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="adamw: decay of the first and second moment, per step")
-    eps: float = Field(1e-8, gt=0, description="adamw: added to the root of the second moment")
-    weight_decay: float = Field(0.1, ge=0, description="Decoupled decay of matrices, per unit of learning rate")
-    momentum: float = Field(0.9, ge=0, lt=1, description="sgd: share of the last update that is kept")
+    name: Literal["adamw", "sgd"] = Field(default="adamw", description="adamw (arXiv:1711.05101) or sgd with momentum")
+    lr: float = Field(default=1e-3, gt=0, description="Learning rate at the top of the schedule")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.95), description="adamw: decay of the first and second moment, per step"
+    )
+    eps: float = Field(default=1e-8, gt=0, description="adamw: added to the root of the second moment")
+    weight_decay: float = Field(default=0.1, ge=0, description="Decoupled decay of matrices, per unit of learning rate")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="sgd: share of the last update that is kept")
 
 
 class ScheduleConfig(_Part):
     """Learning rate over the steps: linear warm-up, then cosine to a floor, or constant."""
 
-    kind: Literal["cosine", "constant"] = Field("cosine", description="Shape after the warm-up")
-    warmup_steps: int = Field(10, ge=0, description="Steps over which the rate rises linearly from 0")
-    floor: float = Field(0.1, ge=0, le=1, description="Share of the top rate that remains at the last step")
+    kind: Literal["cosine", "constant"] = Field(default="cosine", description="Shape after the warm-up")
+    warmup_steps: int = Field(default=10, ge=0, description="Steps over which the rate rises linearly from 0")
+    floor: float = Field(default=0.1, ge=0, le=1, description="Share of the top rate that remains at the last step")
 
 
 class BatchConfig(_Part):
     """global = micro × accumulation × dp. Any two given, the third follows."""
 
-    global_size: int | None = Field(None, ge=1, description="Sequences in one optimizer step over all ranks")
-    micro_size: int | None = Field(None, ge=1, description="Sequences in one forward pass of one rank (8 when it does not follow)")
-    accumulation: int | None = Field(None, ge=1, description="Forward passes before one optimizer step (1 when it does not follow)")
+    global_size: int | None = Field(default=None, ge=1, description="Sequences in one optimizer step over all ranks")
+    micro_size: int | None = Field(
+        default=None, ge=1, description="Sequences in one forward pass of one rank (8 when it does not follow)"
+    )
+    accumulation: int | None = Field(
+        default=None, ge=1, description="Forward passes before one optimizer step (1 when it does not follow)"
+    )
 
     def resolve(self, dp: int) -> Batch:
         """The whole equation for `dp` data-parallel ranks; raises ConfigError with its numbers when it has no solution."""
@@ -170,7 +199,12 @@ class BatchConfig(_Part):
             accumulation = total // (micro * dp)
         product = micro * accumulation * dp
         if product != total or product == 0:
-            known = [f"global {self.global_size or '?'} =", f"micro {self.micro_size or '?'}", f"× accumulation {self.accumulation or '?'}", f"× dp {dp}"]
+            known = [
+                f"global {self.global_size or '?'} =",
+                f"micro {self.micro_size or '?'}",
+                f"× accumulation {self.accumulation or '?'}",
+                f"× dp {dp}",
+            ]
             step = (self.micro_size or 1) * (self.accumulation or 1) * dp
             near = max(step, round(total / step) * step)
             raise ConfigError(
@@ -196,30 +230,37 @@ class ActivationConfig(_Part):
     """What is kept of the forward pass for the backward pass."""
 
     checkpointing: Literal["none", "block"] = Field(
-        "none", description="'block' keeps only each block's input and computes the rest again in the backward pass"
+        default="none",
+        description="'block' keeps only each block's input and computes the rest again in the backward pass",
     )
 
 
 class EvalConfig(_Part):
     """Loss on held-out text."""
 
-    every_steps: int = Field(50, ge=0, description="Steps between evaluations; 0 never evaluates")
-    batches: int = Field(4, ge=1, description="Global batches in one evaluation")
+    every_steps: int = Field(default=50, ge=0, description="Steps between evaluations; 0 never evaluates")
+    batches: int = Field(default=4, ge=1, description="Global batches in one evaluation")
 
 
 class CheckpointConfig(_Part):
     """When the run's state is written to its folder."""
 
-    every_steps: int = Field(0, ge=0, description="Steps between checkpoints; 0 saves only when asked")
-    keep: int = Field(3, ge=1, description="How many of the newest checkpoints stay")
+    every_steps: int = Field(default=0, ge=0, description="Steps between checkpoints; 0 saves only when asked")
+    keep: int = Field(default=3, ge=1, description="How many of the newest checkpoints stay")
 
 
 class TelemetryConfig(_Part):
     """What is recorded and how often it is sent."""
 
-    stream_hz: float = Field(10.0, gt=0, le=10, description="At most this many records per second go to a dashboard")
-    trace_every_steps: int = Field(0, ge=0, description="Steps between exact activation traces; 0: only the first step and after changes")
-    tensorboard: bool = Field(True, description="Whether TensorBoard event files are written when tensorboard is installed")
+    stream_hz: float = Field(
+        default=10.0, gt=0, le=10, description="At most this many records per second go to a dashboard"
+    )
+    trace_every_steps: int = Field(
+        default=0, ge=0, description="Steps between exact activation traces; 0: only the first step and after changes"
+    )
+    tensorboard: bool = Field(
+        default=True, description="Whether TensorBoard event files are written when tensorboard is installed"
+    )
 
 
 class RunConfig(_Part):
@@ -228,24 +269,26 @@ class RunConfig(_Part):
     Short forms: `model="gpt2"`, `data="stdlib"`, `zero=2`, `precision="bfloat16"`, `optimizer="sgd"`.
     """
 
-    name: str | None = Field(None, description="Run name, also its folder; 'run-1', 'run-2', … when left out")
-    folder: Path = Field(Path("runs"), description="Folder that holds the run folders")
-    steps: int = Field(200, ge=1, description="Optimizer steps in the whole run")
-    seed: int = Field(0, ge=0, description="Seed of initialisation, data order and dropout")
-    model: ModelConfig = Field(ModelConfig(), description="The model")
-    data: DataConfig = Field(DataConfig(), description="The data")
-    parallel: ParallelConfig = Field(ParallelConfig(), description="The layout")
-    zero: ZeroConfig = Field(ZeroConfig(), description="ZeRO stage and buckets")
-    precision: PrecisionConfig = Field(PrecisionConfig(), description="Compute dtype and loss scaling")
-    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="Update rule")
-    schedule: ScheduleConfig = Field(ScheduleConfig(), description="Learning-rate schedule")
-    batch: BatchConfig = Field(BatchConfig(), description="The batch equation")
-    activation: ActivationConfig = Field(ActivationConfig(), description="Activation checkpointing")
-    clip_norm: float | None = Field(1.0, gt=0, description="Largest global gradient norm; null never clips")
-    compile: bool = Field(False, description="Whether blocks go through torch.compile (needs a C++ compiler on CPUs)")
-    eval: EvalConfig = Field(EvalConfig(), description="Evaluation")
-    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="Checkpoints")
-    telemetry: TelemetryConfig = Field(TelemetryConfig(), description="Records and streaming")
+    name: str | None = Field(default=None, description="Run name, also its folder; 'run-1', 'run-2', … when left out")
+    folder: Path = Field(default=Path("runs"), description="Folder that holds the run folders")
+    steps: int = Field(default=200, ge=1, description="Optimizer steps in the whole run")
+    seed: int = Field(default=0, ge=0, description="Seed of initialisation, data order and dropout")
+    model: ModelConfig = Field(default=ModelConfig(), description="The model")
+    data: DataConfig = Field(default=DataConfig(), description="The data")
+    parallel: ParallelConfig = Field(default=ParallelConfig(), description="The layout")
+    zero: ZeroConfig = Field(default=ZeroConfig(), description="ZeRO stage and buckets")
+    precision: PrecisionConfig = Field(default=PrecisionConfig(), description="Compute dtype and loss scaling")
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Update rule")
+    schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning-rate schedule")
+    batch: BatchConfig = Field(default=BatchConfig(), description="The batch equation")
+    activation: ActivationConfig = Field(default=ActivationConfig(), description="Activation checkpointing")
+    clip_norm: float | None = Field(default=1.0, gt=0, description="Largest global gradient norm; null never clips")
+    compile: bool = Field(
+        default=False, description="Whether blocks go through torch.compile (needs a C++ compiler on CPUs)"
+    )
+    eval: EvalConfig = Field(default=EvalConfig(), description="Evaluation")
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints")
+    telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="Records and streaming")
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -274,7 +317,9 @@ class RunConfig(_Part):
     @field_validator("name")
     @classmethod
     def _plain_name(cls, name: str | None) -> str | None:
-        if name is not None and (not name or name.strip(".") == "" or any(c in '/\\\0\n\r\t' for c in name) or len(name) > 100):
+        if name is not None and (
+            not name or name.strip(".") == "" or any(c in "/\\\0\n\r\t" for c in name) or len(name) > 100
+        ):
             raise ValueError(f"{name!r} cannot name a folder; use 1 to 100 letters, digits, '-', '_' or '.'")
         return name
 
@@ -364,6 +409,10 @@ def explain(error: ValidationError) -> str:
         where = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         value = item.get("input")
-        shown = f" (got {value!r})" if isinstance(value, str | int | float | bool | None) and item["type"] != "value_error" else ""
+        shown = (
+            f" (got {value!r})"
+            if isinstance(value, str | int | float | bool | None) and item["type"] != "value_error"
+            else ""
+        )
         lines.append(f"{where}: {message}{shown}" if where else f"{message}{shown}")
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""The training steps that `bench step` compares: one model, one loss, one batch, and a different way to keep ranks in step."""
+"""The training steps that `bench step` compares: one model, one loss, one batch, and a different way to keep ranks in
+step."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def _ddp(model: nn.Module, dtype: torch.dtype) -> Step:
 
 
 def _zero_redundancy(model: nn.Module, dtype: torch.dtype) -> Step:
-    """torch's ZeRO-1. It has no masters: in bfloat16 it updates bfloat16 weights, which is less work than the others do."""
+    """torch's ZeRO-1. It has no masters: in bfloat16 it updates bfloat16 weights, which is less work than the others
+    do."""
     wrapped = DistributedDataParallel(model.to(dtype), gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=_LR, fused=True)
 

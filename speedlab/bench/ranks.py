@@ -25,7 +25,9 @@ def run_on_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
     try:
         with tempfile.TemporaryDirectory() as folder:
             queue = multiprocessing.get_context("spawn").SimpleQueue()
-            context = multiprocessing.spawn(_enter, (ranks, folder, queue, work, arguments), nprocs=ranks, join=False)
+            context: Any = multiprocessing.spawn(
+                _enter, (ranks, folder, queue, work, arguments), nprocs=ranks, join=False
+            )
             while not context.join(timeout=1.0):
                 pass
             return queue.get()

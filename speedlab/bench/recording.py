@@ -19,7 +19,8 @@ from speedlab.telemetry.folder import RunFolder
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The share of a step that recording takes, in a run of the smallest preset (the worst case: its steps are short)."""
+    """The share of a step that recording takes, in a run of the smallest preset (the worst case: its steps are
+    short)."""
 
     ranks: int = 2
     """Rank processes, one thread each."""
@@ -53,7 +54,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     report([row], options.json)
     print(
-        f"recording takes {100 * statistics.median(shares):.2f} % of a step of {1e3 * statistics.median(total[5:]):.0f} ms"
+        f"recording takes {100 * statistics.median(shares):.2f} % of a step of "
+        f"{1e3 * statistics.median(total[5:]):.0f} ms"
     )
 
 

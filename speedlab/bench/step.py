@@ -1,7 +1,7 @@
 """`speedlab bench step`: tokens per second of a training step, ours and the peers', interleaved on the same ranks.
 
-The limit is as many independent processes, without communication. Each round runs every contestant for a few steps between
-two barriers; shares and ratios are medians over rounds of times measured in the same round.
+The limit is as many independent processes, without communication. Each round runs every contestant for a few steps
+between two barriers; shares and ratios are medians over rounds of times measured in the same round.
 """
 
 from __future__ import annotations

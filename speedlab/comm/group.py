@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,11 +51,12 @@ class Traffic:
     """The phase of the step that waits are counted in; set by whoever times phases."""
     buffers: BufferMeter = field(default_factory=BufferMeter)
     sent_bytes: Counter[str] = field(default_factory=Counter)
-    wait_seconds: Counter[str] = field(default_factory=Counter)
+    wait_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def waited(self, wait: Callable[[], None], device: torch.device) -> None:
-        """Run `wait` and count its time: by the clock on CPUs, by a pair of events on a GPU, which nothing waits for."""
+        """Run `wait` and count its time: by the clock on CPUs, by a pair of events on a GPU, which nothing waits
+        for."""
         if device.type != "cuda":
             start = time.perf_counter()
             wait()
@@ -80,7 +81,7 @@ class Traffic:
                 late.append((phase, before, after))
         self._events = late
         taken = dict(self.sent_bytes), dict(self.wait_seconds)
-        self.sent_bytes, self.wait_seconds = Counter(), Counter()
+        self.sent_bytes, self.wait_seconds = Counter(), defaultdict(float)
         return taken
 
 
@@ -115,7 +116,8 @@ class Group:
     def __init__(
         self, ranks: Sequence[int], traffic: Traffic, device: torch.device, *, channel: str = "gather"
     ) -> None:
-        """`channel`: Groups of the same ranks and channel share their wires, so that setting up again opens no new ones."""
+        """`channel`: Groups of the same ranks and channel share their wires, so that setting up again opens no new
+        ones."""
         self.ranks = list(ranks)
         self.size = len(self.ranks)
         self.index = self.ranks.index(dist.get_rank())
@@ -135,7 +137,8 @@ class Group:
         self._wires = None
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
-        """Start to fill `full` (n × m,) with every rank's `shard` (m,), in rank order. `shard` may be its own slice of `full`."""
+        """Start to fill `full` (n × m,) with every rank's `shard` (m,), in rank order. `shard` may be its own slice of
+        `full`."""
         own = full.view(self.size, -1)[self.index]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -152,7 +155,8 @@ class Group:
         return self._pending(*works)
 
     def reduce_scatter(self, full: Tensor, into: Tensor, *, accumulate: bool = False) -> Pending:
-        """Start to sum slice `index` of every rank's `full` (n × m,) into `into` (m,); `accumulate` adds to what is there.
+        """Start to sum slice `index` of every rank's `full` (n × m,) into `into` (m,); `accumulate` adds to what is
+        there.
 
         `into` may be this rank's own slice of `full`, and may be of a wider dtype. Sums are taken in rank order.
         """
@@ -252,7 +256,7 @@ class Group:
         self.traffic.sent_bytes[name] += sent_bytes
 
     def _sum_in_rank_order(self, own: Tensor, received: Tensor, into: Tensor, accumulate: bool) -> None:
-        terms = list(received[: self.index]) + [own] + list(received[self.index :])
+        terms = [*received[: self.index], own, *received[self.index :]]
         # Two low-precision terms round once either way; more of them are summed in float32, which rounds once too.
         wide = len(terms) > 2 and own.dtype.itemsize < 4
         total = terms[0].float() + terms[1] if wide else terms[0] + terms[1]

@@ -71,7 +71,8 @@ _wires: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 def wires(channel: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of `ranks` for `channel`, made when it is first asked for. Collective over the whole world then."""
+    """The process group of `ranks` for `channel`, made when it is first asked for. Collective over the whole world
+    then."""
     known = _wires.get((channel, ranks))
     if known is None or not dist.is_initialized():
         known = dist.new_group(list(ranks))
@@ -87,7 +88,7 @@ def own_device() -> torch.device:
         # An engine sees only its own GPU, through CUDA_VISIBLE_DEVICES.
         return torch.device("cuda:0" if json.loads(described)["kind"] == "cuda" else "cpu")
     if torch.cuda.is_available():
-        return torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}")
+        return torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}")
     return torch.device("cpu")
 
 

@@ -7,7 +7,8 @@ The way of a save:
 
 The way of a load:
 1. Rank 0's manifest is read and checked against the model.
-2. Every file is hashed, the work divided over the ranks; any damage is an error on all of them, before anything changes.
+2. Every file is hashed, the work divided over the ranks; any damage is an error on all of them, before anything
+changes.
 3. Each rank reads the slices that its own residency asks for, whatever layout wrote them.
 Nothing is ever pickled.
 """
@@ -155,7 +156,8 @@ def _manifest(engine: Engine, ranks: list[dict[str, Any]], client_state: dict[st
 
 
 def _slices(flat: Flat, slot: Slot) -> list[tuple[int, int, int, int]]:
-    """(group index, start and end in the parameter, offset in that rank's partition) for each rank that owns some of it."""
+    """(group index, start and end in the parameter, offset in that rank's partition) for each rank that owns some of
+    it."""
     size = flat.padded // flat.gather_group.size
     found = []
     for index in range(flat.gather_group.size):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,7 +22,7 @@ class PhaseClock:
 
     def __init__(self, traffic: Traffic, device: torch.device) -> None:
         self._traffic, self._device = traffic, device
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._since = time.perf_counter()
 
@@ -59,5 +59,5 @@ class PhaseClock:
         phases["communication"] = sum(waits.values())
         now = time.perf_counter()
         wall, self._since = now - self._since, now
-        self._seconds = Counter()
+        self._seconds = defaultdict(float)
         return wall, phases, sent

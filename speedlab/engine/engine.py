@@ -88,7 +88,8 @@ class Engine:
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. Floating-point inputs are cast to the compute dtype. On an exception the state is that between steps."""
+        """The module's forward. Floating-point inputs are cast to the compute dtype. On an exception the state is that
+        between steps."""
         if self.module.training and torch.is_grad_enabled():
             for buffer in self._mutable_buffers:
                 self.group.broadcast(buffer)
@@ -97,13 +98,16 @@ class Engine:
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> Tensor:
-        """Gradients of `loss` (a scalar, the mean over this rank's micro-batch), summed over the ranks when they are due.
+        """Gradients of `loss` (a scalar, the mean over this rank's micro-batch), summed over the ranks when they are
+        due.
 
-        The loss is scaled here for accumulation, data parallelism and float16; do not scale it before. Returns it as given.
+        The loss is scaled here for accumulation, data parallelism and float16; do not scale it before.
+        Returns it as given.
         """
         if loss.numel() != 1:
             raise ValueError(
-                f"backward: the loss has shape {tuple(loss.shape)}; reduce it to one number first, for instance by mean()"
+                f"backward: the loss has shape {tuple(loss.shape)}; reduce it to one number first, for instance by "
+                f"mean()"
             )
         due = self._sync and (
             self.is_gradient_accumulation_boundary() or self.zero.residency.gradients.value == "partitioned"
@@ -220,7 +224,8 @@ class Engine:
 
     @property
     def global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradient over all parameters and ranks, before clipping; None before the first step."""
+        """Norm of the last step's gradient over all parameters and ranks, before clipping; None before the first
+        step."""
         return self.totals.grad_norm if self.totals else None
 
     @contextmanager
@@ -251,10 +256,12 @@ class Engine:
         return self.zero.residency.stage
 
     def reshape(self, *, zero: int) -> None:
-        """Change the ZeRO stage in place, between two steps: states are cut, freed, or gathered once. Nothing is lost."""
+        """Change the ZeRO stage in place, between two steps: states are cut, freed, or gathered once. Nothing is
+        lost."""
         if self._micro_step or self.zero.phase.value != "idle":
             raise RuntimeError(
-                f"reshape: micro-batch {self._micro_step + 1} of a step is under way; change the stage between two steps"
+                f"reshape: micro-batch {self._micro_step + 1} of a step is under way; change the stage between two "
+                f"steps"
             )
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"reshape: zero is {zero}; it is 0, 1, 2 or 3")
@@ -330,7 +337,8 @@ class Engine:
         return self.module.parameters()
 
     def destroy(self) -> None:
-        """Give everything back: hooks, flats and groups. The module keeps its parameters where this rank holds them whole."""
+        """Give everything back: hooks, flats and groups. The module keeps its parameters where this rank holds them
+        whole."""
         self.zero.detach()
         self._wrapper.undo()
         if self.zero.partitioned:
@@ -347,8 +355,10 @@ class Engine:
     def __repr__(self) -> str:
         count = sum(flat.numel for flat in self.zero.flats)
         return (
-            f"Engine({type(self.module).__name__}, {count:,} parameters in {len(self.zero.units)} units, zero {self.zero_stage}, "
-            f"{str(self.dtype).removeprefix('torch.')}, rank {self.world.rank} of {self.world.size}, step {self.global_step})"
+            f"Engine({type(self.module).__name__}, {count:,} parameters in {len(self.zero.units)} units, zero "
+            f"{self.zero_stage}, "
+            f"{str(self.dtype).removeprefix('torch.')}, rank {self.world.rank} of {self.world.size}, step "
+            f"{self.global_step})"
         )
 
 

@@ -18,7 +18,8 @@ class NonFiniteError(FloatingPointError):
 
 
 def name_module(error: BaseException, model: nn.Module, *, step: int, rank: int) -> None:
-    """Note on `error` in which module of `model` it was raised (the innermost on its traceback), at which step and rank."""
+    """Note on `error` in which module of `model` it was raised (the innermost on its traceback), at which step and
+    rank."""
     names = {id(module): name for name, module in model.named_modules()}
     found = None
     trace = error.__traceback__

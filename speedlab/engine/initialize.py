@@ -45,8 +45,9 @@ def initialize(
     Args:
         args: ignored; it stands where DeepSpeed's signature has it. Likewise `model_parameters`.
         model: a module with equal parameters on all ranks (rank 0's count), or a callable that makes one. The callable
-            runs under the meta device, and the parameters are made unit by unit: use it for models that do not fit whole.
-        optimizer: an elementwise torch optimizer as class (arguments come from `config.optimizer`), as callable of the list of
+            runs under the meta device, and parameters are made unit by unit: use it for models that do not fit whole.
+        optimizer: an elementwise torch optimizer as class (arguments come from `config.optimizer`), as callable of the
+        list of
             trainable parameters, or as an instance over them; None makes the one that the configuration names.
         training_data: a dataset; the returned loader gives each rank its share in micro-batches.
         lr_scheduler: a torch scheduler, or a callable that makes one of the optimizer; None makes the configuration's

@@ -1,4 +1,5 @@
-"""SIGINT during training: first asked of all ranks together, at the end of the step; forced when the step does not end."""
+"""SIGINT during training: first asked of all ranks together, at the end of the step; forced when the step does not
+end."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ PATIENCE_SECONDS = 1.2
 
 
 class Interruption:
-    """While active, SIGINT sets `asked`; `PATIENCE_SECONDS` later it raises KeyboardInterrupt, unless the block has ended.
+    """While active, SIGINT sets `asked`; `PATIENCE_SECONDS` later it raises KeyboardInterrupt, unless the block has
+    ended.
 
     A rank that stops between two steps, together with the others, leaves a state from which all can go on.
     """

@@ -1,4 +1,5 @@
-"""Where every byte of a rank is: the ledger, from the storages the engine really holds, and an exact trace of activations."""
+"""Where every byte of a rank is: the ledger, from the storages the engine really holds, and an exact trace of
+activations."""
 
 from __future__ import annotations
 
@@ -140,7 +141,8 @@ def measure_states(module: nn.Module, zero: Zero, optimizer: PartitionedOptimize
 def make_ledger(
     states: dict[str, int], *, activations: int, buffers: int, reported: int, outside: int, device: torch.device
 ) -> Ledger:
-    """The ledger at the peak of a step: categories that sum to what was reported, with the remainder as other framework memory."""
+    """The ledger at the peak of a step: categories that sum to what was reported, with the remainder as other
+    framework memory."""
     if device.type == "cuda":
         free, capacity = torch.cuda.mem_get_info(device)
         outside = max(0, capacity - free - torch.cuda.memory_reserved(device))

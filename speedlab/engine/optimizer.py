@@ -1,7 +1,7 @@
 """Any elementwise torch optimizer, over the partitions of flats that a rank owns.
 
 The optimizer sees one-dimensional float32 segments of master weights instead of parameters. Its state tensors of a
-segment's shape are kept end to end in one tensor for each flat, so that they can be cut, gathered and written like the flat.
+segment's shape are kept end to end in one tensor for each flat, so that they can be cut, gathered and written like it.
 """
 
 from __future__ import annotations
@@ -72,13 +72,15 @@ class Recipe:
         name = type(self._instance).__name__ if self._instance is not None else getattr(choice, "__name__", "")
         if name in _NOT_ELEMENTWISE:
             raise ConfigError(
-                f"optimizer: {name} does not update each element by itself, so its states cannot be partitioned; use AdamW or SGD"
+                f"optimizer: {name} does not update each element by itself, so its states cannot be partitioned; use "
+                f"AdamW or SGD"
             )
         known = {id(p) for p in trainable}
         strangers = sum(id(p) not in known for group in groups for p in group["params"])
         if strangers:
             raise ConfigError(
-                f"optimizer: {strangers} of its parameters are not trainable parameters of the model; build it from model.parameters()"
+                f"optimizer: {strangers} of its parameters are not trainable parameters of the model; build it from "
+                f"model.parameters()"
             )
         self.group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
         self._options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -86,11 +88,13 @@ class Recipe:
         if left_out:
             # torch would silently never train them; as parameters of no group they are trained by nobody here either.
             raise ConfigError(
-                f"optimizer: {left_out} trainable parameters are in none of its groups; add them or set requires_grad=False"
+                f"optimizer: {left_out} trainable parameters are in none of its groups; add them or set "
+                f"requires_grad=False"
             )
 
     def build(self, segments: list[list[Tensor]]) -> Optimizer:
-        """The optimizer over `segments` (a list for each group). An instance that the user made stays the same object."""
+        """The optimizer over `segments` (a list for each group). An instance that the user made stays the same
+        object."""
         groups = [{"params": tensors, **options} for tensors, options in zip(segments, self._options, strict=True)]
         if self._instance is None:
             return self._make(groups)
@@ -195,7 +199,8 @@ class PartitionedOptimizer:
             yield piece
 
     def _adopt_states(self) -> None:
-        """Lay states that the optimizer has newly made end to end, one tensor for each flat; the optimizer keeps views."""
+        """Lay states that the optimizer has newly made end to end, one tensor for each flat; the optimizer keeps
+        views."""
         for flat in self.flats:
             segments = self._segments[flat.name]
             for key, value in list(self.inner.state.get(segments[0].master, {}).items()) if segments else ():
@@ -222,7 +227,8 @@ class PartitionedOptimizer:
     def rebuild(self, flat_states: dict[str, dict[str, Tensor]], scalars: dict[str, dict[int, dict[str, Any]]]) -> None:
         """After flats have moved or were loaded: segments over the new masters, with the given states.
 
-        `flat_states`: flat name → state name → tensor over the flat's present state range; `scalars` as `scalars_of` gives
+        `flat_states`: flat name → state name → tensor over the flat's present state range; `scalars` as `scalars_of`
+        gives
         them. A group that had no segment here before takes the scalars of any other: all groups step together.
         """
         self._segments = {flat.name: _cut(flat) for flat in self.flats}
@@ -241,7 +247,8 @@ class PartitionedOptimizer:
                 self._hand_out(flat, key, whole)
 
     def move(self, before: Residency) -> None:
-        """Follow flats that were placed elsewhere; `before` is where they were. Collective when states come together."""
+        """Follow flats that were placed elsewhere; `before` is where they were. Collective when states come
+        together."""
         scalars = {flat.name: self.scalars_of(flat) for flat in self.flats}
         moved = {
             flat.name: {key: flat.move_state(state, before) for key, state in self._states[flat.name].items()}

@@ -18,7 +18,8 @@ def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype:
         dtype = _DTYPES[config.dtype]
         if dtype is torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
             raise ConfigError(
-                f"precision.dtype bfloat16: {torch.cuda.get_device_name(device)} has no bfloat16; use float16 or float32"
+                f"precision.dtype bfloat16: {torch.cuda.get_device_name(device)} has no bfloat16; use float16 or "
+                f"float32"
             )
         return dtype
     if device.type == "cuda":
@@ -27,7 +28,8 @@ def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype:
 
 
 class LossScale:
-    """The factor on the loss: halved after an overflow, doubled after `window` good steps. 1 and constant unless float16."""
+    """The factor on the loss: halved after an overflow, doubled after `window` good steps. 1 and constant unless
+    float16."""
 
     def __init__(self, config: PrecisionConfig, dtype: torch.dtype) -> None:
         self.dynamic = dtype is torch.float16

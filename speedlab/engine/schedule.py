@@ -11,7 +11,8 @@ from speedlab.config import ScheduleConfig
 
 
 def rate_factor(config: ScheduleConfig, step: int, steps: int) -> float:
-    """Share of the top rate that step `step` (from 0) of `steps` uses: linear warm-up, then cosine to the floor or constant."""
+    """Share of the top rate that step `step` (from 0) of `steps` uses: linear warm-up, then cosine to the floor or
+    constant."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     if config.kind == "constant":

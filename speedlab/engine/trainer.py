@@ -1,7 +1,7 @@
 """A run inside the engines: build it, train it, carry out control words, all ranks at the same step.
 
-`advance` is the one task that a cluster submits for a run. It returns when the run pauses or ends; what it has built stays in
-this process, so that a paused run's engines are idle and its tensors can be looked at.
+`advance` is the one task that a cluster submits for a run. It returns when the run pauses or ends; what it has built
+stays in this process, so that a paused run's engines are idle and its tensors can be looked at.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Trainer:
         """Steps left before the run pauses by itself; None when it does not."""
         self.last_command = folder.read_status().command
         self.writer: RecordWriter | None = None
+        self._started = False
         self._interruption = Interruption()
         self._trace_next = True
 
@@ -100,6 +101,8 @@ class Trainer:
         self.writer = RecordWriter(self.folder, self.world.rank, stream_hz=self.config.telemetry.stream_hz)
         try:
             with self._interruption:
+                if not self._started:
+                    self._start()
                 self._carry_out_pending()
                 while self.state is RunState.RUNNING:
                     command = self._step()
@@ -310,8 +313,9 @@ class Trainer:
 
     # ---- records -----------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Go to the state the folder tells of: from the newest checkpoint when it has steps behind it, else from the start."""
+    def _start(self) -> None:
+        """Go to the state the folder tells of: from the newest checkpoint when it has steps behind it, else from the
+        start."""
         status = self.folder.read_status()
         kept = newest(self.folder.path / "checkpoints")
         if status.step and kept is not None:
@@ -328,13 +332,12 @@ class Trainer:
             "peak_flops": sum(self.control.collect(peak)),
             "batch": str(self.batch),
         }
-        self.writer = RecordWriter(self.folder, self.world.rank, stream_hz=self.config.telemetry.stream_hz)
         text = f"{details['parameters']:,} parameters, {details['dtype']}, {self.layout}, {self.batch}"
         self._event("started", text, **details)
         if self.engine.global_step == 0 and self.config.eval.every_steps:
             self._event("evaluated", "before the first step", heldout_loss=self.evaluate())
         self._write_status()
-        self.writer.close()
+        self._started = True
 
     def _write_record(
         self,
@@ -346,7 +349,8 @@ class Trainer:
         traced: bool,
     ) -> None:
         engine = self.engine
-        assert engine.totals is not None and self.writer is not None
+        assert engine.totals is not None
+        assert self.writer is not None
         tokens = self.batch.global_size * self.config.data.sequence_length
         self.writer.write(
             StepRecord(
@@ -423,7 +427,8 @@ _trainers: dict[Path, Trainer] = {}
 
 
 def advance(folder: str | os.PathLike[str], model: ModelMaker | None = None) -> str:
-    """Bring a run forward on this rank, until it pauses or ends; returns its state. Called on all ranks by the cluster."""
+    """Bring a run forward on this rank, until it pauses or ends; returns its state. Called on all ranks by the
+    cluster."""
     run = RunFolder(folder)
     trainer = _trainers.get(run.path)
     if trainer is None:
@@ -438,8 +443,7 @@ def advance(folder: str | os.PathLike[str], model: ModelMaker | None = None) -> 
 
 def _build(run: RunFolder, model: ModelMaker | None) -> Trainer:
     try:
-        trainer = Trainer(run, model)
-        trainer.start()
+        return Trainer(run, model)
     except BaseException as error:
         # Nothing was trained: the folder says why, and no rank waits for this one.
         if os.environ.get("RANK", "0") == "0":
@@ -447,7 +451,6 @@ def _build(run: RunFolder, model: ModelMaker | None) -> Trainer:
         if not isinstance(error, ConfigError):
             leave()
         raise
-    return trainer
 
 
 def generate(

@@ -1,4 +1,5 @@
-"""Changes to a unit's forward, applied in one visible order: activation checkpointing inside, torch.compile around it."""
+"""Changes to a unit's forward, applied in one visible order: activation checkpointing inside, torch.compile around
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class BlockWrapper:
         self._originals: list[tuple[nn.Module, Any]] = []
         if compile and zero.gather_group.device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
             raise ConfigError(
-                "compile: torch.compile needs a C++ compiler on CPUs and none is installed; install g++ or set compile: false"
+                "compile: torch.compile needs a C++ compiler on CPUs and none is installed; install g++ or set "
+                "compile: false"
             )
         if not (checkpointing or compile):
             return

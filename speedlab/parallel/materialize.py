@@ -11,7 +11,8 @@ from torch import nn
 
 
 class Materializer:
-    """Initialises modules that stand on `meta`, each from a seed of its own name, so that layouts do not change the values."""
+    """Initialises modules that stand on `meta`, each from a seed of its own name, so that layouts do not change the
+    values."""
 
     def __init__(self, model: nn.Module, *, device: torch.device, seed: int) -> None:
         self.model, self.device, self.seed = model, device, seed
@@ -21,7 +22,8 @@ class Materializer:
                 self._holders[id(parameter)].append((name, module, key))
 
     def parameters(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Real parameters in the place of those in `named` (full name → parameter on meta), initialised by their modules.
+        """Real parameters in the place of those in `named` (full name → parameter on meta), initialised by their
+        modules.
 
         1. Memory is allocated, and shared parameters stay shared.
         2. Every module that holds one of them resets its parameters, in the order of registration.

@@ -135,7 +135,8 @@ class Flat:
 
     @torch.no_grad()
     def place(self, residency: Residency) -> None:
-        """Move this rank's part of the flat to where `residency` says. Between two steps only; gathers wait for all ranks.
+        """Move this rank's part of the flat to where `residency` says. Between two steps only; gathers wait for all
+        ranks.
 
         1. Parameters come together when they were partitioned and shall be replicated.
         2. Masters are cut, or come together.
@@ -200,7 +201,8 @@ class Flat:
 
     @torch.no_grad()
     def publish(self) -> Pending | None:
-        """After an update of `master`: bring the parameters of all ranks up to date. None when nothing has to be sent."""
+        """After an update of `master`: bring the parameters of all ranks up to date. None when nothing has to be
+        sent."""
         low, high = self.state_range
         if self._own_master:
             target = self.shard if self.residency.optimizer_states is Place.PARTITIONED else self.full[low:high]

@@ -22,10 +22,11 @@ class FlatParameter(nn.Parameter):
             return super().__repr__()
         shape = "×".join(str(n) for n in self.shape)
         dtype = str(self.dtype).removeprefix("torch.")
-        head = f"Parameter {place.slot.name} ({shape} {dtype}, unit {place.unit.name}, {place.flat.residency.parameters.value}"
+        where = place.flat.residency.parameters.value
+        head = f"Parameter {place.slot.name} ({shape} {dtype}, unit {place.unit.name}, {where}"
         owners = ", ".join(f"rank {rank}: [{low}:{high})" for rank, low, high in owners_of(place.flat, place.slot))
         if not place.flat.gathered:
-            return f"{head}; owners of its {place.slot.numel:,} elements: {owners}; speedlab.gather(parameter) gives the whole)"
+            return f"{head}; owners: {owners}; speedlab.gather(parameter) gives the whole)"
         return f"{head}; owners: {owners})\n{self.detach()!r}"
 
 
@@ -37,7 +38,8 @@ class _Where(NamedTuple):
 
 
 _places: dict[int, tuple[weakref.ref[Zero], int, int, int]] = {}
-"""id of parameter → its Zero and the indices of unit, flat and slot. Kept here, not as attributes of tensors we do not own."""
+"""id of parameter → its Zero and the indices of unit, flat and slot. Kept here, not as attributes of tensors we do not
+own."""
 
 
 def _find(parameter: Tensor) -> _Where | None:
@@ -76,11 +78,12 @@ def forget(zero: Zero) -> None:
         for parameter in flat.parameters:
             _places.pop(id(parameter), None)
             if type(parameter) is FlatParameter:
-                parameter.__class__ = nn.Parameter
+                parameter.__class__ = nn.Parameter  # type: ignore[assignment]  # back to what it was
 
 
 def owners_of(flat: Flat, slot: Slot) -> list[tuple[int, int, int]]:
-    """(rank, start, end) in elements of the parameter for each rank that owns some of it. Replicated ones are owned alike."""
+    """(rank, start, end) in elements of the parameter for each rank that owns some of it. Replicated ones are owned
+    alike."""
     size = flat.padded // flat.gather_group.size
     owned = []
     for index, rank in enumerate(flat.gather_group.ranks):
@@ -99,8 +102,8 @@ def gather(parameters: Iterable[Tensor]) -> list[Tensor]: ...
 def gather(parameters: Any) -> Any:
     """The whole value of a parameter (or of several), as new tensors of their true shapes.
 
-    A collective: every rank that holds a part must call it, for the same parameters in the same order. Parameters that no
-    engine manages are simply copied. Between steps only.
+    A collective: every rank that holds a part must call it, for the same parameters in the same order. Parameters that
+    no engine manages are simply copied. Between steps only.
     """
     if not isinstance(parameters, Tensor):
         return [gather(parameter) for parameter in parameters]

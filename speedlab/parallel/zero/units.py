@@ -1,4 +1,5 @@
-"""Choosing units: which parameters are gathered and released together. One repeated block is one unit; the rest is the root unit."""
+"""Choosing units: which parameters are gathered and released together. One repeated block is one unit; the rest is the
+root unit."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class UnitPlan:
 def plan_units(model: nn.Module, choice: UnitChoice | None = None, *, bucket_bytes: int = 0) -> list[UnitPlan]:
     """Cut `model` into units: the root unit first, then blocks in the order in which the model registers them.
 
-    1. Blocks are what `choice` says, or the children of every list of two or more modules of one class (outermost first).
+    1. Blocks are what `choice` says, or the children of every list of two or more modules of one class (outermost
+    first).
     2. Neighbours of one list are merged while their parameters stay within `bucket_bytes`.
     3. A parameter that several blocks share, or that stands outside all blocks, belongs to the root unit.
 

@@ -25,7 +25,8 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `change` applied to its tensors, in containers of the same types; other things are left as they are."""
+    """`value` with `change` applied to its tensors, in containers of the same types; other things are left as they
+    are."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -11,7 +11,8 @@ The way of one step, with the numbers used below:
 
 Every pass gathers every unit once, and every backward reduces every unit once, in one fixed order on all ranks. A rank
 that skips a unit takes part in its gather when it comes to the next one, or at the end of the pass. So ranks may take
-different branches without a hang. A unit that is needed again after its release is gathered again, out of order: there all
+different branches without a hang. A unit that is needed again after its release is gathered again, out of order: there
+all
 ranks must do alike.
 """
 
@@ -38,7 +39,8 @@ _REDUCTIONS_IN_FLIGHT = 1
 
 
 class Phase(Enum):
-    """What the module is doing; decides in which order units are gathered and whether they are released after a forward."""
+    """What the module is doing; decides in which order units are gathered and whether they are released after a
+    forward."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -97,7 +99,8 @@ class Zero:
     ) -> None:
         """`groups`: id of parameter → index of its optimizer group. `gradient_dtype`: None means the compute dtype.
 
-        `materialize` gives a unit that stands on `meta` its values; it is called unit by unit, so that one unit at a time is whole.
+        `materialize` gives a unit that stands on `meta` its values; it is called unit by unit, so that one unit at a
+        time is whole.
         """
         self.module, self.residency = module, residency
         self.gather_group, self.reduce_group = gather_group, reduce_group
@@ -233,7 +236,8 @@ class Zero:
         return torch.is_grad_enabled() and (unit is self.units[0] or unit is self.order[-1])
 
     def _end_forward(self) -> None:
-        """The root module has returned: take part in the gathers that this rank skipped, and release what backward does not need first."""
+        """The root module has returned: take part in the gathers that this rank skipped, and release what backward
+        does not need first."""
         self._take_part_in_rest()
         if self.partitioned:
             for unit in self.units:
@@ -264,7 +268,8 @@ class Zero:
             gradient = gradient.to_dense()
         if self._sync and self._reduce_cursor > self._reduction_order().index(unit):
             raise RuntimeError(
-                f"{flat.slots[index].name} received a second gradient in one backward pass after {unit.name} was reduced; "
+                f"{flat.slots[index].name} received a second gradient in one backward pass after {unit.name} was "
+                f"reduced; "
                 "use torch.utils.checkpoint with use_reentrant=False, or put the module in a unit of its own"
             )
         flat.receive(index, gradient)
@@ -360,7 +365,8 @@ class Zero:
     # ---- between steps -----------------------------------------------------------------------------------------------
 
     def agree_on_order(self) -> None:
-        """Adopt the order in which rank 0's last forward pass met the units. Collective; call once, after a first step."""
+        """Adopt the order in which rank 0's last forward pass met the units. Collective; call once, after a first
+        step."""
         names = [unit.name for unit in self._seen] + [unit.name for unit in self.units if unit not in self._seen]
         by_name = {unit.name: unit for unit in self.units}
         order = [by_name[name] for name in self.gather_group.share(names)]
