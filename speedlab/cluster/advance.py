@@ -34,6 +34,7 @@ RESTING = frozenset({RunState.PAUSED, RunState.FINISHED, RunState.STOPPED, RunSt
 """States in which no rank advances until a control word asks for it."""
 
 _RETRY_SECONDS = 0.25
+_CHECK_SECONDS = 1.0
 _TEXT_LIMIT = 2000
 
 
@@ -53,11 +54,24 @@ class Advance:
         self._task: RankResults | None = None
         self._given: list[Command] = []
         self._retrying = False
+        self._check_due = 0.0
 
     @property
     def active(self) -> bool:
         """Whether a task submitted by this handle is on the ranks."""
         return self._task is not None
+
+    def check(self) -> None:
+        """Raise what keeps waiting words or the task from ever ending: a dead engine, a dead controller (ClusterError).
+
+        Looks at most once a second.
+        """
+        if self.trouble is not None:
+            raise self.trouble
+        now = time.monotonic()
+        if (task := self._task) is not None and now >= self._check_due:
+            self._check_due = now + _CHECK_SECONDS
+            task.wait(0.001)
 
     def start(self) -> None:
         """Submit the first task of a new run."""
@@ -103,18 +117,25 @@ class Advance:
     def _submit(self) -> None:
         self._given = self._waiting()
         try:
-            self._task = self._cluster.submit(remote.advance, str(self._folder.path), self._model)
+            task = self._cluster.submit(remote.advance, str(self._folder.path), self._model)
         except BaseException:
             self._claim.release()
             raise
-        self._task.add_done_callback(self._ended_elsewhere)
+        self._task = task
+        task.add_done_callback(self._ended_elsewhere)
 
     def _ended_elsewhere(self, results: RankResults) -> None:
         # The callback may come on the thread that serves the engines' messages, and what follows waits for those.
         threading.Thread(target=self._ended, args=(results,), name="speedlab-run-ended", daemon=True).start()
 
     def _ended(self, results: RankResults) -> None:
-        error = _error_of(results)
+        error: RankError | None = None
+        try:
+            results.result()
+        except RankError as raised:
+            error = raised
+        except Exception as trouble:  # Kept, and raised to whoever waits: the engines cannot be reached any more.
+            self.trouble = trouble
         with self._lock:
             status = self._folder.read_status()
             waiting = self._folder.pending(status.command)
@@ -128,10 +149,11 @@ class Advance:
                 self._folder.write_status(replace(status, command=last))
             self._task = None
             self._claim.release()
-        try:
-            self.start_if_needed()
-        except ClusterError as trouble:
-            self.trouble = trouble
+        if self.trouble is None:
+            try:
+                self.start_if_needed()
+            except ClusterError as trouble:
+                self.trouble = trouble
 
     def _retry(self) -> None:
         while True:
@@ -172,11 +194,3 @@ class Claim:
             descriptor, self._descriptor = self._descriptor, None
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # Also where a forked child still has the file open.
             os.close(descriptor)
-
-
-def _error_of(results: RankResults) -> RankError | None:
-    try:
-        results.result()
-    except RankError as error:
-        return error
-    return None

@@ -30,14 +30,23 @@ class RunError(RuntimeError):
 
 def remember_run(cluster: Cluster, path: Path) -> None:
     """Note in the cluster's own folder where this run is, so that a kernel in another directory finds it."""
+    if (file := _runs_file(cluster)) is None:
+        return
     paths = [str(path), *(str(known) for known in remembered_runs(cluster) if known != path)]
-    write_atomically(cluster.directory / "runs.json", json.dumps({"runs": paths[:_REMEMBERED_RUNS]}))
+    write_atomically(file, json.dumps({"runs": paths[:_REMEMBERED_RUNS]}))
 
 
 def remembered_runs(cluster: Cluster) -> list[Path]:
     """Folders of the runs this cluster was given, newest first; some may be gone."""
-    paths = read_object(cluster.directory / "runs.json", 2**18, missing={}).get("runs", [])
+    file = _runs_file(cluster)
+    paths = read_object(file, 2**18, missing={}).get("runs", []) if file is not None else []
     return [Path(path) for path in paths if isinstance(path, str)]
+
+
+def _runs_file(cluster: Cluster) -> Path | None:
+    """Beside the cluster's own files; None for a cluster that keeps none, whose runs are looked for in ./runs only."""
+    directory: Path | None = getattr(cluster, "directory", None)
+    return directory / "runs.json" if directory is not None else None
 
 
 def known_folders(cluster: Cluster) -> list[RunFolder]:

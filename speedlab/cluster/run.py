@@ -235,7 +235,7 @@ class Run:
         if self.cluster is None:
             raise RunError(f"{self.name} has no engines here, so no model; try speedlab.attach({self.name!r})")
         if self._resting_state() is None:
-            raise RunError(f"{self.name} is {self.state}; its ranks are busy. run.pause().wait() first")
+            raise RunError(f"run {self.name!r} is {self.state}: its ranks are busy; run.pause().wait() first")
         results = self.cluster.submit(
             remote.generate, str(self.folder.path), prompt, tokens, temperature=temperature, seed=seed
         )
@@ -278,6 +278,7 @@ class Run:
         if self._advance is not None and (self._advance.active or self.folder.pending(status.command)):
             return None
         self._raise_failure()
+        self.feed.poll(files=True)  # The last records may still be on their way through the stream.
         return status.state
 
     def _raise_failure(self) -> None:
@@ -290,8 +291,8 @@ class Run:
 
     def _raise_trouble(self) -> None:
         """Raise what keeps the run from ever answering: the engines cannot be reached, or their processes are gone."""
-        if self._advance is not None and self._advance.trouble is not None:
-            raise self._advance.trouble
+        if self._advance is not None:
+            self._advance.check()
         status = self.feed.status
         if status.state in RESTING or (self._advance is not None and self._advance.active):
             return  # A task of this handle reports its end itself.

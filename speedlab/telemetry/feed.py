@@ -49,11 +49,14 @@ class Feed:
         self._subscriber: Subscriber | None = Subscriber(self.folder.path / "stream")
         self._last_message = self._last_sweep = self._last_look = float("-inf")
 
-    def poll(self) -> bool:
-        """Take in what is new; True when there was something. Takes some 30 µs when there is not; never waits."""
+    def poll(self, *, files: bool = False) -> bool:
+        """Take in what is new; True when there was something. Takes some 30 µs when there is not; never waits.
+
+        `files` looks into the files whatever the stream says: after a run has ended, everything is there.
+        """
         with self._lock:
             try:
-                news = self._poll(time.monotonic())
+                news = self._poll(time.monotonic(), files)
             except BaseException:
                 # An interrupt may have come between reading lines and keeping them: read everything again next time.
                 self._tails, self.records, self.events = {}, {}, []
@@ -63,14 +66,15 @@ class Feed:
             self.version += news
             return news
 
-    def _poll(self, now: float) -> bool:
+    def _poll(self, now: float, files: bool) -> bool:
         # The status first: the events it counts are in their file by then, and are read below.
         news = self._read_status()
+        files |= news  # A change of status ends something: whatever led to it has been written.
         news |= self._look_around(now)
         news |= self._drain_stream(now)
         news |= self._read_events()
         quiet = now - self._last_message > _STREAM_FRESH_SECONDS
-        if quiet or now - self._last_sweep > _SWEEP_SECONDS:
+        if files or quiet or now - self._last_sweep > _SWEEP_SECONDS:
             self._last_sweep = now
             for rank in self._tails:
                 news |= self._read_records(rank)

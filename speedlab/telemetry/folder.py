@@ -283,7 +283,7 @@ def _claim_name(parent: Path, name: str | None) -> Path:
 def _next_name(parent: Path, name: str) -> str:
     """'quickstart' -> 'quickstart-2', 'run-3' -> 'run-4', and on while those exist too."""
     match = re.fullmatch(r"(.*)-(\d{1,9})", name)
-    stem, number = (match[1], int(match[2])) if match else (name, 1)
+    stem, number = (match[1], int(match[2])) if match else (name[:80], 1)
     return next(f"{stem}-{n}" for n in itertools.count(number + 1) if not (parent / f"{stem}-{n}").exists())
 
 

@@ -1,0 +1,617 @@
+"""The Run handle against engines made of a thread: words and answers, submitting again, re-attaching, failing."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from telemetry_samples import eventually, make_event, make_record
+
+import speedlab.cluster
+from speedlab.cluster import remote
+from speedlab.cluster.advance import Claim
+from speedlab.cluster.errors import ClusterError, RankError, RemoteFailure
+from speedlab.cluster.known_runs import RunError, remembered_runs
+from speedlab.cluster.run import Run, attach, start_run
+from speedlab.config import ConfigError, RunConfig
+from speedlab.layout import LayoutError
+from speedlab.telemetry.folder import Command, RunFolder, RunFolderError, Status
+from speedlab.telemetry.records import Ledger, RunState
+from speedlab.telemetry.writer import RecordWriter
+
+
+class FakeResults:
+    """What Cluster.submit returns: the outcome of one task on all ranks."""
+
+    def __init__(self, work: Callable[[], Any], ranks: int) -> None:
+        self.ranks = list(range(ranks))
+        self.outcome: Any = None
+        self.error: RankError | None = None
+        self.ended = threading.Event()
+        self.cluster_is_gone = False
+        self._callbacks: list[Callable[[FakeResults], None]] = []
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, args=(work,), daemon=True).start()
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            self.outcome = [work()] * len(self.ranks)
+        except RankError as error:
+            self.error = error
+        with self._lock:
+            self.ended.set()
+        for callback in self._callbacks:
+            callback(self)
+
+    @property
+    def done(self) -> bool:
+        return self.ended.is_set()
+
+    def wait(self, timeout: float) -> bool:
+        if not self.ended.wait(timeout) and self.cluster_is_gone:
+            raise ClusterError("the controller has died")
+        return self.ended.is_set()
+
+    def result(self) -> Any:
+        self.ended.wait(10)
+        if self.error is not None:
+            raise self.error
+        return self.outcome
+
+    def add_done_callback(self, callback: Callable[[FakeResults], None]) -> None:
+        with self._lock:
+            if not self.ended.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+
+class FakeEngines:
+    """A cluster whose ranks are one thread that trains by writing records, as the real trainer does: words between two
+    steps, the event of a word before the status that counts it."""
+
+    name = "fake"
+    devices: tuple[()] = ()
+
+    def __init__(self, directory: Path, size: int = 2) -> None:
+        self.directory = directory
+        self.size = size
+        self.submitted = 0
+        self.interrupted = 0
+        self.at_once = 0
+        self.busy_with_cell = False
+        self.dead: set[int] = set()
+        self.fail_at: int | None = None
+        self.ignores_words = False
+        self.step_gate = threading.Semaphore(0)
+        """A step is computed for each release; `free_running` opens it for good."""
+        self.free_running = True
+        self.before_end: Callable[[], None] = lambda: None
+        self._running = 0
+        self._lock = threading.Lock()
+
+    def status(self) -> list[Any]:
+        busy = self.busy_with_cell or self._running > 0
+        states = ["dead" if rank in self.dead else "busy" if busy else "idle" for rank in range(self.size)]
+        pids = range(2_000_000, 2_000_000 + self.size)
+        return [types.SimpleNamespace(rank=r, pid=pids[r], state=state) for r, state in enumerate(states)]
+
+    def interrupt(self, timeout_seconds: float = 2.0) -> list[int]:
+        self.interrupted += 1
+        return list(range(self.size))
+
+    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if function is remote.generate:
+            return FakeResults(lambda: f"{args[1]} … {args[2]} tokens, {kwargs}", self.size)
+        assert function is remote.advance
+        self.submitted += 1
+        return FakeResults(lambda: self._exclusively(RunFolder(args[0])), self.size)
+
+    def _exclusively(self, folder: RunFolder) -> str:
+        with self._lock:
+            self._running += 1
+            self.at_once = max(self.at_once, self._running)
+        try:
+            writers = [RecordWriter(folder, rank, stream_hz=10) for rank in range(self.size)]
+            try:
+                return self._advance(folder, writers)
+            finally:
+                self.before_end()
+                for writer in writers:
+                    writer.close()
+        finally:
+            with self._lock:
+                self._running -= 1
+
+    def _advance(self, folder: RunFolder, writers: list[RecordWriter]) -> str:
+        status = folder.read_status()
+        if status.state is RunState.STARTING:
+            status = replace(status, state=RunState.RUNNING)
+            writers[0].event(make_event("started", details={"parameters": 1000, "dtype": "float32"}))
+        folder.write_status(status)
+        budget: int | None = None
+        while True:
+            for command in [] if self.ignores_words else folder.pending(status.command):
+                status, budget = self._answer(folder, writers[0], status, command, budget)
+            if status.state is not RunState.RUNNING:
+                return str(status.state)
+            if not self.free_running and not self.step_gate.acquire(timeout=0.01):
+                continue
+            step = status.step + 1
+            if step == self.fail_at:
+                failure = RemoteFailure(kind="ValueError", message="broken", traceback="…", step=step)
+                raise RankError(dict.fromkeys(range(self.size), failure))
+            for rank, writer in enumerate(writers):
+                ledger = Ledger(parameters=100, gradients=10 * (rank + 1), master_weights=5, optimizer_moments=15)
+                writer.write(make_record(step, rank, zero_stage=self._stage(folder), ledger=ledger))
+            status = replace(status, step=step)
+            if budget is not None:
+                budget -= 1
+            if step >= status.steps:
+                status = replace(status, state=RunState.FINISHED)
+                writers[0].event(make_event("finished", step))
+            elif budget == 0:
+                status = replace(status, state=RunState.PAUSED)
+            folder.write_status(status)
+
+    def _answer(
+        self, folder: RunFolder, writer: RecordWriter, status: Status, command: Command, budget: int | None
+    ) -> tuple[Status, int | None]:
+        kinds = {"pause": "paused", "resume": "resumed", "step": "resumed", "stop": "stopped", "save": "checkpoint"}
+        states = {
+            "pause": RunState.PAUSED,
+            "stop": RunState.STOPPED,
+            "resume": RunState.RUNNING,
+            "step": RunState.RUNNING,
+        }
+        details: dict[str, Any] = dict(command.arguments)
+        kind = kinds.get(command.word, "reshaped")
+        if command.word == "save" and command.arguments["tag"] == "bad tag":
+            kind, details = "warning", {"error": True}
+        if command.word == "reshape":
+            details["seconds"] = 0.25
+            (folder.path / "stage").write_text(str(command.arguments["zero"]))
+        writer.event(
+            make_event(kind, status.step, command=command.number, details=details, text=f"about {command.word}")
+        )
+        status = replace(status, command=command.number, state=states.get(command.word, status.state))
+        folder.write_status(status)
+        if command.word in ("step", "resume"):
+            budget = command.arguments.get("n")
+        return status, budget
+
+    @staticmethod
+    def _stage(folder: RunFolder) -> int:
+        path = folder.path / "stage"
+        return int(path.read_text()) if path.exists() else 0
+
+
+@pytest.fixture
+def engines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cluster").mkdir()
+    data = types.ModuleType("speedlab.data")
+    data.check = lambda config: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "speedlab.data", data)
+    fake = FakeEngines(tmp_path / "cluster")
+    cluster_module = types.ModuleType("speedlab.cluster.cluster")
+    cluster_module.Cluster = types.SimpleNamespace(attach=lambda name=None: fake)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "speedlab.cluster.cluster", cluster_module)
+    # The processes of these ranks do not exist; nothing here should take them for dead.
+    monkeypatch.setattr("speedlab.cluster.run.psutil.pid_exists", lambda pid: True)
+    return fake
+
+
+@pytest.fixture
+def make(engines):
+    """Starts runs; when the test ends they are stopped, so that no thread outlives it."""
+    runs: list[Run] = []
+
+    def start(**changes: Any) -> Run:
+        run = start_run(engines, RunConfig(**{"steps": 10, "telemetry": {"tensorboard": False}, **changes}))
+        runs.append(run)
+        return run
+
+    yield start
+    engines.free_running, engines.ignores_words, engines.busy_with_cell = True, False, False
+    engines.before_end = lambda: None
+    for run in runs:
+        if run.state in (RunState.RUNNING, RunState.STARTING):
+            run.stop()
+        eventually(lambda run=run: not run._advance.active)
+        run.feed.close()
+
+
+def hold(engines: FakeEngines) -> None:
+    """Compute no step without being told."""
+    engines.free_running = False
+
+
+def allow(engines: FakeEngines, steps: int) -> None:
+    for _ in range(steps):
+        engines.step_gate.release()
+
+
+def test_a_run_goes_from_start_to_end(make, engines):
+    run = make(name="whole", steps=20)
+    assert run.wait(10) is RunState.FINISHED
+    assert run.step == 20
+    assert [record.step for record in run.records(0)] == [record.step for record in run.records(1)] == [*range(1, 21)]
+    assert [event.kind for event in run.events] == ["started", "finished"]
+    assert run.errors == []
+    assert (run.name, run.folder.read_status().cluster) == ("whole", "fake")
+    assert remembered_runs(engines) == [run.folder.path]
+    with pytest.raises(RunError, match=r"no rank 7; ranks with records: \[0, 1\]"):
+        run.records(7)
+
+
+def test_pause_step_and_resume_in_order(make, engines):
+    hold(engines)
+    run = make(steps=100)
+    allow(engines, 3)
+    assert run.wait_until(3, timeout=10) == 3
+    paused = run.pause()
+    assert paused.wait(10).kind == "paused"
+    assert paused.done
+    assert run.wait(10) is RunState.PAUSED
+    allow(engines, 10)
+    run.step(2).wait(10)
+    assert run.wait(10) is RunState.PAUSED
+    assert run.step == 5
+    run.resume().wait(10)
+    allow(engines, 1)
+    run.wait_until(6, timeout=10)
+    stopped = run.stop()
+    engines.free_running = True
+    assert stopped.wait(10).kind == "stopped"
+    assert run.wait(10) is RunState.STOPPED
+    commands = [event.command for event in run.events if event.command]
+    assert commands == [1, 2, 3, 4]
+
+
+def test_the_step_is_a_number_and_a_word(make):
+    run = make(steps=4)
+    run.wait(10)
+    assert run.step == 4
+    assert run.step + 1 == 5
+    with pytest.raises(ValueError, match="at least 1"):
+        run.step(0)
+
+
+def test_words_return_at_once_and_answers_can_be_awaited(make, engines):
+    hold(engines)
+    run = make()
+
+    async def talk() -> list[Any]:
+        words = [run.reshape(zero=3), run.save("mine"), run.pause()]
+        return [await word for word in words] + [await run]
+
+    reshaped, saved, paused, state = asyncio.run(asyncio.wait_for(talk(), 10))
+    assert (reshaped.kind, reshaped.details["zero"]) == ("reshaped", 3)
+    assert (saved.kind, saved.details["tag"]) == ("checkpoint", "mine")
+    assert (paused.kind, state) == ("paused", RunState.PAUSED)
+
+
+def test_words_while_paused_and_after_the_end_submit_a_task_each_time(make, engines):
+    run = make(steps=3)
+    run.wait(10)
+    assert engines.submitted == 1
+    assert run.save("last").wait(10).kind == "checkpoint"
+    assert run.wait(10) is RunState.FINISHED
+    assert engines.submitted == 2
+
+
+def test_a_word_posted_while_the_task_ends_is_not_left_lying(make, engines):
+    hold(engines)
+    run = make(steps=100)
+    late: list[int] = []
+
+    def post_late() -> None:
+        engines.before_end = lambda: None
+        late.append(RunFolder(run.folder.path).post("save", tag="late"))
+
+    engines.before_end = post_late
+    run.pause().wait(10)
+    eventually(lambda: [event for event in run.events if event.command == 2])
+    assert late == [2]
+    assert engines.submitted == 2
+    assert run.wait(10) is RunState.PAUSED
+
+
+def test_two_handles_never_have_two_tasks(make, engines):
+    hold(engines)
+    first = make(steps=1000)
+    first.pause().wait(10)
+    first.wait(10)
+    second = Run(first.folder.path, engines)
+    words = []
+    for _ in range(10):
+        words += [first.resume(), second.pause(), second.save("a"), first.pause()]
+    for word in words:
+        word.wait(10)
+    assert engines.at_once == 1
+    assert [event.command for event in second.events if event.command] == list(range(1, 42))
+    second.feed.close()
+
+
+def test_a_word_waits_while_the_ranks_run_a_cell(make, engines):
+    hold(engines)
+    run = make(steps=100)
+    run.pause().wait(10)
+    run.wait(10)
+    engines.busy_with_cell = True
+    word = run.save("after the cell")
+    with pytest.raises(TimeoutError, match=r"control word 2 \(save\): nothing after 0.3 s; run 'run-1' is paused"):
+        word.wait(0.3)
+    assert engines.submitted == 1
+    engines.busy_with_cell = False
+    assert word.wait(10).kind == "checkpoint"
+
+
+def test_a_dead_engine_is_named_when_a_word_needs_it(make, engines):
+    run = make(steps=3)
+    run.wait(10)
+    engines.dead = {1}
+    with pytest.raises(ClusterError, match=r"ranks \[1\] are dead; cluster.restart\(1\)"):
+        run.save()
+    engines.dead = set()
+
+
+def test_a_cluster_that_dies_under_a_run_ends_the_wait(make, engines):
+    hold(engines)
+    run = make()
+    run._advance._task.cluster_is_gone = True
+    with pytest.raises(ClusterError, match="the controller has died"):
+        run.wait(10)
+
+
+def test_a_word_that_nobody_carries_out_is_dropped_and_says_so(make, engines):
+    run = make(steps=3)
+    run.wait(10)
+    engines.ignores_words = True
+    with pytest.raises(
+        RunError, match=r"control word 1 \(pause\) was not carried out: run 'run-1' is finished at step 3"
+    ):
+        run.pause().wait(10)
+    assert engines.submitted == 2
+    engines.ignores_words = False
+    assert run.save().wait(10).command == 2
+
+
+def test_a_refused_word_raises_with_the_reason(make, engines):
+    run = make(steps=3)
+    run.wait(10)
+    word = run.save("bad tag")
+    with pytest.raises(RunError, match=r"control word 1 \(save\) was refused at step 3: about save"):
+        word.wait(10)
+    with pytest.raises(ValueError, match="stages 0, 1, 2 and 3"):
+        run.reshape(zero=4)
+
+
+def test_a_failure_surfaces_everywhere_and_the_run_goes_on_when_asked(make, engines):
+    engines.fail_at = 5
+    run = make(steps=10)
+    with pytest.raises(RankError, match="ValueError: broken") as raised:
+        run.wait(10)
+    assert run.errors == [raised.value]
+    assert run.state is RunState.FAILED
+    assert run.step == 4
+    assert "ValueError: broken" in run.folder.read_status().text
+    with pytest.raises(RankError):
+        run.wait_until(9, timeout=10)
+    seen_later = Run(run.folder.path)
+    with pytest.raises(RunError, match="failed at step 4 of 10: RankError on ranks 0–1"):
+        seen_later.wait(10)
+    engines.fail_at = None
+    run.resume().wait(10)
+    assert run.wait(10) is RunState.FINISHED
+    assert run.step == 10
+    seen_later.feed.close()
+
+
+def test_words_waiting_when_the_run_fails_are_dropped(make, engines):
+    hold(engines)
+    run = make(steps=10)
+    engines.fail_at, engines.ignores_words = 1, True
+    word = run.save("too late")
+    allow(engines, 1)
+    with pytest.raises(RankError):
+        word.wait(10)
+    engines.fail_at, engines.ignores_words, engines.free_running = None, False, True
+    run.resume().wait(10)
+    run.wait(10)
+    assert "checkpoint" not in [event.kind for event in run.events]
+
+
+def test_an_interrupt_in_a_wait_interrupts_the_ranks(make, engines, monkeypatch):
+    hold(engines)
+    run = make()
+
+    def interrupted(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    clock = types.SimpleNamespace(sleep=interrupted, monotonic=time.monotonic, time=time.time)
+    monkeypatch.setattr("speedlab.cluster.run.time", clock)
+    with pytest.raises(KeyboardInterrupt):
+        run.wait(10)
+    assert engines.interrupted == 1
+
+
+def test_attach_finds_the_run_that_is_training_with_its_whole_history(make, engines, tmp_path, monkeypatch):
+    make(name="old", steps=3).wait(10)
+    hold(engines)
+    run = make(name="live", steps=100)
+    allow(engines, 5)
+    run.wait_until(5, timeout=10)
+    # A new kernel in another directory.
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = attach()
+    assert (again.name, again.state) == ("live", RunState.RUNNING)
+    assert [record.step for record in again.records(1)] == [1, 2, 3, 4, 5]
+    assert [event.kind for event in again.events] == ["started"]
+    again.pause().wait(10)
+    assert again.wait(10) is RunState.PAUSED
+    allow(engines, 2)
+    again.step(2).wait(10)
+    assert again.wait(10) is RunState.PAUSED
+    assert run.step == again.step == 7
+    assert run.records(0) == again.records(0)
+    assert attach("old").step == 3
+    with pytest.raises(RunError, match="there is no run 'never'"):
+        attach("never")
+    again.feed.close()
+
+
+def test_a_run_without_engines_is_there_to_look_at(make, engines, monkeypatch):
+    run = make(name="done", steps=3)
+    run.wait(10)
+    engines.status = list  # These engines are new: they hold no run.
+    seen = attach("done")
+    assert seen.cluster is None
+    assert seen.wait(1) is RunState.FINISHED
+    assert seen.step == 3
+    for speak in (seen.pause, seen.save, lambda: seen.generate("a")):
+        with pytest.raises(RunError, match="has no engines here"):
+            speak()
+    with pytest.raises(RunError, match="cluster 'fake' has no run"):
+        attach()
+    seen.feed.close()
+
+
+def test_ranks_whose_processes_are_gone_end_the_wait(make, engines, monkeypatch):
+    run = make(steps=3)
+    run.wait(10)
+    run.folder.write_status(replace(run.folder.read_status(), state=RunState.RUNNING))
+    seen = Run(run.folder)
+    monkeypatch.setattr("speedlab.cluster.run.psutil.pid_exists", lambda pid: pid != 2_000_001)
+    with pytest.raises(RunError, match=r"is running at step 3 of 3, but rank 1 \(process 2000001\) is gone"):
+        seen.wait(10)
+    seen.feed.close()
+
+
+def test_what_cannot_run_is_refused_before_anything_is_written(make, engines, tmp_path, monkeypatch):
+    with pytest.raises(LayoutError, match="2 engines"):
+        make(parallel={"dp": 3})
+    with pytest.raises(ConfigError, match="no whole solution"):
+        make(batch={"global_size": 3, "micro_size": 1})
+    monkeypatch.setattr(
+        sys.modules["speedlab.data"], "check", lambda config: (_ for _ in ()).throw(ConfigError("data: empty"))
+    )
+    with pytest.raises(ConfigError, match="data: empty"):
+        make()
+    monkeypatch.setattr(sys.modules["speedlab.data"], "check", lambda config: None)
+    monkeypatch.setattr("speedlab.telemetry.folder.shutil.disk_usage", lambda path: types.SimpleNamespace(free=5))
+    with pytest.raises(RunFolderError, match="no disk space"):
+        make()
+    assert not (tmp_path / "runs").exists()
+    assert engines.submitted == 0
+
+
+def test_a_name_that_exists_and_a_second_run_are_refused(make, engines):
+    hold(engines)
+    run = make(name="same")
+    with pytest.raises(ClusterError, match=r"run 'same' is (starting|running) on 'fake'"):
+        make(name="other")
+    run.stop().wait(10)
+    run.wait(10)
+    with pytest.raises(ConfigError, match="'same-2'"):
+        make(name="same")
+
+
+def test_a_run_that_cannot_be_sent_leaves_no_folder(make, engines, tmp_path, monkeypatch):
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise ClusterError("the engines are gone")
+
+    monkeypatch.setattr(engines, "submit", refuse)
+    with pytest.raises(ClusterError, match="engines are gone"):
+        make(name="sent")
+    assert not (tmp_path / "runs" / "sent").exists()
+    monkeypatch.undo()
+
+
+def test_paths_of_data_are_written_down_whole(make, tmp_path):
+    run = make(data={"source": ("stdlib", "texts"), "tokenizer": "tok.json"}, steps=1)
+    assert run.config.data.source == ("stdlib", str(tmp_path / "texts"))
+    assert run.config.data.tokenizer == str(tmp_path / "tok.json")
+    run.wait(10)
+
+
+def test_generate_needs_ranks_at_rest(make, engines):
+    hold(engines)
+    run = make()
+    with pytest.raises(RunError, match=r"its ranks are busy; run.pause\(\).wait\(\) first"):
+        run.generate("def ")
+    run.pause().wait(10)
+    run.wait(10)
+    assert run.generate("def ", 5, seed=3) == "def  … 5 tokens, {'temperature': 0.8, 'seed': 3}"
+
+
+def test_the_table_sets_what_was_measured_beside_the_formula(make, engines):
+    hold(engines)
+    run = make(steps=6)
+    allow(engines, 2)
+    run.wait_until(2, timeout=10)
+    run.reshape(zero=3).wait(10)
+    engines.free_running = True
+    run.wait(10)
+    first, second = run.table()
+    assert (first["stage"], first["steps"], first["change_seconds"]) == (0, 2, None)
+    assert (second["stage"], second["steps"], second["change_seconds"]) == (3, 4, 0.25)
+    assert (first["parameters"], first["gradients"], first["optimizer"]) == (100, 20, 20)
+    assert (first["formula_parameters"], first["formula_gradients"], first["formula_optimizer"]) == (4000, 4000, 8000)
+    assert (second["formula_parameters"], second["formula_gradients"], second["formula_optimizer"]) == (
+        2000,
+        2000,
+        4000,
+    )
+    assert first["tokens_per_second"] == 8192
+
+
+def test_it_says_where_it_stands_and_escapes_what_it_says(make):
+    run = make(name="plain", steps=2)
+    run.wait(10)
+    assert repr(run) == "<Run 'plain': finished, step 2 of 2, 2 engines>"
+    eventually(lambda: not run._advance.active)
+    # A folder from elsewhere may be called anything.
+    seen = Run(run.folder.path.rename(run.folder.path.with_name("<i>x")))
+    assert seen._repr_html_() == "<b>&lt;i&gt;x</b> · step 2/2 · loss 7.980 · 8,192 tokens/s · finished"
+    run.folder.path.with_name("<i>x").rename(run.folder.path)
+    seen.feed.close()
+
+
+def test_a_claim_is_exclusive_and_dies_with_its_process(tmp_path):
+    path = tmp_path / "advance.lock"
+    code = (
+        "import sys; from pathlib import Path; from speedlab.cluster.advance import Claim;"
+        "print(Claim(Path(sys.argv[1])).take(), flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "True\n"
+    mine = Claim(path)
+    assert not mine.take()
+    other.kill()
+    other.communicate(timeout=10)
+    assert mine.take()
+    assert not Claim(path).take()
+    mine.release()
+    mine.release()
+    again = Claim(path)
+    assert again.take()
+    again.release()
+
+
+def test_the_room_exports_the_handle():
+    assert speedlab.cluster.Run is Run
+    assert speedlab.cluster.attach is attach
