@@ -31,6 +31,11 @@ class Layout:
 
         Raises LayoutError when the product is not the number of ranks.
         """
+        cls(
+            dp=1 if dp is None else dp, tp=tp, pp=pp
+        )  # Each axis by itself first, so that what follows may divide by them.
+        if world_size < 1:
+            raise LayoutError(f"{world_size} engines hold no rank; start at least one")
         model_ranks = tp * pp
         if dp is None:
             if world_size % model_ranks:
@@ -41,7 +46,9 @@ class Layout:
             dp = world_size // model_ranks
         layout = cls(dp=dp, tp=tp, pp=pp)
         if layout.world_size != world_size:
-            possible = f"dp {world_size // model_ranks}" if world_size % model_ranks == 0 else f"{layout.world_size} engines"
+            possible = (
+                f"dp {world_size // model_ranks}" if world_size % model_ranks == 0 else f"{layout.world_size} engines"
+            )
             raise LayoutError(
                 f"pp {pp} × dp {dp} × tp {tp} = {layout.world_size} ranks, but there are {world_size} engines; "
                 f"{possible} would fit"
@@ -50,6 +57,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return self.pp * self.dp * self.tp
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
@@ -59,6 +67,10 @@ class Layout:
         return rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp
 
     def rank(self, pipeline: int, data: int, tensor: int) -> int:
+        """The rank at these coordinates. Raises LayoutError when they are outside the grid."""
+        for axis, index, size in (("pp", pipeline, self.pp), ("dp", data, self.dp), ("tp", tensor, self.tp)):
+            if not 0 <= index < size:
+                raise LayoutError(f"{axis} index {index} is not in 0..{size - 1} of {self}")
         return (pipeline * self.dp + data) * self.tp + tensor
 
     def dp_peers(self, rank: int) -> list[int]:

@@ -1,0 +1,43 @@
+"""RunConfig and its parts: the one description of a run. Panel help, CLI help and docs are generated from the fields.
+
+Every part is frozen; a changed configuration is a new object. Unknown keys are refused with the nearest known name.
+"""
+
+from speedlab.config.batch import Batch, BatchConfig
+from speedlab.config.errors import ConfigError, explain
+from speedlab.config.model import MODEL_PRESETS, ModelConfig
+from speedlab.config.parts import (
+    ActivationConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TelemetryConfig,
+    ZeroConfig,
+)
+from speedlab.config.run import RunConfig
+from speedlab.config.text import annotated_yaml
+
+__all__ = [
+    "MODEL_PRESETS",
+    "ActivationConfig",
+    "Batch",
+    "BatchConfig",
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "EvalConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "TelemetryConfig",
+    "ZeroConfig",
+    "annotated_yaml",
+    "explain",
+]

@@ -1,0 +1,71 @@
+"""How a configuration is refused: the key, the rule with its values, and what would work."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+
+from pydantic import ValidationError
+
+FOREIGN_KEYS = {
+    "learning_rate": "optimizer.lr",
+    "batch_size": "batch.global_size",
+    "train_batch_size": "batch.global_size",
+    "train_micro_batch_size_per_gpu": "batch.micro_size",
+    "gradient_accumulation_steps": "batch.accumulation",
+    "gradient_clipping": "clip_norm",
+    "zero_optimization": "zero",
+    "bf16": "precision.dtype",
+    "fp16": "precision.dtype",
+    "scheduler": "schedule",
+    "max_steps": "steps",
+}
+"""Names that people bring along from elsewhere, and ours for them."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. Each line of the message: the key, the rule with its values, what to change.
+
+    `problems` holds the same lines as (key path, text), where they are known one by one.
+    """
+
+    def __init__(self, message: str = "", *, problems: Sequence[tuple[str, str]] = ()) -> None:
+        super().__init__(message or "\n".join(f"{path}: {text}" if path else text for path, text in problems))
+        self.problems = tuple(problems)
+
+
+def unknown_key(key: str, own: Collection[str], inner: Mapping[str, Sequence[str]]) -> str:
+    """What to say of a key that is not one of `own`; `inner` maps the keys inside the parts to their paths."""
+    near: Sequence[str] = ()
+    if key in FOREIGN_KEYS and FOREIGN_KEYS[key].partition(".")[0] in own:
+        near = [FOREIGN_KEYS[key]]
+    elif key in inner:
+        near = inner[key]
+    elif close := difflib.get_close_matches(key, own, n=1, cutoff=0.6):
+        near = close
+    elif close := difflib.get_close_matches(key, inner, n=1, cutoff=0.75):
+        near = inner[close[0]]
+    elif close := difflib.get_close_matches(key, own, n=1, cutoff=0.4):
+        near = close
+    if len(near) == 1:
+        return f"unknown key {key!r}; the nearest known key is {near[0]!r}"
+    if near:
+        return f"unknown key {key!r}; the nearest known keys are {', '.join(map(repr, near))}"
+    return f"unknown key {key!r}; known keys: {', '.join(own)}"
+
+
+def explain(error: ValidationError) -> ConfigError:
+    """The same as one line for each thing that is wrong: the key's path, the rule, what came."""
+    problems: dict[tuple[str, str], None] = {}
+    for item in error.errors(include_url=False):
+        # A field that takes one of several types reports each of them, with the type at the end of its path.
+        where = ".".join(str(part) for part in item["loc"] if str(part).isidentifier() and part not in ("str", "int"))
+        value, cause = item.get("input"), item.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError) and cause.problems:
+            for inner, text in cause.problems:
+                problems[".".join(filter(None, (where, inner))), text] = None
+            continue
+        simple = isinstance(value, str | int | float | bool | None) and item["type"] != "value_error"
+        for message in item["msg"].removeprefix("Value error, ").splitlines():
+            problems[where, f"{message}{f' (got {value!r})' if simple else ''}"] = None
+    return ConfigError(problems=list(problems))

@@ -1,0 +1,80 @@
+"""The built-in GPT's shape, and its size presets."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from speedlab.config.part import Part
+
+_GPT2 = {"vocab_size": 50257, "context": 1024, "position": "learned", "norm": "layer", "tied": True, "bias": True}
+MODEL_PRESETS: dict[str, dict[str, Any]] = {
+    "gpt-tiny": {},
+    "gpt-mini": {"layers": 8, "hidden": 384, "heads": 6, "ffn_hidden": 1536, "vocab_size": 8192, "context": 512},
+    "gpt2": {**_GPT2, "layers": 12, "hidden": 768, "heads": 12, "ffn_hidden": 3072},
+    "gpt2-medium": {**_GPT2, "layers": 24, "hidden": 1024, "heads": 16, "ffn_hidden": 4096},
+    "gpt2-large": {**_GPT2, "layers": 36, "hidden": 1280, "heads": 20, "ffn_hidden": 5120},
+    "gpt2-xl": {**_GPT2, "layers": 48, "hidden": 1600, "heads": 25, "ffn_hidden": 6400},
+}
+"""What each preset changes of the defaults below, which are gpt-tiny's."""
+
+
+class ModelConfig(Part):
+    """The built-in GPT: a preset, of which any field may be changed."""
+
+    preset: str = Field(
+        default="gpt-tiny", description="Size preset: gpt-tiny (CPUs), gpt-mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl"
+    )
+    layers: int = Field(default=6, ge=1, description="Number of transformer blocks")
+    hidden: int = Field(default=192, ge=1, description="Width of the residual stream, elements")
+    heads: int = Field(default=6, ge=1, description="Attention heads; must divide hidden")
+    ffn_hidden: int = Field(default=768, ge=1, description="Width inside the feed-forward layer, elements")
+    vocab_size: int = Field(default=4096, ge=2, description="Number of distinct tokens the embedding holds")
+    context: int = Field(default=256, ge=2, description="Longest sequence the model accepts, tokens")
+    position: Literal["rotary", "learned"] = Field(
+        default="rotary", description="How positions enter: rotary angles or a learned table"
+    )
+    norm: Literal["rms", "layer"] = Field(default="rms", description="Normalisation: RMSNorm or LayerNorm")
+    tied: bool = Field(default=True, description="Whether the output head shares the embedding's weights")
+    bias: bool = Field(default=False, description="Whether linear layers have a bias")
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Probability with which an activation is dropped in training"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        name = data.get("preset", "gpt-tiny")
+        if not isinstance(name, str) or name not in MODEL_PRESETS:
+            near = difflib.get_close_matches(str(name), MODEL_PRESETS, n=1)
+            hint = f"nearest: {near[0]!r}; " if near else ""
+            raise ValueError(f"unknown model preset {name!r}; {hint}known: {', '.join(MODEL_PRESETS)}")
+        return {**MODEL_PRESETS[name], "preset": name, **data}
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelConfig:
+        # Rotary angles turn pairs of elements, so a head then has an even number of them.
+        multiple = 2 if self.position == "rotary" else 1
+        possible = [n for n in range(1, self.hidden + 1) if self.hidden % (n * multiple) == 0]
+        if not possible:
+            raise ValueError(f"rotary positions need an even head size, and hidden {self.hidden} is odd; make it even")
+        if self.heads not in possible:
+            fault = (
+                f"hidden {self.hidden} does not divide by heads {self.heads}"
+                if self.hidden % self.heads
+                else f"rotary positions need an even head size; hidden {self.hidden} / heads {self.heads} is odd"
+            )
+            raise ValueError(f"{fault}; heads {min(possible, key=lambda n: abs(n - self.heads))} would work")
+        return self
+
+    def changes(self) -> dict[str, Any]:
+        """The fields that differ from the preset's."""
+        preset = ModelConfig(preset=self.preset)
+        return {
+            name: value for name in type(self).model_fields if (value := getattr(self, name)) != getattr(preset, name)
+        }

@@ -1,0 +1,130 @@
+"""The parts of a run's configuration. Panel help, CLI help and docs are generated from the descriptions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from speedlab.config.part import Part
+
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class DataConfig(Part):
+    """Where the text comes from and how it is cut."""
+
+    source: str | tuple[str, ...] = Field(
+        default="stdlib",
+        description="'stdlib' (this Python's own sources), files or folders of text, or a token file (.bin, .tokens)",
+    )
+    sequence_length: int = Field(default=256, ge=1, description="Length of a training sequence, tokens")
+    tokenizer: str = Field(
+        default="bpe", description="'bpe' (trained on the data and cached), 'bytes', or the path of a tokenizer.json"
+    )
+    vocab_size: int = Field(default=4096, ge=257, description="Size of the trained vocabulary, tokens")
+    heldout_share: float = Field(
+        default=0.05, gt=0, lt=1, description="Share of the files kept for evaluation (0 to 1)"
+    )
+    max_bytes: int = Field(default=8 * 2**20, ge=1, description="At most this much text is read, bytes")
+
+    @field_validator("source")
+    @classmethod
+    def _something_to_read(cls, source: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not source or not all(source):
+            raise ValueError("no source is named; give 'stdlib', or the paths of files or folders")
+        return source
+
+
+class ParallelConfig(Part):
+    """The layout pp × dp × tp."""
+
+    dp: int | None = Field(
+        default=None, ge=1, description="Data-parallel ranks; follows from the number of engines when left out"
+    )
+    tp: int = Field(default=1, ge=1, description="Tensor-parallel ranks a layer is cut over")
+    pp: int = Field(default=1, ge=1, description="Pipeline stages the blocks are cut into")
+
+
+class ZeroConfig(Part):
+    """Which of optimizer states, gradients and parameters are partitioned over the dp ranks (arXiv:1910.02054)."""
+
+    stage: Literal[0, 1, 2, 3] = Field(
+        default=2, description="0: all replicated; 1: optimizer states in 1/dp; 2: and gradients; 3: and parameters"
+    )
+    bucket_bytes: int = Field(
+        default=2**20,
+        ge=1,
+        description="Neighbouring repeated blocks are gathered and reduced together up to this many bytes",
+    )
+
+
+class PrecisionConfig(Part):
+    """In which dtype the model computes; masters and moments are always float32."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Compute dtype; 'auto': bfloat16 where the device does it fast, else float32"
+    )
+    initial_loss_scale: float = Field(
+        default=2.0**16, gt=0, description="float16 only: factor on the loss at the start"
+    )
+    loss_scale_window: int = Field(default=1000, ge=1, description="float16 only: good steps before the factor doubles")
+    min_loss_scale: float = Field(default=1.0, gt=0, description="float16 only: the factor never falls below this")
+
+
+class OptimizerConfig(Part):
+    """The update rule."""
+
+    name: Literal["adamw", "sgd"] = Field(default="adamw", description="adamw (arXiv:1711.05101) or sgd with momentum")
+    lr: float = Field(default=1e-3, gt=0, description="Learning rate at the top of the schedule")
+    betas: tuple[_Decay, _Decay] = Field(
+        default=(0.9, 0.95), description="adamw: decay of the first and second moment, per step"
+    )
+    eps: float = Field(default=1e-8, gt=0, description="adamw: added to the root of the second moment")
+    weight_decay: float = Field(default=0.1, ge=0, description="Decoupled decay of matrices, per unit of learning rate")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="sgd: share of the last update that is kept")
+
+
+class ScheduleConfig(Part):
+    """Learning rate over the steps: linear warm-up, then cosine to a floor, or constant."""
+
+    kind: Literal["cosine", "constant"] = Field(default="cosine", description="Shape after the warm-up")
+    warmup_steps: int = Field(default=10, ge=0, description="Steps over which the rate rises linearly from 0")
+    floor: float = Field(default=0.1, ge=0, le=1, description="Share of the top rate that remains at the last step")
+
+
+class ActivationConfig(Part):
+    """What is kept of the forward pass for the backward pass."""
+
+    checkpointing: Literal["none", "block"] = Field(
+        default="none",
+        description="'block' keeps only each block's input and computes the rest again in the backward pass",
+    )
+
+
+class EvalConfig(Part):
+    """Loss on held-out text."""
+
+    every_steps: int = Field(default=50, ge=0, description="Steps between evaluations; 0 never evaluates")
+    batches: int = Field(default=4, ge=1, description="Global batches in one evaluation")
+
+
+class CheckpointConfig(Part):
+    """When the run's state is written to its folder."""
+
+    every_steps: int = Field(default=0, ge=0, description="Steps between checkpoints; 0 saves only when asked")
+    keep: int = Field(default=3, ge=1, description="How many of the newest checkpoints stay")
+
+
+class TelemetryConfig(Part):
+    """What is recorded and how often it is sent."""
+
+    stream_hz: float = Field(
+        default=10.0, gt=0, le=10, description="At most this many records per second go to a dashboard"
+    )
+    trace_every_steps: int = Field(
+        default=0, ge=0, description="Steps between exact activation traces; 0: only the first step and after changes"
+    )
+    tensorboard: bool = Field(
+        default=True, description="Whether TensorBoard event files are written when tensorboard is installed"
+    )

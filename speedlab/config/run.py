@@ -1,0 +1,160 @@
+"""RunConfig: the one description of a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from speedlab.config import text
+from speedlab.config.batch import BatchConfig
+from speedlab.config.errors import ConfigError
+from speedlab.config.model import ModelConfig
+from speedlab.config.part import Part
+from speedlab.config.parts import (
+    ActivationConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TelemetryConfig,
+    ZeroConfig,
+)
+from speedlab.layout import Layout
+
+SHORT_FORMS: dict[str, tuple[str, type | tuple[type, ...]]] = {
+    "model": ("preset", str),
+    "data": ("source", (str, list, tuple)),
+    "zero": ("stage", int),
+    "precision": ("dtype", str),
+    "optimizer": ("name", str),
+    "batch": ("global_size", int),
+}
+"""Parts that may be given by one of their fields: which one, and the types by which it is recognised."""
+
+_NAME_BYTES = 100
+
+
+class RunConfig(Part):
+    """A run: model, data, layout, ZeRO stage, precision, optimizer, batch and when to evaluate and save.
+
+    Short forms: `model="gpt2"`, `data="stdlib"`, `zero=2`, `precision="bfloat16"`, `optimizer="sgd"`, `batch=64`.
+    Raises ConfigError, one line for each thing that is wrong.
+    """
+
+    name: str | None = Field(default=None, description="Run name, also its folder; 'run-1', 'run-2', … when left out")
+    folder: Path = Field(default=Path("runs"), description="Folder that holds the run folders")
+    steps: int = Field(default=200, ge=1, description="Optimizer steps in the whole run")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of initialisation, data order and dropout")
+    model: ModelConfig = Field(default=ModelConfig(), description="The model")
+    data: DataConfig = Field(default=DataConfig(), description="The data")
+    parallel: ParallelConfig = Field(default=ParallelConfig(), description="The layout")
+    zero: ZeroConfig = Field(default=ZeroConfig(), description="ZeRO stage and buckets")
+    precision: PrecisionConfig = Field(default=PrecisionConfig(), description="Compute dtype and loss scaling")
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Update rule")
+    schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning-rate schedule")
+    batch: BatchConfig = Field(default=BatchConfig(), description="The batch equation")
+    activation: ActivationConfig = Field(default=ActivationConfig(), description="Activation checkpointing")
+    clip_norm: float | None = Field(default=1.0, gt=0, description="Largest global gradient norm; null never clips")
+    compile: bool = Field(
+        default=False, description="Whether blocks go through torch.compile (needs a C++ compiler on CPUs)"
+    )
+    eval: EvalConfig = Field(default=EvalConfig(), description="Evaluation")
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints")
+    telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="Records and streaming")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_forms(cls, data: Any) -> Any:
+        return _expanded(data) if isinstance(data, Mapping) else data
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, name: str | None) -> str | None:
+        # A leading dot would hide the folder, a leading dash would read as an option on a command line.
+        if name is not None and (not re.fullmatch(r"\w[\w.-]*", name) or len(name.encode()) > _NAME_BYTES):
+            raise ValueError(
+                f"{name!r} cannot name a folder; use letters, digits, '_', '-' and '.', starting with one of the "
+                f"first three, at most {_NAME_BYTES} bytes"
+            )
+        return name
+
+    @field_validator("folder")
+    @classmethod
+    def _home_folder(cls, folder: Path) -> Path:
+        return folder.expanduser()
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> RunConfig:
+        if self.data.sequence_length > self.model.context:
+            raise ValueError(
+                f"data.sequence_length {self.data.sequence_length} is longer than model.context {self.model.context}; "
+                f"shorten the sequence or raise the context"
+            )
+        if self.data.tokenizer == "bpe" and self.data.vocab_size > self.model.vocab_size:
+            raise ValueError(
+                f"data.vocab_size {self.data.vocab_size} is larger than model.vocab_size {self.model.vocab_size}; "
+                f"lower the first or raise the second"
+            )
+        return self
+
+    def layout(self, world_size: int) -> Layout:
+        """The layout on `world_size` engines. Raises LayoutError with the equation, ConfigError for axes not built."""
+        layout = Layout.for_world(world_size, dp=self.parallel.dp, tp=self.parallel.tp, pp=self.parallel.pp)
+        if layout.tp > 1 or layout.pp > 1:
+            raise ConfigError(
+                f"parallel: {layout} asks for tensor or pipeline parallelism, which this version does not have; "
+                f"dp {world_size} with tp 1 and pp 1 runs, and zero.stage 3 partitions the parameters instead"
+            )
+        return layout
+
+    def replace(self, **changes: Any) -> RunConfig:
+        """A copy with some fields changed. A part may be given by its short form or as a dict of only the fields that
+        change; naming a model preset takes all the preset's fields."""
+        data = self.model_dump()
+        for key, value in _expanded(changes).items():
+            if (
+                isinstance(data.get(key), dict)
+                and isinstance(value, Mapping)
+                and not (key == "model" and "preset" in value)
+            ):
+                value = {**data[key], **value}
+            data[key] = value
+        return RunConfig(**data)
+
+    @classmethod
+    def load(cls, path: str | Path) -> RunConfig:
+        """Read a JSON or YAML file. Raises ConfigError that names the file, and the line where the syntax breaks."""
+        path = Path(path)
+        data = text.read(path)
+        try:
+            return cls(**{str(key): value for key, value in data.items()})
+        except ConfigError as error:
+            raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
+
+    def to_json(self) -> str:
+        """Every field, as JSON."""
+        return self.model_dump_json(indent=2)
+
+    def to_yaml(self) -> str:
+        """Every field, as YAML; `text.annotated_yaml` has the descriptions too."""
+        return text.yaml_text(self.model_dump(mode="json"))
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON or, for .yaml and .yml, YAML."""
+        path = Path(path)
+        path.write_text(self.to_yaml() if text.is_yaml(path) else self.to_json(), encoding="utf-8")
+
+
+def _expanded(data: Mapping[Any, Any]) -> dict[Any, Any]:
+    """`data` with each part that came in its short form written out."""
+    return {
+        key: {SHORT_FORMS[key][0]: value} if key in SHORT_FORMS and isinstance(value, SHORT_FORMS[key][1]) else value
+        for key, value in data.items()
+    }

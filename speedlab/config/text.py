@@ -1,0 +1,83 @@
+"""Configurations as text: JSON and YAML in and out, and YAML with every field's description beside it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from speedlab.config.errors import ConfigError
+from speedlab.config.model import ModelConfig
+from speedlab.config.part import Part
+
+_COMMENT_COLUMN = 32
+
+
+def is_yaml(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml")
+
+
+def read(path: Path) -> Mapping[Any, Any]:
+    """The keys and values in a JSON or YAML file. Raises ConfigError when it cannot be read or holds anything else."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not text: byte {error.start} is not UTF-8; expected JSON or YAML") from None
+    data = _parse(path, text)
+    if not isinstance(data, Mapping):
+        held = "nothing" if data is None else f"a {type(data).__name__}"
+        raise ConfigError(f"{path}: holds {held}; expected keys and values, as `speedlab config` prints them")
+    return data
+
+
+def _parse(path: Path, text: str) -> Any:
+    if is_yaml(path):
+        import yaml
+
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        hint = "" if path.suffix == ".json" else "; a YAML file ends in .yaml or .yml"
+        where = f"line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"{path}: not valid JSON at {where}: {error.msg}{hint}") from None
+
+
+def yaml_text(data: Any) -> str:
+    """Plain data as YAML, keys in their order."""
+    import yaml
+
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+def annotated_yaml(part: Part) -> str:
+    """`part` as YAML with each field's description as a comment; reading it gives the same configuration again.
+
+    Model fields that are the preset's own are commented out, so that changing the preset changes them.
+    """
+    return "\n".join(_annotated(part, indent="")) + "\n"
+
+
+def _annotated(part: Part, indent: str) -> list[str]:
+    lines: list[str] = []
+    kept = {"preset", *part.changes()} if isinstance(part, ModelConfig) else type(part).model_fields
+    for name, value in part.model_dump(mode="json").items():
+        description = type(part).model_fields[name].description or ""
+        if inner := type(part).part_of(name):
+            about = (inspect.getdoc(inner) or description).splitlines()[0]
+            lines += ["", f"# {about}", f"{indent}{name}:"]
+            lines += _annotated(getattr(part, name), indent + "  ")
+        else:
+            if not indent and lines and lines[-1].startswith(" "):
+                lines.append("")
+            # JSON's way to write a value is YAML's too, and keeps it on one line.
+            line = f"{indent}{'' if name in kept else '# '}{name}: {json.dumps(value, ensure_ascii=False)}"
+            lines.append(f"{line:<{_COMMENT_COLUMN}}# {description}")
+    return lines
