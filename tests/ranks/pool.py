@@ -1,0 +1,283 @@
+"""Persistent rank processes for tests: spawned once for a world size, joined through gloo, then given functions to run.
+
+1. Processes are spawned; each limits its threads, and only then imports torch and joins a group through a file store.
+2. `run` sends a function by reference to every rank and returns the results by rank.
+3. When a rank raises, it leaves the group at once, so that its peers' collectives fail instead of waiting; when all have
+   answered, a new group is made in a new store and the processes go on.
+4. When a rank hangs or dies, the stacks of all are taken, the processes are killed and new ones are spawned.
+
+This module must not import torch: workers import it before their thread limits stand.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+COLLECTIVE_TIMEOUT_SECONDS = 60
+"""How long gloo waits for a peer. Longer than most calls may take, so that a hang is seen by the pool first."""
+
+START_TIMEOUT_SECONDS = 60.0
+GRACE_SECONDS = 10.0
+"""How long the others may still take once one rank has failed."""
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_VISIBLE_DEVICES": "",  # This tier is gloo on CPUs, also where there are GPUs.
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What one rank raised. `kind` is the exception's class name."""
+
+    kind: str
+    message: str
+    traceback: str
+
+
+class RanksFailed(RuntimeError):  # noqa: N818  # what happened, as in RankError of the cluster
+    """A function raised on some ranks. The text holds the tracebacks, causes before consequences (a lost peer)."""
+
+    def __init__(self, name: str, by_rank: dict[int, Failure], note: str = "") -> None:
+        self.by_rank = by_rank
+        causes = {rank: f for rank, f in by_rank.items() if not _is_consequence(f)} or by_rank
+        parts = [f"{name} failed on rank {', '.join(map(str, sorted(by_rank)))}{note}"]
+        seen: set[str] = set()
+        for rank, failure in sorted(causes.items()):
+            same = failure.traceback in seen
+            seen.add(failure.traceback)
+            parts.append(f"--- rank {rank}: " + ("the same" if same else failure.traceback.rstrip()))
+        super().__init__("\n".join(parts))
+
+
+class RanksHung(RuntimeError):  # noqa: N818  # what happened
+    """A function did not return in time on some ranks, or a process died. The text holds the stacks of all ranks."""
+
+
+def _is_consequence(failure: Failure) -> bool:
+    return failure.kind == "PeerLost" or "Connection closed by peer" in failure.message
+
+
+class Pool:
+    """`size` rank processes. Use `run`; `close` ends them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory(prefix=f"speedlab-ranks-{size}-")
+        self._generation = 0
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+        self._spawn()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+        """`function(*args, **kwargs)` on every rank, as a list by rank. The function must be importable by name.
+
+        Raises RanksFailed when it raised on any rank, RanksHung after `timeout` seconds. The pool is usable afterwards.
+        """
+        name = getattr(function, "__qualname__", repr(function))
+        payload = pickle.dumps((function, args, kwargs))
+        for connection in self._connections:
+            connection.send_bytes(payload)
+        replies = self._collect(name, timeout)
+        failures = {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}
+        if not failures:
+            return [replies[rank] for rank in range(self.size)]
+        missing = sorted(set(range(self.size)) - replies.keys())
+        if missing:
+            note = f"; rank {', '.join(map(str, missing))} was still busy {GRACE_SECONDS:.0f} s later and was killed"
+            note += self._kill()
+            self._spawn()
+            raise RanksFailed(name, failures, note)
+        self._new_group()
+        raise RanksFailed(name, failures)
+
+    def close(self) -> None:
+        """End the processes and remove the stores."""
+        for connection in self._connections:
+            connection.close()  # Workers end when they read the end of the pipe.
+        deadline = time.monotonic() + 5
+        for process in self._processes:
+            process.join(max(0.1, deadline - time.monotonic()))
+        self._kill(stacks=False)
+        self._folder.cleanup()
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _spawn(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = self._next_store()
+        self._processes, self._connections = [], []
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, self.size, theirs, store, self._stacks(rank)),
+                name=f"rank-{rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+        replies = self._collect("starting the pool", START_TIMEOUT_SECONDS)
+        failures = {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}
+        if failures:
+            self._kill(stacks=False)
+            raise RanksFailed("starting the pool", failures)
+
+    def _new_group(self) -> None:
+        payload = pickle.dumps((_join, (self._next_store(),), {}))
+        for connection in self._connections:
+            connection.send_bytes(payload)
+        replies = self._collect("joining a new group", START_TIMEOUT_SECONDS)
+        if any(isinstance(reply, Failure) for reply in replies.values()):
+            self._kill(stacks=False)
+            self._spawn()
+
+    def _collect(self, name: str, timeout: float) -> dict[int, Any]:
+        """Replies by rank; ends early, without those missing, `GRACE_SECONDS` after a failure. Raises RanksHung."""
+        replies: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        failed = False
+        while len(replies) < self.size:
+            open_ranks = {self._connections[r]: r for r in range(self.size) if r not in replies}
+            ready = wait(list(open_ranks), max(0.0, deadline - time.monotonic()))
+            if not ready and failed:
+                return replies
+            if not ready:
+                self._give_up(f"{name} did not return in {timeout:.0f} s on rank {sorted(open_ranks.values())}")
+            for connection in ready:
+                rank = open_ranks[connection]  # type: ignore[index]  # wait returns what it was given
+                try:
+                    replies[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]  # as above
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join(5)
+                    self._give_up(
+                        f"{name}: the process of rank {rank} died, exit code {self._processes[rank].exitcode}"
+                    )
+                if isinstance(replies[rank], Failure) and not failed:
+                    failed = True
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return replies
+
+    def _give_up(self, problem: str) -> None:
+        stacks = self._kill()
+        self._spawn()
+        raise RanksHung(problem + stacks)
+
+    def _kill(self, *, stacks: bool = True) -> str:
+        """Kill the processes; returns what each was doing."""
+        text = ""
+        if stacks:
+            before = [self._stacks(rank).stat().st_size for rank in range(self.size)]
+            for process in self._processes:
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGUSR1)
+            for rank, process in enumerate(self._processes):
+                path, deadline = self._stacks(rank), time.monotonic() + 1
+                while process.is_alive() and path.stat().st_size == before[rank] and time.monotonic() < deadline:
+                    process.join(0.02)
+                text += f"\n--- rank {rank} was in:\n{path.read_text()[before[rank] :].rstrip()}"
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(5)
+        return text
+
+    def _next_store(self) -> Path:
+        self._generation += 1
+        return Path(self._folder.name) / f"store-{self._generation}"
+
+    def _stacks(self, rank: int) -> Path:
+        path = Path(self._folder.name) / f"stacks-{rank}"
+        path.touch()
+        return path
+
+
+# ---- in the rank processes -------------------------------------------------------------------------------------------
+
+_place: tuple[int, int] = (0, 1)
+"""(rank, world size) of this process."""
+
+
+def _serve(rank: int, size: int, connection: Connection, store: Path, stacks: Path) -> None:
+    global _place  # noqa: PLW0603  # which rank a process is does not change, and `_join` is sent by reference
+    _place = rank, size
+    os.environ.update(_ENVIRONMENT)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SPEEDLAB_RENDEZVOUS", "SPEEDLAB_DEVICE"):
+        os.environ.pop(name, None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test runner's; it closes the pipes.
+    with stacks.open("a") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
+        connection.send_bytes(_attempt(lambda: _join(store)))
+        gc.collect()
+        gc.freeze()  # Modules stay; collections in the tests then look at the tests' objects only.
+        while True:
+            try:
+                payload = connection.recv_bytes()
+            except (EOFError, ConnectionResetError):
+                return
+            connection.send_bytes(_attempt(lambda: _call(payload)))  # noqa: B023  # called before the next round
+
+
+def _call(payload: bytes) -> Any:
+    function, args, kwargs = pickle.loads(payload)
+    return function(*args, **kwargs)
+
+
+def _attempt(work: Callable[[], Any]) -> bytes:
+    """The pickled result of `work`, or a Failure; then this rank has left the group."""
+    try:
+        return pickle.dumps(work())
+    except BaseException as error:  # noqa: BLE001  # whatever it is, it is the test's to see; this process goes on
+        failure = Failure(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+        # Frames hold engines, engines hold connections: without them nothing keeps the connections open.
+        traceback.clear_frames(error.__traceback__)
+        del error
+    _leave()
+    return pickle.dumps(failure)
+
+
+def _join(store: Path) -> None:
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    rank, size = _place
+    torch.set_num_threads(1)
+    _leave()
+    timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+
+
+def _leave() -> None:
+    if "torch" not in sys.modules:
+        return
+    from speedlab.comm import leave
+
+    gc.collect()
+    leave()
