@@ -307,7 +307,8 @@ class Run:
         return f"run {self.name!r} is {status.state} at step {self.step} of {status.steps}{text}"
 
     def __repr__(self) -> str:
-        engines = f"{self.cluster.size} engines" if self.cluster is not None else "no engines"
+        size = self.cluster.size if self.cluster is not None else 0
+        engines = f"{size or 'no'} engine{'' if size == 1 else 's'}"
         return f"<Run {self.name!r}: {self.state}, step {self.step} of {self.feed.status.steps}, {engines}>"
 
     def _repr_html_(self) -> str:
