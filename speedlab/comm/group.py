@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from speedlab.comm.world import wires
+from speedlab.comm.world import Wires, wires
 
 # torch 2.13 renamed the two; 2.11 and 2.12 have the older names only.
 _gather_whole = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -129,17 +129,44 @@ class Group:
     def reconnect(self) -> None:
         """Take the wires of the present world. Collective over the world when they are new."""
         # A group of one needs no wires, and new_group would cost a rendezvous.
-        self._wires: Any = wires(self._channel, tuple(self.ranks)) if self.size > 1 else None
-        self._peer_to_peer = self.device.type == "cpu" and self.size > 1 and dist.get_backend(self._wires) == "gloo"
+        self._wires: Wires | Any = wires(self._channel, tuple(self.ranks)) if self.size > 1 else None
+        self._offered: dict[int, tuple[int, list[Any]]] = {}
+        """Shards that were offered and not gathered yet: address → (tag, sends)."""
+        self._sends: list[Any] = []
+        self._peer_to_peer = (
+            self.device.type == "cpu" and self.size > 1 and dist.get_backend(self._wires.group) == "gloo"
+        )
 
     def disconnect(self) -> None:
         """Let go of the wires, so that they close when the world is left."""
         self._wires = None
 
+    def offer(self, shards: Sequence[Tensor]) -> None:
+        """Announce the `shards` that the ranks will gather in a coming pass, each once, in an order all ranks share.
+
+        Between peers a shard is sent from its own memory, so all sends can be posted at once: then no gather waits for
+        how far another rank has come. Call `settle` before the shards change. Other backends need no announcement.
+        """
+        if self._peer_to_peer:
+            for shard in shards:
+                tag = self._wires.next_tag()
+                self._offered[shard.data_ptr()] = tag, self._post_sends(shard, tag)
+
+    def settle(self) -> None:
+        """Wait until the peers have taken all shards that were sent; they may change afterwards."""
+        sends, self._sends = self._sends, []
+        self._pending(*sends).wait()
+
+    def withdraw(self) -> None:
+        """Forget offers and sends of a pass that was broken off; their tags are never used again."""
+        self._offered.clear()
+        self._sends.clear()
+
     def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
         """Start to fill `full` (n × m,) with every rank's `shard` (m,), in rank order. `shard` may be its own slice of
         `full`."""
-        own = full.view(self.size, -1)[self.index]
+        slices = full.view(self.size, -1)
+        own = slices[self.index]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
         if self.size == 1:
@@ -147,12 +174,17 @@ class Group:
         self._count("all_gather", (self.size - 1) * own.nbytes)
         with record_function("speedlab::all_gather"):
             if not self._peer_to_peer:
-                return self._pending(_gather_whole(full, own, group=self._wires, async_op=True))
-            slices = full.view(self.size, -1)
+                return self._pending(_gather_whole(full, own, group=self._wires.group, async_op=True))
+            offered = self._offered.pop(shard.data_ptr(), None)
+            if offered is None:
+                tag = self._wires.next_tag()
+                sends = self._post_sends(shard, tag)
+            else:
+                tag, sends = offered
+                self._sends += sends
             with self._explained():
-                works = [self._wires.send([own], peer, 0) for peer in self._peers()]
-                works += [self._wires.recv([slices[peer]], peer, 0) for peer in self._peers()]
-        return self._pending(*works)
+                receives = [self._wires.group.recv([slices[peer]], peer, tag) for peer in self._peers()]
+        return self._pending(*receives, *(() if offered else sends))
 
     def reduce_scatter(self, full: Tensor, into: Tensor, *, accumulate: bool = False) -> Pending:
         """Start to sum slice `index` of every rank's `full` (n × m,) into `into` (m,); `accumulate` adds to what is
@@ -172,13 +204,14 @@ class Group:
         with record_function("speedlab::reduce_scatter"):
             if not self._peer_to_peer:
                 summed = torch.empty_like(own)
-                work = _scatter_sum(summed, full, group=self._wires, async_op=True)
+                work = _scatter_sum(summed, full, group=self._wires.group, async_op=True)
                 return self._pending(work, then=lambda: into.add_(summed) if accumulate else into.copy_(summed))
             received = torch.empty((self.size - 1, own.numel()), dtype=full.dtype)
             self.traffic.buffers.add(received.nbytes)
             with self._explained():
-                works = [self._wires.recv([received[i]], peer, 0) for i, peer in enumerate(self._peers())]
-                works += [self._wires.send([slices[peer]], peer, 0) for peer in self._peers()]
+                tag = self._wires.next_tag()
+                works = [self._wires.group.recv([received[i]], peer, tag) for i, peer in enumerate(self._peers())]
+                works += [self._wires.group.send([slices[peer]], peer, tag) for peer in self._peers()]
 
         def finish() -> None:
             self._sum_in_rank_order(own, received, into, accumulate)
@@ -193,7 +226,7 @@ class Group:
         if not self._peer_to_peer:
             self._count("all_reduce", 2 * (self.size - 1) * full.nbytes // self.size)
             with record_function("speedlab::all_reduce"):
-                return self._pending(dist.all_reduce(full, group=self._wires, async_op=True))
+                return self._pending(dist.all_reduce(full, group=self._wires.group, async_op=True))
         own = full.view(self.size, -1)[self.index]
         scattered = self.reduce_scatter(full, own)
 
@@ -209,7 +242,7 @@ class Group:
         total = values.clone()
         if self.size > 1:
             self._count("all_reduce", 2 * total.nbytes)
-            work = dist.all_reduce(total, group=self._wires, async_op=True)
+            work = dist.all_reduce(total, group=self._wires.group, async_op=True)
             self._pending(work).wait()
         return total
 
@@ -218,7 +251,7 @@ class Group:
         if self.size > 1:
             if self.index == source:
                 self._count("broadcast", tensor.nbytes)
-            self._pending(dist.broadcast(tensor, group_src=source, group=self._wires, async_op=True)).wait()
+            self._pending(dist.broadcast(tensor, group_src=source, group=self._wires.group, async_op=True)).wait()
 
     def share(self, value: Any, source: int = 0) -> Any:
         """A small JSON value of `source`, on every rank. JSON, because nothing is ever unpickled from the network."""
@@ -238,6 +271,10 @@ class Group:
     def barrier(self) -> None:
         """Wait until every rank of the group is here."""
         self.sum_scalars(torch.zeros(1, device=self.device))
+
+    def _post_sends(self, shard: Tensor, tag: int) -> list[Any]:
+        with self._explained():
+            return [self._wires.group.send([shard], peer, tag) for peer in self._peers()]
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

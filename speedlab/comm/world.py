@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,17 +67,34 @@ def leave() -> None:
 _joins: Counter[int] = Counter()
 """How often this process has joined, by generation of the rendezvous."""
 
-_wires: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+
+class Wires:
+    """The connections of some ranks, and the tags that their exchanges have used.
+
+    Every exchange has a tag of its own, so that what a broken pass left behind can never be taken for something else.
+    """
+
+    _TAGS = 2**30
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self._tag = 0
+
+    def next_tag(self) -> int:
+        self._tag = (self._tag + 1) % self._TAGS
+        return self._tag
+
+
+_wires: dict[tuple[str, tuple[int, ...]], Wires] = {}
 """Process groups that exist in this world, by channel and ranks; `leave` empties it together with the world."""
 
 
-def wires(channel: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of `ranks` for `channel`, made when it is first asked for. Collective over the whole world
+def wires(channel: str, ranks: tuple[int, ...]) -> Wires:
+    """The connections of `ranks` for `channel`, made when it is first asked for. Collective over the whole world
     then."""
     known = _wires.get((channel, ranks))
     if known is None or not dist.is_initialized():
-        known = dist.new_group(list(ranks))
-        assert isinstance(known, dist.ProcessGroup)
+        known = Wires(dist.new_group(list(ranks)))
         _wires[channel, ranks] = known
     return known
 

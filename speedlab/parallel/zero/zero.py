@@ -10,10 +10,9 @@ The way of one step, with the numbers used below:
 5. At the end of backward the units that are left are reduced, those without gradients as zeros.
 
 Every pass gathers every unit once, and every backward reduces every unit once, in one fixed order on all ranks. A rank
-that skips a unit takes part in its gather when it comes to the next one, or at the end of the pass. So ranks may take
-different branches without a hang. A unit that is needed again after its release is gathered again, out of order: there
-all
-ranks must do alike.
+that skips a unit takes part in its gather when it comes to the next one, or at the end of the pass, and what it owns
+was offered to its peers at the beginning. So ranks may take different branches without a hang. A unit that is needed
+again after its release is gathered again, out of order: there all ranks must do alike.
 """
 
 from __future__ import annotations
@@ -296,6 +295,7 @@ class Zero:
             self._reduce_ready(everything=True)  # 5
             self._finish_reductions(0)
             self._reduced_before = True
+        self.gather_group.settle()  # The next thing may be an update of the shards.
         self.phase = Phase.IDLE
 
     def _reduction_order(self) -> list[Unit]:
@@ -331,6 +331,10 @@ class Zero:
         self._cursor = 0
         if phase is Phase.FORWARD:
             self._seen = []
+        if self.partitioned:
+            # What stays gathered does so on all ranks, so all offer the same.
+            released = [unit for unit in self._gather_order() if unit.gathers is None]
+            self.gather_group.offer([flat.shard for unit in released for flat in unit.flats])
 
     def _gather_order(self) -> list[Unit]:
         """The root comes first in both directions: it is needed at both ends of a pass."""
@@ -388,6 +392,7 @@ class Zero:
         if self.phase is Phase.BACKWARD:
             self._finish_reductions(0)
             self.clear_gradients()
+        self.gather_group.withdraw()
         self.phase = Phase.IDLE
 
     def disconnect(self) -> None:
@@ -412,9 +417,10 @@ class Zero:
 
     def place(self, residency: Residency) -> None:
         """Move every flat to another row of the residency table. Between two steps only."""
-        for unit in self.units:
-            if self.partitioned:
+        if self.partitioned:
+            for unit in self.units:
                 unit.release()
+            self.gather_group.settle()
         for flat in self.flats:
             flat.place(residency)
         self.residency = residency
