@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from speedlab.cluster import remote
 from speedlab.cluster.errors import ClusterError, RankError
-from speedlab.telemetry.folder import Command, RunFolder
+from speedlab.telemetry.folder import Command, RunFolder, RunFolderError, Status
 from speedlab.telemetry.records import RunState
 
 if TYPE_CHECKING:
@@ -100,19 +100,32 @@ class Advance:
         try:
             if not self._waiting():
                 return True
-            states = {status.rank: status.state for status in self._cluster.status()}
-            if dead := [rank for rank, state in states.items() if state == "dead"]:
+            engines = self._cluster.status()
+            if dead := [engine.rank for engine in engines if engine.state == "dead"]:
+                self._drop_waiting(self._folder.read_status())
                 raise ClusterError(f"ranks {dead} are dead; cluster.restart({dead[0]}) brings an engine back")
-            if set(states.values()) == {"idle"}:
-                self._submit()
-                return True
-            return False
+            if any(engine.state != "idle" for engine in engines):
+                return False
+            self._note_processes(tuple(engine.pid for engine in engines))
+            self._submit()
+            return True
         finally:
             if self._task is None:
                 self._claim.release()
 
     def _waiting(self) -> list[Command]:
         return self._folder.pending(self._folder.read_status().command)
+
+    def _drop_waiting(self, status: Status) -> None:
+        """Write `status`, with the waiting words counted as done. Only with the claim, and no task on the ranks."""
+        last = max([status.command, *(command.number for command in self._folder.pending(status.command))])
+        self._folder.write_status(replace(status, command=last))
+
+    def _note_processes(self, pids: tuple[int, ...]) -> None:
+        """Keep the status' process ids true after an engine was restarted."""
+        status = self._folder.read_status()
+        if status.rank_pids != pids:
+            self._folder.write_status(replace(status, rank_pids=pids))
 
     def _submit(self) -> None:
         self._given = self._waiting()
@@ -137,23 +150,29 @@ class Advance:
         except Exception as trouble:  # Kept, and raised to whoever waits: the engines cannot be reached any more.
             self.trouble = trouble
         with self._lock:
-            status = self._folder.read_status()
-            waiting = self._folder.pending(status.command)
-            ignored = bool(self._given) and status.command < self._given[0].number
-            if error is not None:
-                self.errors.append(error)
-                if status.state not in RESTING:
-                    status = replace(status, state=RunState.FAILED, text=str(error)[:_TEXT_LIMIT])
-            if error is not None or ignored:
-                last = max([status.command, *(command.number for command in waiting)])
-                self._folder.write_status(replace(status, command=last))
-            self._task = None
-            self._claim.release()
+            try:
+                self._account_for(error)
+            except RunFolderError as trouble:  # Somebody has removed the folder under the run.
+                self.trouble = trouble
+            finally:
+                self._task = None
+                self._claim.release()
         if self.trouble is None:
             try:
                 self.start_if_needed()
             except ClusterError as trouble:
                 self.trouble = trouble
+
+    def _account_for(self, error: RankError | None) -> None:
+        """Keep the error and see that the status tells of it; drop what nobody will carry out."""
+        if error is not None:
+            self.errors.append(error)
+        status = self._folder.read_status()
+        if error is not None and status.state not in RESTING:
+            status = replace(status, state=RunState.FAILED, text=str(error)[:_TEXT_LIMIT])
+        ignored = bool(self._given) and status.command < self._given[0].number
+        if error is not None or ignored:
+            self._drop_waiting(status)
 
     def _retry(self) -> None:
         while True:

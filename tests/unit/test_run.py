@@ -47,6 +47,9 @@ class FakeResults:
             self.outcome = [work()] * len(self.ranks)
         except RankError as error:
             self.error = error
+        except (RuntimeError, OSError) as error:
+            failure = RemoteFailure(kind=type(error).__name__, message=str(error))
+            self.error = RankError(dict.fromkeys(self.ranks, failure))
         with self._lock:
             self.ended.set()
         for callback in self._callbacks:
@@ -90,6 +93,7 @@ class FakeEngines:
         self.at_once = 0
         self.busy_with_cell = False
         self.dead: set[int] = set()
+        self.pids = tuple(range(2_000_000, 2_000_000 + size))
         self.fail_at: int | None = None
         self.ignores_words = False
         self.step_gate = threading.Semaphore(0)
@@ -102,8 +106,7 @@ class FakeEngines:
     def status(self) -> list[Any]:
         busy = self.busy_with_cell or self._running > 0
         states = ["dead" if rank in self.dead else "busy" if busy else "idle" for rank in range(self.size)]
-        pids = range(2_000_000, 2_000_000 + self.size)
-        return [types.SimpleNamespace(rank=r, pid=pids[r], state=state) for r, state in enumerate(states)]
+        return [types.SimpleNamespace(rank=r, pid=self.pids[r], state=state) for r, state in enumerate(states)]
 
     def interrupt(self, timeout_seconds: float = 2.0) -> list[int]:
         self.interrupted += 1
@@ -364,6 +367,23 @@ def test_a_dead_engine_is_named_when_a_word_needs_it(make, engines):
     with pytest.raises(ClusterError, match=r"ranks \[1\] are dead; cluster.restart\(1\)"):
         run.save()
     engines.dead = set()
+    # The word is not carried out later, and the new engine's process is noted.
+    engines.pids = (2_000_000, 2_000_007)
+    assert run.save("mine").wait(10).details["tag"] == "mine"
+    assert [event.command for event in run.events if event.command] == [2]
+    assert run.folder.read_status().rank_pids == (2_000_000, 2_000_007)
+
+
+def test_a_folder_removed_under_a_run_is_reported(make, engines):
+    hold(engines)
+    run = make()
+    allow(engines, 1)
+    run.wait_until(1, timeout=10)
+    run.folder.path.rename(run.folder.path.with_name("away"))
+    engines.free_running = True
+    with pytest.raises(RunFolderError, match=r"status\.json: is missing"):
+        run.wait(10)
+    run.feed.status = replace(run.feed.status, state=RunState.STOPPED)  # There is nothing left to stop.
 
 
 def test_a_cluster_that_dies_under_a_run_ends_the_wait(make, engines):
