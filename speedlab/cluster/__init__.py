@@ -1,0 +1,33 @@
+"""Engines on devices, their results and errors by rank, and the handle of a run. Never imports torch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from speedlab.cluster.cluster import Cluster
+    from speedlab.cluster.connection import EngineStatus
+    from speedlab.cluster.errors import ClusterError, RankError, RemoteFailure
+    from speedlab.cluster.results import RankResults
+    from speedlab.cluster.run import Run, attach
+
+__all__ = ["Cluster", "ClusterError", "EngineStatus", "RankError", "RankResults", "RemoteFailure", "Run", "attach"]
+
+_HOMES = {
+    "Cluster": "cluster",
+    "EngineStatus": "connection",
+    "ClusterError": "errors",
+    "RankError": "errors",
+    "RemoteFailure": "errors",
+    "RankResults": "results",
+    "Run": "run",
+    "attach": "run",
+}
+"""The modules of the names; imported when first used, so that an engine process does not import the kernel's side."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,320 @@
+"""Cluster: engines on devices, and what one does with them.
+
+It is a handle: several, in several kernels, may speak to one cluster. What runs is written in the cluster's folder
+(`home.py`), so that a new kernel finds it, and a handle reads it again when another one has changed it.
+"""
+
+from __future__ import annotations
+
+import html
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speedlab.cluster import processes, remote, start
+from speedlab.cluster.connection import Connection, EngineStatus
+from speedlab.cluster.devices import choose_devices
+from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.home import ClusterState, Home, running_clusters
+from speedlab.cluster.results import RankResults
+from speedlab.cluster.tasks import POLL_SECONDS
+from speedlab.hardware import Device
+
+if TYPE_CHECKING:
+    from ipyparallel import Client
+
+    from speedlab.cluster.output import OutputHub
+    from speedlab.cluster.run import Run
+    from speedlab.config import RunConfig
+
+log = logging.getLogger("speedlab.cluster")
+
+RELEASE_SECONDS = 2.0
+"""After a rank has failed or died, how long the others may still work on the same submission before they are
+interrupted: normally they wait for the one that will not come."""
+
+_RESET_SECONDS = 5.0
+_STOP_PATIENCE_SECONDS = 1.0
+
+
+class Cluster:
+    """One engine per GPU, else 4 on CPU cores; or, if one of that name runs, a handle of it.
+
+    `device`: 'cuda', 'cpu', or 'auto'. With `start=False` nothing happens until `start()`. Raises ClusterError when
+    there are too few devices, or the running cluster has another number or kind of engines.
+    """
+
+    def __init__(
+        self, engines: int | None = None, *, name: str = "default", device: str = "auto", start: bool = True
+    ) -> None:
+        self.name = name
+        self._home = Home(name)
+        self._wanted = engines
+        self._wanted_device = device
+        self._open: Connection | None = None
+        self._lock = threading.RLock()
+        self._interrupting = threading.Lock()
+        if start:
+            self.start()
+
+    @classmethod
+    def attach(cls, name: str | None = None) -> Cluster:
+        """A handle of a running cluster: `name`, else 'default', else the newest. ClusterError when none runs."""
+        running = {state.name: state for state in running_clusters()}
+        if not running or (name is not None and name not in running):
+            what = f"cluster {name!r} does not run" if name is not None else "no cluster runs"
+            others = f"; running: {', '.join(running)}" if running else ""
+            arguments = f"name={name!r}" if name is not None else ""
+            raise ClusterError(f"{what}{others}; speedlab.Cluster({arguments}) starts one")
+        chosen = name or ("default" if "default" in running else next(iter(running)))
+        cluster = cls(name=chosen, start=False)
+        cluster._connect(running[chosen])
+        return cluster
+
+    def start(self) -> None:
+        """Start the engines, or connect to those of this name that run. Returns when all are ready, torch imported."""
+        with self._lock, self._home.lock():
+            state = self._home.read()
+            if state is not None and state.running:
+                self._require_same(state)
+                if self._open is None or self._open.state.token != state.token:
+                    self._connect(state)
+                return
+            if state is not None:  # Its controller died; engines may be left.
+                processes.end(processes.marked(state.token), patience_seconds=0.0)
+            self._disconnect("the controller of the cluster had died")
+            devices = choose_devices(self._wanted, self._wanted_device)
+            self._connect(*start.start_cluster(self._home, devices))
+
+    # What it is
+
+    @property
+    def directory(self) -> Path:
+        """The cluster's own folder, mode 0700; it is removed when the cluster stops."""
+        return self._home.path
+
+    @property
+    def running(self) -> bool:
+        """Whether the cluster's controller is alive."""
+        state = self._home.read()
+        return state is not None and state.running
+
+    @property
+    def size(self) -> int:
+        """Number of engines, the world size."""
+        return len(self._now().state.devices)
+
+    @property
+    def devices(self) -> list[Device]:
+        """Devices by rank."""
+        return list(self._now().state.devices)
+
+    @property
+    def output(self) -> OutputHub:
+        """What the ranks write to stdout and stderr."""
+        return self._now().output
+
+    def status(self) -> list[EngineStatus]:
+        """Each rank's engine, as it is now."""
+        return self._now().status()
+
+    # Work
+
+    def submit(
+        self, function: Callable[..., Any], /, *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any
+    ) -> RankResults:
+        """Run `function(*args, **kwargs)` on each rank; returns at once.
+
+        A function of the notebook travels as code and finds its globals in the engines' namespace. Raises ClusterError
+        for a rank that does not exist or whose engine is dead.
+        """
+        with self._lock:
+            now = self._now()
+            return self._send(now, now.living(ranks), function, args, kwargs)
+
+    def execute(self, code: str, *, ranks: Iterable[int] | None = None) -> RankResults:
+        """Run a cell's code in each engine's namespace. The last expression is printed, and its text returned."""
+        return self.submit(remote.run_cell, code, ranks=ranks)
+
+    def train(self, config: RunConfig, *, model: Any = None) -> Run:
+        """Check everything, start the run on all ranks, and return its handle at once."""
+        from speedlab.cluster.run import start_run
+
+        return start_run(self, config, model)
+
+    # Control
+
+    def interrupt(self, timeout_seconds: float = 2.0) -> list[int]:
+        """Interrupt what the ranks are doing; returns the ranks that are idle then.
+
+        1. Take tasks that have not begun out of the queues.
+        2. Send SIGINT, look, and send it again to a rank that still works on what it worked on before.
+        3. Let the ranks leave their process group: a collective that was cut off makes it unusable.
+
+        A rank that is missing in the answer is inside a long native call, or frozen; `restart(rank)` ends it.
+        """
+        with self._interrupting:
+            now = self._now()
+            alive = {engine.rank for engine in now.state.engines if now.tasks.reaches(engine)}
+            tasks = {rank: found for rank, found in now.tasks.under_way(now.state).items() if rank in alive}
+            if not tasks:
+                return sorted(alive)
+            # Before any rank can join again: the old store holds the keys of the group that is given up.
+            self._home.next_generation()
+            stopped = sorted(alive - now.tasks.stop(now.state, tasks, timeout_seconds))
+            self._reset(now, stopped)
+            return stopped
+
+    def restart(self, rank: int) -> None:
+        """End the engine of `rank`, if it is still there, and start a new one on the same device.
+
+        What it held is lost. The others are interrupted, keep what they hold, and form a new process group with it.
+        """
+        with self._lock, self._home.lock():
+            now = self._now()
+            (rank,) = now.existing([rank])
+            old = now.state.engines[rank]
+            engine_and_children = start.tree(old.pid, now.state.token)
+            # The engine alone at first: one of its children tells the controller that it has gone.
+            left = processes.end(engine_and_children[:1], patience_seconds=0.0)
+            now.await_unregistered(old)
+            left += processes.end(engine_and_children[1:], patience_seconds=0.0)
+            if left:
+                raise ClusterError(f"process {left[0].pid} of rank {rank} cannot be ended; it may wait for a device")
+            self.interrupt()
+            self._home.next_generation()
+            new = start.start_engine(self._home, now.state, now.client, rank)
+            engines = tuple(new if engine.rank == rank else engine for engine in now.state.engines)
+            state = replace(now.state, engines=engines)
+            self._home.write(state)
+            now.take_over(state, self._home.stamp())
+            others = [engine.rank for engine in engines if engine.rank != rank and now.tasks.reaches(engine)]
+            self._reset(now, others)
+
+    def stop(self) -> None:
+        """End all engines, what they started, and the controller; interrupts first. Does nothing when none runs."""
+        with self._lock, self._home.lock():
+            state = self._home.read()
+            if state is not None:
+                if self._open is not None and state.running:
+                    self.interrupt()
+                left = processes.end(processes.marked(state.token), patience_seconds=_STOP_PATIENCE_SECONDS)
+                if left:
+                    pids = ", ".join(str(process.pid) for process in left)
+                    raise ClusterError(f"processes {pids} cannot be ended; they may wait for a device or a disk")
+            self._disconnect("the cluster was stopped")
+            self._home.remove()
+
+    def release_waiting(self, results: RankResults) -> None:
+        """A rank of `results` has failed: interrupt the others in RELEASE_SECONDS, if they have not ended by then."""
+        timer = threading.Timer(RELEASE_SECONDS, self._release, [results])
+        timer.daemon = True
+        timer.start()
+
+    def check_controller(self) -> None:
+        """Raise ClusterError when the controller has died, so that nobody waits for an answer that cannot come."""
+        now = self._open
+        if now is not None and now.state.running:
+            return
+        reason = f"the controller of cluster {self.name!r} has died or was stopped"
+        if now is not None:
+            now.tasks.abandon(reason)
+        raise ClusterError(f"{reason}; speedlab.Cluster(name={self.name!r}) starts it anew")
+
+    # Inside
+
+    def _require_same(self, state: ClusterState) -> None:
+        """Raise ClusterError unless the running cluster is what is asked for."""
+        size, kind = len(state.devices), state.devices[0].kind
+        attach = f"speedlab.Cluster.attach({self.name!r})"
+        what_to_do = f"use it as it is with {attach}, stop it first, or give the new one another name"
+        if self._wanted is not None and self._wanted != size:
+            raise ClusterError(
+                f"cluster {self.name!r} runs with {size} engines, and {self._wanted} were asked for; {what_to_do}"
+            )
+        if self._wanted_device not in ("auto", kind):
+            raise ClusterError(
+                f"cluster {self.name!r} runs on {kind}, and {self._wanted_device} was asked for; {what_to_do}"
+            )
+
+    def _connect(self, state: ClusterState, client: Client | None = None) -> None:
+        self._disconnect("the handle was connected anew")
+        self._open = Connection(self._home, state, client or start.connect(self._home, state))
+
+    def _disconnect(self, reason: str) -> None:
+        now, self._open = self._open, None
+        if now is not None:
+            now.tasks.abandon(reason)
+            now.close()
+
+    def _now(self) -> Connection:
+        """The connection, and what runs by now. Raises ClusterError when nothing does."""
+        now = self._open
+        if now is None:
+            raise ClusterError(f"cluster {self.name!r} is not running; cluster.start() starts it")
+        stamp = self._home.stamp()
+        if stamp != now.stamp:
+            state = self._home.read()
+            if state is None or state.token != now.state.token:
+                raise ClusterError(
+                    f"cluster {self.name!r} was stopped by another handle; "
+                    f"speedlab.Cluster(name={self.name!r}) starts or finds the present one"
+                )
+            now.take_over(state, stamp)
+        self.check_controller()
+        return now
+
+    def _send(
+        self,
+        now: Connection,
+        ranks: list[int],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> RankResults:
+        results = RankResults(self, now.tasks.send(now.state, ranks, remote.call, function, args, kwargs))
+        now.tasks.watch(results)
+        return results
+
+    def _reset(self, now: Connection, ranks: list[int]) -> None:
+        """Let idle ranks leave their process group."""
+        if not ranks:
+            return
+        resets = self._send(now, ranks, remote.reset, (), {})
+        deadline = time.monotonic() + _RESET_SECONDS
+        while not resets.done and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        for rank in resets.unfinished:
+            log.warning("rank %d does not leave its process group; cluster.restart(%d) brings it back", rank, rank)
+        for rank, failure in resets.failures.items():
+            log.warning("rank %d could not leave its process group: %s", rank, failure)
+
+    def _release(self, results: RankResults) -> None:
+        if results.done or self._open is None:
+            return
+        try:
+            self.interrupt()
+        except ClusterError as error:
+            log.warning("ranks that wait for a failed one could not be interrupted: %s", error)
+
+    def __repr__(self) -> str:
+        if self._open is None or not self.running:
+            return f"<Cluster {self.name!r}: not running>"
+        devices = self.devices
+        names = ", ".join(dict.fromkeys(device.name for device in devices))
+        return f"<Cluster {self.name!r}: {len(devices)} engine{'s' if len(devices) != 1 else ''} on {names}>"
+
+    def _repr_html_(self) -> str:
+        if self._open is None or not self.running:
+            return html.escape(repr(self))
+        rows = "".join(
+            f"<tr><td>{status.rank}</td><td>{html.escape(status.device.name)}</td><td>{status.state}</td>"
+            f"<td>{status.rss_bytes / 2**30:.2f} GiB</td><td>{status.pid}</td></tr>"
+            for status in self.status()
+        )
+        head = "<tr><th>rank</th><th>device</th><th>state</th><th>memory</th><th>process</th></tr>"
+        return f"<b>Cluster {html.escape(self.name)}</b><table>{head}{rows}</table>"

@@ -1,0 +1,59 @@
+"""The process of one engine: `python -m speedlab.cluster.engine_process`, started by the launchers.
+
+1. Bind to the device's CPU cores, before anything starts threads.
+2. Import torch, while the controller is still starting.
+3. Take the controller's address from its file, and become an ipyparallel engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from speedlab.cluster import remote
+
+_CONTROLLER_SECONDS = 60.0
+_POLL_SECONDS = 0.02
+
+
+def main() -> None:
+    """Run the engine until it is told to stop."""
+    bind_to_cores()
+    remote.preload()
+    if not os.environ.get("IPP_CONNECTION_INFO"):
+        os.environ["IPP_CONNECTION_INFO"] = wait_for_controller(
+            Path(os.environ["IPP_PROFILE_DIR"])
+            / "security"
+            / f"ipcontroller-{os.environ['IPP_CLUSTER_ID']}-engine.json"
+        )
+    from ipyparallel.engine.app import IPEngine
+
+    IPEngine.launch_instance()
+
+
+def bind_to_cores() -> None:
+    """Restrict this process to the cores of SPEEDLAB_DEVICE, as far as they may be used."""
+    cores = set(json.loads(os.environ["SPEEDLAB_DEVICE"])["cores"])
+    if not hasattr(os, "sched_setaffinity"):
+        return  # macOS has no affinity; thread counts still hold.
+    usable = cores & os.sched_getaffinity(0)
+    if usable:
+        os.sched_setaffinity(0, usable)
+
+
+def wait_for_controller(path: Path) -> str:
+    """The controller's connection information, once its file is whole: it is written in place."""
+    deadline = time.monotonic() + _CONTROLLER_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            return json.dumps(json.loads(path.read_text()))
+        except (FileNotFoundError, json.JSONDecodeError):
+            time.sleep(_POLL_SECONDS)
+    sys.exit(f"no controller wrote {path} within {_CONTROLLER_SECONDS:g} s")
+
+
+if __name__ == "__main__":
+    main()

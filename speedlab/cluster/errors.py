@@ -1,0 +1,142 @@
+"""What goes wrong on ranks, as one object: RankError names the ranks, merges equal failures and renders itself.
+
+A failure on a rank travels as a RemoteFailure: plain strings, so that the kernel never unpickles an engine's exception.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot do what was asked; the message says what it has, what was asked and what to do."""
+
+
+INTERRUPTED = "KeyboardInterrupt"
+"""Kind of the failure of a rank that was interrupted."""
+DIED = "EngineDied"
+"""Kind of the failure of a rank whose engine's process ended while it worked."""
+
+_MOST_TRACES = 3
+_PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection closed", "connection was aborted")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteFailure:
+    """What one rank raised."""
+
+    kind: str
+    """Name of the exception's class."""
+    message: str
+    traceback: str = ""
+    """Formatted traceback on the rank, the frames of SpeedLab's transport left out."""
+    step: int | None = None
+    """The training step in which it happened, when it was one."""
+    module: str | None = None
+    """The module whose forward raised, when it was one: 'blocks.3.mlp'."""
+
+    @property
+    def follows_another(self) -> bool:
+        """Whether this rank failed because another one did: it was interrupted, or lost a peer."""
+        return self.kind == INTERRUPTED or any(sign in self.message for sign in _PEER_GONE)
+
+    @property
+    def place(self) -> str:
+        """', step 57, in forward of blocks.3.mlp', or less when less is known."""
+        step = f", step {self.step}" if self.step is not None else ""
+        return step + (f", in forward of {self.module}" if self.module else "")
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}" if self.message else self.kind
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RemoteFailure:
+        return cls(**data)
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """'rank 2', 'ranks 0–3', 'ranks 0, 2–3'."""
+    ordered = sorted(set(ranks))
+    spans: list[list[int]] = []
+    for rank in ordered:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
+    return f"rank{'s' if len(ordered) != 1 else ''} {text}"
+
+
+class RankError(RuntimeError):
+    """One or more ranks failed. `by_rank` holds each rank's RemoteFailure, in the order in which they came in.
+
+    str() is short: who, where, what, and what to do next. IPython shows the same with each distinct traceback once.
+    """
+
+    def __init__(self, by_rank: Mapping[int, RemoteFailure], advice: str | None = None) -> None:
+        if not by_rank:
+            raise ValueError("a RankError needs at least one rank's failure")
+        self.by_rank = dict(by_rank)
+        self.advice = advice
+        super().__init__(self.by_rank, advice)
+
+    @property
+    def groups(self) -> list[tuple[list[int], RemoteFailure]]:
+        """(ranks, failure) for each distinct failure; causes first, then what only followed from them."""
+        merged: dict[tuple[Any, ...], tuple[list[int], RemoteFailure]] = {}
+        for rank, failure in self.by_rank.items():
+            key = (failure.kind, failure.message, failure.step, failure.module)
+            merged.setdefault(key, ([], failure))[0].append(rank)
+        groups = [(sorted(ranks), failure) for ranks, failure in merged.values()]
+        return sorted(groups, key=lambda group: group[1].follows_another)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines(traces=False))
+
+    def __repr__(self) -> str:
+        ranks, failure = self.groups[0]
+        return f"<RankError on {name_ranks(ranks)}{failure.place}: {failure}>"
+
+    def _render_traceback_(self) -> list[str]:
+        return self._lines(traces=True)
+
+    def _repr_html_(self) -> str:
+        traces = "".join(
+            f"<details><summary>traceback of {html.escape(name_ranks(ranks))}</summary>"
+            f"<pre>{html.escape(failure.traceback)}</pre></details>"
+            for ranks, failure in self._with_traces()
+        )
+        return f"<pre>{html.escape(str(self))}</pre>{traces}"
+
+    def _lines(self, *, traces: bool) -> list[str]:
+        groups = self.groups
+        shown = [id(failure) for _, failure in self._with_traces()] if traces else []
+        lines: list[str] = []
+        for number, (ranks, failure) in enumerate(groups):
+            same = " (same on each)" if len(ranks) > 1 else ""
+            start = "RankError on " if number == 0 else "  and on "
+            lines.append(f"{start}{name_ranks(ranks)}{same}{failure.place}")
+            if id(failure) in shown:
+                lines += [f"  {line}" for line in failure.traceback.rstrip().splitlines()]
+            else:
+                lines += [f"  {line}" for line in str(failure).splitlines()]
+        return [*lines, f"  {self.advice or self._default_advice()}"]
+
+    def _with_traces(self) -> list[tuple[list[int], RemoteFailure]]:
+        """The groups whose traceback is worth a person's time."""
+        groups = self.groups
+        causes = [group for group in groups if not group[1].follows_another] or groups[:1]
+        return [group for group in causes if group[1].traceback][:_MOST_TRACES]
+
+    def _default_advice(self) -> str:
+        dead = [rank for rank, failure in self.by_rank.items() if failure.kind == DIED]
+        if dead:
+            return f"The other engines keep their state. Bring it back: cluster.restart({dead[0]})"
+        first = self.groups[0][0][0]
+        return f"The engines are idle and keep their state. Look: %%ranks {first}"

@@ -1,0 +1,138 @@
+"""Functions that run in the engines. They import torch and SpeedLab's engine inside their bodies only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+FAILED = "__speedlab_failed__"
+"""Key that marks an answer of `call` as a failure."""
+
+
+def call(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """Run `function` on this rank. Returns its result, or {FAILED: RemoteFailure as a dict} when it raised.
+
+    SIGINT raises KeyboardInterrupt only inside `function`. Elsewhere in the engine it would cut a message in two, and
+    the kernel would wait for the answer for ever.
+    """
+    try:
+        with _interruptible():
+            return function(*arguments, **keywords)
+    except BaseException as error:  # SystemExit, too: a rank that calls exit() must not end its engine.
+        signal.signal(signal.SIGINT, _ignore)
+        return {FAILED: describe(error)}
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, _ignore)
+
+
+def _ignore(number: int, frame: Any) -> None:
+    """SIGINT between two tasks: there is nothing to interrupt."""
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """The fields of a RemoteFailure for an exception of this rank."""
+    return {
+        "kind": type(error).__name__,
+        "message": _message(error),
+        "traceback": _own_frames(error),
+        "step": getattr(error, "speedlab_step", None),
+        "module": getattr(error, "speedlab_module", None),
+    }
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # A user's exception class may fail to print itself; the rest is worth showing.
+        return f"(its message cannot be shown: {type(broken).__name__})"
+
+
+def _own_frames(error: BaseException) -> str:
+    """The formatted traceback without the frames of this file and of the shell around a cell."""
+    trace = traceback.TracebackException.from_exception(error)
+    kept = [frame for frame in trace.stack if not _is_transport(frame.filename)]
+    trace.stack = traceback.StackSummary.from_list(kept)
+    return "".join(trace.format())
+
+
+def _is_transport(filename: str) -> bool:
+    return filename == __file__ or filename.replace(os.sep, "/").endswith("IPython/core/interactiveshell.py")
+
+
+def identify() -> dict[str, int]:
+    """Which rank this engine is, and its process."""
+    return {"rank": int(os.environ["RANK"]), "pid": os.getpid()}
+
+
+def run_cell(code: str) -> str | None:
+    """Run a cell in this engine's namespace. Prints the last expression, as a notebook would, and returns its text."""
+    from IPython.core.getipython import get_ipython
+
+    shell: Any = get_ipython()
+    with _silent_traceback(shell):
+        result = shell.run_cell(code, store_history=False)
+    error = result.error_before_exec or result.error_in_exec
+    if error is not None:
+        raise error
+    if result.result is None or shell.displayhook.quiet():
+        return None
+    formats, _ = shell.display_formatter.format(result.result, include=["text/plain"])
+    text = formats.get("text/plain", repr(result.result))
+    print(text)
+    return text
+
+
+@contextlib.contextmanager
+def _silent_traceback(shell: Any) -> Iterator[None]:
+    """Keep the shell from showing and keeping errors: RankError shows them, and a kept traceback would hold tensors."""
+    shown = shell.showtraceback, shell.showsyntaxerror
+    shell.showtraceback = shell.showsyntaxerror = lambda *arguments, **keywords: None
+    try:
+        yield
+    finally:
+        shell.showtraceback, shell.showsyntaxerror = shown
+        for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+            if hasattr(sys, name):
+                delattr(sys, name)
+
+
+def reset() -> None:
+    """Leave the process group that an interrupt or a death has broken; the next `speedlab.comm.join()` makes one."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        from speedlab import comm
+
+        comm.leave()
+
+
+def preload() -> None:
+    """Import torch; an engine does so before it reports that it is ready."""
+    import torch
+
+    assert torch.__version__
+
+
+def advance(folder: str, model: Any = None) -> str:
+    """Carry out the run's control words and train until it pauses, ends or fails; returns the state it is left in."""
+    from speedlab.engine.trainer import advance as go
+
+    return str(go(folder, model))
+
+
+def generate(folder: str, prompt: str, tokens: int, *, temperature: float = 0.8, seed: int = 0) -> str:
+    """Text that the run's model writes after `prompt`; all ranks work on it."""
+    from speedlab.engine.trainer import generate as go
+
+    return go(folder, prompt, tokens, temperature=temperature, seed=seed)

@@ -1,0 +1,235 @@
+"""Starting processes: a controller with its engines, or one engine anew, until they are ready.
+
+Everything starts at once: the engines import torch, which takes most of the time, while the controller comes up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import ipyparallel
+
+from speedlab.cluster import processes, remote
+from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.home import ClusterState, EngineEntry, Home
+from speedlab.cluster.launchers import DeviceEngineLauncher, DeviceEngineSetLauncher, device_fields
+from speedlab.hardware import Device
+
+START_SECONDS = 90.0
+"""How long engines may take to become ready; only a first start from a cold disk comes near."""
+
+CONTROLLER_ARGUMENTS = [
+    # A new engine joins with the hub's next heartbeat: this is most of what starting takes by default.
+    "--HeartMonitor.period=200",
+    "--HeartMonitor.max_heartmonitor_misses=60",
+    "--ip=127.0.0.1",
+    # Otherwise the host's name, which a client tries to resolve.
+    "--location=127.0.0.1",
+    # Schedulers as threads of one process, not as eight processes.
+    "--usethreads",
+    "--log-level=WARN",
+]
+
+_POLL_SECONDS = 0.02
+_LOG_LINES = 12
+
+log = logging.getLogger("speedlab.cluster.ipyparallel")
+log.setLevel(logging.CRITICAL)  # ipyparallel reports every process that ends, also those we end ourselves.
+
+
+def start_cluster(home: Home, devices: Sequence[Device]) -> tuple[ClusterState, ipyparallel.Client]:
+    """Start a controller and one engine per device; returns when all are ready, torch imported.
+
+    Raises ClusterError with the end of the logs when a process does not come up. Then, and when it is interrupted,
+    nothing is left behind.
+    """
+    token = secrets.token_hex(16)
+    home.create()
+    client = None
+    try:
+        controller_pid, engine_pids = _in_a_loop(lambda: _launch_all(home, devices, token))
+        client = _connect(home, controller_pid, token)
+        engines = _await_engines(home, client, engine_pids, token)
+        state = ClusterState(
+            name=home.name,
+            token=token,
+            controller_pid=controller_pid,
+            started=time.time(),
+            devices=tuple(devices),
+            engines=tuple(engines),
+        )
+        home.write(state)
+        return state, client
+    except BaseException:
+        if client is not None:
+            client.close(linger=0)
+        processes.end(processes.marked(token), patience_seconds=0.0)
+        home.remove()
+        raise
+
+
+def start_engine(home: Home, state: ClusterState, client: ipyparallel.Client, rank: int) -> EngineEntry:
+    """Start the engine of `rank` again; returns when it is ready. Raises ClusterError as `start_cluster` does."""
+
+    async def launch() -> int:
+        # Made inside the coroutine, because a launcher takes hold of the loop that runs.
+        launcher = DeviceEngineLauncher(
+            parent=None,
+            log=log,
+            work_dir=".",
+            profile_dir=str(home.path),
+            cluster_id=home.name,
+            identifier=str(rank),
+            devices=device_fields(state.devices),
+            rendezvous=str(home.rendezvous),
+            environment={processes.TOKEN: state.token},
+            output_file=str(home.log / f"engine-{rank}.log"),
+        )
+        launcher.start()
+        return launcher.pid
+
+    pid = _in_a_loop(launch)
+    try:
+        return _await_engines(home, client, {rank: pid}, state.token)[0]
+    except BaseException:
+        processes.end(tree(pid, state.token), patience_seconds=0.0)
+        raise
+
+
+def connect(home: Home, state: ClusterState) -> ipyparallel.Client:
+    """A client of the running cluster."""
+    return _connect(home, state.controller_pid, state.token)
+
+
+def read_connection(home: Home) -> dict[str, Any]:
+    """What a client has to know to connect: addresses, ports and the key that signs messages."""
+    return json.loads(home.connection_file("client").read_text())
+
+
+def tree(pid: int, token: str) -> list[Any]:
+    """The process `pid`, if it is one of this cluster, and everything it started."""
+    found = [process for process in processes.marked(token) if process.pid == pid]
+    return [*found, *(child for process in found for child in processes.descendants(process))]
+
+
+async def _launch_all(home: Home, devices: Sequence[Device], token: str) -> tuple[int, dict[int, int]]:
+    """Start all processes; returns (pid of the controller, pids of the engines by rank)."""
+    environment = {processes.TOKEN: token}
+    cluster = ipyparallel.Cluster(
+        engines=DeviceEngineSetLauncher,
+        profile_dir=str(home.path),
+        cluster_id=home.name,
+        n=len(devices),
+        delay=0,
+        controller_args=CONTROLLER_ARGUMENTS,
+        send_engines_connection_env=False,
+        shutdown_atexit=False,
+        load_profile=False,
+        parent=None,
+        log=log,
+    )
+    await cluster.start_controller(environment=environment)
+    await cluster.start_engines(
+        len(devices), devices=device_fields(devices), rendezvous=str(home.rendezvous), environment=dict(environment)
+    )
+    # ipyparallel.Cluster.from_file finds the cluster, too. It is written once, and no more when processes end.
+    os.chmod(cluster.cluster_file, 0o600)
+    cluster.cluster_file = ""
+    launchers = cluster.engine_set.launchers  # pyright: ignore[reportOptionalMemberAccess]  # they were just started
+    pid = cluster.controller.pid  # pyright: ignore[reportOptionalMemberAccess]  # likewise
+    return pid, {int(identifier): launcher.pid for identifier, launcher in launchers.items()}
+
+
+def _connect(home: Home, controller_pid: int, token: str) -> ipyparallel.Client:
+    def read() -> dict[str, Any] | None:
+        try:
+            return read_connection(home)
+        except (FileNotFoundError, json.JSONDecodeError):
+            if not processes.is_alive(controller_pid, token):
+                raise ClusterError(
+                    f"the controller of {home.name!r} ended before it was ready\n{_logs(home)}"
+                ) from None
+            return None
+
+    connection = _poll(read, START_SECONDS, lambda: f"the controller of {home.name!r} is not ready\n{_logs(home)}")
+    try:
+        return ipyparallel.Client(connection, profile_dir=str(home.path), timeout=int(START_SECONDS))
+    except TimeoutError:
+        raise ClusterError(f"the controller of {home.name!r} does not answer\n{_logs(home)}") from None
+
+
+def _await_engines(home: Home, client: ipyparallel.Client, pids: dict[int, int], token: str) -> list[EngineEntry]:
+    """Wait until the engine of each of these ranks has answered which rank it is; ipyparallel's numbers do not tell."""
+    known: set[int] = set()
+    tasks: list[Any] = []
+    found: dict[int, EngineEntry] = {}
+
+    def ready() -> list[EngineEntry] | None:
+        for rank, pid in pids.items():
+            if rank not in found and not processes.is_alive(pid, token):
+                raise ClusterError(f"the engine of rank {rank} ended before it was ready\n{_logs(home)}")
+        for engine_id in set(client.ids) - known:
+            known.add(engine_id)
+            if engine_id not in engine_ids_at_start:
+                tasks.append(client[engine_id].apply_async(remote.identify))
+        for task in [task for task in tasks if task.done()]:
+            tasks.remove(task)
+            who = task.get()
+            if pids.get(who["rank"]) == who["pid"]:
+                found[who["rank"]] = EngineEntry(rank=who["rank"], pid=who["pid"], engine_id=task.engine_id)
+        return [found[rank] for rank in sorted(found)] if len(found) == len(pids) else None
+
+    engine_ids_at_start = _busy_elsewhere(home)
+    return _poll(ready, START_SECONDS, lambda: f"only ranks {sorted(found)} of {sorted(pids)} are ready\n{_logs(home)}")
+
+
+def _busy_elsewhere(home: Home) -> set[int]:
+    """Engines that are known already; they may be busy for long, so they are not asked."""
+    state = home.read()
+    return {engine.engine_id for engine in state.engines} if state is not None else set()
+
+
+def _poll(check: Callable[[], Any], seconds: float, what: Callable[[], str]) -> Any:
+    deadline = time.monotonic() + seconds
+    while (answer := check()) is None:
+        if time.monotonic() > deadline:
+            raise ClusterError(f"after {seconds:g} s {what()}")
+        time.sleep(_POLL_SECONDS)
+    return answer
+
+
+def _logs(home: Home) -> str:
+    """The last lines of every log."""
+    parts = []
+    for path in sorted(home.log.glob("*.log")):
+        lines = path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        if lines:
+            parts.append("\n".join([f"{path.name}:", *(f"  {line}" for line in lines)]))
+    return "\n".join(parts) or "(their logs are empty)"
+
+
+def _in_a_loop(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Run a coroutine to its end on a thread of its own: in a notebook this thread already runs a loop."""
+    box: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            box.append(asyncio.run(make()))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="speedlab-start")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return box[0]

@@ -1,0 +1,95 @@
+"""Tasks on the engines: sending them, knowing which are under way, and stopping those."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from speedlab.cluster import processes
+from speedlab.cluster.home import ClusterState, EngineEntry
+
+if TYPE_CHECKING:
+    from ipyparallel import Client
+
+    from speedlab.cluster.results import RankResults
+
+POLL_SECONDS = 0.02
+RESEND_SECONDS = 0.7
+"""Rarely an engine misses a signal: it is sent again while the engine goes on."""
+
+
+class Tasks:
+    """What goes to the engines through one client."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._outstanding: list[RankResults] = []
+
+    def ids(self) -> list[int]:
+        """Engine ids the controller knows."""
+        return self._client.ids
+
+    def reaches(self, engine: EngineEntry) -> bool:
+        return engine.engine_id in self._client.ids
+
+    def send(
+        self, state: ClusterState, ranks: list[int], function: Callable[..., Any], *arguments: Any
+    ) -> dict[int, Any]:
+        """One task for each rank; returns ipyparallel's AsyncResult of each."""
+        client = self._client
+        return {rank: client[state.engines[rank].engine_id].apply_async(function, *arguments) for rank in ranks}
+
+    def watch(self, results: RankResults) -> None:
+        """Count `results` among the outstanding ones until they are done."""
+        self._outstanding.append(results)
+        results.add_done_callback(self._outstanding.remove)
+
+    def abandon(self, reason: str) -> None:
+        """Nothing comes from the engines any more: whoever waits is told why."""
+        for results in list(self._outstanding):
+            results.abandon(reason)
+
+    def under_way(self, state: ClusterState) -> dict[int, set[str]]:
+        """Message ids, by rank, of tasks that ranks work on or have in their queues, whoever sent them."""
+        tasks: dict[int, set[str]] = {}
+        for results in list(self._outstanding):
+            for rank in results.unfinished:
+                tasks.setdefault(rank, set()).add(results.message_ids[rank])
+        queues = self._client.queue_status(verbose=True)
+        own = self._client.session.session
+        for engine in state.engines:
+            queue = queues.get(engine.engine_id, {})
+            # Of our own tasks we know better: the controller hears of their end a little later than we do.
+            others = {task for task in [*queue.get("queue", []), *queue.get("tasks", [])] if not task.startswith(own)}
+            if others:
+                tasks.setdefault(engine.rank, set()).update(others)
+        return tasks
+
+    def stop(self, state: ClusterState, tasks: dict[int, set[str]], timeout_seconds: float) -> set[int]:
+        """Stop `tasks`, and no later ones; returns the ranks that still work on one of them after `timeout_seconds`."""
+        for rank, found in tasks.items():
+            if len(found) > 1:  # Those that have not begun are taken out of the queue.
+                self._client.abort(sorted(found), targets=[state.engines[rank].engine_id], block=False)
+        deadline = time.monotonic() + timeout_seconds
+        signal_at = 0.0
+        still = set(tasks)
+        while still and time.monotonic() < deadline:
+            if time.monotonic() >= signal_at:
+                signal_at = time.monotonic() + RESEND_SECONDS
+                for rank in still:
+                    _send_interrupt(state.engines[rank].pid, state.token)
+            time.sleep(POLL_SECONDS)
+            now = self.under_way(state)
+            still = {rank for rank in still if tasks[rank] & now.get(rank, set()) and self.reaches(state.engines[rank])}
+        return still
+
+
+def _send_interrupt(pid: int, token: str) -> None:
+    if processes.is_alive(pid, token):
+        try:
+            os.kill(pid, signal.SIGINT)
+        except ProcessLookupError:
+            return  # It ended in between.
