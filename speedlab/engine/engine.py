@@ -309,7 +309,13 @@ class Engine:
 
     @contextmanager
     def trace_activations(self) -> Iterator[None]:
-        """Measure the activations of the step inside exactly; it is slower. Later ledgers carry the figure on."""
+        """Measure the activations of the step inside exactly; it is slower. Later ledgers carry the figure on.
+
+        Not with `compile`: a traced step would run uncompiled, and torch would not compile those blocks again.
+        """
+        if self.config.compile:
+            yield
+            return
         known = lambda: known_storages(self.module, self.zero, self.partitioned_optimizer)  # noqa: E731  # read at entry
         with ActivationTrace(known) as trace:
             yield
@@ -321,7 +327,7 @@ class Engine:
             measure_states(self.module, self.zero, self.partitioned_optimizer),
             activations=self._activation_bytes,
             buffers=self._traffic.buffers.take_peak(),
-            reported=self._peak.take(),
+            peak=self._peak.take(),
             outside=self._outside_bytes,
             device=self.world.device,
         )
