@@ -69,13 +69,16 @@ class PeakMemory:
         self._status = Path("/proc/self/status")
         self._can_reset = os.access("/proc/self/clear_refs", os.W_OK)
 
-    def take(self) -> int:
-        """Peak bytes, and start again. CPU: the process's resident set; CUDA: what the allocator reserved."""
+    def take(self) -> tuple[int, int | None]:
+        """(peak bytes reported, peak bytes allocated to tensors), and start again.
+
+        CPU: the process's resident set, and None; CUDA: what the allocator reserved, and what it gave out.
+        """
         if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_reserved(self._device)
+            peak = torch.cuda.max_memory_reserved(self._device), torch.cuda.max_memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             return peak
-        return self._take_resident()
+        return self._take_resident(), None
 
     def _take_resident(self) -> int:
         try:
@@ -139,10 +142,21 @@ def measure_states(module: nn.Module, zero: Zero, optimizer: PartitionedOptimize
 
 
 def make_ledger(
-    states: dict[str, int], *, activations: int, buffers: int, reported: int, outside: int, device: torch.device
+    states: dict[str, int],
+    *,
+    activations: int,
+    buffers: int,
+    peak: tuple[int, int | None],
+    outside: int,
+    device: torch.device,
 ) -> Ledger:
-    """The ledger at the peak of a step: categories that sum to what was reported, with the remainder as other
-    framework memory."""
+    """The ledger at the peak of a step: categories that sum to what was reported, the rest as other framework memory.
+
+    `activations` is the last exact trace; where an allocator counts every byte, its peak gives the better figure.
+    """
+    reported, allocated = peak
+    if allocated is not None:
+        activations = max(0, allocated - sum(states.values()) - buffers)
     if device.type == "cuda":
         free, capacity = torch.cuda.mem_get_info(device)
         outside = max(0, capacity - free - torch.cuda.memory_reserved(device))

@@ -99,6 +99,8 @@ class Trainer:
     def advance(self) -> RunState:
         """Carry out control words and train until the run pauses, ends or fails. All ranks return the same state."""
         self.writer = RecordWriter(self.folder, self.world.rank, stream_hz=self.config.telemetry.stream_hz)
+        # A client may have given up on words after a failure; they must not be carried out late.
+        self.last_command = max(self.last_command, self.folder.read_status().command)
         try:
             with self._interruption:
                 if not self._started:
@@ -123,7 +125,7 @@ class Trainer:
         engine.train()
         rows_of = self._rows_of(self.train_rows, step)
         every = self.config.telemetry.trace_every_steps
-        traced = self._trace_next or bool(every and step % every == 0)
+        traced = not self.config.compile and (self._trace_next or bool(every and step % every == 0))
         self._trace_next = False
         with engine.trace_activations() if traced else nullcontext():
             for index in range(self.batch.accumulation):
