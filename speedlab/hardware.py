@@ -1,11 +1,17 @@
-"""What this machine has: GPUs by UUID through NVML, CPU cores with their memory, and what each computes fast. No torch."""
+"""What this machine has: GPUs through NVML, CPU cores with their memory, and what each computes fast. No torch."""
 
 from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+CGROUP = Path("/sys/fs/cgroup")
+"""Where a container finds the limits of its control group (version 2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +36,12 @@ class Device:
     """'bfloat16' where the device multiplies it faster than float32, else 'float32'."""
 
 
+# CPU cores
+
+
 @functools.cache
 def cpu_flags() -> frozenset[str]:
+    """Instruction sets of the first core, as Linux names them; empty where it cannot be known."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -48,42 +58,55 @@ def cpu_fast_dtype() -> str:
 
 
 def available_cores() -> tuple[int, ...]:
-    """The cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
+    """The cores this process may run on: those of its affinity, and no more than its control group may keep busy."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return tuple(cores[: _core_quota() or len(cores)])
+
+
+def _core_quota() -> int | None:
+    """Cores' worth of time that the control group grants, rounded up; None where it grants all."""
+    try:
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+    except (OSError, ValueError):  # No control group, or one without a CPU limit.
+        return None
+    return None if quota == "max" else max(1, -(-int(quota) // int(period)))
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(total, available) bytes of memory this process may use: the machine's, or its control group's if that is less."""
+    """(total, available) bytes of memory for this process: the machine's, or its control group's if that is less."""
     import psutil
 
     memory = psutil.virtual_memory()
-    total, available = memory.total, memory.available
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used = int((CGROUP / "memory.current").read_text())
+        statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
-        return total, available
-    if limit.isdigit() and int(limit) < total:
-        total = int(limit)
-        available = min(available, total - used)
-    return total, available
+        return memory.total, memory.available
+    if limit == "max" or int(limit) >= memory.total:
+        return memory.total, memory.available
+    # File pages that nobody has used for a while count as used, but make room at once when something is allocated.
+    used -= int(statistics.get("inactive_file", 0))
+    return int(limit), max(0, min(memory.available, int(limit) - used))
 
 
 def cpu_devices(count: int) -> list[Device]:
-    """`count` devices that share this machine's cores evenly; neighbours share a core when there are more than cores."""
+    """`count` devices with equally many of this machine's cores, in order; they share cores when there are too few.
+
+    Raises ValueError when `count` is below 1.
+    """
+    if count < 1:
+        raise ValueError(f"{count} CPU devices cannot be made; ask for 1 or more")
     cores = available_cores()
     total, available = memory_bytes()
     share = max(1, len(cores) // count)
     devices = []
     for i in range(count):
-        mine = tuple(cores[(i * share + j) % len(cores)] for j in range(share))
-        label = f"{mine[0]}" if len(mine) == 1 else f"{mine[0]}-{mine[-1]}"
+        mine = _share_of(cores, i, share)
         devices.append(
             Device(
                 kind="cpu",
-                name=f"cpu {label}",
+                name=f"cpu {_ranges(mine)}",
                 uuid="",
                 cores=mine,
                 threads=share,
@@ -95,45 +118,102 @@ def cpu_devices(count: int) -> list[Device]:
     return devices
 
 
+def _share_of(cores: Sequence[int], index: int, share: int) -> tuple[int, ...]:
+    return tuple(cores[(index * share + j) % len(cores)] for j in range(share))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """'0-3,8' for 0, 1, 2, 3, 8."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{part[0]}" if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+# GPUs
+
+
 def cuda_devices() -> list[Device]:
-    """The GPUs that NVML and CUDA_VISIBLE_DEVICES show, the one with most free memory first; [] where there are none."""
+    """The GPUs that NVML and CUDA_VISIBLE_DEVICES show, the one with most free memory first; [] where there are none.
+
+    A GPU that is cut into MIG instances counts as its instances. Warns when there is a driver that does not answer.
+    """
     import pynvml
 
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    except pynvml.NVMLError as error:
+        code = error.value  # pyright: ignore[reportAttributeAccessIssue]  # set in NVMLError.__new__
+        if code in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
+            return []
+        warnings.warn(f"NVML does not start ({error}): engines will run on CPU cores", RuntimeWarning, stacklevel=2)
         return []
     try:
-        devices = [_cuda_device(pynvml, i) for i in range(pynvml.nvmlDeviceGetCount())]
+        found = [_described(pynvml, i) for i in range(pynvml.nvmlDeviceGetCount())]
     finally:
         pynvml.nvmlShutdown()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        wanted = [entry.strip() for entry in visible.split(",") if entry.strip()]
-        devices = [d for i, d in enumerate(devices) if str(i) in wanted or any(d.uuid.startswith(w) for w in wanted)]
+    devices = sorted(_visible(found, os.environ.get("CUDA_VISIBLE_DEVICES")), key=lambda device: -device.free_bytes)
     cores = available_cores()
     share = max(1, len(cores) // max(1, len(devices)))
-    bound = []
-    for i, device in enumerate(sorted(devices, key=lambda d: -d.free_bytes)):
-        mine = tuple(cores[(i * share + j) % len(cores)] for j in range(share))
-        bound.append(Device(**{**device.__dict__, "cores": mine, "threads": share}))
-    return bound
+    return [replace(device, cores=_share_of(cores, i, share), threads=share) for i, device in enumerate(devices)]
 
 
-def _cuda_device(pynvml, index: int) -> Device:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    major, _ = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return Device(
-        kind="cuda",
-        name=_text(pynvml.nvmlDeviceGetName(handle)),
-        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-        cores=(),
-        threads=1,
-        capacity_bytes=int(memory.total),
-        free_bytes=int(memory.free),
-        fast_dtype="bfloat16" if major >= 8 else "float32",
-    )
+def _described(pynvml: Any, index: int) -> list[Device]:
+    """The GPU with this index, or its MIG instances."""
+    gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
+    major, _ = pynvml.nvmlDeviceGetCudaComputeCapability(gpu)
+    handles = _mig_instances(pynvml, gpu) or [gpu]
+    devices = []
+    for handle in handles:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        devices.append(
+            Device(
+                kind="cuda",
+                name=_text(pynvml.nvmlDeviceGetName(handle)),
+                uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
+                cores=(),
+                threads=1,
+                capacity_bytes=int(memory.total),
+                free_bytes=int(memory.free),
+                fast_dtype="bfloat16" if major >= 8 else "float32",
+            )
+        )
+    return devices
+
+
+def _mig_instances(pynvml: Any, gpu: Any) -> list[Any]:
+    try:
+        current, _ = pynvml.nvmlDeviceGetMigMode(gpu)
+    except pynvml.NVMLError_NotSupported:  # Most GPUs cannot be cut.
+        return []
+    if current != pynvml.NVML_DEVICE_MIG_ENABLE:
+        return []
+    instances = []
+    for i in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+        try:
+            instances.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, i))
+        except pynvml.NVMLError_NotFound:  # A place that no instance takes.
+            continue
+    return instances
+
+
+def _visible(found: list[list[Device]], variable: str | None) -> list[Device]:
+    """What CUDA shows of `found`, a list for each GPU: by number or start of a UUID, up to the first unknown one."""
+    if variable is None:
+        return [device for gpu in found for device in gpu]
+    devices: list[Device] = []
+    for entry in (part.strip() for part in variable.split(",")):
+        if entry.isdecimal():
+            named = found[int(entry)] if int(entry) < len(found) else []
+        else:
+            named = [device for gpu in found for device in gpu if entry and device.uuid.startswith(entry)]
+        if not named:
+            break
+        devices += [device for device in named if device not in devices]
+    return devices
 
 
 def _text(value: str | bytes) -> str:

@@ -1,4 +1,4 @@
-"""Pure rank arithmetic: the grid `pp × dp × tp`, its peers, and who owns which part of a flat. No torch, no processes."""
+"""Pure rank arithmetic: the grid `pp × dp × tp`, its peers, who owns which part of a flat. No torch, no processes."""
 
 from __future__ import annotations
 

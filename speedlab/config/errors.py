@@ -39,6 +39,8 @@ def unknown_key(key: str, own: Collection[str], inner: Mapping[str, Sequence[str
     near: Sequence[str] = ()
     if key in FOREIGN_KEYS and FOREIGN_KEYS[key].partition(".")[0] in own:
         near = [FOREIGN_KEYS[key]]
+    elif (leaf := FOREIGN_KEYS.get(key, "").rpartition(".")[2]) in own:
+        near = [leaf]
     elif key in inner:
         near = inner[key]
     elif close := difflib.get_close_matches(key, own, n=1, cutoff=0.6):

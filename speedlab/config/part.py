@@ -38,7 +38,11 @@ class Part(BaseModel):
                 problems.append(f"{key} is {str(value).lower()}, but it is not a yes-or-no field")
         if problems:
             raise ValueError("\n".join(problems))
-        return data
+        # A part inside is made from keywords, which are text; YAML and Python allow any key.
+        return {
+            key: {str(inner): item for inner, item in value.items()} if isinstance(value, Mapping) else value
+            for key, value in data.items()
+        }
 
     @classmethod
     def part_of(cls, name: str) -> type[Part] | None:

@@ -79,5 +79,5 @@ def _annotated(part: Part, indent: str) -> list[str]:
                 lines.append("")
             # JSON's way to write a value is YAML's too, and keeps it on one line.
             line = f"{indent}{'' if name in kept else '# '}{name}: {json.dumps(value, ensure_ascii=False)}"
-            lines.append(f"{line:<{_COMMENT_COLUMN}}# {description}")
+            lines.append(f"{line:<{_COMMENT_COLUMN - 1}} # {description}")
     return lines
