@@ -153,9 +153,10 @@ class Cluster:
 
         1. Take tasks that have not begun out of the queues.
         2. Send SIGINT, look, and send it again to a rank that still works on what it worked on before.
-        3. Let the ranks leave their process group: a collective that was cut off makes it unusable.
+        3. Cut the connections to the other ranks of one that does not come back: it waits for a peer.
+        4. Let the ranks leave their process group: a collective that was cut off makes it unusable.
 
-        A rank that is missing in the answer is inside a long native call, or frozen; `restart(rank)` ends it.
+        A rank that is missing in the answer is inside a long native call or frozen; `restart(rank)` ends it.
         """
         with self._interrupting:
             now = self._now()

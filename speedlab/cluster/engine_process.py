@@ -1,6 +1,6 @@
 """The process of one engine: `python -m speedlab.cluster.engine_process`, started by the launchers.
 
-1. Bind to the device's CPU cores, before anything starts threads.
+1. Bind to the device's CPU cores, and start the thread of `wires.py`, before anything else starts threads.
 2. Import torch, while the controller is still starting.
 3. Take the controller's address from its file, and become an ipyparallel engine.
 """
@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from speedlab.cluster import remote
+from speedlab.cluster import remote, wires
 
 _CONTROLLER_SECONDS = 60.0
 _POLL_SECONDS = 0.02
@@ -22,6 +22,7 @@ _POLL_SECONDS = 0.02
 def main() -> None:
     """Run the engine until it is told to stop."""
     bind_to_cores()
+    wires.start_cutter()
     remote.preload()
     if not os.environ.get("IPP_CONNECTION_INFO"):
         os.environ["IPP_CONNECTION_INFO"] = wait_for_controller(

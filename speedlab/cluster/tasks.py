@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from speedlab.cluster import processes
 from speedlab.cluster.home import ClusterState, EngineEntry
+from speedlab.cluster.wires import CUT_SIGNAL
 
 if TYPE_CHECKING:
     from ipyparallel import Client
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.02
 RESEND_SECONDS = 0.7
 """Rarely an engine misses a signal: it is sent again while the engine goes on."""
+CUT_SECONDS = 1.4
+"""A rank that has not stopped by then waits for a peer in native code, most likely: its connections are cut. A trainer
+needs up to 1.2 s to end its step cleanly."""
 
 
 class Tasks:
@@ -73,23 +77,29 @@ class Tasks:
         for rank, found in tasks.items():
             if len(found) > 1:  # Those that have not begun are taken out of the queue.
                 self._client.abort(sorted(found), targets=[state.engines[rank].engine_id], block=False)
-        deadline = time.monotonic() + timeout_seconds
-        signal_at = 0.0
+        start = time.monotonic()
+        deadline = start + timeout_seconds
+        signal_at = start
+        cut_at = start + min(CUT_SECONDS, 0.7 * timeout_seconds)
         still = set(tasks)
         while still and time.monotonic() < deadline:
             if time.monotonic() >= signal_at:
                 signal_at = time.monotonic() + RESEND_SECONDS
-                for rank in still:
-                    _send_interrupt(state.engines[rank].pid, state.token)
+                _signal(state, still, signal.SIGINT)
+            if time.monotonic() >= cut_at:
+                cut_at = time.monotonic() + RESEND_SECONDS
+                _signal(state, still, CUT_SIGNAL)
             time.sleep(POLL_SECONDS)
             now = self.under_way(state)
             still = {rank for rank in still if tasks[rank] & now.get(rank, set()) and self.reaches(state.engines[rank])}
         return still
 
 
-def _send_interrupt(pid: int, token: str) -> None:
-    if processes.is_alive(pid, token):
-        try:
-            os.kill(pid, signal.SIGINT)
-        except ProcessLookupError:
-            return  # It ended in between.
+def _signal(state: ClusterState, ranks: set[int], number: signal.Signals) -> None:
+    for rank in ranks:
+        pid = state.engines[rank].pid
+        if processes.is_alive(pid, state.token):
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue  # It ended in between.

@@ -1,0 +1,81 @@
+"""Cutting the connections between ranks, so that a rank that waits in native code for a peer comes back to Python.
+
+A rank in a collective whose peer never comes waits inside gloo or NCCL for the group's timeout of minutes. SIGINT is only
+noticed afterwards, and gloo can neither be asked to stop. What releases it is the end of the connection, so:
+
+1. The engine blocks SIGUSR2 in all threads but one, which does nothing but wait for it.
+2. `Cluster.interrupt` sends SIGUSR2 to a rank that did not come back on SIGINT.
+3. That thread shuts down the TCP connections to processes of the same cluster's other ranks, and aborts NCCL's. The wait
+   raises, and the interrupt that is due with it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+
+CUT_SIGNAL = signal.SIGUSR2
+
+log = logging.getLogger("speedlab.cluster")
+
+
+def start_cutter() -> None:
+    """Start the thread that waits for CUT_SIGNAL. Call it before any other thread starts: they inherit the mask."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {CUT_SIGNAL})
+    threading.Thread(target=_cut_when_told, name="speedlab-cutter", daemon=True).start()
+
+
+def _cut_when_told() -> None:
+    while True:
+        signal.sigwait({CUT_SIGNAL})
+        try:
+            cut()
+        except (OSError, psutil.Error, RuntimeError, ValueError) as error:
+            # The thread must outlive it: the cluster sends the signal again while the rank does not come back.
+            log.warning("connections to the other ranks could not be cut: %s", error)
+
+
+def cut() -> int:
+    """End this process's connections to the other ranks; returns how many."""
+    _abort_nccl()
+    others = _addresses_of_others()
+    count = 0
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr and tuple(connection.raddr) in others:
+            # A duplicate, so that the number stays the owner's to close.
+            with socket.socket(fileno=os.dup(connection.fd)) as end:
+                end.shutdown(socket.SHUT_RDWR)
+            count += 1
+    return count
+
+
+def _addresses_of_others() -> set[tuple[str, int]]:
+    """Local ends of the TCP connections of the other ranks' processes."""
+    state = json.loads((Path(os.environ["SPEEDLAB_RENDEZVOUS"]).parent / "cluster.json").read_text())
+    addresses: set[tuple[str, int]] = set()
+    for engine in state["engines"]:
+        if engine["pid"] == os.getpid():
+            continue
+        try:
+            connections = psutil.Process(engine["pid"]).net_connections("tcp")
+        except psutil.NoSuchProcess:
+            continue  # Its ends are closed already.
+        addresses.update(tuple(connection.laddr) for connection in connections if connection.raddr)
+    return addresses
+
+
+def _abort_nccl() -> None:
+    """NCCL's ranks talk through shared memory and NVLink, too, but it can be asked to stop."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    if "nccl" in distributed.get_backend_config():
+        distributed.distributed_c10d._abort_process_group()
