@@ -1,0 +1,288 @@
+"""Imports run one way: ARCHITECTURE.md's table of rooms, read and held against every import statement.
+
+An import inside a function counts like one at the top: a room that may not know another may not know it lazily either.
+What is only for the type checker (`if TYPE_CHECKING:`) does not run and does not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+import speedlab
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "speedlab": ROOT / "speedlab",
+    "cuda_ops": ROOT / "cuda_ops",
+    "speedlab_notebook": ROOT / "extension/speedlab_notebook",
+}
+
+BASE = frozenset({"config", "layout", "hardware"})
+EVERYTHING = BASE | {"telemetry", "planner", "cluster", "data", "models", "comm", "parallel", "engine", "cuda_ops"}
+MAY_IMPORT: dict[str, frozenset[str]] = {
+    "layout": frozenset(),
+    "hardware": frozenset(),
+    "config": frozenset({"layout"}),
+    "telemetry": BASE,
+    "planner": BASE,
+    "cluster": BASE | {"telemetry", "planner", "data"},
+    "data": frozenset({"config"}),
+    "models": frozenset({"config"}),
+    "comm": frozenset({"layout"}),
+    "parallel": frozenset({"comm", "layout"}),
+    "engine": BASE | {"parallel", "comm", "models", "data", "telemetry", "planner"},
+    "bench": EVERYTHING,
+    "cli": EVERYTHING | {"bench"},
+    "cuda_ops": frozenset(),
+    "speedlab_notebook": BASE | {"cluster", "planner", "telemetry"},
+}
+"""The room of a module -> the rooms it may import. ARCHITECTURE.md says the same in words."""
+
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("speedlab", "speedlab_notebook"): "load_ipython_extension: `%load_ext speedlab` finds the notebook's package",
+    ("speedlab.cluster.remote", "engine"): "these functions run in the engines, not in the kernel",
+    ("speedlab.cluster.remote", "comm"): "these functions run in the engines, not in the kernel",
+    ("speedlab.cluster.remote", "parallel"): "these functions run in the engines, not in the kernel",
+    ("speedlab.cluster.remote", "models"): "these functions run in the engines, not in the kernel",
+    ("speedlab.cluster.remote", "torch"): "these functions run in the engines, not in the kernel",
+}
+"""(module, room or package) -> why it may import that inside a function, and only there."""
+
+JUPYTER = frozenset(
+    {
+        "IPython",
+        "ipywidgets",
+        "anywidget",
+        "jupyterlab",
+        "ipykernel",
+        "ipyparallel",
+        "nbclient",
+        "nbformat",
+        "nbconvert",
+    }
+)
+FOREIGN: dict[str, frozenset[str]] = {
+    "cluster": frozenset(
+        {"ipyparallel", "IPython"}
+    ),  # IPython: the folder of ipyparallel's profiles, the engines' shell
+    "cli": frozenset({"nbclient", "nbformat"}),
+    "speedlab_notebook": frozenset({"IPython", "ipywidgets", "anywidget"}),
+}
+"""Rooms that may import something of Jupyter's, and what; the others may import nothing of it."""
+WITHOUT_TORCH = frozenset(
+    {"layout", "hardware", "config", "telemetry", "planner", "cluster", "data", "cli", "speedlab_notebook"}
+)
+"""Rooms that kernels and terminals import: there, torch would start CUDA and cost seconds."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module: who imports it, at which line, and whether inside a function."""
+
+    module: str
+    target: str
+    line: int
+    inside_function: bool
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} imports {self.target}"
+
+
+def imports_of(source: str, module: str, *, is_package: bool) -> Iterator[Import]:
+    """Every import in `source` by its full dotted name; `from a import b` counts as `a.b`."""
+
+    def visit(node: ast.AST, inside: bool) -> Iterator[Import]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for child in node.orelse:
+                yield from visit(child, inside)
+            return
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(module, alias.name, node.lineno, inside)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")[: len(module.split(".")) - node.level + is_package]
+                base = ".".join(filter(None, (*parents, base)))
+            for alias in node.names:
+                yield Import(module, f"{base}.{alias.name}", node.lineno, inside)
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("importlib.import_module", "import_module", "__import__")
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            yield Import(module, str(node.args[0].value), node.lineno, inside)
+        inner = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, inner)
+
+    yield from visit(ast.parse(source), False)
+
+
+def room(module: str) -> str:
+    """'telemetry' for speedlab.telemetry.feed; 'speedlab' for the package itself; the package's name elsewhere."""
+    parts = module.split(".")
+    return parts[0] if parts[0] != "speedlab" or len(parts) == 1 else parts[1]
+
+
+def room_of_target(target: str) -> str:
+    """As room(), but `from speedlab import RunConfig` counts as the room where that public name lives."""
+    name = room(target)
+    home = speedlab._HOMES.get(name) if target.startswith("speedlab.") else None
+    if home:
+        return room(home)
+    return "speedlab" if target.startswith("speedlab.") and name not in MAY_IMPORT else name
+
+
+def all_imports() -> list[Import]:
+    found = []
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            relative = path.relative_to(folder).with_suffix("")
+            parts = [package, *relative.parts]
+            is_package = parts[-1] == "__init__"
+            module = ".".join(parts[:-1] if is_package else parts)
+            found += imports_of(path.read_text(encoding="utf-8"), module, is_package=is_package)
+    return found
+
+
+def fault(item: Import) -> str | None:
+    """Why this import is against the table; None when it is not."""
+    mine, theirs = room(item.module), room_of_target(item.target)
+    if item.inside_function and (item.module, theirs) in EXCEPTIONS:
+        return None
+    if theirs in JUPYTER:
+        return None if theirs in FOREIGN.get(mine, ()) else f"{mine} imports nothing of Jupyter's"
+    if theirs == "torch":
+        return f"{mine} is imported by kernels and terminals" if mine in WITHOUT_TORCH else None
+    if mine not in {*MAY_IMPORT, "speedlab"}:
+        return f"{mine} is no room of ARCHITECTURE.md"
+    if theirs not in MAY_IMPORT or theirs == mine:
+        return None
+    if mine == "speedlab":
+        return f"speedlab itself imports {theirs}"
+    allowed = MAY_IMPORT[mine]
+    return None if theirs in allowed else f"{mine} may import {', '.join(sorted(allowed)) or 'nothing of ours'}"
+
+
+def test_every_import_follows_the_table_of_rooms() -> None:
+    faults = [f"{item}: {why}" for item in all_imports() if (why := fault(item))]
+    assert not faults, "\n".join(faults)
+
+
+def test_every_module_is_in_a_room() -> None:
+    modules = {item.module for item in all_imports()}
+    assert {room(module) for module in modules} <= {*MAY_IMPORT, "speedlab"}
+
+
+def test_architecture_has_the_same_table() -> None:
+    table = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").partition("## Rooms")[2].partition("\n## ")[0]
+    written: dict[str, set[str]] = {}
+    for row in (line.split("|") for line in table.splitlines() if line.startswith("| `")):
+        named = set(re.findall(r"[a-z_]+", row[3])) & set(MAY_IMPORT)
+        for name in re.findall(r"`([^`]+)`", row[1]):
+            written[Path(name.rstrip("/")).stem] = set(EVERYTHING) if "everything" in row[3] else named
+    written |= {"config": {"layout"}, "layout": set(), "hardware": set()}  # One row of words: "config → layout".
+    written["cli"] |= {"bench"}
+    assert written == {name: set(rooms) for name, rooms in MAY_IMPORT.items()}
+
+
+def test_no_two_rooms_import_each_other() -> None:
+    order: list[str] = []
+    left = dict(MAY_IMPORT)
+    while left:
+        free = [name for name, needs in left.items() if not needs - set(order)]
+        assert free, f"a circle among {sorted(left)}"
+        order += free
+        left = {name: needs for name, needs in left.items() if name not in free}
+
+
+def test_everything_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    texts = [*project["dependencies"], *(text for extra in project["optional-dependencies"].values() for text in extra)]
+    declared = {re.split(r"[<>=\[~! ]", text)[0].lower().replace("_", "-") for text in texts}
+    distributions = packages_distributions()
+    undeclared = set()
+    for item in all_imports():
+        top = item.target.partition(".")[0]
+        if top in sys.stdlib_module_names or top in PACKAGES or top in UNDECLARED:
+            continue
+        if not declared & {name.lower().replace("_", "-") for name in distributions.get(top, [top])}:
+            undeclared.add(f"{item}")
+    assert not undeclared, "\n".join(sorted(undeclared))
+
+
+UNDECLARED = {
+    "IPython": "comes with ipykernel, and there is no notebook without it",
+    "traitlets": "comes with ipyparallel and ipywidgets, whose classes are subclassed",
+    "jupyter_client": "comes with ipykernel",
+    "nbformat": "comes with nbclient",
+    "deepspeed": "a peer in benchmarks, where a person has it installed",
+}
+"""Third-party packages that may be imported although pyproject.toml does not name them, and why."""
+
+
+@pytest.mark.parametrize(
+    "module", ["speedlab", "speedlab.cli", "speedlab.config", "speedlab.cluster", "speedlab.telemetry"]
+)
+def test_what_a_kernel_imports_starts_no_torch(module) -> None:
+    code = (
+        f"import sys, {module}; print(*sorted({{'torch', 'numba', 'transformers', 'tensorflow'}} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == []
+
+
+# The judge itself
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("speedlab.layout", "import torch", "layout is imported by kernels and terminals"),
+        ("speedlab.layout", "from speedlab.config import RunConfig", "layout may import nothing of ours"),
+        ("speedlab.comm.group", "from speedlab import RunConfig", "comm may import layout"),
+        ("speedlab.comm.group", "def f():\n    from ..engine import x", "comm may import layout"),
+        ("speedlab.engine.step", "from speedlab.cluster.run import Run", "engine may import "),
+        ("speedlab.engine.step", "import importlib; importlib.import_module('speedlab.cluster')", "engine may import "),
+        ("speedlab.engine.step", "import IPython.display", "engine imports nothing of Jupyter's"),
+        ("speedlab.telemetry.feed", "import ipyparallel", "telemetry imports nothing of Jupyter's"),
+        ("speedlab.cluster.run", "def f():\n    import torch", "cluster is imported by kernels and terminals"),
+        ("speedlab.cluster.remote", "import torch", "cluster is imported by kernels and terminals"),
+        ("speedlab.cluster.remote", "from speedlab.engine import x", "cluster may import "),
+        ("speedlab", "import speedlab_notebook", "speedlab itself imports speedlab_notebook"),
+        ("cuda_ops.adam", "from speedlab import layout", "cuda_ops may import nothing of ours"),
+        ("speedlab_notebook.panel", "from speedlab.engine import initialize", "speedlab_notebook may import "),
+        ("speedlab_notebook.panel", "import torch.distributed", "speedlab_notebook is imported by kernels"),
+        ("speedlab.cellar.wine", "import speedlab.layout", "cellar is no room"),
+    ],
+)
+def test_imports_against_the_table_are_found(module, source, complaint) -> None:
+    faults = [why for item in imports_of(source, module, is_package=False) if (why := fault(item))]
+    assert len(faults) == 1
+    assert faults[0].startswith(complaint)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("speedlab.cluster.remote", "def f():\n    import torch\n    from speedlab.engine import initialize"),
+        ("speedlab.cluster.run", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+        ("speedlab.telemetry.feed", "from .folder import RunFolder\nfrom speedlab.layout import Layout"),
+        ("speedlab", "def load():\n    import speedlab_notebook"),
+        ("speedlab.engine.step", "import torch, json\nfrom speedlab import config, parallel"),
+    ],
+)
+def test_imports_that_follow_the_table_are_not(module, source) -> None:
+    assert not [why for item in imports_of(source, module, is_package=False) if (why := fault(item))]
