@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ranks.pool import Pool
 
+if TYPE_CHECKING:
+    from ranks.loops import Case, Tolerance, Trajectory
+
+PoolOf = Callable[[int], Pool]
+Check = Callable[..., None]
+"""`check(pool, cases, allowed, timeout=…)`: see the fixture."""
+
 
 @pytest.fixture(scope="session")
-def pool_of() -> Iterator[Callable[[int], Pool]]:
+def pool_of() -> Iterator[PoolOf]:
     """The pool of so many ranks."""
     pools: dict[int, Pool] = {}
 
@@ -25,12 +34,49 @@ def pool_of() -> Iterator[Callable[[int], Pool]]:
 
 
 @pytest.fixture(params=[1, 2, 4], ids=lambda size: f"dp{size}")
-def ranks(request: pytest.FixtureRequest, pool_of: Callable[[int], Pool]) -> Pool:
+def ranks(request: pytest.FixtureRequest, pool_of: PoolOf) -> Pool:
     """Pools of 1, 2 and 4 ranks in turn; `@pytest.mark.parametrize("ranks", [2], indirect=True)` chooses others."""
     return pool_of(request.param)
 
 
 @pytest.fixture
-def two(pool_of: Callable[[int], Pool]) -> Pool:
+def two(pool_of: PoolOf) -> Pool:
     """The pool of two ranks."""
     return pool_of(2)
+
+
+@pytest.fixture(scope="session")
+def plain(pool_of: PoolOf) -> Callable[[Case, int], Trajectory]:
+    """The plain loop's result for a case and so many ranks' data, computed once, in a process set up as the ranks are.
+
+    (With other thread counts matrix kernels of low precision round elsewhere.)
+    """
+    from ranks.loops import train_plain
+
+    known: dict[tuple[Case, int], Trajectory] = {}
+
+    def of(case: Case, dp: int) -> Trajectory:
+        # What only the engine knows makes no difference here.
+        key = replace(case, stage=0, checkpointing="none", bucket_bytes=1), dp
+        if key not in known:
+            known[key] = pool_of(1).run(train_plain, *key)[0]
+        return known[key]
+
+    return of
+
+
+@pytest.fixture
+def check(plain: Callable[[Case, int], Trajectory]) -> Check:
+    """Train all cases in one call and compare; fails with a line for each thing that is wrong in each case."""
+    from ranks.loops import problems, train_cases
+
+    def run(ranks: Pool, cases: list[Case], allowed: Tolerance, timeout: float = 90.0) -> None:
+        by_rank = ranks.run(train_cases, cases, timeout=timeout)
+        wrong = [
+            f"[{case}] {problem}"
+            for case, *paths in zip(cases, *by_rank, strict=True)
+            for problem in problems(paths, plain(case, ranks.size), allowed)
+        ]
+        assert not wrong, f"{len(wrong)} differences at dp {ranks.size}:\n" + "\n".join(wrong)
+
+    return run

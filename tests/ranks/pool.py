@@ -1,9 +1,9 @@
 """Persistent rank processes for tests: spawned once for a world size, joined through gloo, then given functions to run.
 
-1. Processes are spawned; each limits its threads, and only then imports torch and joins a group through a file store.
+1. Processes are spawned; each limits its threads, then imports torch and joins a group through a file store.
 2. `run` sends a function by reference to every rank and returns the results by rank.
-3. When a rank raises, it leaves the group at once, so that its peers' collectives fail instead of waiting; when all have
-   answered, a new group is made in a new store and the processes go on.
+3. When a rank raises, it leaves the group at once, so that its peers' collectives fail instead of waiting; when all
+   have answered, a new group is made in a new store and the processes go on.
 4. When a rank hangs or dies, the stacks of all are taken, the processes are killed and new ones are spawned.
 
 This module must not import torch: workers import it before their thread limits stand.
@@ -78,7 +78,7 @@ def _is_consequence(failure: Failure) -> bool:
 
 
 class Pool:
-    """`size` rank processes. Use `run`; `close` ends them."""
+    """`size` rank processes, started by the first `run`; `close` ends them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -86,7 +86,6 @@ class Pool:
         self._generation = 0
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
-        self._spawn()
 
     @property
     def pids(self) -> list[int]:
@@ -98,21 +97,24 @@ class Pool:
         Raises RanksFailed when it raised on any rank, RanksHung after `timeout` seconds. The pool is usable afterwards.
         """
         name = getattr(function, "__qualname__", repr(function))
-        payload = pickle.dumps((function, args, kwargs))
-        for connection in self._connections:
-            connection.send_bytes(payload)
-        replies = self._collect(name, timeout)
+        if not self._processes:
+            self._spawn()
+        replies = self._ask(name, timeout, function, *args, **kwargs)
         failures = {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}
         if not failures:
             return [replies[rank] for rank in range(self.size)]
         missing = sorted(set(range(self.size)) - replies.keys())
         if missing:
             note = f"; rank {', '.join(map(str, missing))} was still busy {GRACE_SECONDS:.0f} s later and was killed"
-            note += self._kill()
-            self._spawn()
-            raise RanksFailed(name, failures, note)
-        self._new_group()
+            raise RanksFailed(name, failures, note + self._kill())
+        self.new_group()
         raise RanksFailed(name, failures)
+
+    def new_group(self) -> None:
+        """Let all ranks leave their group and make a new one; for functions that leave it themselves."""
+        replies = self._ask("joining a new group", START_TIMEOUT_SECONDS, _join, self._next_store())
+        if any(isinstance(reply, Failure) for reply in replies.values()):
+            self._kill(stacks=False)
 
     def close(self) -> None:
         """End the processes and remove the stores."""
@@ -129,7 +131,6 @@ class Pool:
     def _spawn(self) -> None:
         context = multiprocessing.get_context("spawn")
         store = self._next_store()
-        self._processes, self._connections = [], []
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -148,14 +149,13 @@ class Pool:
             self._kill(stacks=False)
             raise RanksFailed("starting the pool", failures)
 
-    def _new_group(self) -> None:
-        payload = pickle.dumps((_join, (self._next_store(),), {}))
+    def _ask(
+        self, name: str, timeout: float, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> dict[int, Any]:
+        payload = pickle.dumps((function, args, kwargs))
         for connection in self._connections:
             connection.send_bytes(payload)
-        replies = self._collect("joining a new group", START_TIMEOUT_SECONDS)
-        if any(isinstance(reply, Failure) for reply in replies.values()):
-            self._kill(stacks=False)
-            self._spawn()
+        return self._collect(name, timeout)
 
     def _collect(self, name: str, timeout: float) -> dict[int, Any]:
         """Replies by rank; ends early, without those missing, `GRACE_SECONDS` after a failure. Raises RanksHung."""
@@ -168,28 +168,25 @@ class Pool:
             if not ready and failed:
                 return replies
             if not ready:
-                self._give_up(f"{name} did not return in {timeout:.0f} s on rank {sorted(open_ranks.values())}")
+                raise self._given_up(f"{name} did not return in {timeout:.0f} s on rank {sorted(open_ranks.values())}")
             for connection in ready:
                 rank = open_ranks[connection]  # type: ignore[index]  # wait returns what it was given
                 try:
                     replies[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]  # as above
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(5)
-                    self._give_up(
-                        f"{name}: the process of rank {rank} died, exit code {self._processes[rank].exitcode}"
-                    )
+                    code = self._processes[rank].exitcode
+                    raise self._given_up(f"{name}: the process of rank {rank} died, exit code {code}") from None
                 if isinstance(replies[rank], Failure) and not failed:
                     failed = True
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return replies
 
-    def _give_up(self, problem: str) -> None:
-        stacks = self._kill()
-        self._spawn()
-        raise RanksHung(problem + stacks)
+    def _given_up(self, problem: str) -> RanksHung:
+        return RanksHung(problem + self._kill())
 
     def _kill(self, *, stacks: bool = True) -> str:
-        """Kill the processes; returns what each was doing."""
+        """Kill the processes; the next `run` starts others. Returns what each was doing."""
         text = ""
         if stacks:
             before = [self._stacks(rank).stat().st_size for rank in range(self.size)]
@@ -205,6 +202,9 @@ class Pool:
             process.kill()
         for process in self._processes:
             process.join(5)
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
         return text
 
     def _next_store(self) -> Path:
@@ -252,7 +252,7 @@ def _attempt(work: Callable[[], Any]) -> bytes:
     """The pickled result of `work`, or a Failure; then this rank has left the group."""
     try:
         return pickle.dumps(work())
-    except BaseException as error:  # noqa: BLE001  # whatever it is, it is the test's to see; this process goes on
+    except BaseException as error:  # whatever it is, it is the test's to see; this process goes on
         failure = Failure(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
         # Frames hold engines, engines hold connections: without them nothing keeps the connections open.
         traceback.clear_frames(error.__traceback__)

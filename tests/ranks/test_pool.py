@@ -57,6 +57,7 @@ def test_results_come_by_rank_from_the_same_processes(ranks: Pool) -> None:
 
 
 def test_failure_is_raised_with_its_traceback_and_the_processes_go_on(ranks: Pool) -> None:
+    ranks.run(sum_of_ranks)
     before, bad = ranks.pids, ranks.size - 1
     with pytest.raises(RanksFailed) as caught:
         ranks.run(fail_on, bad)
@@ -67,11 +68,12 @@ def test_failure_is_raised_with_its_traceback_and_the_processes_go_on(ranks: Poo
 
 
 def test_hang_is_named_shows_stacks_and_the_pool_starts_anew(two: Pool) -> None:
+    two.run(sum_of_ranks)
     before = two.pids
     with pytest.raises(RanksHung, match=r"hang_on did not return in 1 s on rank \[1\][\s\S]*in hang_on"):
         two.run(hang_on, 1, timeout=1.0)
-    assert not set(before) & set(two.pids)
     assert [total for _, total in two.run(sum_of_ranks)] == [3.0, 3.0]
+    assert not set(before) & set(two.pids)
 
 
 def test_death_is_named_and_the_pool_starts_anew(two: Pool) -> None:

@@ -1,0 +1,53 @@
+"""Modules with one awkward property each, at every stage on two ranks, with blocks as units of their own and merged."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ranks import models
+from ranks.conftest import Check, PoolOf
+from ranks.loops import Case
+from ranks.pool import Pool
+from ranks.test_parity import BFLOAT16, FLOAT32, STAGES
+
+# Micro-batches where the data chooses a branch or a batch is normalised: there one large batch is another computation.
+MODULES: dict[str, Case] = {
+    "tied weights": Case(build=models.tied),
+    "frozen parameters": Case(build=models.frozen),
+    "frozen last block": Case(build=models.frozen_end),
+    "block unused by some data": Case(build=models.skips_by_data, whole=False),
+    "block unused by some data, accumulated": Case(build=models.skips_by_data, whole=False, accumulation=2),
+    "block that nobody uses": Case(build=models.never_uses_middle),
+    "layer outside blocks unused by some data": Case(build=models.experts, batch=models.points, whole=False),
+    "buffers and BatchNorm": Case(build=models.with_buffers, batch=models.points, whole=False),
+    "called twice before backward": Case(loss=models.loss_of_two_calls, whole=False),
+    "one block in several places": Case(build=models.shared_block),
+    "dataclass and nested outputs": Case(build=models.structured, loss=models.structured_loss),
+    "output used in part": Case(build=models.half_used, loss=models.first_output),
+    "own checkpointing": Case(build=models.user_checkpoint),
+    "own reentrant checkpointing": Case(build=models.reentrant_checkpoint),
+    "own checkpointing inside ours": Case(build=models.user_checkpoint, checkpointing="block"),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", MODULES)
+def test_module(check: Check, two: Pool, name: str, stage: int) -> None:
+    case = dataclasses.replace(MODULES[name], stage=stage, steps=6)
+    check(two, [case, dataclasses.replace(case, bucket_bytes=2**20)], FLOAT32, timeout=30)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_several_dtypes(check: Check, two: Pool, stage: int) -> None:
+    """float64 and bfloat16 layers beside float32 ones keep their dtype; the bfloat16 ones have float32 masters."""
+    case = Case(build=models.mixed, batch=models.points, whole=False, stage=stage, steps=6)
+    check(two, [case, dataclasses.replace(case, bucket_bytes=2**20)], BFLOAT16, timeout=30)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["tied weights", "frozen parameters", "block unused by some data"])
+def test_module_on_four_ranks(check: Check, pool_of: PoolOf, name: str, stage: int) -> None:
+    case = dataclasses.replace(MODULES[name], stage=stage, steps=6)
+    check(pool_of(4), [case], FLOAT32, timeout=60)

@@ -1,0 +1,86 @@
+"""Parity: the engine on ranks gives the losses, gradient norms and parameters of a plain loop in one process.
+
+Ranks see different data, ten steps, SGD with momentum besides AdamW, because Adam hides an error of scale.
+
+Why these tolerances. Sums are taken in another order, 2^-24 each: measured 1e-7 of a loss, 1e-5 of an update. In
+bfloat16 the plain loop makes the same roundings and starts from values that bfloat16 holds, and the same was measured;
+but where the order of a float32 sum decides a rounding (2^-9) a single element goes another way. A wrong factor in one
+place makes 50 % of an update.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from ranks import models
+from ranks.conftest import Check
+from ranks.loops import Case, Tolerance, adamw, problems, sgd, train_cases, train_plain
+from ranks.pool import Pool
+
+FLOAT32 = Tolerance(loss=2e-6, norm=2e-6, update=2e-4)
+BFLOAT16 = Tolerance(loss=2e-4, norm=1e-3, update=0.01)
+
+STAGES = [0, 1, 2, 3]
+
+
+def grid(stage: int, dtype: str) -> list[Case]:
+    """accumulation × checkpointing × optimizer; clipping alternates so that it meets each value of each of them."""
+    choices = itertools.product((1, 2), ("none", "block"), (sgd, adamw))
+    return [
+        Case(
+            stage=stage,
+            dtype=dtype,
+            build=models.transformer if dtype == "float32" else models.rounded_transformer,
+            whole=dtype == "float32",
+            accumulation=accumulation,
+            checkpointing=checkpointing,
+            optimizer=optimizer,
+            # Norms are 0.6 to 0.9: this clips in every step.
+            clip_norm=0.3 if (accumulation == 1) ^ (checkpointing == "none") ^ (optimizer is sgd) else None,
+        )
+        for accumulation, checkpointing, optimizer in choices
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_plain_loop(check: Check, ranks: Pool, stage: int, dtype: str) -> None:
+    check(ranks, grid(stage, dtype), FLOAT32 if dtype == "float32" else BFLOAT16)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_merged_units(check: Check, two: Pool, stage: int) -> None:
+    """Blocks that share a unit, all of them and two of three."""
+    check(two, [Case(stage=stage, bucket_bytes=size, accumulation=2) for size in (2**20, 12_000)], FLOAT32)
+
+
+@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stages_give_the_same_bits(ranks: Pool, dtype: str) -> None:
+    """Sums are taken in rank order at every stage, so not even rounding tells the stages apart."""
+    cases = [Case(stage=stage, dtype=dtype, optimizer=adamw, clip_norm=0.3) for stage in STAGES]
+    by_rank = ranks.run(train_cases, cases)
+    for rank, paths in enumerate(by_rank):
+        for case, path in zip(cases, paths, strict=True):
+            assert path.losses == paths[0].losses, f"rank {rank}, {case}"
+            assert path.norms == paths[0].norms, f"rank {rank}, {case}"
+            different = [n for n, p in path.parameters.items() if not p.equal(paths[0].parameters[n])]
+            assert not different, f"rank {rank}, {case}"
+
+
+def test_oracle_notices_a_wrong_scale(two: Pool) -> None:
+    """The judge itself: a gradient that is 1 % too large must be found, with SGD and with clipping under AdamW."""
+    for case in (Case(), Case(optimizer=adamw)):
+        right = two.run(train_plain, case, 2)[0]
+        scaled = two.run(train_plain, replace(case, loss=louder), 2)[0]
+        scaled.losses = right.losses
+        found = problems([scaled], right, FLOAT32)
+        assert any("gradient norm" in line for line in found)
+        assert any("of its way apart" in line for line in found) == (case.optimizer is sgd)
+
+
+def louder(model, batch):
+    return 1.01 * model(*batch)
