@@ -1,0 +1,184 @@
+"""What all plots share: colours, words, and a layout without colours of its own.
+
+Colours mean one thing everywhere: a phase of a step wears the colour of the memory it works on. What is drawn in the
+reader's own text colour is called "ink" (a trace's `meta`, a shape's `name`), and the page puts that colour in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from speedlab.telemetry.records import CATEGORIES, Event
+
+Figure = dict[str, Any]
+
+COLOURS = {
+    "parameters": "#0072B2",
+    "gradients": "#E69F00",
+    "master_weights": "#56B4E9",
+    "optimizer_moments": "#009E73",
+    "activations": "#CC79A7",
+    "communication_buffers": "#F0E442",
+    "other_framework": "#999999",
+    "outside_framework": "#999999",
+}
+"""Okabe and Ito's palette: told apart by colour-blind readers, legible on light and on dark."""
+
+LABELS = {
+    **{category: category.replace("_", " ") for category in CATEGORIES},
+    "other_framework": "other framework memory",
+    "outside_framework": "outside the framework",
+}
+
+PHASE_COLOURS = {
+    "data": "#6B7A8F",
+    "forward": COLOURS["activations"],
+    "backward": COLOURS["gradients"],
+    "communication": COLOURS["communication_buffers"],
+    "optimizer": COLOURS["optimizer_moments"],
+    "other": COLOURS["other_framework"],
+}
+"""`other` is what a step took beyond its phases: shown, never hidden."""
+
+ACCENT = "#D55E00"
+INK = "#808080"
+
+_EVENT_MARKS = {
+    "reshaped": "▼",
+    "checkpoint": "◆",
+    "paused": "‖",
+    "resumed": "▶",
+    "interrupted": "✕",
+    "failed": "✕",
+    "warning": "▲",
+    "stopped": "■",
+    "finished": "■",
+}
+_MOST_MARKS = 40
+
+
+def base_layout(title: str, unit: str) -> Figure:
+    """A layout without a single colour of its own: text, grid and background are the page's."""
+    return {
+        "title": {"text": title, "x": 0.01, "xanchor": "left", "y": 0.98, "yanchor": "top", "font": {"size": 14}},
+        "font": {"size": 12},
+        "margin": {"l": 58, "r": 58, "t": 44, "b": 84},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "legend": {"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top", "font": {"size": 11}, "entrywidth": 110},
+        "hovermode": "x unified",
+        "uirevision": title,
+        "xaxis": {"automargin": True, "zeroline": False},
+        "yaxis": {"title": {"text": unit, "standoff": 6}, "zeroline": False, "automargin": True},
+        "shapes": [],
+        "annotations": [],
+    }
+
+
+def second_axis(title: str, tickformat: str) -> Figure:
+    return {
+        "title": {"text": title, "standoff": 6},
+        "overlaying": "y",
+        "side": "right",
+        "showgrid": False,
+        "zeroline": False,
+        "automargin": True,
+        "tickformat": tickformat,
+        "tickmode": "auto",
+    }
+
+
+def float32(x: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
+    return np.asarray(x, dtype=np.float32), np.asarray(y, dtype=np.float32)
+
+
+def curve(
+    name: str,
+    points: tuple[np.ndarray, np.ndarray],
+    hover: str,
+    *,
+    color: str,
+    width: float,
+    dash: str = "solid",
+    opacity: float = 1.0,
+    second: bool = False,
+) -> dict[str, Any]:
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": points[0],
+        "y": points[1],
+        "line": {"color": color, "width": width, "dash": dash},
+        "opacity": opacity,
+        "hovertemplate": f"{name} {hover}<extra></extra>",
+    }
+    if color == INK:
+        trace["meta"] = "ink"
+    return trace | {"yaxis": "y2"} if second else trace
+
+
+def ink_line(x0: float, x1: float, y: float, dash: str) -> dict[str, Any]:
+    line = {"color": INK, "width": 1.5, "dash": dash}
+    return {"type": "line", "x0": x0, "x1": x1, "y0": y, "y1": y, "line": line, "name": "ink"}
+
+
+def note(text: str, *, y: float, yref: str = "paper", yanchor: str = "top") -> dict[str, Any]:
+    return {
+        "text": text,
+        "x": 1,
+        "xref": "paper",
+        "xanchor": "right",
+        "y": y,
+        "yref": yref,
+        "yanchor": yanchor,
+        "showarrow": False,
+        "font": {"size": 11},
+    }
+
+
+def plain(value: Any) -> Any:
+    """`value` with arrays as lists of numbers of seven digits, and NaN as None: what JSON can hold."""
+    if isinstance(value, np.ndarray):
+        return [float(f"{number:.7g}") if np.isfinite(number) else None for number in value.tolist()]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def over_steps(layout: Figure, events: Sequence[Event]) -> None:
+    layout["xaxis"] |= {"title": {"text": "step", "standoff": 4}, "rangemode": "tozero"}
+    layout |= event_marks(events)
+
+
+def event_marks(events: Sequence[Event]) -> Figure:
+    """Shapes and annotations that mark a run's events on a step axis; the hover text says what happened."""
+    shown = [event for event in events if event.kind in _EVENT_MARKS][-_MOST_MARKS:]
+    shapes, annotations = [], []
+    for event in shown:
+        before, after = event.details.get("before"), event.details.get("zero")
+        stages = f" {before}→{after}" if event.kind == "reshaped" and isinstance(before, int) else ""
+        line = {"color": INK, "width": 1, "dash": "dot"}
+        shapes.append(
+            {"type": "line", "x0": event.step, "x1": event.step, "yref": "paper", "y0": 0, "y1": 1, "line": line}
+            | {"layer": "below", "opacity": 0.7, "name": "ink"}
+        )
+        annotations.append(
+            {
+                "text": f"{_EVENT_MARKS[event.kind]}{stages}",
+                "x": event.step,
+                "y": 1,
+                "yref": "paper",
+                "yanchor": "bottom",
+                "showarrow": False,
+                "font": {"size": 11},
+                "hovertext": escape(f"{event.kind} at step {event.step}: {event.text}"),
+            }
+        )
+    return {"shapes": shapes, "annotations": annotations}

@@ -1,0 +1,132 @@
+"""The plots of a run as plotly figures: pure functions from a History to plain dicts. No Jupyter, no plotly import.
+
+A figure is {"data": [...], "layout": {...}} with numpy float32 arrays where plotly takes arrays; `plain` makes it JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from speedlab.hardware import Device
+from speedlab.telemetry.figure_style import Figure, plain
+from speedlab.telemetry.folder import Status
+from speedlab.telemetry.memory_figure import memory_figure
+from speedlab.telemetry.series import History
+from speedlab.telemetry.step_figures import (
+    RECENT_STEPS,
+    anatomy_by_rank_figure,
+    anatomy_figure,
+    cut_for,
+    loss_figure,
+    throughput_figure,
+)
+from speedlab.telemetry.text import STATE_MARKS, count_text
+
+__all__ = [
+    "Header",
+    "History",
+    "anatomy_by_rank_figure",
+    "anatomy_figure",
+    "figures",
+    "header",
+    "loss_figure",
+    "memory_figure",
+    "overview_figure",
+    "plain",
+    "throughput_figure",
+]
+
+
+def figures(history: History, *, devices: Sequence[Device] = ()) -> dict[str, Figure]:
+    """All plots by name, in the order in which they are laid out."""
+    return {
+        "memory": memory_figure(history, devices=devices),
+        "loss": loss_figure(history),
+        "throughput": throughput_figure(history),
+        "anatomy": anatomy_figure(history),
+    }
+
+
+def overview_figure(history: History, *, title: str = "", devices: Sequence[Device] = ()) -> Figure:
+    """The four plots as one figure of plain lists, small enough to stay in a saved notebook."""
+    data: list[dict[str, Any]] = []
+    layout: Figure = {
+        "title": {"text": escape(title), "x": 0.01, "xanchor": "left", "font": {"size": 14}},
+        "font": {"size": 11},
+        "barmode": "relative",
+        "showlegend": True,
+        "legend": {"orientation": "h", "y": -0.08, "font": {"size": 10}},
+        "margin": {"l": 55, "r": 55, "t": 60, "b": 40},
+        "height": 640,
+        "annotations": [],
+        "shapes": [],
+    }
+    cuts = {"loss": 100, "throughput": 100, "anatomy": 40}
+    for number, (name, maker) in enumerate(_MAKERS.items()):
+        if name == "memory":
+            figure = memory_figure(history, devices=devices)
+        else:
+            figure = maker(history, cut_for(history, cuts[name]))
+        _place(figure, number, data, layout)
+    return plain({"data": data, "layout": layout})
+
+
+_MAKERS = {"memory": memory_figure, "loss": loss_figure, "throughput": throughput_figure, "anatomy": anatomy_figure}
+
+
+def _place(figure: Figure, number: int, data: list[dict[str, Any]], layout: Figure) -> None:
+    """Put a figure into cell `number` of a grid of two by two."""
+    left, bottom = 0.55 * (number % 2), 0.56 * (1 - number // 2)
+    first, second = str(2 * number + 1) if number else "", str(2 * number + 2)
+    domain = {"x": [left, left + 0.42], "y": [bottom, bottom + 0.40]}
+    inner = figure["layout"]
+    layout[f"xaxis{first}"] = {**inner["xaxis"], "domain": domain["x"], "anchor": f"y{first}"}
+    layout[f"yaxis{first}"] = {**inner["yaxis"], "domain": domain["y"], "anchor": f"x{first}"}
+    if "yaxis2" in inner:
+        layout[f"yaxis{second}"] = {**inner["yaxis2"], "anchor": f"x{first}", "overlaying": f"y{first}"}
+    for trace in figure["data"]:
+        axis = second if trace.get("yaxis") == "y2" else first
+        data.append({**trace, "xaxis": f"x{first}", "yaxis": f"y{axis}"})
+    caption = {"text": f"<b>{inner['title']['text']}</b>", "showarrow": False, "font": {"size": 12}}
+    corner = {"x": left, "xref": "paper", "xanchor": "left", "y": domain["y"][1] + 0.035, "yref": "paper"}
+    layout["annotations"].append({**caption, **corner, "yanchor": "bottom"})
+    for shape in inner["shapes"]:
+        yref = f"y{first} domain" if shape.get("yref") == "paper" else f"y{first}"
+        layout["shapes"].append({**shape, "xref": f"x{first}", "yref": yref})
+    for note in inner["annotations"]:
+        xref = f"x{first} domain" if note.get("xref") == "paper" else f"x{first}"
+        yref = f"y{first} domain" if note.get("yref") == "paper" else f"y{first}"
+        layout["annotations"].append({**note, "xref": xref, "yref": yref})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """The line above the plots: `text`, and the state as a word with its mark."""
+
+    text: str
+    state: str
+    mark: str
+
+
+def header(history: History, *, name: str, status: Status) -> Header:
+    """'quickstart · step 131/2,000 · 41.2 k tokens/s · 38 % of peak · loss 5.91 (held-out 6.02) · 4 engines'."""
+    lead = history.lead
+    steps = int(lead.column("step")[-1]) if lead.length else status.step
+    parts = [name, f"step {steps:,}/{status.steps:,}" if status.steps else f"step {steps:,}"]
+    if lead.length:
+        speed = lead.column("tokens_per_second")[-RECENT_STEPS:]
+        parts.append(f"{count_text(float(np.median(speed)))} tokens/s")
+        share = history.share_of_peak(lead.column("flops_per_second")[-RECENT_STEPS:])
+        if share is not None:
+            parts.append(f"{float(np.median(share)) * 100:.2g} % of peak")
+        heldout = f" (held-out {history.heldout[-1][1]:.2f})" if history.heldout else ""
+        parts.append(f"loss {lead.smoothed[-1]:.2f}{heldout}")
+        parts.append(f"ZeRO stage {history.latest[min(history.latest)].zero_stage}")
+    engines = len(status.rank_pids) or len(history.ranks)
+    parts.append(f"{engines} engine{'' if engines == 1 else 's'}")
+    return Header(text=" · ".join(parts), state=str(status.state), mark=STATE_MARKS[status.state])

@@ -1,0 +1,137 @@
+"""Memory by rank: the ledgers as stacked bars, in the ledger's order, with the capacity line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from speedlab.hardware import Device
+from speedlab.telemetry.figure_style import COLOURS, LABELS, Figure, base_layout, ink_line, note
+from speedlab.telemetry.records import CATEGORIES, StepRecord
+from speedlab.telemetry.series import History
+from speedlab.telemetry.text import byte_unit, bytes_text
+
+MOST_RANKS = 16
+"""Beyond this many ranks, minimum, median and maximum are drawn instead."""
+
+_CAPACITY_IN_SIGHT = 0.25
+
+
+def memory_figure(
+    history: History, *, devices: Sequence[Device] = (), predicted: Mapping[str, int] | None = None
+) -> Figure:
+    """Ledger of each rank at its last step as stacked bars, with the capacity line.
+
+    `predicted`: bytes of model states by category, drawn as an outline.
+    """
+    ranks = shown_ranks(history)
+    unit, size = memory_unit(history)
+    traces = [
+        {
+            "type": "bar",
+            "name": LABELS[category],
+            "y": values,
+            "marker": _bar_marker(category),
+            "hovertemplate": f"%{{x}}<br>{LABELS[category]} %{{y:.4~r}} {unit}<extra></extra>",
+        }
+        for category, values in zip(CATEGORIES, memory_values(history), strict=True)
+    ]
+    names = rank_names(history, ranks, devices)
+    for trace in traces:
+        trace["x"] = names
+    layout = base_layout("memory by rank", unit)
+    layout |= {"barmode": "relative", "bargap": 0.3, "hovermode": "closest"}
+    layout["legend"] |= {"entrywidth": 165, "y": -0.12}
+    layout["xaxis"] |= {"type": "category", "showgrid": False}
+    tops = [_total(history.latest[rank]) for rank in ranks]
+    _add_capacity(layout, history, ranks, tops, size)
+    if predicted:
+        _add_prediction(layout, sum(predicted.values()) / size, len(ranks))
+    if outliers := _outliers(history):
+        layout["annotations"].append(note(outliers, y=1.02))
+    return {"data": traces, "layout": layout}
+
+
+def memory_values(history: History) -> list[np.ndarray]:
+    """For each category (ranks,) float32 in the unit of `memory_unit`: what changes in the figure from step to step."""
+    _, size = memory_unit(history)
+    ledgers = [history.latest[rank].ledger for rank in shown_ranks(history)]
+    return [np.array([getattr(ledger, c) / size for ledger in ledgers], dtype=np.float32) for c in CATEGORIES]
+
+
+def memory_unit(history: History) -> tuple[str, int]:
+    """(unit, bytes in it) of the memory figure."""
+    return byte_unit(max((_total(record) for record in history.latest.values()), default=0))
+
+
+def memory_shape(history: History) -> tuple[Any, ...]:
+    """What the memory figure is laid out for: while it stays the same, only the bars have to be sent."""
+    ranks = shown_ranks(history)
+    tops = [_total(history.latest[rank]) for rank in ranks]
+    capacities = [history.latest[rank].ledger.capacity_bytes for rank in ranks]
+    return tuple(ranks), memory_unit(history)[0], tuple(capacities), _in_sight(tops, capacities), _outliers(history)
+
+
+def _total(record: StepRecord) -> int:
+    return sum(getattr(record.ledger, category) for category in CATEGORIES)
+
+
+def shown_ranks(history: History) -> list[int]:
+    ranks = history.ranks
+    if len(ranks) <= MOST_RANKS:
+        return ranks
+    by_total = sorted(ranks, key=lambda rank: (_total(history.latest[rank]), rank))
+    return [by_total[0], by_total[len(by_total) // 2], by_total[-1]]
+
+
+def rank_names(history: History, ranks: list[int], devices: Sequence[Device]) -> list[str]:
+    if len(history.ranks) > MOST_RANKS:
+        return [f"{word} (rank {rank})" for word, rank in zip(("minimum", "median", "maximum"), ranks, strict=True)]
+    return [f"{rank} · {escape(devices[rank].name)}" if rank < len(devices) else f"rank {rank}" for rank in ranks]
+
+
+def _outliers(history: History) -> str:
+    """Ranks far from the median, named, when there are too many ranks to draw each."""
+    if len(history.ranks) <= MOST_RANKS:
+        return ""
+    totals = {rank: _total(history.latest[rank]) for rank in history.ranks}
+    middle = float(np.median(list(totals.values())))
+    usual = float(np.median([abs(total - middle) for total in totals.values()]))
+    limit = max(5 * usual, 0.02 * middle)
+    far = [(rank, total / middle - 1) for rank, total in totals.items() if middle and abs(total - middle) > limit]
+    far.sort(key=lambda entry: -abs(entry[1]))
+    return "outliers: " + ", ".join(f"rank {rank} ({share:+.0%})" for rank, share in far[:6]) if far else ""
+
+
+def _bar_marker(category: str) -> dict[str, Any]:
+    if category != "outside_framework":
+        return {"color": COLOURS[category], "line": {"width": 0}}
+    pattern = {"shape": "/", "fgcolor": COLOURS[category], "bgcolor": "rgba(0,0,0,0)", "size": 7, "solidity": 0.25}
+    return {"color": "rgba(0,0,0,0)", "pattern": pattern, "line": {"color": COLOURS[category], "width": 1}}
+
+
+def _in_sight(tops: list[int], capacities: list[int]) -> bool:
+    return bool(tops) and min(capacities) > 0 and max(tops) >= _CAPACITY_IN_SIGHT * min(capacities)
+
+
+def _add_capacity(layout: Figure, history: History, ranks: list[int], tops: list[int], size: int) -> None:
+    capacities = [history.latest[rank].ledger.capacity_bytes for rank in ranks]
+    if not tops or min(capacities) <= 0:
+        return
+    text = f"capacity {bytes_text(min(capacities))}"
+    if _in_sight(tops, capacities):
+        for i, capacity in enumerate(capacities):
+            layout["shapes"].append(ink_line(i - 0.5, i + 0.5, capacity / size, "solid"))
+        layout["annotations"].append(note(text, y=min(capacities) / size, yref="y", yanchor="bottom"))
+        layout["yaxis"]["range"] = [None, max(*tops, *capacities) / size * 1.12]
+    else:
+        share = max(tops) / min(capacities)
+        layout["annotations"].append(note(f"↑ {text}, {share:.1%} used", y=1.0, yanchor="bottom"))
+
+
+def _add_prediction(layout: Figure, top: float, bars: int) -> None:
+    for i in range(bars):
+        layout["shapes"].append({**ink_line(i - 0.38, i + 0.38, top, "dot"), "type": "rect", "y0": 0})

@@ -1,0 +1,130 @@
+"""report.html: a run to look at without a server, a kernel or a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from speedlab import __version__
+from speedlab.telemetry.feed import Feed
+from speedlab.telemetry.figures import History, anatomy_by_rank_figure, figures, header, plain
+from speedlab.telemetry.folder import RunFolder, write_atomically
+from speedlab.telemetry.text import bytes_text, count_text, seconds_text
+
+_TEMPLATE = Path(__file__).with_name("report_template.html")
+
+_TEXT_COLUMNS = ("what happened",)
+_STATE_COLUMNS = ("parameters", "gradients", "optimizer")
+
+
+def write_report(
+    folder: RunFolder | str | os.PathLike[str], table_rows: Sequence[Mapping[str, Any]] | None = None
+) -> Path:
+    """Write `report.html` into a run's folder and return its path.
+
+    It holds everything it needs, plotly too, and asks nothing of any network. `table_rows` are rows by ZeRO stage as
+    `run.table()` gives them; without them that table is left out. Raises RunFolderError when `folder` holds no run.
+    """
+    feed = Feed(folder)
+    try:
+        feed.poll(files=True)
+    finally:
+        feed.close()
+    path = feed.folder.path / "report.html"
+    write_atomically(path, report_html(feed, table_rows or ()), mode=0o644)
+    return path
+
+
+def report_html(feed: Feed, table_rows: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The page for what `feed` has read so far."""
+    history = History.of(feed.records, feed.events)
+    head = header(history, name=feed.folder.name, status=feed.status)
+    plots = {**figures(history), "ranks": anatomy_by_rank_figure(history)}
+    text = feed.status.text
+    parts = {
+        "name": escape(feed.folder.name),
+        "header": escape(head.text.partition(" · ")[2]),
+        "state": escape(f"{head.mark} {head.state}"),
+        "status_text": f'<p class="card">{escape(text)}</p>' if text else "",
+        "plots": "".join(f'<div class="card"><div class="plot" id="plot-{name}"></div></div>' for name in plots),
+        "tables": _stage_table(table_rows) + _event_table(feed) + _configuration(feed),
+        "version": escape(__version__),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "plotly": _plotly_source(),
+        "figures": _script_json(plain(plots)),
+    }
+    template = _TEMPLATE.read_text(encoding="utf-8")
+    # In one pass: what is put in is never looked at again, whatever it looks like.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def _plotly_source() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs()
+
+
+def _script_json(value: Any) -> str:
+    """JSON that may stand inside a script element: nothing in it can close the element or open a comment."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; cells are HTML already."""
+    kinds = [' class="text"' if name in _TEXT_COLUMNS else "" for name in head]
+    cells = "".join(f"<th{kind}>{escape(name)}</th>" for kind, name in zip(kinds, head, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<h2>{escape(caption)}</h2><div class="card scroll"><table><thead><tr>{cells}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _stage_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return ""
+    body = []
+    for row in rows:
+        states = [_beside_formula(row, name) for name in _STATE_COLUMNS]
+        speed, change = row.get("tokens_per_second"), row.get("change_seconds")
+        body.append(
+            [
+                escape(f"{row.get('stage', '')}"),
+                *states,
+                f"{count_text(speed)} tokens/s" if speed is not None else "",
+                seconds_text(change) if change is not None else "–",
+            ]
+        )
+    head = ["stage", *(f"{name}, measured (formula)" for name in _STATE_COLUMNS), "speed", "time the change took"]
+    return _table("What a rank holds at each ZeRO stage", head, body)
+
+
+def _beside_formula(row: Mapping[str, Any], name: str) -> str:
+    measured, formula = row.get(name), row.get(f"formula_{name}")
+    text = bytes_text(measured) if measured is not None else "–"
+    return f"{text} <small>({bytes_text(formula)})</small>" if formula is not None else text
+
+
+def _event_table(feed: Feed) -> str:
+    if not feed.events:
+        return ""
+    start = feed.events[0].time
+    rows = [
+        [escape(event.kind), f"{event.step:,}", seconds_text(max(0.0, event.time - start)), escape(event.text)]
+        for event in feed.events[-200:]
+    ]
+    return _table("Events", ["event", "step", "after", "what happened"], rows)
+
+
+def _configuration(feed: Feed) -> str:
+    text = escape(feed.folder.config.to_yaml())
+    return f'<h2>Configuration</h2><details class="card"><summary>all fields</summary><pre>{text}</pre></details>'

@@ -1,0 +1,186 @@
+"""Step records as columns: what every plot is drawn from. Appending is incremental, drawing is bounded.
+
+A plot shows at most about 400 points a curve. Records are therefore drawn in buckets of `stride` steps, a power of two
+that doubles as the run grows; between two doublings a plot only ever gets new points at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from speedlab.telemetry.records import PHASES, Event, StepRecord
+
+POINTS = 400
+"""Most points of one curve on screen."""
+
+BARS = 80
+"""Most bars of a stacked plot over steps."""
+
+SMOOTHING = 0.9
+"""Share of the past in the smoothed loss, per step (bias-corrected, so that the first steps are not pulled to zero)."""
+
+_COLUMNS = (
+    "step",
+    "loss",
+    "learning_rate",
+    "tokens_per_second",
+    "flops_per_second",
+    "seconds",
+    "weighted_sum",
+    "weight",
+    *PHASES,
+)
+
+
+class Series:
+    """The records of one rank as float64 columns by name, plus its held-out losses."""
+
+    def __init__(self) -> None:
+        self._data = np.empty((len(_COLUMNS), 256))
+        self._seen = 0
+        self.length = 0
+        self.heldout: list[tuple[int, float]] = []
+
+    def column(self, name: str) -> np.ndarray:
+        """(length,) values of a column; times in seconds."""
+        return self._data[_COLUMNS.index(name), : self.length]
+
+    @property
+    def smoothed(self) -> np.ndarray:
+        """(length,) smoothed loss."""
+        weight = self.column("weight")
+        return np.divide(self.column("weighted_sum"), weight, out=np.full(self.length, np.nan), where=weight > 0)
+
+    def update(self, records: Sequence[StepRecord]) -> bool:
+        """Take in what is new in `records`. True when earlier steps were replaced: a plot must be drawn anew."""
+        rewritten = len(records) < self._seen
+        if rewritten:
+            self._seen = self.length = 0
+            self.heldout.clear()
+        for record in records[self._seen :]:
+            rewritten |= self._append(record)
+        self._seen = len(records)
+        return rewritten
+
+    def _append(self, record: StepRecord) -> bool:
+        rewritten = False
+        if self.length and record.step <= self._data[0, self.length - 1]:
+            # A run that went back to a checkpoint: the abandoned steps make way for the ones that count.
+            self.length = int(np.searchsorted(self.column("step"), record.step))
+            self.heldout = [point for point in self.heldout if point[0] < record.step]
+            rewritten = True
+        if self.length == self._data.shape[1]:
+            self._data = np.concatenate([self._data, np.empty_like(self._data)], axis=1)
+        before = self._data[6:8, self.length - 1] if self.length else np.zeros(2)
+        keep = SMOOTHING if np.isfinite(record.loss) else 1.0
+        gain = np.array([record.loss, 1.0]) * (1 - SMOOTHING) if keep < 1 else np.zeros(2)
+        self._data[:, self.length] = (
+            record.step,
+            record.loss,
+            record.learning_rate,
+            record.tokens_per_second,
+            record.flops / record.seconds if record.seconds > 0 else 0.0,
+            record.seconds,
+            *(before * keep + gain),
+            *(record.phases.get(phase, 0.0) for phase in PHASES),
+        )
+        self.length += 1
+        if record.heldout_loss is not None:
+            self.heldout.append((record.step, record.heldout_loss))
+        return rewritten
+
+
+class History:
+    """Everything the plots of a run are drawn from: a Series and the newest record for each rank, and the events."""
+
+    def __init__(self) -> None:
+        self.series: dict[int, Series] = {}
+        self.latest: dict[int, StepRecord] = {}
+        self.events: list[Event] = []
+
+    @classmethod
+    def of(cls, records: Mapping[int, Sequence[StepRecord]], events: Sequence[Event] = ()) -> History:
+        history = cls()
+        history.update(records, events)
+        return history
+
+    def update(self, records: Mapping[int, Sequence[StepRecord]], events: Sequence[Event]) -> bool:
+        """Take in what is new. True when earlier steps of the leading rank were replaced."""
+        rewritten = False
+        for rank, entries in records.items():
+            if not entries:
+                continue
+            changed = self.series.setdefault(rank, Series()).update(entries)
+            self.latest[rank] = entries[-1]
+            rewritten |= changed and rank == min(self.series)
+        self.events = list(events)
+        return rewritten
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted(self.latest)
+
+    @property
+    def lead(self) -> Series:
+        """The series of the lowest rank, which speaks for the run where ranks agree (loss, tokens, learning rate)."""
+        return self.series[min(self.series)] if self.series else Series()
+
+    @property
+    def heldout(self) -> list[tuple[int, float]]:
+        """(step, held-out loss), in order; the evaluation before the first step is told by an event."""
+        early = [
+            (event.step, float(event.details["heldout_loss"]))
+            for event in self.events
+            if event.kind == "evaluated" and isinstance(event.details.get("heldout_loss"), int | float)
+        ]
+        return sorted(dict([*early, *self.lead.heldout]).items())
+
+    def share_of_peak(self, flops_per_second: np.ndarray) -> np.ndarray | None:
+        """What one rank computes as a share (0 to 1) of what a large matmul reaches on it; None where not measured."""
+        started = next((event.details for event in reversed(self.events) if event.kind == "started"), {})
+        peak = started.get("peak_flops")  # summed over the ranks
+        if not isinstance(peak, int | float) or not peak > 0 or not self.ranks:
+            return None
+        return flops_per_second * len(self.ranks) / peak
+
+
+def stride(length: int, limit: int) -> int:
+    """Steps in one bucket: the least power of two with which `length` steps make at most `limit` buckets."""
+    size = 1
+    while length > size * limit:
+        size *= 2
+    return size
+
+
+def bucket_last(values: np.ndarray, size: int, *, closed: bool, first: int = 0) -> np.ndarray:
+    """The last value of each bucket from number `first` on; an unfinished one at the end counts when `closed`."""
+    whole = values[: len(values) // size * size].reshape(-1, size)[first:, -1]
+    rest = values[len(values) // size * size :]
+    return np.append(whole, rest[-1]) if closed and len(rest) else whole
+
+
+def bucket_mean(values: np.ndarray, size: int, *, closed: bool, first: int = 0) -> np.ndarray:
+    """Like `bucket_last`, with the mean of each bucket."""
+    whole = values[: len(values) // size * size].reshape(-1, size)[first:].mean(axis=1)
+    rest = values[len(values) // size * size :]
+    return np.append(whole, rest.mean()) if closed and len(rest) else whole
+
+
+def bucket_extremes(
+    x: np.ndarray, y: np.ndarray, size: int, *, closed: bool, first: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """(x, y) with each bucket's lowest and highest point in their order, so that a spike is never averaged away."""
+    if size == 1:
+        return x[first:], y[first:]
+    end = len(y) if closed else len(y) // size * size
+    picks: list[int] = []
+    for start in range(first * size, end, size):
+        part = y[start : min(start + size, end)]
+        if np.isnan(part).all():
+            picks.append(start)
+            continue
+        low, high = int(np.nanargmin(part)), int(np.nanargmax(part))
+        picks += [start + i for i in sorted({low, high})]
+    return x[picks], y[picks]

@@ -1,0 +1,154 @@
+"""The plots over steps: loss, throughput, and what a step's time is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from speedlab.telemetry.figure_style import (
+    ACCENT,
+    INK,
+    PHASE_COLOURS,
+    Figure,
+    base_layout,
+    curve,
+    float32,
+    over_steps,
+    second_axis,
+)
+from speedlab.telemetry.memory_figure import rank_names, shown_ranks
+from speedlab.telemetry.records import PHASES
+from speedlab.telemetry.series import BARS, POINTS, History, bucket_extremes, bucket_last, bucket_mean, stride
+
+RECENT_STEPS = 20
+"""Steps that a present value is taken over."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which part of a history a curve shows: buckets of `size` steps from number `first` on; `closed` draws the
+    unfinished bucket at the end too, as for a run that is over."""
+
+    size: int
+    first: int = 0
+    closed: bool = True
+
+
+def cut_for(history: History, limit: int, *, closed: bool = True) -> Cut:
+    return Cut(stride(history.lead.length, limit), 0, closed)
+
+
+def loss_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(x, y) of each trace of the loss figure but held-out loss: raw, smoothed, learning rate."""
+    lead = history.lead
+    kept = {"closed": cut.closed, "first": cut.first}
+    steps = bucket_last(lead.column("step"), cut.size, **kept)
+    return [
+        float32(*bucket_extremes(lead.column("step"), lead.column("loss"), cut.size, **kept)),
+        float32(steps, bucket_last(lead.smoothed, cut.size, **kept)),
+        float32(steps, bucket_last(lead.column("learning_rate"), cut.size, **kept)),
+    ]
+
+
+def loss_figure(history: History, cut: Cut | None = None) -> Figure:
+    """Loss raw (faint) and smoothed (strong), held-out loss, learning rate on the second axis, events as marks."""
+    raw, smoothed, rate = loss_values(history, cut or cut_for(history, POINTS // 2))
+    heldout = history.heldout[:: stride(len(history.heldout), POINTS // 2)]
+    points = float32([step for step, _ in heldout], [loss for _, loss in heldout])
+    data = [
+        curve("loss", raw, "%{y:.4f}", color=ACCENT, width=1, opacity=0.5),
+        curve("loss, smoothed", smoothed, "%{y:.4f}", color=ACCENT, width=2.5),
+        curve("learning rate", rate, "%{y:.3g}", color=INK, width=1.2, dash="dot", second=True),
+        {
+            **curve("held-out loss", points, "%{y:.4f}", color=INK, width=1.5),
+            "mode": "lines+markers",
+            "marker": {"size": 7, "symbol": "diamond-open", "color": INK},
+        },
+    ]
+    layout = base_layout("loss", "loss")
+    layout["yaxis2"] = second_axis("learning rate", ".1e")
+    over_steps(layout, history.events)
+    return {"data": data, "layout": layout}
+
+
+def heldout_values(history: History) -> tuple[np.ndarray, np.ndarray]:
+    return float32([step for step, _ in history.heldout], [loss for _, loss in history.heldout])
+
+
+def throughput_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(x, y) of each trace of the throughput figure: tokens/s and, where known, percent of the matmul peak."""
+    lead = history.lead
+    kept = {"closed": cut.closed, "first": cut.first}
+    steps = bucket_last(lead.column("step"), cut.size, **kept)
+    values = [float32(steps, bucket_mean(lead.column("tokens_per_second"), cut.size, **kept))]
+    share = history.share_of_peak(bucket_mean(lead.column("flops_per_second"), cut.size, **kept))
+    return values if share is None else [*values, float32(steps, share * 100)]
+
+
+def throughput_figure(history: History, cut: Cut | None = None) -> Figure:
+    """Tokens per second of the whole run, and the share of the measured matmul peak where it is known."""
+    values = throughput_values(history, cut or cut_for(history, POINTS))
+    data = [curve("tokens/s", values[0], "%{y:,.0f} tokens/s", color=ACCENT, width=2)]
+    layout = base_layout("throughput", "tokens/s")
+    layout["yaxis"] |= {"rangemode": "tozero", "tickformat": "~s"}
+    if len(values) > 1:
+        data.append(curve("share of peak", values[1], "%{y:.1f} %", color=INK, width=1.2, dash="dot", second=True))
+        layout["yaxis2"] = second_axis("% of peak", "~g") | {"range": [0, 100]}
+    over_steps(layout, history.events)
+    return {"data": data, "layout": layout}
+
+
+def anatomy_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(x, y) of each phase and of the rest, milliseconds, of the lowest rank."""
+    lead = history.lead
+    kept = {"closed": cut.closed, "first": cut.first}
+    steps = bucket_last(lead.column("step"), cut.size, **kept)
+    phases = [bucket_mean(lead.column(phase), cut.size, **kept) for phase in PHASES]
+    rest = bucket_mean(lead.column("seconds"), cut.size, **kept) - sum(phases)
+    return [float32(steps, 1000 * values) for values in (*phases, np.maximum(rest, 0.0))]
+
+
+def anatomy_figure(history: History, cut: Cut | None = None) -> Figure:
+    """Time of a step by phase, stacked, over the steps of the lowest rank."""
+    cut = cut or cut_for(history, BARS)
+    data = [
+        {**_phase_bar(phase), "x": x, "y": y, "width": 0.9 * cut.size}
+        for phase, (x, y) in zip(PHASE_COLOURS, anatomy_values(history, cut), strict=True)
+    ]
+    rank = min(history.series, default=0)
+    layout = base_layout(f"anatomy of a step, rank {rank}", "ms")
+    layout |= {"barmode": "stack", "bargap": 0.08}
+    over_steps(layout, history.events)
+    return {"data": data, "layout": layout}
+
+
+def anatomy_by_rank_figure(history: History) -> Figure:
+    """Time of a step by phase for each rank, mean of its last steps: who waits for whom."""
+    ranks = shown_ranks(history)
+    data = [
+        {**_phase_bar(phase), "x": rank_names(history, ranks, ()), "y": values}
+        for phase, values in zip(PHASE_COLOURS, _recent_phases(history, ranks), strict=True)
+    ]
+    layout = base_layout(f"anatomy of a step, mean of the last {RECENT_STEPS}", "ms")
+    layout |= {"barmode": "stack", "bargap": 0.3, "hovermode": "x unified"}
+    layout["xaxis"] |= {"type": "category", "showgrid": False}
+    return {"data": data, "layout": layout}
+
+
+def _recent_phases(history: History, ranks: list[int]) -> list[np.ndarray]:
+    means = [[float(history.series[r].column(p)[-RECENT_STEPS:].mean()) for r in ranks] for p in PHASES]
+    seconds = [float(history.series[rank].column("seconds")[-RECENT_STEPS:].mean()) for rank in ranks]
+    rest = [max(0.0, total - sum(phase[i] for phase in means)) for i, total in enumerate(seconds)]
+    return [np.array(values, dtype=np.float32) * 1000 for values in (*means, rest)]
+
+
+def _phase_bar(phase: str) -> dict[str, Any]:
+    name = {"communication": "exposed communication"}.get(phase, phase)
+    return {
+        "type": "bar",
+        "name": phase,
+        "marker": {"color": PHASE_COLOURS[phase], "line": {"width": 0}},
+        "hovertemplate": f"{name} %{{y:.2f}} ms<extra></extra>",
+    }

@@ -1,0 +1,50 @@
+"""Numbers and states as people read them. GiB is 1024³; a unit stands beside every number."""
+
+from __future__ import annotations
+
+from speedlab.telemetry.records import RunState
+
+STATE_MARKS = {
+    RunState.STARTING: "○",
+    RunState.RUNNING: "●",
+    RunState.PAUSED: "‖",
+    RunState.FINISHED: "■",
+    RunState.STOPPED: "■",
+    RunState.FAILED: "✕",
+}
+"""A shape beside the word, so that the state does not hang on a colour."""
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def byte_unit(largest: float) -> tuple[str, int]:
+    """(unit, bytes in it) in which `largest` bytes is a number of one to four digits."""
+    power = 0
+    while abs(largest) >= 1024 and power < len(_BINARY) - 1:
+        largest /= 1024
+        power += 1
+    return _BINARY[power], 1024**power
+
+
+def bytes_text(count: float) -> str:
+    """'1.4 GiB', '312 MiB', '0 B'."""
+    unit, size = byte_unit(count)
+    value = count / size
+    return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 100 else f"{value:.1f} {unit}"
+
+
+def count_text(count: float) -> str:
+    """'950', '41.2 k', '3.1 M': three digits and a decimal prefix."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(count) >= 0.9995 * size:
+            return f"{count / size:.3g} {prefix}"
+    return f"{count:.3g}"
+
+
+def seconds_text(seconds: float) -> str:
+    """'12.3 ms', '1.24 s', '3 min 5 s'."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
