@@ -1,0 +1,1 @@
+"""SpeedLab in a notebook: magics, panel, dashboard, displays."""

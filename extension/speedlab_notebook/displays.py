@@ -1,0 +1,1 @@
+"""How the types of SpeedLab look in IPython."""
