@@ -277,7 +277,7 @@ class Cluster:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> RankResults:
-        results = RankResults(self, now.tasks.send(now.state, ranks, remote.call, function, args, kwargs))
+        results = RankResults(self, now.output, now.tasks.send(now.state, ranks, remote.call, function, args, kwargs))
         now.tasks.watch(results)
         return results
 

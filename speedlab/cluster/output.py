@@ -154,8 +154,8 @@ class OutputHub:
 
     def settle(self, tasks: Iterable[str], timeout: float = 0.5) -> bool:
         """Wait until all output of these tasks (message ids) has been passed on. False when `timeout` came first."""
-        if threading.current_thread() is self._thread:
-            return False  # A callback that waits for its own thread would wait in vain.
+        if self._closed.is_set() or threading.current_thread() is self._thread:
+            return False  # Nothing comes any more, or not while this callback of the hub's own thread waits.
         missing = set(tasks)
         deadline = time.monotonic() + timeout
         with self._idle:

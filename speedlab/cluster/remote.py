@@ -86,7 +86,7 @@ def run_cell(code: str) -> str | None:
     error = result.error_before_exec or result.error_in_exec
     if error is not None:
         raise error
-    if result.result is None or shell.displayhook.quiet():
+    if result.result is None or shell.displayhook.semicolon_at_end_of_expression(code):
         return None
     formats, _ = shell.display_formatter.format(result.result, include=["text/plain"])
     text = formats.get("text/plain", repr(result.result))
@@ -106,6 +106,7 @@ def _silent_traceback(shell: Any) -> Iterator[None]:
         for name in ("last_type", "last_value", "last_traceback", "last_exc"):
             if hasattr(sys, name):
                 delattr(sys, name)
+        shell.last_execution_result = None
 
 
 def reset() -> None:

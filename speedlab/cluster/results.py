@@ -21,6 +21,7 @@ from speedlab.cluster.remote import FAILED
 
 if TYPE_CHECKING:
     from speedlab.cluster.cluster import Cluster
+    from speedlab.cluster.output import OutputHub
 
 _CHECK_SECONDS = 1.0
 
@@ -28,11 +29,12 @@ _CHECK_SECONDS = 1.0
 class RankResults:
     """Results of one submission by rank: `.result()`, `await`, `.wait(timeout)`, or `.done` to look."""
 
-    def __init__(self, cluster: Cluster, tasks: Mapping[int, Any]) -> None:
-        """`tasks`: ipyparallel's AsyncResult of each rank."""
+    def __init__(self, cluster: Cluster, output: OutputHub, tasks: Mapping[int, Any]) -> None:
+        """`tasks`: ipyparallel's AsyncResult of each rank; `output`: where what they print comes out."""
         self.ranks = list(tasks)
         self.message_ids = {rank: task.msg_ids[0] for rank, task in tasks.items()}
         self._cluster = cluster
+        self._output = output
         self._values: dict[int, Any] = {}
         self._failures: dict[int, RemoteFailure] = {}
         self._lock = threading.Lock()
@@ -115,7 +117,7 @@ class RankResults:
         """Let the ranks' last lines of output come before whatever follows."""
         if not self._settled:
             self._settled = True
-            self._cluster.output.settle(self.message_ids.values())
+            self._output.settle(self.message_ids.values())
 
     def _outcome(self) -> list[Any]:
         if self._failures:

@@ -1,12 +1,12 @@
 """Cutting the connections between ranks, so that a rank that waits in native code for a peer comes back to Python.
 
-A rank in a collective whose peer never comes waits inside gloo or NCCL for the group's timeout of minutes. SIGINT is only
-noticed afterwards, and gloo can neither be asked to stop. What releases it is the end of the connection, so:
+A rank in a collective whose peer never comes waits inside gloo or NCCL for the group's timeout of minutes. SIGINT is
+noticed only afterwards, and gloo cannot be asked to stop. What releases it is the end of the connection, so:
 
 1. The engine blocks SIGUSR2 in all threads but one, which does nothing but wait for it.
 2. `Cluster.interrupt` sends SIGUSR2 to a rank that did not come back on SIGINT.
-3. That thread shuts down the TCP connections to processes of the same cluster's other ranks, and aborts NCCL's. The wait
-   raises, and the interrupt that is due with it.
+3. That thread shuts down the TCP connections to the processes of the cluster's other ranks, and aborts NCCL's. The
+   wait raises, and the interrupt that is due with it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -49,12 +50,23 @@ def cut() -> int:
     others = _addresses_of_others()
     count = 0
     for connection in psutil.Process().net_connections("tcp"):
-        if connection.raddr and tuple(connection.raddr) in others:
-            # A duplicate, so that the number stays the owner's to close.
-            with socket.socket(fileno=os.dup(connection.fd)) as end:
-                end.shutdown(socket.SHUT_RDWR)
-            count += 1
+        peer = _address(connection.raddr)
+        if peer in others:
+            count += _shut_down(connection.fd, peer)
     return count
+
+
+def _shut_down(descriptor: int, peer: tuple[str, int]) -> bool:
+    """Shut the connection to `peer` down; False when its owner closed it before, woken by the end of another one."""
+    try:
+        # A duplicate, so that the number stays the owner's to close; and it may be somebody else's number by now.
+        with socket.socket(fileno=os.dup(descriptor)) as end:
+            if end.getpeername() != peer:
+                return False
+            end.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return False
+    return True
 
 
 def _addresses_of_others() -> set[tuple[str, int]]:
@@ -68,8 +80,13 @@ def _addresses_of_others() -> set[tuple[str, int]]:
             connections = psutil.Process(engine["pid"]).net_connections("tcp")
         except psutil.NoSuchProcess:
             continue  # Its ends are closed already.
-        addresses.update(tuple(connection.laddr) for connection in connections if connection.raddr)
+        addresses.update(_address(connection.laddr) for connection in connections if connection.raddr)
     return addresses
+
+
+def _address(end: Any) -> tuple[str, int]:
+    """psutil's address of one end; ('', 0) where there is none, as the far end of a listening socket."""
+    return (end.ip, end.port) if end else ("", 0)
 
 
 def _abort_nccl() -> None:

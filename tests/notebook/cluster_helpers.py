@@ -1,0 +1,83 @@
+"""What the tests with real engines share: functions that run on ranks, and waiting without sleeping blindly."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    """Poll until `condition` is true; AssertionError after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (answer := condition()):
+        assert time.monotonic() < deadline, f"not true after {seconds} s: {condition}"
+        time.sleep(0.02)
+    return answer
+
+
+def is_gone(pid: int) -> bool:
+    """Whether the process has ended; a zombie that nobody has taken off the list yet has."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def sum_over_ranks(value: float) -> float:
+    import torch
+    import torch.distributed as dist
+
+    from speedlab import comm
+
+    comm.join()
+    tensor = torch.full((4,), value)
+    dist.all_reduce(tensor)
+    return float(tensor[0])
+
+
+def sum_for_ever() -> None:
+    import torch
+    import torch.distributed as dist
+
+    from speedlab import comm
+
+    comm.join()
+    tensor = torch.zeros(1024)
+    while True:
+        dist.all_reduce(tensor)
+
+
+def wait_for_each_other() -> None:
+    """A deadlock: every rank waits to receive what none sends."""
+    import torch
+    import torch.distributed as dist
+
+    from speedlab import comm
+
+    world = comm.join()
+    print("waiting", flush=True)
+    dist.recv(torch.zeros(4), (world.rank + 1) % world.size)
+
+
+def look_around() -> dict[str, Any]:
+    import sys
+
+    torch_was_there = "torch" in sys.modules
+    import torch
+
+    return {
+        "rank": int(os.environ["RANK"]),
+        "pid": os.getpid(),
+        "torch": torch_was_there,
+        "threads": torch.get_num_threads(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "environment": {
+            name: os.environ.get(name)
+            for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+        },
+        "gpus": os.environ["CUDA_VISIBLE_DEVICES"],
+    }

@@ -1,0 +1,159 @@
+"""Parts of the cluster that need no engine: devices, environments, names, files, processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from speedlab import hardware
+from speedlab.cluster import processes, remote
+from speedlab.cluster.cluster import Cluster
+from speedlab.cluster.devices import choose_devices
+from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.home import ClusterState, EngineEntry, Home, running_clusters
+from speedlab.cluster.launchers import DeviceEngineSetLauncher, device_fields, rank_environment
+from speedlab.hardware import Device
+
+
+@pytest.fixture(autouse=True)
+def own_ipython_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+
+
+def gpu(number: int) -> Device:
+    return Device(
+        kind="cuda",
+        name="GPU",
+        uuid=f"GPU-{number}",
+        cores=(0,),
+        threads=3,
+        capacity_bytes=8,
+        free_bytes=7,
+        fast_dtype="x",
+    )
+
+
+def test_one_engine_per_gpu_else_four_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "cuda_devices", lambda: [gpu(1), gpu(0)])
+    assert [device.uuid for device in choose_devices(None, "auto")] == ["GPU-1", "GPU-0"]
+    assert [device.uuid for device in choose_devices(1, "cuda")] == ["GPU-1"]
+    assert [device.kind for device in choose_devices(3, "cpu")] == ["cpu"] * 3
+    with pytest.raises(ClusterError, match=r"3 engines .* only 2 GPUs .* device='cpu'"):
+        choose_devices(3, "auto")
+    monkeypatch.setattr(hardware, "cuda_devices", list)
+    assert len(choose_devices(None, "auto")) == 4
+    with pytest.raises(ClusterError, match="no GPU can be seen"):
+        choose_devices(1, "cuda")
+
+
+def test_impossible_clusters_are_refused_before_anything_starts() -> None:
+    with pytest.raises(ClusterError, match="0 engines"):
+        Cluster(0, name="none", device="cpu")
+    with pytest.raises(ClusterError, match="device is 'tpu'"):
+        Cluster(1, name="none", device="tpu")
+    with pytest.raises(ClusterError, match=r"'\.\./x' cannot name a cluster"):
+        Cluster(1, name="../x")
+    assert running_clusters() == []
+    with pytest.raises(ClusterError, match="no cluster runs"):
+        Cluster.attach()
+    with pytest.raises(ClusterError, match=r"'a' is not running; cluster\.start"):
+        Cluster(name="a", start=False).submit(print)
+    Cluster(name="a", start=False).stop()  # Nothing runs, and that is what is asked for.
+
+
+def test_environment_of_a_rank() -> None:
+    environment = rank_environment(1, device_fields([gpu(0), gpu(1)]), "/meet")
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-1"
+    assert (environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_RANK"]) == ("1", "2", "1")
+    assert {environment[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")} == {"3"}
+    assert json.loads(environment["SPEEDLAB_DEVICE"])["uuid"] == "GPU-1"
+    cpu = rank_environment(0, device_fields(hardware.cpu_devices(1)), "/meet")
+    assert cpu["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_ipyparallel_knows_the_launcher_by_name(tmp_path: Path) -> None:
+    import ipyparallel
+
+    cluster = ipyparallel.Cluster(engines="speedlab", profile_dir=str(tmp_path), load_profile=False, parent=None)
+    assert cluster.engine_launcher_class is DeviceEngineSetLauncher
+
+
+def test_state_is_private_and_comes_back_equal() -> None:
+    home = Home("box")
+    home.create()
+    state = ClusterState(
+        name="box",
+        token="t",
+        controller_pid=os.getpid(),
+        started=1.5,
+        devices=(gpu(0),),
+        engines=(EngineEntry(rank=0, pid=1, engine_id=4),),
+    )
+    home.write(state)
+    assert home.read() == state
+    assert not state.running  # This process is alive, but it does not carry the token.
+    assert stat.S_IMODE((home.path / "cluster.json").stat().st_mode) == 0o600
+    assert {stat.S_IMODE(p.stat().st_mode) for p in (home.path, home.rendezvous, home.log)} == {0o700}
+    assert home.generation == 0
+    home.next_generation()
+    assert (home.rendezvous / "generation").read_text() == "1\n"
+    (home.path / "cluster.json").write_text("{}")
+    with pytest.raises(ClusterError, match="damaged"):
+        home.read()
+    home.remove()
+    assert home.read() is None
+
+
+def test_processes_are_known_by_their_token() -> None:
+    code = "import subprocess, sys; subprocess.Popen(['sleep', '60'], start_new_session=True); print('up'); input()"
+    environment = {**os.environ, processes.TOKEN: "secret"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = processes.marked("secret")
+        assert {p.pid for p in found} > {process.pid}
+        assert processes.is_alive(process.pid, "secret")
+        assert not processes.is_alive(process.pid, "other")
+        assert processes.end(found, patience_seconds=0.2) == []
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in found)
+
+
+class StubbornError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no")
+
+
+@pytest.fixture
+def own_interrupts() -> Iterator[None]:
+    """`remote.call` leaves SIGINT ignored, which is right in an engine only."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("own_interrupts")
+def test_what_a_rank_raised_becomes_plain_text() -> None:
+    def fail(how: BaseException) -> None:
+        raise how
+
+    error = RuntimeError("shapes differ")
+    error.speedlab_step, error.speedlab_module = 3, "blocks.0"  # type: ignore[attr-defined]  # as the engine does
+    failure = remote.call(fail, (error,), {})[remote.FAILED]
+    assert (failure["kind"], failure["message"]) == ("RuntimeError", "shapes differ")
+    assert (failure["step"], failure["module"]) == (3, "blocks.0")
+    assert "in fail" in failure["traceback"]
+    assert "remote.py" not in failure["traceback"]
+    assert "cannot be shown: ValueError" in remote.call(fail, (StubbornError(),), {})[remote.FAILED]["message"]
+    assert remote.call(fail, (SystemExit(3),), {})[remote.FAILED]["kind"] == "SystemExit"
+    assert remote.call(max, (1, 2), {}) == 2
