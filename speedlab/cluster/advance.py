@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speedlab.cluster import remote
-from speedlab.cluster.errors import ClusterError, RankError
+from speedlab.cluster.errors import DIED, ClusterError, RankError
 from speedlab.telemetry.folder import Command, RunFolder, RunFolderError, Status
 from speedlab.telemetry.records import RunState
 
@@ -166,6 +166,7 @@ class Advance:
     def _account_for(self, error: RankError | None) -> None:
         """Keep the error and see that the status tells of it; drop what nobody will carry out."""
         if error is not None:
+            error.advice = self._advice(error)
             self.errors.append(error)
         status = self._folder.read_status()
         if error is not None and status.state not in RESTING:
@@ -173,6 +174,15 @@ class Advance:
         ignored = bool(self._given) and status.command < self._given[0].number
         if error is not None or ignored:
             self._drop_waiting(status)
+
+    def _advice(self, error: RankError) -> str | None:
+        """What a person can do next: look at the ranks, go back to the last checkpoint, read the whole trace."""
+        if any(failure.kind == DIED for failure in error.by_rank.values()):
+            return None
+        kept = sorted((self._folder.path / "checkpoints").glob("step-*/manifest.json"))
+        back = f" · go back: run.resume(step={int(kept[-1].parent.name.partition('-')[2])})" if kept else ""
+        rank = error.groups[0][0][0]
+        return f"The engines are idle and keep their state. Look: %%ranks {rank}{back} · full trace: run.errors[-1]"
 
     def _retry(self) -> None:
         while True:

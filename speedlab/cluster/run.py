@@ -148,8 +148,9 @@ class Run:
     def step(self) -> Step:
         """The last step recorded; called as `run.step(n)`, the control word: compute `n` more steps, then pause."""
         self.feed.poll()
-        last = self.feed.last
-        return Step(last.step if last is not None else self.feed.status.step, self)
+        last, status = self.feed.last, self.feed.status
+        went_back = last is not None and status.step < last.step and status.updated > last.time
+        return Step(status.step if last is None or went_back else last.step, self)
 
     @property
     def events(self) -> list[Event]:

@@ -8,6 +8,7 @@ ZeRO the same bits. On other backends the collectives of torch.distributed are u
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -281,10 +282,10 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-            raise PeerLost(
-                f"rank {self.ranks[self.index]} waited for its peers, and one of them left: {reason}"
-            ) from None
+            # gloo puts the place in its own source before the reason, and guesses behind it.
+            reason = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip()).split(". ")[0].splitlines()
+            why = f" ({reason[0][:120]})" if reason else ""
+            raise PeerLost(f"rank {self.ranks[self.index]} waited for a peer that left{why}") from None
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.index]

@@ -200,11 +200,14 @@ class Trainer:
         found = first_non_finite(
             self.engine, [lambda i=i: self._loss(rows_of(i)) for i in range(self.batch.accumulation)]
         )
-        for rank, name in enumerate(self.control.collect(found)):
-            if name:
-                error.add_note(f"rank {rank}: the first output that is not finite is that of {name}")
+        more = [
+            f"the first output that is not finite is that of {name} on rank {rank}"
+            for rank, name in enumerate(self.control.collect(found))
+            if name
+        ]
         kept = newest(self.folder.path / "checkpoints")
-        error.add_note(f"the last good checkpoint is {kept.name}" if kept else "the run has no checkpoint yet")
+        more.append(f"the last good checkpoint is {kept.name}" if kept else "the run has no checkpoint yet")
+        error.args = (f"{error}; {'; '.join(more)}",)
 
     # ---- control words -----------------------------------------------------------------------------------------------
 
@@ -320,8 +323,14 @@ class Trainer:
         start."""
         status = self.folder.read_status()
         kept = newest(self.folder.path / "checkpoints")
-        if status.step and kept is not None:
+        records = self.folder.path / "records" / "rank-0.jsonl"
+        if kept is not None:
             self.engine.load_checkpoint(kept.parent, kept.name)
+        elif records.exists() and records.stat().st_size:
+            raise ConfigError(
+                f"{self.folder.name}: its engines were restarted and do not hold its state, and it has no checkpoint; "
+                "start it again under another name, with checkpoint.every_steps set"
+            )
         if status.state in (RunState.STARTING, RunState.RUNNING):
             self.state = RunState.RUNNING
         peak = matmul_flops(self.world.device, self.engine.dtype)
@@ -433,13 +442,17 @@ def advance(folder: str | os.PathLike[str], model: ModelMaker | None = None) -> 
     cluster."""
     run = RunFolder(folder)
     trainer = _trainers.get(run.path)
-    if trainer is None:
-        for path in list(_trainers):
-            _trainers.pop(path).close()
-        trainer = _build(run, model)
-        _trainers[run.path] = trainer
-    else:
+    world = join()
+    everywhere = Group(range(world.size), Traffic(), world.device, channel="control")
+    if all(everywhere.collect(trainer is not None)):
+        assert trainer is not None
         trainer.reconnect()
+        return str(trainer.advance())
+    # A rank whose engine was restarted holds nothing of the run: all build it anew, from the newest checkpoint.
+    for path in list(_trainers):
+        _trainers.pop(path).close()
+    trainer = _build(run, model)
+    _trainers[run.path] = trainer
     return str(trainer.advance())
 
 

@@ -169,7 +169,10 @@ class Feed:
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             self._damaged(f"records of rank {rank}", error)
             return False
-        self.records[rank].append(record)
+        records = self.records[rank]
+        while records and records[-1].step >= record.step:
+            records.pop()  # The run went back to a checkpoint: the steps behind it are computed again.
+        records.append(record)
         return True
 
     def _add_event(self, line: bytes) -> bool:
