@@ -1,0 +1,69 @@
+"""The terminal: `speedlab train`, `demo`, `bench` and care of clusters and runs. Its process starts no torch."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+
+COMMANDS = {
+    "train": ("train", "train a run: speedlab train config.yaml --zero.stage 3"),
+    "config": ("manage", "print a configuration with what every field means"),
+    "status": ("manage", "show the clusters that run, their engines and runs"),
+    "stop": ("manage", "end a cluster's engines"),
+    "report": ("manage", "write a run's report.html"),
+    "demo": ("demo", "execute the quickstart notebook and print what it measured"),
+    "bench": ("bench", "side-by-side measurements"),
+}
+"""Commands, the modules that hold them, and what they do."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit status: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if argv[0] == "--version":
+        from speedlab import __version__
+
+        print(f"speedlab {__version__}")
+        return 0
+    name, rest = argv[0], argv[1:]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(COMMANDS)}"
+        print(f"speedlab: unknown command {name!r}; {hint}", file=sys.stderr)
+        return 2
+    return _run(name, rest)
+
+
+def _run(name: str, rest: list[str]) -> int:
+    from speedlab.cluster.errors import ClusterError
+    from speedlab.cluster.known_runs import RunError
+    from speedlab.config import ConfigError
+    from speedlab.layout import LayoutError
+    from speedlab.telemetry.folder import RunFolderError
+
+    module = importlib.import_module(f"speedlab.cli.{COMMANDS[name][0]}")
+    try:
+        return getattr(module, name)(rest)
+    except (ConfigError, LayoutError, ClusterError, RunError, RunFolderError) as error:
+        print(f"speedlab {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"speedlab {name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output has left, as `head` does; the interpreter would complain when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: speedlab COMMAND [options]", "", *lines, "", "speedlab COMMAND --help tells the options; --version."]
+    )

@@ -1,0 +1,150 @@
+"""`speedlab config`, `status`, `stop` and `report`: what looks after configurations, clusters and runs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from speedlab.cluster import Cluster, ClusterError, Run
+from speedlab.cluster.home import running_clusters
+from speedlab.cluster.known_runs import folder_named, known_folders, runs_here
+from speedlab.config import RunConfig, annotated_yaml
+from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.records import RunState
+from speedlab.telemetry.text import bytes_text, seconds_text
+
+_FLAGS = (tyro.conf.FlagCreatePairsOff,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigOptions:
+    """Print a configuration with what every field means: the defaults, or those of CONFIG filled up with them."""
+
+    config: Annotated[Path | None, tyro.conf.Positional] = None
+    """JSON or YAML file to check and to show whole."""
+    yaml: bool = False
+    """As YAML, with the descriptions as comments; this is what is printed anyway."""
+    json: bool = False
+    """As JSON, which has no comments."""
+
+
+def config(argv: list[str]) -> int:
+    """Print a configuration."""
+    options = tyro.cli(ConfigOptions, args=argv, prog="speedlab config", config=_FLAGS)
+    shown = RunConfig.load(options.config) if options.config is not None else RunConfig()
+    print(shown.to_json() if options.json else annotated_yaml(shown).rstrip())
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions:
+    """Show the clusters that run, their engines, and the runs they were given."""
+
+
+def status(argv: list[str]) -> int:
+    """Print clusters and runs; exit status 0, also when nothing runs."""
+    tyro.cli(StatusOptions, args=argv, prog="speedlab status")
+    states = running_clusters()
+    if not states:
+        print("no cluster runs; `speedlab train` and `%speedlab start` start one")
+    for state in states:
+        cluster = Cluster.attach(state.name)
+        count = len(state.devices)
+        since = seconds_text(max(0.0, time.time() - state.started))
+        print(f"cluster {state.name}: {count} engine{'s' if count != 1 else ''}, up {since}")
+        for engine in cluster.status():
+            print(
+                f"  rank {engine.rank} · {engine.device.name} · {engine.state} · "
+                f"{bytes_text(engine.rss_bytes)} · process {engine.pid}"
+            )
+        _print_runs(cluster)
+    return 0
+
+
+def _print_runs(cluster: Cluster) -> None:
+    pids = {engine.pid for engine in cluster.status()}
+    for folder in known_folders(cluster):
+        if runs_here(folder, cluster, pids):
+            print(f"  {_standing(folder)} · {folder.path}")
+
+
+def _standing(folder: RunFolder) -> str:
+    """'run quickstart: running at step 12 of 200'; the status alone knows only the step of its last change."""
+    run = Run(folder)
+    try:
+        return f"run {run.name}: {run.state} at step {run.step} of {run.config.steps}"
+    finally:
+        run.feed.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopOptions:
+    """End a cluster's engines, and with them what they hold that is not saved."""
+
+    cluster: Annotated[str, tyro.conf.Positional] = "default"
+    """Name of the cluster."""
+    all: bool = False
+    """Every cluster that runs."""
+    yes: bool = False
+    """Do not ask, even when a run is not at its end."""
+
+
+def stop(argv: list[str]) -> int:
+    """Stop clusters; asks first when something would be lost and a person is there to answer."""
+    options = tyro.cli(StopOptions, args=argv, prog="speedlab stop", config=_FLAGS)
+    running = [state.name for state in running_clusters()]
+    names = running if options.all else [options.cluster]
+    if not options.all and options.cluster not in running:
+        others = f"; running: {', '.join(running)}" if running else "; none runs"
+        raise ClusterError(f"cluster {options.cluster!r} does not run{others}")
+    for name in names:
+        cluster = Cluster.attach(name)
+        unfinished = _unfinished(cluster)
+        if unfinished and not options.yes:
+            print(f"cluster {name} holds {', '.join(unfinished)}; steps since the last checkpoint would be lost")
+            if not sys.stdin.isatty():
+                print("nothing was stopped; --yes stops it anyway", file=sys.stderr)
+                return 2
+            if input("stop it? [y/N] ").strip().lower() not in ("y", "yes"):
+                print("nothing was stopped")
+                return 2
+        cluster.stop()
+        print(f"cluster {name} is stopped")
+    return 0
+
+
+def _unfinished(cluster: Cluster) -> list[str]:
+    """Runs on the cluster's engines that would lose something, in words."""
+    pids = {engine.pid for engine in cluster.status()}
+    found = []
+    for folder in known_folders(cluster):
+        at = folder.read_status()
+        if at.state in (RunState.STARTING, RunState.RUNNING, RunState.PAUSED) and runs_here(folder, cluster, pids):
+            found.append(_standing(folder))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Write a run's report.html, which shows its plots without a server."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """The run's name in ./runs, or the path of its folder."""
+
+
+def report(argv: list[str]) -> int:
+    """Write the report and print its path."""
+    from speedlab.telemetry.report import write_report
+
+    options = tyro.cli(ReportOptions, args=argv, prog="speedlab report")
+    run = Run(folder_named(options.run))
+    try:
+        print(write_report(run.folder, run.table()))
+    finally:
+        run.feed.close()
+    return 0
