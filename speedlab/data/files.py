@@ -48,11 +48,8 @@ def is_token_file(path: Path) -> bool:
 
 
 def sources(config: DataConfig) -> list[str]:
-    """The source as a list; raises ConfigError when it is an empty one."""
-    given = [config.source] if isinstance(config.source, str) else list(config.source)
-    if not given or not all(given):
-        raise ConfigError("data.source is empty; use 'stdlib', or name files or folders of text or a token file")
-    return given
+    """The source as a list."""
+    return [config.source] if isinstance(config.source, str) else list(config.source)
 
 
 def expand(source: str) -> list[Path]:

@@ -461,8 +461,9 @@ def refused(source, cache, **changes):
 def test_missing_data(tmp_path, cache):
     assert "there is no such file or folder" in refused(tmp_path / "none", cache)
     assert "the pattern matches no file" in refused(tmp_path / "*.txt", cache)
-    assert "data.source is empty" in refused((), cache)
-    assert "data.source is empty" in refused("", cache)
+    for nothing in ((), ""):
+        with pytest.raises(ConfigError, match="no source is named"):
+            DataConfig(source=nothing)
 
 
 def test_unreadable_data(tmp_path, cache):
