@@ -267,6 +267,10 @@ def _join(store: Path) -> None:
     import torch
     import torch.distributed as dist
 
+    # Its functions have the world of the moment of its import as a default argument, which would keep that world's
+    # connections open for ever; the first optimizer step imports it. Imported before any world it keeps nothing.
+    import torch.distributed.nn.functional
+
     rank, size = _place
     torch.set_num_threads(1)
     _leave()
