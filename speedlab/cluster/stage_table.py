@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +10,45 @@ from speedlab.hardware import Device, cpu_fast_dtype
 from speedlab.planner.formula import model_states, parameter_count
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.records import Event, StepRecord
+from speedlab.telemetry.text import bytes_text, count_text, seconds_text
+
+_STATES = ("parameters", "gradients", "optimizer")
 
 
-def stage_table(feed: Feed, *, devices: Sequence[Device] = ()) -> list[dict[str, Any]]:
+class StageTable(list[dict[str, Any]]):
+    """Rows as `stage_table` gives them, which print as a table: bytes on a rank, measured beside the formula's."""
+
+    HEAD = ("stage", *(f"{name} (formula)" for name in _STATES), "speed", "change took")
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The rows as text, in the order of HEAD."""
+        return [
+            (
+                f"{row['stage']}",
+                *(f"{bytes_text(row[name])} ({bytes_text(row[f'formula_{name}'])})" for name in _STATES),
+                f"{count_text(row['tokens_per_second'])} tokens/s",
+                "–" if row["change_seconds"] is None else seconds_text(row["change_seconds"]),
+            )
+            for row in self
+        ]
+
+    def __str__(self) -> str:
+        lines = [self.HEAD, *self.cells()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
+        )
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        def line(tag: str, cells: Sequence[str]) -> str:
+            return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+        return f"<table>{line('th', self.HEAD)}{''.join(line('td', cells) for cells in self.cells())}</table>"
+
+
+def stage_table(feed: Feed, *, devices: Sequence[Device] = ()) -> StageTable:
     """Rows in the order in which the stages were first used.
 
     Bytes are for one rank: the largest over the ranks, at the last step of that stage; `optimizer` is moments and
@@ -23,14 +60,14 @@ def stage_table(feed: Feed, *, devices: Sequence[Device] = ()) -> list[dict[str,
     for rank, records in feed.records.items():
         for record in records:
             by_stage.setdefault(record.zero_stage, {}).setdefault(rank, []).append(record)
-    return [
+    return StageTable(
         {
             **_measured(stage, ranks),
             **_formula(feed, stage, devices),
             "change_seconds": _change_seconds(feed.events, stage),
         }
         for stage, ranks in by_stage.items()
-    ]
+    )
 
 
 def _measured(stage: int, ranks: dict[int, list[StepRecord]]) -> dict[str, Any]:
