@@ -1,0 +1,135 @@
+"""A real JupyterLab server and a real Chromium, isolated from the person's own configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+_CHROMIUM_FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+_START_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A running JupyterLab: its address, token, and the folder it serves."""
+
+    url: str
+    token: str
+    folder: Path
+    environment: dict[str, str]
+
+    def page_of(self, notebook: str) -> str:
+        return f"{self.url}/lab/tree/{notebook}?token={self.token}&reset"
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """JupyterLab on a free port, with configuration, runtime and IPython directories of its own."""
+    root = tmp_path_factory.mktemp("lab")
+    folder = root / "work"
+    folder.mkdir()
+    own = {
+        "IPYTHONDIR": root / "ipython",
+        **{f"JUPYTER_{kind}_DIR": root / kind.lower() for kind in ("CONFIG", "DATA", "RUNTIME")},
+    }
+    environment = {**os.environ, **{name: str(path) for name, path in own.items()}, "PYTHONWARNINGS": "ignore"}
+    # The language packs' and news extensions ask the network; a test has none.
+    settings = root / "config" / "lab" / "user-settings" / "@jupyterlab" / "apputils-extension"
+    settings.mkdir(parents=True)
+    (settings / "notification.jupyterlab-settings").write_text(
+        json.dumps({"fetchNews": "false", "checkForUpdates": False})
+    )
+    port, token = _free_port(), secrets.token_hex(16)
+    log = (root / "lab.log").open("w")
+    server = subprocess.Popen(
+        [
+            *(
+                sys.executable,
+                "-m",
+                "jupyter",
+                "lab",
+                "--no-browser",
+                "--allow-root",
+                "--ip=127.0.0.1",
+                f"--port={port}",
+            ),
+            *(f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={folder}"),
+            f"--LabApp.user_settings_dir={root / 'config' / 'lab' / 'user-settings'}",
+        ],
+        env=environment,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_for(f"{url}/api?token={token}", server, root / "lab.log")
+        yield Lab(url, token, folder, environment)
+    finally:
+        server.terminate()
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+        log.close()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Headless Chromium from the system."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no Chromium on this machine; .ci/run installs it")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=program, args=_CHROMIUM_FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser):
+    """A fresh page of a size that shows a notebook and a dashboard."""
+    page = browser.new_page(viewport={"width": 1500, "height": 1700})
+    page.set_default_timeout(60_000)
+    yield page
+    page.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise RuntimeError(f"JupyterLab ended with {server.returncode}:\n{log.read_text()[-3000:]}")
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except OSError:
+            time.sleep(0.1)  # Between two looks, bounded by the deadline.
+    raise TimeoutError(f"JupyterLab did not answer in {_START_SECONDS} s:\n{log.read_text()[-3000:]}")
