@@ -1,0 +1,356 @@
+// The dashboard's page side. It keeps the figures as data, takes in ticks, and draws when it can be seen.
+// Messages are described in drawing.py.
+
+const CARDS = ["memory", "loss", "throughput", "anatomy"];
+const STEP_FIGURES = ["loss", "throughput", "anatomy"];
+const TABLE_ROWS = 12;
+const ALIVE_MS = 20000;
+const HIDE_AFTER_MS = 1500;
+const MOST_OFTEN_MS = 90;
+const CONFIG = {
+  displaylogo: false, showSendToCloud: false, responsive: true,
+  modeBarButtonsToRemove: ["sendChartToCloud", "sendDataToCloud", "lasso2d", "select2d", "toImage", "downloadJson"],
+};
+const PAPER = {ink: "#1c2530", line: "#dde2e8", card: "#ffffff"};
+
+// ---- plotly, once a page ----------------------------------------------------------------------------------------------
+
+async function loadPlotly(model) {
+  const reference = model.get("bundle").replace("IPY_MODEL_", "");
+  const bundle = await model.widget_manager.get_model(reference);
+  const loaded = (globalThis.speedlabPlotly ??= {});
+  return (loaded[bundle.get("version")] ??= evaluate(bundle.get("source")));
+}
+
+async function evaluate(zipped) {
+  const stream = new Blob([zipped]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const source = await new Response(stream).text();
+  const module = {exports: {}};
+  // Given a module object, the bundle hands itself over and leaves no global and no AMD module behind.
+  new Function("module", "exports", source).call(globalThis, module, module.exports);
+  return module.exports;
+}
+
+// ---- figures as data --------------------------------------------------------------------------------------------------
+
+const floats = (view) => new Float32Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
+
+function unpack(value, buffers) {
+  if (Array.isArray(value)) return value.map((item) => unpack(item, buffers));
+  if (value === null || typeof value !== "object" || ArrayBuffer.isView(value)) return value;
+  if ("f32" in value) return floats(typeof value.f32 === "number" ? buffers[value.f32] : value.f32);
+  return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, unpack(item, buffers)]));
+}
+
+function joined(a, b) {
+  const both = new Float32Array(a.length + b.length);
+  both.set(a);
+  both.set(b, a.length);
+  return both;
+}
+
+const take = {
+  figure(state, part, buffers) {
+    state.figures[part.figure] = {data: unpack(part.data, buffers), layout: unpack(part.layout, buffers)};
+    return [part.figure];
+  },
+  extend(state, part, buffers) {
+    const values = floats(buffers[part.buffer]);
+    let at = 0;
+    part.traces.forEach((index, i) => {
+      const trace = state.figures[part.figure].data[index], count = part.points[i];
+      trace.x = joined(trace.x, values.subarray(at, at + count));
+      trace.y = joined(trace.y, values.subarray(at + count, at + 2 * count));
+      at += 2 * count;
+    });
+    return [part.figure];
+  },
+  bars(state, part, buffers) {
+    const values = floats(buffers[part.buffer]), width = values.length / part.rows;
+    state.figures[part.figure].data.forEach((trace, i) => { trace.y = values.subarray(i * width, (i + 1) * width); });
+    return [part.figure];
+  },
+  marks(state, part) {
+    for (const name of STEP_FIGURES) {
+      Object.assign(state.figures[name].layout, {shapes: part.shapes, annotations: part.annotations});
+    }
+    return STEP_FIGURES;
+  },
+  head(state, part) {
+    state.head = part;
+    return [];
+  },
+};
+
+// ---- colours of the page ----------------------------------------------------------------------------------------------
+
+function pageColours(element) {
+  const style = getComputedStyle(element);
+  const read = (name) => style.getPropertyValue(name).trim();
+  return {ink: read("--sl-ink"), line: read("--sl-line"), card: read("--sl-card")};
+}
+
+function inked({data, layout}, {ink, line, card}) {
+  const axes = Object.keys(layout).filter((key) => /^[xy]axis/.test(key));
+  const colouredAxes = axes.map((key) => [key, {...layout[key], gridcolor: line, linecolor: line, zerolinecolor: line}]);
+  return {
+    data: data.map((trace) => trace.meta !== "ink" ? trace : {
+      ...trace, line: {...trace.line, color: ink}, ...(trace.marker && {marker: {...trace.marker, color: ink}}),
+    }),
+    layout: {
+      ...layout,
+      ...Object.fromEntries(colouredAxes),
+      font: {...layout.font, color: ink},
+      hoverlabel: {bgcolor: card, bordercolor: line, font: {color: ink}},
+      modebar: {color: line, activecolor: ink, bgcolor: "rgba(0,0,0,0)"},
+      shapes: layout.shapes.map((s) => s.name === "ink" ? {...s, line: {...s.line, color: ink}} : s),
+    },
+  };
+}
+
+// ---- numbers ----------------------------------------------------------------------------------------------------------
+
+const number = (value) => Number.isFinite(value) ? value.toLocaleString(undefined, {maximumSignificantDigits: 6}) : "–";
+
+function element(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+}
+
+function table(name, {data, layout}) {
+  const unit = layout.yaxis.title.text, categories = layout.xaxis.type === "category";
+  // A row for each place on the x axis, a column for each trace; of a long axis the last rows.
+  const places = categories ? [...data[0].x] : [...new Set(data.flatMap((trace) => [...trace.x]))].sort((a, b) => a - b);
+  const shown = categories ? places : places.slice(-TABLE_ROWS);
+  const head = element("tr", {}, ...[categories ? "rank" : "step", ...data.map((trace) => trace.name)]
+    .map((text) => element("th", {}, text)));
+  const rows = shown.map((place) => element("tr", {}, element("th", {}, String(place)), ...data.map((trace) => {
+    const at = trace.x.lastIndexOf(place);
+    return element("td", {}, at < 0 ? "" : number(trace.y[at]));
+  })));
+  const caption = element("figcaption", {}, `${layout.title.text} (${unit})`);
+  return element("figure", {"data-table": name}, caption, element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
+}
+
+// ---- pictures ---------------------------------------------------------------------------------------------------------
+
+const CELL = {width: 620, height: 370, top: 44};
+
+async function cells(Plotly, state, format) {
+  const images = [];
+  for (const [i, name] of CARDS.entries()) {
+    const {data, layout} = inked(state.figures[name], PAPER);
+    const size = {width: CELL.width, height: CELL.height};
+    const uri = await Plotly.toImage({data, layout: {...layout, ...size}}, {format, ...size, ...(format === "png" && {scale: 1})});
+    images.push({uri, x: (i % 2) * CELL.width, y: CELL.top + Math.floor(i / 2) * CELL.height});
+  }
+  return {images, width: 2 * CELL.width, height: CELL.top + 2 * CELL.height};
+}
+
+async function pngPicture(Plotly, state) {
+  const {images, width, height} = await cells(Plotly, state, "png");
+  const canvas = Object.assign(document.createElement("canvas"), {width, height});
+  const context = canvas.getContext("2d");
+  context.fillStyle = PAPER.card;
+  context.fillRect(0, 0, width, height);
+  context.fillStyle = PAPER.ink;
+  context.font = "600 17px system-ui, sans-serif";
+  context.fillText(headline(state), 14, 28, width - 28);
+  for (const {uri, x, y} of images) {
+    const image = new Image();
+    image.src = uri;
+    await image.decode();
+    context.drawImage(image, x, y);
+  }
+  return new Promise((done) => canvas.toBlob(done, "image/png"));
+}
+
+async function svgPicture(Plotly, state) {
+  const {images, width, height} = await cells(Plotly, state, "svg");
+  const space = "http://www.w3.org/2000/svg";
+  const root = document.createElementNS(space, "svg");
+  for (const [key, value] of Object.entries({xmlns: space, width, height, viewBox: `0 0 ${width} ${height}`})) root.setAttribute(key, value);
+  const page = document.createElementNS(space, "rect"), text = document.createElementNS(space, "text");
+  for (const [key, value] of Object.entries({width, height, fill: PAPER.card})) page.setAttribute(key, value);
+  for (const [key, value] of Object.entries({x: 14, y: 28, fill: PAPER.ink, "font-size": 17, "font-family": "sans-serif"})) text.setAttribute(key, value);
+  text.textContent = headline(state);
+  root.append(page, text);
+  for (const {uri, x, y} of images) {
+    const source = decodeURIComponent(uri.slice(uri.indexOf(",") + 1));
+    const inner = new DOMParser().parseFromString(source, "image/svg+xml").documentElement;
+    inner.setAttribute("x", x);
+    inner.setAttribute("y", y);
+    root.append(document.importNode(inner, true));
+  }
+  return new Blob([new XMLSerializer().serializeToString(root)], {type: "image/svg+xml"});
+}
+
+const headline = ({head}) => `${head.text} · ${head.mark} ${head.state}`;
+
+function save(blob, name) {
+  const url = URL.createObjectURL(blob);
+  element("a", {href: url, download: name}).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10000);
+}
+
+// ---- the view ---------------------------------------------------------------------------------------------------------
+
+function render({model, el}) {
+  const state = {figures: {}, head: {text: "", state: "", mark: ""}, seq: -1};
+  const view = crypto.randomUUID();
+  const dirty = new Set();
+  let Plotly = null, seen = true, gap = false, timer = 0, byRank = false, showTable = false, gone = false;
+
+  const text = element("span", {class: "sl-text", role: "status", "aria-label": "run"});
+  const word = element("span", {class: "sl-state", "aria-label": "state"});
+  const tool = (label, hint) => element("button", {type: "button", title: hint, "aria-label": hint}, label);
+  const buttons = {
+    rank: tool("by rank", "Show the anatomy of a step by rank"),
+    table: tool("table", "Show the numbers"),
+    png: tool("PNG", "Save all plots as PNG"),
+    svg: tool("SVG", "Save all plots as SVG"),
+  };
+  const note = element("div", {class: "sl-note", role: "alert"}, "Loading plots …");
+  const plots = Object.fromEntries(CARDS.map((name) => [name, element("div", {class: "sl-plot", "data-plot": name})]));
+  const grid = element("div", {class: "sl-grid"}, ...Object.values(plots));
+  const tables = element("div", {class: "sl-tables", hidden: ""});
+  const head = element("div", {class: "sl-head"}, text, word, element("span", {class: "sl-tools"}, ...Object.values(buttons)));
+  const root = element("div", {class: "speedlab-dash"}, head, note, grid, tables);
+  el.append(root);
+
+  const figureOf = (card) => state.figures[card === "anatomy" && byRank ? "ranks" : card];
+  const schedule = (wait = 0) => { timer ||= setTimeout(draw, wait); };
+
+  function draw() {
+    timer = 0;
+    if (gone || !seen || !Plotly || state.seq < 0) return;
+    const start = performance.now(), colours = pageColours(root);
+    if (showTable) {
+      tables.replaceChildren(...CARDS.map((card) => table(card, figureOf(card))));
+    } else {
+      for (const card of CARDS.filter((name) => dirty.has(name))) {
+        const {data, layout} = inked(figureOf(card), colours);
+        Plotly.react(plots[card], data, layout, CONFIG);
+      }
+    }
+    dirty.clear();
+    root.dataset.seq = state.seq;
+    // Never more than a third of the page's time, however slow the machine.
+    quietUntil = performance.now() + Math.max(MOST_OFTEN_MS, 2 * (performance.now() - start));
+  }
+  let quietUntil = 0;
+
+  function changed(names) {
+    for (const name of names) dirty.add(name === "ranks" ? "anatomy" : name);
+    schedule(Math.max(0, quietUntil - performance.now()));
+  }
+
+  function showHead() {
+    text.textContent = state.head.text;
+    word.textContent = `${state.head.mark} ${state.head.state}`;
+    word.dataset.state = state.head.state;
+  }
+
+  function onKeyframe() {
+    const frame = model.get("keyframe");
+    if (!frame || frame.seq === undefined || frame.seq < state.seq) return;
+    state.figures = unpack(frame.figures, []);
+    Object.assign(state, {head: frame.head, seq: frame.seq});
+    gap = false;
+    showHead();
+    changed(CARDS);
+  }
+
+  function onMessage(message, buffers) {
+    if (message.kind === "picture") return void sendPicture();
+    if (message.kind !== "tick" || message.seq <= state.seq) return;
+    if (gap || message.seq !== state.seq + 1) {
+      if (!gap) model.send({kind: "keyframe"});
+      gap = true;
+      return;
+    }
+    state.seq = message.seq;
+    const names = message.parts.flatMap((part) => take[part.part](state, part, buffers));
+    if (message.parts.some((part) => part.part === "head")) showHead();
+    changed(names);
+  }
+
+  async function sendPicture() {
+    if (!Plotly || state.seq < 0) return;
+    const blob = await pngPicture(Plotly, state);
+    model.send({kind: "picture"}, undefined, [await blob.arrayBuffer()]);
+  }
+
+  function watch(on) {
+    seen = on;
+    model.send({kind: "watching", view, on});
+    if (on) changed(CARDS);
+  }
+
+  buttons.rank.addEventListener("click", () => {
+    byRank = !byRank;
+    buttons.rank.setAttribute("aria-pressed", byRank);
+    changed(["anatomy"]);
+  });
+  buttons.table.addEventListener("click", () => {
+    showTable = !showTable;
+    buttons.table.setAttribute("aria-pressed", showTable);
+    grid.hidden = showTable;
+    tables.hidden = !showTable;
+    changed(CARDS);
+  });
+  const file = (kind) => `${state.head.text.split(" · ")[0].replace(/[^\w.-]+/g, "-") || "run"}.${kind}`;
+  const shown = (error) => { note.textContent = `The picture could not be made: ${error.message}`; };
+  buttons.png.addEventListener("click", () => pngPicture(Plotly, state).then((blob) => save(blob, file("png"))).catch(shown));
+  buttons.svg.addEventListener("click", () => svgPicture(Plotly, state).then((blob) => save(blob, file("svg"))).catch(shown));
+
+  const themes = new MutationObserver(() => changed(CARDS));
+  themes.observe(document.body, {attributes: true});
+  let inSight = true, hideTimer = 0;
+  const look = () => {
+    clearTimeout(hideTimer);
+    const now = inSight && !document.hidden;
+    if (now && !seen) watch(true);
+    if (!now && seen) hideTimer = setTimeout(() => watch(false), HIDE_AFTER_MS);
+  };
+  const sight = new IntersectionObserver((entries) => { inSight = entries.at(-1).isIntersecting; look(); });
+  sight.observe(root);
+  document.addEventListener("visibilitychange", look);
+  const alive = setInterval(() => { if (seen) model.send({kind: "watching", view, on: true}); }, ALIVE_MS);
+
+  model.on("change:keyframe", onKeyframe);
+  model.on("msg:custom", onMessage);
+  onKeyframe();
+  watch(true);
+  loadPlotly(model).then((loaded) => {
+    Plotly = loaded;
+    note.textContent = "";
+    changed(CARDS);
+  }).catch((error) => { note.textContent = `The plots cannot be drawn: ${error.message}. Run the cell again.`; });
+
+  // The static picture stands in the next output, for when no kernel is there; beside the live one it would be twice.
+  const tidy = setInterval(() => {
+    const next = root.closest(".jp-OutputArea-child")?.nextElementSibling;
+    if (next) next.classList.add("speedlab-live-shown");
+  }, 500);
+
+  return () => {
+    gone = true;
+    clearInterval(alive);
+    clearInterval(tidy);
+    clearTimeout(timer);
+    clearTimeout(hideTimer);
+    root.closest(".jp-OutputArea-child")?.nextElementSibling?.classList.remove("speedlab-live-shown");
+    themes.disconnect();
+    sight.disconnect();
+    document.removeEventListener("visibilitychange", look);
+    model.off("change:keyframe", onKeyframe);
+    model.off("msg:custom", onMessage);
+    model.send({kind: "watching", view, on: false});
+    if (Plotly) Object.values(plots).forEach((plot) => Plotly.purge(plot));
+  };
+}
+
+export default {render};

@@ -1,0 +1,184 @@
+"""What a dashboard sends to its page: a keyframe with everything, then small ticks with what has changed since.
+
+A tick is {"kind": "tick", "seq": n, "parts": [...]} and one buffer of float32 for each part that has numbers:
+
+    {"part": "extend", "figure": name, "traces": [i, …], "points": [n, …]}   for each trace: n x values, then n y values
+    {"part": "bars", "figure": name, "rows": k}                              k traces of equal length, one after another
+    {"part": "figure", "figure": name, "data": [...], "layout": {...}}       drawn anew; arrays are {"f32": buffer number}
+    {"part": "marks", "shapes": [...], "annotations": [...]}                 events on every step axis
+    {"part": "head", "text": …, "state": …, "mark": …}                       the header line
+
+`seq` counts up by one from the keyframe's, so that a page knows when it has missed something and waits for the next
+keyframe. In a keyframe arrays are {"f32": bytes}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from speedlab.hardware import Device
+from speedlab.telemetry.figure_style import Figure, event_marks
+from speedlab.telemetry.figures import anatomy_by_rank_figure, header
+from speedlab.telemetry.folder import Status
+from speedlab.telemetry.memory_figure import memory_figure, memory_shape, memory_values
+from speedlab.telemetry.series import BARS, POINTS, History, stride
+from speedlab.telemetry.step_figures import (
+    Cut,
+    anatomy_figure,
+    anatomy_values,
+    heldout_values,
+    loss_figure,
+    loss_values,
+    throughput_figure,
+    throughput_values,
+)
+
+_HELDOUT_TRACE = 3
+_MOST_HELDOUT = POINTS // 2
+
+_Points = list[tuple[np.ndarray, np.ndarray]]
+
+_CURVES: dict[str, tuple[int, Callable[..., Figure], Callable[[History, Cut], _Points]]] = {
+    "loss": (POINTS // 2, loss_figure, loss_values),
+    "throughput": (POINTS, throughput_figure, throughput_values),
+    "anatomy": (BARS, anatomy_figure, anatomy_values),
+}
+"""Figures over steps: most buckets, the whole figure, and the values of its first traces from a cut on."""
+
+
+class Drawing:
+    """What one dashboard has been sent of a History, and what it has to be sent next. Pure: no thread, no comm."""
+
+    def __init__(self, history: History, *, name: str, devices: Sequence[Device] = ()) -> None:
+        self.history = history
+        self.seq = 0
+        self._name = name
+        self._devices = devices
+        self._curves: dict[str, tuple[int, int, int]] = {}
+        """For each figure over steps: stride, traces, and buckets that were sent."""
+        self._heldout = 0
+        self._events = 0
+        self._memory: Any = None
+        self._ranks: list[int] = []
+        self._head: dict[str, str] = {}
+
+    def keyframe(self, status: Status, *, closed: bool = False) -> dict[str, Any]:
+        """Everything as it is now. `closed`: the run rests, so unfinished buckets are drawn too."""
+        specs = {"memory": self._memory_spec()}
+        specs |= {name: self._curve_spec(name, closed=closed) for name in _CURVES}
+        specs["ranks"] = self._ranks_spec()
+        self._events, self._heldout = len(self.history.events), len(self.history.heldout)
+        self._head = self._header(status)
+        figures = {name: _pack(spec, lambda array: array.tobytes()) for name, spec in specs.items()}
+        return {"seq": self.seq, "figures": figures, "head": self._head}
+
+    def tick(self, status: Status, *, rewritten: bool = False) -> tuple[dict[str, Any], list[bytes]] | None:
+        """What has changed since the last keyframe or tick; None when nothing has."""
+        parts: list[dict[str, Any]] = []
+        buffers: list[bytes] = []
+        for name in _CURVES:
+            self._tick_curve(name, parts, buffers, rewritten=rewritten)
+        self._tick_memory(parts, buffers)
+        self._tick_heldout(parts, buffers)
+        if len(self.history.events) != self._events:
+            self._events = len(self.history.events)
+            parts.append({"part": "marks", **event_marks(self.history.events)})
+        if (head := self._header(status)) != self._head:
+            self._head = head
+            parts.append({"part": "head", **head})
+        if not parts:
+            return None
+        self.seq += 1
+        return {"kind": "tick", "seq": self.seq, "parts": parts}, buffers
+
+    def _tick_curve(self, name: str, parts: list[dict[str, Any]], buffers: list[bytes], *, rewritten: bool) -> None:
+        limit, _, values_of = _CURVES[name]
+        size, traces, sent = self._curves[name]
+        now = self.history.lead.length // size
+        values = values_of(self.history, Cut(size, sent, closed=False))
+        if rewritten or size != stride(self.history.lead.length, limit) or len(values) != traces or now < sent:
+            _append_figure(name, self._curve_spec(name, closed=False), parts, buffers)
+        elif now > sent:
+            self._curves[name] = (size, traces, now)
+            parts.append(_extension(name, list(range(len(values))), values, buffers))
+
+    def _tick_heldout(self, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
+        x, y = heldout_values(self.history)
+        if len(x) == self._heldout:
+            return
+        if len(x) < self._heldout or len(x) > _MOST_HELDOUT:
+            _append_figure("loss", self._curve_spec("loss", closed=False), parts, buffers)
+        elif not any(part["part"] == "figure" and part["figure"] == "loss" for part in parts):
+            points = [(x[self._heldout :], y[self._heldout :])]
+            parts.append(_extension("loss", [_HELDOUT_TRACE], points, buffers))
+        self._heldout = len(x)
+
+    def _tick_memory(self, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
+        if memory_shape(self.history) != self._memory:
+            _append_figure("memory", self._memory_spec(), parts, buffers)
+        elif any(part["part"] == "extend" for part in parts):  # New steps, so new ledgers.
+            parts.append(_bars("memory", memory_values(self.history), buffers))
+        if self.history.ranks != self._ranks:
+            _append_figure("ranks", self._ranks_spec(), parts, buffers)
+        elif any(part["part"] == "extend" for part in parts):
+            traces = anatomy_by_rank_figure(self.history)["data"]
+            parts.append(_bars("ranks", [trace["y"] for trace in traces], buffers))
+
+    def _memory_spec(self) -> Figure:
+        self._memory = memory_shape(self.history)
+        return memory_figure(self.history, devices=self._devices)
+
+    def _ranks_spec(self) -> Figure:
+        self._ranks = self.history.ranks
+        return anatomy_by_rank_figure(self.history)
+
+    def _curve_spec(self, name: str, *, closed: bool) -> Figure:
+        limit, figure_of, values_of = _CURVES[name]
+        length = self.history.lead.length
+        cut = Cut(stride(length, limit), 0, closed)
+        # An unfinished bucket that was drawn has to go before the finished one comes: count it as a change of size.
+        open_end = closed and length % cut.size != 0
+        self._curves[name] = (-1 if open_end else cut.size, len(values_of(self.history, cut)), length // cut.size)
+        return figure_of(self.history, cut)
+
+    def _header(self, status: Status) -> dict[str, str]:
+        return asdict(header(self.history, name=self._name, status=status))
+
+
+def _append_figure(name: str, spec: Figure, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
+    def number(array: np.ndarray) -> int:
+        buffers.append(array.tobytes())
+        return len(buffers) - 1
+
+    parts.append({"part": "figure", "figure": name, **_pack(spec, number)})
+
+
+def _extension(name: str, traces: list[int], values: _Points, buffers: list[bytes]) -> dict[str, Any]:
+    buffers.append(b"".join(x.tobytes() + y.tobytes() for x, y in values))
+    return {
+        "part": "extend",
+        "figure": name,
+        "traces": traces,
+        "points": [len(x) for x, _ in values],
+        "buffer": len(buffers) - 1,
+    }
+
+
+def _bars(name: str, rows: Sequence[np.ndarray], buffers: list[bytes]) -> dict[str, Any]:
+    buffers.append(b"".join(row.astype(np.float32).tobytes() for row in rows))
+    return {"part": "bars", "figure": name, "rows": len(rows), "buffer": len(buffers) - 1}
+
+
+def _pack(value: Any, put: Callable[[np.ndarray], Any]) -> Any:
+    """`value` with each array replaced by {"f32": put(array)}."""
+    if isinstance(value, np.ndarray):
+        return {"f32": put(np.ascontiguousarray(value, dtype=np.float32))}
+    if isinstance(value, dict):
+        return {key: _pack(item, put) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_pack(item, put) for item in value]
+    return value
