@@ -1,0 +1,246 @@
+"""`speedlab demo`: execute a notebook without a browser, with real engines, and print what its run measured."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import psutil
+import tyro
+
+from speedlab.cli.engines import deaf_to_interrupts
+from speedlab.cli.progress import progress_line
+from speedlab.cluster import Cluster, ClusterError, Run
+from speedlab.cluster.home import running_clusters
+from speedlab.config import ConfigError
+from speedlab.telemetry.folder import RunFolder, RunFolderError
+from speedlab.telemetry.records import RunState
+from speedlab.telemetry.text import seconds_text
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+CLUSTER = "default"
+"""The cluster that `%speedlab start` starts."""
+
+_PROGRESS_SECONDS = 5.0
+_SAMPLE_TAG = "sample"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """Execute a notebook without a browser, with real engines, and print what its run measured."""
+
+    notebook: Annotated[Path, tyro.conf.Positional] = Path("notebooks/01_quickstart.ipynb")
+    """The notebook; its run is looked for in ./runs under the name below."""
+    run: str = "quickstart"
+    """Name of the run that the notebook starts. An older run of that name is moved aside first."""
+    cell_timeout: float = 300.0
+    """Longest time that a single cell may take, seconds."""
+
+
+def demo(argv: list[str]) -> int:
+    """Execute the notebook and print table, losses, sample and the report's path."""
+    options = tyro.cli(DemoOptions, args=argv, prog="speedlab demo")
+    begin = time.monotonic()
+    notebook = _read(options.notebook)
+    if any(state.name == CLUSTER for state in running_clusters()):
+        raise ClusterError(
+            f"cluster {CLUSTER!r} is running and the notebook would use it and end it; "
+            f"look with `speedlab status`, end it with `speedlab stop`, then try again"
+        )
+    folder = Path("runs") / options.run
+    if (kept := move_aside(folder)) is not None:
+        print(f"the earlier run is now {kept}")
+    try:
+        with _progress(folder):
+            failure = _execute(notebook, options)
+    finally:
+        _end_engines()
+    if failure is not None:
+        print(f"speedlab demo: {failure}", file=sys.stderr)
+        return 1
+    _print_results(folder, notebook)
+    print(f"\ndone in {seconds_text(time.monotonic() - begin)}")
+    return 0
+
+
+def move_aside(folder: Path) -> Path | None:
+    """Rename an existing run folder to the first free `<name>-before-<n>`; returns the new path, or None.
+
+    Raises ConfigError when engines are still at work on it.
+    """
+    if not folder.exists():
+        return None
+    if _in_use(folder):
+        raise ConfigError(f"{folder}: engines hold this run; `speedlab status` shows them, `speedlab stop` ends them")
+    number = 1
+    while (kept := folder.with_name(f"{folder.name}-before-{number}")).exists():
+        number += 1
+    return folder.rename(kept)
+
+
+def _in_use(folder: Path) -> bool:
+    try:
+        status = RunFolder(folder).read_status()
+    except RunFolderError:
+        return False  # Something else, or what is left of a run: it is moved like any other folder.
+    return status.state not in (RunState.FINISHED, RunState.STOPPED) and any(map(psutil.pid_exists, status.rank_pids))
+
+
+def _read(path: Path) -> NotebookNode:
+    import nbformat
+
+    try:
+        return nbformat.read(path, as_version=4)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; give the path of a notebook") from None
+    except (nbformat.reader.NotJSONError, nbformat.ValidationError) as error:
+        raise ConfigError(f"{path}: is no notebook: {error}") from None
+
+
+def _execute(notebook: NotebookNode, options: DemoOptions) -> str | None:
+    """Run all cells, saying which; returns what went wrong, or None."""
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+    total = sum(cell.cell_type == "code" for cell in notebook.cells)
+    done = 0
+
+    def announce(cell: NotebookNode, cell_index: int) -> None:
+        nonlocal done
+        if cell.cell_type == "code":
+            done += 1
+            print(f"[{done}/{total}] {_first_line(cell.source)}", flush=True)
+
+    client = NotebookClient(
+        notebook,
+        timeout=int(options.cell_timeout),
+        resources={"metadata": {"path": str(Path.cwd())}},
+        store_widget_state=False,  # Megabytes, and nothing that is looked at here.
+        on_cell_start=announce,
+    )
+    # Not over TCP, where any user of the machine could listen.
+    client.create_kernel_manager().transport = "ipc"
+    with _interruptible():
+        try:
+            client.execute()
+        except CellExecutionError as error:
+            return f"cell {done} failed\n{_without_colours(str(error)).strip()}"
+        except CellTimeoutError:
+            return f"cell {done} took longer than {options.cell_timeout:g} s; --cell-timeout allows more"
+        except DeadKernelError:
+            return f"the kernel died in cell {done}; the machine may be out of memory"
+    return None
+
+
+def _first_line(source: str) -> str:
+    lines = [line for line in source.splitlines() if line.strip()]
+    return lines[0] + (" ..." if len(lines) > 1 else "") if lines else ""
+
+
+def _without_colours(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM ends the demo as Ctrl-C does, so that engines are stopped."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _progress(folder: Path) -> Iterator[None]:
+    """Print how far the run in `folder` is every few seconds, once it is there."""
+    over = threading.Event()
+
+    def watch() -> None:
+        run = None
+        shown = ""
+        while not over.wait(_PROGRESS_SECONDS):
+            try:
+                run = run or Run(folder)
+            except RunFolderError:
+                continue  # The notebook has not started it yet.
+            run.feed.poll()
+            line = progress_line(run.feed)
+            if line != shown:
+                print(f"        {line}", flush=True)
+            shown = line
+        if run is not None:
+            run.feed.close()
+
+    thread = threading.Thread(target=watch, name="speedlab-demo-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _end_engines() -> None:
+    """The notebook ends its engines itself; when it failed half way, they are ended here."""
+    if any(state.name == CLUSTER for state in running_clusters()):
+        with deaf_to_interrupts():
+            print("stopping engines ...", flush=True)
+            Cluster.attach(CLUSTER).stop()
+
+
+def _print_results(folder: Path, notebook: NotebookNode) -> None:
+    run = Run(folder)
+    try:
+        run.feed.poll(files=True)
+        ranks = len(run.feed.records)
+        print(f"\nWhat each of the {ranks} ranks holds at each ZeRO stage, measured (and by the formula):\n")
+        print(run.table())
+        start, end = _heldout_losses(run)
+        print(f"\nheld-out loss: {start} at the start, {end} after {run.step} steps")
+    finally:
+        run.feed.close()
+    for text in _outputs(notebook, _SAMPLE_TAG):
+        print(f"\nsample:\n{_indented(text)}")
+    report = folder / "report.html"
+    print(f"\nreport: {report}" if report.is_file() else "\nthe notebook wrote no report")
+
+
+def _heldout_losses(run: Run) -> tuple[str, str]:
+    """The first and the last held-out loss, as text."""
+    first = next((event.details.get("heldout_loss") for event in run.events if event.kind == "evaluated"), None)
+    later = [record.heldout_loss for record in run.records() if record.heldout_loss is not None]
+    first = first if first is not None else (later[0] if later else None)
+    last = later[-1] if later else None
+    return _loss_text(first), _loss_text(last)
+
+
+def _loss_text(loss: float | None) -> str:
+    return "not measured" if loss is None else f"{loss:.3f}"
+
+
+def _outputs(notebook: NotebookNode, tag: str) -> list[str]:
+    """What the cells with this tag printed."""
+    cells = [cell for cell in notebook.cells if tag in cell.metadata.get("tags", ())]
+    return [
+        "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
+        for cell in cells
+    ]
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.strip("\n").splitlines())

@@ -1,0 +1,312 @@
+"""The command line: what it turns into a configuration, what it refuses, and how progress is shown. No engines."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from speedlab import cli
+from speedlab.cli import demo, engines, manage, progress, train
+from speedlab.config import ConfigError, ModelConfig, RunConfig
+from speedlab.telemetry.folder import RunFolder, Status
+from speedlab.telemetry.records import Ledger, RunState, StepRecord
+from speedlab.telemetry.writer import RecordWriter
+
+
+@pytest.fixture(autouse=True)
+def _own_place(monkeypatch, tmp_path) -> None:
+    """No cluster of the person's own is seen, and ./runs is the test's."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.chdir(tmp_path)
+
+
+def make_run(path: Path, **status) -> RunFolder:
+    folder = RunFolder.create(RunConfig(name=path.name, folder=path.parent, steps=40))
+    folder.write_status(Status(**{"state": RunState.FINISHED, "steps": 40, **status}))
+    return folder
+
+
+def write_steps(folder: RunFolder, count: int, *, heldout: float | None = None) -> None:
+    writer = RecordWriter(folder, 0, stream_hz=10.0)
+    for step in range(1, count + 1):
+        writer.write(
+            StepRecord(
+                step=step,
+                rank=0,
+                time=1e9 + step,
+                loss=5.0,
+                learning_rate=1e-3,
+                grad_norm=1.0,
+                loss_scale=1.0,
+                zero_stage=2,
+                tokens=2048,
+                flops=1.0,
+                seconds=0.5,
+                heldout_loss=heldout if step == count else None,
+                ledger=Ledger(parameters=2**20),
+            )
+        )
+    writer.close()
+
+
+# train: options
+
+
+def test_without_options_the_defaults_hold() -> None:
+    config, where = train.parse([])
+    assert config == RunConfig()
+    assert where == train.EngineOptions()
+
+
+def test_options_change_the_file(tmp_path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("name: a\nsteps: 7\nzero: {stage: 1, bucket_bytes: 99}\n")
+    config, where = train.parse(
+        [
+            str(path),
+            "--zero.stage",
+            "3",
+            "--optimizer.lr",
+            "3e-4",
+            "--no-compile",
+            "--clip-norm",
+            "None",
+            "--engines",
+            "2",
+        ]
+    )
+    assert config == RunConfig(
+        name="a", steps=7, zero={"stage": 3, "bucket_bytes": 99}, optimizer={"lr": 3e-4}, clip_norm=None
+    )
+    assert where.engines == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--model.preset", "gpt2", "--model.layers", "6"], ["--model.layers=6", "--model.preset=gpt2"]]
+)
+def test_a_preset_gives_the_model_and_other_options_change_it(arguments) -> None:
+    # 6 is also gpt-tiny's number of layers: it must still count as asked for.
+    assert train.parse(arguments)[0].model == ModelConfig(preset="gpt2", layers=6)
+
+
+def test_a_preset_may_come_with_what_only_it_allows() -> None:
+    config, _ = train.parse(["--model.preset", "gpt2", "--data.sequence-length", "1024"])
+    assert config.data.sequence_length == 1024
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--zero.stage", "7"], "invalid choice '7'"),
+        (["--zero.stge", "1"], "--zero.stage"),
+        (["--model.heads", "5"], "does not divide by heads 5; heads 4"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(capsys, arguments, message) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        train.parse(arguments)
+    assert refusal.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_help_tells_every_fields_description(capsys) -> None:
+    with pytest.raises(SystemExit) as ending:
+        train.parse(["--help"])
+    assert ending.value.code == 0
+    shown = "".join(capsys.readouterr().out.replace("│", " ").split())
+    for part in (RunConfig, *filter(None, map(RunConfig.part_of, RunConfig.model_fields))):
+        for field in part.model_fields.values():
+            assert "".join((field.description or "missing").split()) in shown
+
+
+def test_the_file_comes_first(tmp_path) -> None:
+    (tmp_path / "a.yaml").write_text("steps: 7\n")
+    with pytest.raises(ConfigError, match=r"a.yaml: comes first: speedlab train a.yaml"):
+        train.parse(["--steps", "3", "a.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engines", "4", "--device", "cpu", "--parallel.dp", "3"], "dp 4 would fit"),
+        (["--engines", "2", "--device", "cpu", "--batch.global-size", "3"], "has no whole solution; a global batch of"),
+        (["--data.source", "no-such-folder"], "no-such-folder"),
+        (["--steps", "0"], "steps: Input should be greater than or equal to 1 (got 0)"),
+        (["missing.yaml"], "missing.yaml: cannot be read: No such file or directory"),
+        (["--name", "taken"], "taken exists; give another --name"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_engines_start(monkeypatch, capsys, arguments, message) -> None:
+    make_run(Path("runs/taken"))
+    monkeypatch.setattr(train, "cluster_for", lambda *args, **keywords: pytest.fail("engines were started"))
+    assert cli.main(["train", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+# The other commands
+
+
+def test_config_prints_what_can_be_read_again(capsys, tmp_path) -> None:
+    assert cli.main(["config"]) == 0
+    (tmp_path / "a.yaml").write_text(capsys.readouterr().out)
+    assert RunConfig.load(tmp_path / "a.yaml") == RunConfig()
+    (tmp_path / "b.yaml").write_text("zero: {stage: 3}")
+    assert cli.main(["config", "b.yaml", "--json"]) == 0
+    (tmp_path / "b.json").write_text(capsys.readouterr().out)
+    assert RunConfig.load(tmp_path / "b.json") == RunConfig(zero=3)
+
+
+def test_commands_without_a_cluster(capsys) -> None:
+    assert cli.main(["status"]) == 0
+    assert "no cluster runs" in capsys.readouterr().out
+    assert cli.main(["stop", "mine"]) == 2
+    assert capsys.readouterr().err == "speedlab stop: cluster 'mine' does not run; none runs\n"
+
+
+def test_report_is_written_and_named(capsys) -> None:
+    folder = make_run(Path("runs/r"))
+    write_steps(folder, 3)
+    assert cli.main(["report", "r"]) == 0
+    path = Path(capsys.readouterr().out.strip())
+    assert path == folder.path / "report.html"
+    assert path.stat().st_size > 100_000
+    assert cli.main(["report", "nope"]) == 2
+    assert "there is no run 'nope'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["trian"], 2, "unknown command 'trian'; did you mean 'train'?"),
+        (["bench", "stpe"], 2, "unknown benchmark 'stpe'; did you mean 'step'?"),
+        (["bench"], 2, "usage: speedlab bench NAME"),
+        ([], 0, "usage: speedlab COMMAND"),
+        (["--version"], 0, "speedlab 0."),
+    ],
+)
+def test_usage(capsys, arguments, status, message) -> None:
+    assert cli.main(arguments) == status
+    out = capsys.readouterr()
+    assert message in out.out + out.err
+
+
+def test_every_command_exists() -> None:
+    for name, (module, _) in cli.COMMANDS.items():
+        assert callable(getattr(__import__(f"speedlab.cli.{module}", fromlist=[name]), name))
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = (
+        f"{sys.executable} -c 'from speedlab.cli import main; import sys; sys.exit(main([\"config\"]))' | head -n 1"
+    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("name: null")
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("answer", ["", "n", "no", "yess"])
+def test_stop_asks_before_something_is_lost(monkeypatch, capsys, answer) -> None:
+    class Running:
+        def stop(self) -> None:
+            pytest.fail("stopped without a yes")
+
+    monkeypatch.setattr(manage, "running_clusters", lambda: [type("State", (), {"name": "default"})()])
+    monkeypatch.setattr(manage.Cluster, "attach", lambda name: Running())
+    monkeypatch.setattr(manage, "_unfinished", lambda cluster: ["run a: running at step 3 of 9"])
+    monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    monkeypatch.setattr("builtins.input", lambda prompt: answer)
+    assert cli.main(["stop"]) == 2
+    assert (
+        "holds run a: running at step 3 of 9; steps since the last checkpoint would be lost" in capsys.readouterr().out
+    )
+
+
+# Progress
+
+
+def test_progress_line() -> None:
+    folder = make_run(Path("runs/p"), state=RunState.RUNNING)
+    feed = progress.Feed(folder)
+    feed.poll()
+    assert progress.progress_line(feed) == "step 0/40 ──────────── running"
+    write_steps(folder, 20, heldout=5.25)
+    feed.poll(files=True)
+    line = "step 20/40 ━━━━━━────── 4.1 k tokens/s · loss 5.000 (held-out 5.250) · zero 2 · 10 s left"
+    assert progress.progress_line(feed) == line
+    folder.write_status(Status(state=RunState.FINISHED, steps=20))
+    feed.poll(files=True)
+    assert progress.progress_line(feed).endswith(" · finished")
+    feed.close()
+
+
+def test_progress_in_a_file_is_plain_lines() -> None:
+    feed = progress.Feed(make_run(Path("runs/p")))
+    stream = io.StringIO()
+    bar = progress.Progress(feed, stream)
+    bar.update()
+    bar.say("rank 0: hello")
+    bar.update()
+    bar.close()
+    assert stream.getvalue().splitlines() == [
+        "step 0/0 ──────────── starting",
+        "rank 0: hello",
+        "step 0/0 ──────────── starting",
+    ]
+    feed.close()
+
+
+def test_requests_to_stop_are_counted_and_the_handlers_come_back() -> None:
+    import os
+    import signal
+
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with engines.StopRequests() as requests:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert requests.count == 2
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+# demo
+
+
+def test_earlier_runs_are_moved_aside_and_none_is_lost() -> None:
+    path = Path("runs/quickstart")
+    assert demo.move_aside(path) is None
+    for number in (1, 2, 3):
+        make_run(path)
+        (path / "mark").write_text(str(number))
+        assert demo.move_aside(path) == Path(f"runs/quickstart-before-{number}")
+    assert [(Path(f"runs/quickstart-before-{n}") / "mark").read_text() for n in (1, 2, 3)] == ["1", "2", "3"]
+    assert not path.exists()
+
+
+def test_a_run_that_engines_hold_is_not_moved() -> None:
+    import os
+
+    make_run(Path("runs/quickstart"), state=RunState.RUNNING, rank_pids=(os.getpid(),))
+    with pytest.raises(ConfigError, match="engines hold this run"):
+        demo.move_aside(Path("runs/quickstart"))
+    assert Path("runs/quickstart/config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read: No such file or directory"), ("{", "is no notebook"), ("{}", "is no notebook")],
+)
+def test_the_demo_refuses_what_is_no_notebook(capsys, content, message) -> None:
+    if content is not None:
+        Path("a.ipynb").write_text(content)
+    assert cli.main(["demo", "a.ipynb"]) == 2
+    assert f"a.ipynb: {message}" in capsys.readouterr().err
+
+
+def test_the_demo_does_not_touch_a_cluster_that_runs(monkeypatch, capsys, tmp_path) -> None:
+    notebook = Path(__file__).parents[2] / "notebooks/01_quickstart.ipynb"
+    monkeypatch.setattr(demo, "running_clusters", lambda: [type("State", (), {"name": "default"})()])
+    assert cli.main(["demo", str(notebook)]) == 2
+    assert "cluster 'default' is running and the notebook would use it and end it" in capsys.readouterr().err
