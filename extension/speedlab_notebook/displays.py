@@ -1,1 +1,267 @@
-"""How the types of SpeedLab look in IPython."""
+"""How SpeedLab's objects look in IPython: short texts and small tables.
+
+The engine's rooms know no HTML, so the formatters are registered here, by name: no module is imported before one of its
+objects is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from speedlab.cluster import EngineStatus
+    from speedlab.config import RunConfig
+    from speedlab.hardware import Device
+    from speedlab.telemetry.folder import Status
+    from speedlab.telemetry.records import Event, Ledger, StepRecord
+
+_NUMBER = "text-align:right"
+_WORDS = "text-align:left"
+
+
+# Tables
+
+
+def table_html(head: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[str] = ()) -> str:
+    """A small table of escaped texts; columns named in `words` are aligned left, as words are."""
+    styles = [_WORDS if name in words else _NUMBER for name in head]
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        inner = "".join(
+            f'<{tag} style="{style}">{escape(cell)}</{tag}>' for style, cell in zip(styles, cells, strict=True)
+        )
+        return f"<tr>{inner}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    return f"<table><thead>{line('th', head)}</thead><tbody>{body}</tbody></table>"
+
+
+def table_text(head: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[str] = ()) -> str:
+    """The same as lines of text, columns two spaces apart."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = []
+    for row in (head, *rows):
+        cells = [
+            cell.ljust(width) if name in words else cell.rjust(width)
+            for name, cell, width in zip(head, row, widths, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+_ENGINE_HEAD = ("engine", "rank", "device", "process", "state", "memory")
+_ENGINE_WORDS = ("device", "state")
+
+
+def _engine_rows(engines: Sequence[EngineStatus]) -> list[tuple[str, ...]]:
+    from speedlab.telemetry.text import bytes_text
+
+    return [
+        (
+            f"{engine.engine_id}",
+            f"{engine.rank}",
+            engine.device.name,
+            f"{engine.pid}",
+            engine.state,
+            bytes_text(engine.rss_bytes),
+        )
+        for engine in engines
+    ]
+
+
+def engines_bundle(title: str, engines: Sequence[EngineStatus], notes: Sequence[str]) -> dict[str, str]:
+    """What `%speedlab status` displays: a title, a row for each engine, and lines below."""
+    rows = _engine_rows(engines)
+    page = [
+        f"<b>{escape(title)}</b>",
+        table_html(_ENGINE_HEAD, rows, words=_ENGINE_WORDS),
+        *(f"<div>{escape(note)}</div>" for note in notes),
+    ]
+    text = [title, table_text(_ENGINE_HEAD, rows, words=_ENGINE_WORDS), *notes]
+    return {"text/plain": "\n".join(text), "text/html": "".join(page)}
+
+
+# One object
+
+
+def run_config_text(config: RunConfig) -> str:
+    """One line for each part; what differs from the defaults is marked."""
+    width = max(len(name) for name, _ in _parts(config))
+    lines = ["RunConfig (* differs from the default)"]
+    for name, fields in _parts(config):
+        shown = " · ".join(f"{key} {value}{'*' if changed else ''}" for key, value, _, changed in fields)
+        lines.append(f"  {name:<{width}}  {shown}")
+    return "\n".join(lines)
+
+
+def run_config_html(config: RunConfig) -> str:
+    """A row for each part; descriptions on hover, what differs from the defaults in bold."""
+    rows = []
+    for name, fields in _parts(config):
+        cells = []
+        for key, value, description, changed in fields:
+            mark = "b" if changed else "span"
+            cells.append(f'<{mark} title="{escape(description)}">{escape(f"{key} {value}")}</{mark}>')
+        joined = " · ".join(cells)
+        rows.append(
+            f'<tr><th style="{_WORDS}">{escape(name)}</th><td style="{_WORDS};white-space:normal">{joined}</td></tr>'
+        )
+    return f"<table><caption>RunConfig; bold differs from the default</caption>{''.join(rows)}</table>"
+
+
+_Field = tuple[str, str, str, bool]
+"""(name, value, description, whether it differs from the default)."""
+
+
+def _parts(config: RunConfig) -> list[tuple[str, list[_Field]]]:
+    """The run's own fields, then each part's."""
+    kind = type(config)
+    default = kind()
+    own = [name for name in kind.model_fields if kind.part_of(name) is None]
+    parts = [("run", _fields(config, default, own))]
+    for name in kind.model_fields:
+        if (inner := kind.part_of(name)) is not None:
+            parts.append((name, _fields(getattr(config, name), getattr(default, name), list(inner.model_fields))))
+    return parts
+
+
+def _fields(part: Any, default: Any, names: Sequence[str]) -> list[_Field]:
+    fields = type(part).model_fields
+    return [
+        (
+            name,
+            _value(getattr(part, name)),
+            fields[name].description or "",
+            getattr(part, name) != getattr(default, name),
+        )
+        for name in names
+    ]
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(str(item) for item in value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def ledger_text(ledger: Ledger) -> str:
+    """'Ledger 1.4 GiB of 16 GiB: parameters 312 MiB · gradients …'; what is 0 is left out."""
+    from speedlab.telemetry.text import bytes_text
+
+    parts = [f"{name} {bytes_text(count)}" for name, count in _categories(ledger) if count]
+    whole = f"{bytes_text(ledger.reported_bytes)} of {bytes_text(ledger.capacity_bytes)}"
+    return f"Ledger {whole}: {' · '.join(parts) or 'empty'}"
+
+
+def ledger_html(ledger: Ledger) -> str:
+    """A row for each category, in the order in which they are stacked."""
+    from speedlab.telemetry.text import bytes_text
+
+    rows = [(name, bytes_text(count)) for name, count in _categories(ledger)]
+    rows += [("reported", bytes_text(ledger.reported_bytes)), ("capacity", bytes_text(ledger.capacity_bytes))]
+    return table_html(("category", "memory"), rows, words=("category",))
+
+
+def _categories(ledger: Ledger) -> list[tuple[str, int]]:
+    from speedlab.telemetry.records import CATEGORIES
+
+    return [(name.replace("_", " "), getattr(ledger, name)) for name in CATEGORIES]
+
+
+def step_record_text(record: StepRecord) -> str:
+    from speedlab.telemetry.text import bytes_text, count_text, seconds_text
+
+    heldout = f" (held-out {record.heldout_loss:.4f})" if record.heldout_loss is not None else ""
+    return (
+        f"<step {record.step:,} rank {record.rank}: loss {record.loss:.4f}{heldout}, "
+        f"{count_text(record.tokens_per_second)} tokens/s, {seconds_text(record.seconds)}, "
+        f"stage {record.zero_stage}, {bytes_text(record.ledger.reported_bytes)}>"
+    )
+
+
+def event_text(event: Event) -> str:
+    return f"<{event.kind} at step {event.step:,}{f': {event.text}' if event.text else ''}>"
+
+
+def engine_status_text(engine: EngineStatus) -> str:
+    from speedlab.telemetry.text import bytes_text
+
+    memory = bytes_text(engine.rss_bytes)
+    return f"<rank {engine.rank} on {engine.device.name}: {engine.state}, {memory}, process {engine.pid}>"
+
+
+def device_text(device: Device) -> str:
+    from speedlab.telemetry.text import bytes_text
+
+    return (
+        f"<{device.kind} {device.name!r}: {bytes_text(device.free_bytes)} of {bytes_text(device.capacity_bytes)} free, "
+        f"fast {device.fast_dtype}>"
+    )
+
+
+def status_text(status: Status) -> str:
+    text = f": {status.text}" if status.text else ""
+    return f"<{status.state} at step {status.step:,} of {status.steps:,}{text}>"
+
+
+# Registering
+
+_TEXTS: dict[tuple[str, str], Callable[[Any], str]] = {
+    ("speedlab.config.run", "RunConfig"): run_config_text,
+    ("speedlab.telemetry.records", "Ledger"): ledger_text,
+    ("speedlab.telemetry.records", "StepRecord"): step_record_text,
+    ("speedlab.telemetry.records", "Event"): event_text,
+    ("speedlab.telemetry.records", "RunState"): str,
+    ("speedlab.telemetry.folder", "Status"): status_text,
+    ("speedlab.cluster.connection", "EngineStatus"): engine_status_text,
+    ("speedlab.hardware", "Device"): device_text,
+}
+"""(module, class) -> its text."""
+
+_PAGES: dict[tuple[str, str], Callable[[Any], str]] = {
+    ("speedlab.config.run", "RunConfig"): run_config_html,
+    ("speedlab.telemetry.records", "Ledger"): ledger_html,
+}
+"""(module, class) -> its HTML."""
+
+
+def register(shell: InteractiveShell) -> None:
+    """Let IPython show SpeedLab's types by these functions."""
+    texts, pages = _formatters(shell)
+    for (module, name), function in _TEXTS.items():
+        texts.for_type_by_name(module, name, _printer(function))
+    for (module, name), function in _PAGES.items():
+        pages.for_type_by_name(module, name, function)
+
+
+def unregister(shell: InteractiveShell) -> None:
+    """Show them as Python does."""
+    texts, pages = _formatters(shell)
+    for formatter, known in ((texts, _TEXTS), (pages, _PAGES)):
+        for module, name in known:
+            formatter.pop(f"{module}.{name}", None)
+
+
+def _formatters(shell: InteractiveShell) -> tuple[Any, Any]:
+    formatters: Any = shell.display_formatter
+    return formatters.formatters["text/plain"], formatters.formatters["text/html"]
+
+
+def _printer(function: Callable[[Any], str]) -> Callable[[Any, Any, bool], None]:
+    """As IPython's text formatter calls it: what is written counts lines, so a list of many breaks between them."""
+
+    def write(value: Any, printer: Any, cycle: bool) -> None:
+        for number, line in enumerate(function(value).splitlines()):
+            if number:
+                printer.break_()
+            printer.text(line)
+
+    return write

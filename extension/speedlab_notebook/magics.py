@@ -1,1 +1,297 @@
-"""The `%speedlab` line magic."""
+"""The `%speedlab` line magic: what each subcommand does. `commands.py` holds their words."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speedlab_notebook import commands
+from speedlab_notebook.at_hand import run_names
+from speedlab_notebook.ranks_cell import ranks_cell
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from speedlab.cluster import Cluster
+
+_MATCHER = "speedlab_notebook"
+SAY_AFTER_SECONDS = 1.0
+"""What takes longer than this says what it is doing."""
+
+_RANKS_HELP = """Run a cell on ranks, or on all: %%ranks [0,2-3] [--wait]
+
+  %%ranks                 on every rank; the cell returns at once and its output comes as the ranks print it
+  %%ranks 0,2-3           on ranks 0, 2 and 3
+  %%ranks 0 --wait        returns when rank 0 is done, and raises RankError when it failed
+
+Equal lines of several ranks are shown once. Names that the cell sets stay on the ranks. While a run trains, the cell
+waits for it to pause or to end.
+"""
+
+
+class CommandError(RuntimeError):
+    """`%speedlab` cannot do what was asked. Shown without a traceback: the message says what to do."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+def register(shell: InteractiveShell) -> None:
+    """Register both magics and their completion in `shell`."""
+
+    def speedlab(line: str) -> None:
+        run_line(shell, line)
+
+    def ranks(line: str, cell: str) -> None:
+        with _short_errors():
+            ranks_cell(shell, line, cell)
+
+    speedlab.__doc__ = commands.help_text()
+    ranks.__doc__ = _RANKS_HELP
+    shell.magics_manager.register_function(speedlab, magic_kind="line", magic_name="speedlab")
+    shell.magics_manager.register_function(ranks, magic_kind="cell", magic_name="ranks")
+    _remove_matcher(shell)
+    shell.Completer.custom_matchers.append(_matcher(shell))
+
+
+def unregister(shell: InteractiveShell) -> None:
+    """Take both magics and their completion out of `shell`."""
+    shell.magics_manager.magics["line"].pop("speedlab", None)
+    shell.magics_manager.magics["cell"].pop("ranks", None)
+    _remove_matcher(shell)
+
+
+def _matcher(shell: InteractiveShell) -> Any:
+    """What completes lines of both magics; where it knows words, it is the only one to offer any."""
+    from IPython.core.completer import CompletionContext, SimpleCompletion, context_matcher
+
+    @context_matcher(identifier=_MATCHER, priority=1000)
+    def matcher(context: CompletionContext) -> Any:
+        line = context.text_until_cursor.lstrip()
+        symbol = "" if line[-1:].isspace() else line.rpartition(" ")[2]
+        words: list[str] = []
+        if line.startswith("%speedlab "):
+            words = commands.complete(line, symbol, lambda: run_names(shell))
+        elif line.startswith("%%ranks ") and "--wait".startswith(symbol) and "--wait" not in line:
+            words = ["--wait"]
+        completions = [SimpleCompletion(text=word, type="magic") for word in words]
+        return {"completions": completions, "matched_fragment": symbol, "suppress": bool(words)}
+
+    return matcher
+
+
+def _remove_matcher(shell: InteractiveShell) -> None:
+    matchers = shell.Completer.custom_matchers
+    matchers[:] = [known for known in matchers if getattr(known, "matcher_identifier", None) != _MATCHER]
+
+
+def run_line(shell: InteractiveShell, line: str) -> None:
+    """Carry out one line of `%speedlab`. Raises UsageError for the line, CommandError for what cannot be done."""
+    command, arguments = commands.parse(line)
+    if command is None or arguments.pop("help", False):
+        print(commands.help_text() if command is None else command.help())
+        return
+    with _short_errors():
+        _ACTIONS[command.name](shell, **arguments)
+
+
+@contextmanager
+def _short_errors() -> Iterator[None]:
+    """What a person can set right is shown without the frames that found it."""
+    from speedlab.cluster.errors import ClusterError
+    from speedlab.cluster.known_runs import RunError
+    from speedlab.config import ConfigError
+    from speedlab.layout import LayoutError
+    from speedlab.telemetry.folder import RunFolderError
+
+    try:
+        yield
+    except (ClusterError, RunError, RunFolderError, ConfigError, LayoutError) as error:
+        raise CommandError(str(error)) from error
+
+
+@contextmanager
+def _telling(text: str) -> Iterator[None]:
+    """Print `text` once this has taken SAY_AFTER_SECONDS."""
+    timer = threading.Timer(SAY_AFTER_SECONDS, print, [text], {"flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+# Subcommands
+
+
+def _start(shell: InteractiveShell, engines: int | None = None, name: str = "default", device: str = "auto") -> None:
+    from speedlab.cluster import Cluster
+    from speedlab.telemetry.text import seconds_text
+
+    count = "engines" if engines is None else f"{engines} engine{'s' if engines > 1 else ''}"
+    ran_before = name in _names_running()
+    began = time.monotonic()
+    with _telling(f"starting {count} of cluster {name!r}; each imports torch, which takes a few seconds"):
+        cluster = Cluster(engines, name=name, device=device)
+    shell.push({"cluster": cluster})
+    did = "was running" if ran_before else f"ready after {seconds_text(time.monotonic() - began)}"
+    print(f"{_described(cluster)} · {did} · it is `cluster`")
+
+
+def _status(shell: InteractiveShell, name: str | None = None) -> None:
+    from IPython.display import display
+
+    from speedlab_notebook.at_hand import active_runs, cluster_at_hand, standing
+    from speedlab_notebook.displays import engines_bundle
+
+    running = _names_running()
+    if not running:
+        print("no cluster runs; %speedlab start starts one")
+        return
+    cluster = cluster_at_hand(shell, name)
+    notes = [standing(folder) for folder in active_runs(cluster)] or ["no run is under way"]
+    if others := [other for other in running if other != cluster.name]:
+        notes.append(f"also running: {', '.join(others)}; %speedlab status --name {others[0]}")
+    display(engines_bundle(f"cluster {cluster.name}", cluster.status(), notes), raw=True)
+
+
+def _panel(shell: InteractiveShell, run: str | None = None) -> None:
+    from speedlab_notebook import panel
+    from speedlab_notebook.at_hand import active_runs, cluster_at_hand, held_run, run_at_hand
+
+    if run is None and not _names_running():
+        panel.show(None, held_run(shell))  # It predicts without engines, and says how to start them.
+        return
+    cluster = cluster_at_hand(shell)
+    wanted = run is not None or held_run(shell) is not None or bool(active_runs(cluster))
+    found = run_at_hand(shell, run) if wanted else None
+    panel.show(found.cluster or cluster if found is not None else cluster, found)
+
+
+def _dash(shell: InteractiveShell, run: str | None = None) -> None:
+    from speedlab_notebook import dashboard
+    from speedlab_notebook.at_hand import run_at_hand
+
+    dashboard.show(run_at_hand(shell, run))
+
+
+def _attach(shell: InteractiveShell, run: str | None = None) -> None:
+    from speedlab.cluster import Cluster, attach
+    from speedlab.cluster.known_runs import RunError
+    from speedlab_notebook import dashboard, panel
+    from speedlab_notebook.at_hand import push_run
+
+    try:
+        found = attach(run)
+    except RunError:
+        if run is not None:
+            raise
+        cluster = Cluster.attach()
+        shell.push({"cluster": cluster})
+        print(f"{_described(cluster)} · it has no run yet · it is `cluster`")
+        panel.show(cluster, None)
+        return
+    push_run(shell, found)
+    if found.cluster is None:
+        print(f"{found!r} · its engines are gone, so it can only be looked at · it is `run`")
+    else:
+        print(f"{_described(found.cluster)} · {found!r} · they are `cluster` and `run`")
+        panel.show(found.cluster, found)
+    dashboard.show(found)
+
+
+def _interrupt(shell: InteractiveShell, name: str | None = None) -> None:
+    from speedlab.cluster.errors import name_ranks
+    from speedlab_notebook.at_hand import cluster_at_hand
+
+    cluster = cluster_at_hand(shell, name)
+    with _telling(f"interrupting cluster {cluster.name!r}"):
+        idle = cluster.interrupt()
+    left = sorted(set(range(cluster.size)) - set(idle))
+    if idle:
+        print(f"{name_ranks(idle)} of cluster {cluster.name!r}: idle, with what they held")
+    if left:
+        print(f"{name_ranks(left)}: did not stop; cluster.restart({left[0]}) ends that engine and starts a new one")
+
+
+def _stop(shell: InteractiveShell, name: str | None = None, yes: bool = False) -> None:
+    from speedlab.cluster import ClusterError
+    from speedlab_notebook.at_hand import active_runs, cluster_at_hand, standing
+
+    running = _names_running()
+    if not running and name is None:
+        print("no cluster runs, so there is nothing to stop")
+        return
+    cluster = cluster_at_hand(shell, name)
+    held = active_runs(cluster)
+    if held and not yes:
+        raise ClusterError(
+            f"{standing(held[-1])} on cluster {cluster.name!r}; steps since its last checkpoint would be lost. "
+            f"`%speedlab stop --yes` stops anyway, run.save() keeps them"
+        )
+    with _telling(f"stopping cluster {cluster.name!r}"):
+        cluster.stop()
+    print(f"cluster {cluster.name!r} is stopped; its engines have ended")
+
+
+def _config(shell: InteractiveShell, run: str | None = None, present: bool = False, json: bool = False) -> None:
+    from speedlab.config import RunConfig, annotated_yaml
+    from speedlab_notebook.at_hand import run_at_hand
+
+    config = run_at_hand(shell, run).config if run is not None or present else RunConfig()
+    print(config.to_json() if json else annotated_yaml(config).rstrip())
+
+
+def _report(shell: InteractiveShell, run: str | None = None) -> None:
+    from IPython.display import display
+
+    from speedlab.telemetry.report import write_report
+    from speedlab_notebook.at_hand import run_at_hand
+
+    found = run_at_hand(shell, run)
+    with _telling(f"writing the report of {found.name!r}"):
+        path = write_report(found.folder, found.table())
+    display({"text/plain": f"report: {path}", "text/html": _link(path)}, raw=True)
+
+
+_ACTIONS: dict[str, Callable[..., None]] = {
+    "start": _start,
+    "status": _status,
+    "panel": _panel,
+    "dash": _dash,
+    "attach": _attach,
+    "interrupt": _interrupt,
+    "stop": _stop,
+    "config": _config,
+    "report": _report,
+}
+assert _ACTIONS.keys() == commands.COMMANDS.keys()
+
+
+def _names_running() -> list[str]:
+    from speedlab.cluster.home import running_clusters
+
+    return [state.name for state in running_clusters()]
+
+
+def _described(cluster: Cluster) -> str:
+    """'cluster 'default': 4 engines on cpu 0-1, cpu 2-3'."""
+    devices = cluster.devices
+    names = ", ".join(dict.fromkeys(device.name for device in devices))
+    return f"cluster {cluster.name!r}: {len(devices)} engine{'s' if len(devices) != 1 else ''} on {names}"
+
+
+def _link(path: Path) -> str:
+    """A link that opens in the notebook's own browser, where the file lies at or below the notebook; else its path."""
+    shown = escape(str(path))
+    relative = os.path.relpath(path)
+    if relative.startswith(os.pardir):
+        return f"report: <code>{shown}</code>"
+    return f'report: <a href="{escape(relative)}" target="_blank" rel="noopener">{shown}</a>'

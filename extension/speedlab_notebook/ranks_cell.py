@@ -1,1 +1,259 @@
-"""The `%%ranks` cell magic."""
+"""The `%%ranks` cell magic: run a cell on ranks, at once, and show what they say in a display of its own.
+
+1. The cell listens to the engines, then it is submitted, so that nothing it prints can be missed.
+2. The magic returns. A thread takes the messages of this cell's tasks, folds what is equal on several ranks, and
+   updates the display at most ten times a second.
+3. When every rank is done and has said its last, the display gets its final line, or the RankError.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import threading
+import time
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.displayhook import DisplayHook
+from IPython.core.error import UsageError
+
+from speedlab.cluster.errors import name_ranks
+from speedlab_notebook.commands import unknown
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from speedlab.cluster import Cluster, RankError, RankResults
+    from speedlab_notebook.rank_messages import RankMessages
+    from speedlab_notebook.transcript import Transcript
+
+USAGE = "%%ranks [0,2-3] [--wait]"
+UPDATE_SECONDS = 0.1
+POLL_SECONDS = 0.05
+LAST_WORDS_SECONDS = 1.0
+"""How long the last output of ranks that are done may be on its way."""
+
+_BYTES_PER_SECOND = 2e6
+_CHECK_SECONDS = 1.0
+Came = list[tuple[list[int], str]]
+"""New output as (ranks, text)."""
+_SPAN = re.compile(r"(\d+)(?:[-–](\d+))?")
+
+
+def parse(line: str) -> tuple[list[int] | None, bool]:
+    """(ranks, whether to wait) of the magic's line; ranks are None for all. Raises UsageError."""
+    ranks: list[int] = []
+    wait = False
+    for word in line.replace(",", " ").split():
+        if word == "--wait":
+            wait = True
+        elif word.startswith("-"):
+            raise UsageError(f"%%ranks: {unknown('option', word, ['--wait'])}; {USAGE}")
+        elif (span := _SPAN.fullmatch(word)) is None:
+            raise UsageError(f"%%ranks: {word!r} is neither a rank nor a span of ranks; {USAGE}")
+        else:
+            first, last = int(span[1]), int(span[2] or span[1])
+            if last < first:
+                raise UsageError(f"%%ranks: the span {word} runs backwards; {last}-{first} is the same ranks")
+            ranks += range(first, last + 1)
+    return list(dict.fromkeys(ranks)) or None, wait
+
+
+def ranks_cell(shell: InteractiveShell, line: str, code: str) -> None:
+    """Run `code` on the ranks of `line`; returns at once, or with --wait when they are done, raising RankError."""
+    from speedlab_notebook.at_hand import cluster_at_hand
+    from speedlab_notebook.rank_messages import RankMessages
+
+    ranks, wait = parse(line)
+    cluster = cluster_at_hand(shell)
+    note = _why_it_waits(cluster, ranks)
+    messages = RankMessages.of(cluster)
+    try:
+        results = cluster.execute(code, ranks=ranks)
+    except BaseException:
+        messages.close()
+        raise
+    note = note or f"{name_ranks(results.ranks)} running"
+    view = HandleView(note) if hasattr(shell, "kernel") else TerminalView(note)
+    quiet = DisplayHook.semicolon_at_end_of_expression(code)
+    cell = RanksCell(cluster, results, messages, view, shows_error=not wait, shows_result=not quiet)
+    cell.start()
+    if wait:
+        cell.wait()
+
+
+def _why_it_waits(cluster: Cluster, ranks: Collection[int] | None) -> str:
+    """What to say at once when ranks are busy; '' when the cell runs now."""
+    from speedlab_notebook.at_hand import standing, training_run
+
+    busy = [engine.rank for engine in cluster.status() if engine.state != "idle"]
+    if ranks is not None:
+        busy = [rank for rank in busy if rank in ranks]
+    if not busy:
+        return ""
+    run = training_run(cluster)
+    if run is not None:
+        return f"{standing(run)} and keeps the engines busy; this cell runs when it pauses or ends"
+    are, they = ("is", "it is") if len(busy) == 1 else ("are", "they are")
+    return f"{name_ranks(busy)} {are} busy; this cell runs when {they} done"
+
+
+class RanksCell:
+    """One cell on its ranks, from its submission to its last word; it owns `messages` and closes them."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        results: RankResults,
+        messages: RankMessages,
+        view: HandleView | TerminalView,
+        *,
+        shows_error: bool = True,
+        shows_result: bool = True,
+    ) -> None:
+        from speedlab_notebook.transcript import Transcript
+
+        self._cluster = cluster
+        self._results = results
+        self._messages = messages
+        self._view = view
+        self._shows_error = shows_error
+        self._shows_result = shows_result
+        self._rank_of = {task: rank for rank, task in results.message_ids.items()}
+        self._transcript = Transcript(results.ranks)
+        self._talking = set(self._rank_of)
+        self._begun = False
+        self._done = threading.Event()
+        results.add_done_callback(lambda _: self._done.set())
+        self._started = time.monotonic()
+        self._thread = threading.Thread(target=self._follow, name="speedlab-ranks-cell", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the ranks are done and everything is shown. Raises RankError; a KeyboardInterrupt interrupts the
+        ranks, too."""
+        try:
+            while self._thread.is_alive():
+                self._thread.join(POLL_SECONDS)
+        except KeyboardInterrupt:
+            self._cluster.interrupt()
+            raise
+        self._results.result()
+
+    def _follow(self) -> None:
+        try:
+            self._follow_until_done()
+            came = self._transcript.drain(time.monotonic(), everything=True)
+            self._view.end(self._transcript, came, self._last_line(), self._error())
+        finally:
+            self._messages.close()
+
+    def _follow_until_done(self) -> None:
+        update_at, check_at, last_words_at = 0.0, time.monotonic() + _CHECK_SECONDS, None
+        while self._talking:
+            begun = self._begun
+            for task, kind, content in self._messages.take(POLL_SECONDS):
+                self._hear(task, kind, content)
+            now = time.monotonic()
+            if self._done.is_set():
+                last_words_at = last_words_at or now + LAST_WORDS_SECONDS
+                if now >= last_words_at:
+                    return
+            elif now >= check_at:
+                check_at = now + _CHECK_SECONDS
+                self._check()
+            if now >= update_at:
+                came = self._transcript.drain(now)
+                if came or begun != self._begun:
+                    size = self._view.update(self._transcript, came, f"{name_ranks(self._results.ranks)} running")
+                    update_at = now + UPDATE_SECONDS + size / _BYTES_PER_SECOND
+        while not self._done.wait(_CHECK_SECONDS):  # The answers come on another channel than the last output.
+            self._check()
+
+    def _hear(self, task: str, kind: str, content: Mapping[str, Any]) -> None:
+        rank = self._rank_of.get(task)
+        if rank is None:
+            return
+        if not self._begun:
+            self._begun, self._started = True, time.monotonic()
+        if kind == "status":
+            if content["execution_state"] == "idle":
+                self._talking.discard(task)
+        elif kind != "execute_result" or self._shows_result:
+            self._transcript.feed(rank, kind, content, time.monotonic())
+
+    def _check(self) -> None:
+        from speedlab.cluster import ClusterError
+
+        try:
+            self._cluster.check_controller()
+        except ClusterError as error:
+            # The results may belong to a connection that is no more; then nobody else ends them.
+            self._results.abandon(str(error))
+
+    def _error(self) -> RankError | None:
+        from speedlab.cluster import RankError
+
+        failures = self._results.failures
+        return RankError(failures) if failures and self._shows_error else None
+
+    def _last_line(self) -> str:
+        from speedlab.telemetry.text import seconds_text
+
+        failed = list(self._results.failures)
+        took = seconds_text(time.monotonic() - self._started)
+        if failed:
+            return f"{name_ranks(failed)} failed after {took}"
+        return f"{name_ranks(self._results.ranks)} done in {took}"
+
+
+class HandleView:
+    """A display in a notebook that is replaced as output comes."""
+
+    def __init__(self, note: str) -> None:
+        from IPython.display import DisplayHandle
+
+        self._handle = DisplayHandle()
+        # From the kernel's thread: later updates find their cell by the display's id.
+        self._handle.display({"text/plain": note, "text/html": _note_html(note)}, raw=True)
+
+    def update(self, transcript: Transcript, came: Came, note: str) -> int:
+        """Show what has come; returns how many bytes it took."""
+        return self._replace(transcript, note, None)
+
+    def end(self, transcript: Transcript, came: Came, line: str, error: RankError | None) -> None:
+        """Show everything, with the error or the last line."""
+        self._replace(transcript, line, error)
+
+    def _replace(self, transcript: Transcript, note: str, error: RankError | None) -> int:
+        text = "\n".join(filter(None, (transcript.text(), str(error) if error else "", note)))
+        page = transcript.html() + (error._repr_html_() if error else "") + _note_html(note)
+        self._handle.update({"text/plain": text, "text/html": page}, raw=True)
+        return len(text) + len(page)
+
+
+class TerminalView:
+    """Lines on stdout, where a display cannot be replaced."""
+
+    def __init__(self, note: str) -> None:
+        print(note)
+
+    def update(self, transcript: Transcript, came: Came, note: str) -> int:
+        """Print what has come."""
+        lines = [f"{name_ranks(ranks)}: {line}" for ranks, text in came for line in text.splitlines()]
+        if lines:
+            print("\n".join(lines), flush=True)
+        return 0
+
+    def end(self, transcript: Transcript, came: Came, line: str, error: RankError | None) -> None:
+        """Print the rest, with the error or the last line."""
+        self.update(transcript, came, line)
+        print(f"{error}\n{line}" if error else line, flush=True)
+
+
+def _note_html(note: str) -> str:
+    style = "color:var(--jp-ui-font-color2,#767676);font-family:var(--jp-ui-font-family,sans-serif)"
+    return f'<div class="speedlab-ranks-note" style="{style}">{html.escape(note)}</div>'

@@ -1,0 +1,233 @@
+"""The words of `%speedlab` as data: subcommands, their options and examples; reading a line, completing it, its help.
+
+The table is all there is: the parser, `%speedlab?` and tab completion are three readings of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from IPython.core.error import UsageError
+
+HELP = ("--help", "-h")
+_HELP_COLUMN = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option of a subcommand. `value` names what follows it; without one it is a switch."""
+
+    name: str
+    description: str
+    value: str = ""
+    number: bool = False
+    """Whether the value is a whole number, at least 1."""
+    choices: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}"
+
+    @property
+    def usage(self) -> str:
+        return " ".join(filter(None, (self.flag, "|".join(self.choices) or self.value)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One subcommand of `%speedlab`."""
+
+    name: str
+    description: str
+    example: str
+    options: tuple[Option, ...] = ()
+    takes_run: bool = False
+    """Whether the name or folder of a run may follow."""
+
+    @property
+    def usage(self) -> str:
+        run = ["[RUN]"] if self.takes_run else []
+        return " ".join(["%speedlab", self.name, *run, *(f"[{option.usage}]" for option in self.options)])
+
+    def help(self) -> str:
+        """What `%speedlab NAME --help` prints."""
+        run = [f"  {'RUN':<{_HELP_COLUMN - 4}}  name or folder of a run"] if self.takes_run else []
+        options = [f"  {option.usage:<{_HELP_COLUMN - 4}}  {option.description}" for option in self.options]
+        return "\n".join([self.usage, f"  {self.description}", *run, *options, f"  example: {self.example}"])
+
+
+_CLUSTER_NAME = Option(name="name", value="NAME", description="the cluster's name; else the one at hand")
+
+COMMANDS: Mapping[str, Command] = {
+    command.name: command
+    for command in (
+        Command(
+            name="start",
+            description="start engines, one per GPU or on CPU cores, or find those that run; sets `cluster`",
+            example="%speedlab start --engines 4",
+            options=(
+                Option(name="engines", value="N", number=True, description="number of engines; one per device, else 4"),
+                Option(name="name", value="NAME", description="name of the cluster; 'default' when left out"),
+                Option(
+                    name="device",
+                    choices=("auto", "cpu", "cuda"),
+                    description="what engines run on; auto takes GPUs where there are any",
+                ),
+            ),
+        ),
+        Command(
+            name="status",
+            description="engines, their devices, states and memory, and the runs they hold",
+            example="%speedlab status",
+            options=(_CLUSTER_NAME,),
+        ),
+        Command(
+            name="panel",
+            description="configure a run, start it, and steer it",
+            example="%speedlab panel quickstart",
+            takes_run=True,
+        ),
+        Command(
+            name="dash",
+            description="live memory, throughput, loss and anatomy of a run's steps",
+            example="%speedlab dash",
+            takes_run=True,
+        ),
+        Command(
+            name="attach",
+            description="find the cluster and run another kernel started; sets `cluster` and `run`, shows both views",
+            example="%speedlab attach quickstart",
+            takes_run=True,
+        ),
+        Command(
+            name="interrupt",
+            description="interrupt what the ranks are doing; they keep their state",
+            example="%speedlab interrupt",
+            options=(_CLUSTER_NAME,),
+        ),
+        Command(
+            name="stop",
+            description="end the engines, and with them what they hold that is not saved",
+            example="%speedlab stop --yes",
+            options=(_CLUSTER_NAME, Option(name="yes", description="also when a run has not ended")),
+        ),
+        Command(
+            name="config",
+            description="every field of a configuration with its description: the defaults, or those of a run",
+            example="%speedlab config --json",
+            options=(
+                Option(name="json", description="as JSON, without descriptions"),
+                Option(name="present", description="of the run at hand"),
+            ),
+            takes_run=True,
+        ),
+        Command(
+            name="report",
+            description="write report.html, which shows a run's plots without a server, and link it",
+            example="%speedlab report quickstart",
+            takes_run=True,
+        ),
+    )
+}
+
+
+def parse(line: str) -> tuple[Command | None, dict[str, Any]]:
+    """The subcommand of `line` and its arguments: `run`, `help`, and one entry for each option that was given.
+
+    (None, {}) asks for the help of all. Raises UsageError, which names the nearest known word.
+    """
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise UsageError(f"%speedlab {line}: {error}; quotes come in pairs") from None
+    if not words or words[0] in (*HELP, "help"):
+        return None, {}
+    if words[0] not in COMMANDS:
+        raise UsageError(f"%speedlab: {unknown('subcommand', words[0], COMMANDS)}")
+    command = COMMANDS[words[0]]
+    return command, _arguments(command, words[1:])
+
+
+def _arguments(command: Command, words: Sequence[str]) -> dict[str, Any]:
+    options = {option.flag: option for option in command.options}
+    found: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        if word in HELP:
+            found["help"] = True
+        elif flag in options:
+            option = options[flag]
+            if not (option.value or option.choices):
+                if equals:
+                    raise UsageError(f"{command.usage}: {flag} is a switch and takes no value")
+                found[option.name] = True
+                continue
+            if not equals:
+                if not rest or rest[0].startswith("-"):
+                    raise UsageError(f"{command.usage}: {flag} needs a value, as in {option.usage}")
+                value = rest.pop(0)
+            found[option.name] = _value(command, option, value)
+        elif word.startswith("-"):
+            raise UsageError(f"%speedlab {command.name}: {unknown('option', flag, [*options, HELP[0]])}")
+        elif not command.takes_run:
+            raise UsageError(f"%speedlab {command.name} takes no {word!r}; {command.usage}")
+        elif "run" in found:
+            raise UsageError(f"%speedlab {command.name}: one run at a time, not {found['run']!r} and {word!r}")
+        else:
+            found["run"] = word
+    return found
+
+
+def _value(command: Command, option: Option, text: str) -> str | int:
+    if option.choices and text not in option.choices:
+        raise UsageError(f"%speedlab {command.name} {option.flag}: {unknown('value', text, option.choices)}")
+    if not option.number:
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"%speedlab {command.name} {option.flag}: {text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def unknown(kind: str, word: str, known: Collection[str]) -> str:
+    """'unknown option '--nme'; the nearest is '--name'', or all that are known when none is near."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    hint = f"the nearest is {near[0]!r}" if near else f"known: {', '.join(known)}"
+    return f"unknown {kind} {word!r}; {hint}"
+
+
+def complete(line: str, symbol: str, run_names: Callable[[], Collection[str]]) -> list[str]:
+    """Words that may stand where `symbol` is begun at the end of `line`, which starts with '%speedlab'."""
+    before = line[: len(line) - len(symbol)].split()[1:]
+    if not before:
+        return [name for name in COMMANDS if name.startswith(symbol)]
+    command = COMMANDS.get(before[0])
+    if command is None:
+        return []
+    options = {option.flag: option for option in command.options}
+    last = options.get(before[-1])
+    if last is not None and (last.value or last.choices):
+        return [choice for choice in last.choices if choice.startswith(symbol)]
+    words = [flag for flag in options if flag not in before]
+    if command.takes_run and not symbol.startswith("-") and all(word.startswith("-") for word in before[1:]):
+        words += sorted(run_names())
+    return [word for word in (*words, HELP[0]) if word.startswith(symbol)]
+
+
+def help_text() -> str:
+    """What `%speedlab?` shows: each subcommand with what it does and an example."""
+    lines = [
+        "SpeedLab: train large models from a notebook.",
+        "",
+        *(f"  {command.example:<{_HELP_COLUMN}}{command.description}" for command in COMMANDS.values()),
+        "",
+        "  %%ranks 0,2-3                 run a cell on these ranks; %%ranks on all; --wait returns when they are done",
+        "",
+        "`start` and `attach` set the names `cluster` and `run`. `%speedlab NAME --help` lists a subcommand's options.",
+    ]
+    return "\n".join(lines)
