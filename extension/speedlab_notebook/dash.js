@@ -7,6 +7,7 @@ const TABLE_ROWS = 12;
 const ALIVE_MS = 20000;
 const HIDE_AFTER_MS = 1500;
 const MOST_OFTEN_MS = 90;
+const MOST_SELDOM_MS = 800;
 const CONFIG = {
   displaylogo: false, showSendToCloud: false, responsive: true,
   modeBarButtonsToRemove: ["sendChartToCloud", "sendDataToCloud", "lasso2d", "select2d", "toImage", "downloadJson"],
@@ -201,7 +202,7 @@ function render({model, el}) {
   const state = {figures: {}, head: {text: "", state: "", mark: ""}, seq: -1};
   const view = crypto.randomUUID();
   const dirty = new Set();
-  let Plotly = null, seen = true, gap = false, timer = 0, byRank = false, showTable = false, gone = false;
+  let Plotly = null, seen = true, gap = false, timer = 0, byRank = false, showTable = false, gone = false, pictureWanted = false;
 
   const text = element("span", {class: "sl-text", role: "status", "aria-label": "run"});
   const word = element("span", {class: "sl-state", "aria-label": "state"});
@@ -216,7 +217,7 @@ function render({model, el}) {
   const plots = Object.fromEntries(CARDS.map((name) => [name, element("div", {class: "sl-plot", "data-plot": name})]));
   const grid = element("div", {class: "sl-grid"}, ...Object.values(plots));
   const tables = element("div", {class: "sl-tables", hidden: ""});
-  const head = element("div", {class: "sl-head"}, text, word, element("span", {class: "sl-tools"}, ...Object.values(buttons)));
+  const head = element("div", {class: "sl-head"}, element("span", {class: "sl-line"}, text, word), element("span", {class: "sl-tools"}, ...Object.values(buttons)));
   const root = element("div", {class: "speedlab-dash"}, head, note, grid, tables);
   el.append(root);
 
@@ -237,8 +238,8 @@ function render({model, el}) {
     }
     dirty.clear();
     root.dataset.seq = state.seq;
-    // Never more than a third of the page's time, however slow the machine.
-    quietUntil = performance.now() + Math.max(MOST_OFTEN_MS, 2 * (performance.now() - start));
+    // At most a third of the page's time on a slow machine; the first time takes long anywhere.
+    quietUntil = performance.now() + Math.min(MOST_SELDOM_MS, Math.max(MOST_OFTEN_MS, 2 * (performance.now() - start)));
   }
   let quietUntil = 0;
 
@@ -278,7 +279,8 @@ function render({model, el}) {
   }
 
   async function sendPicture() {
-    if (!Plotly || state.seq < 0) return;
+    pictureWanted = !Plotly || state.seq < 0;
+    if (pictureWanted) return;
     const blob = await pngPicture(Plotly, state);
     model.send({kind: "picture"}, undefined, [await blob.arrayBuffer()]);
   }
@@ -328,6 +330,7 @@ function render({model, el}) {
     Plotly = loaded;
     note.textContent = "";
     changed(CARDS);
+    if (pictureWanted) return sendPicture();
   }).catch((error) => { note.textContent = `The plots cannot be drawn: ${error.message}. Run the cell again.`; });
 
   // The static picture stands in the next output, for when no kernel is there; beside the live one it would be twice.

@@ -4,7 +4,7 @@ A tick is {"kind": "tick", "seq": n, "parts": [...]} and one buffer of float32 f
 
     {"part": "extend", "figure": name, "traces": [i, …], "points": [n, …]}   for each trace: n x values, then n y values
     {"part": "bars", "figure": name, "rows": k}                              k traces of equal length, one after another
-    {"part": "figure", "figure": name, "data": [...], "layout": {...}}       drawn anew; arrays are {"f32": buffer number}
+    {"part": "figure", "figure": name, "data": [...], "layout": {...}}       drawn anew; arrays: {"f32": buffer number}
     {"part": "marks", "shapes": [...], "annotations": [...]}                 events on every step axis
     {"part": "head", "text": …, "state": …, "mark": …}                       the header line
 

@@ -69,7 +69,7 @@ def base_layout(title: str, unit: str) -> Figure:
         "margin": {"l": 58, "r": 58, "t": 44, "b": 84},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "legend": {"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top", "font": {"size": 11}, "entrywidth": 110},
+        "legend": {"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top", "font": {"size": 11}, "entrywidth": 96},
         "hovermode": "x unified",
         "uirevision": title,
         "xaxis": {"automargin": True, "zeroline": False},
@@ -182,3 +182,9 @@ def event_marks(events: Sequence[Event]) -> Figure:
             }
         )
     return {"shapes": shapes, "annotations": annotations}
+
+
+def legend_beside(layout: Figure) -> None:
+    """The legend to the right, in the order in which the bars are stacked."""
+    layout["legend"] = {"x": 1.02, "y": 1, "yanchor": "top", "traceorder": "reversed", "font": {"size": 11}}
+    layout["margin"] |= {"r": 20, "b": 50}

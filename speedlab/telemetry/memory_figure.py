@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from speedlab.hardware import Device
-from speedlab.telemetry.figure_style import COLOURS, LABELS, Figure, base_layout, ink_line, note
+from speedlab.telemetry.figure_style import COLOURS, LABELS, Figure, base_layout, ink_line, legend_beside, note
 from speedlab.telemetry.records import CATEGORIES, StepRecord
 from speedlab.telemetry.series import History
 from speedlab.telemetry.text import byte_unit, bytes_text
@@ -44,7 +44,7 @@ def memory_figure(
         trace["x"] = names
     layout = base_layout("memory by rank", unit)
     layout |= {"barmode": "relative", "bargap": 0.3, "hovermode": "closest"}
-    layout["legend"] |= {"entrywidth": 165, "y": -0.12}
+    legend_beside(layout)
     layout["xaxis"] |= {"type": "category", "showgrid": False}
     tops = [_total(history.latest[rank]) for rank in ranks]
     _add_capacity(layout, history, ranks, tops, size)

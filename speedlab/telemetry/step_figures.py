@@ -15,6 +15,7 @@ from speedlab.telemetry.figure_style import (
     base_layout,
     curve,
     float32,
+    legend_beside,
     over_steps,
     second_axis,
 )
@@ -120,6 +121,7 @@ def anatomy_figure(history: History, cut: Cut | None = None) -> Figure:
     rank = min(history.series, default=0)
     layout = base_layout(f"anatomy of a step, rank {rank}", "ms")
     layout |= {"barmode": "stack", "bargap": 0.08}
+    legend_beside(layout)
     over_steps(layout, history.events)
     return {"data": data, "layout": layout}
 
@@ -133,6 +135,7 @@ def anatomy_by_rank_figure(history: History) -> Figure:
     ]
     layout = base_layout(f"anatomy of a step, mean of the last {RECENT_STEPS}", "ms")
     layout |= {"barmode": "stack", "bargap": 0.3, "hovermode": "x unified"}
+    legend_beside(layout)
     layout["xaxis"] |= {"type": "category", "showgrid": False}
     return {"data": data, "layout": layout}
 

@@ -1,0 +1,256 @@
+"""The dashboard: one anywidget that draws a run live, and leaves a static picture in the notebook.
+
+What is sent is in drawing.py, what the page makes of it in dash.js. A thread polls the run's feed ten times a second
+while somebody looks, and not at all while nobody does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anywidget
+import traitlets
+from ipywidgets import widget_serialization
+
+from speedlab.telemetry.feed import Feed
+from speedlab.telemetry.records import RunState
+from speedlab.telemetry.series import History
+from speedlab_notebook.drawing import Drawing
+from speedlab_notebook.static_picture import StaticPicture
+
+if TYPE_CHECKING:
+    from speedlab.cluster import Run
+    from speedlab.hardware import Device
+    from speedlab.telemetry.folder import RunFolder
+
+_HERE = Path(__file__).parent
+
+TICK_SECONDS = 0.1
+RESTING_TICK_SECONDS = 0.5
+"""A run that rests may be resumed by anybody."""
+FIRST_KEYFRAME_SECONDS = 1.0
+LAST_KEYFRAME_SECONDS = 16.0
+"""Keyframes come by themselves at intervals that double between these two. A page that missed a tick catches up with
+the next one, even while a cell keeps the kernel from answering."""
+SILENCE_SECONDS = 90.0
+"""A page that has said nothing for so long, though the kernel would have heard it, was closed."""
+
+RESTING = frozenset({RunState.PAUSED, RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
+
+
+class PlotlyBundle(anywidget.AnyWidget):
+    """plotly's own plotly.min.js, compressed: the page takes it from here once, however many dashboards it shows."""
+
+    _esm = "export default {};"
+    version = traitlets.Unicode().tag(sync=True)
+    source = traitlets.Bytes().tag(sync=True)
+
+    _shared: PlotlyBundle | None = None
+
+    @classmethod
+    def shared(cls) -> PlotlyBundle:
+        """The one of this kernel."""
+        if cls._shared is None or cls._shared.comm is None:
+            import plotly
+            from plotly.offline import get_plotlyjs
+
+            cls._shared = cls(version=plotly.__version__, source=gzip.compress(get_plotlyjs().encode(), 5))
+        return cls._shared
+
+
+class Dashboard(anywidget.AnyWidget):
+    """A run, live. `show(run)` makes one and displays it."""
+
+    _esm = _HERE / "dash.js"
+    _css = _HERE / "dash.css"
+    bundle = traitlets.Instance(PlotlyBundle).tag(sync=True, **widget_serialization)
+    keyframe = traitlets.Dict().tag(sync=True)
+
+    def __init__(
+        self, feed: Feed, *, name: str, devices: Sequence[Device] = (), picture: StaticPicture | None = None
+    ) -> None:
+        self._feed = feed
+        self._history = History()
+        self._drawing = Drawing(self._history, name=name, devices=devices)
+        self._picture = picture
+        self._version = -1
+        self._png_wanted = False
+        self._rewritten = False
+        self._watching: set[str] | None = None
+        self._heard = time.monotonic()
+        self._loop = _running_loop()
+        self._wake = threading.Event()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        feed.poll(files=True)
+        self._take_news()
+        self._rested = self._at_rest
+        frame = self._drawing.keyframe(feed.status, closed=self._at_rest)
+        super().__init__(bundle=PlotlyBundle.shared(), keyframe=frame)
+        self.on_msg(self._on_message)
+        if self._rested:
+            self._leave_picture()
+        self._start()
+
+    # What the page says
+
+    def _on_message(self, _: Any, content: dict[str, Any], buffers: Sequence[Any]) -> None:
+        self._heard = time.monotonic()
+        kind = content.get("kind")
+        if kind == "watching":
+            self._set_watching(str(content.get("view")), bool(content.get("on")))
+        elif kind == "keyframe":
+            self._send_keyframe()
+        elif kind == "picture" and buffers and self._picture is not None:
+            self._png_wanted = False
+            self._picture.show(self._history, png=bytes(buffers[0]))
+
+    def _set_watching(self, view: str, on: bool) -> None:
+        """Start when the first view comes into sight, stop when the last one has gone."""
+        if self._watching is None:
+            self._watching = set()
+        known = view in self._watching
+        (self._watching.add if on else self._watching.discard)(view)
+        if on and not known:
+            self._send_keyframe()
+            self._start()
+            if self._png_wanted:
+                self.send({"kind": "picture"})
+        if not self._watching:
+            self._wake.set()
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody may be looking: until the first view has spoken, somebody may."""
+        return self._watching is None or bool(self._watching)
+
+    # The thread
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread that polls is at work."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self.running or self._closed.is_set():
+                return
+            self._wake.clear()
+            self._thread = threading.Thread(target=self._work, name="speedlab-dashboard", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        wait = FIRST_KEYFRAME_SECONDS
+        due = time.monotonic() + wait
+        while self.watched and not self._closed.is_set():
+            self.update()
+            if time.monotonic() >= due and not self._at_rest:
+                self._send_keyframe()
+                wait = min(2 * wait, LAST_KEYFRAME_SECONDS)
+                due = time.monotonic() + wait
+            if time.monotonic() - self._heard > SILENCE_SECONDS and self._kernel_listens():
+                self._watching = set()
+            self._wake.wait(RESTING_TICK_SECONDS if self._at_rest else TICK_SECONDS)
+
+    def _kernel_listens(self) -> bool:
+        """Whether the kernel's loop is free, so that a living page would have been heard. While a cell keeps it, it is
+        not, and silence says nothing."""
+        if self._loop is None or self._loop.is_closed():
+            return False
+        answered = threading.Event()
+        self._loop.call_soon_threadsafe(answered.set)
+        return answered.wait(1.0) and time.monotonic() - self._heard > SILENCE_SECONDS
+
+    def update(self) -> None:
+        """Look at the feed and send what is new."""
+        self._feed.poll()
+        if self._feed.version == self._version:
+            return
+        with self._lock:
+            self._take_news()
+            if self._at_rest and not self._rested:
+                self._feed.poll(files=True)
+                self._take_news()
+                self.keyframe = self._next_keyframe()
+            elif (message := self._drawing.tick(self._feed.status, rewritten=self._rewritten)) is not None:
+                self.send(message[0], buffers=message[1])
+            self._rewritten = False
+            came_to_rest, self._rested = self._at_rest and not self._rested, self._at_rest
+        if came_to_rest:
+            self._leave_picture()
+
+    def _leave_picture(self) -> None:
+        """Put the plots into the notebook as they are, and ask the page for its picture of them."""
+        if self._picture is not None:
+            self._png_wanted = True
+            self._picture.show(self._history)
+            self.send({"kind": "picture"})
+
+    def _take_news(self) -> None:
+        self._version = self._feed.version
+        self._rewritten |= self._history.update(self._feed.records, self._feed.events)
+
+    def _send_keyframe(self) -> None:
+        with self._lock:
+            self.keyframe = self._next_keyframe()
+
+    def _next_keyframe(self) -> dict[str, Any]:
+        self._drawing.seq += 1
+        return self._drawing.keyframe(self._feed.status, closed=self._at_rest)
+
+    @property
+    def _at_rest(self) -> bool:
+        return self._feed.status.state in RESTING
+
+    def close(self) -> None:
+        """Stop and take the view from the page; the static picture stays."""
+        self._closed.set()
+        self._wake.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=2.0)
+        super().close()
+
+
+def show(run: Run | RunFolder | str | Path) -> Dashboard:
+    """Display the dashboard of a run, given as its handle or its folder, and below it the picture that stays.
+
+    Raises RunFolderError when there is no such run.
+    """
+    from IPython.display import display
+
+    feed, devices = _feed_of(run)
+    picture = StaticPicture(feed, devices)
+    dashboard = Dashboard(feed, name=feed.folder.name, devices=devices, picture=picture)
+    display(dashboard)
+    picture.place()
+    return dashboard
+
+
+def _feed_of(run: Any) -> tuple[Feed, Sequence[Device]]:
+    feed = getattr(run, "feed", None)
+    if feed is None:
+        return Feed(run), ()
+    devices: Sequence[Device] = ()
+    if run.cluster is not None:
+        from speedlab.cluster import ClusterError
+
+        with contextlib.suppress(ClusterError):  # The engines have gone since: the run can still be looked at.
+            devices = run.cluster.devices
+    return feed, devices
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """The kernel's loop; None outside one."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
