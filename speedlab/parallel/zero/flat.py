@@ -79,7 +79,10 @@ class Flat:
         reduce_group: Group,
         gradient_dtype: torch.dtype,
     ) -> None:
-        """`parameters`: full name → (parameter, index of its optimizer group), in the order in which they shall lie."""
+        """`parameters`: full name → (parameter, index of its optimizer group), in the order in which they shall lie.
+
+        Rank 0's values count. Collective.
+        """
         self.name = name
         self.dtype = dtype
         self.gradient_dtype = gradient_dtype
@@ -100,12 +103,19 @@ class Flat:
         self.numel = end
         self.padded = padded_numel(end, gather_group.size * step)
         self.start, self.end = partition_range(self.padded, gather_group.size, gather_group.index)
+        self._own_master = trainable_in_low_precision(dtype) and self.trainable
         self.full = torch.zeros(self.padded, dtype=dtype, device=gather_group.device)
+        self.master: Tensor = self.full
+        if self._own_master:
+            # Made from the values given, before they are rounded to the compute dtype.
+            self.master = torch.zeros(self.padded, dtype=torch.float32, device=gather_group.device)
         for parameter, slot in zip(self.parameters, self.slots, strict=True):
-            view = self.full[slot.offset : slot.offset + slot.numel].view(slot.shape)
             with torch.no_grad():
-                view.copy_(parameter)
-            parameter.data = view
+                self.master[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(parameter)
+            parameter.data = self.full[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        gather_group.broadcast(self.master)
+        if self._own_master:
+            self.full.copy_(self.master)
         self.shard = self.full[self.start : self.end]
         self.gradient: Tensor | None = None
         self.local: Tensor | None = None
@@ -113,10 +123,6 @@ class Flat:
         ends = [0] + [slot.offset + slot.numel for slot in self.slots]
         starts = [slot.offset for slot in self.slots] + [self.padded]
         self._gaps = [(low, high) for low, high in zip(ends, starts, strict=True) if low < high]
-        self.master: Tensor = self.full
-        self._own_master = trainable_in_low_precision(dtype) and self.trainable
-        if self._own_master:
-            self.master = self.full.float()
         self.residency = Residency.of_stage(0, 1)
 
     # ---- residency ---------------------------------------------------------------------------------------------------

@@ -111,7 +111,6 @@ class Zero:
                 materialize(plan)
             flats = self._make_flats(plan, group_of, compute_dtype, gradient_dtype)
             for flat in flats:
-                gather_group.broadcast(flat.full)
                 flat.place(residency)
             self.units.append(Unit(plan.name, plan.modules, flats))
         self.order = list(self.units)
