@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from speedlab.cluster import Cluster, RankError, Run, attach
+    from speedlab.config import ConfigError, RunConfig
+    from speedlab.engine import Engine, initialize
+    from speedlab.layout import Layout, LayoutError
+    from speedlab.parallel import gather
 
 __version__ = "0.1.0"
 
@@ -22,7 +29,20 @@ _HOMES = {
 }
 """Public names and the modules they live in; each module is imported when its name is first used."""
 
-__all__ = [*_HOMES, "__version__"]
+__all__ = [
+    "Cluster",
+    "ConfigError",
+    "Engine",
+    "Layout",
+    "LayoutError",
+    "RankError",
+    "Run",
+    "RunConfig",
+    "__version__",
+    "attach",
+    "gather",
+    "initialize",
+]
 
 
 def __getattr__(name: str) -> Any:

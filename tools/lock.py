@@ -25,7 +25,9 @@ HEADER = """\
 
 def main() -> int:
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["dev"], *BUILD)]
+    wanted = [
+        Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["dev"], *BUILD)
+    ]
     versions: dict[str, str] = {}
     seen: set[str] = set()
     while wanted:
@@ -41,7 +43,9 @@ def main() -> int:
             return 1
         if name not in SEPARATE:
             versions[name] = installed.version.partition("+")[0]
-        wanted += [needed for needed in map(Requirement, installed.requires or ()) if _applies(needed, requirement.extras)]
+        wanted += [
+            needed for needed in map(Requirement, installed.requires or ()) if _applies(needed, requirement.extras)
+        ]
     print(HEADER + "\n".join(f"{name}=={versions[name]}" for name in sorted(versions)))
     return 0
 

@@ -69,6 +69,9 @@ class RunConfig(Part):
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints")
     telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="Records and streaming")
 
+    def __init__(self, /, **data: Any) -> None:  # Of its own, so that type checkers take the short forms.
+        super().__init__(**data)
+
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, data: Any) -> Any:

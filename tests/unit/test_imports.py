@@ -244,6 +244,14 @@ def test_what_a_kernel_imports_starts_no_torch(module) -> None:
     assert done.stdout.split() == []
 
 
+def test_public_names_are_found_where_they_are_said_to_be() -> None:
+    assert set(speedlab.__all__) == {*speedlab._HOMES, "__version__"}
+    for name in speedlab.__all__:
+        assert getattr(speedlab, name).__name__ == name if name != "__version__" else speedlab.__version__
+    with pytest.raises(AttributeError, match="module 'speedlab' has no attribute 'nothing'"):
+        _ = speedlab.nothing
+
+
 # The judge itself
 
 
