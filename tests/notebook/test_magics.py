@@ -1,0 +1,296 @@
+"""`%speedlab` in a real IPython shell, with clusters and runs that are made up here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from IPython.core.completer import provisionalcompleter
+from IPython.core.error import UsageError
+from magics_fakes import RECORD, FakeCluster, Notebook, make_run
+from speedlab_notebook import at_hand, commands, load_ipython_extension, magics, unload_ipython_extension
+
+from speedlab.cluster.known_runs import remember_run
+from speedlab.config import RunConfig
+from speedlab.telemetry.records import RunState
+
+# Loading
+
+
+def test_loading_twice_and_unloading(notebook: Notebook) -> None:
+    shell = notebook.shell
+    load_ipython_extension(shell)
+    load_ipython_extension(shell)
+    assert len(shell.Completer.custom_matchers) == 1
+    unload_ipython_extension(shell)
+    assert shell.find_line_magic("speedlab") is None
+    assert shell.find_cell_magic("ranks") is None
+    assert shell.Completer.custom_matchers == []
+    assert "<step" not in shell.display_formatter.format(RECORD)[0]["text/plain"]
+    unload_ipython_extension(shell)  # Nothing is left to take out, and that is no error.
+
+
+def test_loading_takes_under_a_second_and_imports_nothing_heavy(tmp_path: Path) -> None:
+    code = """
+import sys, time
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+config = Config(); config.HistoryManager.enabled = False
+shell = InteractiveShell.instance(config=config)
+before = time.perf_counter()
+shell.run_line_magic("load_ext", "speedlab")
+print(time.perf_counter() - before)
+shell.run_line_magic("load_ext", "speedlab")
+print(*sorted({"torch", "numba", "plotly", "ipyparallel", "ipywidgets", "anywidget"} & set(sys.modules)))
+"""
+    environment = {"IPYTHONDIR": str(tmp_path), "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=environment
+    )
+    seconds, *rest = done.stdout.splitlines()
+    assert float(seconds) < 1.0
+    assert rest[0].startswith("The speedlab extension is already loaded")
+    assert rest[-1] == ""
+
+
+# The line
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("statsu", "unknown subcommand 'statsu'; the nearest is 'status'"),
+        ("zzz", "unknown subcommand 'zzz'; known: start, status, panel"),
+        ("status --nme x", "unknown option '--nme'; the nearest is '--name'"),
+        ("start --engines", "--engines needs a value, as in --engines N"),
+        ("start --engines --name x", "--engines needs a value"),
+        ("start --engines 0", "'0' is not a whole number of at least 1"),
+        ("start --engines=two", "'two' is not a whole number"),
+        ("start --device gpu", "unknown value 'gpu'; the nearest is 'cpu'"),
+        ("stop --yes=1", "--yes is a switch and takes no value"),
+        ("status here", "%speedlab status takes no 'here'"),
+        ("dash one two", "one run at a time, not 'one' and 'two'"),
+        ("start --name 'x", "quotes come in pairs"),
+    ],
+)
+def test_what_is_wrong_in_a_line_is_named(line: str, complaint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        commands.parse(line)
+    assert complaint in str(caught.value)
+
+
+def test_lines_are_read() -> None:
+    command, arguments = commands.parse("start --engines=4 --name 'my cluster' --device cpu")
+    assert command is not None
+    assert (command.name, arguments) == ("start", {"engines": 4, "name": "my cluster", "device": "cpu"})
+    assert commands.parse("config quickstart --json")[1] == {"run": "quickstart", "json": True}
+    for line in ("", "--help", "help"):
+        assert commands.parse(line) == (None, {})
+
+
+def test_every_subcommand_has_an_example_that_is_right_and_help(notebook: Notebook) -> None:
+    for command in commands.COMMANDS.values():
+        assert command.example.startswith("%speedlab ")
+        found, _ = commands.parse(command.example.removeprefix("%speedlab "))
+        assert found is command
+        assert command.description in notebook.run(f"%speedlab {command.name} --help")
+        assert command.example in commands.help_text()
+    assert notebook.run("%speedlab") == commands.help_text() + "\n"
+    magic = notebook.shell.find_line_magic("speedlab")
+    assert notebook.shell.inspector.info(magic)["docstring"] == commands.help_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("%speedlab st", {"start", "status", "stop"}),
+        ("%speedlab start --d", {"--device"}),
+        ("%speedlab start --device c", {"cpu", "cuda"}),
+        ("%speedlab start --engines 2 --e", set()),
+        ("%speedlab stop --", {"--name", "--yes", "--help"}),
+        ("%speedlab dash q", {"quick-start"}),
+        ("%speedlab dash quick-s", {"quick-start"}),
+        ("%speedlab dash ", {"quick-start", "slow.run", "--help"}),
+        ("%speedlab report slow.run ", {"--help"}),
+        ("%%ranks 0 --w", {"--wait"}),
+    ],
+)
+def test_completion(notebook: Notebook, line: str, expected: set[str]) -> None:
+    cluster = FakeCluster()
+    make_run(cluster, "quick-start")
+    make_run(cluster, "slow.run")
+    with provisionalcompleter():
+        found = list(notebook.shell.Completer.completions(line, len(line)))
+    if expected:
+        assert {completion.text for completion in found} == expected
+        assert {line[completion.start :] for completion in found} == {line.rpartition(" ")[2]}
+    else:
+        assert not {completion.text for completion in found} & {"--engines"}
+
+
+# Subcommands
+
+
+def test_start_pushes_the_cluster_and_says_what_runs(notebook: Notebook) -> None:
+    text = notebook.run("%speedlab start --engines 2 --name x --device cpu")
+    cluster = notebook.shell.user_ns["cluster"]
+    assert (cluster.name, cluster.asked) == ("x", (2, "cpu"))
+    assert text.startswith("cluster 'x': 2 engines on cpu <0> · ready after ")
+    assert "was running" in notebook.run("%speedlab start --name x")
+    error = notebook.error("%speedlab start --engines 3 --name x")
+    assert isinstance(error, magics.CommandError)
+    assert str(error) == "cluster 'x' runs with 2 engines, and 3 were asked for; stop it first"
+
+
+def test_a_slow_start_says_what_it_does(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = threading.Event()
+    monkeypatch.setattr(magics, "SAY_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(magics, "print", lambda *words, **_: (print(*words), printed.set()), raising=False)
+    made = FakeCluster.__init__
+
+    def slow(self: FakeCluster, *arguments: Any, **keywords: Any) -> None:
+        assert printed.wait(10)
+        made(self, *arguments, **keywords)
+
+    monkeypatch.setattr(FakeCluster, "__init__", slow)
+    assert notebook.run("%speedlab start --engines 2").startswith("starting 2 engines of cluster 'default'; each")
+
+
+def test_errors_are_shown_without_a_traceback(notebook: Notebook) -> None:
+    notebook.error("%speedlab interrupt")
+    text = notebook.capsys.readouterr().out
+    assert text.strip() == "CommandError: no cluster runs; speedlab.Cluster() starts one"
+
+
+def test_status_is_a_table_and_escapes_what_it_shows(notebook: Notebook) -> None:
+    assert notebook.run("%speedlab status") == "no cluster runs; %speedlab start starts one\n"
+    cluster = FakeCluster(name="here")
+    FakeCluster(name="there")
+    make_run(cluster, "quickstart", RunState.PAUSED)
+    cluster.engine_states[1] = "busy"
+    notebook.run("%speedlab status --name here")
+    page = notebook.last()
+    assert "cpu &lt;0&gt;" in page
+    assert "cpu <0>" not in page
+    assert notebook.last("text/plain").splitlines() == [
+        "cluster here",
+        "engine  rank  device   process  state   memory",
+        "     5     0  cpu <0>      100  idle   256 MiB",
+        "     6     1  cpu <0>      101  busy   256 MiB",
+        "run 'quickstart' is paused at step 12 of 200",
+        "also running: there; %speedlab status --name there",
+    ]
+    assert notebook.shell.user_ns["cluster"] is cluster
+
+
+def test_a_name_of_the_user_is_not_overwritten(notebook: Notebook) -> None:
+    FakeCluster()
+    notebook.run("cluster = 'mine'")
+    notebook.run("%speedlab status")
+    assert notebook.shell.user_ns["cluster"] == "mine"
+
+
+def test_stop_asks_for_yes_while_a_run_has_not_ended(notebook: Notebook) -> None:
+    assert notebook.run("%speedlab stop") == "no cluster runs, so there is nothing to stop\n"
+    cluster = FakeCluster()
+    folder = make_run(cluster, "quickstart", RunState.PAUSED)
+    error = str(notebook.error("%speedlab stop"))
+    assert "run 'quickstart' is paused at step 12 of 200 on cluster 'default'" in error
+    assert "`%speedlab stop --yes`" in error
+    assert cluster.running
+    assert "is stopped" in notebook.run("%speedlab stop --yes")
+    assert not cluster.running
+
+    cluster = FakeCluster()
+    folder.write_status(replace(folder.read_status(), state=RunState.FINISHED))
+    notebook.run("%speedlab stop")
+    assert not cluster.running
+
+
+def test_interrupt_names_the_ranks_that_go_on(notebook: Notebook) -> None:
+    cluster = FakeCluster()
+    cluster.interrupted = [0]
+    text = notebook.run("%speedlab interrupt")
+    assert text.splitlines() == [
+        "rank 0 of cluster 'default': idle, with what they held",
+        "rank 1: did not stop; cluster.restart(1) ends that engine and starts a new one",
+    ]
+
+
+def test_attach_brings_back_names_and_views(notebook: Notebook) -> None:
+    cluster = FakeCluster()
+    text = notebook.run("%speedlab attach")
+    assert "it has no run yet" in text
+    assert notebook.shown == [("panel", cluster, None)]
+
+    notebook.shown.clear()
+    make_run(cluster, "quickstart")
+    notebook.run("%speedlab attach")
+    run = notebook.shell.user_ns["run"]
+    assert run.name == "quickstart"
+    assert notebook.shell.user_ns["cluster"] is cluster
+    assert notebook.shown == [("panel", cluster, run), ("dashboard", run)]
+
+    notebook.shown.clear()
+    cluster.running = False
+    assert "its engines are gone" in notebook.run("%speedlab attach quickstart")
+    assert [name for name, *_ in notebook.shown] == ["dashboard"]
+    assert "no run 'quick'" in str(notebook.error("%speedlab attach quick"))
+
+
+def test_dash_and_panel_take_the_run_under_way(notebook: Notebook) -> None:
+    cluster = FakeCluster()
+    notebook.run("%speedlab panel")
+    assert notebook.shown.pop() == ("panel", cluster, None)
+
+    old = make_run(cluster, "old", RunState.RUNNING)
+    notebook.run("%speedlab dash")
+    held = notebook.shell.user_ns["run"]
+    assert notebook.shown.pop() == ("dashboard", held)
+    old.write_status(replace(old.read_status(), state=RunState.FINISHED))
+    notebook.run("%speedlab dash")
+    assert notebook.shown.pop() == ("dashboard", held)  # Nothing is newer.
+
+    make_run(cluster, "new")
+    notebook.run("%speedlab panel")
+    assert notebook.shown.pop()[2].name == "new"
+    assert notebook.shell.user_ns["run"].name == "new"
+    notebook.run("%speedlab dash old")
+    assert notebook.shown.pop()[1].name == "old"
+
+
+def test_panel_without_engines(notebook: Notebook) -> None:
+    notebook.run("%speedlab panel")
+    assert notebook.shown == [("panel", None, None)]
+
+
+def test_config_of_nothing_and_of_a_run(notebook: Notebook) -> None:
+    from speedlab.config import annotated_yaml
+
+    assert notebook.run("%speedlab config") == annotated_yaml(RunConfig()).rstrip() + "\n"
+    assert notebook.run("%speedlab config --json") == RunConfig().to_json() + "\n"
+    make_run(FakeCluster(), "quickstart")
+    assert "stage: 3" in notebook.run("%speedlab config quickstart")
+    assert '"name": "quickstart"' in notebook.run("%speedlab config --present --json")
+
+
+def test_report_is_written_and_linked(notebook: Notebook) -> None:
+    make_run(FakeCluster(), "quickstart", RunState.FINISHED)
+    notebook.run("%speedlab report quickstart")
+    assert 'href="runs/quickstart/report.html"' in notebook.last()
+    assert Path("runs/quickstart/report.html").stat().st_size > 1000
+
+
+def test_runs_of_the_cluster_are_found_from_another_directory(
+    notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = FakeCluster()
+    remember_run(cluster, make_run(cluster, "quickstart").path)  # type: ignore[arg-type]  # its directory is all that is used
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert [folder.name for folder in at_hand.active_runs(cluster)] == ["quickstart"]  # type: ignore[arg-type]
