@@ -153,7 +153,8 @@ class Cluster:
 
         1. Take tasks that have not begun out of the queues.
         2. Send SIGINT, look, and send it again to a rank that still works on what it worked on before.
-        3. Cut the connections to the other ranks of one that does not come back: it waits for a peer.
+        3. Cut the connections to the other ranks of one that does not come back, and break the store in which ranks
+           meet: it waits for a peer.
         4. Let the ranks leave their process group: a collective that was cut off makes it unusable.
 
         A rank that is missing in the answer is inside a long native call or frozen; `restart(rank)` ends it.
@@ -164,9 +165,10 @@ class Cluster:
             tasks = {rank: found for rank, found in now.tasks.under_way(now.state).items() if rank in alive}
             if not tasks:
                 return sorted(alive)
-            # Before any rank can join again: the old store holds the keys of the group that is given up.
+            still = now.tasks.stop(now.state, tasks, timeout_seconds, self._home.break_stores)
+            stopped = sorted(alive - still)
+            # Not all ranks may have joined the group, or the same one: they meet again where none has been.
             self._home.next_generation()
-            stopped = sorted(alive - now.tasks.stop(now.state, tasks, timeout_seconds))
             self._reset(now, stopped)
             return stopped
 

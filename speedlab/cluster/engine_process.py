@@ -32,7 +32,23 @@ def main() -> None:
         )
     from ipyparallel.engine.app import IPEngine
 
+    leave_interrupts_to_tasks()
     IPEngine.launch_instance()
+
+
+def leave_interrupts_to_tasks() -> None:
+    """Let SIGINT raise only inside a task's function, where `remote.call` asks for it.
+
+    The kernel would have it raise while it handles any message. A KeyboardInterrupt in its own code goes up through the
+    event loop and ends the engine, when it comes just before the function begins.
+    """
+    from ipyparallel.engine.kernel import IPythonParallelKernel
+
+    def stay_as_it_is(self: IPythonParallelKernel) -> None:
+        del self
+
+    IPythonParallelKernel.pre_handler_hook = stay_as_it_is
+    IPythonParallelKernel.post_handler_hook = stay_as_it_is
 
 
 def bind_to_cores() -> None:

@@ -128,6 +128,16 @@ class Home:
         """Ranks that join from now on meet in a new store."""
         self._write_generation(self.generation + 1)
 
+    def break_stores(self) -> None:
+        """Let ranks that wait in native code in a store, for a rank that will not come, fail.
+
+        Who waits opens the file again and again, and a link to itself cannot be opened. `next_generation` must follow.
+        """
+        for store in self.rendezvous.glob("store-*"):
+            broken = store.with_name(f"broken-{store.name}")
+            broken.symlink_to(store.name)
+            broken.replace(store)
+
     def _write_generation(self, number: int) -> None:
         write_private(self.rendezvous / "generation", f"{number}\n")
 

@@ -112,10 +112,15 @@ def _silent_traceback(shell: Any) -> Iterator[None]:
 def reset() -> None:
     """Leave the process group that an interrupt or a death has broken; the next `speedlab.comm.join()` makes one."""
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    if distributed is None or not distributed.is_available():
+        return
+    if distributed.is_initialized():
         from speedlab import comm
 
         comm.leave()
+    # Groups are named by a counter, which leaving sets back, but a join that was cut off does not. Ranks whose counters
+    # differ would wait for each other under different names.
+    distributed.distributed_c10d._world.group_count = 0
 
 
 def preload() -> None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from speedlab.cluster.results import RankResults
 
 POLL_SECONDS = 0.02
-RESEND_SECONDS = 0.7
-"""Rarely an engine misses a signal: it is sent again while the engine goes on."""
+RESEND_SECONDS = 0.5
+"""An engine misses a signal that comes before its task has begun: it is sent again while the task goes on."""
 CUT_SECONDS = 1.4
 """A rank that has not stopped by then waits for a peer in native code, most likely: its connections are cut. A trainer
 needs up to 1.2 s to end its step cleanly."""
@@ -72,8 +72,13 @@ class Tasks:
                 tasks.setdefault(engine.rank, set()).update(others)
         return tasks
 
-    def stop(self, state: ClusterState, tasks: dict[int, set[str]], timeout_seconds: float) -> set[int]:
-        """Stop `tasks`, and no later ones; returns the ranks that still work on one of them after `timeout_seconds`."""
+    def stop(
+        self, state: ClusterState, tasks: dict[int, set[str]], timeout_seconds: float, on_cut: Callable[[], object]
+    ) -> set[int]:
+        """Stop `tasks`, and no later ones; returns the ranks that still work on one of them after `timeout_seconds`.
+
+        `on_cut` is called when connections are cut, because some rank did not come back.
+        """
         for rank, found in tasks.items():
             if len(found) > 1:  # Those that have not begun are taken out of the queue.
                 self._client.abort(sorted(found), targets=[state.engines[rank].engine_id], block=False)
@@ -88,6 +93,7 @@ class Tasks:
                 _signal(state, still, signal.SIGINT)
             if time.monotonic() >= cut_at:
                 cut_at = time.monotonic() + RESEND_SECONDS
+                on_cut()
                 _signal(state, still, CUT_SIGNAL)
             time.sleep(POLL_SECONDS)
             now = self.under_way(state)

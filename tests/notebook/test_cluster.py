@@ -238,6 +238,17 @@ def test_an_interrupt_reaches_every_rank_and_empties_the_queues(cluster: Cluster
     assert int((cluster.directory / "rendezvous" / "generation").read_text()) == generation + 1
 
 
+def test_interrupts_at_any_moment_leave_the_engines_alive(cluster: Cluster) -> None:
+    pids = [status.pid for status in cluster.status()]
+    for pause in range(12):
+        results = cluster.submit(sum_over_ranks, 1.0)
+        time.sleep(pause * 0.002)  # Not to wait for anything: the moment of the interrupt is what varies.
+        cluster.interrupt(10.0)
+        assert results.wait(10)
+    assert [status.pid for status in cluster.status()] == pids
+    assert cluster.submit(sum_over_ranks, 1.0).result(60) == [4.0] * SIZE
+
+
 def test_training_ranks_are_interrupted_and_meet_again(cluster: Cluster) -> None:
     assert cluster.submit(sum_over_ranks, 1.5).result(60) == [6.0] * SIZE
     results = cluster.submit(sum_for_ever)
