@@ -121,18 +121,29 @@ function element(tag, attributes = {}, ...children) {
 }
 
 function table(name, {data, layout}) {
-  const unit = layout.yaxis.title.text, categories = layout.xaxis.type === "category";
-  // A row for each place on the x axis, a column for each trace; of a long axis the last rows.
-  const places = categories ? [...data[0].x] : [...new Set(data.flatMap((trace) => [...trace.x]))].sort((a, b) => a - b);
-  const shown = categories ? places : places.slice(-TABLE_ROWS);
-  const head = element("tr", {}, ...[categories ? "rank" : "step", ...data.map((trace) => trace.name)]
-    .map((text) => element("th", {}, text)));
-  const rows = shown.map((place) => element("tr", {}, element("th", {}, String(place)), ...data.map((trace) => {
-    const at = trace.x.lastIndexOf(place);
-    return element("td", {}, at < 0 ? "" : number(trace.y[at]));
-  })));
-  const caption = element("figcaption", {}, `${layout.title.text} (${unit})`);
-  return element("figure", {"data-table": name}, caption, element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
+  const unit = layout.yaxis.title.text, title = layout.title.text;
+  const [corner, columns, rows] = layout.xaxis.type === "category" ? byCategory(data) : bySteps(data, layout);
+  const line = (tag, [first, ...cells]) => element("tr", {}, element("th", {}, first), ...cells.map((cell) => element(tag, {}, cell)));
+  const caption = element("figcaption", {}, unit === title ? title : `${title} (${unit})`);
+  const body = rows.map(([first, ...values]) => line("td", [first, ...values.map((value) => value === undefined ? "" : number(value))]));
+  return element("figure", {"data-table": name}, caption,
+    element("table", {}, element("thead", {}, line("th", [corner, ...columns])), element("tbody", {}, ...body)));
+}
+
+function byCategory(data) {
+  // A row for each part of the bars, their sum below, a column for each bar.
+  const bars = [...data[0].x];
+  const rows = data.map((trace) => [trace.name, ...trace.y]);
+  const sums = bars.map((_, i) => data.reduce((sum, trace) => sum + trace.y[i], 0));
+  return ["", bars, [...rows, ["sum", ...sums]]];
+}
+
+function bySteps(data, layout) {
+  // The last steps, a column for each curve.
+  const steps = [...new Set(data.flatMap((trace) => [...trace.x]))].sort((a, b) => a - b).slice(-TABLE_ROWS);
+  const second = layout.yaxis2?.title.text;
+  const columns = data.map((trace) => trace.yaxis === "y2" && second !== trace.name ? `${trace.name} (${second})` : trace.name);
+  return ["step", columns, steps.map((step) => [String(step), ...data.map((trace) => trace.y[trace.x.lastIndexOf(step)])])];
 }
 
 // ---- pictures ---------------------------------------------------------------------------------------------------------

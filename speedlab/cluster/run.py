@@ -243,6 +243,20 @@ class Run:
         self._until(lambda: results.done or None, timeout, "text of the model")
         return results.result()[0]
 
+    # Views, in a notebook
+
+    def dashboard(self) -> None:
+        """Display the live dashboard: memory by rank, loss, throughput, anatomy of a step."""
+        from speedlab_notebook.dashboard import show
+
+        show(self)
+
+    def panel(self) -> None:
+        """Display the panel that steers this run."""
+        from speedlab_notebook.panel import show
+
+        show(self.cluster, self)
+
     def _until(self, check: Callable[[], Any], timeout: float | None, what: str) -> Any:
         """Poll until `check` returns something."""
         deadline = None if timeout is None else time.monotonic() + timeout

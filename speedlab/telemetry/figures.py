@@ -52,12 +52,19 @@ def figures(history: History, *, devices: Sequence[Device] = ()) -> dict[str, Fi
     }
 
 
+_OVERVIEW_POINTS = 100
+_OVERVIEW_BARS = 40
+_GRID = {"gridcolor": "#dde2e8"}
+
+
 def overview_figure(history: History, *, title: str = "", devices: Sequence[Device] = ()) -> Figure:
     """The four plots as one figure of plain lists, small enough to stay in a saved notebook."""
     data: list[dict[str, Any]] = []
     layout: Figure = {
         "title": {"text": escape(title), "x": 0.01, "xanchor": "left", "font": {"size": 14}},
-        "font": {"size": 11},
+        "font": {"size": 11, "color": "#1c2530"},
+        "paper_bgcolor": "white",
+        "plot_bgcolor": "white",
         "barmode": "relative",
         "showlegend": True,
         "legend": {"orientation": "h", "y": -0.08, "font": {"size": 10}},
@@ -66,17 +73,15 @@ def overview_figure(history: History, *, title: str = "", devices: Sequence[Devi
         "annotations": [],
         "shapes": [],
     }
-    cuts = {"loss": 100, "throughput": 100, "anatomy": 40}
-    for number, (name, maker) in enumerate(_MAKERS.items()):
-        if name == "memory":
-            figure = memory_figure(history, devices=devices)
-        else:
-            figure = maker(history, cut_for(history, cuts[name]))
+    plots = [
+        memory_figure(history, devices=devices),
+        loss_figure(history, cut_for(history, _OVERVIEW_POINTS)),
+        throughput_figure(history, cut_for(history, _OVERVIEW_POINTS)),
+        anatomy_figure(history, cut_for(history, _OVERVIEW_BARS)),
+    ]
+    for number, figure in enumerate(plots):
         _place(figure, number, data, layout)
     return plain({"data": data, "layout": layout})
-
-
-_MAKERS = {"memory": memory_figure, "loss": loss_figure, "throughput": throughput_figure, "anatomy": anatomy_figure}
 
 
 def _place(figure: Figure, number: int, data: list[dict[str, Any]], layout: Figure) -> None:
@@ -85,8 +90,8 @@ def _place(figure: Figure, number: int, data: list[dict[str, Any]], layout: Figu
     first, second = str(2 * number + 1) if number else "", str(2 * number + 2)
     domain = {"x": [left, left + 0.42], "y": [bottom, bottom + 0.40]}
     inner = figure["layout"]
-    layout[f"xaxis{first}"] = {**inner["xaxis"], "domain": domain["x"], "anchor": f"y{first}"}
-    layout[f"yaxis{first}"] = {**inner["yaxis"], "domain": domain["y"], "anchor": f"x{first}"}
+    layout[f"xaxis{first}"] = {**inner["xaxis"], **_GRID, "domain": domain["x"], "anchor": f"y{first}"}
+    layout[f"yaxis{first}"] = {**inner["yaxis"], **_GRID, "domain": domain["y"], "anchor": f"x{first}"}
     if "yaxis2" in inner:
         layout[f"yaxis{second}"] = {**inner["yaxis2"], "anchor": f"x{first}", "overlaying": f"y{first}"}
     for trace in figure["data"]:

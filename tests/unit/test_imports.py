@@ -50,6 +50,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("speedlab", "speedlab_notebook"): "load_ipython_extension: `%load_ext speedlab` finds the notebook's package",
+    ("speedlab.cluster.run", "speedlab_notebook"): "Run.dashboard and Run.panel display the notebook's views",
     ("speedlab.cluster.remote", "engine"): "these functions run in the engines, not in the kernel",
     ("speedlab.cluster.remote", "comm"): "these functions run in the engines, not in the kernel",
     ("speedlab.cluster.remote", "parallel"): "these functions run in the engines, not in the kernel",
