@@ -42,6 +42,7 @@ class RankMessages:
         if not connected.poll(_CONNECT_MS):
             log.warning("the engines' output channel does not answer; what this cell prints may not be shown")
         self._socket.disable_monitor()
+        connected.close(linger=0)
 
     @classmethod
     def of(cls, cluster: Cluster) -> RankMessages:
