@@ -232,9 +232,7 @@ def _serve(rank: int, size: int, connection: Connection, store: Path, stacks: Pa
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test runner's; it closes the pipes.
     with stacks.open("a") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
-        connection.send_bytes(_attempt(lambda: _join(store)))
-        gc.collect()
-        gc.freeze()  # Modules stay; collections in the tests then look at the tests' objects only.
+        connection.send_bytes(_attempt(lambda: _start(store)))
         while True:
             try:
                 payload = connection.recv_bytes()
@@ -259,6 +257,15 @@ def _attempt(work: Callable[[], Any]) -> bytes:
         del error
     _leave()
     return pickle.dumps(failure)
+
+
+def _start(store: Path) -> None:
+    _join(store)
+    import torch._dynamo  # The first optimizer step would import it, in the middle of a test.
+
+    assert torch._dynamo is not None
+    gc.collect()
+    gc.freeze()  # Modules stay; collections in the tests then look at the tests' objects only.
 
 
 def _join(store: Path) -> None:

@@ -164,7 +164,7 @@ LAYOUTS = [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (4, 0), (4, 1), (4, 2
 @pytest.mark.parametrize("build", [models.tied, models.frozen])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_layout_reads_every_other(pool_of: PoolOf, plain, tmp_path: Path, build, dtype: str) -> None:
-    """Masters come back to the bit, moments so that the losses go on as in the plain loop. Units are cut differently."""
+    """Masters come back to the bit, moments so that losses go on as in the plain loop. Units are cut differently."""
     case = Case(build=build, dtype=dtype, optimizer=adamw, steps=6, whole=dtype == "float32")
     written: dict[tuple[int, int], dict[str, Tensor]] = {}
     for size, stage in LAYOUTS:
@@ -403,7 +403,7 @@ def test_nothing_is_overwritten_and_the_newest_is_found(two: Pool, tmp_path: Pat
 
 
 def test_each_element_is_written_once_and_hashes_are_true(two: Pool, tmp_path: Path) -> None:
-    """The manifest's slices cover each parameter exactly once, at a stage where ranks hold all, and at one where not."""
+    """The slices in the manifest cover each parameter exactly once, where every rank holds all, and where not."""
     for stage in (0, 3):
         folder = tmp_path / str(stage)
         two.run(save_after, Case(stage=stage), folder, 1)
