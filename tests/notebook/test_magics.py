@@ -172,6 +172,9 @@ def test_status_is_a_table_and_escapes_what_it_shows(notebook: Notebook) -> None
     cluster = FakeCluster(name="here")
     FakeCluster(name="there")
     make_run(cluster, "quickstart", RunState.PAUSED)
+    (cluster.directory / "runs/quickstart/records/rank-0.jsonl").write_text(
+        f"{RECORD.to_json()}\n{replace(RECORD, step=57).to_json()}\n{{half a li"
+    )
     cluster.engine_states[1] = "busy"
     notebook.run("%speedlab status --name here")
     page = notebook.last()
@@ -182,7 +185,7 @@ def test_status_is_a_table_and_escapes_what_it_shows(notebook: Notebook) -> None
         "engine  rank  device   process  state   memory",
         "     5     0  cpu <0>      100  idle   256 MiB",
         "     6     1  cpu <0>      101  busy   256 MiB",
-        "run 'quickstart' is paused at step 12 of 200",
+        "run 'quickstart' is paused at step 57 of 200",
         "also running: there; %speedlab status --name there",
     ]
     assert notebook.shell.user_ns["cluster"] is cluster
