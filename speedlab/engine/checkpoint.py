@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speedlab.parallel.zero import Flat, Place, Slot
+from speedlab.parallel.zero import Flat, Slot
 
 if TYPE_CHECKING:
     from speedlab.comm import Group
@@ -331,15 +331,6 @@ def _load_rest(engine: Engine, path: Path, manifest: dict[str, Any]) -> None:
 
 
 # ---- small things ----------------------------------------------------------------------------------------------------
-
-
-def whole_master(flat: Flat) -> Tensor:
-    """The flat's master values whole, on every rank (a collective where they are partitioned)."""
-    if flat.residency.optimizer_states is Place.REPLICATED:
-        return flat.master
-    whole = torch.empty(flat.padded, dtype=flat.master.dtype, device=flat.full.device)
-    flat.gather_group.all_gather(whole, flat.master).wait()
-    return whole
 
 
 def _all_or_none(group: Group, work: Any) -> Any:

@@ -129,6 +129,10 @@ class Engine:
         if not self.is_gradient_accumulation_boundary():
             self._micro_step += 1
             return False
+        if self.zero.unsummed:
+            raise RuntimeError(
+                "step: the last backward ran inside no_sync; one backward outside has to come before a step"
+            )
         with self.clock.phase("optimizer"):
             self.totals = self._sum_totals(signals)
             if not self.totals.finite:
@@ -274,7 +278,7 @@ class Engine:
         """The module's whole state on every rank (a collective), parameters as float32 masters where they exist."""
         state = {name: buffer.detach().clone() for name, buffer in _named_persistent_buffers(self.module)}
         for flat in self.zero.flats:
-            whole = checkpoint.whole_master(flat)
+            whole = flat.whole_master()
             for slot in flat.slots:
                 state[slot.name] = whole[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
@@ -342,15 +346,21 @@ class Engine:
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
 
-    def destroy(self) -> None:
-        """Give everything back: hooks, flats and groups. The module keeps its parameters where this rank holds them
-        whole."""
+    def destroy(self, *, keep_parameters: bool = True) -> None:
+        """Give everything back: hooks, flats, optimizer states. The module works on by itself, with its master values.
+
+        Collective where states are partitioned. Without `keep_parameters` nothing is gathered, and parameters that are
+        partitioned are lost.
+        """
         self.zero.detach()
         self._wrapper.undo()
         if self.zero.partitioned:
             for unit in self.zero.units:
                 unit.release()
         forget(self.zero)
+        if keep_parameters:
+            for flat in self.zero.flats:
+                flat.give_back()
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
             group["params"] = []

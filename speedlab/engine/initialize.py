@@ -21,7 +21,7 @@ from speedlab.engine.optimizer import OptimizerChoice, PartitionedOptimizer, Rec
 from speedlab.engine.precision import compute_dtype
 from speedlab.engine.schedule import make_schedule
 from speedlab.parallel import Materializer
-from speedlab.parallel.zero import Residency, UnitChoice, UnitPlan, Zero, gather, plan_units
+from speedlab.parallel.zero import Residency, UnitChoice, UnitPlan, Zero, plan_units
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 """The engine that drives a module, so that setting up twice leaves nothing of the first behind."""
@@ -69,8 +69,8 @@ def initialize(
     outside_bytes = PeakMemory.resident()
 
     if not isinstance(model, nn.Module):
-        with torch.device("meta"):
-            model = model()
+        with torch.random.fork_rng([]), torch.device("meta"):
+            model = model()  # Initialisers draw numbers even on meta; the caller's random state stays.
     _take_back(model)
     recipe = Recipe(optimizer, model, config.optimizer)
     plans = plan_units(model, units, bucket_bytes=config.zero.bucket_bytes)
@@ -131,10 +131,7 @@ def _take_back(model: nn.Module) -> None:
     earlier = reference() if reference is not None else None
     if earlier is None:
         return
-    values = [gather(parameter) for parameter in model.parameters()]
     earlier.destroy()
-    for parameter, value in zip(model.parameters(), values, strict=True):
-        parameter.data = value
 
 
 def _move_whole(model: nn.Module, world: World) -> None:

@@ -146,11 +146,9 @@ class PartitionedOptimizer:
         return sum(state.nbytes for states in self._states.values() for state in states.values())
 
     def sum_of_squares(self) -> Tensor:
-        """Of this rank's reduced gradient partitions, as a float32 scalar on the device."""
-        norms = [torch.linalg.vector_norm(_partition_gradient(flat), dtype=torch.float32) for flat in self.flats]
-        if not norms:
-            return torch.zeros(())
-        return torch.stack(norms).double().square().sum()
+        """Of this rank's reduced gradient partitions, as a float64 scalar on the device."""
+        norms = [_norm(flat) for flat in self.flats]
+        return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
     @torch.no_grad()
     def step(self, factor: float = 1.0) -> None:
@@ -273,9 +271,10 @@ def _cut(flat: Flat) -> list[Segment]:
     return segments
 
 
-def _partition_gradient(flat: Flat) -> Tensor:
+def _norm(flat: Flat) -> Tensor:
     assert flat.gradient is not None
-    return flat.gradient
+    wide = torch.float32 if flat.gradient.dtype.itemsize < 8 else torch.float64
+    return torch.linalg.vector_norm(flat.gradient, dtype=wide).double()
 
 
 def _elementwise(value: Any, segment: Segment) -> bool:

@@ -430,7 +430,7 @@ class Trainer:
         self._event("warning", f"went back to {kept.name}: the interrupt came in the middle of an update")
 
     def close(self) -> None:
-        self.engine.destroy()
+        self.engine.destroy(keep_parameters=False)
 
 
 _trainers: dict[Path, Trainer] = {}

@@ -5,6 +5,7 @@ Residency is a table with a row for each ZeRO stage (arXiv:1910.02054, section 5
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -66,7 +67,8 @@ class Flat:
     |            | `full` or `shard` when the parameters are float32 (or wider) themselves                     |
 
     Parameters are views of `full`, whose Storage stays the same object when it is released and filled again: tensors
-    that autograd saved (a transposed weight, say) then see the gathered values.
+    that autograd saved (a transposed weight, say) then see the gathered values. A released parameter shows NaN in its
+    true shape, because torch would read memory that is not there.
     """
 
     def __init__(
@@ -109,16 +111,22 @@ class Flat:
         if self._own_master:
             # Made from the values given, before they are rounded to the compute dtype.
             self.master = torch.zeros(self.padded, dtype=torch.float32, device=gather_group.device)
+        self._views: list[Tensor] = []
+        # What a released parameter shows: its true shape, and in the place of values NaN, in the memory of one element.
+        nothing = torch.full((1,), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=gather_group.device)
+        self._placeholders = [nothing.expand(slot.shape) for slot in self.slots]
         for parameter, slot in zip(self.parameters, self.slots, strict=True):
             with torch.no_grad():
                 self.master[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(parameter)
-            parameter.data = self.full[slot.offset : slot.offset + slot.numel].view(slot.shape)
+            self._views.append(self.full[slot.offset : slot.offset + slot.numel].view(slot.shape))
         gather_group.broadcast(self.master)
         if self._own_master:
             self.full.copy_(self.master)
+        self._show(self._views)
         self.shard = self.full[self.start : self.end]
         self.gradient: Tensor | None = None
         self.local: Tensor | None = None
+        self._earlier: Tensor | None = None
         self._filled = [False] * len(self.slots)
         ends = [0] + [slot.offset + slot.numel for slot in self.slots]
         starts = [slot.offset for slot in self.slots] + [self.padded]
@@ -153,12 +161,14 @@ class Flat:
         was, now = before.parameters, residency.parameters
         if was is Place.PARTITIONED and now is Place.REPLICATED:  # 1
             self._allocate(self.full)
+            self._show(self._views)
             self.gather_group.all_gather(self.full, self.shard).wait()
             self.shard = self.full[self.start : self.end]
         if self._own_master:  # 2
             self.master = self.move_state(self.master, before)
         if was is Place.REPLICATED and now is Place.PARTITIONED:  # 3
             self.shard = self.shard.clone()
+            self._show(self._placeholders)
             self._free(self.full)
         if not self._own_master:
             partitioned = residency.optimizer_states is Place.PARTITIONED
@@ -197,13 +207,33 @@ class Flat:
     def gather(self) -> Pending:
         """Start to fill `full` from all shards. Partitioned parameters only."""
         self._allocate(self.full)
+        self._show(self._views)
         self.buffers.add(self.full.nbytes)
         return self.gather_group.all_gather(self.full, self.shard)
 
     def release(self) -> None:
         """Free `full`; only the partition stays. Partitioned parameters only."""
         self.buffers.add(-self.full.nbytes)
+        self._show(self._placeholders)
         self._free(self.full)
+
+    def _show(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.data = value
+
+    def whole_master(self) -> Tensor:
+        """The master values whole, on every rank. Collective where they are partitioned."""
+        if self.residency.optimizer_states is Place.REPLICATED:
+            return self.master
+        whole = torch.empty(self.padded, dtype=self.master.dtype, device=self.full.device)
+        self.gather_group.all_gather(whole, self.master).wait()
+        return whole
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Give every parameter memory of its own with its whole master value. Collective where they are partitioned."""
+        whole = self.whole_master()
+        self._show([whole[slot.offset : slot.offset + slot.numel].view(slot.shape).clone() for slot in self.slots])
 
     @torch.no_grad()
     def publish(self) -> Pending | None:
@@ -251,12 +281,24 @@ class Flat:
     def reduced(self) -> None:
         """The reduction has finished: the passing whole is freed, if there is one."""
         self._filled = [False] * len(self.slots)
+        if self._earlier is not None:
+            self.update_gradient.add_(self._earlier)
+            self._earlier = None
         if self.residency.gradients is Place.PARTITIONED and self.local is not None:
             self.buffers.add(-self.local.nbytes)
             self._free(self.local)
 
+    def set_aside(self) -> None:
+        """Before another backward of a step that was reduced already: keep what was summed, where it would be in the way.
+
+        Partitioned gradients have a place of their own and accumulate there.
+        """
+        if self.residency.gradients is Place.REPLICATED and self._earlier is None:
+            self._earlier = self.update_gradient.clone()
+
     def clear_gradient(self) -> None:
-        """Forget all gradients. The next `receive` and `reduce` write over what is there, so nothing needs zeroing."""
+        """Forget all gradients. What comes next writes over them, so nothing needs zeroing."""
+        self._earlier = None
         self._filled = [False] * len(self.slots)
         if self.local is not None and self.residency.gradients is Place.PARTITIONED:
             if self.local.untyped_storage().nbytes():

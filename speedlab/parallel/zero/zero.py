@@ -121,6 +121,8 @@ class Zero:
         self._in_flight: list[tuple[Unit, list[Pending]]] = []
         self._reduced_before = False
         self._sync = True
+        self.unsummed = False
+        """Whether gradients of the last backward are still with each rank."""
         self._hooks: list[Any] = []
         self._attach()
 
@@ -248,6 +250,10 @@ class Zero:
     def begin_backward(self, *, sync: bool) -> None:
         """Call before `loss.backward()`. Without `sync` the gradients stay with each rank."""
         self._sync = sync
+        if self._reduced_before:
+            for flat in self.flats:
+                if flat.trainable:
+                    flat.set_aside()
         self._reduce_cursor = 0
         for unit in self.units:
             unit.missing = unit.trainable_count
@@ -294,6 +300,7 @@ class Zero:
             self._reduce_ready(everything=True)  # 5
             self._finish_reductions(0)
             self._reduced_before = True
+        self.unsummed = not self._sync
         self.gather_group.settle()  # The next thing may be an update of the shards.
         self.phase = Phase.IDLE
 
@@ -378,7 +385,7 @@ class Zero:
     def clear_gradients(self) -> None:
         for flat in self.flats:
             flat.clear_gradient()
-        self._reduced_before = False
+        self._reduced_before = self.unsummed = False
 
     def abandon_pass(self) -> None:
         """After an exception in forward or backward: finish what is under way and return to the state between steps."""
