@@ -289,7 +289,7 @@ class Flat:
             self._free(self.local)
 
     def set_aside(self) -> None:
-        """Before another backward of a step that was reduced already: keep what was summed, where it would be in the way.
+        """Before another backward of a step that was reduced already: keep what was summed from being written over.
 
         Partitioned gradients have a place of their own and accumulate there.
         """
