@@ -111,7 +111,7 @@ function inked({data, layout}, {ink, line, card}) {
 
 // ---- numbers ----------------------------------------------------------------------------------------------------------
 
-const number = (value) => Number.isFinite(value) ? value.toLocaleString(undefined, {maximumSignificantDigits: 6}) : "–";
+const number = (value) => Number.isFinite(value) ? value.toLocaleString(undefined, {maximumSignificantDigits: 5}) : "–";
 
 function element(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -150,10 +150,10 @@ function bySteps(data, layout) {
 
 const CELL = {width: 620, height: 370, top: 44};
 
-async function cells(Plotly, state, format) {
+async function cells(Plotly, figures, format) {
   const images = [];
-  for (const [i, name] of CARDS.entries()) {
-    const {data, layout} = inked(state.figures[name], PAPER);
+  for (const [i, figure] of figures.entries()) {
+    const {data, layout} = inked(figure, PAPER);
     const size = {width: CELL.width, height: CELL.height};
     const uri = await Plotly.toImage({data, layout: {...layout, ...size}}, {format, ...size, ...(format === "png" && {scale: 1})});
     images.push({uri, x: (i % 2) * CELL.width, y: CELL.top + Math.floor(i / 2) * CELL.height});
@@ -161,15 +161,15 @@ async function cells(Plotly, state, format) {
   return {images, width: 2 * CELL.width, height: CELL.top + 2 * CELL.height};
 }
 
-async function pngPicture(Plotly, state) {
-  const {images, width, height} = await cells(Plotly, state, "png");
+async function pngPicture(Plotly, figures, title) {
+  const {images, width, height} = await cells(Plotly, figures, "png");
   const canvas = Object.assign(document.createElement("canvas"), {width, height});
   const context = canvas.getContext("2d");
   context.fillStyle = PAPER.card;
   context.fillRect(0, 0, width, height);
   context.fillStyle = PAPER.ink;
   context.font = "600 17px system-ui, sans-serif";
-  context.fillText(headline(state), 14, 28, width - 28);
+  context.fillText(title, 14, 28, width - 28);
   for (const {uri, x, y} of images) {
     const image = new Image();
     image.src = uri;
@@ -179,15 +179,15 @@ async function pngPicture(Plotly, state) {
   return new Promise((done) => canvas.toBlob(done, "image/png"));
 }
 
-async function svgPicture(Plotly, state) {
-  const {images, width, height} = await cells(Plotly, state, "svg");
+async function svgPicture(Plotly, figures, title) {
+  const {images, width, height} = await cells(Plotly, figures, "svg");
   const space = "http://www.w3.org/2000/svg";
   const root = document.createElementNS(space, "svg");
   for (const [key, value] of Object.entries({xmlns: space, width, height, viewBox: `0 0 ${width} ${height}`})) root.setAttribute(key, value);
   const page = document.createElementNS(space, "rect"), text = document.createElementNS(space, "text");
   for (const [key, value] of Object.entries({width, height, fill: PAPER.card})) page.setAttribute(key, value);
   for (const [key, value] of Object.entries({x: 14, y: 28, fill: PAPER.ink, "font-size": 17, "font-family": "sans-serif"})) text.setAttribute(key, value);
-  text.textContent = headline(state);
+  text.textContent = title;
   root.append(page, text);
   for (const {uri, x, y} of images) {
     const source = decodeURIComponent(uri.slice(uri.indexOf(",") + 1));
@@ -198,8 +198,6 @@ async function svgPicture(Plotly, state) {
   }
   return new Blob([new XMLSerializer().serializeToString(root)], {type: "image/svg+xml"});
 }
-
-const headline = ({head}) => `${head.text} · ${head.mark} ${head.state}`;
 
 function save(blob, name) {
   const url = URL.createObjectURL(blob);
@@ -213,12 +211,13 @@ function render({model, el}) {
   const state = {figures: {}, head: {text: "", state: "", mark: ""}, seq: -1};
   const view = crypto.randomUUID();
   const dirty = new Set();
-  let Plotly = null, seen = true, gap = false, timer = 0, byRank = false, showTable = false, gone = false, pictureWanted = false;
+  let Plotly = null, seen = true, gap = false, timer = 0, byRank = false, states = false, chosen = false, showTable = false, gone = false, pictureWanted = false;
 
   const text = element("span", {class: "sl-text", role: "status", "aria-label": "run"});
   const word = element("span", {class: "sl-state", "aria-label": "state"});
   const tool = (label, hint) => element("button", {type: "button", title: hint, "aria-label": hint}, label);
   const buttons = {
+    states: tool("model states", "Show only what a ZeRO stage partitions, or all memory"),
     rank: tool("by rank", "Show the anatomy of a step by rank"),
     table: tool("table", "Show the numbers"),
     png: tool("PNG", "Save all plots as PNG"),
@@ -232,7 +231,10 @@ function render({model, el}) {
   const root = element("div", {class: "speedlab-dash"}, head, note, grid, tables);
   el.append(root);
 
-  const figureOf = (card) => state.figures[card === "anatomy" && byRank ? "ranks" : card];
+  const figureOf = (card) => {
+    if (card === "anatomy" && byRank) return state.figures.ranks;
+    return state.figures[card === "memory" && states ? "states" : card];
+  };
   const schedule = (wait = 0) => { timer ||= setTimeout(draw, wait); };
 
   function draw() {
@@ -255,7 +257,7 @@ function render({model, el}) {
   let quietUntil = 0;
 
   function changed(names) {
-    for (const name of names) dirty.add(name === "ranks" ? "anatomy" : name);
+    for (const name of names) dirty.add({ranks: "anatomy", states: "memory"}[name] ?? name);
     schedule(Math.max(0, quietUntil - performance.now()));
   }
 
@@ -271,6 +273,8 @@ function render({model, el}) {
     state.figures = unpack(frame.figures, []);
     Object.assign(state, {head: frame.head, seq: frame.seq});
     gap = false;
+    // Until a person has chosen: where the process holds far more than the model, the model's part alone.
+    if (!chosen) chooseStates(frame.states);
     showHead();
     changed(CARDS);
   }
@@ -289,10 +293,13 @@ function render({model, el}) {
     changed(names);
   }
 
+  const headline = () => `${state.head.text} · ${state.head.mark} ${state.head.state}`;
+  const picture = (make) => make(Plotly, CARDS.map(figureOf), headline());
+
   async function sendPicture() {
     pictureWanted = !Plotly || state.seq < 0;
     if (pictureWanted) return;
-    const blob = await pngPicture(Plotly, state);
+    const blob = await picture(pngPicture);
     model.send({kind: "picture"}, undefined, [await blob.arrayBuffer()]);
   }
 
@@ -302,6 +309,16 @@ function render({model, el}) {
     if (on) changed(CARDS);
   }
 
+  function chooseStates(on) {
+    states = on;
+    buttons.states.setAttribute("aria-pressed", on);
+    changed(["memory"]);
+  }
+
+  buttons.states.addEventListener("click", () => {
+    chosen = true;
+    chooseStates(!states);
+  });
   buttons.rank.addEventListener("click", () => {
     byRank = !byRank;
     buttons.rank.setAttribute("aria-pressed", byRank);
@@ -316,8 +333,8 @@ function render({model, el}) {
   });
   const file = (kind) => `${state.head.text.split(" · ")[0].replace(/[^\w.-]+/g, "-") || "run"}.${kind}`;
   const shown = (error) => { note.textContent = `The picture could not be made: ${error.message}`; };
-  buttons.png.addEventListener("click", () => pngPicture(Plotly, state).then((blob) => save(blob, file("png"))).catch(shown));
-  buttons.svg.addEventListener("click", () => svgPicture(Plotly, state).then((blob) => save(blob, file("svg"))).catch(shown));
+  buttons.png.addEventListener("click", () => picture(pngPicture).then((blob) => save(blob, file("png"))).catch(shown));
+  buttons.svg.addEventListener("click", () => picture(svgPicture).then((blob) => save(blob, file("svg"))).catch(shown));
 
   const themes = new MutationObserver(() => changed(CARDS));
   themes.observe(document.body, {attributes: true});

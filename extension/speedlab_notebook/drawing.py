@@ -9,7 +9,7 @@ A tick is {"kind": "tick", "seq": n, "parts": [...]} and one buffer of float32 f
     {"part": "head", "text": …, "state": …, "mark": …}                       the header line
 
 `seq` counts up by one from the keyframe's, so that a page knows when it has missed something and waits for the next
-keyframe. In a keyframe arrays are {"f32": bytes}.
+keyframe. In a keyframe arrays are {"f32": bytes}, and "states" says whether to begin with the model states alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from speedlab.hardware import Device
 from speedlab.telemetry.figure_style import Figure, event_marks
 from speedlab.telemetry.figures import anatomy_by_rank_figure, header
 from speedlab.telemetry.folder import Status
-from speedlab.telemetry.memory_figure import memory_figure, memory_shape, memory_values
+from speedlab.telemetry.memory_figure import (
+    MODEL_STATES,
+    memory_figure,
+    memory_shape,
+    memory_values,
+    states_are_small,
+    states_figure,
+)
 from speedlab.telemetry.series import BARS, POINTS, History, stride
 from speedlab.telemetry.step_figures import (
     Cut,
@@ -68,13 +75,13 @@ class Drawing:
 
     def keyframe(self, status: Status, *, closed: bool = False) -> dict[str, Any]:
         """Everything as it is now. `closed`: the run rests, so unfinished buckets are drawn too."""
-        specs = {"memory": self._memory_spec()}
+        specs = self._memory_specs()
         specs |= {name: self._curve_spec(name, closed=closed) for name in _CURVES}
         specs["ranks"] = self._ranks_spec()
         self._events, self._heldout = len(self.history.events), len(self.history.heldout)
         self._head = self._header(status)
         figures = {name: _pack(spec, lambda array: array.tobytes()) for name, spec in specs.items()}
-        return {"seq": self.seq, "figures": figures, "head": self._head}
+        return {"seq": self.seq, "figures": figures, "head": self._head, "states": states_are_small(self.history)}
 
     def tick(self, status: Status, *, rewritten: bool = False) -> tuple[dict[str, Any], list[bytes]] | None:
         """What has changed since the last keyframe or tick; None when nothing has."""
@@ -119,18 +126,23 @@ class Drawing:
 
     def _tick_memory(self, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
         if memory_shape(self.history) != self._memory:
-            _append_figure("memory", self._memory_spec(), parts, buffers)
+            for name, spec in self._memory_specs().items():
+                _append_figure(name, spec, parts, buffers)
         elif any(part["part"] == "extend" for part in parts):  # New steps, so new ledgers.
             parts.append(_bars("memory", memory_values(self.history), buffers))
+            parts.append(_bars("states", memory_values(self.history, MODEL_STATES), buffers))
         if self.history.ranks != self._ranks:
             _append_figure("ranks", self._ranks_spec(), parts, buffers)
         elif any(part["part"] == "extend" for part in parts):
             traces = anatomy_by_rank_figure(self.history)["data"]
             parts.append(_bars("ranks", [trace["y"] for trace in traces], buffers))
 
-    def _memory_spec(self) -> Figure:
+    def _memory_specs(self) -> dict[str, Figure]:
         self._memory = memory_shape(self.history)
-        return memory_figure(self.history, devices=self._devices)
+        return {
+            "memory": memory_figure(self.history, devices=self._devices),
+            "states": states_figure(self.history, devices=self._devices),
+        }
 
     def _ranks_spec(self) -> Figure:
         self._ranks = self.history.ranks

@@ -15,7 +15,7 @@ import numpy as np
 from speedlab.hardware import Device
 from speedlab.telemetry.figure_style import Figure, plain
 from speedlab.telemetry.folder import Status
-from speedlab.telemetry.memory_figure import memory_figure
+from speedlab.telemetry.memory_figure import memory_figure, states_are_small, states_figure
 from speedlab.telemetry.series import History
 from speedlab.telemetry.step_figures import (
     RECENT_STEPS,
@@ -38,6 +38,7 @@ __all__ = [
     "memory_figure",
     "overview_figure",
     "plain",
+    "states_figure",
     "throughput_figure",
 ]
 
@@ -46,9 +47,11 @@ def figures(history: History, *, devices: Sequence[Device] = ()) -> dict[str, Fi
     """All plots by name, in the order in which they are laid out."""
     return {
         "memory": memory_figure(history, devices=devices),
+        "states": states_figure(history, devices=devices),
         "loss": loss_figure(history),
         "throughput": throughput_figure(history),
         "anatomy": anatomy_figure(history),
+        "ranks": anatomy_by_rank_figure(history),
     }
 
 
@@ -74,7 +77,7 @@ def overview_figure(history: History, *, title: str = "", devices: Sequence[Devi
         "shapes": [],
     }
     plots = [
-        memory_figure(history, devices=devices),
+        (states_figure if states_are_small(history) else memory_figure)(history, devices=devices),
         loss_figure(history, cut_for(history, _OVERVIEW_POINTS)),
         throughput_figure(history, cut_for(history, _OVERVIEW_POINTS)),
         anatomy_figure(history, cut_for(history, _OVERVIEW_BARS)),

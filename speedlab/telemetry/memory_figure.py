@@ -17,7 +17,11 @@ from speedlab.telemetry.text import byte_unit, bytes_text
 MOST_RANKS = 16
 """Beyond this many ranks, minimum, median and maximum are drawn instead."""
 
+MODEL_STATES = ("parameters", "gradients", "master_weights", "optimizer_moments")
+"""Categories that ZeRO's formula speaks of."""
+
 _CAPACITY_IN_SIGHT = 0.25
+_STATES_IN_SIGHT = 0.2
 
 
 def memory_figure(
@@ -28,43 +32,62 @@ def memory_figure(
     `predicted`: bytes of model states by category, drawn as an outline.
     """
     ranks = shown_ranks(history)
-    unit, size = memory_unit(history)
+    tops = [_total(history.latest[rank]) for rank in ranks]
+    figure = _bars(history, "memory by rank", CATEGORIES, devices)
+    _add_capacity(figure["layout"], history, ranks, tops, memory_unit(history)[1])
+    if predicted:
+        _add_prediction(figure["layout"], sum(predicted.values()) / memory_unit(history)[1], len(ranks))
+    if outliers := _outliers(history):
+        figure["layout"]["annotations"].append(note(outliers, y=1.02))
+    return figure
+
+
+def states_figure(history: History, *, devices: Sequence[Device] = ()) -> Figure:
+    """Only the model states of each rank: what a ZeRO stage partitions, also where the process holds far more."""
+    figure = _bars(history, "model states by rank", MODEL_STATES, devices)
+    if history.ranks:
+        used = max(_total(record) for record in history.latest.values())
+        figure["layout"]["annotations"].append(note(f"of {bytes_text(used)} in use", y=1.0, yanchor="bottom"))
+    return figure
+
+
+def states_are_small(history: History) -> bool:
+    """Whether the model states are so small a part that one would not see them change among all memory."""
+    states = sum(record.ledger.model_states for record in history.latest.values())
+    return states < _STATES_IN_SIGHT * sum(_total(record) for record in history.latest.values())
+
+
+def _bars(history: History, title: str, categories: Sequence[str], devices: Sequence[Device]) -> Figure:
+    unit, _ = memory_unit(history, categories)
+    names = rank_names(history, shown_ranks(history), devices)
     traces = [
         {
             "type": "bar",
             "name": LABELS[category],
+            "x": names,
             "y": values,
             "marker": _bar_marker(category),
-            "hovertemplate": f"%{{x}}<br>{LABELS[category]} %{{y:.4~r}} {unit}<extra></extra>",
+            "hovertemplate": f"%{{x}}<br>{LABELS[category]} %{{y:.5~r}} {unit}<extra></extra>",
         }
-        for category, values in zip(CATEGORIES, memory_values(history), strict=True)
+        for category, values in zip(categories, memory_values(history, categories), strict=True)
     ]
-    names = rank_names(history, ranks, devices)
-    for trace in traces:
-        trace["x"] = names
-    layout = base_layout("memory by rank", unit)
+    layout = base_layout(title, unit)
     layout |= {"barmode": "relative", "bargap": 0.3, "hovermode": "closest"}
     legend_beside(layout)
     layout["xaxis"] |= {"type": "category", "showgrid": False}
-    tops = [_total(history.latest[rank]) for rank in ranks]
-    _add_capacity(layout, history, ranks, tops, size)
-    if predicted:
-        _add_prediction(layout, sum(predicted.values()) / size, len(ranks))
-    if outliers := _outliers(history):
-        layout["annotations"].append(note(outliers, y=1.02))
     return {"data": traces, "layout": layout}
 
 
-def memory_values(history: History) -> list[np.ndarray]:
+def memory_values(history: History, categories: Sequence[str] = CATEGORIES) -> list[np.ndarray]:
     """For each category (ranks,) float32 in the unit of `memory_unit`: what changes in the figure from step to step."""
-    _, size = memory_unit(history)
+    _, size = memory_unit(history, categories)
     ledgers = [history.latest[rank].ledger for rank in shown_ranks(history)]
-    return [np.array([getattr(ledger, c) / size for ledger in ledgers], dtype=np.float32) for c in CATEGORIES]
+    return [np.array([getattr(ledger, c) / size for ledger in ledgers], dtype=np.float32) for c in categories]
 
 
-def memory_unit(history: History) -> tuple[str, int]:
-    """(unit, bytes in it) of the memory figure."""
-    return byte_unit(max((_total(record) for record in history.latest.values()), default=0))
+def memory_unit(history: History, categories: Sequence[str] = CATEGORIES) -> tuple[str, int]:
+    """(unit, bytes in it) in which these categories' sums are drawn."""
+    return byte_unit(max((_total(record, categories) for record in history.latest.values()), default=0))
 
 
 def memory_shape(history: History) -> tuple[Any, ...]:
@@ -72,11 +95,12 @@ def memory_shape(history: History) -> tuple[Any, ...]:
     ranks = shown_ranks(history)
     tops = [_total(history.latest[rank]) for rank in ranks]
     capacities = [history.latest[rank].ledger.capacity_bytes for rank in ranks]
-    return tuple(ranks), memory_unit(history)[0], tuple(capacities), _in_sight(tops, capacities), _outliers(history)
+    units = memory_unit(history)[0], memory_unit(history, MODEL_STATES)[0]
+    return tuple(ranks), units, tuple(capacities), _in_sight(tops, capacities), _outliers(history)
 
 
-def _total(record: StepRecord) -> int:
-    return sum(getattr(record.ledger, category) for category in CATEGORIES)
+def _total(record: StepRecord, categories: Sequence[str] = CATEGORIES) -> int:
+    return sum(getattr(record.ledger, category) for category in categories)
 
 
 def shown_ranks(history: History) -> list[int]:

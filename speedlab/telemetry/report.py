@@ -13,7 +13,7 @@ from typing import Any
 
 from speedlab import __version__
 from speedlab.telemetry.feed import Feed
-from speedlab.telemetry.figures import History, anatomy_by_rank_figure, figures, header, plain
+from speedlab.telemetry.figures import History, figures, header, plain
 from speedlab.telemetry.folder import RunFolder, write_atomically
 from speedlab.telemetry.text import bytes_text, count_text, seconds_text
 
@@ -45,7 +45,7 @@ def report_html(feed: Feed, table_rows: Sequence[Mapping[str, Any]] = ()) -> str
     """The page for what `feed` has read so far."""
     history = History.of(feed.records, feed.events)
     head = header(history, name=feed.folder.name, status=feed.status)
-    plots = {**figures(history), "ranks": anatomy_by_rank_figure(history)}
+    plots = figures(history)
     text = feed.status.text
     parts = {
         "name": escape(feed.folder.name),
