@@ -27,8 +27,8 @@ help:
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: requirements.lock pyproject.toml tools/setup.sh
-	@tools/setup.sh
+$(VENV)/.ready: requirements.lock pyproject.toml .ci/setup.sh
+	@.ci/setup.sh
 
 demo: setup
 	@$(BIN)/speedlab demo notebooks/01_quickstart.ipynb
@@ -54,7 +54,7 @@ types: setup
 	@$(BIN)/pyright
 
 lock: setup
-	@$(BIN)/python tools/lock.py > requirements.lock.new
+	@$(BIN)/python .ci/lock.py > requirements.lock.new
 	@mv requirements.lock.new requirements.lock
 	@echo "lock: $$(grep -c == requirements.lock) packages"
 
