@@ -67,8 +67,9 @@ const take = {
     return [part.figure];
   },
   bars(state, part, buffers) {
-    const values = floats(buffers[part.buffer]), width = values.length / part.rows;
-    state.figures[part.figure].data.forEach((trace, i) => { trace.y = values.subarray(i * width, (i + 1) * width); });
+    const {data, layout} = state.figures[part.figure], values = floats(buffers[part.buffer]), width = values.length / data.length;
+    data.forEach((trace, i) => { trace.y = values.subarray(i * width, (i + 1) * width); });
+    layout.annotations = layout.annotations.map((note, i) => ({...note, text: part.notes[i]}));
     return [part.figure];
   },
   marks(state, part) {
@@ -273,8 +274,8 @@ function render({model, el}) {
     state.figures = unpack(frame.figures, []);
     Object.assign(state, {head: frame.head, seq: frame.seq});
     gap = false;
-    // Until a person has chosen: where the process holds far more than the model, the model's part alone.
-    if (!chosen) chooseStates(frame.states);
+    // At first, unless a person has chosen: where the process holds far more than the model, the model's part alone.
+    if (!chosen && frame.states !== null) chooseStates(frame.states);
     showHead();
     changed(CARDS);
   }
@@ -311,14 +312,12 @@ function render({model, el}) {
 
   function chooseStates(on) {
     states = on;
+    chosen = true;
     buttons.states.setAttribute("aria-pressed", on);
     changed(["memory"]);
   }
 
-  buttons.states.addEventListener("click", () => {
-    chosen = true;
-    chooseStates(!states);
-  });
+  buttons.states.addEventListener("click", () => chooseStates(!states));
   buttons.rank.addEventListener("click", () => {
     byRank = !byRank;
     buttons.rank.setAttribute("aria-pressed", byRank);

@@ -3,19 +3,21 @@
 A tick is {"kind": "tick", "seq": n, "parts": [...]} and one buffer of float32 for each part that has numbers:
 
     {"part": "extend", "figure": name, "traces": [i, …], "points": [n, …]}   for each trace: n x values, then n y values
-    {"part": "bars", "figure": name, "rows": k}                              k traces of equal length, one after another
+    {"part": "bars", "figure": name, "notes": [text, …]}                     heights of all traces, one after another
     {"part": "figure", "figure": name, "data": [...], "layout": {...}}       drawn anew; arrays: {"f32": buffer number}
     {"part": "marks", "shapes": [...], "annotations": [...]}                 events on every step axis
     {"part": "head", "text": …, "state": …, "mark": …}                       the header line
 
 `seq` counts up by one from the keyframe's, so that a page knows when it has missed something and waits for the next
-keyframe. In a keyframe arrays are {"f32": bytes}, and "states" says whether to begin with the model states alone.
+keyframe. In a keyframe arrays are {"f32": bytes}, and "states" says whether to
+begin with the model states alone (None while nothing is known).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,14 +26,8 @@ from speedlab.hardware import Device
 from speedlab.telemetry.figure_style import Figure, event_marks
 from speedlab.telemetry.figures import anatomy_by_rank_figure, header
 from speedlab.telemetry.folder import Status
-from speedlab.telemetry.memory_figure import (
-    MODEL_STATES,
-    memory_figure,
-    memory_shape,
-    memory_values,
-    states_are_small,
-    states_figure,
-)
+from speedlab.telemetry.memory_figure import memory_figure, states_are_small, states_figure
+from speedlab.telemetry.records import StepRecord
 from speedlab.telemetry.series import BARS, POINTS, History, stride
 from speedlab.telemetry.step_figures import (
     Cut,
@@ -49,12 +45,32 @@ _MOST_HELDOUT = POINTS // 2
 
 _Points = list[tuple[np.ndarray, np.ndarray]]
 
+_BARS: dict[str, Callable[..., Figure]] = {
+    "memory": memory_figure,
+    "states": states_figure,
+    "ranks": anatomy_by_rank_figure,
+}
 _CURVES: dict[str, tuple[int, Callable[..., Figure], Callable[[History, Cut], _Points]]] = {
     "loss": (POINTS // 2, loss_figure, loss_values),
     "throughput": (POINTS, throughput_figure, throughput_values),
     "anatomy": (BARS, anatomy_figure, anatomy_values),
 }
 """Figures over steps: most buckets, the whole figure, and the values of its first traces from a cut on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Drawn:
+    """What the page has of a figure over steps."""
+
+    size: int
+    """Steps in a bucket."""
+    traces: int
+    buckets: int
+    """Finished buckets."""
+    length: int
+    """Steps of the history when it was last sent."""
+    open_end: bool
+    """Whether an unfinished bucket was drawn at the end, which has to go before the finished one comes."""
 
 
 class Drawing:
@@ -65,23 +81,22 @@ class Drawing:
         self.seq = 0
         self._name = name
         self._devices = devices
-        self._curves: dict[str, tuple[int, int, int]] = {}
-        """For each figure over steps: stride, traces, and buckets that were sent."""
+        self._curves: dict[str, _Drawn] = {}
         self._heldout = 0
         self._events = 0
-        self._memory: Any = None
-        self._ranks: list[int] = []
+        self._frames: dict[str, str] = {}
+        self._latest: dict[int, StepRecord] = {}
         self._head: dict[str, str] = {}
 
     def keyframe(self, status: Status, *, closed: bool = False) -> dict[str, Any]:
         """Everything as it is now. `closed`: the run rests, so unfinished buckets are drawn too."""
-        specs = self._memory_specs()
+        specs = self._bar_specs()
         specs |= {name: self._curve_spec(name, closed=closed) for name in _CURVES}
-        specs["ranks"] = self._ranks_spec()
         self._events, self._heldout = len(self.history.events), len(self.history.heldout)
         self._head = self._header(status)
         figures = {name: _pack(spec, lambda array: array.tobytes()) for name, spec in specs.items()}
-        return {"seq": self.seq, "figures": figures, "head": self._head, "states": states_are_small(self.history)}
+        states = states_are_small(self.history) if self.history.latest else None
+        return {"seq": self.seq, "figures": figures, "head": self._head, "states": states}
 
     def tick(self, status: Status, *, rewritten: bool = False) -> tuple[dict[str, Any], list[bytes]] | None:
         """What has changed since the last keyframe or tick; None when nothing has."""
@@ -89,7 +104,7 @@ class Drawing:
         buffers: list[bytes] = []
         for name in _CURVES:
             self._tick_curve(name, parts, buffers, rewritten=rewritten)
-        self._tick_memory(parts, buffers)
+        self._tick_bars(parts, buffers)
         self._tick_heldout(parts, buffers)
         if len(self.history.events) != self._events:
             self._events = len(self.history.events)
@@ -104,13 +119,15 @@ class Drawing:
 
     def _tick_curve(self, name: str, parts: list[dict[str, Any]], buffers: list[bytes], *, rewritten: bool) -> None:
         limit, _, values_of = _CURVES[name]
-        size, traces, sent = self._curves[name]
-        now = self.history.lead.length // size
-        values = values_of(self.history, Cut(size, sent, closed=False))
-        if rewritten or size != stride(self.history.lead.length, limit) or len(values) != traces or now < sent:
+        drawn = self._curves[name]
+        done = self.history.lead.length // drawn.size
+        values = values_of(self.history, Cut(drawn.size, drawn.buckets, closed=False))
+        same = drawn.size == stride(self.history.lead.length, limit) and len(values) == drawn.traces
+        grown = self.history.lead.length > drawn.length
+        if rewritten or not same or (drawn.open_end and grown):
             _append_figure(name, self._curve_spec(name, closed=False), parts, buffers)
-        elif now > sent:
-            self._curves[name] = (size, traces, now)
+        elif done > drawn.buckets:
+            self._curves[name] = replace(drawn, buckets=done, length=self.history.lead.length)
             parts.append(_extension(name, list(range(len(values))), values, buffers))
 
     def _tick_heldout(self, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
@@ -124,37 +141,36 @@ class Drawing:
             parts.append(_extension("loss", [_HELDOUT_TRACE], points, buffers))
         self._heldout = len(x)
 
-    def _tick_memory(self, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
-        if memory_shape(self.history) != self._memory:
-            for name, spec in self._memory_specs().items():
+    def _tick_bars(self, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
+        if self.history.latest == self._latest:
+            return
+        self._latest = dict(self.history.latest)
+        for name, figure_of in _BARS.items():
+            spec = figure_of(self.history, devices=self._devices)
+            frame, sent = _frame(spec), self._frames[name]
+            if frame != sent:
+                self._frames[name] = frame
                 _append_figure(name, spec, parts, buffers)
-        elif any(part["part"] == "extend" for part in parts):  # New steps, so new ledgers.
-            parts.append(_bars("memory", memory_values(self.history), buffers))
-            parts.append(_bars("states", memory_values(self.history, MODEL_STATES), buffers))
-        if self.history.ranks != self._ranks:
-            _append_figure("ranks", self._ranks_spec(), parts, buffers)
-        elif any(part["part"] == "extend" for part in parts):
-            traces = anatomy_by_rank_figure(self.history)["data"]
-            parts.append(_bars("ranks", [trace["y"] for trace in traces], buffers))
+            else:
+                parts.append(_bars(name, spec, buffers))
 
-    def _memory_specs(self) -> dict[str, Figure]:
-        self._memory = memory_shape(self.history)
-        return {
-            "memory": memory_figure(self.history, devices=self._devices),
-            "states": states_figure(self.history, devices=self._devices),
-        }
-
-    def _ranks_spec(self) -> Figure:
-        self._ranks = self.history.ranks
-        return anatomy_by_rank_figure(self.history)
+    def _bar_specs(self) -> dict[str, Figure]:
+        self._latest = dict(self.history.latest)
+        specs = {name: figure_of(self.history, devices=self._devices) for name, figure_of in _BARS.items()}
+        self._frames = {name: _frame(spec) for name, spec in specs.items()}
+        return specs
 
     def _curve_spec(self, name: str, *, closed: bool) -> Figure:
         limit, figure_of, values_of = _CURVES[name]
         length = self.history.lead.length
         cut = Cut(stride(length, limit), 0, closed)
-        # An unfinished bucket that was drawn has to go before the finished one comes: count it as a change of size.
-        open_end = closed and length % cut.size != 0
-        self._curves[name] = (-1 if open_end else cut.size, len(values_of(self.history, cut)), length // cut.size)
+        self._curves[name] = _Drawn(
+            size=cut.size,
+            traces=len(values_of(self.history, cut)),
+            buckets=length // cut.size,
+            length=length,
+            open_end=closed and length % cut.size != 0,
+        )
         return figure_of(self.history, cut)
 
     def _header(self, status: Status) -> dict[str, str]:
@@ -180,9 +196,17 @@ def _extension(name: str, traces: list[int], values: _Points, buffers: list[byte
     }
 
 
-def _bars(name: str, rows: Sequence[np.ndarray], buffers: list[bytes]) -> dict[str, Any]:
-    buffers.append(b"".join(row.astype(np.float32).tobytes() for row in rows))
-    return {"part": "bars", "figure": name, "rows": len(rows), "buffer": len(buffers) - 1}
+def _frame(spec: Figure) -> str:
+    """All of a figure with bars but their heights and the words of its notes: while it stays, only those are sent."""
+    bare = [{key: value for key, value in trace.items() if key != "y"} for trace in spec["data"]]
+    notes = [{**note, "text": ""} for note in spec["layout"]["annotations"]]
+    return json.dumps([bare, {**spec["layout"], "annotations": notes}])
+
+
+def _bars(name: str, spec: Figure, buffers: list[bytes]) -> dict[str, Any]:
+    buffers.append(b"".join(trace["y"].tobytes() for trace in spec["data"]))
+    notes = [note["text"] for note in spec["layout"]["annotations"]]
+    return {"part": "bars", "figure": name, "notes": notes, "buffer": len(buffers) - 1}
 
 
 def _pack(value: Any, put: Callable[[np.ndarray], Any]) -> Any:

@@ -51,7 +51,7 @@ def figures(history: History, *, devices: Sequence[Device] = ()) -> dict[str, Fi
         "loss": loss_figure(history),
         "throughput": throughput_figure(history),
         "anatomy": anatomy_figure(history),
-        "ranks": anatomy_by_rank_figure(history),
+        "ranks": anatomy_by_rank_figure(history, devices=devices),
     }
 
 

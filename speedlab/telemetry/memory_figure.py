@@ -11,7 +11,7 @@ import numpy as np
 from speedlab.hardware import Device
 from speedlab.telemetry.figure_style import COLOURS, LABELS, Figure, base_layout, ink_line, legend_beside, note
 from speedlab.telemetry.records import CATEGORIES, StepRecord
-from speedlab.telemetry.series import History
+from speedlab.telemetry.series import History, total_bytes
 from speedlab.telemetry.text import byte_unit, bytes_text
 
 MOST_RANKS = 16
@@ -34,9 +34,9 @@ def memory_figure(
     ranks = shown_ranks(history)
     tops = [_total(history.latest[rank]) for rank in ranks]
     figure = _bars(history, "memory by rank", CATEGORIES, devices)
-    _add_capacity(figure["layout"], history, ranks, tops, memory_unit(history)[1])
+    _add_capacity(figure["layout"], history, ranks, tops, _unit(history)[1])
     if predicted:
-        _add_prediction(figure["layout"], sum(predicted.values()) / memory_unit(history)[1], len(ranks))
+        _add_prediction(figure["layout"], sum(predicted.values()) / _unit(history)[1], len(ranks))
     if outliers := _outliers(history):
         figure["layout"]["annotations"].append(note(outliers, y=1.02))
     return figure
@@ -58,7 +58,7 @@ def states_are_small(history: History) -> bool:
 
 
 def _bars(history: History, title: str, categories: Sequence[str], devices: Sequence[Device]) -> Figure:
-    unit, _ = memory_unit(history, categories)
+    unit, size = _unit(history, categories)
     names = rank_names(history, shown_ranks(history), devices)
     traces = [
         {
@@ -69,38 +69,41 @@ def _bars(history: History, title: str, categories: Sequence[str], devices: Sequ
             "marker": _bar_marker(category),
             "hovertemplate": f"%{{x}}<br>{LABELS[category]} %{{y:.5~r}} {unit}<extra></extra>",
         }
-        for category, values in zip(categories, memory_values(history, categories), strict=True)
+        for category, values in zip(categories, _heights(history, categories, size), strict=True)
     ]
     layout = base_layout(title, unit)
     layout |= {"barmode": "relative", "bargap": 0.3, "hovermode": "closest"}
     legend_beside(layout)
     layout["xaxis"] |= {"type": "category", "showgrid": False}
+    if history.ranks:
+        layout["yaxis"]["range"] = [None, _height_bytes(history, _extent(categories)) / size]
     return {"data": traces, "layout": layout}
 
 
-def memory_values(history: History, categories: Sequence[str] = CATEGORIES) -> list[np.ndarray]:
-    """For each category (ranks,) float32 in the unit of `memory_unit`: what changes in the figure from step to step."""
-    _, size = memory_unit(history, categories)
+def _heights(history: History, categories: Sequence[str], size: int) -> list[np.ndarray]:
+    """For each category (ranks,) float32 in units of `size` bytes."""
     ledgers = [history.latest[rank].ledger for rank in shown_ranks(history)]
     return [np.array([getattr(ledger, c) / size for ledger in ledgers], dtype=np.float32) for c in categories]
 
 
-def memory_unit(history: History, categories: Sequence[str] = CATEGORIES) -> tuple[str, int]:
-    """(unit, bytes in it) in which these categories' sums are drawn."""
-    return byte_unit(max((_total(record, categories) for record in history.latest.values()), default=0))
+def _unit(history: History, categories: Sequence[str] = CATEGORIES) -> tuple[str, int]:
+    """(unit, bytes in it) in which these categories are drawn: that of the most that was ever held."""
+    return byte_unit(history.most_bytes(_extent(categories)))
 
 
-def memory_shape(history: History) -> tuple[Any, ...]:
-    """What the memory figure is laid out for: while it stays the same, only the bars have to be sent."""
-    ranks = shown_ranks(history)
-    tops = [_total(history.latest[rank]) for rank in ranks]
-    capacities = [history.latest[rank].ledger.capacity_bytes for rank in ranks]
-    units = memory_unit(history)[0], memory_unit(history, MODEL_STATES)[0]
-    return tuple(ranks), units, tuple(capacities), _in_sight(tops, capacities), _outliers(history)
+def _extent(categories: Sequence[str]) -> str:
+    return "everything" if len(categories) == len(CATEGORIES) else "model_states"
 
 
-def _total(record: StepRecord, categories: Sequence[str] = CATEGORIES) -> int:
-    return sum(getattr(record.ledger, category) for category in categories)
+def _height_bytes(history: History, extent: str) -> int:
+    """The axis' end: a little above the most that was held, in coarse steps, so that it seldom changes."""
+    most = history.most_bytes(extent)
+    step = 2 ** max(0, most.bit_length() - 5)
+    return (most // step + 1) * step
+
+
+def _total(record: StepRecord) -> int:
+    return total_bytes(record.ledger)
 
 
 def shown_ranks(history: History) -> list[int]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from speedlab.telemetry.records import PHASES, Event, StepRecord
+from speedlab.telemetry.records import CATEGORIES, PHASES, Event, Ledger, StepRecord
 
 POINTS = 400
 """Most points of one curve on screen."""
@@ -34,6 +34,11 @@ _COLUMNS = (
 )
 
 
+def total_bytes(ledger: Ledger) -> int:
+    """All categories together."""
+    return sum(getattr(ledger, category) for category in CATEGORIES)
+
+
 class Series:
     """The records of one rank as float64 columns by name, plus its held-out losses."""
 
@@ -42,6 +47,8 @@ class Series:
         self._seen = 0
         self.length = 0
         self.heldout: list[tuple[int, float]] = []
+        self.most_bytes: dict[str, int] = dict.fromkeys(("model_states", "everything"), 0)
+        """The most this rank has held at any step: of model states, and of all categories together."""
 
     def column(self, name: str) -> np.ndarray:
         """(length,) values of a column; times in seconds."""
@@ -87,6 +94,9 @@ class Series:
             *(record.phases.get(phase, 0.0) for phase in PHASES),
         )
         self.length += 1
+        ledger = record.ledger
+        for name, held in (("model_states", ledger.model_states), ("everything", total_bytes(ledger))):
+            self.most_bytes[name] = max(self.most_bytes[name], held)
         if record.heldout_loss is not None:
             self.heldout.append((record.step, record.heldout_loss))
         return rewritten
@@ -117,6 +127,11 @@ class History:
             rewritten |= changed and rank == min(self.series)
         self.events = list(events)
         return rewritten
+
+    def most_bytes(self, name: str) -> int:
+        """The most any rank has held so far of 'model_states' or 'everything': plots keep this height, so that one sees
+        bars shrink."""
+        return max((series.most_bytes[name] for series in self.series.values()), default=0)
 
     @property
     def ranks(self) -> list[int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from speedlab.hardware import Device
 from speedlab.telemetry.figure_style import (
     ACCENT,
     INK,
@@ -126,11 +128,11 @@ def anatomy_figure(history: History, cut: Cut | None = None) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def anatomy_by_rank_figure(history: History) -> Figure:
+def anatomy_by_rank_figure(history: History, *, devices: Sequence[Device] = ()) -> Figure:
     """Time of a step by phase for each rank, mean of its last steps: who waits for whom."""
     ranks = shown_ranks(history)
     data = [
-        {**_phase_bar(phase), "x": rank_names(history, ranks, ()), "y": values}
+        {**_phase_bar(phase), "x": rank_names(history, ranks, devices), "y": values}
         for phase, values in zip(PHASE_COLOURS, _recent_phases(history, ranks), strict=True)
     ]
     layout = base_layout(f"anatomy of a step, mean of the last {RECENT_STEPS}", "ms")

@@ -1,0 +1,396 @@
+"""The dashboard without a browser: what is sent, when, and what stays in the notebook.
+
+`Page` does with messages what dash.js does. The browser tier looks at the pixels.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from speedlab_notebook import dashboard as module
+from speedlab_notebook.dashboard import Dashboard, PlotlyBundle, show
+from speedlab_notebook.drawing import Drawing
+from speedlab_notebook.static_picture import PLOTLY_MIME, StaticPicture
+
+from speedlab.config import RunConfig
+from speedlab.telemetry.feed import Feed
+from speedlab.telemetry.folder import RunFolder, Status
+from speedlab.telemetry.records import Event, Ledger, RunState, StepRecord
+from speedlab.telemetry.series import BARS, POINTS, History
+
+MIB = 2**20
+RUNNING = Status(state=RunState.RUNNING, steps=1000, rank_pids=(1, 2))
+
+
+def record(step: int, rank: int = 0, **changes: Any) -> StepRecord:
+    ledger = Ledger(parameters=20 * MIB, gradients=9 * MIB, activations=step * 1000, capacity_bytes=100 * MIB)
+    values: dict[str, Any] = {
+        "step": step,
+        "rank": rank,
+        "time": 1.0,
+        "loss": 8 - step / 100,
+        "learning_rate": 1e-3,
+        "grad_norm": 1.0,
+        "loss_scale": 1.0,
+        "zero_stage": 2,
+        "tokens": 4096,
+        "flops": 1e9,
+        "seconds": 0.1,
+        "ledger": ledger,
+        "phases": {"forward": 0.03, "backward": 0.06},
+    }
+    return StepRecord(**{**values, **changes})
+
+
+def event(kind: str, step: int, **changes: Any) -> Event:
+    return Event(**{"kind": kind, "step": step, "time": 1.0, **changes})
+
+
+def eventually(check: Callable[[], Any], seconds: float = 5.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := check()):
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.005)
+    return found
+
+
+class Page:
+    """The figures as dash.js keeps them."""
+
+    def __init__(self, frame: dict[str, Any]) -> None:
+        self.seq = frame["seq"]
+        self.head = frame["head"]
+        self.figures = self._unpack(frame["figures"], [])
+
+    def take(self, message: dict[str, Any], buffers: list[bytes]) -> int:
+        """Apply a tick; returns its size in bytes."""
+        assert message["kind"] == "tick"
+        assert message["seq"] == self.seq + 1
+        self.seq = message["seq"]
+        for part in message["parts"]:
+            getattr(self, f"_{part['part']}")(part, buffers)
+        return len(json.dumps(message)) + sum(map(len, buffers))
+
+    def _unpack(self, value: Any, buffers: list[bytes]) -> Any:
+        if isinstance(value, dict) and "f32" in value:
+            raw = value["f32"]
+            return np.frombuffer(buffers[raw] if isinstance(raw, int) else raw, np.float32)
+        if isinstance(value, dict):
+            return {key: self._unpack(item, buffers) for key, item in value.items()}
+        return [self._unpack(item, buffers) for item in value] if isinstance(value, list) else value
+
+    def _figure(self, part, buffers) -> None:
+        self.figures[part["figure"]] = self._unpack({key: part[key] for key in ("data", "layout")}, buffers)
+
+    def _extend(self, part, buffers) -> None:
+        values, at = np.frombuffer(buffers[part["buffer"]], np.float32), 0
+        for index, count in zip(part["traces"], part["points"], strict=True):
+            trace = self.figures[part["figure"]]["data"][index]
+            trace["x"] = np.concatenate([trace["x"], values[at : at + count]])
+            trace["y"] = np.concatenate([trace["y"], values[at + count : at + 2 * count]])
+            at += 2 * count
+        assert at == len(values)
+
+    def _bars(self, part, buffers) -> None:
+        figure = self.figures[part["figure"]]
+        rows = np.frombuffer(buffers[part["buffer"]], np.float32).reshape(len(figure["data"]), -1)
+        for trace, row in zip(figure["data"], rows, strict=True):
+            trace["y"] = row
+        for note, text in zip(figure["layout"]["annotations"], part["notes"], strict=True):
+            note["text"] = text
+
+    def _marks(self, part, buffers) -> None:
+        for name in ("loss", "throughput", "anatomy"):
+            self.figures[name]["layout"] |= {key: part[key] for key in ("shapes", "annotations")}
+
+    def _head(self, part, buffers) -> None:
+        self.head = {key: part[key] for key in ("text", "state", "mark")}
+
+
+def comparable(figures: dict[str, Any]) -> str:
+    return json.dumps(figures, default=lambda array: [None if np.isnan(v) else float(v) for v in array])
+
+
+# What is sent
+
+
+@pytest.mark.parametrize("pace", [1, 7, 60])
+def test_keyframe_and_ticks_make_the_same_page_as_a_later_keyframe(pace):
+    history, records, events = History(), {0: [], 1: []}, [event("started", 0, details={"peak_flops": 1e12})]
+    drawing = Drawing(history, name="sample")
+    page = Page(drawing.keyframe(RUNNING))
+    for step in range(1, 2 * POINTS + 100):
+        for rank in records:
+            records[rank].append(record(step, rank, heldout_loss=5.0 if step % 50 == 0 else None))
+        if step == 123:
+            events.append(event("reshaped", 123, text="zero stage 2 → 3", details={"before": 2, "zero": 3}))
+        if step % pace == 0:
+            history.update(records, events)
+            page.take(*drawing.tick(RUNNING))
+    whole = Page(Drawing(History.of(records, events), name="sample").keyframe(RUNNING))
+    done = len(records[0]) // pace * pace
+    if done == len(records[0]):
+        assert comparable(page.figures) == comparable(whole.figures)
+        assert page.head == whole.head
+    assert int(page.figures["loss"]["data"][1]["x"][-1]) <= done
+    assert len(page.figures["anatomy"]["data"][0]["x"]) <= BARS
+    assert max(len(trace["x"]) for trace in page.figures["loss"]["data"]) <= POINTS
+
+
+def test_a_step_costs_a_few_hundred_bytes():
+    history, records = History(), {rank: [record(step, rank) for step in range(1, 40)] for rank in range(4)}
+    drawing = Drawing(history, name="sample")
+    history.update(records, [])
+    page = Page(drawing.keyframe(RUNNING))
+    for rank in records:
+        records[rank].append(record(40, rank))
+    history.update(records, [])
+    assert page.take(*drawing.tick(RUNNING)) < 1400
+
+
+def test_nothing_new_is_not_sent():
+    drawing = Drawing(History.of({0: [record(1)]}), name="sample")
+    drawing.keyframe(RUNNING)
+    assert drawing.tick(RUNNING) is None
+
+
+def test_bars_follow_a_change_of_stage_on_a_scale_that_stays():
+    history, records = History(), {0: [record(1)]}
+    history.update(records, [])
+    drawing = Drawing(history, name="sample")
+    page = Page(drawing.keyframe(RUNNING))
+    before = page.figures["states"]["layout"]["yaxis"]["range"]
+    records[0].append(record(2, zero_stage=3, ledger=Ledger(parameters=5 * MIB, capacity_bytes=100 * MIB)))
+    history.update(records, [])
+    page.take(*drawing.tick(RUNNING))
+    assert page.figures["states"]["data"][0]["y"].tolist() == [5]
+    assert page.figures["states"]["layout"]["yaxis"]["range"] == before
+    assert "ZeRO stage 3" in page.head["text"]
+
+
+def test_a_return_to_a_checkpoint_redraws_the_curves():
+    history, records = History(), {0: [record(step) for step in range(1, 20)]}
+    history.update(records, [])
+    drawing = Drawing(history, name="sample")
+    page = Page(drawing.keyframe(RUNNING))
+    records[0].append(record(10, loss=1.0))
+    page.take(*drawing.tick(RUNNING, rewritten=history.update(records, [])))
+    assert page.figures["loss"]["data"][0]["x"].tolist() == list(range(1, 11))
+    assert float(page.figures["loss"]["data"][0]["y"][-1]) == 1
+
+
+def test_a_run_that_rests_and_goes_on_is_drawn_without_a_seam():
+    history, records = History(), {0: [record(step) for step in range(1, 2 * BARS)]}
+    history.update(records, [])
+    drawing = Drawing(history, name="sample")
+    page = Page(drawing.keyframe(RUNNING, closed=True))
+    assert int(page.figures["anatomy"]["data"][0]["x"][-1]) == 2 * BARS - 1
+    records[0] += [record(step) for step in range(2 * BARS, 2 * BARS + 1)]
+    history.update(records, [])
+    page.take(*drawing.tick(RUNNING))
+    assert page.figures["anatomy"]["data"][0]["x"].tolist() == list(range(2, 2 * BARS + 1, 2))
+
+
+# The widget
+
+
+class Source:
+    """A run folder that a test writes by hand."""
+
+    def __init__(self, parent: Path) -> None:
+        self.folder = RunFolder.create(RunConfig(name="sample", folder=parent, steps=1000))
+        self.set_state(RunState.RUNNING)
+
+    def set_state(self, state: RunState) -> None:
+        self.folder.write_status(Status(state=state, steps=1000, rank_pids=(1, 2)))
+
+    def write(self, *steps: int) -> None:
+        for rank in range(2):
+            with open(self.folder.path / "records" / f"rank-{rank}.jsonl", "a") as file:
+                file.writelines(record(step, rank).to_json() + "\n" for step in steps)
+
+
+@pytest.fixture
+def source(tmp_path) -> Source:
+    return Source(tmp_path)
+
+
+@pytest.fixture
+def shown(source, monkeypatch) -> Iterator[tuple[Dashboard, list[tuple[dict[str, Any], list[bytes]]]]]:
+    """A dashboard whose messages are kept."""
+    source.write(1, 2, 3)
+    sent: list[tuple[dict[str, Any], list[bytes]]] = []
+    monkeypatch.setattr(Dashboard, "send", lambda self, content, buffers=None: sent.append((content, buffers or [])))
+    view = Dashboard(Feed(source.folder), name="sample")
+    yield view, sent
+    view.close()
+    assert not view.running
+
+
+def test_the_first_state_has_everything_before_any_message(shown):
+    view, _ = shown
+    page = Page(view.keyframe)
+    assert page.figures["loss"]["data"][0]["x"].tolist() == [1, 2, 3]
+    assert page.head["text"].startswith("sample · step 3/1,000 · 41 k tokens/s · loss 7.98")
+    assert len(view._esm.encode()) < 25_000
+
+
+def test_records_reach_the_page_from_a_thread_while_the_main_one_is_busy(source, shown):
+    view, sent = shown
+    page = Page(view.keyframe)
+    source.write(4, 5)
+    eventually(lambda: sent)  # This thread never gives the kernel's loop a chance.
+    for message, buffers in list(sent):
+        page.take(message, buffers)
+    assert page.figures["loss"]["data"][0]["x"].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_keyframes_come_by_themselves_for_a_page_that_missed_a_tick(source, shown, monkeypatch):
+    view, _ = shown
+    monkeypatch.setattr(module, "FIRST_KEYFRAME_SECONDS", 0.0)
+    view._on_message(view, {"kind": "watching", "view": "a", "on": True}, [])
+    source.write(4)
+    first = view.keyframe["seq"]
+    eventually(lambda: view.keyframe["seq"] > first)
+    assert Page(view.keyframe).figures["loss"]["data"][0]["x"].tolist()[-1] == 4
+
+
+def test_a_hidden_dashboard_stops_and_comes_back_complete(source, shown):
+    view, sent = shown
+    view._on_message(view, {"kind": "watching", "view": "a", "on": True}, [])
+    view._on_message(view, {"kind": "watching", "view": "b", "on": True}, [])
+    view._on_message(view, {"kind": "watching", "view": "a", "on": False}, [])
+    assert view.watched
+    view._on_message(view, {"kind": "watching", "view": "b", "on": False}, [])
+    eventually(lambda: not view.running)
+    sent.clear()
+    source.write(4)
+    view._on_message(view, {"kind": "watching", "view": "a", "on": True}, [])
+    assert view.running
+    eventually(lambda: sent)
+    assert 4 in Page(view.keyframe).figures["loss"]["data"][0]["x"].tolist() or sent[0][0]["kind"] == "tick"
+
+
+def test_a_page_that_was_closed_without_a_word_is_noticed_only_when_the_kernel_could_have_heard_it(shown, monkeypatch):
+    view, _ = shown
+    monkeypatch.setattr(module, "SILENCE_SECONDS", -1.0)
+
+    class Loop:
+        free = False
+
+        def is_closed(self) -> bool:
+            return False
+
+        def call_soon_threadsafe(self, call) -> None:
+            if self.free:
+                call()
+
+    loop = view._loop = Loop()
+    view._on_message(view, {"kind": "watching", "view": "a", "on": True}, [])
+    assert not view._kernel_listens()
+    assert view.running
+    loop.free = True
+    eventually(lambda: not view.running)
+    assert not view.watched
+
+
+def test_plotly_is_held_once_whatever_the_number_of_dashboards(source, shown):
+    view, _ = shown
+    other = Dashboard(Feed(source.folder), name="sample")
+    try:
+        assert other.bundle is view.bundle is PlotlyBundle.shared()
+        assert gzip.decompress(view.bundle.source).startswith(b"/**\n* plotly.js")
+    finally:
+        other.close()
+
+
+def test_a_feed_that_others_poll_too_loses_nothing(source, shown):
+    view, sent = shown
+    for step in range(4, 30):
+        source.write(step)
+        view._feed.poll(files=True)
+    eventually(lambda: any("step 29/" in str(message) for message, _ in list(sent)))
+
+
+# What stays
+
+
+class Displays:
+    """What IPython was asked to display: updates by display id."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.shown: list[tuple[Any, str | None]] = []
+        self.updates: list[tuple[Any, str]] = []
+        monkeypatch.setattr(
+            "IPython.display.display", lambda data, raw=False, display_id=None: self._show(data, display_id)
+        )
+        monkeypatch.setattr(
+            "IPython.display.update_display", lambda data, raw, display_id: self.updates.append((data, display_id))
+        )
+
+    def _show(self, data: Any, display_id: str | None) -> None:
+        self.shown.append((data, display_id))
+
+
+def test_when_a_run_ends_a_figure_and_then_the_pages_picture_stay_in_the_notebook(source, monkeypatch):
+    displays = Displays(monkeypatch)
+    source.write(1, 2, 3)
+    view = show(source.folder)
+    try:
+        assert displays.shown[0][0] is view
+        placeholder, display_id = displays.shown[1]
+        assert placeholder == {"text/plain": ""}
+        source.write(4)
+        source.set_state(RunState.FINISHED)
+        eventually(lambda: displays.updates)
+        bundle, where = displays.updates[0]
+        assert where == display_id
+        assert set(bundle) == {"text/plain", PLOTLY_MIME}
+        assert bundle["text/plain"].endswith("■ finished")
+        loss = next(trace for trace in bundle[PLOTLY_MIME]["data"] if trace["name"] == "loss")
+        assert loss["x"][-1] == 4
+        assert len(json.dumps(bundle)) < 60_000
+        view._on_message(view, {"kind": "picture"}, [memoryview(b"\x89PNG")])
+        assert base64.b64decode(displays.updates[-1][0]["image/png"]) == b"\x89PNG"
+    finally:
+        view.close()
+
+
+def test_a_run_that_is_over_leaves_its_picture_at_once(source, monkeypatch):
+    displays = Displays(monkeypatch)
+    source.write(1, 2)
+    source.set_state(RunState.STOPPED)
+    view = show(source.folder.path)
+    view.close()
+    assert PLOTLY_MIME in displays.shown[1][0]
+
+
+def test_each_rest_is_pictured_anew(source, monkeypatch):
+    displays = Displays(monkeypatch)
+    source.write(1)
+    view = show(source.folder)
+    try:
+        for state, count in ((RunState.PAUSED, 1), (RunState.RUNNING, 1), (RunState.FINISHED, 2)):
+            source.set_state(state)
+            eventually(lambda: view._feed.status.state == state and len(displays.updates) == count)  # noqa: B023 called at once
+            eventually(lambda: view._rested == (state in module.RESTING))  # noqa: B023 called at once
+    finally:
+        view.close()
+
+
+def test_closing_leaves_no_thread(source):
+    before = threading.active_count()
+    view = Dashboard(Feed(source.folder), name="sample", picture=StaticPicture(Feed(source.folder)))
+    assert view.running
+    view.close()
+    assert not view.running
+    assert threading.active_count() <= before
