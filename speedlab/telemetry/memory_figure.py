@@ -34,7 +34,7 @@ def memory_figure(
     ranks = shown_ranks(history)
     tops = [_total(history.latest[rank]) for rank in ranks]
     figure = _bars(history, "memory by rank", CATEGORIES, devices)
-    _add_capacity(figure["layout"], history, ranks, tops, _unit(history)[1])
+    _add_capacity(figure, history, ranks, tops, _unit(history)[1])
     if predicted:
         _add_prediction(figure["layout"], sum(predicted.values()) / _unit(history)[1], len(ranks))
     if outliers := _outliers(history):
@@ -76,7 +76,7 @@ def _bars(history: History, title: str, categories: Sequence[str], devices: Sequ
     legend_beside(layout)
     layout["xaxis"] |= {"type": "category", "showgrid": False}
     if history.ranks:
-        layout["yaxis"]["range"] = [None, _height_bytes(history, _extent(categories)) / size]
+        _set_range(layout, traces, _coarse(history.most_bytes(_extent(categories))) / size)
     return {"data": traces, "layout": layout}
 
 
@@ -95,11 +95,18 @@ def _extent(categories: Sequence[str]) -> str:
     return "everything" if len(categories) == len(CATEGORIES) else "model_states"
 
 
-def _height_bytes(history: History, extent: str) -> int:
-    """The axis' end: a little above the most that was held, in coarse steps, so that it seldom changes."""
-    most = history.most_bytes(extent)
-    step = 2 ** max(0, most.bit_length() - 5)
-    return (most // step + 1) * step
+def _coarse(count: int) -> int:
+    """A little more than `count`, in coarse steps, so that an axis that ends there seldom changes."""
+    step = 2 ** max(0, count.bit_length() - 5)
+    return (count // step + 1) * step
+
+
+def _set_range(layout: Figure, traces: Sequence[Mapping[str, Any]], top: float) -> None:
+    """An axis from 0, or from below it where a remainder is negative, to `top`."""
+    below = min(float(np.minimum(trace["y"], 0).min(initial=0)) for trace in traces)
+    bottom = -_coarse(int(np.ceil(-below))) if below < 0 else 0
+    # Its own revision: else the page would keep the range that it had before, as it does for what a person has zoomed.
+    layout["yaxis"] |= {"range": [bottom, top], "uirevision": f"{bottom} {top}"}
 
 
 def _total(record: StepRecord) -> int:
@@ -144,7 +151,8 @@ def _in_sight(tops: list[int], capacities: list[int]) -> bool:
     return bool(tops) and min(capacities) > 0 and max(tops) >= _CAPACITY_IN_SIGHT * min(capacities)
 
 
-def _add_capacity(layout: Figure, history: History, ranks: list[int], tops: list[int], size: int) -> None:
+def _add_capacity(figure: Figure, history: History, ranks: list[int], tops: list[int], size: int) -> None:
+    layout = figure["layout"]
     capacities = [history.latest[rank].ledger.capacity_bytes for rank in ranks]
     if not tops or min(capacities) <= 0:
         return
@@ -153,7 +161,7 @@ def _add_capacity(layout: Figure, history: History, ranks: list[int], tops: list
         for i, capacity in enumerate(capacities):
             layout["shapes"].append(ink_line(i - 0.5, i + 0.5, capacity / size, "solid"))
         layout["annotations"].append(note(text, y=min(capacities) / size, yref="y", yanchor="bottom"))
-        layout["yaxis"]["range"] = [None, max(*tops, *capacities) / size * 1.12]
+        _set_range(layout, figure["data"], max(*tops, *capacities) / size * 1.12)
     else:
         share = max(tops) / min(capacities)
         layout["annotations"].append(note(f"↑ {text}, {share:.1%} used", y=1.0, yanchor="bottom"))

@@ -117,7 +117,7 @@ def anatomy_figure(history: History, cut: Cut | None = None) -> Figure:
     """Time of a step by phase, stacked, over the steps of the lowest rank."""
     cut = cut or cut_for(history, BARS)
     data = [
-        {**_phase_bar(phase), "x": x, "y": y, "width": 0.9 * cut.size}
+        {**_phase_bar(phase), "x": x, "y": y, "width": cut.size}
         for phase, (x, y) in zip(PHASE_COLOURS, anatomy_values(history, cut), strict=True)
     ]
     rank = min(history.series, default=0)

@@ -267,3 +267,18 @@ def test_units_hold_numbers_of_one_to_four_digits():
     assert byte_unit(1023) == ("B", 1)
     assert byte_unit(1024) == ("KiB", 1024)
     assert byte_unit(3 * 2**30) == ("GiB", 2**30)
+
+
+def test_bars_keep_the_scale_of_the_most_that_was_held():
+    big, small = ledger(parameters=40 * MIB), ledger(parameters=10 * MIB)
+    figure = states_figure(History.of({0: [make_record(1, ledger=big), make_record(2, ledger=small)]}))
+    assert figure["data"][0]["y"].tolist() == [10]
+    bottom, top = figure["layout"]["yaxis"]["range"]
+    assert bottom == 0
+    assert 40 < top < 44
+
+
+def test_an_axis_reaches_below_zero_only_for_a_negative_remainder():
+    figure = memory_figure(history(ledger=Ledger(parameters=4 * MIB, other_framework=-MIB, reported_bytes=3 * MIB)))
+    assert figure["layout"]["yaxis"]["range"][0] == -2
+    assert memory_figure(history(ledger=ledger(parameters=MIB)))["layout"]["yaxis"]["range"][0] == 0
