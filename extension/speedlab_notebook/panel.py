@@ -1,1 +1,398 @@
-"""The configuration panel: what a run will hold before it starts, and the words for a run that is on."""
+"""The configuration panel: what a run will hold before it starts, and the words for a run that is on.
+
+1. A change of any control makes a RunConfig of all of them, and from it the batch equation, the predicted model states
+   and the differences to the run that is under way (`_refresh`, a few milliseconds). Nothing else happens.
+2. Train ships the configuration from a thread, after it has started engines where there are none. The other buttons
+   post control words, which return at once.
+3. A thread follows the run (`_look`): its state greys the buttons, and answers to words are told as they come.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as widgets
+
+from speedlab.cluster.devices import choose_devices
+from speedlab.cluster.errors import ClusterError, RankError
+from speedlab.cluster.known_runs import RunError
+from speedlab.config import ConfigError, RunConfig
+from speedlab.hardware import Device
+from speedlab.layout import LayoutError
+from speedlab.planner import ModelStates
+from speedlab.telemetry.folder import RunFolderError
+from speedlab.telemetry.records import RunState
+from speedlab_notebook.panel_actions import (
+    BUSY_LOOK_SECONDS,
+    ENDED,
+    RESTING_LOOK_SECONDS,
+    WORDS,
+    Change,
+    Watch,
+    answer_line,
+    changes,
+    changes_line,
+    live_stage,
+    run_line,
+)
+from speedlab_notebook.panel_fields import Field, place_problem
+from speedlab_notebook.panel_reasons import greyed_fields, greyed_options, remarks
+from speedlab_notebook.panel_states import fit_problem, fit_text, predict, states_html
+from speedlab_notebook.panel_view import View
+
+if TYPE_CHECKING:
+    from speedlab.cluster import Cluster, Run
+    from speedlab.cluster.run import Pending
+
+_TROUBLE = (RunError, RankError, ClusterError, RunFolderError, ConfigError, LayoutError)
+"""What a person can set right: told without a traceback."""
+
+
+class Panel(widgets.VBox):
+    """The panel. `show` makes and displays one. What it shows can be read from its attributes, also without a page."""
+
+    def __init__(
+        self, cluster: Cluster | None = None, run: Run | None = None, *, on_run: Callable[[Run], object] | None = None
+    ) -> None:
+        self.cluster = cluster if cluster is not None or run is None else run.cluster
+        self.run: Run | None = None
+        """The run that the buttons speak to; after Train, the one it started."""
+        self.config: RunConfig | None = None
+        """What the controls say; None while that is no configuration."""
+        self.problems: list[tuple[str, str]] = []
+        """(path of the field or '', what is wrong): nothing can be trained while there is one."""
+        self.states: list[ModelStates] = []
+        """Predicted model states on each rank at stages 0 to 3."""
+        self.changes: list[Change] = []
+        """Where the panel differs from the run that is under way."""
+        self.batch_text = self.summary_text = self.status_text = self.message_text = ""
+        """The batch equation; the line below the tabs; the line beside the buttons; what was told last."""
+        self.update_ms = 0.0
+        """How long the last change of a control took to be shown, milliseconds."""
+        self._on_run = on_run
+        self._lock = threading.RLock()
+        self._last_changed = self._activity = ""
+        self._baseline: RunConfig | None = None
+        self._pending: list[Pending] = []
+        self._state: RunState | None = None
+        self._stage = 0
+        self._devices = _devices_of(self.cluster)
+        self._watch = Watch(self._look)
+        self._view = View(len(self._devices), self._on_change, self._handlers())
+        self._view.engines.observe(self._on_engines, "value")
+        super().__init__(self._view.arranged())
+        self.add_class("speedlab-panel")
+        if run is not None:
+            self._view.form.load(run.config, stage=live_stage(run))
+            self._take(run, run.config)
+        self._refresh()
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The form's fields by path. `panel.fields["zero.stage"].control.value = 3` is a person's click."""
+        return self._view.form.fields
+
+    @property
+    def buttons(self) -> dict[str, Any]:
+        """train, pause, resume, step, save, stop, apply, undo. `panel.buttons["train"].click()` is a person's click."""
+        return self._view.buttons
+
+    @property
+    def step_count(self) -> Any:
+        """The box with the number of steps that the Step button computes."""
+        return self._view.step_count
+
+    @property
+    def engines(self) -> Any:
+        """The box with the number of engines; greyed once they run."""
+        return self._view.engines
+
+    @property
+    def following(self) -> bool:
+        """Whether a thread follows the run."""
+        return self._watch.running
+
+    def close(self) -> None:
+        """Stop following the run and take the panel from the page; the run goes on."""
+        self._watch.close()
+        super().close()
+
+    def __repr__(self) -> str:
+        return f"<Panel: {self.run!r}>" if self.run is not None else f"<Panel: no run, {self._engines_text()}>"
+
+    def _handlers(self) -> dict[str, Callable[[], None]]:
+        return {
+            "train": self._on_train,
+            "pause": lambda: self._post(lambda run: run.pause()),
+            "resume": lambda: self._post(lambda run: run.resume()),
+            "step": lambda: self._post(lambda run: run.step(self.step_count.value)),
+            "save": lambda: self._post(lambda run: run.save()),
+            "stop": lambda: self._post(lambda run: run.stop()),
+            "apply": self._on_apply,
+            "undo": self._on_undo,
+        }
+
+    # 1. From controls to predictions
+
+    def _on_change(self, path: str) -> None:
+        self._last_changed = path
+        self._refresh()
+
+    def _on_engines(self, _: Any) -> None:
+        if self.cluster is not None:
+            return  # Not a person: the box follows the cluster that was started.
+        try:
+            self._devices = choose_devices(self.engines.value, "auto")
+        except ClusterError as error:
+            self._tell_error(error)
+            self.engines.value = len(self._devices)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Show what follows from the controls and from the run's state."""
+        began = time.perf_counter()
+        with self._lock:
+            self._read_controls()
+            if self.config is not None:
+                self.states = predict(self.config, self._devices)
+                running = self._stage if self._under_way else None
+                self._view.states.value = states_html(self.config, self.states, self._devices, running=running)
+            self._show_notes()
+            self._show_summary()
+            self._show_run()
+        self.update_ms = (time.perf_counter() - began) * 1000
+
+    def _read_controls(self) -> None:
+        """Set `config`, `problems` and `batch_text`."""
+        found: Sequence[tuple[str, str]] = ()
+        self.config, self.batch_text = None, ""
+        try:
+            self.config = RunConfig(**self._view.form.values())
+            layout = self.config.layout(len(self._devices))
+            self.batch_text = str(self.config.batch.resolve(layout.dp))
+        except LayoutError as error:
+            found = [("parallel.dp", str(error))]
+        except ConfigError as error:
+            found = error.problems or [(str(error).partition(":")[0], str(error))]
+        self.problems = [(place_problem(path, text, self.fields, self._last_changed), text) for path, text in found]
+
+    def _show_notes(self) -> None:
+        problems: dict[str, str] = {}
+        for path, text in self.problems:
+            problems[path] = f"{problems[path]}; {text}" if path in problems else text
+        values = {path: field.get() for path, field in self.fields.items()}
+        reasons, options = greyed_fields(values, self._devices), greyed_options(values, self._devices)
+        more = remarks(values, self._devices)
+        for path, field in self.fields.items():
+            field.show(
+                reason=reasons.get(path, ""),
+                problem=problems.get(path, ""),
+                more=more.get(path, ""),
+                greyed=options.get(path),
+            )
+        self.fields["parallel.dp"].control.placeholder = str(len(self._devices))
+        self.engines.disabled = self.cluster is not None or bool(self._activity)
+        note = "Engines that Train starts: one rank, one device"
+        if self.cluster is not None:
+            note = f"cluster {self.cluster.name!r} has them; %speedlab stop ends it, then another number can start"
+        self._view.show_line(self._view.engines_note, note, kind="help" if self.cluster is None else "reason")
+
+    def _show_summary(self) -> None:
+        if self.problems or self.config is None:
+            self.summary_text = f"cannot run: {'; '.join(text for _, text in self.problems)}"
+            self._view.show_line(self._view.summary, self.summary_text, kind="problem", strong="cannot run")
+            return
+        fits = fit_text(self.states, self.config.zero.stage, self._devices)
+        self.summary_text = f"{self._engines_text()} · {fits} · {self.batch_text}"
+        self._view.show_line(self._view.summary, self.summary_text, strong=fits)
+
+    def _engines_text(self) -> str:
+        count = len(self._devices)
+        names = ", ".join(dict.fromkeys(device.name for device in self._devices))
+        state = "" if self.cluster is not None else ", not started"
+        return f"{count} engine{'s' if count > 1 else ''} on {names}{state}"
+
+    # 2. What a person asks for
+
+    def _on_train(self) -> None:
+        if self.config is None or self._activity:
+            return
+        self._tell("")
+        count = len(self._devices)
+        self._activity = f"starting {count} engine{'s' if count > 1 else ''} …"
+        if self.cluster is not None and self.cluster.running:
+            self._activity = "checking configuration and data …"
+        self._refresh()
+        work = threading.Thread(target=self._train, args=(self.config, count), name="speedlab-panel-train", daemon=True)
+        work.start()
+
+    def _train(self, config: RunConfig, count: int) -> None:
+        """Start engines where there are none, then the run. In a thread, because both take their time."""
+        try:
+            cluster = self._started_cluster(count)
+            self._activity = "checking configuration and data …"
+            self._refresh()
+            run = cluster.train(config)
+            self._take(run, config)
+            if self._on_run is not None:
+                self._on_run(run)
+        except Exception as error:  # Whatever it is: nobody but the panel can tell it.
+            self._tell_error(error)
+        finally:
+            self._activity = ""
+            self._refresh()
+
+    def _started_cluster(self, count: int) -> Cluster:
+        from speedlab.cluster import Cluster
+
+        if self.cluster is None:
+            self.cluster = Cluster(count)
+        elif not self.cluster.running:
+            self.cluster.start()
+        self._devices = self.cluster.devices
+        self.engines.value = len(self._devices)
+        return self.cluster
+
+    def _post(self, word: Callable[[Run], Pending]) -> None:
+        """Post a control word; `_look` tells the answer."""
+        if self.run is None:
+            return
+        try:
+            pending = word(self.run)
+        except _TROUBLE as error:
+            self._tell_error(error)
+            return
+        with self._lock:
+            self._pending.append(pending)
+            self._tell(f"{pending.word}: asked for; the ranks act after the step that is being computed")
+            self._show_run()
+        self._watch.start()
+
+    def _on_apply(self) -> None:
+        if self.config is not None:
+            stage = self.config.zero.stage
+            self._post(lambda run: run.reshape(zero=stage))
+
+    def _on_undo(self) -> None:
+        if self._baseline is not None:
+            self._view.form.load(self._baseline, stage=self._stage)
+            self._refresh()
+
+    # 3. The run
+
+    @property
+    def _under_way(self) -> bool:
+        return self._state is not None and self._state not in ENDED
+
+    def _take(self, run: Run, baseline: RunConfig) -> None:
+        """Speak to `run` from now on; differences are told from `baseline`."""
+        with self._lock:
+            self.run, self._baseline, self._pending, self._state = run, baseline, [], None
+        self._watch.start()
+
+    def _look(self) -> float | None:
+        """Take in what the run has done; seconds until the next look, None when nothing is to come."""
+        run = self.run
+        if run is None:
+            return None
+        with self._lock:
+            state, stage = run.state, live_stage(run)
+            self._hear_answers()
+            if state is RunState.FAILED and self._state is not state:
+                self._tell_error(run.errors[-1] if run.errors else RunError(run.feed.status.text))
+            news = (state, stage) != (self._state, self._stage)
+            self._state, self._stage = state, stage
+            if news:
+                self._refresh()
+            else:
+                self._show_run()
+            waiting = bool(self._pending)
+        if state in ENDED and not waiting:
+            return None
+        return RESTING_LOOK_SECONDS if state is RunState.PAUSED and not waiting else BUSY_LOOK_SECONDS
+
+    def _hear_answers(self) -> None:
+        """Tell the answers to words that have come in."""
+        for pending in tuple(self._pending):
+            try:
+                event = pending.wait(0)
+            except TimeoutError:
+                continue
+            except _TROUBLE as error:
+                self._tell_error(error)
+            else:
+                self._tell(answer_line(event))
+            self._pending.remove(pending)
+
+    def _show_run(self) -> None:
+        """The line beside the buttons, the differences, and which buttons are offered."""
+        self.status_text = self._activity or (run_line(self.run) if self.run is not None else "no run yet")
+        self._view.show_line(self._view.status, self.status_text)
+        self.changes = []
+        if self._under_way and self.config is not None and self._baseline is not None:
+            self.changes = changes(self._baseline, self._stage, self.config)
+        self._view.show_changes(changes_line(self.changes))
+        offered = {
+            word: not self._activity and self._controls_run and self._state in states
+            for word, (states, _) in WORDS.items()
+        }
+        waiting = {pending.word for pending in self._pending}
+        offered["train"] = self._can_train()
+        offered["apply"] = offered.pop("reshape") and "reshape" not in waiting and any(c.live for c in self.changes)
+        offered["undo"] = bool(self.changes)
+        for word, button in self.buttons.items():
+            button.disabled = not offered[word] or word in waiting
+
+    @property
+    def _controls_run(self) -> bool:
+        return self.run is not None and self.run.cluster is not None
+
+    def _can_train(self) -> bool:
+        if self.config is None or self.problems or self._activity or (self._under_way and self._controls_run):
+            return False
+        return not fit_problem(self.states, self.config.zero.stage, self._devices)
+
+    def _tell(self, text: str) -> None:
+        self.message_text = text
+        self._view.show_message(text, error=False)
+
+    def _tell_error(self, error: Exception) -> None:
+        """What went wrong; for what nobody foresaw, with its traceback."""
+        text = str(error) if isinstance(error, _TROUBLE) else "".join(traceback.format_exception(error)).rstrip()
+        self.message_text = text
+        self._view.show_message(text, error=True)
+
+
+def show(
+    cluster: Cluster | None = None, run: Run | None = None, *, on_run: Callable[[Run], object] | None = None
+) -> Panel:
+    """Display a panel: for a new run on `cluster` (started by Train when it is None), or for `run`.
+
+    `on_run(run)` is called with each run that Train starts; without it, `run` and `cluster` are set in the notebook's
+    namespace.
+    """
+    from IPython.core.getipython import get_ipython
+    from IPython.display import display
+
+    shell = get_ipython()
+    if on_run is None and shell is not None:
+        from speedlab_notebook.at_hand import push_run
+
+        on_run = partial(push_run, shell)
+    panel = Panel(cluster, run, on_run=on_run)
+    display(panel)
+    return panel
+
+
+def _devices_of(cluster: Cluster | None) -> Sequence[Device]:
+    """The cluster's devices; where it does not run, those that a new one would get."""
+    if cluster is not None:
+        with suppress(ClusterError):  # Stopped since: Train starts it again.
+            return cluster.devices
+    return choose_devices(None, "auto")

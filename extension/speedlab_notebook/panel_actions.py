@@ -1,0 +1,165 @@
+"""What the panel can do with a run, and how it follows one: words, differences, answers, and a thread that looks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from speedlab.config import RunConfig
+from speedlab.telemetry.records import Event, RunState
+from speedlab.telemetry.text import STATE_MARKS, bytes_text, count_text, seconds_text
+
+if TYPE_CHECKING:
+    from speedlab.cluster import Run
+
+BUSY_LOOK_SECONDS = 0.2
+RESTING_LOOK_SECONDS = 1.0
+"""A paused run may be resumed from a cell or another kernel."""
+
+_MOST_SHOWN = 4
+ENDED = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
+_UNDER_WAY = frozenset({RunState.STARTING, RunState.RUNNING, RunState.PAUSED})
+
+WORDS: dict[str, tuple[frozenset[RunState], str]] = {
+    "pause": (frozenset({RunState.STARTING, RunState.RUNNING}), "Stop after the step that is being computed"),
+    "resume": (frozenset({RunState.PAUSED}), "Go on from where the run stands"),
+    "step": (frozenset({RunState.PAUSED}), "Compute so many more steps, then pause"),
+    "save": (
+        frozenset({RunState.RUNNING, RunState.PAUSED, RunState.FINISHED, RunState.STOPPED}),
+        "Write a checkpoint after the step that is being computed",
+    ),
+    "stop": (_UNDER_WAY, "End the run after the step that is being computed; it cannot be resumed then"),
+    "reshape": (_UNDER_WAY - {RunState.STARTING}, "Change the ZeRO stage of the run between two steps"),
+}
+"""Control word -> the states of a run in which it is offered, and what it does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One field in which the panel differs from the run that is under way."""
+
+    path: str
+    before: Any
+    after: Any
+
+    @property
+    def live(self) -> bool:
+        """Whether it can be applied between two steps."""
+        return self.path == "zero.stage"
+
+    def __str__(self) -> str:
+        kind = "live, under 1 s" if self.live else "needs a restart"
+        name = "stage" if self.live else self.path.replace("_", " ")
+        return f"{name} {_shown(self.before)} → {_shown(self.after)} ({kind})"
+
+
+def changes(running: RunConfig, stage: int, wanted: RunConfig) -> list[Change]:
+    """Where `wanted` differs from a run of `running` that is at `stage` now; what is live first. Its name and folder
+    are not part of the comparison: they are the next run's."""
+    before = _flat(running) | {"zero.stage": stage}
+    after = _flat(wanted)
+    found = [Change(path=path, before=before[path], after=after[path]) for path in after if before[path] != after[path]]
+    return sorted(found, key=lambda change: not change.live)
+
+
+def changes_line(found: Sequence[Change]) -> str:
+    """'changed: stage 2 → 3 (live, under 1 s) · steps 200 → 400 (needs a restart)'; '' when nothing differs."""
+    if not found:
+        return ""
+    more = [f"{len(found) - _MOST_SHOWN} more"] if len(found) > _MOST_SHOWN else []
+    hint = "; Stop, then Train takes what needs a restart" if not all(change.live for change in found) else ""
+    return f"changed: {' · '.join([*map(str, found[:_MOST_SHOWN]), *more])}{hint}"
+
+
+def live_stage(run: Run) -> int:
+    """The ZeRO stage of the run now: what its newest record or change of stage says."""
+    last = run.feed.last
+    stage, known = (last.zero_stage, last.time) if last is not None else (run.config.zero.stage, 0.0)
+    for event in reversed(run.feed.events):
+        if event.kind == "reshaped" and isinstance(zero := event.details.get("zero"), int):
+            return zero if event.time >= known else stage
+    return stage
+
+
+def run_line(run: Run) -> str:
+    """'● running: step 120 of 2,000 · loss 5.91 · 41.2 k tokens/s'."""
+    state, last = run.state, run.feed.last
+    figures = f" · loss {last.loss:.3f} · {count_text(last.tokens_per_second)} tokens/s" if last is not None else ""
+    return f"{STATE_MARKS[state]} {run.name} {state}: step {run.step:,} of {run.feed.status.steps:,}{figures}"
+
+
+def answer_line(event: Event) -> str:
+    """What the ranks answered to a control word: 'checkpoint step-000120, 36.1 MiB, at step 120 in 0.2 s'."""
+    size, seconds = event.details.get("bytes"), event.details.get("seconds")
+    parts = [f"{event.kind} {event.text}".strip()]
+    if isinstance(size, int | float):
+        parts.append(bytes_text(size))
+    where = f"at step {event.step:,}" if "step" not in event.text else ""
+    took = f"in {seconds_text(seconds)}" if isinstance(seconds, int | float) else ""
+    return ", ".join(parts) + "".join(f" {part}" for part in (where, took) if part)
+
+
+class Watch:
+    """Calls `look` in a thread of its own, again after the seconds that it returns, until it returns None."""
+
+    def __init__(self, look: Callable[[], float | None]) -> None:
+        self._look = look
+        self._wake = threading.Event()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread is at work."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Look at once, and go on; also after it had ended."""
+        with self._lock:
+            self._wake.set()
+            if not self._closed and self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="speedlab-panel", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, for good."""
+        with self._lock:
+            self._closed = True
+            self._wake.set()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=2.0)
+
+    def _work(self) -> None:
+        try:
+            while not self._closed:
+                self._wake.clear()
+                seconds = self._look()
+                with self._lock:
+                    if seconds is None and not self._wake.is_set():
+                        return
+                self._wake.wait(seconds)
+        finally:
+            with self._lock:
+                self._thread = None
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in config.model_dump().items():
+        if name in ("name", "folder"):
+            continue
+        if isinstance(value, dict):
+            flat |= {f"{name}.{inner}": item for inner, item in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
