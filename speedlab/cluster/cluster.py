@@ -285,6 +285,7 @@ class Cluster:
 
     def _reset(self, now: Connection, ranks: list[int]) -> None:
         """Let idle ranks leave their process group."""
+        ranks = [rank for rank in ranks if now.tasks.reaches(now.state.engines[rank])]
         if not ranks:
             return
         resets = self._send(now, ranks, remote.reset, (), {})
@@ -301,8 +302,8 @@ class Cluster:
             return
         try:
             self.interrupt()
-        except ClusterError as error:
-            log.warning("ranks that wait for a failed one could not be interrupted: %s", error)
+        except Exception:  # On this thread nobody else would hear of it.
+            log.exception("ranks that wait for a failed one could not be interrupted")
 
     def __repr__(self) -> str:
         if self._open is None or not self.running:

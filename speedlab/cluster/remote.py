@@ -116,7 +116,10 @@ def reset() -> None:
         return
     if distributed.is_initialized():
         from speedlab import comm
+        from speedlab.cluster import wires
 
+        # A collective may still go on in the background, and leaving would wait for it.
+        wires.cut()
         comm.leave()
     # Groups are named by a counter, which leaving sets back, but a join that was cut off does not. Ranks whose counters
     # differ would wait for each other under different names.

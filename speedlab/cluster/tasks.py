@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from speedlab.cluster import processes
+from speedlab.cluster.errors import ClusterError, name_ranks
 from speedlab.cluster.home import ClusterState, EngineEntry
 from speedlab.cluster.wires import CUT_SIGNAL
 
@@ -42,9 +44,15 @@ class Tasks:
     def send(
         self, state: ClusterState, ranks: list[int], function: Callable[..., Any], *arguments: Any
     ) -> dict[int, Any]:
-        """One task for each rank; returns ipyparallel's AsyncResult of each."""
-        client = self._client
-        return {rank: client[state.engines[rank].engine_id].apply_async(function, *arguments) for rank in ranks}
+        """One task for each rank; returns ipyparallel's AsyncResult of each. ClusterError when an engine is gone."""
+        try:
+            views = {rank: self._client[state.engines[rank].engine_id] for rank in ranks}
+            return {rank: view.apply_async(function, *arguments) for rank, view in views.items()}
+        except IndexError:  # ipyparallel's word for an engine that it does not know.
+            gone = [rank for rank in ranks if not self.reaches(state.engines[rank])]
+            raise ClusterError(
+                f"the engine of {name_ranks(gone)} ended just now; cluster.restart(rank) helps"
+            ) from None
 
     def watch(self, results: RankResults) -> None:
         """Count `results` among the outstanding ones until they are done."""
@@ -81,7 +89,8 @@ class Tasks:
         """
         for rank, found in tasks.items():
             if len(found) > 1:  # Those that have not begun are taken out of the queue.
-                self._client.abort(sorted(found), targets=[state.engines[rank].engine_id], block=False)
+                with contextlib.suppress(IndexError):  # An engine that is gone has no queue.
+                    self._client.abort(sorted(found), targets=[state.engines[rank].engine_id], block=False)
         start = time.monotonic()
         deadline = start + timeout_seconds
         signal_at = start

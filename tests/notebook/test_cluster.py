@@ -46,11 +46,11 @@ def started(ipython_directory: Path) -> Iterator[tuple[Cluster, float]]:
         patch.delenv("PYTEST_CURRENT_TEST")  # With it, ipykernel leaves out what is not written through Python.
         cluster = Cluster(SIZE, name=NAME, device="cpu")
     wall_seconds = time.perf_counter() - before
-    everything = _processes(cluster)
-    cpu_seconds = sum(sum(process.cpu_times()[:2]) for process in everything)
+    token = _token(cluster)
+    cpu_seconds = sum(sum(process.cpu_times()[:2]) for process in processes.marked(token))
     # Others may use the machine while the tests run: then what the start would take is the work it is, over the cores.
     yield cluster, min(wall_seconds, cpu_seconds / len(os.sched_getaffinity(0)))
-    everything = _processes(cluster)
+    everything = processes.marked(token)
     cluster.stop()
     assert [process.pid for process in everything if not is_gone(process.pid)] == []
     assert not cluster.directory.exists()
@@ -63,9 +63,8 @@ def cluster(started: tuple[Cluster, float]) -> Iterator[Cluster]:
     wait_for(lambda: {status.state for status in cluster.status()} == {"idle"})
 
 
-def _processes(cluster: Cluster) -> list[psutil.Process]:
-    token = psutil.Process(cluster.status()[0].pid).environ()[processes.TOKEN]
-    return processes.marked(token)
+def _token(cluster: Cluster) -> str:
+    return psutil.Process(cluster.status()[0].pid).environ()[processes.TOKEN]
 
 
 def test_four_engines_are_ready_in_six_seconds(started: tuple[Cluster, float]) -> None:
@@ -112,7 +111,7 @@ def test_files_are_private_and_ports_are_local(cluster: Cluster, ipython_directo
     assert {stat.S_IMODE(path.stat().st_mode) for path in secrets} == {0o600}
     listening = {
         connection.laddr.ip
-        for process in _processes(cluster)
+        for process in processes.marked(_token(cluster))
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
