@@ -207,8 +207,9 @@ def move_gradients(model: nn.Module, masters: dict[str, nn.Parameter]) -> None:
 def round_gradients(model: nn.Module, masters: dict[str, nn.Parameter]) -> None:
     """Round the masters' gradients to the dtype in which the model computes."""
     for name, p in model.named_parameters():
-        if masters[name].grad is not None:
-            masters[name].grad = masters[name].grad.to(p.dtype).to(masters[name].dtype)
+        master = masters[name]
+        if master.grad is not None:
+            master.grad = master.grad.to(p.dtype).to(master.dtype)
 
 
 def norm_of(parameters: list[nn.Parameter]) -> float:

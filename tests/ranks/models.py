@@ -277,6 +277,7 @@ class NormBlock(nn.Module):
         # No bias: in front of a normalisation its gradient is rounding noise.
         self.linear, self.norm = nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.scale: Tensor
         self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:

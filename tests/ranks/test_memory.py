@@ -37,6 +37,7 @@ def look(case: Case) -> dict[str, Any]:
             "shape": tuple(parameter.shape),
             "is_parameter": isinstance(parameter, nn.Parameter),
             "held": parameter.untyped_storage().nbytes(),
+            "value": parameter.detach().clone(),
             "whole": whole,
             "several": [tuple(value.shape) for value in several] + [several[0].equal(whole)],
             "master": engine.state_dict()["blocks.1.up.weight"],
@@ -53,7 +54,9 @@ def test_parameter_shows_its_shape_and_owners(two: Pool, stage: int) -> None:
         assert "blocks.1.up.weight" in rank["repr"]
         assert "21×12" in rank["repr"] or "21, 12" in rank["repr"]
         assert "rank 0" in rank["repr"] or "rank 1" in rank["repr"]
-        assert (rank["held"] == 0) == (stage == 3), "between steps the whole is there, except at stage 3"
+        # Between steps the whole is there, except at stage 3, where it is not even readable as something else.
+        assert (rank["held"] < 21 * models.WIDTH * 4) == (stage == 3)
+        assert rank["value"].isnan().all() if stage == 3 else rank["value"].equal(rank["whole"])
         assert rank["whole"].equal(rank["master"])
         assert rank["several"] == [(21, 12), (12,), True]
         assert rank["apart"]
@@ -103,15 +106,20 @@ def test_masters_start_from_the_values_given(two: Pool, stage: int, dtype: str) 
             assert state[name].equal(parameter), f"{name}: up to {(state[name] - parameter).abs().max().item():.2g} off"
 
 
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 # ---- bytes in use ----------------------------------------------------------------------------------------------------
 
 
 def bytes_in_use() -> int:
-    """Bytes of the storages of all tensors that Python can reach."""
+    """Bytes of the storages of all tensors of parameters' dtypes that Python can reach.
+
+    Others are messages (text, lengths, float64 sums), which gloo's own thread lets go a moment after they have arrived.
+    """
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and thing.device.type == "cpu":
+        if issubclass(type(thing), Tensor) and thing.device.type == "cpu" and thing.dtype in STATE_DTYPES:
             storage = thing.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

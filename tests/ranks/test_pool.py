@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -56,15 +57,23 @@ def test_results_come_by_rank_from_the_same_processes(ranks: Pool) -> None:
     assert ranks.run(settings) == [("1", "passive", 1)] * ranks.size
 
 
-def test_failure_is_raised_with_its_traceback_and_the_processes_go_on(ranks: Pool) -> None:
-    ranks.run(sum_of_ranks)
-    before, bad = ranks.pids, ranks.size - 1
+@pytest.fixture(params=[2, 4], ids=lambda size: f"dp{size}")
+def fresh(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """A pool of the test's own: what others left in a shared one (a device mesh, say) keeps connections open."""
+    pool = Pool(request.param)
+    yield pool
+    pool.close()
+
+
+def test_failure_is_raised_with_its_traceback_and_the_processes_go_on(fresh: Pool) -> None:
+    fresh.run(sum_of_ranks)
+    before, bad = fresh.pids, fresh.size - 1
     with pytest.raises(RanksFailed) as caught:
-        ranks.run(fail_on, bad)
+        fresh.run(fail_on, bad)
     assert caught.value.by_rank[bad].kind == "KeyError"
     assert 'raise KeyError("the reason")' in str(caught.value)
-    assert ranks.pids == before
-    assert [total for _, total in ranks.run(sum_of_ranks)] == [sum(range(1, ranks.size + 1))] * ranks.size
+    assert fresh.pids == before
+    assert [total for _, total in fresh.run(sum_of_ranks)] == [sum(range(1, fresh.size + 1))] * fresh.size
 
 
 def test_hang_is_named_shows_stacks_and_the_pool_starts_anew(two: Pool) -> None:

@@ -295,13 +295,13 @@ def train_with_optimizer(case: Case, form: str) -> tuple[Trajectory, list[list[f
     engine, optimizer, loader, schedule = speedlab.initialize(
         model=model, optimizer=instance or choice, lr_scheduler=scheduler, config=case.config()
     )
-    path, rates = Trajectory(), []
+    path, rates = Trajectory(), list[list[float]]()
     try:
         assert loader is None
         for step in range(case.steps):
             rates.append([group["lr"] for group in optimizer.param_groups])
             path.losses.append(engine_step(engine, case, step))
-            path.norms.append(engine.global_grad_norm)
+            path.norms.append(engine.global_grad_norm or 0.0)
         finish(path, engine)
         same = instance is None or (optimizer is instance and schedule is scheduler)
     finally:
