@@ -175,11 +175,14 @@ class Dashboard(anywidget.AnyWidget):
         if self._feed.version == self._version:
             return
         with self._lock:
+            knew_any = bool(self._history.latest)
             self._take_news()
             if self._at_rest and not self._rested:
                 self._feed.poll(files=True)
                 self._take_news()
                 self.keyframe = self._next_keyframe()
+            elif self._history.latest and not knew_any:
+                self.keyframe = self._next_keyframe()  # The first records decide how the page is laid out.
             elif (message := self._drawing.tick(self._feed.status, rewritten=self._rewritten)) is not None:
                 self.send(message[0], buffers=message[1])
             self._rewritten = False
