@@ -175,7 +175,10 @@ class Panel(widgets.VBox):
         try:
             self.config = RunConfig(**self._view.form.values())
             layout = self.config.layout(len(self._devices))
-            self.batch_text = str(self.config.batch.resolve(layout.dp))
+            batch = self.config.batch.resolve(layout.dp)
+            self.batch_text = str(batch)
+            for name in ("global_size", "micro_size", "accumulation"):
+                self.fields[f"batch.{name}"].control.placeholder = f"follows: {getattr(batch, name)}"
         except LayoutError as error:
             found = [("parallel.dp", str(error))]
         except ConfigError as error:
@@ -215,8 +218,8 @@ class Panel(widgets.VBox):
     def _engines_text(self) -> str:
         count = len(self._devices)
         names = ", ".join(dict.fromkeys(device.name for device in self._devices))
-        state = "" if self.cluster is not None else ", not started"
-        return f"{count} engine{'s' if count > 1 else ''} on {names}{state}"
+        state = "" if self.cluster is not None else " (not started)"
+        return f"{count} engine{'s' if count > 1 else ''}{state} on {names}"
 
     # 2. What a person asks for
 

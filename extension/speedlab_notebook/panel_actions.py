@@ -19,6 +19,8 @@ RESTING_LOOK_SECONDS = 1.0
 """A paused run may be resumed from a cell or another kernel."""
 
 _MOST_SHOWN = 4
+_WORTH_TELLING = 1e-3
+"""Seconds; a pause, which only sets a flag, took less."""
 ENDED = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
 _UNDER_WAY = frozenset({RunState.STARTING, RunState.RUNNING, RunState.PAUSED})
 
@@ -97,7 +99,7 @@ def answer_line(event: Event) -> str:
     if isinstance(size, int | float):
         parts.append(bytes_text(size))
     where = f"at step {event.step:,}" if "step" not in event.text else ""
-    took = f"in {seconds_text(seconds)}" if isinstance(seconds, int | float) else ""
+    took = f"in {seconds_text(seconds)}" if isinstance(seconds, int | float) and seconds >= _WORTH_TELLING else ""
     return ", ".join(parts) + "".join(f" {part}" for part in (where, took) if part)
 
 

@@ -40,6 +40,8 @@ _LABELS = {
     "checkpoint.every_steps": "save every",
 }
 _PLACEHOLDERS = {"name": "run-1, run-2, …", "clip_norm": "never clips"}
+_MOST_LETTERS = 16
+"""Options with more letters than this, together, do not fit beside their note."""
 _MOST_IN_A_NUMBER_BOX = 2**53 - 1
 """A page's numbers are exact up to here."""
 
@@ -56,6 +58,7 @@ class Choice(widgets.HBox):
             )
             for option, text in options.items()
         }
+        self.letters = sum(map(len, options.values()))
         self._tooltip = tooltip
         for option, button in self._buttons.items():
             button.observe(lambda change, option=option: self._pressed(option, change["new"]), "value")
@@ -94,7 +97,10 @@ class Field:
         self._style = style
         self.control = self._make_control(layout)
         self.control.add_class(f"speedlab-{path.replace('.', '-').replace('_', '-')}")
-        self.note = widgets.HTML(layout={"margin": "0"})
+        self.note = widgets.HTML()
+        if isinstance(self.control, Choice) and self.control.letters > _MOST_LETTERS:
+            self.control.add_class("speedlab-wide")
+            self.note.add_class("speedlab-below")
         self.show()
 
     # Its value
@@ -218,10 +224,8 @@ class Form:
         part = RunConfig.part_of(name)
         if part is None:
             return self._row(name, RunConfig.model_fields[name], layout, style)
-        heading = widgets.HTML(
-            f"<h4>{escape(RunConfig.model_fields[name].description or name)}</h4>",
-            layout={"grid_column": "1 / -1", "margin": "0"},
-        )
+        title = escape(RunConfig.model_fields[name].description or name)
+        heading = widgets.HTML(f"<h4>{title}</h4>").add_class("speedlab-title")
         rows: list[widgets.Widget] = [heading]
         for inner, info in part.model_fields.items():
             rows += self._row(f"{name}.{inner}", info, layout, style)

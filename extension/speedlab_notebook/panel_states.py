@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from html import escape
@@ -87,8 +88,8 @@ def states_html(
     count = f"{count_text(parameter_count(config.model))} parameters, {dtype}"
     same = "; with dp 1 there is nobody to share with" if states[0].dp == 1 else f", dp {states[0].dp}"
     return (
-        f'<div class="speedlab-heading">what a rank will hold <span class="speedlab-help">by formula, without '
-        f"activations · {escape(count)}</span></div>"
+        f'<div class="speedlab-heading">what a rank will hold</div>'
+        f'<div class="speedlab-help">by formula, without activations · {escape(count)}</div>'
         f"{_picture(states, stage, min(device.capacity_bytes for device in devices), running)}"
         f"{_table(states, stage)}"
         f'<div class="speedlab-sentence">stage {stage}: {escape(explain_stage(stage) + same)}</div>'
@@ -105,9 +106,8 @@ def _picture(states: Sequence[ModelStates], stage: int, capacity: int, running: 
         return _FLOOR - (_FLOOR - _TOP) * count / top
 
     parts = []
-    for tick in (0.0, 0.5, 1.0):
-        value = tick * (highest if not shows_capacity else max(highest, capacity))
-        height, label = y(value), f"{_number(value / unit_bytes)} {unit}" if tick else "0"
+    for tick in _ticks(top / unit_bytes):
+        height, label = y(tick * unit_bytes), f"{tick:g} {unit}" if tick else "0"
         parts.append(
             f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{height:.1f}" y2="{height:.1f}" class="speedlab-grid"/>'
             f'<text x="{_LEFT - 5}" y="{height + 4:.1f}" text-anchor="end">{label}</text>'
@@ -130,6 +130,13 @@ def _picture(states: Sequence[ModelStates], stage: int, capacity: int, running: 
     )
 
 
+def _ticks(top: float) -> list[float]:
+    """Two to five round numbers from 0 up to `top`."""
+    power = 10 ** math.floor(math.log10(top))
+    step = next(factor * power for factor in (0.2, 0.5, 1, 2, 5) if top / (factor * power) < 5)
+    return [number * step for number in range(int(top / step) + 1)]
+
+
 def _bar(state: ModelStates, index: int, y: Callable[[float], float], *, chosen: bool, now: bool) -> str:
     step = (_WIDTH - _LEFT) / len(STAGES)
     left = _LEFT + step * index + (step - _BAR) / 2
@@ -145,11 +152,11 @@ def _bar(state: ModelStates, index: int, y: Callable[[float], float], *, chosen:
         )
         below += count
     middle, high = left + _BAR / 2, y(below)
-    label = f"stage {state.stage}" + (" · now" if now else "")
+    is_now = f'<text x="{middle:.1f}" y="{_FLOOR + 28}" text-anchor="middle">now</text>' if now else ""
     return (
         f'<g class="speedlab-bar{" speedlab-chosen" if chosen else ""}" data-stage="{state.stage}">{"".join(rects)}'
         f'<rect class="speedlab-outline" x="{left:.1f}" y="{high:.1f}" width="{_BAR}" height="{_FLOOR - high:.1f}"/>'
-        f'<text x="{middle:.1f}" y="{_FLOOR + 15}" text-anchor="middle">{label}</text>'
+        f'<text x="{middle:.1f}" y="{_FLOOR + 15}" text-anchor="middle">stage {state.stage}</text>{is_now}'
         f'<text x="{middle:.1f}" y="{high - 4:.1f}" text-anchor="middle">{bytes_text(state.total)}</text></g>'
     )
 

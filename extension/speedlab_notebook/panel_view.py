@@ -30,7 +30,7 @@ class View:
             layout={"width": "318px", "margin": "0"},
             style={"description_width": "122px"},
         ).add_class("speedlab-engines")
-        self.engines_note = widgets.HTML(layout={"margin": "0"})
+        self.engines_note = widgets.HTML()
         self.form = Form(on_change, extra={"Parallelism": (self.engines, self.engines_note)})
         self.states = _html("states")
         self.summary = _html("summary")
@@ -80,7 +80,7 @@ class View:
 
 
 def _html(name: str) -> Any:
-    return widgets.HTML(layout={"margin": "0"}).add_class(f"speedlab-{name}")
+    return widgets.HTML().add_class(f"speedlab-{name}")
 
 
 def _button(word: str, tooltip: str, style: str = "") -> Any:
