@@ -40,8 +40,8 @@ class RemoteFailure:
 
     @property
     def follows_another(self) -> bool:
-        """Whether this rank failed because another one did: it was interrupted, or lost a peer."""
-        return self.kind == INTERRUPTED or any(sign in self.message for sign in _PEER_GONE)
+        """Whether this rank failed because another one did: it was interrupted, lost a peer, or waited in vain."""
+        return self.kind in (INTERRUPTED, "DistStoreError") or any(sign in self.message for sign in _PEER_GONE)
 
     @property
     def place(self) -> str:

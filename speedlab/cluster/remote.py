@@ -8,10 +8,14 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 FAILED = "__speedlab_failed__"
 """Key that marks an answer of `call` as a failure."""
+
+_WHOLE = frozenset({"init_process_group", "new_group", "destroy_process_group"})
+"""Functions of torch.distributed that have to be left to end."""
 
 
 def call(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
@@ -30,14 +34,24 @@ def call(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mappi
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, _ignore)
 
 
-def _ignore(number: int, frame: Any) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, but not while torch makes or ends a process group, which would leave half a group behind
+    for ever. The cluster sends the signal again, and later breaks what such a function waits for."""
+    while frame is not None:
+        if frame.f_code.co_name in _WHOLE and frame.f_code.co_filename.endswith("distributed_c10d.py"):
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
     """SIGINT between two tasks: there is nothing to interrupt."""
 
 
