@@ -1,0 +1,169 @@
+"""What the tests of the panel share: a cluster and runs without processes, and a person's clicks."""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cluster_helpers import wait_for
+from speedlab_notebook.panel import Panel
+
+from speedlab.cluster import RankError
+from speedlab.config import RunConfig
+from speedlab.hardware import Device
+from speedlab.telemetry.feed import Feed
+from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.records import Event, RunState, StepRecord
+from speedlab.telemetry.writer import RecordWriter
+
+DEVICE = Device(
+    kind="cpu",
+    name="cpu <0>",
+    uuid="",
+    cores=(0,),
+    threads=1,
+    capacity_bytes=4 * 2**30,
+    free_bytes=3 * 2**30,
+    fast_dtype="float32",
+)
+
+
+class Fakes:
+    """A cluster of four ranks without processes, whose runs do what the test says."""
+
+    def __init__(self, folder: Path, devices: list[Device] | None = None) -> None:
+        self.name, self.running, self.devices = "fake", True, devices or [DEVICE] * 4
+        self.folder = folder
+        self.trained: list[RunConfig] = []
+        self.refusal: Exception | None = None
+        self.may_train = threading.Event()
+        self.may_train.set()
+
+    def start(self) -> None:
+        self.running = True
+
+    def train(self, config: RunConfig) -> FakeRun:
+        assert self.may_train.wait(10)
+        if self.refusal is not None:
+            raise self.refusal
+        self.trained.append(config)
+        return FakeRun(RunFolder.create(config.replace(folder=self.folder)), self)
+
+
+class FakePending:
+    """The answer to a word: what the test puts into `answer`."""
+
+    def __init__(self, word: str, arguments: dict[str, Any]) -> None:
+        self.word, self.arguments = word, arguments
+        self.answer: Event | Exception | None = None
+
+    def wait(self, timeout: float) -> Event:
+        assert timeout == 0  # A handler or the thread never waits.
+        if self.answer is None:
+            raise TimeoutError
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class FakeRun:
+    def __init__(self, folder: RunFolder, cluster: Fakes | None) -> None:
+        self.folder, self.cluster = folder, cluster
+        self.feed = Feed(folder)
+        self.errors: list[RankError] = []
+        self.posted: list[FakePending] = []
+        self.refusal: Exception | None = None
+        self._writer = RecordWriter(folder, 0, stream_hz=10)
+        self.now(RunState.RUNNING)
+
+    name = property(lambda self: self.folder.name)
+    config = property(lambda self: self.folder.config)
+
+    @property
+    def state(self) -> RunState:
+        self.feed.poll()
+        return self.feed.status.state
+
+    @property
+    def step(self) -> Any:
+        run, number = self, self.feed.last.step if self.feed.last is not None else 0
+
+        class Step(int):
+            def __call__(self, n: int) -> FakePending:
+                return run.post("step", n=n)
+
+        return Step(number)
+
+    def post(self, word: str, **arguments: Any) -> FakePending:
+        if self.refusal is not None:
+            raise self.refusal
+        self.posted.append(FakePending(word, arguments))
+        return self.posted[-1]
+
+    def pause(self) -> FakePending:
+        return self.post("pause")
+
+    def resume(self) -> FakePending:
+        return self.post("resume")
+
+    def save(self) -> FakePending:
+        return self.post("save")
+
+    def stop(self) -> FakePending:
+        return self.post("stop")
+
+    def reshape(self, *, zero: int) -> FakePending:
+        return self.post("reshape", zero=zero)
+
+    # What the test does to it
+
+    def now(self, state: RunState, text: str = "") -> None:
+        self.folder.write_status(replace(self.folder.read_status(), state=state, text=text))
+
+    def record(self, step: int, stage: int) -> None:
+        self._writer.write(
+            StepRecord(
+                step=step,
+                rank=0,
+                time=float(step),
+                loss=5.25,
+                learning_rate=1e-3,
+                grad_norm=1.0,
+                loss_scale=1.0,
+                zero_stage=stage,
+                tokens=4100,
+                flops=1.0,
+                seconds=0.1,
+            )
+        )
+
+    def event(self, event: Event) -> None:
+        self._writer.event(event)
+
+    def close(self) -> None:
+        self._writer.close()
+        self.feed.close()
+
+
+def put(panel: Panel, path: str, value: Any) -> None:
+    panel.fields[path].control.value = value
+
+
+def note(panel: Panel, path: str) -> str:
+    return re.sub("<[^>]*>", "", panel.fields[path].note.value)
+
+
+def html(panel: Panel, name: str) -> str:
+    return getattr(panel._view, name).value
+
+
+def offered(panel: Panel) -> set[str]:
+    return {word for word, button in panel.buttons.items() if not button.disabled}
+
+
+def train(panel: Panel) -> Any:
+    panel.buttons["train"].click()
+    return wait_for(lambda: panel.run if panel.following and "run" in panel.status_text else None)
