@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from lab_page import Notebook, step_of
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
 
@@ -30,42 +30,6 @@ except ClusterError as error:
 """
 
 
-class Notebook:
-    """A notebook on the page, whose cells are run one after another."""
-
-    def __init__(self, page: Any, lab: Any, name: str, cells: list[str]) -> None:
-        self.page = page
-        self.path = lab.folder / name
-        code = [
-            {"cell_type": "code", "id": f"c{i}", "metadata": {}, "execution_count": None, "outputs": [], "source": cell}
-            for i, cell in enumerate(cells)
-        ]
-        kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-        self.path.write_text(json.dumps({"cells": code, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
-        page.goto(lab.page_of(name))
-        page.locator(".jp-Notebook-cell").first.wait_for()
-        self.wait_until_idle()
-
-    def wait_until_idle(self) -> None:
-        # The toolbar says idle too early.
-        self.page.get_by_text("| Idle").first.wait_for(timeout=90_000)
-
-    def run(self, number: int) -> Any:
-        """Run cell `number`, counted from 0 and each once in order, and wait until it is done; returns its outputs."""
-        cell = self.page.locator(".jp-Notebook-cell").nth(number)
-        cell.locator(".jp-InputArea-editor").click()
-        self.page.keyboard.press("Shift+Enter")
-        cell.locator(".jp-InputPrompt", has_text=f"[{number + 1}]:").wait_for(timeout=120_000)
-        return cell.locator(".jp-Cell-outputArea")
-
-    def saved_outputs(self) -> list[dict[str, Any]]:
-        """Save, and read the outputs of all cells from the file."""
-        self.page.keyboard.press("Escape")
-        self.page.keyboard.press("Control+s")
-        self.page.locator(".jp-mod-current.jp-mod-dirty").wait_for(state="detached")
-        return [output for cell in json.loads(self.path.read_text())["cells"] for output in cell["outputs"]]
-
-
 @pytest.fixture
 def _engines_end(lab) -> Iterator[None]:
     """Whatever the test did, its engines are ended."""
@@ -84,10 +48,6 @@ def heights(dash: Any) -> list[float]:
     """Heights on the screen, in pixels, of the bars at the bottom of the memory plot: parameters."""
     bars = dash.locator('[data-plot="memory"] .bars').first.locator("path").all()
     return [box["height"] for bar in bars if (box := bar.bounding_box())]
-
-
-def step_of(dash: Any) -> int:
-    return int(dash.locator(".sl-text").inner_text().split("step ")[1].split("/")[0].replace(",", ""))
 
 
 @pytest.mark.usefixtures("_engines_end")
@@ -169,3 +129,38 @@ def test_a_person_trains_and_moves_the_stage_of_the_live_run(page, lab) -> None:
     assert len(kept["image/png"]) > 10_000
     assert "stopped" in notebook.run(5).inner_text()
     assert broken == []
+
+
+@pytest.mark.usefixtures("_engines_end")
+def test_a_reload_of_the_page_and_a_restart_of_the_kernel_lose_nothing(page, lab) -> None:
+    cells = [START, TRAIN, "%speedlab dash", "%load_ext speedlab\n%speedlab attach", STOP]
+    notebook = Notebook(page, lab, "attach.ipynb", cells)
+    for number in range(2):
+        notebook.run(number)
+    dash = notebook.run(2).locator(".speedlab-dash")
+    dash.locator('[data-plot="loss"] .scatterlayer .trace').first.wait_for(state="attached")
+    page.keyboard.press("Control+s")
+
+    page.reload()
+    notebook.wait_until_idle()
+    dash.locator('[data-plot="loss"] .scatterlayer .trace').first.wait_for(state="attached")
+    before = step_of(dash)
+
+    page.get_by_role("menuitem", name="Kernel", exact=True).click()
+    page.locator(".lm-Menu-itemLabel", has_text="Restart Kernel…").first.click()
+    page.locator(".jp-Dialog button.jp-mod-accept").click()
+    notebook.wait_until_idle()
+    outputs = notebook.run(3, count=1)
+    assert "quickstart-2" not in outputs.inner_text()
+    again = outputs.locator(".speedlab-dash")
+    again.locator('[data-plot="loss"] .scatterlayer .trace').first.wait_for(state="attached")
+    assert outputs.locator(".speedlab-panel").count() == 1
+    again.get_by_role("button", name="Show the numbers").click()
+    again.locator('figure[data-table="loss"]').wait_for()
+    assert step_of(again) >= before
+    again.get_by_role("button", name="Show the numbers").click()
+    # From the first step on, not only from where this kernel came in.
+    first, last = again.locator('[data-plot="loss"]').evaluate("plot => [plot.data[0].x[0], plot.data[0].x.at(-1)]")
+    assert 1 <= first < last / 20
+    assert last >= before / 2
+    assert "the run is stopped" in notebook.run(4, count=2).inner_text()

@@ -1,0 +1,49 @@
+"""A notebook on a JupyterLab page, as the browser tests drive it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+class Notebook:
+    """A notebook on the page, whose cells are run one after another."""
+
+    def __init__(self, page: Any, lab: Any, name: str, cells: list[str]) -> None:
+        self.page = page
+        self.path = lab.folder / name
+        code = [
+            {"cell_type": "code", "id": f"c{i}", "metadata": {}, "execution_count": None, "outputs": [], "source": cell}
+            for i, cell in enumerate(cells)
+        ]
+        kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+        self.path.write_text(json.dumps({"cells": code, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
+        page.goto(lab.page_of(name))
+        page.locator(".jp-Notebook-cell").first.wait_for()
+        self.wait_until_idle()
+
+    def wait_until_idle(self) -> None:
+        # The toolbar says idle too early.
+        self.page.get_by_text("| Idle").first.wait_for(timeout=90_000)
+
+    def run(self, number: int, *, count: int | None = None) -> Any:
+        """Run cell `number`, counted from 0, and wait until it is done; returns its outputs.
+
+        `count`: the kernel's count of cells that it then shows; left out, each cell was run once in order.
+        """
+        cell = self.page.locator(".jp-Notebook-cell").nth(number)
+        cell.locator(".jp-InputArea-editor").click()
+        self.page.keyboard.press("Shift+Enter")
+        cell.locator(".jp-InputPrompt", has_text=f"[{count or number + 1}]:").wait_for(timeout=120_000)
+        return cell.locator(".jp-Cell-outputArea")
+
+    def saved_outputs(self) -> list[dict[str, Any]]:
+        """Save, and read the outputs of all cells from the file."""
+        self.page.keyboard.press("Escape")
+        self.page.keyboard.press("Control+s")
+        self.page.locator(".jp-mod-current.jp-mod-dirty").wait_for(state="detached")
+        return [output for cell in json.loads(self.path.read_text())["cells"] for output in cell["outputs"]]
+
+
+def step_of(dash: Any) -> int:
+    return int(dash.locator(".sl-text").inner_text().split("step ")[1].split("/")[0].replace(",", ""))
