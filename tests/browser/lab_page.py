@@ -37,12 +37,19 @@ class Notebook:
         cell.locator(".jp-InputPrompt", has_text=f"[{count or number + 1}]:").wait_for(timeout=120_000)
         return cell.locator(".jp-Cell-outputArea")
 
-    def saved_outputs(self) -> list[dict[str, Any]]:
-        """Save, and read the outputs of all cells from the file."""
-        self.page.keyboard.press("Escape")
-        self.page.keyboard.press("Control+s")
-        self.page.locator(".jp-mod-current.jp-mod-dirty").wait_for(state="detached")
-        return [output for cell in json.loads(self.path.read_text())["cells"] for output in cell["outputs"]]
+    def saved_output(self, mime_type: str) -> dict[str, Any]:
+        """Save until an output of this MIME type is in the file, at most ten times; returns the output's data."""
+        for _ in range(10):
+            self.page.keyboard.press("Escape")
+            self.page.keyboard.press("Control+s")
+            self.page.wait_for_timeout(1000)
+            outputs = [output for cell in json.loads(self.path.read_text())["cells"] for output in cell["outputs"]]
+            found = [output["data"] for output in outputs if mime_type in output.get("data", {})]
+            if found:
+                return found[-1]
+        raise AssertionError(
+            f"no {mime_type} in the saved notebook; there are {[list(o.get('data', o)) for o in outputs]}"
+        )
 
 
 def step_of(dash: Any) -> int:

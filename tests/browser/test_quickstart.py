@@ -119,12 +119,7 @@ def test_a_person_trains_and_moves_the_stage_of_the_live_run(page, lab) -> None:
     # The end: a figure and a picture stay in the saved notebook.
     assert "the run is stopped" in notebook.run(4).inner_text()
     dash.locator(".sl-state", has_text="■ stopped").wait_for()
-    kept: dict[str, Any] = {}
-    for _ in range(40):
-        kept = next((o["data"] for o in notebook.saved_outputs() if "image/png" in o.get("data", {})), {})
-        if kept:
-            break
-        page.wait_for_timeout(250)
+    kept = notebook.saved_output("image/png")
     assert kept["application/vnd.plotly.v1+json"]["data"]
     assert len(kept["image/png"]) > 10_000
     assert "stopped" in notebook.run(5).inner_text()
