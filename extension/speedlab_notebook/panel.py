@@ -199,6 +199,7 @@ class Panel(widgets.VBox):
                 more=more.get(path, ""),
                 greyed=options.get(path),
             )
+        self._view.form.mark(problems)
         self.fields["parallel.dp"].control.placeholder = str(len(self._devices))
         self.engines.disabled = self.cluster is not None or bool(self._activity)
         note = "Engines that Train starts: one rank, one device"
@@ -304,6 +305,13 @@ class Panel(widgets.VBox):
         run = self.run
         if run is None:
             return None
+        try:
+            return self._follow(run)
+        except (*_TROUBLE, OSError) as error:  # Its folder has been removed, say: there is nothing left to follow.
+            self._tell_error(error)
+            return None
+
+    def _follow(self, run: Run) -> float | None:
         with self._lock:
             state, stage = run.state, live_stage(run)
             self._hear_answers()

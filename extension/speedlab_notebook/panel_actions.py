@@ -136,17 +136,15 @@ class Watch:
             thread.join(timeout=2.0)
 
     def _work(self) -> None:
-        try:
-            while not self._closed:
-                self._wake.clear()
-                seconds = self._look()
-                with self._lock:
-                    if seconds is None and not self._wake.is_set():
-                        return
-                self._wake.wait(seconds)
-        finally:
+        while True:
+            self._wake.clear()
+            seconds = self._look()
             with self._lock:
-                self._thread = None
+                # One decision: whoever starts it later finds no thread, whoever did before has set the event.
+                if self._closed or (seconds is None and not self._wake.is_set()):
+                    self._thread = None
+                    return
+            self._wake.wait(seconds)
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
 from typing import Any, Literal
 
@@ -219,6 +219,11 @@ class Form:
                 self.fields["zero.stage"].set(stage)
         finally:
             self._quiet = False
+
+    def mark(self, paths: Collection[str]) -> None:
+        """Put a mark on the tabs that hold one of these fields, so that a problem is found from any tab."""
+        parts = {path.partition(".")[0] for path in paths}
+        self.tabs.titles = [f"{title} ▲" if parts & set(names) else title for title, names in SECTIONS.items()]
 
     def _rows(self, name: str, layout: Any, style: Any) -> list[widgets.Widget]:
         part = RunConfig.part_of(name)

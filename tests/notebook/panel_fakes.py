@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cluster_helpers import wait_for
 from speedlab_notebook.panel import Panel
 
@@ -76,6 +78,7 @@ class FakeRun:
         self.errors: list[RankError] = []
         self.posted: list[FakePending] = []
         self.refusal: Exception | None = None
+        self.trouble: Exception | None = None
         self._writer = RecordWriter(folder, 0, stream_hz=10)
         self.now(RunState.RUNNING)
 
@@ -84,6 +87,8 @@ class FakeRun:
 
     @property
     def state(self) -> RunState:
+        if self.trouble is not None:
+            raise self.trouble
         self.feed.poll()
         return self.feed.status.state
 
@@ -146,6 +151,33 @@ class FakeRun:
     def close(self) -> None:
         self._writer.close()
         self.feed.close()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Fakes:
+    return Fakes(tmp_path / "runs")
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Panel]]:
+    """Makes panels, and closes them and their runs at the end."""
+    panels: list[Panel] = []
+
+    def make(*arguments: Any, **more: Any) -> Panel:
+        panels.append(Panel(*arguments, **more))
+        return panels[-1]
+
+    yield make
+    for panel in panels:
+        panel.close()
+        assert not panel.following
+        if panel.run is not None:
+            panel.run.close()  # pyright: ignore[reportAttributeAccessIssue]  # a FakeRun
+
+
+@pytest.fixture
+def panel(cluster: Fakes, opened: Callable[..., Panel]) -> Panel:
+    return opened(cluster)
 
 
 def put(panel: Panel, path: str, value: Any) -> None:
