@@ -6,7 +6,11 @@ flats need padding.
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -354,14 +358,27 @@ def shared_block() -> nn.Module:
 
 
 class Failing(Transformer):
-    """Raises in the middle of the forward when told to."""
+    """Raises in the middle of the forward when told to. Before that it waits in a block for a file to appear, if it has
+    one to wait for: so a test decides which rank is the slower one."""
 
     fail = False
+    wait_for: Path | None = None
 
     def through(self, block: nn.Module, x: Tensor) -> Tensor:
-        if self.fail and block is self.blocks[1]:
+        if self.wait_for is not None and block is self.blocks[1]:
+            wait_until(self.wait_for.exists)
+        if self.fail and block is self.blocks[2]:
             raise ZeroDivisionError("the model's own error")
         return block(x)
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 15.0) -> None:
+    """Poll until `true()`; raises TimeoutError when it does not become true in time."""
+    deadline, pause = time.monotonic() + seconds, threading.Event()
+    while not true():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{true} did not become true in {seconds} s")
+        pause.wait(0.01)
 
 
 def failing() -> nn.Module:

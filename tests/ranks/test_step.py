@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +89,49 @@ def test_exception_then_another_step(two: Pool, plain, stage: int, where: str) -
         assert seen["step"] == 3, "the error names the step, counted from 1"
         if where == "forward":
             assert f"rank {rank}, step 3" in " ".join(seen["notes"])
+
+
+def fail_at_different_times(case: Case, flag: Path) -> list[float]:
+    """Rank 0 raises and returns from its forward while rank 1 is still in an early block of its own."""
+    with engine_for(case, model=models.failing()) as engine:
+        losses = [engine_step(engine, case, 0)]
+        model = engine.module
+        model.fail, model.wait_for = True, flag if engine.world.rank == 1 else None
+        with contextlib.suppress(ZeroDivisionError):
+            engine(*case.batch(99, engine.world.rank))
+        flag.touch()
+        model.fail, model.wait_for = False, None
+        losses += [engine_step(engine, case, step) for step in range(1, case.steps)]
+    return losses
+
+
+def test_exception_while_another_rank_is_slower(two: Pool, plain, stage: int, tmp_path: Path) -> None:
+    """The faster rank must not take back what the slower one still needs to come to its own exception."""
+    case = Case(stage=stage, steps=3)
+    first, second = two.run(fail_at_different_times, case, tmp_path / "raised", timeout=15)
+    means = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
+    assert means == pytest.approx(plain(case, 2).losses, rel=FLOAT32.loss)
+
+
+def evaluate_at_different_times(case: Case, flag: Path, mode: str) -> float:
+    """Rank 0 has evaluated, and goes on, while rank 1 is still in an early block of the same evaluation."""
+    with engine_for(case, model=models.failing()) as engine:
+        engine_step(engine, case, 0)
+        engine.module.wait_for = flag if engine.world.rank == 1 else None
+        with torch.no_grad():
+            loss = engine(*case.batch(77, 0)).item()
+        flag.touch()
+        engine.module.wait_for = None
+        if mode == "next step":
+            engine_step(engine, case, 1)
+    return loss
+
+
+@pytest.mark.parametrize("mode", ["destroy", "next step"])
+def test_evaluation_on_a_slower_rank(two: Pool, stage: int, tmp_path: Path, mode: str) -> None:
+    """A rank that is done with a pass must not take back what a slower one still needs from it."""
+    losses = two.run(evaluate_at_different_times, Case(stage=stage), tmp_path / "evaluated", mode, timeout=20)
+    assert losses[0] == losses[1]
 
 
 def nan_on_rank_one(case: Case) -> tuple[dict[str, Any], Trajectory]:
