@@ -134,7 +134,7 @@ def test_a_reload_of_the_page_and_a_restart_of_the_kernel_lose_nothing(page, lab
         notebook.run(number)
     dash = notebook.run(2).locator(".speedlab-dash")
     dash.locator('[data-plot="loss"] .scatterlayer .trace').first.wait_for(state="attached")
-    page.keyboard.press("Control+s")
+    notebook.saved_output("application/vnd.jupyter.widget-view+json")
 
     page.reload()
     notebook.wait_until_idle()
