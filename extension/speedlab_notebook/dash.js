@@ -209,7 +209,7 @@ function save(blob, name) {
 // ---- the view ---------------------------------------------------------------------------------------------------------
 
 function render({model, el}) {
-  const state = {figures: {}, head: {text: "", state: "", mark: ""}, seq: -1};
+  const state = {figures: {}, head: {text: "", state: "", mark: "", note: ""}, seq: -1};
   const view = crypto.randomUUID();
   const dirty = new Set();
   let Plotly = null, seen = true, gap = false, timer = 0, byRank = false, states = false, chosen = false, showTable = false, gone = false, pictureWanted = false;
@@ -266,6 +266,7 @@ function render({model, el}) {
     text.textContent = state.head.text;
     word.textContent = `${state.head.mark} ${state.head.state}`;
     word.dataset.state = state.head.state;
+    if (Plotly) note.textContent = state.head.note;
   }
 
   function onKeyframe() {
@@ -355,7 +356,7 @@ function render({model, el}) {
   watch(true);
   loadPlotly(model).then((loaded) => {
     Plotly = loaded;
-    note.textContent = "";
+    note.textContent = state.head.note;
     changed(CARDS);
     if (pictureWanted) return sendPicture();
   }).catch((error) => { note.textContent = `The plots cannot be drawn: ${error.message}. Run the cell again.`; });

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _HERE = Path(__file__).parent
 
 TICK_SECONDS = 0.1
+SILENT_TICK_SECONDS = 1.0
+"""How often the header line is looked at when nothing comes: it tells how long a run has been silent."""
 RESTING_TICK_SECONDS = 0.5
 """A run that rests may be resumed by anybody."""
 FIRST_KEYFRAME_SECONDS = 1.0
@@ -74,9 +76,16 @@ class Dashboard(anywidget.AnyWidget):
     keyframe = traitlets.Dict().tag(sync=True)
 
     def __init__(
-        self, feed: Feed, *, name: str, devices: Sequence[Device] = (), picture: StaticPicture | None = None
+        self,
+        feed: Feed,
+        *,
+        name: str,
+        devices: Sequence[Device] = (),
+        picture: StaticPicture | None = None,
+        owns_feed: bool = False,
     ) -> None:
         self._feed = feed
+        self._owns_feed = owns_feed
         self._history = History()
         self._drawing = Drawing(self._history, name=name, devices=devices)
         self._picture = picture
@@ -93,6 +102,7 @@ class Dashboard(anywidget.AnyWidget):
         feed.poll(files=True)
         self._take_news()
         self._rested = self._at_rest
+        self._look_again = 0.0
         frame = self._drawing.keyframe(feed.status, closed=self._at_rest)
         super().__init__(bundle=PlotlyBundle.shared(), keyframe=frame)
         self.on_msg(self._on_message)
@@ -172,8 +182,9 @@ class Dashboard(anywidget.AnyWidget):
     def update(self) -> None:
         """Look at the feed and send what is new."""
         self._feed.poll()
-        if self._feed.version == self._version:
+        if self._feed.version == self._version and time.monotonic() < self._look_again:
             return
+        self._look_again = time.monotonic() + SILENT_TICK_SECONDS
         with self._lock:
             knew_any = bool(self._history.latest)
             self._take_news()
@@ -220,6 +231,8 @@ class Dashboard(anywidget.AnyWidget):
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=2.0)
+        if self._owns_feed:
+            self._feed.close()
         super().close()
 
 
@@ -232,7 +245,8 @@ def show(run: Run | RunFolder | str | Path) -> Dashboard:
 
     feed, devices = _feed_of(run)
     picture = StaticPicture(feed, devices)
-    dashboard = Dashboard(feed, name=feed.folder.name, devices=devices, picture=picture)
+    owns_feed = feed is not getattr(run, "feed", None)
+    dashboard = Dashboard(feed, name=feed.folder.name, devices=devices, picture=picture, owns_feed=owns_feed)
     display(dashboard)
     picture.place()
     return dashboard

@@ -6,7 +6,7 @@ A tick is {"kind": "tick", "seq": n, "parts": [...]} and one buffer of float32 f
     {"part": "bars", "figure": name, "notes": [text, …]}                     heights of all traces, one after another
     {"part": "figure", "figure": name, "data": [...], "layout": {...}}       drawn anew; arrays: {"f32": buffer number}
     {"part": "marks", "shapes": [...], "annotations": [...]}                 events on every step axis
-    {"part": "head", "text": …, "state": …, "mark": …}                       the header line
+    {"part": "head", "text": …, "state": …, "mark": …, "note": …}            the header line
 
 `seq` counts up by one from the keyframe's, so that a page knows when it has missed something and waits for the next
 keyframe. In a keyframe arrays are {"f32": bytes}, and "states" says whether to
@@ -16,6 +16,7 @@ begin with the model states alone (None while nothing is known).
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -76,11 +77,19 @@ class _Drawn:
 class Drawing:
     """What one dashboard has been sent of a History, and what it has to be sent next. Pure: no thread, no comm."""
 
-    def __init__(self, history: History, *, name: str, devices: Sequence[Device] = ()) -> None:
+    def __init__(
+        self,
+        history: History,
+        *,
+        name: str,
+        devices: Sequence[Device] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.history = history
         self.seq = 0
         self._name = name
         self._devices = devices
+        self._clock = clock
         self._curves: dict[str, _Drawn] = {}
         self._heldout = 0
         self._events = 0
@@ -174,7 +183,7 @@ class Drawing:
         return figure_of(self.history, cut)
 
     def _header(self, status: Status) -> dict[str, str]:
-        return asdict(header(self.history, name=self._name, status=status))
+        return asdict(header(self.history, name=self._name, status=status, now=self._clock()))
 
 
 def _append_figure(name: str, spec: Figure, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:

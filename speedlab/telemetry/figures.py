@@ -16,6 +16,7 @@ from speedlab.hardware import Device
 from speedlab.telemetry.figure_style import Figure, plain
 from speedlab.telemetry.folder import Status
 from speedlab.telemetry.memory_figure import memory_figure, states_are_small, states_figure
+from speedlab.telemetry.records import RunState
 from speedlab.telemetry.series import History
 from speedlab.telemetry.step_figures import (
     RECENT_STEPS,
@@ -25,7 +26,7 @@ from speedlab.telemetry.step_figures import (
     loss_figure,
     throughput_figure,
 )
-from speedlab.telemetry.text import STATE_MARKS, count_text
+from speedlab.telemetry.text import STATE_MARKS, count_text, seconds_text
 
 __all__ = [
     "Header",
@@ -112,17 +113,25 @@ def _place(figure: Figure, number: int, data: list[dict[str, Any]], layout: Figu
         layout["annotations"].append({**note, "xref": xref, "yref": yref})
 
 
+_SILENT_SECONDS = 5.0
+_SILENT_STEPS = 10
+
+
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The line above the plots: `text`, and the state as a word with its mark."""
+    """The line above the plots: `text`, and the state as a word with its mark; `note` is what else is to be told."""
 
     text: str
     state: str
     mark: str
+    note: str = ""
 
 
-def header(history: History, *, name: str, status: Status) -> Header:
-    """'quickstart · step 131/2,000 · 41.2 k tokens/s · 38 % of peak · loss 5.91 (held-out 6.02) · 4 engines'."""
+def header(history: History, *, name: str, status: Status, now: float | None = None) -> Header:
+    """'quickstart · step 131/2,000 · 41.2 k tokens/s · 38 % of peak · loss 5.91 (held-out 6.02) · 4 engines'.
+
+    With `now` (seconds since the epoch) its note says when a run that should compute has not finished a step for long.
+    """
     lead = history.lead
     steps = int(lead.column("step")[-1]) if lead.length else status.step
     parts = [name, f"step {steps:,}/{status.steps:,}" if status.steps else f"step {steps:,}"]
@@ -135,6 +144,18 @@ def header(history: History, *, name: str, status: Status) -> Header:
         heldout = f" (held-out {history.heldout[-1][1]:.2f})" if history.heldout else ""
         parts.append(f"loss {lead.smoothed[-1]:.2f}{heldout}")
         parts.append(f"ZeRO stage {history.latest[min(history.latest)].zero_stage}")
+    note = status.text or ("" if now is None else _silence(history, status, now))
     engines = len(status.rank_pids) or len(history.ranks)
     parts.append(f"{engines} engine{'' if engines == 1 else 's'}")
-    return Header(text=" · ".join(parts), state=str(status.state), mark=STATE_MARKS[status.state])
+    return Header(text=" · ".join(parts), state=str(status.state), mark=STATE_MARKS[status.state], note=note)
+
+
+def _silence(history: History, status: Status, now: float) -> str:
+    """The progress of steps is the only honest watchdog: a rank that hangs in a collective still looks alive."""
+    if status.state is not RunState.RUNNING or not history.latest:
+        return ""
+    usual = float(np.median(history.lead.column("seconds")[-RECENT_STEPS:]))
+    silent = now - max([record.time for record in history.latest.values()] + [event.time for event in history.events])
+    if silent < max(_SILENT_SECONDS, _SILENT_STEPS * usual):
+        return ""
+    return f"no step for {seconds_text(int(silent))}; they took {seconds_text(usual)} each"

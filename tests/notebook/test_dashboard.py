@@ -113,7 +113,7 @@ class Page:
             self.figures[name]["layout"] |= {key: part[key] for key in ("shapes", "annotations")}
 
     def _head(self, part, buffers) -> None:
-        self.head = {key: part[key] for key in ("text", "state", "mark")}
+        self.head = {key: part[key] for key in ("text", "state", "mark", "note")}
 
 
 def comparable(figures: dict[str, Any]) -> str:
@@ -198,6 +198,16 @@ def test_a_run_that_rests_and_goes_on_is_drawn_without_a_seam():
     history.update(records, [])
     page.take(*drawing.tick(RUNNING))
     assert page.figures["anatomy"]["data"][0]["x"].tolist() == list(range(2, 2 * BARS + 1, 2))
+
+
+def test_silence_is_told_though_nothing_comes():
+    now = [1.0]
+    drawing = Drawing(History.of({0: [record(1)]}), name="sample", clock=lambda: now[0])
+    page = Page(drawing.keyframe(RUNNING))
+    assert drawing.tick(RUNNING) is None
+    now[0] = 31.0
+    page.take(*drawing.tick(RUNNING))
+    assert page.head["note"] == "no step for 30 s; they took 100 ms each"
 
 
 # The widget

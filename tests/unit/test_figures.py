@@ -282,3 +282,23 @@ def test_an_axis_reaches_below_zero_only_for_a_negative_remainder():
     figure = memory_figure(history(ledger=Ledger(parameters=4 * MIB, other_framework=-MIB, reported_bytes=3 * MIB)))
     assert figure["layout"]["yaxis"]["range"][0] == -2
     assert memory_figure(history(ledger=ledger(parameters=MIB)))["layout"]["yaxis"]["range"][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "after", "note"),
+    [
+        (RunState.RUNNING, 4.0, ""),
+        (RunState.RUNNING, 12.0, "no step for 12 s; they took 500 ms each"),
+        (RunState.PAUSED, 12.0, ""),
+    ],
+)
+def test_header_tells_of_a_run_that_makes_no_steps(state, after, note):
+    steps = History.of(
+        {0: [make_record(1, time=100.0), make_record(2, time=100.5)]}, [make_event("started", time=90.0)]
+    )
+    assert header(steps, name="x", status=Status(state=state), now=100.5 + after).note == note
+
+
+def test_header_tells_why_a_run_failed():
+    status = Status(state=RunState.FAILED, text="NaN loss at step 7 on rank 1")
+    assert header(History(), name="x", status=status).note == "NaN loss at step 7 on rank 1"
