@@ -16,7 +16,7 @@ START = "%load_ext speedlab\n%speedlab start --engines 2"
 TRAIN = """\
 import speedlab as sl
 run = cluster.train(sl.RunConfig(
-    name="quickstart", steps=100_000, zero=2, precision="float32", batch={"micro_size": 2},
+    name="NAME", steps=100_000, zero=2, precision="float32", batch={"micro_size": 2},
     model={"layers": 2, "hidden": 64, "heads": 2, "ffn_hidden": 256},
     data={"max_bytes": 200_000, "sequence_length": 64}, eval={"every_steps": 0},
 ))"""
@@ -54,12 +54,19 @@ def heights(dash: Any) -> list[float]:
 def test_a_person_trains_and_moves_the_stage_of_the_live_run(page, lab) -> None:
     broken: list[str] = []
     page.on("pageerror", lambda error: broken.append(str(error)))
-    cells = [START, TRAIN, "%speedlab panel", "%speedlab dash", STOP, "%speedlab stop --yes"]
+    cells = [
+        START,
+        TRAIN.replace("NAME", "quickstart"),
+        "%speedlab panel",
+        "%speedlab dash",
+        STOP,
+        "%speedlab stop --yes",
+    ]
     notebook = Notebook(page, lab, "quickstart.ipynb", cells)
 
     started = notebook.run(0)
     assert "2 engines" in started.inner_text()
-    notebook.run(1)
+    assert "Error" not in "".join(notebook.run(1).all_inner_texts())
     panel = notebook.run(2).locator(".speedlab-panel")
     dash = notebook.run(3).locator(".speedlab-dash")
     dash.locator('[data-plot="memory"] .bars').first.wait_for(state="attached")
@@ -128,10 +135,10 @@ def test_a_person_trains_and_moves_the_stage_of_the_live_run(page, lab) -> None:
 
 @pytest.mark.usefixtures("_engines_end")
 def test_a_reload_of_the_page_and_a_restart_of_the_kernel_lose_nothing(page, lab) -> None:
-    cells = [START, TRAIN, "%speedlab dash", "%load_ext speedlab\n%speedlab attach", STOP]
+    cells = [START, TRAIN.replace("NAME", "reattached"), "%speedlab dash", "%load_ext speedlab\n%speedlab attach", STOP]
     notebook = Notebook(page, lab, "attach.ipynb", cells)
-    for number in range(2):
-        notebook.run(number)
+    notebook.run(0)
+    assert "Error" not in "".join(notebook.run(1).all_inner_texts())
     dash = notebook.run(2).locator(".speedlab-dash")
     dash.locator('[data-plot="loss"] .scatterlayer .trace').first.wait_for(state="attached")
     notebook.saved_output("application/vnd.jupyter.widget-view+json")
@@ -146,7 +153,7 @@ def test_a_reload_of_the_page_and_a_restart_of_the_kernel_lose_nothing(page, lab
     page.locator(".jp-Dialog button.jp-mod-accept").click()
     notebook.wait_until_idle()
     outputs = notebook.run(3, count=1)
-    assert "quickstart-2" not in outputs.inner_text()
+    assert "'reattached'" in outputs.inner_text()
     again = outputs.locator(".speedlab-dash")
     again.locator('[data-plot="loss"] .scatterlayer .trace').first.wait_for(state="attached")
     assert outputs.locator(".speedlab-panel").count() == 1
