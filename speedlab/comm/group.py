@@ -134,6 +134,7 @@ class Group:
         self._offered: dict[int, tuple[int, list[Any]]] = {}
         """Shards that were offered and not gathered yet: address → (tag, sends)."""
         self._sends: list[Any] = []
+        self._left_behind: list[list[Any]] = []
         self._peer_to_peer = (
             self.device.type == "cpu" and self.size > 1 and dist.get_backend(self._wires.group) == "gloo"
         )
@@ -159,9 +160,13 @@ class Group:
         self._pending(*sends).wait()
 
     def withdraw(self) -> None:
-        """Forget offers and sends of a pass that was broken off; their tags are never used again."""
-        self._offered.clear()
-        self._sends.clear()
+        """Stop counting on the offers and sends of a pass that was broken off; their tags are never used again.
+
+        They are kept, not cancelled: a slower rank may still need them to come to the same break.
+        """
+        self._left_behind += [sends for _, sends in self._offered.values()]
+        self._left_behind.append(self._sends)
+        self._offered, self._sends = {}, []
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
         """Start to fill `full` (n × m,) with every rank's `shard` (m,), in rank order. `shard` may be its own slice of

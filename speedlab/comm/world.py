@@ -13,6 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Its default arguments keep the world group of the moment of its import alive, whose connections would then never
+# close. torch imports it in the first optimizer step; here, no world exists yet.
+import torch.distributed.nn.functional
+
 TIMEOUT_SECONDS = 300.0
 """How long a collective waits for its peers before it fails."""
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -209,8 +210,10 @@ def _read_manifest(path: Path, engine: Engine) -> dict[str, Any]:
     expected = {"step", "files", "parameters", "loss_scale", "groups", "client_state", "random"}
     if expected - manifest.keys():
         raise CheckpointError(f"{file}: is damaged, it lacks {', '.join(sorted(expected - manifest.keys()))}")
-    if any(Path(name).name != name for name in manifest["files"]):
-        raise CheckpointError(f"{file}: names files outside its own folder")
+    try:
+        _check_shape(manifest)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: is damaged: {error}") from None
     own = {slot.name: list(slot.shape) for flat in engine.zero.flats for slot in flat.slots}
     theirs = {name: entry["shape"] for name, entry in manifest["parameters"].items()}
     for name in {**own, **theirs}:
@@ -225,6 +228,43 @@ def _read_manifest(path: Path, engine: Engine) -> dict[str, Any]:
     return manifest
 
 
+def _check_shape(manifest: dict[str, Any]) -> None:
+    """Raises ValueError, or what a wrong type raises, unless the slices cover every parameter exactly once."""
+    for name, entry in manifest["files"].items():
+        if Path(name).name != name:
+            raise ValueError(f"it names the file {name}, which is outside its own folder")
+        if not isinstance(entry["bytes"], int) or not isinstance(entry["sha256"], str):
+            raise ValueError(f"size and hash of {name} are {entry['bytes']!r} and {entry['sha256']!r}")
+    for name, entry in manifest["parameters"].items():
+        covered = 0
+        for piece in sorted(entry["slices"], key=lambda piece: piece["start"]):
+            if piece["start"] != covered or piece["end"] <= piece["start"] or piece["offset"] < 0:
+                raise ValueError(f"the slices of {name} have a gap or overlap at element {covered}")
+            if piece["file"] not in manifest["files"]:
+                raise ValueError(f"{name} is in {piece['file']}, which is not among its files")
+            covered = piece["end"]
+        if covered != math.prod(entry["shape"]):
+            raise ValueError(f"the slices of {name} hold {covered} of its {math.prod(entry['shape'])} elements")
+        for part in ("states", "scalars"):
+            dict(entry[part])
+
+
+def _check_slices(file: Path, manifest: dict[str, Any]) -> None:
+    """Raises CheckpointError when a slice that the manifest tells of is not in `file`."""
+    with safe_open(file, framework="pt") as tensors:
+        shapes = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118  # not a mapping
+    lengths = {key: shape[0] for key, shape in shapes.items() if shape}
+    for name, entry in manifest["parameters"].items():
+        for piece in entry["slices"]:
+            end = piece["offset"] + piece["end"] - piece["start"]
+            for kind in entry["states"] if piece["file"] == file.name else ():
+                if end > lengths.get(f"{piece['flat']}/{kind}", 0):
+                    raise CheckpointError(
+                        f"{file.with_name('manifest.json')}: is damaged: it says that {file.name} holds the {kind} "
+                        f"of {name}, which it does not"
+                    )
+
+
 def _verify(path: Path, manifest: dict[str, Any], group: Group) -> None:
     for index, (name, expected) in enumerate(manifest["files"].items()):
         if index % group.size != group.index:
@@ -237,6 +277,7 @@ def _verify(path: Path, manifest: dict[str, Any], group: Group) -> None:
             raise CheckpointError(f"{file}: has {size} bytes, {expected['bytes']} were written; it was cut or changed")
         if _hash(file) != expected["sha256"]:
             raise CheckpointError(f"{file}: its content has changed since it was written (sha256 differs)")
+        _check_slices(file, manifest)
 
 
 def _load_flats(engine: Engine, path: Path, manifest: dict[str, Any]) -> None:

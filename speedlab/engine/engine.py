@@ -90,9 +90,8 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Floating-point inputs are cast to the compute dtype. On an exception the state is that
         between steps."""
-        if self.module.training and torch.is_grad_enabled():
-            for buffer in self._mutable_buffers:
-                self.group.broadcast(buffer)
+        for buffer in self._mutable_buffers:
+            self.group.broadcast(buffer)
         args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
         with self.clock.phase("forward"), self._guard():
             return self.module(*args, **kwargs)

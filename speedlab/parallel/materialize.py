@@ -67,12 +67,20 @@ class Materializer:
                 self._initialiser(name, module)()
 
     def _initialiser(self, name: str, module: nn.Module) -> Callable[[], object]:
-        for method in ("reset_parameters", "_reset_parameters"):
-            if callable(getattr(module, method, None)):
-                return getattr(module, method)
+        own = next(
+            (
+                getattr(module, method)
+                for method in ("reset_parameters", "_reset_parameters")
+                if hasattr(module, method)
+            ),
+            None,
+        )
         by_model = getattr(self.model, "_init_weights", None)  # The convention of Hugging Face models.
         if callable(by_model):
-            return lambda: by_model(module)
+            # It has the last word, but it leaves alone what it does not know.
+            return lambda: (own() if own is not None else None, by_model(module))
+        if own is not None:
+            return own
         raise ValueError(
             f"{name or 'the model'} ({type(module).__name__}) was built on meta and has no reset_parameters(); "
             "give it one, or build the model with its values"
