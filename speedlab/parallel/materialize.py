@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import nn
@@ -27,6 +28,8 @@ class Materializer:
 
         1. Memory is allocated, and shared parameters stay shared.
         2. Every module that holds one of them resets its parameters, in the order of registration.
+        3. Where the model initialises its modules itself, those around them follow, inner ones first: Hugging Face
+           models scale what flows into the residual stream that way.
         Raises ValueError naming a module that cannot.
         """
         real: dict[str, nn.Parameter] = {}
@@ -41,7 +44,22 @@ class Materializer:
                 touched[holder_name] = holder
             real[name] = value
         self._reset(touched.items())
+        by_model = self._by_model()
+        if by_model is not None:
+            for name, module in self._around(touched, {id(parameter) for parameter in real.values()}):
+                self._seeded(name, partial(by_model, module))
         return real
+
+    def _around(self, touched: dict[str, nn.Module], ids: set[int]) -> list[tuple[str, nn.Module]]:
+        """Modules around those in `touched` of which every parameter is in `ids`, inner ones first."""
+        outer = {name.rpartition(".")[0] for name in touched}
+        for name in list(outer):
+            while name:
+                name = name.rpartition(".")[0]
+                outer.add(name)
+        around = [(name, self.model.get_submodule(name)) for name in outer - touched.keys()]
+        whole = [(name, module) for name, module in around if all(id(p) in ids for p in module.parameters())]
+        return sorted(whole, key=lambda item: (-item[0].count("."), item[0]))
 
     def buffers(self) -> None:
         """Buffers that are left on meta: allocated, and filled by their modules."""
@@ -61,22 +79,25 @@ class Materializer:
                 if buffer.is_meta:
                     persistent = key not in module._non_persistent_buffers_set
                     module.register_buffer(key, torch.empty_like(buffer, device=self.device), persistent=persistent)
-            devices = [self.device] if self.device.type == "cuda" else []
-            with torch.random.fork_rng(devices), torch.no_grad():
-                torch.manual_seed(_seed_of(self.seed, name))
-                self._initialiser(name, module)()
+            self._seeded(name, self._initialiser(name, module))
+
+    def _seeded(self, name: str, initialise: Callable[[], object]) -> None:
+        """Run an initialiser from the seed of its module's name; the caller's random state stays."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.no_grad():
+            torch.manual_seed(_seed_of(self.seed, name))
+            initialise()
+
+    def _by_model(self) -> Callable[[nn.Module], object] | None:
+        """The model's own initialiser of its modules, by the convention of Hugging Face."""
+        method = getattr(self.model, "_init_weights", None)
+        return method if callable(method) else None
 
     def _initialiser(self, name: str, module: nn.Module) -> Callable[[], object]:
-        own = next(
-            (
-                getattr(module, method)
-                for method in ("reset_parameters", "_reset_parameters")
-                if hasattr(module, method)
-            ),
-            None,
-        )
-        by_model = getattr(self.model, "_init_weights", None)  # The convention of Hugging Face models.
-        if callable(by_model):
+        methods = [getattr(module, method, None) for method in ("reset_parameters", "_reset_parameters")]
+        own = next((method for method in methods if callable(method)), None)
+        by_model = self._by_model()
+        if by_model is not None:
             # It has the last word, but it leaves alone what it does not know.
             return lambda: (own() if own is not None else None, by_model(module))
         if own is not None:
