@@ -42,7 +42,7 @@ class Lab:
         return f"{self.url}/lab/tree/{notebook}?token={self.token}&reset"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """JupyterLab on a free port, with configuration, runtime and IPython directories of its own."""
     root = tmp_path_factory.mktemp("lab")
@@ -94,9 +94,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         log.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
-    """Headless Chromium from the system."""
+    """Headless Chromium from the system. Ends with the module: while it runs, this thread has a running event loop."""
     playwright = pytest.importorskip("playwright.sync_api")
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if program is None:
