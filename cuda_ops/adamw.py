@@ -1,0 +1,168 @@
+"""AdamW (arXiv:1711.05101) in one pass over flats: unscale, clip, decay, update, and the copy in low precision.
+
+Bound by memory: 28 bytes an element in float32, of which nothing is read or written twice.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cuda_ops.compile import kernel
+from cuda_ops.elements import load, store
+from cuda_ops.library import register
+from cuda_ops.meter import meter
+from cuda_ops.tensors import FLOATS, array, check
+from cuda_ops.threads import share
+
+_BLOCK = 4096
+"""Elements that are updated before their copy is written, so that it is made from the first-level cache. (One loop over
+five arrays needs more checks for overlap than LLVM makes before it gives vectors up.)"""
+
+
+def adamw_reference(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    copy: Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    factor: float = 1.0,
+) -> None:
+    """The definition, in torch."""
+    grad = grad.float() * factor
+    param.mul_(1 - lr * weight_decay)
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    denominator = exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)
+    param.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+    if copy is not None:
+        copy.copy_(param)
+
+
+def adamw(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    copy: Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    factor: float = 1.0,
+) -> None:
+    """Update `param` (n,) float32 and its moments in place, as torch.optim.AdamW does.
+
+    Args:
+        grad: (n,) float32, bfloat16 or float16; multiplied by `factor` first (1 / loss scale, times clipping).
+        exp_avg, exp_avg_sq: (n,) float32.
+        copy: (n,) bfloat16, float16 or float32, takes the updated parameter; may be left out.
+        step: number of this update, from 1, for the bias corrections.
+
+    Raises ValueError for wrong dtypes, shapes, strides or devices.
+    """
+    _adamw(param, grad, exp_avg, exp_avg_sq, copy, lr, beta1, beta2, eps, weight_decay, step, factor)
+
+
+def constants(
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, factor: float
+) -> np.ndarray:
+    """The numbers of one update, (8,) float32: factor, decay, 1 - beta1, beta2, 1 - beta2, 1 / root of the second bias
+    correction, eps, step size."""
+    second = 1 / math.sqrt(1 - beta2**step)
+    size = lr / (1 - beta1**step)
+    values = [factor, 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, second, eps, size]
+    return np.array(values, dtype=np.float32)
+
+
+@kernel()
+def _update(
+    start: int, stop: int, param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, copy: Any, numbers: Any
+) -> None:
+    factor, decay, first, keep, second = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
+    correction, eps, size = numbers[5], numbers[6], numbers[7]
+    for low in range(start, stop, _BLOCK):
+        high = min(low + _BLOCK, stop)
+        # Slices, so that indices start from 0: for others Numba allows negative ones, and no loop with them vectorises.
+        p, g, m, v = param[low:high], grad[low:high], exp_avg[low:high], exp_avg_sq[low:high]
+        for i in range(p.shape[0]):
+            scaled = load(g, i) * factor
+            average = m[i] + (scaled - m[i]) * first
+            square = v[i] * keep + scaled * scaled * second
+            m[i], v[i] = average, square
+            p[i] = p[i] * decay - size * average / (math.sqrt(square) * correction + eps)
+        if copy is not None:
+            target = copy[low:high]
+            for i in range(p.shape[0]):
+                store(target, i, p[i])
+
+
+def _check(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, copy: Tensor | None, step: int) -> None:
+    check("param", param, dtypes=[torch.float32], shape=[None])
+    check("grad", grad, dtypes=FLOATS, shape=param.shape, like=param)
+    check("exp_avg", exp_avg, dtypes=[torch.float32], shape=param.shape, like=param)
+    check("exp_avg_sq", exp_avg_sq, dtypes=[torch.float32], shape=param.shape, like=param)
+    if copy is not None:
+        check("copy", copy, dtypes=FLOATS, shape=param.shape, like=param)
+    if step < 1:
+        raise ValueError(f"step: {step}, expected 1 or more: the first update has number 1")
+
+
+def _cpu(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    copy: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    factor: float,
+) -> None:
+    _check(param, grad, exp_avg, exp_avg_sq, copy, step)
+    numbers = constants(lr, beta1, beta2, eps, weight_decay, step, factor)
+    with meter.record("adamw", _nbytes(param, grad, copy), param.device):
+        arrays = [array(tensor) for tensor in (param, grad, exp_avg, exp_avg_sq)]
+        share(_update, param.numel(), *arrays, None if copy is None else array(copy), numbers)
+
+
+def _fake(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, copy: Tensor | None, *numbers: Any) -> None:
+    _check(param, grad, exp_avg, exp_avg_sq, copy, step=int(numbers[5]))
+
+
+def _nbytes(param: Tensor, grad: Tensor, copy: Tensor | None) -> int:
+    return 6 * param.nbytes + grad.nbytes + (0 if copy is None else copy.nbytes)
+
+
+_adamw = register(
+    "adamw(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? copy, float lr, "
+    "float beta1, float beta2, float eps, float weight_decay, int step, float factor) -> ()",
+    cpu=_cpu,
+    fake=_fake,
+)
+
+
+def warm(dtype: torch.dtype) -> None:
+    """Compile what a run that computes in `dtype` needs."""
+    param, exp_avg, exp_avg_sq = (torch.zeros(1) for _ in range(3))
+    numbers = {"lr": 0.0, "beta1": 0.9, "beta2": 0.9, "eps": 1.0, "weight_decay": 0.0, "step": 1}
+    copy = None if dtype is torch.float32 else torch.zeros(1, dtype=dtype)
+    for gradient in {dtype, torch.float32}:
+        adamw(param, torch.zeros(1, dtype=gradient), exp_avg, exp_avg_sq, copy, **numbers)

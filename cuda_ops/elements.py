@@ -1,0 +1,122 @@
+"""Elements of any floating-point dtype inside CPU kernels: read as float32 (float64 stays), written rounded to nearest.
+
+Numba has no 16-bit floats on CPUs, so a kernel sees the bits: uint16 for bfloat16, int16 for float16 (see
+`tensors.array`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+
+
+@intrinsic
+def float_of_bits(typingctx: Any, bits: Any) -> Any:
+    """uint32 → the float32 that has these bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@intrinsic
+def bits_of_float(typingctx: Any, value: Any) -> Any:
+    """float32 → its bits as uint32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@intrinsic
+def _widen_half(typingctx: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.int16), generate
+
+
+@intrinsic
+def _narrow_half(typingctx: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
+
+    return types.int16(types.float32), generate
+
+
+@intrinsic
+def array_at(typingctx: Any, address: Any) -> Any:
+    """An integer address as the pointer that `numba.carray` takes."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.intp), generate
+
+
+def load(array: Any, i: int) -> Any:
+    """`array[i]` as float32; float64 as it is."""
+    raise NotImplementedError("only inside kernels")
+
+
+@overload(load, strict=False)
+def _load(array: Any, i: Any) -> Any:
+    if array.dtype == types.uint16:
+        return lambda array, i: float_of_bits(np.uint32(np.uint32(array[i]) << np.uint32(16)))
+    if array.dtype == types.int16:
+        return lambda array, i: _widen_half(array[i])
+    if array.dtype in (types.float32, types.float64):
+        return lambda array, i: array[i]
+    return None
+
+
+def store(array: Any, i: int, value: Any) -> None:
+    """`array[i] = value`, rounded to nearest, ties to even."""
+    raise NotImplementedError("only inside kernels")
+
+
+@overload(store, strict=False)
+def _store(array: Any, i: Any, value: Any) -> Any:
+    if array.dtype == types.uint16:
+
+        def bfloat16(array: Any, i: Any, value: Any) -> None:
+            bits = bits_of_float(np.float32(value))
+            odd = np.uint32((bits >> np.uint32(16)) & np.uint32(1))
+            rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+            # Rounding would carry a NaN's last bits into its sign.
+            is_nan = np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            array[i] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
+
+        return bfloat16
+    if array.dtype == types.int16:
+
+        def float16(array: Any, i: Any, value: Any) -> None:
+            array[i] = _narrow_half(np.float32(value))
+
+        return float16
+    if array.dtype in (types.float32, types.float64):
+
+        def same(array: Any, i: Any, value: Any) -> None:
+            array[i] = value
+
+        return same
+    return None
+
+
+def sums_like(array: Any, count: int) -> Any:
+    """A new array of `count` elements in which elements of `array` are summed: float32, or its own dtype if that is
+    wider or an integer."""
+    raise NotImplementedError("only inside kernels")
+
+
+@overload(sums_like, strict=False)
+def _sums_like(array: Any, count: Any) -> Any:
+    if array.dtype == types.float64:
+        return lambda array, count: np.empty(count, dtype=np.float64)
+    return lambda array, count: np.empty(count, dtype=np.float32)

@@ -1,0 +1,152 @@
+"""The sum of n buffers into one, in their order: what a reduction between ranks computes. CPU only; NCCL has its own.
+
+Sums of 16-bit floats are taken in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from cuda_ops.compile import kernel
+from cuda_ops.elements import array_at, load, store, sums_like
+from cuda_ops.library import register
+from cuda_ops.meter import meter
+from cuda_ops.tensors import FLOATS, array, check
+from cuda_ops.threads import share
+
+_BLOCK = 2048
+"""Elements summed at a time, in the first-level cache."""
+
+_SUMMED = (*FLOATS, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def reduce_reference(
+    sources: Sequence[Tensor], out: Tensor, *, average: bool = False, accumulate: bool = False
+) -> None:
+    """The definition, in torch."""
+    wide = torch.float32 if out.dtype in (torch.bfloat16, torch.float16) else out.dtype
+    total = out.to(wide) if accumulate else torch.zeros_like(out, dtype=wide)
+    term = sources[0].to(wide).clone()
+    for source in sources[1:]:
+        term += source.to(wide)
+    if average:
+        term = term / len(sources) if wide.is_floating_point else term // len(sources)
+    out.copy_(total + term)
+
+
+def reduce(sources: Sequence[Tensor], out: Tensor, *, average: bool = False, accumulate: bool = False) -> None:
+    """`out` = the sum (or mean) of `sources`, each (n,) and of one dtype, added in their order; `accumulate` adds it to
+    what `out` (n,) holds.
+
+    `out` may be one of the sources, and may be float32 where they are 16-bit floats. Integers wrap around; their mean
+    is rounded down. Raises ValueError for wrong dtypes, shapes, strides or devices.
+    """
+    _reduce(list(sources), out, average, accumulate)
+
+
+@kernel()
+def sum_floats(start: int, stop: int, addresses: Any, like: Any, out: Any, divisor: float, accumulate: bool) -> None:
+    """out[start:stop] = the sum of arrays of `like`'s dtype, whose element 0 stands at `addresses`, over `divisor`."""
+    number = addresses.shape[0]
+    factor = np.float32(1) / np.float32(divisor)
+    total = sums_like(like, _BLOCK)
+    for low in range(start, stop, _BLOCK):
+        width = min(_BLOCK, stop - low)
+        target = out[low : low + width]
+        first = numba.carray(array_at(addresses[0]), stop, like.dtype)[low : low + width]
+        second = numba.carray(array_at(addresses[min(1, number - 1)]), stop, like.dtype)[low : low + width]
+        if number == 2 and divisor == 1 and not accumulate:
+            for i in range(width):
+                store(target, i, load(first, i) + load(second, i))
+            continue
+        if number == 1:
+            for i in range(width):
+                total[i] = load(first, i)
+        else:
+            for i in range(width):
+                total[i] = load(first, i) + load(second, i)
+        for k in range(2, number):
+            other = numba.carray(array_at(addresses[k]), stop, like.dtype)[low : low + width]
+            for i in range(width):
+                total[i] += load(other, i)
+        if divisor != 1:
+            for i in range(width):
+                total[i] *= factor
+        if accumulate:
+            for i in range(width):
+                total[i] += load(target, i)
+        for i in range(width):
+            store(target, i, total[i])
+
+
+@kernel()
+def sum_integers(start: int, stop: int, addresses: Any, like: Any, out: Any, divisor: int, accumulate: bool) -> None:
+    """As `sum_floats`; integers wrap around, and a mean is rounded down."""
+    number = addresses.shape[0]
+    for i in range(start, stop):
+        total = np.int64(0)
+        for k in range(number):
+            total += numba.carray(array_at(addresses[k]), stop, like.dtype)[i]
+        if divisor != 1:
+            total //= divisor
+        if accumulate:
+            total += out[i]
+        out[i] = total
+
+
+def sum_at(
+    addresses: np.ndarray, like: np.ndarray, out: np.ndarray, *, divisor: int, accumulate: bool, floating: bool
+) -> None:
+    """The kernels, on memory that need not belong to tensors: `addresses` (n,) int64 of arrays of `like`'s dtype, each
+    at least as long as `out`. 16-bit floats come as their bits (`tensors.array`); nothing is checked here."""
+    if floating:
+        share(sum_floats, out.shape[0], addresses, like, out, float(divisor), accumulate)
+    else:
+        share(sum_integers, out.shape[0], addresses, like, out, divisor, accumulate)
+
+
+def _check(sources: Sequence[Tensor], out: Tensor) -> None:
+    if not sources:
+        raise ValueError("sources: an empty list, expected at least one tensor")
+    check("sources[0]", sources[0], dtypes=_SUMMED, shape=[None])
+    for k, source in enumerate(sources[1:], 1):
+        check(f"sources[{k}]", source, dtypes=[sources[0].dtype], shape=sources[0].shape, like=sources[0])
+    own = sources[0].dtype
+    check("out", out, dtypes=(own, torch.float32) if own in FLOATS else (own,), shape=sources[0].shape, like=sources[0])
+
+
+def _cpu(sources: list[Tensor], out: Tensor, average: bool, accumulate: bool) -> None:
+    _check(sources, out)
+    nbytes = sum(source.nbytes for source in sources) + (2 if accumulate else 1) * out.nbytes
+    with meter.record("reduce", nbytes, out.device):
+        addresses = np.array([source.data_ptr() for source in sources], dtype=np.int64)
+        sum_at(
+            addresses,
+            array(sources[0][:0]),
+            array(out),
+            divisor=len(sources) if average else 1,
+            accumulate=accumulate,
+            floating=out.dtype.is_floating_point,
+        )
+
+
+def _fake(sources: list[Tensor], out: Tensor, average: bool, accumulate: bool) -> None:
+    _check(sources, out)
+
+
+_reduce = register(
+    "reduce(Tensor[] sources, Tensor(a!) out, bool average, bool accumulate) -> ()", cpu=_cpu, fake=_fake
+)
+
+
+def warm(dtype: torch.dtype) -> None:
+    """Compile what a run that computes in `dtype` needs: sums into its own dtype and into float32."""
+    for target in {dtype, torch.float32}:
+        sources = [torch.zeros(1, dtype=dtype) for _ in range(2)]
+        reduce(sources, torch.zeros(1, dtype=target))
