@@ -1,6 +1,8 @@
-"""What every tier shares: how hypothesis draws examples, and where GPU tests run."""
+"""What every tier shares: how hypothesis draws examples, that Ctrl-C works, and where GPU tests run."""
 
 from __future__ import annotations
+
+import signal
 
 import hypothesis
 import pytest
@@ -11,6 +13,10 @@ from speedlab.hardware import cuda_devices
 # fails once fails again.
 hypothesis.settings.register_profile("speedlab", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("speedlab")
+
+# A shell that starts a job in the background (CI systems do) has it ignore SIGINT, and Python leaves it so: Ctrl-C,
+# which some tests send, would do nothing.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
