@@ -1,0 +1,9 @@
+"""Shared memory between the CPU ranks of one host: a torch.distributed backend, and tensors that peers read in place.
+
+segments (memory) → meeting (numbers on which ranks wait) → rounds, messages (collectives of any tensors) →
+process_group (the backend).
+"""
+
+from speedlab.comm.shared.process_group import BACKEND, SharedGroup, leave_all, register
+
+__all__ = ["BACKEND", "SharedGroup", "leave_all", "register"]

@@ -1,0 +1,249 @@
+"""Where the ranks of a group on one host meet: each has a page of numbers that it alone writes and all others read.
+
+| number     | raised by its rank when …                                                       |
+|------------|---------------------------------------------------------------------------------|
+| WRITTEN    | its part of a round of a staged collective stands in its staging area (rounds)  |
+| READ       | it has read its peers' parts of a round                                         |
+| OFFERED    | it has told where a tensor is that peers may read in place (`offer`)            |
+| SUMMED     | its own slice of an offered tensor holds the sum over the ranks                 |
+| TAKEN      | it needs offered tensors of its peers no more                                   |
+| SENT + k   | it has told where a message for peer k is (messages)                            |
+| FETCHED + k| it has copied a message of peer k                                               |
+
+Waiting looks for a few microseconds, then lets other processes run, then naps; every 30 ms it returns to Python, where
+signals are handled, and looks whether the missing peer has left, has died, or is over its time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+import numpy as np
+
+from cuda_ops.flags import raise_flag, spins_for, wait_for_flags
+from speedlab.comm.errors import PeerLost
+from speedlab.comm.shared.segments import Handle, PeerMemory, Segment, arena
+
+_LINE = 8
+"""Words of a cache line: numbers that change at different times must not share one."""
+
+_OFFERS = 1 << 16
+_MESSAGES = 1 << 8
+"""Entries of the rings in which a rank tells where offered tensors and messages are."""
+
+_NAPS = 300
+"""Naps of a wait before it returns to Python: about 30 ms."""
+
+STAGING_BYTES = 2 << 20
+"""Of one of the two halves of a rank's staging area: what a round carries. Two of them fit into a second-level cache or
+nearly; with less, waiting for each other costs more than the copies."""
+
+
+class Number(IntEnum):
+    """Places of a rank's numbers in its page, in cache lines."""
+
+    LEFT = 0
+    WRITTEN = 1
+    READ = 2
+    OFFERED = 3
+    SUMMED = 4
+    TAKEN = 5
+    PEERS = 6
+    """The first of the numbers that there are once for each peer: SENT, then FETCHED."""
+
+
+class Meeting:
+    """One rank's view of the pages of all ranks of its group.
+
+    `handles[k]` is what rank k gave out as (page, directory of its arena); `ranks` are the names of the ranks in
+    errors.
+    """
+
+    def __init__(
+        self,
+        page: Segment,
+        handles: Sequence[tuple[Handle, Handle]],
+        index: int,
+        ranks: Sequence[int],
+        timeout_seconds: float,
+    ) -> None:
+        self.index, self.size, self.ranks = index, len(handles), list(ranks)
+        self.timeout_seconds = timeout_seconds
+        self._pages = [page if k == index else Segment.open(own) for k, (own, _) in enumerate(handles)]
+        self._words = [segment.bytes.view(np.int64) for segment in self._pages]
+        self.memory = [None if k == index else PeerMemory(directory) for k, (_, directory) in enumerate(handles)]
+        self.peers = [k for k in range(self.size) if k != index]
+        self._processes = {k: os.pidfd_open(handles[k][0].pid) for k in self.peers}
+        """For each peer a descriptor that becomes readable when its process ends."""
+        self._spins = spins_for(self.size, len(os.sched_getaffinity(0)))
+        self._offers_at = (int(Number.PEERS) + 2 * self.size) * _LINE
+        self._messages_at = self._offers_at + 2 * _OFFERS
+        self._addresses = {
+            number: np.array([self._address(k, number) for k in self.peers], dtype=np.int64)
+            for number in Number
+            if number is not Number.PEERS
+        }
+        self.offered = 0
+        """Tensors that this rank has offered."""
+        self._sent = [0] * self.size
+
+    @staticmethod
+    def page_bytes(size: int) -> int:
+        """Bytes of a rank's page in a group of `size`. Pages of it that are never touched take no memory."""
+        return _staging_at(size) + 2 * STAGING_BYTES
+
+    def staging(self, k: int, half: int) -> int:
+        """Where a half of rank k's staging area stands in this process."""
+        return self._pages[k].address + _staging_at(self.size) + half * STAGING_BYTES
+
+    # ---- numbers -----------------------------------------------------------------------------------------------------
+
+    def raise_own(self, number: Number, value: int) -> None:
+        raise_flag(self._address(self.index, number), value)
+
+    def wait_all(self, number: Number, value: int) -> None:
+        """Wait until every peer's `number` is at least `value`. Raises PeerLost, naming the rank that is missing."""
+        self._wait(self._addresses[number], value, self.peers)
+
+    def wait_one(self, peer: int, number: Number, value: int) -> None:
+        self._wait(np.array([self._address(peer, number)]), value, [peer])
+
+    def reached(self, number: Number, value: int) -> bool:
+        """Whether every peer's `number` is at least `value` now."""
+        return wait_for_flags(self._addresses[number], value, 0, 0) < 0
+
+    def leave(self) -> None:
+        """Tell the peers that this rank takes part no more; those that wait for it fail at once."""
+        self.raise_own(Number.LEFT, 1)
+        for descriptor in self._processes.values():
+            os.close(descriptor)
+        self._processes = {}
+
+    def _address(self, k: int, number: int) -> int:
+        return self._pages[k].address + int(number) * _LINE * 8
+
+    def _wait(self, addresses: np.ndarray, value: int, peers: Sequence[int]) -> None:
+        missing = wait_for_flags(addresses, value, self._spins, _NAPS)
+        if missing < 0:
+            return
+        deadline = time.monotonic() + self.timeout_seconds
+        while missing >= 0:
+            self.look(peers[missing], lambda: wait_for_flags(addresses, value, 0, 0) < 0, deadline)
+            missing = wait_for_flags(addresses, value, 0, _NAPS)
+
+    def look(self, peer: int, there: Callable[[], bool], deadline: float) -> None:
+        """Raise PeerLost when `peer` can no longer do what is waited for, unless it has done it (`there`)."""
+        rank, waiting = self.ranks[peer], self.ranks[self.index]
+        descriptor = self._processes.get(peer)
+        if self._words[peer][int(Number.LEFT) * _LINE]:
+            reason = f"rank {rank} left"
+        elif descriptor is not None and _ended(descriptor):
+            reason = f"the process of rank {rank} has ended"
+        elif time.monotonic() > deadline:
+            reason = f"rank {rank} did not come within {self.timeout_seconds:g} s"
+        else:
+            return
+        # What it did before it left counts; it may have come between the wait and this look.
+        if not there():
+            raise PeerLost(f"rank {waiting} waited for rank {rank} in a collective: {reason}")
+
+    # ---- tensors read in place ---------------------------------------------------------------------------------------
+
+    def offer(self, address: int, nbytes: int) -> int:
+        """Tell where a tensor of this rank's arena is; returns the number of the offer.
+
+        All ranks offer in the same order, and offers of one number belong together.
+        """
+        place = arena().locate(address, nbytes)
+        assert place is not None, "offered memory must come from the arena"
+        self._recycle()
+        entry = self._offers_at + 2 * (self.offered % _OFFERS)
+        self._words[self.index][entry : entry + 2] = place
+        self.offered += 1
+        self.raise_own(Number.OFFERED, self.offered)
+        return self.offered - 1
+
+    def addresses(self, offer: int) -> np.ndarray:
+        """Where the tensors of `offer` of all ranks stand in this process, (size,) int64; waits until all are offered.
+
+        This rank's own place is 0.
+        """
+        self.wait_all(Number.OFFERED, offer + 1)
+        entry = self._offers_at + 2 * (offer % _OFFERS)
+        found = np.zeros(self.size, dtype=np.int64)
+        for k in self.peers:
+            memory = self.memory[k]
+            assert memory is not None
+            number, offset = self._words[k][entry : entry + 2].tolist()
+            found[k] = memory.address(number, offset)
+        return found
+
+    def _recycle(self) -> None:
+        if self.offered >= _OFFERS:
+            self.wait_all(Number.TAKEN, self.offered - _OFFERS + 1)
+
+    def trim(self) -> None:
+        """Let go of peers' memory that they have given up."""
+        for memory in self.memory:
+            if memory is not None:
+                memory.trim()
+
+    # ---- messages ----------------------------------------------------------------------------------------------------
+
+    def send(self, peer: int, address: int, nbytes: int, tag: int) -> int:
+        """Tell `peer` where a message in this rank's arena is; returns its number, from 0."""
+        place = arena().locate(address, nbytes)
+        assert place is not None, "sent memory must come from the arena"
+        number = self._sent[peer]
+        if number >= _MESSAGES:
+            self.wait_one(peer, self._fetched(self.index), number - _MESSAGES + 1)
+        entry = self._messages_at + (peer * _MESSAGES + number % _MESSAGES) * 4
+        self._words[self.index][entry : entry + 4] = (*place, nbytes, tag)
+        self._sent[peer] = number + 1
+        raise_flag(self._address(self.index, self._sent_to(peer)), number + 1)
+        return number
+
+    def message(self, peer: int, number: int) -> tuple[int, int, int] | None:
+        """(address in this process, bytes, tag) of message `number` from `peer`; None when it has not been sent."""
+        if wait_for_flags(np.array([self._address(peer, self._sent_to(self.index))]), number + 1, 0, 0) >= 0:
+            return None
+        entry = self._messages_at + (self.index * _MESSAGES + number % _MESSAGES) * 4
+        segment, offset, nbytes, tag = self._words[peer][entry : entry + 4].tolist()
+        memory = self.memory[peer]
+        assert memory is not None
+        return memory.address(segment, offset), nbytes, tag
+
+    def fetched(self, peer: int, number: int) -> None:
+        """All messages of `peer` up to `number` have been copied."""
+        raise_flag(self._address(self.index, self._fetched(peer)), number + 1)
+
+    def fetched_by(self, peer: int) -> int:
+        """How many of this rank's messages `peer` has copied."""
+        return int(self._words[peer][int(self._fetched(self.index)) * _LINE])
+
+    def wait_message(self, peer: int, number: int) -> None:
+        self._wait(np.array([self._address(peer, self._sent_to(self.index))]), number + 1, [peer])
+
+    @staticmethod
+    def _sent_to(peer: int) -> int:
+        return int(Number.PEERS) + peer
+
+    def _fetched(self, peer: int) -> int:
+        return int(Number.PEERS) + self.size + peer
+
+
+def _ended(descriptor: int) -> bool:
+    look = select.poll()
+    look.register(descriptor, select.POLLIN)
+    return bool(look.poll(0))
+
+
+def _staging_at(size: int) -> int:
+    """Byte of a page where its staging area begins; a whole memory page, so that copies are aligned."""
+    words = (int(Number.PEERS) + 2 * size) * _LINE + 2 * _OFFERS + size * _MESSAGES * 4
+    return -(-words * 8 // mmap.PAGESIZE) * mmap.PAGESIZE

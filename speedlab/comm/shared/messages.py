@@ -1,0 +1,124 @@
+"""Messages between two ranks of a host: sends never wait for their receiver, receives match by tag, first come first
+served."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from ctypes import memmove
+
+import torch
+from torch import Tensor
+
+from speedlab.comm.errors import PeerLost
+from speedlab.comm.shared.meeting import Meeting
+from speedlab.comm.shared.rounds import tensor_at
+from speedlab.comm.shared.segments import arena
+
+_SMALLEST_BUFFER = 4096
+_POLL_SECONDS = 2e-4
+
+
+class Receive:
+    """A message that is expected: from whom (None: from anybody), with which tag, and where it goes."""
+
+    def __init__(self, tensor: Tensor, tag: int) -> None:
+        self.tensor, self.tag = tensor, tag
+        self.source: int | None = None
+        """The peer it came from, once it is there."""
+
+
+class Mailbox:
+    """Sends and receives of one rank in its group."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._buffers: dict[int, deque[tuple[int, Tensor]]] = {peer: deque() for peer in meeting.peers}
+        """Buffers of messages on their way to each peer: (number of the message, memory), oldest first."""
+        self._free: list[Tensor] = []
+        self._next = dict.fromkeys(meeting.peers, 0)
+        """Number of the next message to take from each peer."""
+        self._expected: dict[int, list[Receive]] = {peer: [] for peer in meeting.peers}
+        self._early: dict[int, list[tuple[int, Tensor]]] = {peer: [] for peer in meeting.peers}
+        """Messages that came before anybody expected their tag: (tag, bytes)."""
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
+        """Copy contiguous `tensor` and tell `peer`; it may change when this returns."""
+        self._collect()
+        buffer = self._buffer(tensor.nbytes)
+        memmove(buffer.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+        number = self._meeting.send(peer, buffer.data_ptr(), tensor.nbytes, tag)
+        self._buffers[peer].append((number, buffer))
+
+    def expect(self, tensor: Tensor, peer: int | None, tag: int) -> Receive:
+        """Note that a message for contiguous `tensor` will come; call `finish` with what this returns."""
+        receive = Receive(tensor, tag)
+        for k in self._meeting.peers if peer is None else [peer]:
+            self._expected[k].append(receive)
+        return receive
+
+    def finish(self, receive: Receive) -> None:
+        """Wait until the message is there. Raises PeerLost, naming the rank that did not send it."""
+        deadline = time.monotonic() + self._meeting.timeout_seconds
+        while not self.poll(receive):
+            waiting = [peer for peer, expected in self._expected.items() if receive in expected]
+            if len(waiting) == 1:
+                self._meeting.wait_message(waiting[0], self._next[waiting[0]])
+            else:
+                time.sleep(_POLL_SECONDS)  # From anybody: there is no one flag to wait for.
+                for peer in waiting:
+                    self._meeting.look(peer, lambda: self.poll(receive), deadline)
+
+    def poll(self, receive: Receive) -> bool:
+        """Take what has come; whether `receive` is there now."""
+        for peer in [peer for peer, expected in self._expected.items() if receive in expected]:
+            if receive.source is None:
+                self._take_from(peer)
+        return receive.source is not None
+
+    def _take_from(self, peer: int) -> None:
+        for receive in list(self._expected[peer]):
+            for place, (tag, data) in enumerate(self._early[peer]):
+                if tag == receive.tag:
+                    del self._early[peer][place]
+                    self._deliver(receive, peer, data.data_ptr(), data.nbytes)
+                    break
+        while self._expected[peer]:
+            message = self._meeting.message(peer, self._next[peer])
+            if message is None:
+                return
+            address, nbytes, tag = message
+            receive = next((r for r in self._expected[peer] if r.tag == tag), None)
+            if receive is None:
+                self._early[peer].append((tag, tensor_at(address, nbytes, torch.uint8).clone()))
+            else:
+                self._deliver(receive, peer, address, nbytes)
+            self._meeting.fetched(peer, self._next[peer])
+            self._next[peer] += 1
+
+    def _deliver(self, receive: Receive, peer: int, address: int, nbytes: int) -> None:
+        for expected in self._expected.values():
+            if receive in expected:
+                expected.remove(receive)
+        if nbytes != receive.tensor.nbytes:
+            ranks = self._meeting.ranks
+            raise PeerLost(
+                f"rank {ranks[self._meeting.index]} expected {receive.tensor.nbytes} bytes from rank {ranks[peer]} "
+                f"with tag {receive.tag}, which sent {nbytes}"
+            )
+        memmove(receive.tensor.data_ptr(), address, nbytes)
+        receive.source = peer
+
+    def _collect(self) -> None:
+        """Buffers whose messages were fetched are free again."""
+        for peer, buffers in self._buffers.items():
+            fetched = self._meeting.fetched_by(peer)
+            while buffers and buffers[0][0] < fetched:
+                self._free.append(buffers.popleft()[1])
+
+    def _buffer(self, nbytes: int) -> Tensor:
+        size = max(_SMALLEST_BUFFER, 1 << (nbytes - 1).bit_length()) if nbytes else _SMALLEST_BUFFER
+        for place, buffer in enumerate(self._free):
+            if buffer.nbytes == size:
+                return self._free.pop(place)
+        return arena().empty(size, torch.uint8)

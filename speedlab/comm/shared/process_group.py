@@ -1,0 +1,290 @@
+"""The shared-memory backend of torch.distributed for CPU ranks of one host: `init_process_group("shared")`.
+
+What it does not do itself (gather, scatter, reduce, object collectives on other devices) goes to gloo, which it carries
+along. In a group whose ranks are on several hosts, everything does; see `hierarchy`.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from speedlab.comm.shared.meeting import Meeting
+from speedlab.comm.shared.messages import Mailbox
+from speedlab.comm.shared.rounds import Rounds, can_reduce
+from speedlab.comm.shared.segments import Handle, Segment, arena, host_identity
+from speedlab.comm.shared.work import Work, Worker
+
+BACKEND = "shared"
+"""The name under which torch.distributed knows it."""
+
+_groups: weakref.WeakSet[SharedGroup] = weakref.WeakSet()
+
+
+class SharedGroup(dist.ProcessGroup):
+    """The collectives of one group through shared memory; asynchronous ones are carried out by a thread."""
+
+    def __init__(self, meeting: Meeting, gloo: Any) -> None:
+        super().__init__(meeting.index, meeting.size)
+        self.meeting = meeting
+        self._rounds = Rounds(meeting)
+        self._mailbox = Mailbox(meeting)
+        self._worker = Worker(f"shared memory, ranks {meeting.ranks}")
+        self._gloo = gloo
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        _groups.add(self)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return BACKEND
+
+    def leave(self) -> None:
+        """Take part no more: peers that wait for this rank fail at once."""
+        self._worker.stop()
+        self.meeting.leave()
+
+    def abort(self) -> None:
+        self.leave()
+
+    def shutdown(self) -> None:
+        self.leave()
+
+    # ---- reductions --------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        opts = opts or dist.AllreduceOptions()
+        if not self._reduces(tensors, opts):
+            return self._gloo.allreduce(tensors, opts)
+        return self._carry_out(lambda: self._all_reduce_each(tensors, opts.reduceOp.op), opts, tensors)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        opts = opts or dist.AllreduceCoalescedOptions()
+        if not self._reduces(tensors, opts):
+            return self._gloo.allreduce_coalesced(tensors, opts)
+        return self._carry_out(lambda: self._all_reduce_each(tensors, opts.reduceOp.op), opts, tensors)
+
+    def _all_reduce_each(self, tensors: Sequence[Tensor], op: dist.ReduceOp.RedOpType) -> None:
+        for tensor in tensors:
+            with _Contiguous(tensor) as flat:
+                self._rounds.all_reduce(flat, op)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+        opts = opts or dist.ReduceScatterOptions()
+        if not self._reduces(outputs, opts):
+            return self._gloo.reduce_scatter(outputs, inputs, opts)
+
+        def run() -> None:
+            for out, parts in zip(outputs, inputs, strict=True):
+                with _Contiguous(out) as flat:
+                    self._rounds.reduce_scatter(flat, [part.contiguous() for part in parts], opts.reduceOp.op)
+
+        return self._carry_out(run, opts, outputs)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        size = self.meeting.size
+        return self.reduce_scatter(outputs, [list(_rows(whole, size)) for whole in inputs], opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    # ---- copies ------------------------------------------------------------------------------------------------------
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        opts = opts or dist.AllgatherOptions()
+        if not _on_cpu(inputs):
+            return self._gloo.allgather(outputs, inputs, opts)
+
+        def run() -> None:
+            for outs, part in zip(outputs, inputs, strict=True):
+                targets = [out if out.is_contiguous() else torch.empty_like(out).contiguous() for out in outs]
+                self._rounds.all_gather(targets, part.contiguous())
+                for out, target in zip(outs, targets, strict=True):
+                    if out is not target:
+                        out.copy_(target)
+
+        return self._carry_out(run, opts, outputs)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        size = self.meeting.size
+        work = self.allgather([list(_rows(whole, size)) for whole in outputs], inputs, opts)
+        return work
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        opts = opts or dist.BroadcastOptions()
+        if not _on_cpu(tensors):
+            return self._gloo.broadcast(tensors, opts)
+
+        def run() -> None:
+            for tensor in tensors:
+                with _Contiguous(tensor) as flat:
+                    self._rounds.broadcast(flat, opts.rootRank)
+
+        return self._carry_out(run, opts, tensors)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> Any:
+        size = self.meeting.size
+        outs = output.split(output_splits) if output_splits else output.chunk(size)
+        parts = input.split(input_splits) if input_splits else input.chunk(size)
+        return self.alltoall(list(outs), list(parts), opts)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        opts = opts or dist.AllToAllOptions()
+        if not _on_cpu(inputs):
+            return self._gloo.alltoall(outputs, inputs, opts)
+
+        def run() -> None:
+            targets = [out if out.is_contiguous() else torch.empty_like(out).contiguous() for out in outputs]
+            self._rounds.all_to_all(targets, [part.contiguous() for part in inputs])
+            for out, target in zip(outputs, targets, strict=True):
+                if out is not target:
+                    out.copy_(target)
+
+        return self._carry_out(run, opts, outputs)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._carry_out(self._rounds.barrier, opts or dist.BarrierOptions(), [])
+
+    # torch 2.11 and 2.12 know these under their older names.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # ---- messages ----------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int) -> Any:
+        for tensor in tensors:
+            self._mailbox.send(tensor.detach().contiguous(), destination, tag)
+        return Work(tensors)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
+        return self._receive(tensors[0], source, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
+        return self._receive(tensors[0], None, tag)
+
+    def _receive(self, tensor: Tensor, source: int | None, tag: int) -> Any:
+        target = tensor.detach() if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()
+        expected = self._mailbox.expect(target, source, tag)
+
+        def finish() -> None:
+            self._mailbox.finish(expected)
+            if target.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(target)
+
+        work = Work([tensor], finish)
+        work._source_rank = lambda: expected.source  # type: ignore[method-assign]  # asked for after wait()
+        return work
+
+    # ---- carrying out ------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, task: Callable[[], None], opts: Any, result: list[Any]) -> Any:
+        """Run `task` here when the caller waits for it anyway, else on the group's thread."""
+        if self._worker.idle and not getattr(opts, "asyncOp", True):
+            with torch.no_grad():
+                task()
+            return Work(result)
+
+        def quietly() -> None:
+            with torch.no_grad():
+                task()
+
+        return self._worker.submit(quietly, result)
+
+    @staticmethod
+    def _reduces(tensors: Sequence[Tensor], opts: Any) -> bool:
+        return _on_cpu(tensors) and all(can_reduce(tensor.dtype, opts.reduceOp.op) for tensor in tensors)
+
+
+class _Contiguous:
+    """`tensor` as contiguous memory inside the block; copied back at its end where it was not."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._flat = self._tensor.contiguous()
+
+    def __enter__(self) -> Tensor:
+        return self._flat
+
+    def __exit__(self, *error: Any) -> None:
+        if self._flat.data_ptr() != self._tensor.data_ptr():
+            self._tensor.copy_(self._flat)
+
+
+def _on_cpu(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.device.type == "cpu" and tensor.layout is torch.strided for tensor in tensors)
+
+
+def _rows(whole: Tensor, size: int) -> Sequence[Tensor]:
+    if not whole.is_contiguous() or whole.numel() % size:
+        raise ValueError(
+            f"a tensor of {tuple(whole.shape)} with strides {whole.stride()} is no {size} equal slices of contiguous "
+            f"memory"
+        )
+    return whole.detach().view(size, -1).unbind()
+
+
+# ---- setting up ------------------------------------------------------------------------------------------------------
+
+
+def register() -> None:
+    """Make the backend known to torch.distributed; a second time changes nothing."""
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+
+
+def leave_all() -> None:
+    """Leave every group of this process. Call before `destroy_process_group`, which tells a group nothing."""
+    for group in list(_groups):
+        group.leave()
+    _groups.clear()
+
+
+def _create(options: Any, _backend_options: Any) -> Any:
+    """What torch.distributed calls for a new group: a SharedGroup where all its ranks are on this host, else gloo."""
+    store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
+    gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    gloo._set_sequence_number_for_group()
+    page, handle = Segment.create(Meeting.page_bytes(size))
+    try:
+        own = {"host": host_identity(), "page": astuple(handle), "directory": astuple(arena().handle)}
+        found = _exchange(store, "shared", own, rank, size)
+        if len({peer["host"] for peer in found}) > 1:
+            return gloo
+        handles = [(Handle(*peer["page"]), Handle(*peer["directory"])) for peer in found]
+        try:
+            ranks = options.global_ranks_in_group or range(size)
+            meeting = Meeting(page, handles, rank, ranks, timeout.total_seconds())
+            problem = ""
+        except OSError as error:
+            problem = str(error)
+        # All or none; and nobody closes its page before everybody has it.
+        if any(_exchange(store, "opened", problem, rank, size)):
+            return gloo
+    finally:
+        handle.close()
+    group = SharedGroup(meeting, gloo)
+    weakref.finalize(group, meeting.leave).atexit = False
+    return group
+
+
+def _exchange(store: Any, key: str, own: Any, rank: int, size: int) -> list[Any]:
+    store.set(f"{key}/{rank}", json.dumps(own))
+    return [json.loads(store.get(f"{key}/{k}")) for k in range(size)]

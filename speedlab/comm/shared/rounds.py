@@ -1,0 +1,220 @@
+"""Collectives on any CPU tensors, through staging areas that stay in the caches.
+
+A collective is cut into rounds. In round r a rank
+
+1. waits until all peers have read round r - 2, which used the same half of the staging area,
+2. writes its part into that half, and says so,
+3. waits until all peers have written theirs, reads them, and says so.
+
+Sums are taken by the rank that owns the slice, in rank order, 16-bit floats in float32: every rank gets the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from ctypes import memmove
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cuda_ops.reduce import sum_at
+from cuda_ops.tensors import array
+from speedlab.comm.shared.meeting import STAGING_BYTES, Meeting, Number
+
+_WHOLE_BYTES = 16 << 10
+"""Up to this size every rank sums everything itself: one round instead of two."""
+
+_PAIRWISE: dict[dist.ReduceOp.RedOpType, Callable[..., Tensor]] = {
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.BAND: torch.bitwise_and,
+    dist.ReduceOp.BOR: torch.bitwise_or,
+    dist.ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+_SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+
+_SUMMED = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+)
+
+
+def can_reduce(dtype: torch.dtype, op: dist.ReduceOp.RedOpType) -> bool:
+    """Whether a reduction of this kind is done here."""
+    return dtype in _SUMMED and (op in _SUMS or op in _PAIRWISE)
+
+
+class Rounds:
+    """The collectives of one group. They must be called in the same order on all ranks."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._round = 0
+        self._halves = [
+            np.array([meeting.staging(k, half) for k in range(meeting.size)], dtype=np.int64) for half in (0, 1)
+        ]
+
+    # ---- a round -----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> tuple[int, np.ndarray]:
+        """(address of this rank's half, addresses of all ranks' halves); the half may be written."""
+        if self._round >= 2:
+            self._meeting.wait_all(Number.READ, self._round - 1)
+        halves = self._halves[self._round % 2]
+        return int(halves[self._meeting.index]), halves
+
+    def _written(self) -> None:
+        """This rank's half holds its part; returns when those of all peers do."""
+        self._meeting.raise_own(Number.WRITTEN, self._round + 1)
+        self._meeting.wait_all(Number.WRITTEN, self._round + 1)
+
+    def _read(self) -> None:
+        self._round += 1
+        self._meeting.raise_own(Number.READ, self._round)
+
+    # ---- collectives -------------------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self._begin()
+        self._written()
+        self._read()
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Reduce contiguous `tensor` over the ranks, in place."""
+        flat = tensor.view(-1)
+        if flat.nbytes <= _WHOLE_BYTES:
+            self._reduce_whole(flat, op)
+            return
+        size, index, width = self._meeting.size, self._meeting.index, flat.element_size()
+        most = STAGING_BYTES // width
+        for low in range(0, flat.numel(), most):
+            piece = flat[low : low + most]
+            # Slices of whole cache lines; the last may be shorter, or empty.
+            step = -(-piece.numel() // (size * 64)) * 64
+            bounds = [(min(k * step, piece.numel()), min((k + 1) * step, piece.numel())) for k in range(size)]
+            first, last = bounds[index]
+            own, halves = self._begin()
+            for k in self._meeting.peers:
+                start, stop = bounds[k]
+                memmove(own + start * width, piece.data_ptr() + start * width, (stop - start) * width)
+            self._written()
+            self._reduce(halves + first * width, piece[first:last], piece[first:last], op)
+            self._read()
+            own, halves = self._begin()
+            memmove(own, piece.data_ptr() + first * width, (last - first) * width)
+            self._written()
+            for k in self._meeting.peers:
+                start, stop = bounds[k]
+                memmove(piece.data_ptr() + start * width, int(halves[k]), (stop - start) * width)
+            self._read()
+
+    def _reduce_whole(self, flat: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        own, halves = self._begin()
+        memmove(own, flat.data_ptr(), flat.nbytes)
+        self._written()
+        self._reduce(halves, None, flat, op)
+        self._read()
+
+    def reduce_scatter(
+        self, out: Tensor, slices: Sequence[Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> None:
+        """`out` = the reduction of what every rank has as slice number `index`. All slices contiguous and equally
+        long."""
+        size, index, width = self._meeting.size, self._meeting.index, out.element_size()
+        out, flats = out.view(-1), [part.view(-1) for part in slices]
+        most = STAGING_BYTES // (width * size)
+        for low in range(0, out.numel(), most):
+            count = min(most, out.numel() - low)
+            own, halves = self._begin()
+            for k in self._meeting.peers:
+                memmove(own + k * most * width, flats[k].data_ptr() + low * width, count * width)
+            self._written()
+            self._reduce(halves + index * most * width, flats[index][low : low + count], out[low : low + count], op)
+            self._read()
+
+    def all_gather(self, outs: Sequence[Tensor], part: Tensor) -> None:
+        """outs[k] = rank k's `part`; all contiguous and of the same size. `part` may be its own place in `outs`."""
+        width, flat = part.element_size(), part.view(-1)
+        most = STAGING_BYTES // width
+        targets = [out.data_ptr() for out in outs]
+        for low in range(0, flat.numel(), most):
+            nbytes = min(most, flat.numel() - low) * width
+            source = flat.data_ptr() + low * width
+            own, halves = self._begin()
+            memmove(own, source, nbytes)
+            self._written()
+            for k in self._meeting.peers:
+                memmove(targets[k] + low * width, int(halves[k]), nbytes)
+            self._read()
+        if targets[self._meeting.index] != flat.data_ptr():
+            memmove(targets[self._meeting.index], flat.data_ptr(), flat.nbytes)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Copy contiguous `tensor` from rank `source` (an index in the group) to all, in place."""
+        address, total = tensor.data_ptr(), tensor.nbytes
+        for low in range(0, total, STAGING_BYTES):
+            nbytes = min(STAGING_BYTES, total - low)
+            own, halves = self._begin()
+            if self._meeting.index == source:
+                memmove(own, address + low, nbytes)
+            self._written()
+            if self._meeting.index != source:
+                memmove(address + low, int(halves[source]), nbytes)
+            self._read()
+
+    def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        """outs[k] = what rank k has as its part number `index`; contiguous, of any sizes that match."""
+        size, index = self._meeting.size, self._meeting.index
+        sizes = torch.tensor([part.nbytes for part in parts], dtype=torch.int64)
+        every = torch.empty((size, size), dtype=torch.int64)
+        self.all_gather(list(every), sizes)
+        for k in range(size):
+            if int(every[k, index]) != outs[k].nbytes:
+                raise ValueError(
+                    f"all_to_all: rank {self._meeting.ranks[k]} sends {int(every[k, index])} bytes to rank "
+                    f"{self._meeting.ranks[index]}, which expects {outs[k].nbytes}"
+                )
+        most = STAGING_BYTES // size // 64 * 64
+        for low in range(0, int(every.max()), most):
+            own, halves = self._begin()
+            for k in self._meeting.peers:
+                memmove(own + k * most, parts[k].data_ptr() + low, _left(parts[k].nbytes, low, most))
+            self._written()
+            for k in self._meeting.peers:
+                memmove(outs[k].data_ptr() + low, int(halves[k]) + index * most, _left(outs[k].nbytes, low, most))
+            self._read()
+        outs[index].view(-1).copy_(parts[index].view(-1))
+
+    def _reduce(self, addresses: np.ndarray, own: Tensor | None, out: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """`out` = the reduction of the ranks' elements at `addresses`, this rank's own taken from `own` instead."""
+        if out.numel() == 0:
+            return
+        target = array(out)
+        if own is not None:
+            addresses = addresses.copy()
+            addresses[self._meeting.index] = own.data_ptr()
+        if op in _SUMS:
+            divisor = self._meeting.size if op == dist.ReduceOp.AVG else 1
+            floating = out.dtype.is_floating_point
+            sum_at(addresses, target[:0], target, divisor=divisor, accumulate=False, floating=floating)
+            return
+        terms = [tensor_at(int(address), out.numel(), out.dtype) for address in addresses]
+        result = terms[0]
+        for term in terms[1:]:
+            result = _PAIRWISE[op](result, term)
+        out.copy_(result)
+
+
+def tensor_at(address: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """A tensor over memory that something else keeps alive."""
+    raw = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(address))
+    return torch.from_numpy(raw).view(dtype)
+
+
+def _left(total: int, low: int, most: int) -> int:
+    return max(0, min(most, total - low))
