@@ -1,0 +1,169 @@
+"""SGD with momentum in one pass over flats: unscale, clip, decay, update, and the copy in low precision.
+
+As torch.optim.SGD computes it (Sutskever et al., 2013, with Nesterov's variant). Bound by memory: 20 bytes an element
+in float32, of which nothing is read or written twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba.extending import register_jitable
+from torch import Tensor
+
+from cuda_ops.compile import kernel
+from cuda_ops.elements import load, store
+from cuda_ops.library import register
+from cuda_ops.meter import meter
+from cuda_ops.tensors import FLOATS, array, check
+from cuda_ops.threads import share
+
+_BLOCK = 4096
+"""Elements that are updated before their copy is written, so that it is made from the first-level cache."""
+
+
+def sgd_momentum_reference(
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    copy: Tensor | None = None,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    first: bool = False,
+    factor: float = 1.0,
+) -> None:
+    """The definition, in torch."""
+    grad = grad.float() * factor + weight_decay * param
+    if first:
+        momentum_buffer.copy_(grad)
+    else:
+        momentum_buffer.mul_(momentum).add_(grad, alpha=1 - dampening)
+    param.sub_(grad + momentum * momentum_buffer if nesterov else momentum_buffer, alpha=lr)
+    if copy is not None:
+        copy.copy_(param)
+
+
+def sgd_momentum(
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    copy: Tensor | None = None,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    first: bool = False,
+    factor: float = 1.0,
+) -> None:
+    """Update `param` (n,) float32 and its momentum in place, as torch.optim.SGD does.
+
+    Args:
+        grad: (n,) float32, bfloat16 or float16; multiplied by `factor` first (1 / loss scale, times clipping).
+        momentum_buffer: (n,) float32.
+        copy: (n,) bfloat16, float16 or float32, takes the updated parameter; may be left out.
+        weight_decay: coupled: its share of `param` is added to the gradient.
+        first: the momentum starts as the gradient, undamped, whatever the buffer holds, as in torch's first update.
+
+    Raises ValueError for wrong dtypes, shapes, strides or devices.
+    """
+    _sgd_momentum(param, grad, momentum_buffer, copy, lr, momentum, dampening, weight_decay, nesterov, first, factor)
+
+
+@register_jitable
+def update_one(
+    param: Any,
+    grad: Any,
+    momentum_buffer: Any,
+    numbers: tuple[Any, Any, Any, Any, Any],
+    first: bool,
+    nesterov: bool,
+) -> tuple[Any, Any]:
+    """One element: the new parameter and momentum. `numbers`: factor, weight decay, momentum, 1 - dampening, lr."""
+    factor, decay, momentum, undamped, lr = numbers
+    gradient = grad * factor + decay * param
+    average = gradient if first else momentum_buffer * momentum + gradient * undamped
+    direction = gradient + momentum * average if nesterov else average
+    return param - lr * direction, average
+
+
+@kernel()
+def _update(
+    start: int,
+    stop: int,
+    param: Any,
+    grad: Any,
+    momentum_buffer: Any,
+    copy: Any,
+    numbers: Any,
+    first: bool,
+    nesterov: bool,
+) -> None:
+    for low in range(start, stop, _BLOCK):
+        high = min(low + _BLOCK, stop)
+        p, g, m = param[low:high], grad[low:high], momentum_buffer[low:high]
+        for i in range(p.shape[0]):
+            p[i], m[i] = update_one(p[i], load(g, i), m[i], numbers, first, nesterov)
+        if copy is not None:
+            target = copy[low:high]
+            for i in range(p.shape[0]):
+                store(target, i, p[i])
+
+
+def _check(param: Tensor, grad: Tensor, momentum_buffer: Tensor, copy: Tensor | None) -> None:
+    check("param", param, dtypes=[torch.float32], shape=[None])
+    check("grad", grad, dtypes=FLOATS, shape=param.shape, like=param)
+    check("momentum_buffer", momentum_buffer, dtypes=[torch.float32], shape=param.shape, like=param)
+    if copy is not None:
+        check("copy", copy, dtypes=FLOATS, shape=param.shape, like=param)
+
+
+def _cpu(
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    copy: Tensor | None,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    first: bool,
+    factor: float,
+) -> None:
+    _check(param, grad, momentum_buffer, copy)
+    numbers = tuple(np.float32(number) for number in (factor, weight_decay, momentum, 1 - dampening, lr))
+    with meter.record("sgd_momentum", _nbytes(param, grad, copy), param.device):
+        arrays = [array(tensor) for tensor in (param, grad, momentum_buffer)]
+        share(_update, param.numel(), *arrays, None if copy is None else array(copy), numbers, first, nesterov)
+
+
+def _fake(param: Tensor, grad: Tensor, momentum_buffer: Tensor, copy: Tensor | None, *numbers: Any) -> None:
+    _check(param, grad, momentum_buffer, copy)
+
+
+def _nbytes(param: Tensor, grad: Tensor, copy: Tensor | None) -> int:
+    return 4 * param.nbytes + grad.nbytes + (0 if copy is None else copy.nbytes)
+
+
+_sgd_momentum = register(
+    "sgd_momentum(Tensor(a!) param, Tensor grad, Tensor(b!) momentum_buffer, Tensor(c!)? copy, float lr, "
+    "float momentum, float dampening, float weight_decay, bool nesterov, bool first, float factor) -> ()",
+    cpu=_cpu,
+    fake=_fake,
+)
+
+
+def warm(dtype: torch.dtype) -> None:
+    """Compile what a run that computes in `dtype` needs."""
+    param, momentum_buffer = torch.zeros(1), torch.zeros(1)
+    copy = None if dtype is torch.float32 else torch.zeros(1, dtype=dtype)
+    for gradient in {dtype, torch.float32}:
+        sgd_momentum(param, torch.zeros(1, dtype=gradient), momentum_buffer, copy, lr=0.0, momentum=0.9)
