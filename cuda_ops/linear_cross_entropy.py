@@ -1,0 +1,299 @@
+"""Cross-entropy of a linear layer's outputs without the whole logits: a chunk of tokens at a time, gradients made in
+the forward pass, so that logits are computed once (the idea of Liger Kernel, arXiv:2410.10989).
+
+N tokens, C hidden size, V vocabulary. On CPUs, for each chunk of n tokens:
+
+1. logits = weight hiddenᵀ, (V, n), a block of the vocabulary at a time: with the vocabulary first all three matrix
+   products are faster, and a kernel works on all tokens of a chunk at once, without sums across a vector register.
+2. One kernel replaces a block, while it is in the cache, by e = exp(logit - reference) and sums it for each token. The
+   reference need not be the greatest logit: the greatest of the first block does, unless a later one is greater by
+   more than 57 (then the chunk is done again with the greatest).
+3. loss = reference + log(sum) - target's logit; and sum is taken from the target's e.
+4. That is the gradient but for a factor 1 / (sum · count) for each token, which is cheaper multiplied into vectors of
+   length C than into V logits: grad_hidden = factor · (eᵀ weight), grad_weight += e (factor · hidden).
+
+Elsewhere (CUDA; float16, which CPUs do not multiply fast) the same chunks go through torch's operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cuda_ops.compile import kernel
+from cuda_ops.elements import load, store
+from cuda_ops.exponential import exp
+from cuda_ops.library import register
+from cuda_ops.meter import meter
+from cuda_ops.tensors import FLOATS, array, check
+from cuda_ops.threads import share
+
+_BLOCK = 4096
+"""Rows of the vocabulary whose logits are computed and made exponentials while they are in the cache."""
+
+_GROUP = 64
+"""Rows of the vocabulary that are summed together: the same ones for any number of threads."""
+
+_SUM_LIMIT = 1e25
+"""Greatest sum of exponentials with which all products stay in the range of float32 and bfloat16."""
+
+
+def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """The definition, in torch."""
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets, ignore_index=ignore_index)
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, chunk: int | None = None
+) -> Tensor:
+    """The mean cross-entropy of the logits `hidden weightᵀ`: float32 scalar, differentiable once, by one backward pass.
+
+    Args:
+        hidden: (N, C) float32, bfloat16 or float16.
+        weight: (V, C), of the same dtype.
+        targets: (N,) int64 in [0, V), or `ignore_index`, which does not count; where none counts the loss is NaN.
+        chunk: tokens at a time; left out, a ninth of N, or more where that is little.
+
+    Raises ValueError for wrong dtypes, shapes, strides, devices, and (on CPUs; on GPUs torch's own assertion fails)
+    targets out of range; RuntimeError when gradients are asked for a second time.
+    """
+    grad = torch.is_grad_enabled()
+    tokens = _default_chunk(hidden, weight) if chunk is None else chunk
+    return _loss(
+        hidden, weight, targets, ignore_index, tokens, grad and hidden.requires_grad, grad and weight.requires_grad
+    )[0]
+
+
+def _default_chunk(hidden: Tensor, weight: Tensor) -> int:
+    """A ninth of the tokens, so that the logits at hand are less than 0.12 of all; more where these take less than
+    16 MiB, and at most 1,024, since products gain nothing from more."""
+    cheap = min(256, (16 << 20) // max(1, weight.shape[0] * weight.element_size()))
+    return min(1024, max(hidden.shape[0] // 9, cheap, 16)) // 16 * 16
+
+
+@kernel()
+def _exponentials(start: int, stop: int, logits: Any, reference: Any, rows: Any, sums: Any, picked: Any) -> None:
+    """For groups [start, stop) of rows of `logits` (rows, n): exp(logits - reference) in place, its sums over each
+    group into `sums` (groups, n), and before that the logit at row `rows`[j] of column j, if it is in here, into
+    `picked` (n)."""
+    for group in range(start, stop):
+        low = group * _GROUP
+        block = logits[low : min(low + _GROUP, logits.shape[0])]
+        for j in range(rows.shape[0]):
+            row = rows[j] - low
+            if row >= 0 and row < block.shape[0]:
+                picked[j] = load(block[row], j)
+        total = sums[group]
+        for j in range(total.shape[0]):
+            total[j] = 0
+        for i in range(block.shape[0]):
+            line = block[i]
+            for j in range(line.shape[0]):
+                value = exp(load(line, j) - reference[j])
+                total[j] += value
+                store(line, j, value)
+
+
+def _chunk_exponentials(
+    hidden: Tensor, weight: Tensor, targets: Tensor, reference: Tensor | None, buffer: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Steps 1 and 2 for n tokens: their reference (n,), sums (n,) and targets' logits (n,), float32. The exponentials
+    stay in `buffer` (V, n), or only those of the last block if it has fewer rows."""
+    vocabulary, n = weight.shape[0], hidden.shape[0]
+    sums = torch.empty(-(-vocabulary // _GROUP), n)
+    picked = torch.zeros(n)
+    kept = buffer.shape[0] == vocabulary
+    for low in range(0, vocabulary, _BLOCK):
+        high = min(low + _BLOCK, vocabulary)
+        logits = buffer[low:high] if kept else buffer[: high - low]
+        torch.mm(weight[low:high], hidden.t(), out=logits)
+        if reference is None:
+            reference = _greatest(logits)
+        groups = sums[low // _GROUP : -(-high // _GROUP)]
+        with meter.record("linear_cross_entropy", 2 * logits.nbytes, logits.device):
+            arguments = (logits, reference, targets - low, groups, picked)
+            worth = max(1, (1 << 17) // (_GROUP * n))
+            share(_exponentials, groups.shape[0], *(array(each) for each in arguments), multiple=1, worth=worth)
+    assert reference is not None
+    return reference, sums.sum(0, dtype=torch.float64).float(), picked
+
+
+def _greatest(logits: Tensor) -> Tensor:
+    """The greatest logit of each token (n,) float32, or finite where there is none."""
+    return logits.amax(0).float().clamp_(min=-1e30)
+
+
+def _chunk_greatest(hidden: Tensor, weight: Tensor) -> Tensor:
+    blocks = [_greatest(weight[low : low + _BLOCK] @ hidden.t()) for low in range(0, weight.shape[0], _BLOCK)]
+    return torch.stack(blocks).amax(0)
+
+
+def _cpu(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    chunk: int,
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check(hidden, weight, targets, chunk)
+    _check_range(targets, weight.shape[0], ignore_index)
+    if hidden.dtype is torch.float16:
+        return _by_torch(hidden, weight, targets, ignore_index, chunk, need_hidden, need_weight)
+    counted = targets != ignore_index
+    count = counted.sum()
+    grad_hidden, grad_weight = _new_gradients(hidden, weight, need_hidden, need_weight)
+    rows = weight.shape[0] if need_hidden or need_weight else min(weight.shape[0], _BLOCK)
+    memory = hidden.new_empty(rows * min(chunk, len(targets)))
+    loss = torch.zeros((), dtype=torch.float64)
+    for low in range(0, len(targets), chunk):
+        inputs, labels, used = (each[low : low + chunk] for each in (hidden, targets, counted))
+        e = memory[: rows * len(labels)].view(rows, -1)  # (V, n)
+        reference, sums, picked = _chunk_exponentials(inputs, weight, labels, None, e)
+        if not (sums <= _SUM_LIMIT).all():
+            reference = _chunk_greatest(inputs, weight)
+            reference, sums, picked = _chunk_exponentials(inputs, weight, labels, reference, e)
+        loss += torch.where(used, reference + sums.log() - picked, 0).sum(dtype=torch.float64)
+        columns = used.nonzero().flatten()
+        if need_hidden or need_weight:
+            e[labels[columns], columns] = ((picked - reference).exp() - sums)[columns].to(e.dtype)
+        factors = torch.where(used, 1 / (sums * count), 0)[:, None]
+        if need_hidden:
+            torch.mm(e.t(), weight, out=grad_hidden[low : low + chunk]).mul_(factors)
+        if need_weight:
+            grad_weight.addmm_(e, (inputs * factors).to(e.dtype), beta=0 if low == 0 else 1)
+    return (loss / count).float(), grad_hidden, grad_weight, torch.ones(())
+
+
+def _by_torch(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    chunk: int,
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check(hidden, weight, targets, chunk)
+    counted = targets != ignore_index
+    count = counted.sum()
+    one = torch.ones((), device=hidden.device)
+    # Most gradients of a mean over many tokens would be zero in float16: there it stays a sum until the backward pass.
+    share_of_token, left = (one, 1 / count.clamp(min=1)) if hidden.dtype is torch.float16 else (1 / count, one)
+    grad_hidden, grad_weight = _new_gradients(hidden, weight, need_hidden, need_weight)
+    loss = torch.zeros((), device=hidden.device)
+    for low in range(0, len(targets), chunk):
+        inputs, used = hidden[low : low + chunk], counted[low : low + chunk]
+        labels = torch.where(used, targets[low : low + chunk], 0)[:, None]
+        log_p = torch.log_softmax(inputs @ weight.t(), dim=1, dtype=torch.float32)  # (n, V)
+        loss -= torch.where(used, log_p.gather(1, labels)[:, 0], 0).sum()
+        if not (need_hidden or need_weight):
+            continue
+        factors = torch.where(used, share_of_token, 0)[:, None]
+        gradient = log_p.exp_().scatter_add_(1, labels, -torch.ones_like(factors)).mul_(factors).to(hidden.dtype)
+        if need_hidden:
+            torch.mm(gradient, weight, out=grad_hidden[low : low + chunk])
+        if need_weight:
+            grad_weight.addmm_(gradient.t(), inputs, beta=0 if low == 0 else 1)
+    return loss / count, grad_hidden, grad_weight, left
+
+
+def _new_gradients(hidden: Tensor, weight: Tensor, need_hidden: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
+    grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
+    if not need_weight:
+        return grad_hidden, weight.new_empty(0)
+    # Without tokens there is no chunk to write it.
+    return grad_hidden, torch.empty_like(weight) if len(hidden) else torch.zeros_like(weight)
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> None:
+    check("hidden", hidden, dtypes=FLOATS, shape=[None, None])
+    check("weight", weight, dtypes=[hidden.dtype], shape=[None, hidden.shape[1]], like=hidden)
+    check("targets", targets, dtypes=[torch.int64], shape=[hidden.shape[0]], like=hidden)
+    if chunk < 1:
+        raise ValueError(f"chunk: {chunk}, expected 1 or more tokens at a time")
+
+
+def _check_range(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
+    wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"targets: {int(targets[first])} at position {first}, expected 0 to {vocabulary - 1}, the rows of weight, "
+            f"or ignore_index, {ignore_index}"
+        )
+
+
+def _fake(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    chunk: int,
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check(hidden, weight, targets, chunk)
+    scalar = hidden.new_empty((), dtype=torch.float32)
+    return scalar, *_new_gradients(hidden, weight, need_hidden, need_weight), torch.empty_like(scalar)
+
+
+_loss = register(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, SymInt chunk, "
+    "bool need_hidden, bool need_weight) -> (Tensor, Tensor, Tensor, Tensor)",
+    cpu=_cpu,
+    cuda=_by_torch,
+    fake=_fake,
+)
+
+
+def _scale_now(gradient: Tensor, factor: Tensor) -> None:
+    if gradient.device.type != "cpu" or factor.item() != 1:  # On a GPU a look would cost more than the pass.
+        gradient.mul_(factor)
+
+
+_scale = register(
+    "linear_cross_entropy_scale(Tensor(a!) gradient, Tensor factor) -> ()",
+    cpu=_scale_now,
+    cuda=_scale_now,
+    fake=lambda gradient, factor: None,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, grad_hidden, grad_weight, factor = output
+    ctx.needed = inputs[5:7]
+    ctx.spent = False
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(grad_hidden, grad_weight, factor)
+    ctx.save_for_backward(grad_hidden, grad_weight, factor)
+
+
+def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad_loss is None:
+        return (None,) * 7
+    if ctx.spent:
+        raise RuntimeError(
+            "linear_cross_entropy: its gradients were handed over by an earlier backward pass; call it again, not "
+            "with retain_graph=True"
+        )
+    ctx.spent = True
+    *gradients, factor = ctx.saved_tensors
+    for gradient, needed in zip(gradients, ctx.needed, strict=True):
+        if needed:
+            _scale(gradient, grad_loss * factor)
+    grad_hidden, grad_weight = (each if needed else None for each, needed in zip(gradients, ctx.needed, strict=True))
+    return grad_hidden, grad_weight, None, None, None, None, None
+
+
+torch.library.register_autograd("cuda_ops::linear_cross_entropy", _backward, setup_context=_setup_context)
+
+
+def warm(dtype: torch.dtype) -> None:
+    """Compile what a run that computes in `dtype` needs."""
+    hidden, weight = torch.zeros(1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
+    linear_cross_entropy(hidden, weight, torch.zeros(1, dtype=torch.int64))
