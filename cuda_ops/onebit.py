@@ -1,0 +1,272 @@
+"""One bit an element with error feedback, as 1-bit Adam (arXiv:2102.02888) sends its momentum.
+
+What is sent of an element is its sign, times the mean magnitude of its chunk; what that misses is kept and added the
+next time. A chunk's mean must be known before its first sign is worth anything, so every element is looked at twice.
+Chunks small enough for the cache make the second look free: 12 bytes an element in float32 from and to memory (values
+and error read, error written) and an eighth of a byte of signs. One mean for the whole tensor would cost 20.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic as _intrinsic
+from numba.extending import overload
+from torch import Tensor
+
+from cuda_ops.compile import EXACT, REORDERED, kernel
+from cuda_ops.elements import load, store
+from cuda_ops.library import register
+from cuda_ops.meter import meter
+from cuda_ops.tensors import FLOATS, array, check
+from cuda_ops.threads import share
+
+CHUNK = 1 << 14
+"""Elements that share a scale: 64 KiB of float32, which the second-level cache holds."""
+
+_BLOCK = 512
+"""Elements averaged at a time, in the first-level cache."""
+
+intrinsic: Any = _intrinsic  # Callers leave out the typing context, which no type checker knows.
+
+
+def onebit_pack_reference(values: Tensor, error: Tensor, *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """The definition, in torch."""
+    corrected = values.float() + error
+    pieces = corrected.split(chunk)
+    scales = torch.stack([piece.abs().mean() for piece in pieces]) if len(corrected) else corrected
+    positive = corrected >= 0
+    sent = torch.where(positive, 1.0, -1.0) * scales.repeat_interleave(chunk)[: len(corrected)]
+    error.copy_(corrected - sent)
+    bits = torch.nn.functional.pad(positive, (0, -len(positive) % 8)).view(-1, 8).to(torch.uint8)
+    return (bits << torch.arange(8, dtype=torch.uint8)).sum(dim=1, dtype=torch.uint8), scales
+
+
+def onebit_average_reference(packed: Tensor, scales: Tensor, out: Tensor, *, chunk: int = CHUNK) -> None:
+    """The definition, in torch."""
+    bits = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
+    signs = bits.flatten(1)[:, : len(out)].float() * 2 - 1
+    out.copy_((signs * scales.repeat_interleave(chunk, dim=1)[:, : len(out)]).mean(dim=0))
+
+
+def onebit_pack(values: Tensor, error: Tensor, *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """The signs of `values + error`, eight to a byte, and the mean magnitude of each chunk.
+
+    Args:
+        values: (n,) float32, bfloat16 or float16.
+        error: (n,) float32, changed in place: what signs times means miss of `values + error`.
+        chunk: elements that share a mean, a multiple of 8. The last chunk may be shorter.
+
+    Returns:
+        (ceil(n / 8),) uint8: bit i of byte j is set where element 8j + i is not negative; spare bits are 0.
+        (ceil(n / chunk),) float32: the means.
+
+    A chunk that holds a NaN or an infinity has that mean, so that nothing of it comes out finite at the other end. Its
+    error is then lost: look at `grad_stats` first. Raises ValueError for wrong dtypes, shapes, strides or devices.
+    """
+    packed, scales = _onebit_pack(values, error, chunk)
+    return packed, scales
+
+
+def onebit_average(packed: Tensor, scales: Tensor, out: Tensor, *, chunk: int = CHUNK) -> None:
+    """`out` = the mean over ranks of what they packed, taken in their order.
+
+    Args:
+        packed: (ranks, ceil(n / 8)) uint8, as from `onebit_pack`.
+        scales: (ranks, ceil(n / chunk)) float32.
+        out: (n,) float32, bfloat16 or float16.
+
+    Raises ValueError for wrong dtypes, shapes, strides or devices.
+    """
+    _onebit_average(packed, scales, out, chunk)
+
+
+# LLVM makes neither bits of comparisons nor the reverse out of loops, but has both as one instruction for vectors.
+_LANES = 16
+_VECTOR = ir.VectorType(ir.FloatType(), _LANES)
+_MASK = ir.IntType(_LANES)
+
+
+@intrinsic
+def _store_signs(typingctx: Any, values: Any, i: Any, packed: Any, j: Any) -> Any:
+    """packed[j : j + 2] (uint8) = the signs of values[i : i + 16] (float32)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source = builder.bitcast(_element(context, builder, signature, arguments, 0), _VECTOR.as_pointer())
+        positive = builder.fcmp_ordered(">=", builder.load(source, align=4), ir.Constant(_VECTOR, [0.0] * _LANES))
+        target = builder.bitcast(_element(context, builder, signature, arguments, 2), _MASK.as_pointer())
+        builder.store(builder.bitcast(positive, _MASK), target, align=1)
+        return context.get_dummy_value()
+
+    return types.void(values, types.intp, packed, types.intp), generate
+
+
+@intrinsic
+def _sum_signs(typingctx: Any, total: Any, i: Any, packed: Any, j: Any, weights: Any) -> Any:
+    """total[i : i + 16] = the sum over rows r of weights[r] where a bit of packed[r, j : j + 2] is set, -weights[r]
+    elsewhere: all in one register, where a loop over rows outside would go through the cache for each."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        rows = context.make_array(signature.args[2])(context, builder, arguments[2])
+        count, stride = (cgutils.unpack_tuple(builder, pair)[0] for pair in (rows.shape, rows.strides))
+        weights = context.make_array(signature.args[4])(context, builder, arguments[4]).data
+        result = cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, [0.0] * _LANES))
+        with cgutils.for_range(builder, count) as loop:
+            offset = builder.add(builder.mul(loop.index, stride), arguments[3])
+            source = builder.bitcast(cgutils.gep(builder, rows.data, offset), _MASK.as_pointer())
+            mask = builder.bitcast(builder.load(source, align=1), ir.VectorType(ir.IntType(1), _LANES))
+            weight = _broadcast(builder, builder.load(cgutils.gep(builder, weights, loop.index)))
+            before = builder.load(result)
+            builder.store(builder.select(mask, builder.fadd(before, weight), builder.fsub(before, weight)), result)
+        target = builder.bitcast(_element(context, builder, signature, arguments, 0), _VECTOR.as_pointer())
+        builder.store(builder.load(result), target, align=4)
+        return context.get_dummy_value()
+
+    return types.void(total, types.intp, packed, types.intp, weights), generate
+
+
+def _element(context: Any, builder: Any, signature: Any, arguments: Any, k: int) -> Any:
+    """The address of the element that arguments k (an array) and k + 1 (an index) name."""
+    data = context.make_array(signature.args[k])(context, builder, arguments[k]).data
+    return cgutils.gep(builder, data, arguments[k + 1])
+
+
+def _broadcast(builder: Any, value: Any) -> Any:
+    vector = ir.Constant(_VECTOR, ir.Undefined)
+    for lane in range(_LANES):
+        vector = builder.insert_element(vector, value, ir.Constant(ir.IntType(32), lane))
+    return vector
+
+
+@kernel(fastmath=REORDERED)
+def _correct(values: Any, error: Any) -> Any:
+    """error += values; the sum of magnitudes."""
+    total = np.float32(0)
+    for i in range(values.shape[0]):
+        corrected = load(values, i) + error[i]
+        error[i] = corrected
+        total += abs(corrected)
+    return total
+
+
+@kernel(fastmath=EXACT)
+def _pack(start: int, stop: int, values: Any, error: Any, packed: Any, scales: Any, chunk: int) -> None:
+    for low in range(start, stop, chunk):
+        high = min(low + chunk, stop)
+        e = error[low:high]
+        scale = np.float32(_correct(values[low:high], e) / np.float32(high - low))
+        scales[low // chunk] = scale
+        signs = packed[low // 8 : (high + 7) // 8]
+        whole = e.shape[0] // 16
+        for j in range(whole):
+            _store_signs(e, 16 * j, signs, 2 * j)
+        for j in range(2 * whole, signs.shape[0]):
+            signs[j] = 0
+            for i in range(8 * j, min(8 * j + 8, e.shape[0])):
+                signs[j] |= np.uint8(e[i] >= 0) << np.uint8(i - 8 * j)
+        for i in range(e.shape[0]):
+            e[i] -= scale if e[i] >= 0 else -scale
+
+
+def _scratch(target: Any, total: Any) -> Any:
+    """Where sums are taken: in `target` itself if it is float32, which saves a second store, else in `total`."""
+    raise NotImplementedError("only inside kernels")
+
+
+@overload(_scratch, strict=False)
+def _choose_scratch(target: Any, total: Any) -> Any:
+    if target.dtype == types.float32:
+        return lambda target, total: target
+    return lambda target, total: total
+
+
+@kernel()
+def _average(start: int, stop: int, packed: Any, scales: Any, out: Any, chunk: int) -> None:
+    ranks = packed.shape[0]
+    total, weights = np.empty(_BLOCK, dtype=np.float32), np.empty(ranks, dtype=np.float32)
+    for begin in range(start, stop, chunk):
+        end = min(begin + chunk, stop)
+        for rank in range(ranks):
+            weights[rank] = scales[rank, begin // chunk] / np.float32(ranks)
+        for low in range(begin, end, _BLOCK):
+            target = out[low : min(low + _BLOCK, end)]
+            sums = _scratch(target, total)
+            whole = target.shape[0] // 16
+            for j in range(whole):
+                _sum_signs(sums, 16 * j, packed, low // 8 + 2 * j, weights)
+            for i in range(16 * whole, target.shape[0]):
+                sums[i] = 0
+                for rank in range(ranks):
+                    sign = (packed[rank, (low + i) // 8] >> ((low + i) % 8)) & 1
+                    sums[i] += weights[rank] if sign else -weights[rank]
+            if sums is not target:
+                for i in range(target.shape[0]):
+                    store(target, i, sums[i])
+
+
+def _check_chunk(chunk: int) -> None:
+    if chunk < 8 or chunk % 8:
+        raise ValueError(f"chunk: {chunk}, expected a positive multiple of 8, so that no byte of signs has two scales")
+
+
+def _check_pack(values: Tensor, error: Tensor, chunk: int) -> None:
+    _check_chunk(chunk)
+    check("values", values, dtypes=FLOATS, shape=[None])
+    check("error", error, dtypes=[torch.float32], shape=values.shape, like=values)
+
+
+def _check_average(packed: Tensor, scales: Tensor, out: Tensor, chunk: int) -> None:
+    _check_chunk(chunk)
+    check("out", out, dtypes=FLOATS, shape=[None])
+    check("packed", packed, dtypes=[torch.uint8], shape=[None, -(-out.shape[0] // 8)], like=out)
+    ranks = packed.shape[0]
+    if ranks == 0:
+        raise ValueError(f"packed: shape is {tuple(packed.shape)}, expected at least one rank")
+    check("scales", scales, dtypes=[torch.float32], shape=[ranks, -(-out.shape[0] // chunk)], like=out)
+
+
+def _pack_outputs(values: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    packed = values.new_empty(-(-values.shape[0] // 8), dtype=torch.uint8)
+    return packed, values.new_empty(-(-values.shape[0] // chunk), dtype=torch.float32)
+
+
+def _cpu_pack(values: Tensor, error: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    _check_pack(values, error, chunk)
+    packed, scales = _pack_outputs(values, chunk)
+    with meter.record("onebit_pack", values.nbytes + 2 * error.nbytes + packed.nbytes, values.device):
+        arrays = [array(tensor) for tensor in (values, error, packed, scales)]
+        share(_pack, values.numel(), *arrays, chunk, multiple=chunk)
+    return packed, scales
+
+
+def _cpu_average(packed: Tensor, scales: Tensor, out: Tensor, chunk: int) -> None:
+    _check_average(packed, scales, out, chunk)
+    with meter.record("onebit_average", packed.nbytes + scales.nbytes + out.nbytes, out.device):
+        share(_average, out.numel(), array(packed), array(scales), array(out), chunk, multiple=chunk)
+
+
+def _fake_pack(values: Tensor, error: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    _check_pack(values, error, chunk)
+    return _pack_outputs(values, chunk)
+
+
+_onebit_pack = register(
+    "onebit_pack(Tensor values, Tensor(a!) error, int chunk) -> (Tensor, Tensor)", cpu=_cpu_pack, fake=_fake_pack
+)
+_onebit_average = register(
+    "onebit_average(Tensor packed, Tensor scales, Tensor(a!) out, int chunk) -> ()",
+    cpu=_cpu_average,
+    fake=_check_average,
+)
+
+
+def warm(dtype: torch.dtype) -> None:
+    """Compile what a run that computes in `dtype` needs."""
+    for values in {dtype, torch.float32}:
+        packed, scales = onebit_pack(torch.zeros(1, dtype=values), torch.zeros(1))
+        onebit_average(packed[None], scales[None], torch.zeros(1, dtype=values))
