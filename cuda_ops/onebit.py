@@ -16,7 +16,6 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic as _intrinsic
-from numba.extending import overload
 from torch import Tensor
 
 from cuda_ops.compile import EXACT, REORDERED, kernel
@@ -28,9 +27,6 @@ from cuda_ops.threads import share
 
 CHUNK = 1 << 14
 """Elements that share a scale: 64 KiB of float32, which the second-level cache holds."""
-
-_BLOCK = 512
-"""Elements averaged at a time, in the first-level cache."""
 
 intrinsic: Any = _intrinsic  # Callers leave out the typing context, which no type checker knows.
 
@@ -107,9 +103,9 @@ def _store_signs(typingctx: Any, values: Any, i: Any, packed: Any, j: Any) -> An
 
 
 @intrinsic
-def _sum_signs(typingctx: Any, total: Any, i: Any, packed: Any, j: Any, weights: Any) -> Any:
-    """total[i : i + 16] = the sum over rows r of weights[r] where a bit of packed[r, j : j + 2] is set, -weights[r]
-    elsewhere: all in one register, where a loop over rows outside would go through the cache for each."""
+def _store_sums(typingctx: Any, out: Any, i: Any, packed: Any, j: Any, weights: Any) -> Any:
+    """out[i : i + 16] = the sum over rows r of weights[r] where a bit of packed[r, j : j + 2] is set, -weights[r]
+    elsewhere. All in one register: sums that went through a scratch array took three times as long."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rows = context.make_array(signature.args[2])(context, builder, arguments[2])
@@ -123,11 +119,27 @@ def _sum_signs(typingctx: Any, total: Any, i: Any, packed: Any, j: Any, weights:
             weight = _broadcast(builder, builder.load(cgutils.gep(builder, weights, loop.index)))
             before = builder.load(result)
             builder.store(builder.select(mask, builder.fadd(before, weight), builder.fsub(before, weight)), result)
-        target = builder.bitcast(_element(context, builder, signature, arguments, 0), _VECTOR.as_pointer())
-        builder.store(builder.load(result), target, align=4)
+        rounded = _rounded(builder, builder.load(result), signature.args[0].dtype)
+        target = builder.bitcast(_element(context, builder, signature, arguments, 0), rounded.type.as_pointer())
+        builder.store(rounded, target, align=2)
         return context.get_dummy_value()
 
-    return types.void(total, types.intp, packed, types.intp, weights), generate
+    return types.void(out, types.intp, packed, types.intp, weights), generate
+
+
+def _rounded(builder: Any, values: Any, dtype: Any) -> Any:
+    """float32 values as elements of `dtype`, as `elements.store` rounds them."""
+    if dtype == types.int16:
+        return builder.fptrunc(values, ir.VectorType(ir.HalfType(), _LANES))
+    if dtype != types.uint16:
+        return values
+    words = ir.VectorType(ir.IntType(32), _LANES)
+    bits = builder.bitcast(values, words)
+    sixteen, one, half, quiet = (ir.Constant(words, [number] * _LANES) for number in (16, 1, 0x7FFF, 0x7FC0))
+    odd = builder.and_(builder.lshr(bits, sixteen), one)
+    rounded = builder.lshr(builder.add(builder.add(bits, half), odd), sixteen)
+    rounded = builder.select(builder.fcmp_unordered("uno", values, values), quiet, rounded)
+    return builder.trunc(rounded, ir.VectorType(ir.IntType(16), _LANES))
 
 
 def _element(context: Any, builder: Any, signature: Any, arguments: Any, k: int) -> Any:
@@ -173,40 +185,23 @@ def _pack(start: int, stop: int, values: Any, error: Any, packed: Any, scales: A
             e[i] -= scale if e[i] >= 0 else -scale
 
 
-def _scratch(target: Any, total: Any) -> Any:
-    """Where sums are taken: in `target` itself if it is float32, which saves a second store, else in `total`."""
-    raise NotImplementedError("only inside kernels")
-
-
-@overload(_scratch, strict=False)
-def _choose_scratch(target: Any, total: Any) -> Any:
-    if target.dtype == types.float32:
-        return lambda target, total: target
-    return lambda target, total: total
-
-
 @kernel()
 def _average(start: int, stop: int, packed: Any, scales: Any, out: Any, chunk: int) -> None:
     ranks = packed.shape[0]
-    total, weights = np.empty(_BLOCK, dtype=np.float32), np.empty(ranks, dtype=np.float32)
-    for begin in range(start, stop, chunk):
-        end = min(begin + chunk, stop)
+    weights = np.empty(ranks, dtype=np.float32)
+    for low in range(start, stop, chunk):
+        target = out[low : min(low + chunk, stop)]
         for rank in range(ranks):
-            weights[rank] = scales[rank, begin // chunk] / np.float32(ranks)
-        for low in range(begin, end, _BLOCK):
-            target = out[low : min(low + _BLOCK, end)]
-            sums = _scratch(target, total)
-            whole = target.shape[0] // 16
-            for j in range(whole):
-                _sum_signs(sums, 16 * j, packed, low // 8 + 2 * j, weights)
-            for i in range(16 * whole, target.shape[0]):
-                sums[i] = 0
-                for rank in range(ranks):
-                    sign = (packed[rank, (low + i) // 8] >> ((low + i) % 8)) & 1
-                    sums[i] += weights[rank] if sign else -weights[rank]
-            if sums is not target:
-                for i in range(target.shape[0]):
-                    store(target, i, sums[i])
+            weights[rank] = scales[rank, low // chunk] / np.float32(ranks)
+        whole = target.shape[0] // 16
+        for j in range(whole):
+            _store_sums(target, 16 * j, packed, low // 8 + 2 * j, weights)
+        for i in range(16 * whole, target.shape[0]):
+            total = np.float32(0)
+            for rank in range(ranks):
+                sign = (packed[rank, (low + i) // 8] >> ((low + i) % 8)) & 1
+                total += weights[rank] if sign else -weights[rank]
+            store(target, i, total)
 
 
 def _check_chunk(chunk: int) -> None:
