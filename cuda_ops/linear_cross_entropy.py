@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cuda_ops.compile import kernel
 from cuda_ops.elements import load, store
-from cuda_ops.exponential import exp
+from cuda_ops.exponential import LOG2_E, exp2
 from cuda_ops.library import register
 from cuda_ops.meter import meter
 from cuda_ops.tensors import FLOATS, array, check
@@ -76,9 +76,9 @@ def _default_chunk(hidden: Tensor, weight: Tensor) -> int:
 
 @kernel()
 def _exponentials(start: int, stop: int, logits: Any, reference: Any, rows: Any, sums: Any, picked: Any) -> None:
-    """For groups [start, stop) of rows of `logits` (rows, n): exp(logits - reference) in place, its sums over each
-    group into `sums` (groups, n), and before that the logit at row `rows`[j] of column j, if it is in here, into
-    `picked` (n)."""
+    """For groups [start, stop) of rows of `logits` (rows, n): 2 to the power of (logits · log2 e - reference) in place,
+    its sums over each group into `sums` (groups, n), and before that the logit at row `rows`[j] of column j, if it is
+    in here, into `picked` (n)."""
     for group in range(start, stop):
         low = group * _GROUP
         block = logits[low : min(low + _GROUP, logits.shape[0])]
@@ -92,7 +92,7 @@ def _exponentials(start: int, stop: int, logits: Any, reference: Any, rows: Any,
         for i in range(block.shape[0]):
             line = block[i]
             for j in range(line.shape[0]):
-                value = exp(load(line, j) - reference[j])
+                value = exp2(load(line, j) * LOG2_E - reference[j])
                 total[j] += value
                 store(line, j, value)
 
@@ -100,8 +100,8 @@ def _exponentials(start: int, stop: int, logits: Any, reference: Any, rows: Any,
 def _chunk_exponentials(
     hidden: Tensor, weight: Tensor, targets: Tensor, reference: Tensor | None, buffer: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Steps 1 and 2 for n tokens: their reference (n,), sums (n,) and targets' logits (n,), float32. The exponentials
-    stay in `buffer` (V, n), or only those of the last block if it has fewer rows."""
+    """Steps 1 and 2 for n tokens: their reference (n,), in powers of two, sums (n,) and targets' logits (n,), float32.
+    The exponentials stay in `buffer` (V, n), or only those of the last block if it has fewer rows."""
     vocabulary, n = weight.shape[0], hidden.shape[0]
     sums = torch.empty(-(-vocabulary // _GROUP), n)
     picked = torch.zeros(n)
@@ -122,8 +122,8 @@ def _chunk_exponentials(
 
 
 def _greatest(logits: Tensor) -> Tensor:
-    """The greatest logit of each token (n,) float32, or finite where there is none."""
-    return logits.amax(0).float().clamp_(min=-1e30)
+    """The greatest logit of each token times log2 e: (n,) float32, finite where all are -inf."""
+    return logits.amax(0).float().clamp_(min=-1e30).mul_(float(LOG2_E))
 
 
 def _chunk_greatest(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -157,10 +157,11 @@ def _cpu(
         if not (sums <= _SUM_LIMIT).all():
             reference = _chunk_greatest(inputs, weight)
             reference, sums, picked = _chunk_exponentials(inputs, weight, labels, reference, e)
-        loss += torch.where(used, reference + sums.log() - picked, 0).sum(dtype=torch.float64)
+        base = reference.double() / float(LOG2_E)  # Exactly what the kernel subtracted.
+        loss += torch.where(used, base + sums.log() - picked, 0).sum()
         columns = used.nonzero().flatten()
         if need_hidden or need_weight:
-            e[labels[columns], columns] = ((picked - reference).exp() - sums)[columns].to(e.dtype)
+            e[labels[columns], columns] = ((picked - base).float().exp() - sums)[columns].to(e.dtype)
         factors = torch.where(used, 1 / (sums * count), 0)[:, None]
         if need_hidden:
             torch.mm(e.t(), weight, out=grad_hidden[low : low + chunk]).mul_(factors)
@@ -251,19 +252,6 @@ _loss = register(
 )
 
 
-def _scale_now(gradient: Tensor, factor: Tensor) -> None:
-    if gradient.device.type != "cpu" or factor.item() != 1:  # On a GPU a look would cost more than the pass.
-        gradient.mul_(factor)
-
-
-_scale = register(
-    "linear_cross_entropy_scale(Tensor(a!) gradient, Tensor factor) -> ()",
-    cpu=_scale_now,
-    cuda=_scale_now,
-    fake=lambda gradient, factor: None,
-)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, grad_hidden, grad_weight, factor = output
     ctx.needed = inputs[5:7]
@@ -283,11 +271,19 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | No
         )
     ctx.spent = True
     *gradients, factor = ctx.saved_tensors
-    for gradient, needed in zip(gradients, ctx.needed, strict=True):
-        if needed:
-            _scale(gradient, grad_loss * factor)
-    grad_hidden, grad_weight = (each if needed else None for each, needed in zip(gradients, ctx.needed, strict=True))
+    grad_hidden, grad_weight = (
+        _scaled(gradient, grad_loss * factor) if needed else None
+        for gradient, needed in zip(gradients, ctx.needed, strict=True)
+    )
     return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    if type(gradient) is not Tensor:  # It is traced, and a compiler decides what is done in place.
+        return (gradient * factor).to(gradient.dtype)
+    if gradient.is_cpu and factor.item() == 1:  # On a GPU a look would cost more than the pass.
+        return gradient
+    return gradient.mul_(factor)
 
 
 torch.library.register_autograd("cuda_ops::linear_cross_entropy", _backward, setup_context=_setup_context)
