@@ -1,0 +1,308 @@
+"""Blocks of int8 or int4 with a scale each, for gathers and reductions that send a quarter or an eighth of the bytes.
+
+Symmetric: an element is an integer of [-127, 127] or [-7, 7] times its block's scale, which is the block's largest
+magnitude over 127 or 7, as in ZeRO++ (arXiv:2306.10209) and 8-bit optimizers (arXiv:2110.02861).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba.extending import register_jitable
+from torch import Tensor
+
+from cuda_ops.compile import kernel
+from cuda_ops.elements import bits_of_float as _bits_of_float
+from cuda_ops.elements import float_of_bits as _float_of_bits
+from cuda_ops.elements import load, store
+from cuda_ops.library import register
+from cuda_ops.meter import meter
+from cuda_ops.tensors import FLOATS, array, check
+from cuda_ops.threads import share
+
+BLOCK = 256
+"""Elements that share a scale, unless the caller says otherwise."""
+
+_LEVELS = {8: 127, 4: 7}
+"""Bits of an element -> its largest integer."""
+
+_INFINITY_BITS = np.uint32(0x7F800000)
+_SMALLEST_SCALE = np.float32(2.0**-126)
+"""Below, scales are denormal and their inverses may be infinite."""
+_ROUND = np.float32(1.5 * 2**23)
+"""Added to a small number, it leaves the nearest integer (ties to even) in the last bits."""
+_ROUND_BITS = np.int32(_ROUND.view(np.int32))
+
+bits_of_float: Any = _bits_of_float  # Callers leave out the typing context, which no type checker knows.
+float_of_bits: Any = _float_of_bits
+
+
+def block_quantize_reference(values: Tensor, *, bits: int = 8, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """The definition, in torch."""
+    size, levels = values.shape[0], _LEVELS[bits]
+    blocks = torch.nn.functional.pad(values.float(), (0, -size % block)).view(-1, block)
+    scales = blocks.abs().amax(dim=1) / levels
+    scales = torch.where(scales < float(_SMALLEST_SCALE), 0.0, scales)
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    factors = torch.where(scales > 0, 1 / scales, 0.0)
+    finite = scales.isfinite()[:, None]
+    # In double precision the product is exact: it is rounded once, as a fused multiply-add does.
+    exact = blocks.double() * factors.double()[:, None]
+    integers = torch.where(finite, exact, 0.0).round().to(torch.int8).flatten()[:size]
+    if bits == 8:
+        return integers, scales
+    pairs = torch.nn.functional.pad(integers.view(torch.uint8) & 15, (0, size % 2)).view(-1, 2)
+    return pairs[:, 0] | (pairs[:, 1] << 4), scales
+
+
+def block_dequantize_reference(
+    quantized: Tensor, scales: Tensor, out: Tensor, *, block: int = BLOCK, average: bool = False
+) -> None:
+    """The definition, in torch."""
+    integers = quantized
+    if quantized.dtype is torch.uint8:
+        nibbles = torch.stack([quantized & 15, quantized >> 4], dim=-1).flatten(1).to(torch.int8)
+        integers = torch.where(nibbles > 7, nibbles - 16, nibbles)
+    total = torch.zeros(out.shape[0])
+    for row, scale in zip(integers, scales, strict=True):
+        total += row[: out.shape[0]].float() * scale.repeat_interleave(block)[: out.shape[0]]
+    out.copy_(total / len(scales) if average else total)
+
+
+def block_quantize(values: Tensor, *, bits: int = 8, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """The integers and scales of blocks of `values`.
+
+    Args:
+        values: (n,) float32, bfloat16 or float16.
+        bits: 8 or 4.
+        block: elements that share a scale: a power of two from 32 to 2048. The last block may be shorter.
+
+    Returns:
+        (n,) int8, or (ceil(n / 2),) uint8 with element 2i in the lower four bits of byte i (two's complement).
+        (ceil(n / block),) float32: the scales.
+
+    A block with a NaN or an infinity has the scale NaN and integers 0: all of it comes out NaN at the other end. A
+    block whose scale would be denormal becomes zeros. Raises ValueError for wrong dtypes, shapes or strides.
+    """
+    quantized, scales = _block_quantize(values, bits, block)
+    return quantized, scales
+
+
+def block_dequantize(quantized: Tensor, scales: Tensor, out: Tensor, *, block: int = BLOCK) -> None:
+    """`out` (n,) float32, bfloat16 or float16 = integers times scales, as `block_quantize` returned them.
+
+    Raises ValueError for wrong dtypes, shapes, strides or devices.
+    """
+    _block_dequantize(quantized.unsqueeze(0), scales.unsqueeze(0), out, block, False)
+
+
+def block_dequantize_sum(
+    quantized: Tensor, scales: Tensor, out: Tensor, *, block: int = BLOCK, average: bool = False
+) -> None:
+    """`out` (n,) = the sum (or mean) over ranks of what they quantised, added in their order in float32.
+
+    Args:
+        quantized: (ranks, n) int8 or (ranks, ceil(n / 2)) uint8.
+        scales: (ranks, ceil(n / block)) float32.
+        out: (n,) float32, bfloat16 or float16.
+
+    Raises ValueError for wrong dtypes, shapes, strides or devices.
+    """
+    _block_dequantize(quantized, scales, out, block, average)
+
+
+@register_jitable
+def scale_of(largest: Any, levels: Any) -> tuple[Any, Any]:
+    """The scale of a block and what elements are multiplied by, from the bits of its largest magnitude."""
+    if largest >= _INFINITY_BITS:
+        return np.float32(np.nan), np.float32(0)
+    scale = np.float32(float_of_bits(largest) / levels)
+    if scale < _SMALLEST_SCALE:
+        return np.float32(0), np.float32(0)
+    return scale, np.float32(1) / scale
+
+
+@register_jitable
+def nearest(value: Any) -> Any:
+    """The nearest integer as int32, ties to even; of NaN and beyond 2**22, any integer."""
+    return np.int32(np.int32(bits_of_float(np.float32(value + _ROUND))) - _ROUND_BITS)
+
+
+@register_jitable
+def magnitude_bits(value: Any) -> Any:
+    """Their order is that of magnitudes with infinity and then NaN on top, and unlike floats their maximum
+    vectorises."""
+    return np.uint32(bits_of_float(value) & np.uint32(0x7FFFFFFF))
+
+
+@register_jitable
+def low_nibble(byte: Any) -> Any:
+    """The lower four bits of a byte, with their sign, as float32."""
+    return np.float32(np.int32((np.int32(byte) & np.int32(15)) ^ np.int32(8)) - np.int32(8))
+
+
+@register_jitable
+def high_nibble(byte: Any) -> Any:
+    """The upper four bits of a byte, with their sign, as float32."""
+    return np.float32(np.int32((np.int32(byte) >> np.int32(4)) ^ np.int32(8)) - np.int32(8))
+
+
+@kernel()
+def _scale_block(values: Any, levels: Any) -> Any:
+    """A block's scale, the factor of its elements, and a mask that makes integers 0 where there is no number."""
+    largest = np.uint32(0)
+    for i in range(values.shape[0]):
+        largest = max(largest, magnitude_bits(load(values, i)))
+    scale, factor = scale_of(largest, levels)
+    return scale, factor, np.int32(0) if largest >= _INFINITY_BITS else np.int32(-1)
+
+
+@kernel()
+def _quantize_bytes(start: int, stop: int, values: Any, quantized: Any, scales: Any, block: int) -> None:
+    for low in range(start, stop, block):
+        high = min(low + block, stop)
+        v, q = values[low:high], quantized[low:high]
+        scale, factor, mask = _scale_block(v, np.float32(127))
+        scales[low // block] = scale
+        for i in range(v.shape[0]):
+            q[i] = np.int8(nearest(load(v, i) * factor) & mask)
+
+
+@kernel()
+def _quantize_nibbles(start: int, stop: int, values: Any, quantized: Any, scales: Any, block: int) -> None:
+    for low in range(start, stop, block):
+        v = values[low : min(low + block, stop)]
+        q = quantized[low // 2 : (low + v.shape[0] + 1) // 2]
+        scale, factor, mask = _scale_block(v, np.float32(7))
+        scales[low // block] = scale
+        for j in range(v.shape[0] // 2):
+            lower = nearest(load(v, 2 * j) * factor) & mask
+            upper = nearest(load(v, 2 * j + 1) * factor) & mask
+            q[j] = np.uint8((lower & np.int32(15)) | (upper << np.int32(4)))
+        if v.shape[0] % 2:
+            q[v.shape[0] // 2] = np.uint8(nearest(load(v, v.shape[0] - 1) * factor) & mask & np.int32(15))
+
+
+@kernel()
+def _dequantize_bytes(start: int, stop: int, quantized: Any, scales: Any, out: Any, block: int, divisor: Any) -> None:
+    last = quantized.shape[0] - 1
+    total = np.empty(block, dtype=np.float32)
+    for low in range(start, stop, block):
+        high = min(low + block, stop)
+        target = out[low:high]
+        q, scale = quantized[0, low:high], np.float32(scales[0, low // block] / divisor)
+        if last == 0:  # By far the most frequent, and stores to `total` would wait behind those to memory.
+            for i in range(q.shape[0]):
+                store(target, i, np.float32(q[i]) * scale)
+            continue
+        for i in range(q.shape[0]):
+            total[i] = np.float32(q[i]) * scale
+        for rank in range(1, last):
+            q, scale = quantized[rank, low:high], np.float32(scales[rank, low // block] / divisor)
+            for i in range(q.shape[0]):
+                total[i] += np.float32(q[i]) * scale
+        q, scale = quantized[last, low:high], np.float32(scales[last, low // block] / divisor)
+        for i in range(q.shape[0]):
+            store(target, i, total[i] + np.float32(q[i]) * scale)
+
+
+@kernel()
+def _dequantize_nibbles(start: int, stop: int, quantized: Any, scales: Any, out: Any, block: int, divisor: Any) -> None:
+    last = quantized.shape[0] - 1
+    lower, upper = np.zeros(block // 2, dtype=np.float32), np.zeros(block // 2, dtype=np.float32)
+    for low in range(start, stop, block):
+        target = out[low : min(low + block, stop)]
+        width = target.shape[0]
+        if last > 0:
+            lower[:], upper[:] = 0, 0
+        for rank in range(last):
+            q = quantized[rank, low // 2 : (low + width + 1) // 2]
+            scale = np.float32(scales[rank, low // block] / divisor)
+            for j in range(q.shape[0]):
+                lower[j] += low_nibble(q[j]) * scale
+                upper[j] += high_nibble(q[j]) * scale
+        q = quantized[last, low // 2 : (low + width + 1) // 2]
+        scale = np.float32(scales[last, low // block] / divisor)
+        for j in range(width // 2):
+            store(target, 2 * j, lower[j] + low_nibble(q[j]) * scale)
+            store(target, 2 * j + 1, upper[j] + high_nibble(q[j]) * scale)
+        if width % 2:
+            store(target, width - 1, lower[width // 2] + low_nibble(q[width // 2]) * scale)
+
+
+def _check_block(block: int) -> None:
+    if not 32 <= block <= 2048 or block & (block - 1):
+        raise ValueError(f"block: {block}, expected a power of two from 32 to 2048")
+
+
+def _check_quantize(values: Tensor, bits: int, block: int) -> None:
+    _check_block(block)
+    if bits not in _LEVELS:
+        raise ValueError(f"bits: {bits}, expected 8 or 4")
+    check("values", values, dtypes=FLOATS, shape=[None])
+
+
+def _check_dequantize(quantized: Tensor, scales: Tensor, out: Tensor, block: int, average: bool) -> None:
+    _check_block(block)
+    check("out", out, dtypes=FLOATS, shape=[None])
+    check("quantized", quantized, dtypes=[torch.int8, torch.uint8], shape=[None, None], like=out)
+    ranks, width = quantized.shape[0], out.shape[0]
+    width = width if quantized.dtype is torch.int8 else -(-width // 2)
+    check("quantized", quantized, shape=[None, width])
+    if ranks == 0:
+        raise ValueError(f"quantized: shape is {tuple(quantized.shape)}, expected at least one rank")
+    check("scales", scales, dtypes=[torch.float32], shape=[ranks, -(-out.shape[0] // block)], like=out)
+
+
+def _quantize_outputs(values: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
+    size = values.shape[0]
+    scales = values.new_empty(-(-size // block), dtype=torch.float32)
+    if bits == 8:
+        return values.new_empty(size, dtype=torch.int8), scales
+    return values.new_empty(-(-size // 2), dtype=torch.uint8), scales
+
+
+def _cpu_quantize(values: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
+    _check_quantize(values, bits, block)
+    quantized, scales = _quantize_outputs(values, bits, block)
+    nbytes = values.nbytes + quantized.nbytes + scales.nbytes
+    with meter.record(f"block_quantize_int{bits}", nbytes, values.device):
+        arrays = [array(tensor) for tensor in (values, quantized, scales)]
+        share(_quantize_bytes if bits == 8 else _quantize_nibbles, values.numel(), *arrays, block, multiple=block)
+    return quantized, scales
+
+
+def _cpu_dequantize(quantized: Tensor, scales: Tensor, out: Tensor, block: int, average: bool) -> None:
+    _check_dequantize(quantized, scales, out, block, average)
+    divisor = np.float32(quantized.shape[0] if average else 1)
+    whole_bytes = quantized.dtype is torch.int8
+    nbytes = quantized.nbytes + scales.nbytes + out.nbytes
+    with meter.record(f"block_dequantize_int{8 if whole_bytes else 4}", nbytes, out.device):
+        arrays = [array(tensor) for tensor in (quantized, scales, out)]
+        dequantize = _dequantize_bytes if whole_bytes else _dequantize_nibbles
+        share(dequantize, out.numel(), *arrays, block, divisor, multiple=block)
+
+
+def _fake_quantize(values: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
+    _check_quantize(values, bits, block)
+    return _quantize_outputs(values, bits, block)
+
+
+_block_quantize = register(
+    "block_quantize(Tensor values, int bits, int block) -> (Tensor, Tensor)", cpu=_cpu_quantize, fake=_fake_quantize
+)
+_block_dequantize = register(
+    "block_dequantize(Tensor quantized, Tensor scales, Tensor(a!) out, int block, bool average) -> ()",
+    cpu=_cpu_dequantize,
+    fake=_check_dequantize,
+)
+
+
+def warm(dtype: torch.dtype) -> None:
+    """Compile what a run that computes in `dtype` needs."""
+    for values in {dtype, torch.float32}:
+        for bits in _LEVELS:
+            quantized, scales = block_quantize(torch.zeros(1, dtype=values), bits=bits)
+            block_dequantize(quantized, scales, torch.zeros(1, dtype=values))
