@@ -34,7 +34,7 @@ from cuda_ops.threads import share
 _BLOCK = 4096
 """Rows of the vocabulary whose logits are computed and made exponentials while they are in the cache."""
 
-_GROUP = 64
+_GROUP = 128
 """Rows of the vocabulary that are summed together: the same ones for any number of threads."""
 
 _SUM_LIMIT = 1e25
@@ -55,7 +55,7 @@ def linear_cross_entropy(
         hidden: (N, C) float32, bfloat16 or float16.
         weight: (V, C), of the same dtype.
         targets: (N,) int64 in [0, V), or `ignore_index`, which does not count; where none counts the loss is NaN.
-        chunk: tokens at a time; left out, a ninth of N, or more where that is little.
+        chunk: tokens at a time; left out, a tenth of N, or more where that is little.
 
     Raises ValueError for wrong dtypes, shapes, strides, devices, and (on CPUs; on GPUs torch's own assertion fails)
     targets out of range; RuntimeError when gradients are asked for a second time.
@@ -68,10 +68,10 @@ def linear_cross_entropy(
 
 
 def _default_chunk(hidden: Tensor, weight: Tensor) -> int:
-    """A ninth of the tokens, so that the logits at hand are less than 0.12 of all; more where these take less than
+    """A tenth of the tokens, so that the logits at hand are a tenth of all; more where these take less than
     16 MiB, and at most 1,024, since products gain nothing from more."""
     cheap = min(256, (16 << 20) // max(1, weight.shape[0] * weight.element_size()))
-    return min(1024, max(hidden.shape[0] // 9, cheap, 16)) // 16 * 16
+    return min(1024, max(hidden.shape[0] // 10, cheap, 16)) // 16 * 16
 
 
 @kernel()
