@@ -51,8 +51,14 @@ def reduce(sources: Sequence[Tensor], out: Tensor, *, average: bool = False, acc
 
 
 @kernel()
-def sum_floats(start: int, stop: int, addresses: Any, like: Any, out: Any, divisor: float, accumulate: bool) -> None:
-    """out[start:stop] = the sum of arrays of `like`'s dtype, whose element 0 stands at `addresses`, over `divisor`."""
+def sum_floats(
+    start: int, stop: int, addresses: Any, like: Any, out: Any, divisor: float, accumulate: bool, direct: bool
+) -> None:
+    """out[start:stop] = the sum of arrays of `like`'s dtype, whose element 0 stands at `addresses`, over `divisor`.
+
+    `direct`: there are two of them, neither is `out`, and nothing else is to be done: one loop does it. (Where memory
+    overlaps, LLVM runs a loop without vectors.)
+    """
     number = addresses.shape[0]
     factor = np.float32(1) / np.float32(divisor)
     total = sums_like(like, _BLOCK)
@@ -61,7 +67,7 @@ def sum_floats(start: int, stop: int, addresses: Any, like: Any, out: Any, divis
         target = out[low : low + width]
         first = numba.carray(array_at(addresses[0]), stop, like.dtype)[low : low + width]
         second = numba.carray(array_at(addresses[min(1, number - 1)]), stop, like.dtype)[low : low + width]
-        if number == 2 and divisor == 1 and not accumulate:
+        if direct:
             for i in range(width):
                 store(target, i, load(first, i) + load(second, i))
             continue
@@ -106,7 +112,9 @@ def sum_at(
     """The kernels, on memory that need not belong to tensors: `addresses` (n,) int64 of arrays of `like`'s dtype, each
     at least as long as `out`. 16-bit floats come as their bits (`tensors.array`); nothing is checked here."""
     if floating:
-        share(sum_floats, out.shape[0], addresses, like, out, float(divisor), accumulate)
+        apart = out.ctypes.data not in addresses
+        direct = apart and len(addresses) == 2 and divisor == 1 and not accumulate
+        share(sum_floats, out.shape[0], addresses, like, out, float(divisor), accumulate, direct)
     else:
         share(sum_integers, out.shape[0], addresses, like, out, divisor, accumulate)
 

@@ -17,6 +17,8 @@ import torch.distributed as dist
 # close. torch imports it in the first optimizer step; here, no world exists yet.
 import torch.distributed.nn.functional
 
+from speedlab.comm.shared import BACKEND, leave_all, register
+
 TIMEOUT_SECONDS = 300.0
 """How long a collective waits for its peers before it fails."""
 
@@ -29,13 +31,14 @@ class World:
     size: int
     device: torch.device
 
-    @property
-    def backend(self) -> str:
-        return "nccl" if self.device.type == "cuda" else "gloo"
 
-
-def join(device: torch.device | str | None = None, *, timeout_seconds: float = TIMEOUT_SECONDS) -> World:
+def join(
+    device: torch.device | str | None = None, *, backend: str | None = None, timeout_seconds: float = TIMEOUT_SECONDS
+) -> World:
     """Join the world of ranks, or return it when this process already did.
+
+    `backend`: of CPU ranks, "shared" (shared memory within a host, gloo between hosts) or "gloo"; None takes
+    what SPEEDLAB_BACKEND says, else "shared". GPUs use NCCL.
 
     1. A default process group that exists is used as it is.
     2. SPEEDLAB_RENDEZVOUS names a folder: engines meet in its file `store-<generation>`.
@@ -48,7 +51,7 @@ def join(device: torch.device | str | None = None, *, timeout_seconds: float = T
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         _wires.clear()  # Somebody else may have destroyed the world they belonged to.
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = _choose_backend(device, backend)
         folder = os.environ.get("SPEEDLAB_RENDEZVOUS")
         if folder:
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -61,9 +64,21 @@ def join(device: torch.device | str | None = None, *, timeout_seconds: float = T
     return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
 
 
+def _choose_backend(device: torch.device, backend: str | None) -> str:
+    if device.type == "cuda":
+        return "cpu:gloo,cuda:nccl"
+    chosen = backend or os.environ.get("SPEEDLAB_BACKEND") or BACKEND
+    if chosen not in (BACKEND, "gloo"):
+        raise ValueError(f"backend: {chosen!r}, expected {BACKEND!r} or 'gloo'")
+    if chosen == BACKEND:
+        register()
+    return chosen
+
+
 def leave() -> None:
     """Leave the world; the next `join` makes a new one. Does nothing when this process is in none."""
     _wires.clear()
+    leave_all()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -245,7 +245,7 @@ def test_lost_peer_is_named_at_once(pool_of: PoolOf, size: int) -> None:
         assert message.startswith(f"rank {rank} waited for a peer that left")
 
 
-def join_by_rendezvous(folder: Path, times: int) -> list[tuple[int, int, str, float]]:
+def join_by_rendezvous(folder: Path, times: int) -> list[tuple[int, int, float]]:
     """Leave the pool's group and join, leave and join again through a folder, as engines do."""
     rank, size = dist.get_rank(), dist.get_world_size()
     leave()
@@ -257,7 +257,7 @@ def join_by_rendezvous(folder: Path, times: int) -> list[tuple[int, int, str, fl
             assert join() == world, "joined already"
             wires = group()
             total = wires.sum_scalars(torch.tensor([rank + 1.0])).item()
-            seen.append((world.rank, world.size, world.backend, total))
+            seen.append((world.rank, world.size, total))
             del wires
             leave()
     leave()  # Does nothing when there is no world.
@@ -268,7 +268,7 @@ def test_engines_join_through_a_folder_again_and_again(ranks: Pool, tmp_path: Pa
     total = sum(range(1, ranks.size + 1))
     results = ranks.run(join_by_rendezvous, tmp_path, 3, timeout=40)
     ranks.new_group()
-    assert results == [[(rank, ranks.size, "gloo", total)] * 3 for rank in range(ranks.size)]
+    assert results == [[(rank, ranks.size, total)] * 3 for rank in range(ranks.size)]
 
 
 def join_alone() -> tuple[int, int, float]:

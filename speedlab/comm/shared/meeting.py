@@ -82,7 +82,7 @@ class Meeting:
         """For each peer a descriptor that becomes readable when its process ends."""
         self._spins = spins_for(self.size, len(os.sched_getaffinity(0)))
         self._offers_at = (int(Number.PEERS) + 2 * self.size) * _LINE
-        self._messages_at = self._offers_at + 2 * _OFFERS
+        self._messages_at = self._offers_at + 3 * _OFFERS
         self._addresses = {
             number: np.array([self._address(k, number) for k in self.peers], dtype=np.int64)
             for number in Number
@@ -162,24 +162,29 @@ class Meeting:
         place = arena().locate(address, nbytes)
         assert place is not None, "offered memory must come from the arena"
         self._recycle()
-        entry = self._offers_at + 2 * (self.offered % _OFFERS)
-        self._words[self.index][entry : entry + 2] = place
+        entry = self._offers_at + 3 * (self.offered % _OFFERS)
+        self._words[self.index][entry : entry + 3] = (*place, nbytes)
         self.offered += 1
         self.raise_own(Number.OFFERED, self.offered)
         return self.offered - 1
 
-    def addresses(self, offer: int) -> np.ndarray:
+    def addresses(self, offer: int, nbytes: int) -> np.ndarray:
         """Where the tensors of `offer` of all ranks stand in this process, (size,) int64; waits until all are offered.
 
-        This rank's own place is 0.
+        This rank's own place is 0. Raises PeerLost when a peer's offer is not of `nbytes`: the ranks are out of step.
         """
         self.wait_all(Number.OFFERED, offer + 1)
-        entry = self._offers_at + 2 * (offer % _OFFERS)
+        entry = self._offers_at + 3 * (offer % _OFFERS)
         found = np.zeros(self.size, dtype=np.int64)
         for k in self.peers:
             memory = self.memory[k]
             assert memory is not None
-            number, offset = self._words[k][entry : entry + 2].tolist()
+            number, offset, offered_bytes = self._words[k][entry : entry + 3].tolist()
+            if offered_bytes != nbytes:
+                raise PeerLost(
+                    f"rank {self.ranks[self.index]} and rank {self.ranks[k]} are out of step: one offers {nbytes} "
+                    f"bytes, the other {offered_bytes}; all ranks must run the same passes"
+                )
             found[k] = memory.address(number, offset)
         return found
 
@@ -245,5 +250,5 @@ def _ended(descriptor: int) -> bool:
 
 def _staging_at(size: int) -> int:
     """Byte of a page where its staging area begins; a whole memory page, so that copies are aligned."""
-    words = (int(Number.PEERS) + 2 * size) * _LINE + 2 * _OFFERS + size * _MESSAGES * 4
+    words = (int(Number.PEERS) + 2 * size) * _LINE + 3 * _OFFERS + size * _MESSAGES * 4
     return -(-words * 8 // mmap.PAGESIZE) * mmap.PAGESIZE

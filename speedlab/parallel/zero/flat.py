@@ -62,7 +62,7 @@ class Flat:
     |------------|---------------------------------|----------------------------------------------------|
     | `shard`    | this rank's slice of `full`     | memory of its own                                  |
     | `full`     | always there                    | storage of size 0 unless gathered                  |
-    | `gradient` | whole, this rank's own sums     | the reduced partition                              |
+    | `gradient` | whole, this rank's own sums     | the reduced partition; the whole is borrowed       |
     | `master`   | float32 of the whole or of the partition, as optimizer states are; shares memory with       |
     |            | `full` or `shard` when the parameters are float32 (or wider) themselves                     |
 
@@ -106,19 +106,17 @@ class Flat:
         self.padded = padded_numel(end, gather_group.size * step)
         self.start, self.end = partition_range(self.padded, gather_group.size, gather_group.index)
         self._own_master = trainable_in_low_precision(dtype) and self.trainable
-        self.full = torch.zeros(self.padded, dtype=dtype, device=gather_group.device)
+        self.full = self._new_full()
         self.master: Tensor = self.full
         if self._own_master:
             # Made from the values given, before they are rounded to the compute dtype.
             self.master = torch.zeros(self.padded, dtype=torch.float32, device=gather_group.device)
-        self._views: list[Tensor] = []
         # What a released parameter shows: its true shape, and in the place of values NaN, in the memory of one element.
         nothing = torch.full((1,), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=gather_group.device)
         self._placeholders = [nothing.expand(slot.shape) for slot in self.slots]
         for parameter, slot in zip(self.parameters, self.slots, strict=True):
             with torch.no_grad():
                 self.master[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(parameter)
-            self._views.append(self.full[slot.offset : slot.offset + slot.numel].view(slot.shape))
         gather_group.broadcast(self.master)
         if self._own_master:
             self.full.copy_(self.master)
@@ -126,6 +124,8 @@ class Flat:
         self.shard = self.full[self.start : self.end]
         self.gradient: Tensor | None = None
         self.local: Tensor | None = None
+        self._borrowed: Tensor | None = None
+        """`local`, where gradients are partitioned and some of this pass are here."""
         self._earlier: Tensor | None = None
         self._filled = [False] * len(self.slots)
         ends = [0] + [slot.offset + slot.numel for slot in self.slots]
@@ -160,15 +160,17 @@ class Flat:
         before, self.residency = self.residency, residency
         was, now = before.parameters, residency.parameters
         if was is Place.PARTITIONED and now is Place.REPLICATED:  # 1
-            self._allocate(self.full)
-            self._show(self._views)
+            self.full = self._new_full()
             self.gather_group.all_gather(self.full, self.shard).wait()
             self.shard = self.full[self.start : self.end]
+            self._show(self._views)
         if self._own_master:  # 2
             self.master = self.move_state(self.master, before)
         if was is Place.REPLICATED and now is Place.PARTITIONED:  # 3
-            self.shard = self.shard.clone()
+            self.shard = self.gather_group.empty(self.end - self.start, self.dtype).copy_(self.shard)
             self._show(self._placeholders)
+            # Not where peers read it: its Storage must be one that can be emptied and filled.
+            self.full = torch.empty(self.padded, dtype=self.dtype, device=self.full.device)
             self._free(self.full)
         if not self._own_master:
             partitioned = residency.optimizer_states is Place.PARTITIONED
@@ -188,18 +190,16 @@ class Flat:
 
     def _place_gradient(self) -> None:
         """Gradients that are replicated accumulate where they are reduced; partitioned ones need a passing whole."""
+        self.clear_gradient()
         self.gradient = self.local = None
         if not self.trainable:
             return
-        device = self.full.device
         if self.residency.gradients is Place.REPLICATED:
-            self.local = torch.zeros(self.padded, dtype=self.gradient_dtype, device=device)
+            self.local = self.reduce_group.empty(self.padded, self.gradient_dtype).zero_()
             self.gradient = self.local[self.start : self.end]
         else:
-            self.local = torch.empty(self.padded, dtype=self.gradient_dtype, device=device)
-            self._free(self.local)
+            device = self.full.device
             self.gradient = torch.zeros(self.end - self.start, dtype=self.gradient_dtype, device=device)
-        self.clear_gradient()
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 
@@ -216,6 +216,14 @@ class Flat:
         self.buffers.add(-self.full.nbytes)
         self._show(self._placeholders)
         self._free(self.full)
+
+    def _new_full(self) -> Tensor:
+        """Memory for the whole, in which peers may read this rank's slice."""
+        return self.gather_group.empty(self.padded, self.dtype).zero_()
+
+    @property
+    def _views(self) -> list[Tensor]:
+        return [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.slots]
 
     def _show(self, values: list[Tensor]) -> None:
         for parameter, value in zip(self.parameters, values, strict=True):
@@ -235,14 +243,21 @@ class Flat:
         whole = self.whole_master()
         self._show([whole[slot.offset : slot.offset + slot.numel].view(slot.shape).clone() for slot in self.slots])
 
+    @property
+    def narrow(self) -> Tensor | None:
+        """The parameters of `state_range` in the compute dtype, where it is narrower than the masters'."""
+        if not self._own_master:
+            return None
+        return self.shard if self.residency.optimizer_states is Place.PARTITIONED else self.full
+
     @torch.no_grad()
-    def publish(self) -> Pending | None:
-        """After an update of `master`: bring the parameters of all ranks up to date. None when nothing has to be
-        sent."""
-        low, high = self.state_range
-        if self._own_master:
-            target = self.shard if self.residency.optimizer_states is Place.PARTITIONED else self.full[low:high]
-            target.copy_(self.master)
+    def publish(self, *, copied: bool = False) -> Pending | None:
+        """After an update of `master`: bring the parameters of all ranks up to date. None when nothing has to be sent.
+
+        `copied`: `narrow` holds the new values already.
+        """
+        if self.narrow is not None and not copied:
+            self.narrow.copy_(self.master)
         if self.residency.optimizer_states is Place.PARTITIONED and self.residency.parameters is Place.REPLICATED:
             return self.gather_group.all_gather(self.full, self.shard)
         return None
@@ -284,9 +299,7 @@ class Flat:
         if self._earlier is not None:
             self.update_gradient.add_(self._earlier)
             self._earlier = None
-        if self.residency.gradients is Place.PARTITIONED and self.local is not None:
-            self.buffers.add(-self.local.nbytes)
-            self._free(self.local)
+        self._give_back()
 
     def set_aside(self) -> None:
         """Before another backward of a step that was reduced already: keep what was summed from being written over.
@@ -300,10 +313,7 @@ class Flat:
         """Forget all gradients. What comes next writes over them, so nothing needs zeroing."""
         self._earlier = None
         self._filled = [False] * len(self.slots)
-        if self.local is not None and self.residency.gradients is Place.PARTITIONED:
-            if self.local.untyped_storage().nbytes():
-                self.buffers.add(-self.local.nbytes)
-            self._free(self.local)
+        self._give_back()
 
     @property
     def update_gradient(self) -> Tensor:
@@ -315,13 +325,16 @@ class Flat:
         return self.gradient
 
     def _local_buffer(self) -> Tensor:
-        assert self.local is not None
-        if not self.local.untyped_storage().nbytes():
-            self._allocate(self.local)
-            self.buffers.add(self.local.nbytes)
+        if self.local is None:
+            self.local = self._borrowed = self.reduce_group.borrow(self.padded, self.gradient_dtype)
             for low, high in self._gaps:
                 self.local[low:high].zero_()
         return self.local
+
+    def _give_back(self) -> None:
+        if self._borrowed is not None:
+            self.reduce_group.give_back(self._borrowed)
+            self.local = self._borrowed = None
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 

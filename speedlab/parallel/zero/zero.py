@@ -250,6 +250,7 @@ class Zero:
     def begin_backward(self, *, sync: bool) -> None:
         """Call before `loss.backward()`. Without `sync` the gradients stay with each rank."""
         self._sync = sync
+        self.reduce_group.settle()  # Replicated gradients are about to be written over.
         if self._reduced_before:
             for flat in self.flats:
                 if flat.trainable:
@@ -427,8 +428,10 @@ class Zero:
             for unit in self.units:
                 unit.release()
             self.gather_group.settle()
+        self.reduce_group.settle()
         for flat in self.flats:
             flat.place(residency)
+        self.reduce_group.drop_buffers()
         self.residency = residency
         for unit in self.units:
             unit.gathers = None

@@ -1,0 +1,80 @@
+"""How flats travel between ranks. `Transport` itself uses torch.distributed's collectives as they are, as on NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from speedlab.comm.world import Wires
+
+# torch 2.13 renamed the two; 2.11 and 2.12 have the older names only.
+_gather_whole = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Finish = Callable[[], None]
+"""What is left of a collective that was started; to be called once."""
+
+
+class Transport:
+    """Starts collectives of one group; all its ranks start the same ones in the same order."""
+
+    def __init__(self, wires: Wires, size: int, index: int, device: torch.device) -> None:
+        self.wires, self.size, self.index, self.device = wires, size, index, device
+
+    @property
+    def peers(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.index]
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory for a tensor that will be sent often, where this transport likes it best."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def offer(self, shards: Sequence[Tensor]) -> None:
+        """Announce `shards` that will be gathered. Nothing to do where every gather is a collective of its own."""
+
+    def settle(self) -> None:
+        """Wait until peers need nothing more of what this rank has offered or given to a reduction."""
+
+    def wait_free(self, buffer: Tensor) -> None:
+        """Wait until peers need nothing more of `buffer`, which was given to a reduction that has ended here."""
+
+    def is_free(self, buffer: Tensor) -> bool:
+        """Whether `wait_free` would return at once."""
+        return True
+
+    def withdraw(self) -> None:
+        """Stop counting on what a broken pass has offered."""
+
+    def all_gather(self, full: Tensor, shard: Tensor, own: Tensor) -> Finish:
+        """Fill `full` with every rank's shard; `own`, this rank's slice of it, holds `shard` already."""
+        return self._wait(_gather_whole(full, own, group=self.wires.group, async_op=True))
+
+    def reduce_scatter(self, full: Tensor, into: Tensor, accumulate: bool) -> Finish:
+        """Sum this rank's slice of every rank's `full` into `into`."""
+        summed = torch.empty(full.numel() // self.size, dtype=full.dtype, device=full.device)
+        work = _scatter_sum(summed, full, group=self.wires.group, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            if accumulate:
+                into.add_(summed)
+            else:
+                into.copy_(summed)
+
+        return finish
+
+    def all_reduce(self, full: Tensor) -> Finish:
+        """Sum `full` over the ranks, in place."""
+        return self._wait(dist.all_reduce(full, group=self.wires.group, async_op=True))
+
+    @staticmethod
+    def _wait(work: dist.Work | None) -> Finish:
+        assert work is not None
+
+        def finish() -> None:
+            work.wait()
+
+        return finish
