@@ -132,7 +132,7 @@ class Group:
         own = full.view(self.size, -1)[self.index]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        if self._transport is None:
+        if self._transport is None or full.numel() == 0:
             return self._done()
         self._count("all_gather", (self.size - 1) * own.nbytes)
         with record_function("speedlab::all_gather"), self._explained():
@@ -146,7 +146,7 @@ class Group:
         `full` must not be written again before `settle`.
         """
         own = full.view(self.size, -1)[self.index]
-        if self._transport is None:
+        if self._transport is None or full.numel() == 0:
             if accumulate:
                 into.add_(own)
             elif into.data_ptr() != own.data_ptr():
@@ -159,7 +159,7 @@ class Group:
     def all_reduce(self, full: Tensor) -> Pending:
         """Start to sum `full` (n × m,) over the ranks, in place; on CPUs the same bits as a reduce-scatter and a
         gather."""
-        if self._transport is None:
+        if self._transport is None or full.numel() == 0:
             return self._done()
         self._count("all_reduce", 2 * (self.size - 1) * full.nbytes // self.size)
         with record_function("speedlab::all_reduce"), self._explained():
@@ -206,6 +206,8 @@ class Group:
         except PeerLost:
             raise
         except RuntimeError as error:
+            if isinstance(self._transport, InPlace):
+                raise  # It says PeerLost itself; anything else is no peer's fault.
             # gloo puts the place in its own source before the reason, and guesses behind it.
             reason = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip()).split(". ")[0].splitlines()
             why = f" ({reason[0][:120]})" if reason else ""

@@ -1,4 +1,5 @@
-"""The pools of rank processes: one for each world size, started when first asked for, ended with the session."""
+"""The pools of rank processes: one for each world size and backend, started when first asked for, ended with the
+session."""
 
 from __future__ import annotations
 
@@ -13,30 +14,40 @@ from ranks.pool import Pool
 if TYPE_CHECKING:
     from ranks.loops import Case, Tolerance, Trajectory
 
-PoolOf = Callable[[int], Pool]
+PoolOf = Callable[..., Pool]
 Check = Callable[..., None]
 """`check(pool, cases, allowed, timeout=…)`: see the fixture."""
 
 
 @pytest.fixture(scope="session")
 def pool_of() -> Iterator[PoolOf]:
-    """The pool of so many ranks."""
-    pools: dict[int, Pool] = {}
+    """`pool_of(size, backend="shared")`: the pool of so many ranks."""
+    pools: dict[tuple[int, str], Pool] = {}
 
-    def of(size: int) -> Pool:
-        if size not in pools:
-            pools[size] = Pool(size)
-        return pools[size]
+    def of(size: int, backend: str = "shared") -> Pool:
+        if (size, backend) not in pools:
+            pools[size, backend] = Pool(size, backend)
+        return pools[size, backend]
 
     yield of
     for pool in pools.values():
         pool.close()
 
 
+GLOO = [(2, "gloo"), (4, "gloo")]
+"""For `on_both_backends`, and for tests that run on gloo alone."""
+
+
 @pytest.fixture(params=[1, 2, 4], ids=lambda size: f"dp{size}")
 def ranks(request: pytest.FixtureRequest, pool_of: PoolOf) -> Pool:
-    """Pools of 1, 2 and 4 ranks in turn; `@pytest.mark.parametrize("ranks", [2], indirect=True)` chooses others."""
-    return pool_of(request.param)
+    """Pools of 1, 2 and 4 ranks in turn; `@pytest.mark.parametrize("ranks", [2], indirect=True)` chooses others, and
+    (2, "gloo") another backend than shared memory."""
+    return pool_of(*request.param) if isinstance(request.param, tuple) else pool_of(request.param)
+
+
+on_both_backends = pytest.mark.parametrize(
+    "ranks", [1, 2, 4, *GLOO], indirect=True, ids=["dp1", "dp2", "dp4", "dp2-gloo", "dp4-gloo"]
+)
 
 
 @pytest.fixture

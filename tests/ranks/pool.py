@@ -1,4 +1,4 @@
-"""Persistent rank processes for tests: spawned once for a world size, joined through gloo, then given functions to run.
+"""Persistent rank processes for tests: spawned once for a world size and backend, then given functions to run.
 
 1. Processes are spawned; each limits its threads, then imports torch and joins a group through a file store.
 2. `run` sends a function by reference to every rank and returns the results by rank.
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 COLLECTIVE_TIMEOUT_SECONDS = 60
-"""How long gloo waits for a peer. Longer than most calls may take, so that a hang is seen by the pool first."""
+"""How long a collective waits for a peer. Longer than most calls may take, so that a hang is seen by the pool first."""
 
 START_TIMEOUT_SECONDS = 60.0
 GRACE_SECONDS = 10.0
@@ -39,7 +39,7 @@ _ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
     "GLOO_SOCKET_IFNAME": "lo",
-    "CUDA_VISIBLE_DEVICES": "",  # This tier is gloo on CPUs, also where there are GPUs.
+    "CUDA_VISIBLE_DEVICES": "",  # This tier runs on CPUs, also where there are GPUs.
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
 }
@@ -80,8 +80,8 @@ def _is_consequence(failure: Failure) -> bool:
 class Pool:
     """`size` rank processes, started by the first `run`; `close` ends them."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, backend: str = "shared") -> None:
+        self.size, self.backend = size, backend
         self._folder = tempfile.TemporaryDirectory(prefix=f"speedlab-ranks-{size}-")
         self._generation = 0
         self._processes: list[Any] = []
@@ -135,7 +135,7 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.size, theirs, store, self._stacks(rank)),
+                args=(rank, self.size, self.backend, theirs, store, self._stacks(rank)),
                 name=f"rank-{rank}",
                 daemon=True,
             )
@@ -219,13 +219,13 @@ class Pool:
 
 # ---- in the rank processes -------------------------------------------------------------------------------------------
 
-_place: tuple[int, int] = (0, 1)
-"""(rank, world size) of this process."""
+_place: tuple[int, int, str] = (0, 1, "gloo")
+"""(rank, world size, backend) of this process."""
 
 
-def _serve(rank: int, size: int, connection: Connection, store: Path, stacks: Path) -> None:
+def _serve(rank: int, size: int, backend: str, connection: Connection, store: Path, stacks: Path) -> None:
     global _place  # noqa: PLW0603  # which rank a process is does not change, and `_join` is sent by reference
-    _place = rank, size
+    _place = rank, size, backend
     os.environ.update(_ENVIRONMENT)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SPEEDLAB_RENDEZVOUS", "SPEEDLAB_DEVICE"):
         os.environ.pop(name, None)
@@ -278,11 +278,14 @@ def _join(store: Path) -> None:
     # connections open for ever; the first optimizer step imports it. Imported before any world it keeps nothing.
     import torch.distributed.nn.functional
 
-    rank, size = _place
+    from speedlab.comm.shared import register
+
+    rank, size, backend = _place
     torch.set_num_threads(1)
     _leave()
     timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    register()
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
 
 
 def _leave() -> None:

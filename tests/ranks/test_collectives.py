@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ranks.conftest import PoolOf
+from ranks.conftest import PoolOf, on_both_backends
 from ranks.pool import Pool
 from speedlab.comm import Group, PeerLost, Traffic, join, leave
 
@@ -73,6 +73,7 @@ def gather_and_scatter(dtype_name: str) -> None:
         assert whole.equal(rank_sum(wholes)), ("all_reduce", count)
 
 
+@on_both_backends
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_values(ranks: Pool, dtype: str) -> None:
     ranks.run(gather_and_scatter, dtype)
@@ -94,6 +95,7 @@ def accumulate_wider() -> None:
         assert not into.equal(before)
 
 
+@on_both_backends
 def test_accumulation_in_a_wider_dtype(ranks: Pool) -> None:
     ranks.run(accumulate_wider)
 
@@ -116,6 +118,7 @@ def scalars_and_objects() -> None:
     wires.barrier()
 
 
+@on_both_backends
 def test_scalars_broadcasts_and_objects(ranks: Pool) -> None:
     ranks.run(scalars_and_objects)
 
@@ -140,6 +143,7 @@ def overlap() -> None:
         assert part.equal(expected), i
 
 
+@on_both_backends
 def test_collectives_overlap(ranks: Pool) -> None:
     ranks.run(overlap)
 
@@ -160,6 +164,7 @@ def channels_in_different_orders() -> None:
     assert into.equal(rank_sum([values_of(r, size * 3, seed=1) for r in range(size)]).view(size, -1)[rank])
 
 
+@on_both_backends
 def test_two_channels_do_not_wait_for_each_other(ranks: Pool) -> None:
     ranks.run(channels_in_different_orders, timeout=20)
 
@@ -185,6 +190,7 @@ def offered_shards() -> None:
             assert tensor.equal(torch.cat([values_of(r, 8, seed=10 * turn + i) for r in range(size)])), (turn, i)
 
 
+@on_both_backends
 def test_offered_shards_are_gathered_in_any_order(ranks: Pool) -> None:
     ranks.run(offered_shards, timeout=20)
 
@@ -204,13 +210,15 @@ def count_traffic() -> tuple[dict[str, int], dict[str, float], int, dict[str, in
     return sent, waited, peak, {"left": traffic.buffers.live_bytes, "again": sum(traffic.take()[0].values())}
 
 
+@on_both_backends
 def test_bytes_waits_and_buffers_are_counted(ranks: Pool) -> None:
     peers = ranks.size - 1
     for sent, waited, peak, rest in ranks.run(count_traffic):
         assert {name: count for name, count in sent.items() if count} == (
             {"all_gather": peers * 40, "reduce_scatter": peers * 20} if peers else {}
         )
-        assert peak == peers * 20, "the received terms of the reduction"
+        received = peers * 20 if ranks.backend == "gloo" else 0
+        assert peak == received, "the received terms of the reduction; shared memory is read in place"
         assert rest == {"left": 0, "again": 0}
         assert all(seconds >= 0 for seconds in waited.values())
         assert set(waited) <= {"backward"}

@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 
 from ranks import models
-from ranks.conftest import Check
+from ranks.conftest import GLOO, Check, on_both_backends
 from ranks.loops import Case, Tolerance, adamw, problems, sgd, train_cases, train_plain
 from ranks.pool import Pool
 
@@ -45,6 +45,7 @@ def grid(stage: int, dtype: str) -> list[Case]:
     ]
 
 
+@on_both_backends
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_plain_loop(check: Check, ranks: Pool, stage: int, dtype: str) -> None:
@@ -57,7 +58,7 @@ def test_merged_units(check: Check, two: Pool, stage: int) -> None:
     check(two, [Case(stage=stage, bucket_bytes=size, accumulation=2) for size in (2**20, 12_000)], FLOAT32)
 
 
-@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+@pytest.mark.parametrize("ranks", [2, 4, *GLOO], indirect=True, ids=["dp2", "dp4", "dp2-gloo", "dp4-gloo"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_stages_give_the_same_bits(ranks: Pool, dtype: str) -> None:
     """Sums are taken in rank order at every stage, so not even rounding tells the stages apart."""

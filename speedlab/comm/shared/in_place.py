@@ -29,7 +29,7 @@ from speedlab.comm.world import Wires
 
 
 class InPlace(Transport):
-    """Works on tensors that `empty` made; others travel through the group's staging areas."""
+    """Works on tensors that `empty` made; others are copied to such memory first."""
 
     def __init__(self, wires: Wires, size: int, index: int, device: torch.device) -> None:
         super().__init__(wires, size, index, device)
@@ -38,18 +38,16 @@ class InPlace(Transport):
         """Shards that were offered and not gathered yet: address → number of the offer."""
         self._reduced: dict[int, int] = {}
         """Address of a tensor that was reduced → number of its offer."""
-        self._taken = 0
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return arena().empty(numel, dtype)
 
     def offer(self, shards: Sequence[Tensor]) -> None:
         for shard in shards:
-            self._offered[shard.data_ptr()] = self._meeting.offer(shard.data_ptr(), shard.nbytes)
+            self._offered[shard.data_ptr()] = self._offer_whole(shard)[0]
 
     def settle(self) -> None:
-        self._meeting.wait_all(Number.TAKEN, self._meeting.offered)
-        self._meeting.trim()
+        self._meeting.settle()
 
     def wait_free(self, buffer: Tensor) -> None:
         self._meeting.wait_all(Number.TAKEN, self._reduced.get(buffer.data_ptr(), -1) + 1)
@@ -59,43 +57,45 @@ class InPlace(Transport):
 
     def withdraw(self) -> None:
         self._offered.clear()
-        self._taken = self._meeting.offered
-        self._meeting.raise_own(Number.TAKEN, self._taken)
+        self._meeting.take_no_more()
 
     def all_gather(self, full: Tensor, shard: Tensor, own: Tensor) -> Finish:
         number = self._offered.pop(shard.data_ptr(), None)
         if number is None:
-            if not _shared(shard):
-                return super().all_gather(full, shard, own)
-            number = self._meeting.offer(shard.data_ptr(), shard.nbytes)
+            number, _ = self._offer_whole(shard)
         return lambda: self._copy(full, number)
 
     def reduce_scatter(self, full: Tensor, into: Tensor, accumulate: bool) -> Finish:
-        if not _shared(full):
-            return super().reduce_scatter(full, into, accumulate)
-        number = self._reduced[full.data_ptr()] = self._meeting.offer(full.data_ptr(), full.nbytes)
+        number, shared = self._offer_whole(full)
+        self._reduced[full.data_ptr()] = number
 
         def finish() -> None:
-            self._sum(full, into, number, accumulate)
-            self._took()
+            self._sum(shared, into, number, accumulate)
+            self._meeting.took()
 
         return finish
 
     def all_reduce(self, full: Tensor) -> Finish:
-        if not _shared(full):
-            return super().all_reduce(full)
-        number = self._meeting.offer(full.data_ptr(), full.nbytes)
+        number, shared = self._offer_whole(full)
 
         def finish() -> None:
-            addresses = self._sum(full, full.view(self.size, -1)[self.index], number, accumulate=False)
+            addresses = self._sum(shared, shared.view(self.size, -1)[self.index], number, accumulate=False)
             self._meeting.raise_own(Number.SUMMED, number + 1)
             self._meeting.wait_all(Number.SUMMED, number + 1)
             nbytes = full.nbytes // self.size
-            for peer in self.peers:
-                memmove(full.data_ptr() + peer * nbytes, int(addresses[peer]) + peer * nbytes, nbytes)
-            self._took()
+            addresses[self.index] = shared.data_ptr()
+            for k in self.peers if shared is full else range(self.size):
+                memmove(full.data_ptr() + k * nbytes, int(addresses[k]) + k * nbytes, nbytes)
+            self._meeting.took()
 
         return finish
+
+    def _offer_whole(self, tensor: Tensor) -> tuple[int, Tensor]:
+        """(number of the offer, the memory that peers read): `tensor` itself, or a copy if it came from elsewhere."""
+        shared = tensor
+        if arena().locate(tensor.data_ptr(), tensor.nbytes) is None:
+            shared = arena().empty(tensor.numel(), tensor.dtype).copy_(tensor)
+        return self._meeting.offer(shared.data_ptr(), shared.nbytes), shared
 
     def _copy(self, full: Tensor, number: int) -> None:
         nbytes = full.nbytes // self.size
@@ -103,7 +103,7 @@ class InPlace(Transport):
         with meter.record("gather", 2 * (self.size - 1) * nbytes, full.device):
             for peer in self.peers:
                 memmove(full.data_ptr() + peer * nbytes, int(addresses[peer]), nbytes)
-        self._took()
+        self._meeting.took()
 
     def _sum(self, full: Tensor, into: Tensor, number: int, accumulate: bool) -> np.ndarray:
         """This rank's slice of all ranks' `full`, summed into `into`; returns where they stand."""
@@ -121,11 +121,3 @@ class InPlace(Transport):
                 floating=full.dtype.is_floating_point,
             )
         return addresses
-
-    def _took(self) -> None:
-        self._taken += 1
-        self._meeting.raise_own(Number.TAKEN, self._taken)
-
-
-def _shared(tensor: Tensor) -> bool:
-    return arena().locate(tensor.data_ptr(), tensor.nbytes) is not None

@@ -20,6 +20,7 @@ import mmap
 import os
 import select
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
@@ -90,6 +91,9 @@ class Meeting:
         }
         self.offered = 0
         """Tensors that this rank has offered."""
+        self._taken = 0
+        self._pinned: deque[tuple[int, np.ndarray]] = deque()
+        """(number of an offer, its memory) that peers may still read, whoever else gives it up."""
         self._sent = [0] * self.size
 
     @staticmethod
@@ -162,6 +166,7 @@ class Meeting:
         place = arena().locate(address, nbytes)
         assert place is not None, "offered memory must come from the arena"
         self._recycle()
+        self._pinned.append((self.offered, arena().memory(place[0])))
         entry = self._offers_at + 3 * (self.offered % _OFFERS)
         self._words[self.index][entry : entry + 3] = (*place, nbytes)
         self.offered += 1
@@ -188,9 +193,28 @@ class Meeting:
             found[k] = memory.address(number, offset)
         return found
 
+    def took(self) -> None:
+        """This rank needs the tensors of one more offer no longer. It counts offers, in whatever order they are taken:
+        between two calls of `settle` every rank takes every one."""
+        self._taken += 1
+        self.raise_own(Number.TAKEN, self._taken)
+
+    def take_no_more(self) -> None:
+        """This rank will read nothing of what has been offered until now."""
+        self._taken = self.offered
+        self.raise_own(Number.TAKEN, self._taken)
+
     def _recycle(self) -> None:
         if self.offered >= _OFFERS:
             self.wait_all(Number.TAKEN, self.offered - _OFFERS + 1)
+        while self._pinned and self.reached(Number.TAKEN, self._pinned[0][0] + 1):
+            self._pinned.popleft()
+
+    def settle(self) -> None:
+        """Wait until all peers have taken all that this rank has offered."""
+        self.wait_all(Number.TAKEN, self.offered)
+        self._pinned.clear()
+        self.trim()
 
     def trim(self) -> None:
         """Let go of peers' memory that they have given up."""

@@ -93,6 +93,7 @@ class Arena:
         self._directory, self.handle = Segment.create(_DIRECTORY_SLOTS * _ENTRY_WORDS * 8)
         self._entries = self._directory.bytes.view(np.int64).reshape(_DIRECTORY_SLOTS, _ENTRY_WORDS)
         self._number = 0
+        self._memory: dict[int, weakref.ref[np.ndarray]] = {}
         self._ranges: dict[int, tuple[int, int]] = {}
         """Number of a segment → (address, bytes)."""
         self._starts: list[tuple[int, int]] = []
@@ -111,10 +112,11 @@ class Arena:
             self._entries[slot, 1:] = handle.descriptor, handle.nbytes, handle.inode
             self._entries[slot, 0] = number
             self._ranges[number] = segment.address, segment.nbytes
+            self._memory[number] = weakref.ref(segment.bytes)
             self._index()
         # The tensor keeps this array, and with it the mapping.
         weakref.finalize(segment.bytes, self._close, number, handle).atexit = False
-        return torch.from_numpy(segment.bytes).view(dtype)[:numel]
+        return torch.from_numpy(segment.bytes)[: numel * dtype.itemsize].view(dtype)
 
     def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
         """(segment number, byte offset) of memory in this arena; None for memory that is elsewhere."""
@@ -126,6 +128,12 @@ class Arena:
             return None
         return number, address - start
 
+    def memory(self, number: int) -> np.ndarray:
+        """The bytes of a segment; they stay as long as somebody holds this array."""
+        array = self._memory[number]()
+        assert array is not None
+        return array
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors in it."""
@@ -134,7 +142,7 @@ class Arena:
     def _close(self, number: int, handle: Handle) -> None:
         with self._lock:
             self._entries[number % _DIRECTORY_SLOTS] = 0
-            del self._ranges[number]
+            del self._ranges[number], self._memory[number]
             self._index()
         handle.close()
 
