@@ -1,0 +1,127 @@
+"""Which blocks of keys each block of queries attends to: made by patterns, joined by `|`, printed as a grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLayout:
+    """A layout of attention in blocks of `block` tokens.
+
+    `mask` (Q, K) bool, on the CPU: block q of queries sees block k of keys. With `causal` no query sees a later key:
+    blocks above the diagonal are taken out, and blocks on it are cut along it. Layouts are compared by identity.
+
+    Raises ValueError for a mask of another kind, a block size that is no multiple of 16, or a causal mask that is not
+    square.
+    """
+
+    mask: Tensor
+    causal: bool = False
+    block: int = 64
+    offsets: Tensor = field(init=False, repr=False)
+    """(Q + 1,) int64: where each block of queries starts in `columns`."""
+    columns: Tensor = field(init=False, repr=False)
+    """The key blocks that it sees, ascending, int64."""
+
+    def __post_init__(self) -> None:
+        if self.mask.dtype is not torch.bool or self.mask.ndim != 2 or not self.mask.is_cpu:
+            raise ValueError(
+                f"mask: {self.mask.dtype} of shape {tuple(self.mask.shape)} on {self.mask.device}, expected torch.bool "
+                f"of shape (blocks of queries, blocks of keys) on cpu"
+            )
+        if self.block < 16 or self.block % 16:
+            raise ValueError(f"block: {self.block}, expected a multiple of 16")
+        if self.causal and self.mask.shape[0] != self.mask.shape[1]:
+            raise ValueError(f"mask: shape is {tuple(self.mask.shape)}, expected a square, since causal is set")
+        mask = self.mask.tril() if self.causal else self.mask.clone()
+        offsets = torch.zeros(len(mask) + 1, dtype=torch.int64)
+        torch.cumsum(mask.sum(1), 0, out=offsets[1:])
+        for name, value in {"mask": mask, "offsets": offsets, "columns": mask.nonzero()[:, 1].contiguous()}.items():
+            object.__setattr__(self, name, value)  # Frozen from here on.
+
+    @classmethod
+    def from_mask(cls, mask: Tensor, *, causal: bool = False, block: int = 64) -> Self:
+        """The layout of `mask` (Q, K) bool."""
+        return cls(mask, causal, block)
+
+    @classmethod
+    def local(cls, length: int, window: int, *, causal: bool = False, block: int = 64) -> Self:
+        """Each block of `length` tokens sees those fewer than `window` blocks away, itself included."""
+        _check_positive(window=window)
+        return cls(_distances(length, block).abs() < window, causal, block)
+
+    @classmethod
+    def global_(cls, length: int, count: int = 1, *, causal: bool = False, block: int = 64) -> Self:
+        """The first `count` blocks are seen by all, and see all."""
+        _check_positive(count=count)
+        mask = torch.zeros_like(_distances(length, block), dtype=torch.bool)
+        mask[:count] = True
+        mask[:, :count] = True
+        return cls(mask, causal, block)
+
+    @classmethod
+    def strided(cls, length: int, stride: int, *, causal: bool = False, block: int = 64) -> Self:
+        """Each block sees every `stride`-th one, counted from itself (arXiv:1904.10509)."""
+        _check_positive(stride=stride)
+        return cls(_distances(length, block) % stride == 0, causal, block)
+
+    @classmethod
+    def bigbird(
+        cls,
+        length: int,
+        *,
+        seed: int,
+        window: int = 2,
+        global_blocks: int = 1,
+        random_blocks: int = 2,
+        causal: bool = False,
+        block: int = 64,
+    ) -> Self:
+        """A local window, global blocks, and for each block of queries `random_blocks` drawn from those that it may see
+        (arXiv:2007.14062). The same `seed` gives the same layout."""
+        joined = cls.local(length, window, causal=causal, block=block)
+        if global_blocks:
+            joined = joined | cls.global_(length, global_blocks, causal=causal, block=block)
+        mask = joined.mask.clone()
+        scores = torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed))
+        if causal:
+            scores = scores.tril()
+        chosen = scores.topk(min(random_blocks, mask.shape[1]), dim=1).indices
+        return cls(mask.scatter_(1, chosen, True), causal, block)
+
+    def __or__(self, other: BlockLayout) -> Self:
+        """The blocks of either layout. Raises ValueError unless they have the same size, block and causality."""
+        mine, others = ((tuple(each.mask.shape), each.causal, each.block) for each in (self, other))
+        if mine != others:
+            raise ValueError(f"layouts of (blocks, causal, block) {mine} and {others} cannot be joined")
+        return type(self)(self.mask | other.mask, self.causal, self.block)
+
+    @property
+    def density(self) -> float:
+        """Blocks over those of dense attention, causal or not as this layout is: what share of its work is left."""
+        rows, columns = self.mask.shape
+        dense = rows * (rows + 1) // 2 if self.causal else rows * columns
+        return int(self.mask.sum()) / dense if dense else 0.0
+
+    def __str__(self) -> str:
+        """A grid: a line for each block of queries, ■ for a block of keys that it sees."""
+        name = f"{'causal' if self.causal else 'two-way'}, blocks of {self.block}, density {self.density:.3f}"
+        return "\n".join([name, *("".join("■" if seen else "·" for seen in row) for row in self.mask.tolist())])
+
+
+def _distances(length: int, block: int) -> Tensor:
+    """(n, n): the block of queries minus the block of keys, for as many blocks as `length` tokens need."""
+    _check_positive(length=length, block=block)
+    place = torch.arange(-(-length // block))
+    return place[:, None] - place
+
+
+def _check_positive(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name}: {number}, expected 1 or more")

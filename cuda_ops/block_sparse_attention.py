@@ -1,0 +1,412 @@
+"""Attention over the blocks of a `BlockLayout` alone: time and memory in proportion to its density.
+
+On CPUs a pair of kernels, after FlashAttention-2 (arXiv:2307.08691). They work on transposed scores, (keys, queries),
+of one block of each: then the softmax runs along rows, all queries at once in vector registers, and every product has the
+form c += a b whose innermost loop vectorises. Arithmetic is float32 for all dtypes.
+
+On CUDA devices FlexAttention (torch.nn.attention) with the same blocks. The choice is made by the device alone.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numba import types
+from numba.extending import overload
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from cuda_ops.block_layout import BlockLayout
+from cuda_ops.compile import kernel
+from cuda_ops.elements import load, store
+from cuda_ops.exponential import LOG2_E, exp2
+from cuda_ops.library import register
+from cuda_ops.meter import meter
+from cuda_ops.tensors import FLOATS, array, check
+from cuda_ops.threads import share
+
+_LOWEST = np.float32(-1e30)
+"""Less than any score, but finite: its difference from a masked score is still -inf, not NaN."""
+
+
+def block_sparse_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, scale: float | None = None
+) -> Tensor:
+    """The definition, in torch: dense attention in float32 with a mask; a query that sees no key gives zeros."""
+    mask = token_mask(layout, q.shape[2], k.shape[2]).to(q.device)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    scores = (q.float() @ k.float().mT * scale).masked_fill(~mask, -math.inf)  # (B, H, T, S)
+    blind = ~mask.any(1)[:, None]
+    probabilities = F.softmax(scores.masked_fill(blind, 0), dim=-1).masked_fill(blind, 0)
+    return (probabilities @ v.float()).to(q.dtype)
+
+
+def token_mask(layout: BlockLayout, queries: int, keys: int) -> Tensor:
+    """(queries, keys) bool: which query sees which key."""
+    mask = layout.mask.repeat_interleave(layout.block, 0).repeat_interleave(layout.block, 1)[:queries, :keys]
+    return mask.tril() if layout.causal else mask
+
+
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, scale: float | None = None
+) -> Tensor:
+    """softmax(q kᵀ scale) v over the blocks of `layout`: (B, H, T, D) of q's dtype, differentiable once.
+
+    Args:
+        q: (B, H, T, D) float32, bfloat16 or float16; D a multiple of 8 from 16 to 256.
+        k, v: (B, H, S, D) of the same dtype.
+        layout: of as many blocks as T and S need; where they are no multiples of the block, the last ones are partial.
+        scale: 1 / √D when left out.
+
+    A query that sees no key gives zeros. Raises ValueError for wrong dtypes, shapes, strides, devices, or a layout of
+    another size.
+    """
+    _check(q, k, v, layout.mask.shape, layout.block)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if q.device.type == "cuda":
+        blocks = flex_blocks(layout, q.shape[2], k.shape[2], q.device)
+        return _compiled_flex()(q, k, v, block_mask=blocks, scale=scale)
+    return _attend(q, k, v, layout.offsets, layout.columns, layout.block, layout.causal, scale)[0]
+
+
+@cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention)  # Uncompiled, it computes all scores.
+
+
+@lru_cache(maxsize=64)
+def flex_blocks(layout: BlockLayout, queries: int, keys: int, device: torch.device) -> BlockMask:
+    """`layout` for FlexAttention: blocks of which it needs to look at every score (on the diagonal of a causal layout,
+    or partial ones at the end of the keys), and the others."""
+    partial = torch.zeros_like(layout.mask)
+    if layout.causal:
+        partial |= torch.eye(len(partial), dtype=torch.bool)
+    if keys % layout.block:
+        partial[:, -1] = True
+    causal = layout.causal
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key < keys) & (query >= key) if causal else key < keys
+
+    lists = []
+    for mask in (layout.mask & partial, layout.mask & ~partial):
+        order = mask.int().argsort(dim=1, descending=True, stable=True)  # The blocks seen come first, ascending.
+        lists += [each[None, None].int().to(device) for each in (mask.sum(1), order)]
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=layout.block, mask_mod=seen, seq_lengths=(queries, keys))
+
+
+def _rows(source: Any, low: int, scratch: Any) -> Any:
+    """Rows from `low` on of `source` (T, D), as many as `scratch` (block, D) float32 has, zeros after the last: a part
+    of `source` where that will do, else written to `scratch`."""
+    raise NotImplementedError("only inside kernels")
+
+
+@overload(_rows, strict=False)
+def _rows_of(source: Any, low: Any, scratch: Any) -> Any:
+    def copied(source: Any, low: Any, scratch: Any) -> Any:
+        rows = source[low : low + scratch.shape[0]]
+        for i in range(rows.shape[0]):
+            line, target = rows[i], scratch[i]
+            for d in range(line.shape[0]):
+                target[d] = load(line, d)
+        scratch[rows.shape[0] :] = 0
+        return scratch
+
+    def in_place(source: Any, low: Any, scratch: Any) -> Any:
+        if low + scratch.shape[0] <= source.shape[0]:
+            return source[low : low + scratch.shape[0]]
+        rows = source[low:]
+        scratch[: rows.shape[0]] = rows
+        scratch[rows.shape[0] :] = 0
+        return scratch
+
+    return in_place if source.dtype == types.float32 else copied
+
+
+@kernel()
+def _transposed(rows: Any, factor: float, out: Any) -> None:
+    """out (D, block) = rows (block, D)ᵀ · factor."""
+    for d in range(out.shape[0]):
+        line = out[d]
+        for i in range(line.shape[0]):
+            line[i] = rows[i, d] * factor
+
+
+@kernel()
+def _add_product(a: Any, b: Any, c: Any) -> None:
+    """c (m, n) += a (m, k) b (k, n), for m and k that are multiples of 4: 16 elements of `a` in registers, and each
+    vector of `b` and `c` that is read serves 4 multiplications."""
+    for r in range(0, c.shape[0], 4):
+        c0, c1, c2, c3 = c[r], c[r + 1], c[r + 2], c[r + 3]
+        for k in range(0, b.shape[0], 4):
+            b0, b1, b2, b3 = b[k], b[k + 1], b[k + 2], b[k + 3]
+            t = a[r : r + 4, k : k + 4]
+            w0, w1, w2, w3 = t[0, 0], t[0, 1], t[0, 2], t[0, 3]
+            x0, x1, x2, x3 = t[1, 0], t[1, 1], t[1, 2], t[1, 3]
+            y0, y1, y2, y3 = t[2, 0], t[2, 1], t[2, 2], t[2, 3]
+            z0, z1, z2, z3 = t[3, 0], t[3, 1], t[3, 2], t[3, 3]
+            for i in range(c.shape[1]):
+                c0[i] = c0[i] + w0 * b0[i] + w1 * b1[i] + w2 * b2[i] + w3 * b3[i]
+                c1[i] = c1[i] + x0 * b0[i] + x1 * b1[i] + x2 * b2[i] + x3 * b3[i]
+                c2[i] = c2[i] + y0 * b0[i] + y1 * b1[i] + y2 * b2[i] + y3 * b3[i]
+                c3[i] = c3[i] + z0 * b0[i] + z1 * b1[i] + z2 * b2[i] + z3 * b3[i]
+
+
+@kernel()
+def _scores(keys: Any, queries: Any, count: int, diagonal: bool, out: Any) -> None:
+    """out (block, block) = keys (block, D) queries (D, block), -inf for keys from `count` on, and where the key is
+    later than the query if this is a block on the `diagonal`."""
+    out[:] = 0
+    _add_product(keys, queries, out)
+    out[count:] = -np.inf
+    if diagonal:
+        for j in range(out.shape[0]):
+            out[j, :j] = -np.inf
+
+
+@kernel()
+def _softmax_step(scores: Any, greatest: Any, total: Any, out: Any) -> None:
+    """One step of the online softmax: `scores` (block, block) become exponentials; the `greatest` score (block), the
+    `total` (block) of exponentials and the sums `out` (D, block) so far are brought up to date."""
+    before = np.empty_like(greatest)
+    before[:] = greatest
+    for j in range(scores.shape[0]):
+        line = scores[j]
+        for i in range(line.shape[0]):
+            greatest[i] = line[i] if line[i] > greatest[i] else greatest[i]
+    for i in range(before.shape[0]):
+        before[i] = exp2(before[i] - greatest[i])
+        total[i] *= before[i]
+    for d in range(out.shape[0]):
+        line = out[d]
+        for i in range(line.shape[0]):
+            line[i] *= before[i]
+    for j in range(scores.shape[0]):
+        line = scores[j]
+        for i in range(line.shape[0]):
+            line[i] = exp2(line[i] - greatest[i])
+            total[i] += line[i]
+
+
+@kernel()
+def _forward(
+    start: int,
+    stop: int,
+    q: Any,
+    k: Any,
+    v: Any,
+    offsets: Any,
+    columns: Any,
+    block: int,
+    causal: bool,
+    scale: float,
+    out: Any,
+    lse: Any,
+) -> None:
+    """Blocks of queries [start, stop), counted over all heads: `out` (heads, T, D), and `lse` (heads, T) float32, the
+    logarithm to base 2 of the sum of exponentials, +inf where there is none."""
+    length, depth = q.shape[1], q.shape[2]
+    blocks = offsets.shape[0] - 1
+    queries, sums = np.empty((depth, block), np.float32), np.empty((depth, block), np.float32)
+    scores = np.empty((block, block), np.float32)
+    scratch = np.empty((2, block, depth), np.float32)
+    greatest, total = np.empty(block, np.float32), np.empty(block, np.float32)
+    for item in range(start, stop):
+        head, row = item // blocks, item % blocks
+        _transposed(_rows(q[head], row * block, scratch[0]), np.float32(scale) * LOG2_E, queries)
+        sums[:] = 0
+        total[:] = 0
+        greatest[:] = _LOWEST
+        for place in range(offsets[row], offsets[row + 1]):
+            column = columns[place]
+            keys = _rows(k[head], column * block, scratch[0])
+            values = _rows(v[head], column * block, scratch[1])
+            _scores(keys, queries, k.shape[1] - column * block, causal and row == column, scores)
+            _softmax_step(scores, greatest, total, sums)
+            _add_product(values.T, scores, sums)
+        for i in range(min(block, length - row * block)):
+            seen = total[i] != 0
+            lse[head, row * block + i] = greatest[i] + np.log2(total[i]) if seen else np.inf
+            line, factor = out[head, row * block + i], np.float32(1) / total[i] if seen else np.float32(0)
+            for d in range(depth):
+                store(line, d, sums[d, i] * factor)
+
+
+@kernel()
+def _gradient_of_scores(scores: Any, products: Any, lse: Any, delta: Any) -> None:
+    """`scores` (block, block) become probabilities p, `products` become p · (products - delta)."""
+    for j in range(scores.shape[0]):
+        p, line = scores[j], products[j]
+        for i in range(p.shape[0]):
+            p[i] = exp2(p[i] - lse[i])
+        for i in range(p.shape[0]):
+            line[i] = p[i] * (line[i] - delta[i])
+
+
+@kernel()
+def _backward(
+    start: int,
+    stop: int,
+    grad: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    offsets: Any,
+    columns: Any,
+    block: int,
+    causal: bool,
+    scale: float,
+    grad_q: Any,
+    grad_k: Any,
+    grad_v: Any,
+) -> None:
+    """Heads [start, stop). A head is one thread's, which adds up its gradients of keys and values in a fixed order."""
+    length, depth = q.shape[1], q.shape[2]
+    blocks = offsets.shape[0] - 1
+    padded = -(-k.shape[1] // block) * block
+    sums_k, sums_v = np.empty((padded, depth), np.float32), np.empty((padded, depth), np.float32)
+    queries, grads = np.empty((depth, block), np.float32), np.empty((depth, block), np.float32)
+    sums_q = np.empty((depth, block), np.float32)
+    scores, products = np.empty((block, block), np.float32), np.empty((block, block), np.float32)
+    scratch = np.empty((4, block, depth), np.float32)
+    sums_lse, delta = np.empty(block, np.float32), np.empty(block, np.float32)
+    for head in range(start, stop):
+        sums_k[:] = 0
+        sums_v[:] = 0
+        for row in range(blocks):
+            low, count = row * block, min(block, length - row * block)
+            own = _rows(q[head], low, scratch[0])
+            incoming = _rows(grad[head], low, scratch[1])
+            _transposed(own, np.float32(scale) * LOG2_E, queries)
+            _transposed(incoming, np.float32(1), grads)
+            sums_lse[:count] = lse[head, low : low + count]
+            sums_lse[count:] = np.inf
+            delta[:] = 0
+            for i in range(count):
+                for d in range(depth):
+                    delta[i] += incoming[i, d] * load(out[head, low + i], d)
+            sums_q[:] = 0
+            for place in range(offsets[row], offsets[row + 1]):
+                first = columns[place] * block
+                keys, values = _rows(k[head], first, scratch[2]), _rows(v[head], first, scratch[3])
+                _scores(keys, queries, k.shape[1] - first, causal and low == first, scores)
+                products[:] = 0
+                _add_product(values, grads, products)
+                _gradient_of_scores(scores, products, sums_lse, delta)
+                _add_product(scores, incoming, sums_v[first : first + block])
+                _add_product(products, own, sums_k[first : first + block])
+                _add_product(keys.T, products, sums_q)
+            for i in range(count):
+                line = grad_q[head, low + i]
+                for d in range(depth):
+                    store(line, d, sums_q[d, i] * np.float32(scale))
+        for j in range(k.shape[1]):
+            of_key, of_value = grad_k[head, j], grad_v[head, j]
+            for d in range(depth):
+                store(of_key, d, sums_k[j, d] * np.float32(scale))
+            for d in range(depth):
+                store(of_value, d, sums_v[j, d])
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, blocks: tuple[int, ...] | torch.Size, block: int) -> None:
+    check("q", q, dtypes=FLOATS, shape=[None] * 4)
+    batch, heads, _, depth = q.shape
+    check("k", k, dtypes=[q.dtype], shape=[batch, heads, None, depth], like=q)
+    check("v", v, dtypes=[q.dtype], shape=k.shape, like=q)
+    if depth % 8 or not 16 <= depth <= 256:
+        raise ValueError(f"q: head size is {depth}, expected a multiple of 8 from 16 to 256")
+    needed = (-(-q.shape[2] // block), -(-k.shape[2] // block))
+    if tuple(blocks) != needed:
+        raise ValueError(
+            f"layout: {tuple(blocks)} blocks of {block}, expected {needed} for {q.shape[2]} queries, {k.shape[2]} keys"
+        )
+
+
+def _heads(tensor: Tensor) -> np.ndarray:
+    """(B, H, …) → (B · H, …), as kernels see it."""
+    return array(tensor.flatten(0, 1))
+
+
+def _attend_cpu(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, columns: Tensor, block: int, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
+    nbytes = q.nbytes + k.nbytes + v.nbytes + out.nbytes
+    with meter.record("block_sparse_attention", nbytes, q.device):
+        items = q.shape[0] * q.shape[1] * (len(offsets) - 1)
+        arguments = *map(_heads, (q, k, v)), array(offsets), array(columns), block, causal, scale
+        share(_forward, items, *arguments, _heads(out), _heads(lse), multiple=1, worth=4)
+    return out, lse
+
+
+def _attend_fake(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, columns: Tensor, block: int, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _gradients_cpu(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets: Tensor,
+    columns: Tensor,
+    block: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = [torch.empty_like(each) for each in (q, k, v)]
+    nbytes = 3 * q.nbytes + 2 * (k.nbytes + v.nbytes)
+    with meter.record("block_sparse_attention_backward", nbytes, q.device):
+        arguments = *map(_heads, (grad.contiguous(), q, k, v, out, lse)), array(offsets), array(columns)
+        heads = q.shape[0] * q.shape[1]
+        share(_backward, heads, *arguments, block, causal, scale, *map(_heads, gradients), multiple=1, worth=1)
+    return gradients[0], gradients[1], gradients[2]
+
+
+_attend = register(
+    "block_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor columns, int block, bool causal, "
+    "float scale) -> (Tensor, Tensor)",
+    cpu=_attend_cpu,
+    fake=_attend_fake,
+)
+
+_gradients = register(
+    "block_sparse_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor offsets, Tensor columns, int block, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+    cpu=_gradients_cpu,
+    fake=lambda grad, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:3], out, lse, *inputs[3:5])
+    ctx.rest = inputs[5:]
+
+
+def _backward_of(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 8
+    return *_gradients(grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None
+
+
+torch.library.register_autograd("cuda_ops::block_sparse_attention", _backward_of, setup_context=_setup_context)
+
+
+def warm(dtype: torch.dtype) -> None:
+    """Compile what a run that computes in `dtype` needs."""
+    q, k, v = (torch.zeros(1, 1, 1, 16, dtype=dtype, requires_grad=True) for _ in range(3))
+    block_sparse_attention(q, k, v, BlockLayout.local(1, 1)).sum().backward()
