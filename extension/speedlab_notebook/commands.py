@@ -77,6 +77,11 @@ COMMANDS: Mapping[str, Command] = {
                     choices=("auto", "cpu", "cuda"),
                     description="what engines run on; auto takes GPUs where there are any",
                 ),
+                Option(
+                    name="backend",
+                    choices=("shared", "gloo"),
+                    description="how CPU engines reach each other: through shared memory, or sockets",
+                ),
             ),
         ),
         Command(

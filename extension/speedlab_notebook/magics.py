@@ -131,7 +131,13 @@ def _telling(text: str) -> Iterator[None]:
 # Subcommands
 
 
-def _start(shell: InteractiveShell, engines: int | None = None, name: str = "default", device: str = "auto") -> None:
+def _start(
+    shell: InteractiveShell,
+    engines: int | None = None,
+    name: str = "default",
+    device: str = "auto",
+    backend: str | None = None,
+) -> None:
     from speedlab.cluster import Cluster
     from speedlab.telemetry.text import seconds_text
 
@@ -139,7 +145,7 @@ def _start(shell: InteractiveShell, engines: int | None = None, name: str = "def
     ran_before = name in _names_running()
     began = time.monotonic()
     with _telling(f"starting {count} of cluster {name!r}; each imports torch, which takes a few seconds"):
-        cluster = Cluster(engines, name=name, device=device)
+        cluster = Cluster(engines, name=name, device=device, backend=backend)
     shell.push({"cluster": cluster})
     did = "was running" if ran_before else f"ready after {seconds_text(time.monotonic() - began)}"
     print(f"{_described(cluster)} · {did} · it is `cluster`")

@@ -71,7 +71,7 @@ def _measure(folder: str) -> tuple[list[float], list[float]]:
             start = time.perf_counter()
             super()._write_record(*arguments)
             recording.append(time.perf_counter() - start)
-            total.append(arguments[1] + recording[-1])
+            total.append(arguments[1].seconds + recording[-1])
 
     Timed(RunFolder(folder), None).advance()
     return recording, total

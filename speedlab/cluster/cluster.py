@@ -37,6 +37,8 @@ RELEASE_SECONDS = 2.0
 """After a rank has failed or died, how long the others may still work on the same submission before they are
 interrupted: normally they wait for the one that will not come."""
 
+BACKENDS = ("shared", "gloo")
+
 _RESET_SECONDS = 5.0
 _STOP_PATIENCE_SECONDS = 1.0
 
@@ -44,17 +46,27 @@ _STOP_PATIENCE_SECONDS = 1.0
 class Cluster:
     """One engine per GPU, else 4 on CPU cores; or, if one of that name runs, a handle of it.
 
-    `device`: 'cuda', 'cpu', or 'auto'. With `start=False` nothing happens until `start()`. Raises ClusterError when
+    `device`: 'cuda', 'cpu', or 'auto'. `backend`: how CPU engines reach each other, 'shared' (memory, the default) or
+    'gloo' (sockets). With `start=False` nothing happens until `start()`. Raises ClusterError when
     there are too few devices, or the running cluster has another number or kind of engines.
     """
 
     def __init__(
-        self, engines: int | None = None, *, name: str = "default", device: str = "auto", start: bool = True
+        self,
+        engines: int | None = None,
+        *,
+        name: str = "default",
+        device: str = "auto",
+        backend: str | None = None,
+        start: bool = True,
     ) -> None:
+        if backend not in (None, *BACKENDS):
+            raise ClusterError(f"backend is {backend!r}; it is {' or '.join(map(repr, BACKENDS))}")
         self.name = name
         self._home = Home(name)
         self._wanted = engines
         self._wanted_device = device
+        self._wanted_backend = backend
         self._open: Connection | None = None
         self._lock = threading.RLock()
         self._interrupting = threading.Lock()
@@ -88,7 +100,7 @@ class Cluster:
                 processes.end(processes.marked(state.token), patience_seconds=0.0)
             self._disconnect("the controller of the cluster had died")
             devices = choose_devices(self._wanted, self._wanted_device)
-            self._connect(*start.start_cluster(self._home, devices))
+            self._connect(*start.start_cluster(self._home, devices, self._wanted_backend or BACKENDS[0]))
 
     # What it is
 
@@ -242,6 +254,12 @@ class Cluster:
         if self._wanted_device not in ("auto", kind):
             raise ClusterError(
                 f"cluster {self.name!r} runs on {kind}, and {self._wanted_device} was asked for; {what_to_do}"
+            )
+
+        if self._wanted_backend not in (None, state.backend):
+            raise ClusterError(
+                f"the engines of cluster {self.name!r} reach each other through {state.backend!r}, and "
+                f"{self._wanted_backend!r} was asked for; {what_to_do}"
             )
 
     def _connect(self, state: ClusterState, client: Client | None = None) -> None:

@@ -51,6 +51,8 @@ class ClusterState:
     started: float
     devices: tuple[Device, ...]
     engines: tuple[EngineEntry, ...]
+    backend: str
+    """How CPU engines reach each other: "shared" (memory) or "gloo"."""
 
     @property
     def running(self) -> bool:

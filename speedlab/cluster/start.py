@@ -45,7 +45,7 @@ log = logging.getLogger("speedlab.cluster.ipyparallel")
 log.setLevel(logging.CRITICAL)  # ipyparallel reports every process that ends, also those we end ourselves.
 
 
-def start_cluster(home: Home, devices: Sequence[Device]) -> tuple[ClusterState, ipyparallel.Client]:
+def start_cluster(home: Home, devices: Sequence[Device], backend: str) -> tuple[ClusterState, ipyparallel.Client]:
     """Start a controller and one engine per device; returns when all are ready, torch imported.
 
     Raises ClusterError with the end of the logs when a process does not come up. Then, and when it is interrupted,
@@ -55,7 +55,8 @@ def start_cluster(home: Home, devices: Sequence[Device]) -> tuple[ClusterState, 
     home.create()
     client = None
     try:
-        controller_pid, engine_pids = _in_a_loop(lambda: _launch_all(home, devices, token))
+        environment = _environment(token, backend)
+        controller_pid, engine_pids = _in_a_loop(lambda: _launch_all(home, devices, environment))
         client = _connect(home, controller_pid, token)
         engines = _await_engines(home, client, engine_pids, token)
         state = ClusterState(
@@ -65,6 +66,7 @@ def start_cluster(home: Home, devices: Sequence[Device]) -> tuple[ClusterState, 
             started=time.time(),
             devices=tuple(devices),
             engines=tuple(engines),
+            backend=backend,
         )
         home.write(state)
         return state, client
@@ -90,7 +92,7 @@ def start_engine(home: Home, state: ClusterState, client: ipyparallel.Client, ra
             identifier=str(rank),
             devices=device_fields(state.devices),
             rendezvous=str(home.rendezvous),
-            environment={processes.TOKEN: state.token},
+            environment=_environment(state.token, state.backend),
             output_file=str(home.log / f"engine-{rank}.log"),
         )
         launcher.start()
@@ -120,9 +122,12 @@ def tree(pid: int, token: str) -> list[Any]:
     return [*found, *(child for process in found for child in processes.descendants(process))]
 
 
-async def _launch_all(home: Home, devices: Sequence[Device], token: str) -> tuple[int, dict[int, int]]:
+def _environment(token: str, backend: str) -> dict[str, str]:
+    return {processes.TOKEN: token, "SPEEDLAB_BACKEND": backend}
+
+
+async def _launch_all(home: Home, devices: Sequence[Device], environment: dict[str, str]) -> tuple[int, dict[int, int]]:
     """Start all processes; returns (pid of the controller, pids of the engines by rank)."""
-    environment = {processes.TOKEN: token}
     cluster = ipyparallel.Cluster(
         engines=DeviceEngineSetLauncher,
         profile_dir=str(home.path),

@@ -17,6 +17,7 @@ import torch.distributed as dist
 # close. torch imports it in the first optimizer step; here, no world exists yet.
 import torch.distributed.nn.functional
 
+from cuda_ops.warm import warm_up
 from speedlab.comm.shared import BACKEND, leave_all, register
 
 TIMEOUT_SECONDS = 300.0
@@ -49,6 +50,8 @@ def join(
     device = torch.device(device) if device is not None else own_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if device.type == "cpu":
+        warm_up(lambda line: print(line, flush=True))
     if not dist.is_initialized():
         _wires.clear()  # Somebody else may have destroyed the world they belonged to.
         backend = _choose_backend(device, backend)

@@ -40,6 +40,10 @@ class ModelConfig(Part):
     norm: Literal["rms", "layer"] = Field(default="rms", description="Normalisation: RMSNorm or LayerNorm")
     tied: bool = Field(default=True, description="Whether the output head shares the embedding's weights")
     bias: bool = Field(default=False, description="Whether linear layers have a bias")
+    loss: Literal["chunked", "full"] = Field(
+        default="chunked",
+        description="Head and cross-entropy: a few tokens at a time, or through all logits at once (the same numbers)",
+    )
     dropout: float = Field(
         default=0.0, ge=0, lt=1, description="Probability with which an activation is dropped in training"
     )

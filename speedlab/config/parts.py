@@ -81,7 +81,9 @@ class OptimizerConfig(Part):
         default=(0.9, 0.95), description="adamw: decay of the first and second moment, per step"
     )
     eps: float = Field(default=1e-8, gt=0, description="adamw: added to the root of the second moment")
-    weight_decay: float = Field(default=0.1, ge=0, description="Decoupled decay of matrices, per unit of learning rate")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="Decay of matrices, per unit of learning rate; of sgd, added to the gradient"
+    )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="sgd: share of the last update that is kept")
 
 

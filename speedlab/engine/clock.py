@@ -6,11 +6,23 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch.autograd.profiler import record_function
 
+from cuda_ops.meter import meter
 from speedlab.comm import Traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """What a step took on this rank. The fields are those of the step record."""
+
+    seconds: float
+    phases: dict[str, float]
+    sent_bytes: dict[str, int]
+    kernels: dict[str, dict[str, float]]
 
 
 class PhaseClock:
@@ -45,8 +57,8 @@ class PhaseClock:
         finally:
             self._traffic.phase = outer
 
-    def take(self) -> tuple[float, dict[str, float], dict[str, int]]:
-        """(wall seconds, seconds by phase, bytes sent by collective) since the last call."""
+    def take(self) -> StepCosts:
+        """What was measured since the last call."""
         late = []
         for name, before, after in self._events:
             if after.query():
@@ -60,4 +72,8 @@ class PhaseClock:
         now = time.perf_counter()
         wall, self._since = now - self._since, now
         self._seconds = defaultdict(float)
-        return wall, phases, sent
+        kernels = {
+            name: {"calls": use.calls, "bytes": use.nbytes, "seconds": use.seconds}
+            for name, use in meter.take().items()
+        }
+        return StepCosts(seconds=wall, phases=phases, sent_bytes=sent, kernels=kernels)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from speedlab.comm.shared import arena
 from speedlab.engine.optimizer import PartitionedOptimizer
 from speedlab.hardware import memory_bytes
 from speedlab.parallel.zero import Zero
@@ -72,7 +73,8 @@ class PeakMemory:
     def take(self) -> tuple[int, int | None]:
         """(peak bytes reported, peak bytes allocated to tensors), and start again.
 
-        CPU: the process's resident set, and None; CUDA: what the allocator reserved, and what it gave out.
+        CPU: the process's resident set without what it reads of its peers' shared memory, and None; CUDA: what the
+        allocator reserved, and what it gave out.
         """
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_reserved(self._device), torch.cuda.max_memory_allocated(self._device)
@@ -95,7 +97,7 @@ class PeakMemory:
                 Path("/proc/self/clear_refs").write_text("5")
             except OSError:
                 self._can_reset = False  # Some containers forbid it; the present resident set is reported instead.
-        return int(line.split()[1]) * 1024
+        return int(line.split()[1]) * 1024 - _of_peers(text)
 
     @staticmethod
     def resident() -> int:
@@ -103,6 +105,12 @@ class PeakMemory:
         import psutil
 
         return psutil.Process().memory_info().rss
+
+
+def _of_peers(status: str) -> int:
+    """Bytes of the resident set that belong to other ranks: shared pages beyond this rank's own."""
+    shared = next((line for line in status.splitlines() if line.startswith("RssShmem:")), "RssShmem: 0")
+    return max(0, int(shared.split()[1]) * 1024 - arena().nbytes)
 
 
 def storage_bytes(tensor: Tensor | None) -> int:

@@ -15,14 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cuda_ops.grad_stats import grad_stats
 from speedlab.comm import Pending
 from speedlab.config import ConfigError, OptimizerConfig
+from speedlab.engine.fused import FusedAdamW, FusedSGD, Given, fused_kind
 from speedlab.parallel.zero import Flat, Residency
 
 _CAST_BYTES = 64 * 2**20
 """Gradients in low precision are widened for the update in pieces of this many bytes."""
 
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "Lamb")
+
+_FUSED = (FusedAdamW, FusedSGD)
 
 OptimizerChoice = type[Optimizer] | Callable[..., Optimizer] | Optimizer | None
 
@@ -46,17 +50,17 @@ class Recipe:
     def __init__(self, choice: OptimizerChoice, model: nn.Module, config: OptimizerConfig) -> None:
         trainable = [p for p in model.parameters() if p.requires_grad]
         self._instance: Optimizer | None = None
-        self._make: Callable[[list[dict[str, Any]]], Optimizer]
+        self._make: Callable[[list[dict[str, Any]], bool], Optimizer]
         if choice is None:
             matrices = [p for p in trainable if p.ndim >= 2]
             others = [p for p in trainable if p.ndim < 2]
             groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
             groups = [group for group in groups if group["params"]]
             kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.SGD
-            self._make = lambda segments: kind(segments, **_arguments_for(kind, config))
+            self._make = lambda segments, fusible: _construct(kind, segments, config, fusible)
         elif isinstance(choice, type):
             groups = [{"params": trainable}]
-            self._make = lambda segments: choice(segments, **_arguments_for(choice, config))
+            self._make = lambda segments, fusible: _construct(choice, segments, config, fusible)
         else:
             instance = choice if isinstance(choice, Optimizer) else choice(trainable)
             if not isinstance(instance, Optimizer):
@@ -97,10 +101,18 @@ class Recipe:
         object."""
         groups = [{"params": tensors, **options} for tensors, options in zip(segments, self._options, strict=True)]
         if self._instance is None:
-            return self._make(groups)
+            return self._make(groups, all(t.dtype is torch.float32 for tensors in segments for t in tensors))
         for group, tensors in zip(self._instance.param_groups, segments, strict=True):
             group["params"] = tensors
         return self._instance
+
+
+def _construct(
+    kind: type[Optimizer], segments: list[dict[str, Any]], config: OptimizerConfig, fusible: bool
+) -> Optimizer:
+    if fusible:
+        kind = fused_kind(kind, momentum=config.momentum)
+    return kind(segments, **_arguments_for(kind, config))
 
 
 def _arguments_for(kind: type[Optimizer], config: OptimizerConfig) -> dict[str, Any]:
@@ -147,12 +159,30 @@ class PartitionedOptimizer:
 
     def sum_of_squares(self) -> Tensor:
         """Of this rank's reduced gradient partitions, as a float64 scalar on the device."""
-        norms = [_norm(flat) for flat in self.flats]
-        return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+        squares = [_squares(flat) for flat in self.flats]
+        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
 
     @torch.no_grad()
     def step(self, factor: float = 1.0) -> None:
         """Multiply gradients by `factor`, update the masters, and bring the parameters of all ranks up to date."""
+        pending = self._step_fused(factor) if isinstance(self.inner, _FUSED) else self._step_plain(factor)
+        for work in pending:
+            work.wait()
+        self._adopt_states()
+
+    def _step_fused(self, factor: float) -> list[Pending]:
+        assert isinstance(self.inner, _FUSED)
+        for flat in self.flats:
+            gradient, narrow, base = flat.update_gradient, flat.narrow, flat.state_range[0]
+            for segment in self._segments[flat.name]:
+                here = slice(segment.start - base, segment.end - base)
+                copy = None if narrow is None else narrow[here]
+                self.inner.given[segment.master] = Given(gradient[here], copy, factor)
+        self.inner.step()
+        self.inner.given.clear()
+        return [work for flat in self.flats if (work := flat.publish(copied=True)) is not None]
+
+    def _step_plain(self, factor: float) -> list[Pending]:
         scaled_inside = factor != 1.0 and bool(getattr(self.inner, "_step_supports_amp_scaling", False))
         if scaled_inside:
             # A fused kernel divides by a scale on the way; it is handed over as torch's GradScaler does.
@@ -178,9 +208,7 @@ class PartitionedOptimizer:
                     pending.append(published)
         if scaled_inside:
             del self.inner.grad_scale  # type: ignore[attr-defined]  # as above
-        for work in pending:
-            work.wait()
-        self._adopt_states()
+        return pending
 
     def _pieces(self) -> Iterator[list[Flat]]:
         """All flats at once, or in pieces where a widened copy of the gradients has to be made."""
@@ -271,10 +299,11 @@ def _cut(flat: Flat) -> list[Segment]:
     return segments
 
 
-def _norm(flat: Flat) -> Tensor:
+def _squares(flat: Flat) -> Tensor:
     assert flat.gradient is not None
-    wide = torch.float32 if flat.gradient.dtype.itemsize < 8 else torch.float64
-    return torch.linalg.vector_norm(flat.gradient, dtype=wide).double()
+    if flat.gradient.dtype is torch.float64:
+        return torch.linalg.vector_norm(flat.gradient).square()
+    return grad_stats(flat.gradient)[0]
 
 
 def _elementwise(value: Any, segment: Segment) -> bool:

@@ -24,6 +24,7 @@ from speedlab.comm import Group, Traffic, World, join, leave
 from speedlab.config import Batch, ConfigError
 from speedlab.data import Corpus, Sampler, prepare
 from speedlab.engine.checkpoint import CheckpointError, newest
+from speedlab.engine.clock import StepCosts
 from speedlab.engine.diagnose import first_non_finite, matmul_flops
 from speedlab.engine.engine import Engine
 from speedlab.engine.errors import NonFiniteError
@@ -136,11 +137,11 @@ class Trainer:
                 # Read at the last moment before the reduction that carries them: what is asked later waits a step.
                 last = engine.is_gradient_accumulation_boundary()
                 engine.step((float(self._word_waits()), float(self._interruption.asked)) if last else ())
-        wall, phases, sent = engine.clock.take()
+        costs = engine.clock.take()
         assert engine.totals is not None
         done = engine.global_step
         heldout = self._evaluate_if_due(done)
-        self._write_record(done, wall, phases, sent, heldout, traced)
+        self._write_record(done, costs, heldout, traced)
         self._save_if_due(done)
         word, interrupted = engine.totals.signals
         self._end_of_step(done, interrupted=interrupted > 0)
@@ -353,9 +354,7 @@ class Trainer:
     def _write_record(
         self,
         step: int,
-        wall: float,
-        phases: dict[str, float],
-        sent: dict[str, int],
+        costs: StepCosts,
         heldout: float | None,
         traced: bool,
     ) -> None:
@@ -375,9 +374,10 @@ class Trainer:
                 zero_stage=engine.zero_stage,
                 tokens=tokens,
                 flops=self._flops * tokens / self.world.size,
-                seconds=wall,
-                phases=phases,
-                sent_bytes=sent,
+                seconds=costs.seconds,
+                phases=costs.phases,
+                sent_bytes=costs.sent_bytes,
+                kernels=costs.kernels,
                 ledger=engine.ledger(),
                 heldout_loss=heldout,
                 traced=traced,

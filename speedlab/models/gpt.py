@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cuda_ops.linear_cross_entropy import linear_cross_entropy
+from cuda_ops.tensors import FLOATS
 from speedlab.config import ModelConfig
 
 _INIT_STD = 0.02
@@ -134,6 +136,9 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, rotation)
         x = self.norm(x)
+        if targets is not None and self.config.loss == "chunked" and x.dtype in FLOATS:
+            weight = self.embedding.weight if self.head is None else self.head.weight
+            return GPTOutput(linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten()), None)
         logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)  # (B, T, V)
         if targets is None:
             return GPTOutput(None, logits)

@@ -249,7 +249,9 @@ class _Tail:
 
 
 _NUMBER_FIELDS = tuple(
-    f.name for f in fields(StepRecord) if f.name not in ("phases", "sent_bytes", "ledger", "heldout_loss", "traced")
+    f.name
+    for f in fields(StepRecord)
+    if f.name not in ("phases", "sent_bytes", "kernels", "ledger", "heldout_loss", "traced")
 )
 _NUMBERS = (int, float)
 
@@ -265,8 +267,10 @@ def _check_record(record: StepRecord, rank: int) -> None:
     if record.heldout_loss is not None and type(record.heldout_loss) not in _NUMBERS:
         raise TypeError(f"heldout_loss is {record.heldout_loss!r}, not a number")
     numbers = [*record.phases.values(), *record.sent_bytes.values(), *_ledger_values(record.ledger)]
+    for use in record.kernels.values():
+        numbers += use.values()
     if any(type(value) not in _NUMBERS for value in numbers):
-        raise TypeError("phases, sent_bytes or ledger hold something else than numbers")
+        raise TypeError("phases, sent_bytes, kernels or ledger hold something else than numbers")
 
 
 def _check_event(event: Event) -> None:

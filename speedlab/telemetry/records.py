@@ -84,6 +84,8 @@ class StepRecord:
     seconds: float
     phases: dict[str, float] = field(default_factory=dict)
     sent_bytes: dict[str, int] = field(default_factory=dict)
+    kernels: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By name of the kernel: calls, bytes (what it must at least read and write), seconds on its device."""
     ledger: Ledger = field(default_factory=Ledger)
     heldout_loss: float | None = None
     traced: bool = False

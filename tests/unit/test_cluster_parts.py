@@ -97,6 +97,7 @@ def test_state_is_private_and_comes_back_equal() -> None:
         started=1.5,
         devices=(gpu(0),),
         engines=(EngineEntry(rank=0, pid=1, engine_id=4),),
+        backend="gloo",
     )
     home.write(state)
     assert home.read() == state

@@ -5,5 +5,6 @@ process_group (the backend).
 """
 
 from speedlab.comm.shared.process_group import BACKEND, SharedGroup, leave_all, register
+from speedlab.comm.shared.segments import arena
 
-__all__ = ["BACKEND", "SharedGroup", "leave_all", "register"]
+__all__ = ["BACKEND", "SharedGroup", "arena", "leave_all", "register"]

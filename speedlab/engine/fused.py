@@ -1,0 +1,112 @@
+"""torch's AdamW and SGD with a step that goes over memory once: unscale, clip, decay, update, copy to 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from cuda_ops.adamw import adamw
+from cuda_ops.sgd_momentum import sgd_momentum
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a segment's update uses beside its master: `gradient` in any floating dtype, multiplied by `factor`; `copy`
+    takes the new values in the compute dtype, where that is narrower."""
+
+    gradient: Tensor
+    copy: Tensor | None
+    factor: float
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """AdamW over float32 segments. `given` holds their gradients, which may be narrower than the segments."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self.given: dict[Tensor, Given] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update every segment that something was given for."""
+        for group in self.param_groups:
+            for segment in group["params"]:
+                if segment in self.given:
+                    self._update(segment, group, self.given[segment])
+
+    def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
+        state = self.state[segment]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(segment), torch.zeros_like(segment)
+        state["step"] += 1
+        adamw(
+            segment,
+            given.gradient,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            given.copy,
+            lr=float(group["lr"]),
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=int(state["step"]),  # On the host, as torch keeps it.
+            factor=given.factor,
+        )
+
+
+class FusedSGD(torch.optim.SGD):
+    """SGD with momentum over float32 segments. `given` holds their gradients, which may be narrower."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
+        self.given: dict[Tensor, Given] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update every segment that something was given for."""
+        for group in self.param_groups:
+            for segment in group["params"]:
+                if segment in self.given:
+                    self._update(segment, group, self.given[segment])
+
+    def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
+        state = self.state[segment]
+        first = "momentum_buffer" not in state
+        if first:
+            state["momentum_buffer"] = torch.empty_like(segment)
+        sgd_momentum(
+            segment,
+            given.gradient,
+            state["momentum_buffer"],
+            given.copy,
+            lr=float(group["lr"]),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            first=first,
+            factor=given.factor,
+        )
+
+
+def fused_kind(kind: type[Optimizer], *, momentum: float) -> type[Optimizer]:
+    """The fused class that computes what `kind` computes, or `kind` itself."""
+    if kind is torch.optim.AdamW:
+        return FusedAdamW
+    if kind is torch.optim.SGD and momentum:
+        return FusedSGD
+    return kind
