@@ -10,14 +10,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba.extending import register_jitable
 from torch import Tensor
 
+from cuda_ops import gpu
 from cuda_ops.compile import kernel
 from cuda_ops.elements import load, store
 from cuda_ops.library import register
 from cuda_ops.meter import meter
 from cuda_ops.tensors import FLOATS, array, check
 from cuda_ops.threads import share
+
+cuda: Any = None  # numba.cuda, from the first launch on (see gpu).
 
 _BLOCK = 4096
 """Elements that are updated before their copy is written, so that it is made from the first-level cache. (One loop over
@@ -89,26 +93,42 @@ def constants(
     return np.array(values, dtype=np.float32)
 
 
+@register_jitable
+def update_one(param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, numbers: Any) -> tuple[Any, Any, Any]:
+    """One element: the new parameter and moments. `numbers` as `constants` returns them."""
+    factor, decay, first, keep, second = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
+    correction, eps, size = numbers[5], numbers[6], numbers[7]
+    scaled = grad * factor
+    average = exp_avg + (scaled - exp_avg) * first
+    square = exp_avg_sq * keep + scaled * scaled * second
+    return param * decay - size * average / (math.sqrt(square) * correction + eps), average, square
+
+
 @kernel()
 def _update(
     start: int, stop: int, param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, copy: Any, numbers: Any
 ) -> None:
-    factor, decay, first, keep, second = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
-    correction, eps, size = numbers[5], numbers[6], numbers[7]
     for low in range(start, stop, _BLOCK):
         high = min(low + _BLOCK, stop)
         # Slices, so that indices start from 0: for others Numba allows negative ones, and no loop with them vectorises.
         p, g, m, v = param[low:high], grad[low:high], exp_avg[low:high], exp_avg_sq[low:high]
         for i in range(p.shape[0]):
-            scaled = load(g, i) * factor
-            average = m[i] + (scaled - m[i]) * first
-            square = v[i] * keep + scaled * scaled * second
-            m[i], v[i] = average, square
-            p[i] = p[i] * decay - size * average / (math.sqrt(square) * correction + eps)
+            p[i], m[i], v[i] = update_one(p[i], load(g, i), m[i], v[i], numbers)
         if copy is not None:
             target = copy[low:high]
             for i in range(p.shape[0]):
                 store(target, i, p[i])
+
+
+def _update_cuda(param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, copy: Any, numbers: Any) -> None:
+    """A thread for each element. `copy` without elements: none is wanted."""
+    if cuda.grid(1) >= param.shape[0]:
+        return
+    i = np.uint64(cuda.grid(1))  # Unsigned: a signed index might count from the end, which Numba would look at.
+    p, m, v = update_one(param[i], load(grad, i), exp_avg[i], exp_avg_sq[i], numbers)
+    param[i], exp_avg[i], exp_avg_sq[i] = p, m, v
+    if copy.shape[0] > 0:
+        store(copy, i, p)
 
 
 def _check(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, copy: Tensor | None, step: int) -> None:
@@ -143,6 +163,27 @@ def _cpu(
         share(_update, param.numel(), *arrays, None if copy is None else array(copy), numbers)
 
 
+def _cuda(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    copy: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    factor: float,
+) -> None:
+    _check(param, grad, exp_avg, exp_avg_sq, copy, step)
+    numbers = tuple(constants(lr, beta1, beta2, eps, weight_decay, step, factor))
+    tensors = (param, grad, exp_avg, exp_avg_sq, param[:0] if copy is None else copy)
+    with meter.record("adamw", _nbytes(param, grad, copy), param.device):
+        gpu.launch(_update_cuda, gpu.blocks_for(param.numel()), *tensors, numbers, device=param.device)
+
+
 def _fake(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, copy: Tensor | None, *numbers: Any) -> None:
     _check(param, grad, exp_avg, exp_avg_sq, copy, step=int(numbers[5]))
 
@@ -155,6 +196,7 @@ _adamw = register(
     "adamw(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? copy, float lr, "
     "float beta1, float beta2, float eps, float weight_decay, int step, float factor) -> ()",
     cpu=_cpu,
+    cuda=_cuda,
     fake=_fake,
 )
 

@@ -13,14 +13,16 @@ import torch
 from numba.extending import register_jitable
 from torch import Tensor
 
+from cuda_ops import gpu
 from cuda_ops.compile import kernel
-from cuda_ops.elements import bits_of_float as _bits_of_float
-from cuda_ops.elements import float_of_bits as _float_of_bits
-from cuda_ops.elements import load, store
+from cuda_ops.elements import bits_of_float, float_of_bits, load, store
+from cuda_ops.gpu import THREADS
 from cuda_ops.library import register
 from cuda_ops.meter import meter
 from cuda_ops.tensors import FLOATS, array, check
 from cuda_ops.threads import share
+
+cuda: Any = None  # numba.cuda, from the first launch on (see gpu).
 
 BLOCK = 256
 """Elements that share a scale, unless the caller says otherwise."""
@@ -35,8 +37,8 @@ _ROUND = np.float32(1.5 * 2**23)
 """Added to a small number, it leaves the nearest integer (ties to even) in the last bits."""
 _ROUND_BITS = np.int32(_ROUND.view(np.int32))
 
-bits_of_float: Any = _bits_of_float  # Callers leave out the typing context, which no type checker knows.
-float_of_bits: Any = _float_of_bits
+_LANES = 32
+"""Threads of a GPU that take a block together."""
 
 
 def block_quantize_reference(values: Tensor, *, bits: int = 8, block: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -232,6 +234,59 @@ def _dequantize_nibbles(start: int, stop: int, quantized: Any, scales: Any, out:
             store(target, width - 1, lower[width // 2] + low_nibble(q[width // 2]) * scale)
 
 
+def _quantize_cuda(values: Any, quantized: Any, scales: Any, block: int, levels: Any) -> None:
+    """_LANES threads for each block; `quantized` has an element in a byte if `levels` is 127, two if it is 7."""
+    t = cuda.threadIdx.x
+    lane = t % _LANES
+    number = np.int64(cuda.blockIdx.x) * (THREADS // _LANES) + t // _LANES
+    low = number * block
+    width = min(block, values.shape[0] - low)  # Negative past the end: these threads only wait for the others.
+    largest = np.uint32(0)
+    for i in range(lane, width, _LANES):
+        largest = max(largest, magnitude_bits(load(values, np.uint64(low + i))))
+    magnitudes = cuda.shared.array(THREADS, np.uint32)
+    magnitudes[t] = largest
+    half = _LANES // 2
+    while half > 0:
+        cuda.syncthreads()
+        if lane < half:
+            magnitudes[t] = max(magnitudes[t], magnitudes[t + half])
+        half //= 2
+    cuda.syncthreads()
+    largest = magnitudes[t - lane]
+    scale, factor = scale_of(largest, levels)
+    mask = np.int32(0) if largest >= _INFINITY_BITS else np.int32(-1)
+    if lane == 0 and width > 0:
+        scales[np.uint64(number)] = scale
+    if levels > np.float32(7):
+        for i in range(lane, width, _LANES):
+            integer = nearest(load(values, np.uint64(low + i)) * factor) & mask
+            quantized[np.uint64(low + i)] = integer
+        return
+    for i in range(2 * lane, width, 2 * _LANES):
+        byte = nearest(load(values, np.uint64(low + i)) * factor) & mask & np.int32(15)
+        if i + 1 < width:
+            upper = nearest(load(values, np.uint64(low + i + 1)) * factor) & mask & np.int32(15)
+            byte |= upper << np.int32(4)
+        quantized[np.uint64((low + i) // 2)] = byte
+
+
+def _dequantize_cuda(quantized: Any, scales: Any, out: Any, shift: Any, divisor: Any, two_in_a_byte: bool) -> None:
+    """A thread for each element; a block is 1 << shift."""
+    if cuda.grid(1) >= out.shape[0]:
+        return
+    i = np.uint64(cuda.grid(1))  # Unsigned: a signed index might count from the end, which Numba would look at.
+    total = np.float32(0)
+    for rank in range(quantized.shape[0]):
+        scale = np.float32(scales[np.uint32(rank), i >> shift] / divisor)
+        byte = quantized[np.uint32(rank), i >> np.uint64(1) if two_in_a_byte else i]
+        value = np.float32(byte)
+        if two_in_a_byte:
+            value = high_nibble(byte) if i & np.uint64(1) else low_nibble(byte)
+        total += value * scale
+    store(out, i, total)
+
+
 def _check_block(block: int) -> None:
     if not 32 <= block <= 2048 or block & (block - 1):
         raise ValueError(f"block: {block}, expected a power of two from 32 to 2048")
@@ -285,17 +340,43 @@ def _cpu_dequantize(quantized: Tensor, scales: Tensor, out: Tensor, block: int, 
         share(dequantize, out.numel(), *arrays, block, divisor, multiple=block)
 
 
+def _cuda_quantize(values: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
+    _check_quantize(values, bits, block)
+    quantized, scales = _quantize_outputs(values, bits, block)
+    nbytes = values.nbytes + quantized.nbytes + scales.nbytes
+    blocks = gpu.blocks_for(scales.numel(), THREADS // _LANES)
+    with meter.record(f"block_quantize_int{bits}", nbytes, values.device):
+        levels = np.float32(_LEVELS[bits])
+        gpu.launch(_quantize_cuda, blocks, values, quantized, scales, block, levels, device=values.device)
+    return quantized, scales
+
+
+def _cuda_dequantize(quantized: Tensor, scales: Tensor, out: Tensor, block: int, average: bool) -> None:
+    _check_dequantize(quantized, scales, out, block, average)
+    divisor = np.float32(quantized.shape[0] if average else 1)
+    two_in_a_byte = quantized.dtype is torch.uint8
+    nbytes = quantized.nbytes + scales.nbytes + out.nbytes
+    numbers = (np.uint64(block.bit_length() - 1), divisor, two_in_a_byte)
+    with meter.record(f"block_dequantize_int{4 if two_in_a_byte else 8}", nbytes, out.device):
+        blocks = gpu.blocks_for(out.numel())
+        gpu.launch(_dequantize_cuda, blocks, quantized, scales, out, *numbers, device=out.device)
+
+
 def _fake_quantize(values: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
     _check_quantize(values, bits, block)
     return _quantize_outputs(values, bits, block)
 
 
 _block_quantize = register(
-    "block_quantize(Tensor values, int bits, int block) -> (Tensor, Tensor)", cpu=_cpu_quantize, fake=_fake_quantize
+    "block_quantize(Tensor values, int bits, int block) -> (Tensor, Tensor)",
+    cpu=_cpu_quantize,
+    cuda=_cuda_quantize,
+    fake=_fake_quantize,
 )
 _block_dequantize = register(
     "block_dequantize(Tensor quantized, Tensor scales, Tensor(a!) out, int block, bool average) -> ()",
     cpu=_cpu_dequantize,
+    cuda=_cuda_dequantize,
     fake=_check_dequantize,
 )
 

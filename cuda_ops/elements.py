@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic as _intrinsic
+from numba.extending import overload
+
+intrinsic: Any = _intrinsic  # Callers leave out the typing context, which no type checker knows.
 
 
 @intrinsic
@@ -60,7 +63,7 @@ def array_at(typingctx: Any, address: Any) -> Any:
     return types.voidptr(types.intp), generate
 
 
-def load(array: Any, i: int) -> Any:
+def load(array: Any, i: Any) -> Any:
     """`array[i]` as float32; float64 as it is."""
     raise NotImplementedError("only inside kernels")
 
@@ -76,7 +79,7 @@ def _load(array: Any, i: Any) -> Any:
     return None
 
 
-def store(array: Any, i: int, value: Any) -> None:
+def store(array: Any, i: Any, value: Any) -> None:
     """`array[i] = value`, rounded to nearest, ties to even."""
     raise NotImplementedError("only inside kernels")
 

@@ -12,12 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cuda_ops import gpu
 from cuda_ops.compile import REORDERED, kernel
 from cuda_ops.elements import load
+from cuda_ops.gpu import THREADS
 from cuda_ops.library import register
 from cuda_ops.meter import meter
 from cuda_ops.tensors import FLOATS, array, check
 from cuda_ops.threads import share
+
+cuda: Any = None  # numba.cuda, from the first launch on (see gpu).
 
 _BLOCK = 1 << 18
 """Elements between two places where threads may part, read as two streams: one alone does not keep memory busy."""
@@ -25,6 +29,9 @@ _BLOCK = 1 << 18
 _STRETCH = 2048
 """Elements of a stream whose squares are summed in float32. All else is summed in float64 and in one order, so that
 neither the number of threads changes a bit nor that of elements costs accuracy."""
+
+_MOST_BLOCKS = 1024
+"""Blocks of threads on a GPU: the same on all, so that sums are. It fills every GPU since sm_80."""
 
 _TINY = 1e-30
 """A block's sum below which squares may have fallen under the range of float32."""
@@ -84,6 +91,29 @@ def _sum_blocks(start: int, stop: int, grad: Any, squares: Any, not_finite: Any)
             squares[low // _BLOCK], not_finite[low // _BLOCK] = _look_closer(g)
 
 
+def _sum_cuda(grad: Any, squares: Any, not_finite: Any) -> None:
+    """squares[b], not_finite[b] (float32) of what the threads of block b read."""
+    t, step = cuda.threadIdx.x, THREADS * cuda.gridDim.x
+    total, count = np.float32(0), np.float32(0)
+    for i in range(np.uint64(cuda.grid(1)), np.uint64(grad.shape[0]), np.uint64(step)):
+        value = load(grad, i)
+        total += value * value
+        if not abs(value) < np.float32(np.inf):
+            count += np.float32(1)
+    totals = cuda.shared.array(THREADS, np.float32)
+    counts = cuda.shared.array(THREADS, np.float32)  # On a line of its own: the simulator knows arrays by their lines.
+    totals[t], counts[t] = total, count
+    half = THREADS // 2
+    while half > 0:
+        cuda.syncthreads()
+        if t < half:
+            totals[t] += totals[t + half]
+            counts[t] += counts[t + half]
+        half //= 2
+    if t == 0:
+        squares[cuda.blockIdx.x], not_finite[cuda.blockIdx.x] = totals[0], counts[0]
+
+
 def _check(grad: Tensor) -> None:
     check("grad", grad, dtypes=FLOATS, shape=[None])
 
@@ -96,12 +126,21 @@ def _cpu(grad: Tensor) -> Tensor:
         return torch.from_numpy(partial.sum(axis=1))
 
 
+def _cuda(grad: Tensor) -> Tensor:
+    _check(grad)
+    with meter.record("grad_stats", grad.nbytes, grad.device):
+        blocks = min(gpu.blocks_for(grad.numel()), _MOST_BLOCKS)
+        partial = grad.new_empty((2, blocks), dtype=torch.float32)
+        gpu.launch(_sum_cuda, blocks, grad, partial[0], partial[1], device=grad.device)
+        return partial.sum(dim=1, dtype=torch.float64)
+
+
 def _fake(grad: Tensor) -> Tensor:
     _check(grad)
     return grad.new_empty(2, dtype=torch.float64)
 
 
-_grad_stats = register("grad_stats(Tensor grad) -> Tensor", cpu=_cpu, fake=_fake)
+_grad_stats = register("grad_stats(Tensor grad) -> Tensor", cpu=_cpu, cuda=_cuda, fake=_fake)
 
 
 def warm(dtype: torch.dtype) -> None:

@@ -15,20 +15,23 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic as _intrinsic
 from torch import Tensor
 
+from cuda_ops import gpu
 from cuda_ops.compile import EXACT, REORDERED, kernel
-from cuda_ops.elements import load, store
+from cuda_ops.elements import intrinsic, load, store
 from cuda_ops.library import register
 from cuda_ops.meter import meter
 from cuda_ops.tensors import FLOATS, array, check
 from cuda_ops.threads import share
 
+cuda: Any = None  # numba.cuda, from the first launch on (see gpu).
+
 CHUNK = 1 << 14
 """Elements that share a scale: 64 KiB of float32, which the second-level cache holds."""
 
-intrinsic: Any = _intrinsic  # Callers leave out the typing context, which no type checker knows.
+_THREADS = 1024
+"""Threads of a block on a GPU, which takes a chunk: few blocks at a time, so that their second look finds the cache."""
 
 
 def onebit_pack_reference(values: Tensor, error: Tensor, *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
@@ -204,6 +207,58 @@ def _average(start: int, stop: int, packed: Any, scales: Any, out: Any, chunk: i
             store(target, i, total)
 
 
+def _pack_cuda(values: Any, error: Any, packed: Any, scales: Any, chunk: int) -> None:
+    """A block of threads for each chunk."""
+    t, block = cuda.threadIdx.x, cuda.blockIdx.x
+    low = np.int64(block) * chunk
+    width = min(chunk, values.shape[0] - low)
+    total = np.float32(0)
+    for i in range(t, width, _THREADS):
+        corrected = load(values, np.uint64(low + i)) + error[np.uint64(low + i)]
+        error[np.uint64(low + i)] = corrected
+        total += abs(corrected)
+    totals = cuda.shared.array(_THREADS, np.float32)
+    signs = cuda.shared.array(_THREADS, np.uint8)  # On a line of its own: the simulator knows arrays by their lines.
+    totals[t] = total
+    half = _THREADS // 2
+    while half > 0:
+        cuda.syncthreads()
+        if t < half:
+            totals[t] += totals[t + half]
+        half //= 2
+    cuda.syncthreads()
+    scale = np.float32(totals[0] / np.float32(width))
+    if t == 0:
+        scales[block] = scale
+    for first in range(0, width, _THREADS):
+        i = first + t
+        signs[t] = 0
+        if i < width:
+            corrected = error[np.uint64(low + i)]
+            signs[t] = corrected >= 0
+            error[np.uint64(low + i)] = corrected - (scale if corrected >= 0 else -scale)
+        cuda.syncthreads()
+        if 8 * t < min(_THREADS, width - first):
+            byte = np.uint32(0)
+            for k in range(8):
+                byte |= np.uint32(signs[8 * t + k]) << np.uint32(k)
+            packed[np.uint64((low + first) // 8 + t)] = np.uint8(byte)
+        cuda.syncthreads()
+
+
+def _average_cuda(packed: Any, scales: Any, out: Any, chunk: int) -> None:
+    """A block of threads for each chunk."""
+    low = np.int64(cuda.blockIdx.x) * chunk
+    ranks = packed.shape[0]
+    for i in range(cuda.threadIdx.x, min(chunk, out.shape[0] - low), _THREADS):
+        total = np.float32(0)
+        for rank in range(ranks):
+            weight = np.float32(scales[np.uint32(rank), cuda.blockIdx.x] / np.float32(ranks))
+            signs = packed[np.uint32(rank), np.uint64((low + i) // 8)]
+            total += weight if (np.uint32(signs) >> np.uint32(i % 8)) & np.uint32(1) else -weight
+        store(out, np.uint64(low + i), total)
+
+
 def _check_chunk(chunk: int) -> None:
     if chunk < 8 or chunk % 8:
         raise ValueError(f"chunk: {chunk}, expected a positive multiple of 8, so that no byte of signs has two scales")
@@ -245,17 +300,38 @@ def _cpu_average(packed: Tensor, scales: Tensor, out: Tensor, chunk: int) -> Non
         share(_average, out.numel(), array(packed), array(scales), array(out), chunk, multiple=chunk)
 
 
+def _cuda_pack(values: Tensor, error: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    _check_pack(values, error, chunk)
+    packed, scales = _pack_outputs(values, chunk)
+    with meter.record("onebit_pack", values.nbytes + 2 * error.nbytes + packed.nbytes, values.device):
+        tensors = (values, error, packed, scales)
+        if scales.numel():
+            gpu.launch(_pack_cuda, scales.numel(), *tensors, chunk, device=values.device, threads=_THREADS)
+    return packed, scales
+
+
+def _cuda_average(packed: Tensor, scales: Tensor, out: Tensor, chunk: int) -> None:
+    _check_average(packed, scales, out, chunk)
+    with meter.record("onebit_average", packed.nbytes + scales.nbytes + out.nbytes, out.device):
+        if out.numel():
+            gpu.launch(_average_cuda, scales.shape[1], packed, scales, out, chunk, device=out.device, threads=_THREADS)
+
+
 def _fake_pack(values: Tensor, error: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     _check_pack(values, error, chunk)
     return _pack_outputs(values, chunk)
 
 
 _onebit_pack = register(
-    "onebit_pack(Tensor values, Tensor(a!) error, int chunk) -> (Tensor, Tensor)", cpu=_cpu_pack, fake=_fake_pack
+    "onebit_pack(Tensor values, Tensor(a!) error, int chunk) -> (Tensor, Tensor)",
+    cpu=_cpu_pack,
+    cuda=_cuda_pack,
+    fake=_fake_pack,
 )
 _onebit_average = register(
     "onebit_average(Tensor packed, Tensor scales, Tensor(a!) out, int chunk) -> ()",
     cpu=_cpu_average,
+    cuda=_cuda_average,
     fake=_check_average,
 )
 

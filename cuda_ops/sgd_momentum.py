@@ -13,12 +13,15 @@ import torch
 from numba.extending import register_jitable
 from torch import Tensor
 
+from cuda_ops import gpu
 from cuda_ops.compile import kernel
 from cuda_ops.elements import load, store
 from cuda_ops.library import register
 from cuda_ops.meter import meter
 from cuda_ops.tensors import FLOATS, array, check
 from cuda_ops.threads import share
+
+cuda: Any = None  # numba.cuda, from the first launch on (see gpu).
 
 _BLOCK = 4096
 """Elements that are updated before their copy is written, so that it is made from the first-level cache."""
@@ -117,6 +120,19 @@ def _update(
                 store(target, i, p[i])
 
 
+def _update_cuda(
+    param: Any, grad: Any, momentum_buffer: Any, copy: Any, numbers: Any, first: bool, nesterov: bool
+) -> None:
+    """A thread for each element. `copy` without elements: none is wanted."""
+    if cuda.grid(1) >= param.shape[0]:
+        return
+    i = np.uint64(cuda.grid(1))  # Unsigned: a signed index might count from the end, which Numba would look at.
+    p, m = update_one(param[i], load(grad, i), momentum_buffer[i], numbers, first, nesterov)
+    param[i], momentum_buffer[i] = p, m
+    if copy.shape[0] > 0:
+        store(copy, i, p)
+
+
 def _check(param: Tensor, grad: Tensor, momentum_buffer: Tensor, copy: Tensor | None) -> None:
     check("param", param, dtypes=[torch.float32], shape=[None])
     check("grad", grad, dtypes=FLOATS, shape=param.shape, like=param)
@@ -139,10 +155,31 @@ def _cpu(
     factor: float,
 ) -> None:
     _check(param, grad, momentum_buffer, copy)
-    numbers = tuple(np.float32(number) for number in (factor, weight_decay, momentum, 1 - dampening, lr))
+    numbers = gpu.float32s(factor, weight_decay, momentum, 1 - dampening, lr)
     with meter.record("sgd_momentum", _nbytes(param, grad, copy), param.device):
         arrays = [array(tensor) for tensor in (param, grad, momentum_buffer)]
         share(_update, param.numel(), *arrays, None if copy is None else array(copy), numbers, first, nesterov)
+
+
+def _cuda(
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    copy: Tensor | None,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    first: bool,
+    factor: float,
+) -> None:
+    _check(param, grad, momentum_buffer, copy)
+    numbers = gpu.float32s(factor, weight_decay, momentum, 1 - dampening, lr)
+    tensors = (param, grad, momentum_buffer, param[:0] if copy is None else copy)
+    blocks = gpu.blocks_for(param.numel())
+    with meter.record("sgd_momentum", _nbytes(param, grad, copy), param.device):
+        gpu.launch(_update_cuda, blocks, *tensors, numbers, first, nesterov, device=param.device)
 
 
 def _fake(param: Tensor, grad: Tensor, momentum_buffer: Tensor, copy: Tensor | None, *numbers: Any) -> None:
@@ -157,6 +194,7 @@ _sgd_momentum = register(
     "sgd_momentum(Tensor(a!) param, Tensor grad, Tensor(b!) momentum_buffer, Tensor(c!)? copy, float lr, "
     "float momentum, float dampening, float weight_decay, bool nesterov, bool first, float factor) -> ()",
     cpu=_cpu,
+    cuda=_cuda,
     fake=_fake,
 )
 
