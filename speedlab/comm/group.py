@@ -22,8 +22,8 @@ from speedlab.comm.traffic import Pending, Traffic
 from speedlab.comm.transport import Transport
 from speedlab.comm.world import Wires, wires
 
-_BUFFERS = 3
-"""Buffers of one kind that a pass uses at most: one is filled, one is being reduced, one is still read by peers."""
+_BUFFERS = 2
+"""Buffers of one kind that a pass uses: one is filled while the other is reduced and read by peers."""
 
 
 class Group:
@@ -80,14 +80,13 @@ class Group:
         """A buffer (numel,) for a reduction; waits for the peers when all of its kind are still being read."""
         key = numel, dtype
         idle = self._idle.setdefault(key, [])
-        if not idle or (self._made[key] < _BUFFERS and not self._is_free(idle[0])):
+        if not idle or self._made[key] < _BUFFERS:
             buffer = self.empty(numel, dtype)
             self._made[key] += 1
             self.traffic.buffers.add(buffer.nbytes)
             return buffer
         buffer = idle.pop(0)
-        if self._transport is not None:
-            self._pending(lambda: self._transport.wait_free(buffer)).wait()
+        self.wait_free(buffer)
         return buffer
 
     def give_back(self, buffer: Tensor) -> None:
@@ -101,8 +100,11 @@ class Group:
             self._made[key] -= len(idle)
             idle.clear()
 
-    def _is_free(self, buffer: Tensor) -> bool:
-        return self._transport is None or self._transport.is_free(buffer)
+    def wait_free(self, reduced: Tensor) -> None:
+        """Wait until the peers need nothing more of a tensor whose reduction has ended on this rank."""
+        transport = self._transport
+        if transport is not None:
+            self._pending(lambda: transport.wait_free(reduced)).wait()
 
     def offer(self, shards: Sequence[Tensor]) -> None:
         """Announce the `shards` that the ranks will gather in a coming pass, each once, in an order all ranks share.

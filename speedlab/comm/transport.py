@@ -41,10 +41,6 @@ class Transport:
     def wait_free(self, buffer: Tensor) -> None:
         """Wait until peers need nothing more of `buffer`, which was given to a reduction that has ended here."""
 
-    def is_free(self, buffer: Tensor) -> bool:
-        """Whether `wait_free` would return at once."""
-        return True
-
     def withdraw(self) -> None:
         """Stop counting on what a broken pass has offered."""
 

@@ -52,9 +52,6 @@ class InPlace(Transport):
     def wait_free(self, buffer: Tensor) -> None:
         self._meeting.wait_all(Number.TAKEN, self._reduced.get(buffer.data_ptr(), -1) + 1)
 
-    def is_free(self, buffer: Tensor) -> bool:
-        return self._meeting.reached(Number.TAKEN, self._reduced.get(buffer.data_ptr(), -1) + 1)
-
     def withdraw(self) -> None:
         self._offered.clear()
         self._meeting.take_no_more()
@@ -77,6 +74,7 @@ class InPlace(Transport):
 
     def all_reduce(self, full: Tensor) -> Finish:
         number, shared = self._offer_whole(full)
+        self._reduced[full.data_ptr()] = number
 
         def finish() -> None:
             addresses = self._sum(shared, shared.view(self.size, -1)[self.index], number, accumulate=False)

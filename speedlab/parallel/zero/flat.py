@@ -297,6 +297,8 @@ class Flat:
         """The reduction has finished: the passing whole is freed, if there is one."""
         self._filled = [False] * len(self.slots)
         if self._earlier is not None:
+            assert self.local is not None
+            self.reduce_group.wait_free(self.local)
             self.update_gradient.add_(self._earlier)
             self._earlier = None
         self._give_back()
