@@ -1,0 +1,347 @@
+"""block_sparse_attention: dense attention with a mask, over any layout, length and head size; and the layouts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from cuda_ops.block_layout import BlockLayout
+from cuda_ops.block_sparse_attention import (
+    block_sparse_attention,
+    block_sparse_attention_reference,
+    flex_blocks,
+    token_mask,
+)
+from cuda_ops.meter import meter
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # of the norm of what is expected
+
+
+def example(
+    length: int, depth: int = 32, *, keys: int | None = None, heads: int = 2, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(length * depth)
+    shapes = [(2, heads, length, depth), *[(2, heads, keys or length, depth)] * 2]
+    q, k, v = (torch.randn(shape, generator=draw).to(dtype).requires_grad_() for shape in shapes)
+    return q, k, v
+
+
+def window(length: int, *, causal: bool = True, block: int = 64) -> BlockLayout:
+    return BlockLayout.local(length, 2, causal=causal, block=block) | BlockLayout.global_(
+        length, causal=causal, block=block
+    )
+
+
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert actual.shape == expected.shape
+    assert (actual.double() - expected.double()).norm() <= tolerance * expected.double().norm()
+
+
+def assert_as_defined(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float | None = None) -> None:
+    """Output and gradients against the reference on float32 copies."""
+    out = block_sparse_attention(q, k, v, layout, scale=scale)
+    assert out.dtype is q.dtype
+    wide = [each.detach().float().requires_grad_() for each in (q, k, v)]
+    expected = block_sparse_attention_reference(*wide, layout, scale=scale)
+    assert_near(out, expected, TOLERANCE[q.dtype])
+    incoming = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype)
+    gradients = torch.autograd.grad(out, (q, k, v), incoming)
+    for mine, other in zip(gradients, torch.autograd.grad(expected, wide, incoming.float()), strict=True):
+        assert mine.dtype is q.dtype
+        assert_near(mine, other, TOLERANCE[q.dtype])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", [1, 15, 63, 64, 65, 127, 128, 129, 300])
+def test_lengths(length, causal, dtype) -> None:
+    assert_as_defined(*example(length, dtype=dtype), window(length, causal=causal))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("depth", [16, 24, 40, 64, 72, 128, 256])
+def test_head_sizes(depth, dtype) -> None:
+    assert_as_defined(*example(150, depth, dtype=dtype), window(150))
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 80, 128])
+def test_block_sizes(block) -> None:
+    for length in (block - 1, 2 * block, 3 * block + 1):
+        assert_as_defined(*example(length, 64), window(length, block=block))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        BlockLayout.strided(200, 2, block=16),
+        BlockLayout.bigbird(200, seed=3, causal=True, block=16),
+        BlockLayout.bigbird(200, seed=3, block=16),
+        BlockLayout.from_mask(torch.rand(13, 13, generator=torch.Generator().manual_seed(5)) < 0.3, block=16),
+        BlockLayout.from_mask(torch.eye(13, dtype=torch.bool).flip(0), block=16),
+    ],
+    ids=["strided", "bigbird-causal", "bigbird", "random", "anti-diagonal"],
+)
+def test_layouts(layout) -> None:
+    assert_as_defined(*example(200), layout)
+    assert_as_defined(*example(208), layout, scale=0.7)
+
+
+def test_all_blocks_are_dense_attention() -> None:
+    q, k, v = example(256)
+    layout = BlockLayout.from_mask(torch.ones(4, 4, dtype=torch.bool), causal=True)
+    out = block_sparse_attention(q, k, v, layout)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("keys", [1, 64, 190])
+def test_keys_of_another_length(keys) -> None:
+    mask = torch.ones(2, -(-keys // 64), dtype=torch.bool)
+    mask[1, 0] = False
+    assert_as_defined(*example(100, keys=keys), BlockLayout.from_mask(mask))
+
+
+def test_queries_that_see_no_key_give_zeros() -> None:
+    mask = torch.tensor([[True, False], [False, False]])
+    q, k, v = example(128)
+    layout = BlockLayout.from_mask(mask)
+    out = block_sparse_attention(q, k, v, layout)
+    assert out[:, :, 64:].count_nonzero() == 0
+    grad_q, grad_k, grad_v = torch.autograd.grad(out.sum(), (q, k, v))
+    assert grad_q[:, :, 64:].count_nonzero() == 0
+    assert grad_k[:, :, 64:].count_nonzero() == 0
+    assert grad_v[:, :, 64:].count_nonzero() == 0
+    assert_as_defined(q, k, v, layout)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 64, 16), (2, 0, 64, 16), (2, 2, 0, 16)])
+def test_nothing(shape) -> None:
+    q, k, v = (torch.empty(shape, requires_grad=True) for _ in range(3))
+    layout = BlockLayout.from_mask(torch.ones(-(-shape[2] // 64), -(-shape[2] // 64), dtype=torch.bool), causal=True)
+    out = block_sparse_attention(q, k, v, layout)
+    assert out.shape == shape
+    assert torch.autograd.grad(out.sum(), q)[0].shape == shape
+
+
+@pytest.mark.parametrize("size", [1e-3, 30.0, 1000.0])
+def test_scores_of_any_size(size) -> None:
+    # Softmax of scores in the thousands: only differences may reach the exponential.
+    q, k, v = example(130)
+    with torch.no_grad():
+        q *= size
+    layout = window(130)
+    out = block_sparse_attention(q, k, v, layout)
+    expected = block_sparse_attention_reference(q.double(), k.double(), v.double(), layout)
+    assert out.isfinite().all()
+    assert_near(out, expected, 1e-5 * max(1, size / 30))
+
+
+def test_denormals() -> None:
+    q, k, v = example(70)
+    with torch.no_grad():
+        q *= 1e-40
+        v *= 1e-3
+    out = block_sparse_attention(q, k, v, window(70))
+    torch.testing.assert_close(out[:, :, 69], v.mean(2), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_special_values_reach_those_that_see_them_only(value, dtype) -> None:
+    q, k, v = example(256, dtype=dtype)
+    with torch.no_grad():
+        k[0, 1, 130, 0] = value  # block 2 of 0 to 3
+    mask = torch.eye(4, dtype=torch.bool)
+    mask[3, 2] = True
+    out = block_sparse_attention(q, k, v, BlockLayout.from_mask(mask, causal=True))
+    assert not out[0, 1, 130:].isfinite().all(-1).any() if math.isnan(value) else not out[0, 1, 192:].isfinite().all()
+    assert out[0, 1, :130].isfinite().all()
+    assert out[0, 0].isfinite().all()
+    assert out[1].isfinite().all()
+
+
+def test_infinite_values_as_defined() -> None:
+    q, k, v = example(64)
+    with torch.no_grad():
+        v[:, :, 10, 3] = math.inf
+    out = block_sparse_attention(q, k, v, window(64))
+    assert (out[:, :, 10:, 3] == math.inf).all()  # Earlier queries weigh it with zero, which is NaN in torch too.
+    torch.testing.assert_close(out, block_sparse_attention_reference(q, k, v, window(64)), equal_nan=True)
+
+
+def test_the_same_bits_on_any_number_of_threads(set_threads) -> None:
+    q, k, v = example(500, heads=3)
+    layout = BlockLayout.bigbird(500, seed=0, causal=True)
+    results = []
+    for threads in (1, 2, 3):
+        set_threads(threads)
+        out = block_sparse_attention(q, k, v, layout)
+        results.append((out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_an_incoming_gradient_of_any_strides() -> None:
+    q, k, v = example(100)
+    layout = window(100)
+    out = block_sparse_attention(q, k, v, layout)
+    (expanded,) = torch.autograd.grad(out.sum(), q, retain_graph=True)
+    (dense,) = torch.autograd.grad(out, q, torch.ones_like(out))
+    assert torch.equal(expanded, dense)
+
+
+def test_bad_input_is_refused_by_name() -> None:
+    q, k, v = (each.detach() for each in example(100))
+    layout = window(100)
+    with pytest.raises(ValueError, match=r"q: strides are"):
+        block_sparse_attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, layout)
+    with pytest.raises(ValueError, match=r"v: strides are"):
+        block_sparse_attention(q, k, v.mT.contiguous().mT, layout)
+    with pytest.raises(ValueError, match=r"q: dtype is float64, expected float32 or bfloat16 or float16"):
+        block_sparse_attention(q.double(), k, v, layout)
+    with pytest.raises(ValueError, match=r"k: dtype is bfloat16, expected float32"):
+        block_sparse_attention(q, k.bfloat16(), v, layout)
+    with pytest.raises(ValueError, match=r"k: shape is \(2, 1, 100, 32\), expected \(2, 2, any, 32\)"):
+        block_sparse_attention(q, k[:, :1].contiguous(), v, layout)
+    with pytest.raises(ValueError, match=r"v: shape is \(2, 2, 99, 32\), expected \(2, 2, 100, 32\)"):
+        block_sparse_attention(q, k, v[:, :, 1:].contiguous(), layout)
+    with pytest.raises(ValueError, match=r"layout: \(2, 2\) blocks of 64, expected \(3, 3\) for 129 queries, 129 keys"):
+        block_sparse_attention(*(torch.zeros(1, 1, 129, 16) for _ in range(3)), layout)
+    for depth in (8, 20, 264):
+        with pytest.raises(ValueError, match=rf"q: head size is {depth}, expected a multiple of 8 from 16 to 256"):
+            block_sparse_attention(*(torch.zeros(1, 1, 100, depth) for _ in range(3)), layout)
+
+
+def test_kernels_are_counted() -> None:
+    q, k, v = example(100)
+    meter.take()
+    block_sparse_attention(q, k, v, window(100)).sum().backward()
+    uses = meter.take()
+    assert uses["block_sparse_attention"].nbytes == 4 * q.nbytes
+    assert uses["block_sparse_attention_backward"].nbytes == 7 * q.nbytes
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_registration(dtype) -> None:
+    q, k, v = example(70, 16, dtype=dtype)
+    layout = window(70)
+    lists = layout.offsets, layout.columns, layout.block, layout.causal, 0.25
+    torch.library.opcheck(torch.ops.cuda_ops.block_sparse_attention.default, (q, k, v, *lists))
+    out, lse = torch.ops.cuda_ops.block_sparse_attention(q, k, v, *lists)
+    saved = [each.detach() for each in (torch.ones_like(out), q, k, v, out, lse)]
+    torch.library.opcheck(torch.ops.cuda_ops.block_sparse_attention_backward.default, (*saved, *lists))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = [torch.empty(2, 2, 70, 16, dtype=dtype, requires_grad=True) for _ in range(3)]
+        attended = block_sparse_attention(fakes[0], fakes[1], fakes[2], layout)
+        attended.sum().backward()
+        assert (attended.shape, attended.dtype) == (fakes[0].shape, dtype)
+        assert fakes[1].grad is not None
+
+
+def test_compiled() -> None:
+    q, k, v = example(130)
+    layout = window(130)
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return block_sparse_attention(torch.tanh(q), k, v, layout) * 2
+
+    out = torch.compile(model, fullgraph=True, backend="aot_eager")(q, k, v)
+    expected = model(q, k, v)
+    torch.testing.assert_close(out, expected)
+    for mine, other in zip(
+        torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True
+    ):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize(("queries", "keys", "causal"), [(256, 256, True), (200, 200, True), (200, 150, False)])
+def test_flex_attention_gets_the_same_blocks(queries, keys, causal) -> None:
+    mask = torch.rand(-(-queries // 64), -(-keys // 64), generator=torch.Generator().manual_seed(0)) < 0.6
+    layout = BlockLayout.from_mask(mask, causal=causal)
+    blocks = flex_blocks(layout, queries, keys, torch.device("cpu"))
+    assert torch.equal(blocks.to_dense()[0, 0].bool(), layout.mask)
+    query, key = torch.arange(queries)[:, None], torch.arange(keys)
+    zero = torch.zeros((), dtype=torch.int64)
+    # What it computes: every score of full blocks, and of partial ones those that mask_mod lets pass.
+    full = torch.zeros_like(layout.mask)
+    assert blocks.full_kv_num_blocks is not None
+    assert blocks.full_kv_indices is not None
+    for row, count in enumerate(blocks.full_kv_num_blocks[0, 0].tolist()):
+        full[row, blocks.full_kv_indices[0, 0, row, :count].long()] = True
+    whole = token_mask(BlockLayout.from_mask(full), queries, keys)
+    either = token_mask(BlockLayout.from_mask(layout.mask), queries, keys) & blocks.mask_mod(zero, zero, query, key)
+    assert torch.equal(whole | either, token_mask(layout, queries, keys))
+    if keys % 64:
+        assert not full[:, -1].any()
+
+
+def test_layout_grids() -> None:
+    assert str(BlockLayout.local(320, 2)).splitlines() == [
+        "two-way, blocks of 64, density 0.520",
+        "■■···",
+        "■■■··",
+        "·■■■·",
+        "··■■■",
+        "···■■",
+    ]
+    assert str(BlockLayout.local(257, 2, causal=True) | BlockLayout.global_(257, causal=True)).splitlines() == [
+        "causal, blocks of 64, density 0.800",
+        "■····",
+        "■■···",
+        "■■■··",
+        "■·■■·",
+        "■··■■",
+    ]
+    assert str(BlockLayout.strided(80, 3, causal=True, block=16)).splitlines()[1:] == [
+        "■····",
+        "·■···",
+        "··■··",
+        "■··■·",
+        "·■··■",
+    ]
+    assert str(BlockLayout.global_(48, 2, block=16)).splitlines()[1:] == ["■■■", "■■■", "■■·"]
+
+
+def test_bigbird_depends_on_its_seed_alone() -> None:
+    layouts = [BlockLayout.bigbird(2048, seed=seed, causal=True) for seed in (1, 1, 2)]
+    assert torch.equal(layouts[0].mask, layouts[1].mask)
+    assert not torch.equal(layouts[0].mask, layouts[2].mask)
+    base = (BlockLayout.local(2048, 2, causal=True) | BlockLayout.global_(2048, causal=True)).mask
+    assert (layouts[0].mask | base).equal(layouts[0].mask)
+    assert ((layouts[0].mask & ~base).sum(1) <= 2).all()
+    assert (layouts[0].mask & ~base).sum() > 20
+    assert not layouts[0].mask.triu(1).any()
+
+
+def test_layouts_are_frozen_and_copied() -> None:
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    layout = BlockLayout.from_mask(mask)
+    mask[:] = False
+    assert layout.density == 1
+    with pytest.raises(FrozenInstanceError):
+        layout.causal = True  # pyright: ignore[reportAttributeAccessIssue]  # what is tested
+    assert BlockLayout.from_mask(torch.zeros(0, 0, dtype=torch.bool)).density == 0
+
+
+def test_bad_layouts_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"mask: torch.float32 of shape \(2, 2\) on cpu, expected torch.bool"):
+        BlockLayout.from_mask(torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"block: 24, expected a multiple of 16"):
+        BlockLayout.local(100, 1, block=24)
+    with pytest.raises(ValueError, match=r"mask: shape is \(2, 3\), expected a square, since causal is set"):
+        BlockLayout.from_mask(torch.ones(2, 3, dtype=torch.bool), causal=True)
+    with pytest.raises(ValueError, match=r"window: 0, expected 1 or more"):
+        BlockLayout.local(100, 0)
+    with pytest.raises(ValueError, match=r"length: 0, expected 1 or more"):
+        BlockLayout.strided(0, 2)
+    with pytest.raises(
+        ValueError, match=r"layouts of .* \(\(2, 2\), True, 64\) and \(\(2, 2\), False, 64\) cannot be joined"
+    ):
+        BlockLayout.local(100, 1, causal=True) | BlockLayout.local(100, 1)
