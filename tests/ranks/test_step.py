@@ -235,7 +235,8 @@ def train_without_sync(case: Case) -> tuple[Trajectory, list[int]]:
                     loss = engine(*case.batch(step, micro * engine.world.size + engine.world.rank))
                     engine._traffic.take()
                     engine.backward(loss)
-                    sent.append(engine._traffic.take()[0].get("reduce_scatter", 0))
+                    counts = engine._traffic.take()[0]
+                    sent.append(counts.get("reduce_scatter", 0) + counts.get("all_reduce", 0))
                 assert engine.is_gradient_accumulation_boundary() == last
                 engine.step()
                 losses.append(loss.item())
