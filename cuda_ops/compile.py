@@ -48,12 +48,13 @@ def kernel(*, fastmath: frozenset[str] = EXACT) -> Callable[[Callable[..., Any]]
     def decorate(function: Callable[..., Any]) -> Any:
         # numpy's rules for division: Python's would put a branch into every loop.
         compiled = numba.njit(nogil=True, error_model="numpy", fastmath=set(fastmath))(function)
-        before = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(cache_folder())  # Read once, here: the user's own functions keep their place.
+        settings: Any = numba.config
+        before = settings.CACHE_DIR
+        settings.CACHE_DIR = str(cache_folder())  # Read once, here: the user's own functions keep their place.
         try:
             compiled.enable_caching()
         finally:
-            numba.config.CACHE_DIR = before
+            settings.CACHE_DIR = before
         return compiled
 
     return decorate

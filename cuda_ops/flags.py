@@ -45,7 +45,7 @@ def _store_release(typingctx: Any, address: Any, value: Any) -> Any:
 @kernel()
 def raise_flag(address: int, value: int) -> None:
     """Write `value` to the 64-bit number at `address`, after everything that was written before."""
-    _store_release(address, value)
+    _store_release(address, value)  # type: ignore[call-arg]  # Numba passes the typing context itself
 
 
 @kernel()
@@ -54,7 +54,7 @@ def wait_for_flags(addresses: Any, value: int, spins: int, naps: int) -> int:
     visible. Returns -1, or the index of one that is not there after about `naps` × 0.1 ms (0: looks once)."""
     for k in range(addresses.shape[0]):
         looks = 0
-        while _load_acquire(addresses[k]) < value:
+        while _load_acquire(addresses[k]) < value:  # type: ignore[call-arg]  # as above
             looks += 1
             if looks <= spins:
                 continue

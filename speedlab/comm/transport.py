@@ -51,10 +51,10 @@ class Transport:
     def reduce_scatter(self, full: Tensor, into: Tensor, accumulate: bool) -> Finish:
         """Sum this rank's slice of every rank's `full` into `into`."""
         summed = torch.empty(full.numel() // self.size, dtype=full.dtype, device=full.device)
-        work = _scatter_sum(summed, full, group=self.wires.group, async_op=True)
+        arrived = self._wait(_scatter_sum(summed, full, group=self.wires.group, async_op=True))
 
         def finish() -> None:
-            work.wait()
+            arrived()
             if accumulate:
                 into.add_(summed)
             else:

@@ -78,7 +78,7 @@ def test_flops_are_those_that_torch_counts():
     """Torch counts forward and backward of the products alone; norms and biases are the small difference."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = config(layers=2, hidden=64, heads=4, ffn_hidden=256, vocab_size=128, context=32, tied=False)
+    model = config(layers=2, hidden=64, heads=4, ffn_hidden=256, vocab_size=128, context=32, tied=False, loss="full")
     gpt, tokens = GPT(model), torch.zeros(3, 32, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         loss = gpt(tokens, tokens).loss

@@ -114,7 +114,7 @@ class Meeting:
         """Wait until every peer's `number` is at least `value`. Raises PeerLost, naming the rank that is missing."""
         self._wait(self._addresses[number], value, self.peers)
 
-    def wait_one(self, peer: int, number: Number, value: int) -> None:
+    def wait_one(self, peer: int, number: int, value: int) -> None:
         self._wait(np.array([self._address(peer, number)]), value, [peer])
 
     def reached(self, number: Number, value: int) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from speedlab.comm.shared.meeting import Meeting
 from speedlab.comm.shared.messages import Mailbox
@@ -32,7 +33,7 @@ class SharedGroup(dist.ProcessGroup):
     """The collectives of one group through shared memory; asynchronous ones are carried out by a thread."""
 
     def __init__(self, meeting: Meeting, gloo: Any) -> None:
-        super().__init__(meeting.index, meeting.size)
+        super().__init__(meeting.index, meeting.size)  # type: ignore[call-arg]  # a constructor the stubs do not know
         self.meeting = meeting
         self._rounds = Rounds(meeting)
         self._mailbox = Mailbox(meeting)
@@ -96,7 +97,7 @@ class SharedGroup(dist.ProcessGroup):
     # ---- copies ------------------------------------------------------------------------------------------------------
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         if not _on_cpu(inputs):
             return self._gloo.allgather(outputs, inputs, opts)
 
@@ -162,10 +163,10 @@ class SharedGroup(dist.ProcessGroup):
 
     # torch 2.11 and 2.12 know these under their older names.
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]  # other argument names
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # as above
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]  # as above
+    alltoall_base = all_to_all_single  # type: ignore[assignment]  # as above
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ Sums are taken by the rank that owns the slice, in rank order, 16-bit floats in 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import memmove
+from ctypes import c_uint8, memmove
 
 import numpy as np
 import torch
@@ -212,7 +212,7 @@ class Rounds:
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype) -> Tensor:
     """A tensor over memory that something else keeps alive."""
-    raw = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(address))
+    raw = np.ctypeslib.as_array((c_uint8 * (numel * dtype.itemsize)).from_address(address))
     return torch.from_numpy(raw).view(dtype)
 
 
