@@ -17,8 +17,14 @@ if not gpu.available():
     pytest.skip("numba-cuda is not installed", allow_module_level=True)
 
 from cuda.bindings import nvjitlink
+from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 from numba import cuda, typeof
 from numba.cuda import dispatcher
+
+try:
+    load_nvidia_dynamic_lib("nvvm"), load_nvidia_dynamic_lib("nvJitLink")
+except DynamicLibNotFoundError as missing:
+    pytest.skip(f"a part of numba-cuda[cu13] is not installed: {missing}", allow_module_level=True)
 
 REGISTERS = 65536
 """Of a multiprocessor, sm_80 to sm_90: a block of threads that wants more does not start."""
