@@ -282,6 +282,22 @@ def test_flex_attention_gets_the_same_blocks(queries, keys, causal) -> None:
         assert not full[:, -1].any()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("length", "causal"), [(256, True), (200, True), (200, False)])
+def test_on_a_gpu(length, causal, dtype) -> None:
+    layout = BlockLayout.bigbird(length, seed=1, window=1, random_blocks=1, causal=causal)
+    inputs = example(length, 64, dtype=dtype)
+    on_gpu = [each.detach().cuda().requires_grad_() for each in inputs]
+    out, expected = block_sparse_attention(*on_gpu, layout), block_sparse_attention(*inputs, layout)
+    # float32 products are TensorFloat-32 there.
+    tolerance = max(2e-3, 2 * TOLERANCE[dtype])
+    assert_near(out.cpu(), expected, tolerance)
+    gradients = torch.autograd.grad(out, on_gpu, torch.ones_like(out))
+    for mine, other in zip(gradients, torch.autograd.grad(expected, inputs, torch.ones_like(expected)), strict=True):
+        assert_near(mine.cpu(), other, tolerance)
+
+
 def test_layout_grids() -> None:
     assert str(BlockLayout.local(320, 2)).splitlines() == [
         "two-way, blocks of 64, density 0.520",

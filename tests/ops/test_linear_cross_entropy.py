@@ -334,6 +334,28 @@ def test_compiled() -> None:
     torch.testing.assert_close(compiled, (hidden.grad, weight.grad))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_version_in_torch(dtype) -> None:
+    hidden, weight, targets = (each.detach() for each in example(50, 90, dtype=dtype))
+    targets[::3] = -100
+    loss, *gradients, factor = module._by_torch(hidden, weight, targets, -100, 16, True, True)
+    for mine, other in zip((loss, *gradients), exact(hidden, weight, targets), strict=True):
+        assert_near(mine * (1 if mine is loss else factor), other, TOLERANCE[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_on_a_gpu(dtype) -> None:
+    hidden, weight, targets = example(300, 5000, dtype=dtype)
+    targets[::3] = -100
+    on_gpu = [each.detach().cuda().requires_grad_() for each in (hidden, weight)]
+    loss = linear_cross_entropy(*on_gpu, targets.cuda())
+    (loss * 3).backward()
+    for mine, other in zip((loss * 3, *(each.grad for each in on_gpu)), exact(hidden, weight, targets), strict=True):
+        assert mine is not None
+        assert_near(mine.detach().cpu() / 3, other, 2 * TOLERANCE[dtype])
+
+
 def test_powers_of_two() -> None:
     @kernel()
     def fill(x, y):
