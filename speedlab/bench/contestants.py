@@ -1,19 +1,24 @@
-"""The training steps that `bench step` compares: one model, one loss, one batch, and a different way to keep ranks in
-step."""
+"""The training steps that `bench step` compares: one model, one batch, and a different way to keep ranks in step.
+
+All use the full logits and torch's cross-entropy, but "shipped", which is what a user of SpeedLab gets.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from speedlab.comm.shared import BACKEND
 from speedlab.config import ModelConfig, RunConfig
 from speedlab.engine import initialize
 from speedlab.models import GPT
@@ -21,34 +26,55 @@ from speedlab.models import GPT
 Step = Callable[[Tensor, Tensor], None]
 """One optimizer step on tokens (B, T) and targets (B, T)."""
 
-MODEL = ModelConfig(layers=6, hidden=384, heads=6, ffn_hidden=1536, vocab_size=16384, context=128)
+MODEL = ModelConfig(layers=6, hidden=384, heads=6, ffn_hidden=1536, vocab_size=16384, context=128, loss="full")
 """17 million parameters, 6.3 of them in the tied embedding."""
+
+SHIPPED = MODEL.model_copy(update={"loss": "chunked"})
 
 _LR = 1e-3
 
+_OURS = ("ours", "shipped", "DeepSpeed")
+"""Who uses the default group, which is on shared memory; DeepSpeed takes no other."""
+
 
 def names() -> list[str]:
-    """Every contestant, the limit first. DeepSpeed only where it is installed."""
+    """Every contestant, the limit first. Peers use gloo, as their users do, and once more our shared-memory backend, so
+    that engine and collectives can be told apart. DeepSpeed only where it is installed."""
     peers = ["DDP", "ZeroRedundancyOptimizer", "FSDP2 kept", "FSDP2 resharded"]
-    if importlib.util.find_spec("deepspeed"):
-        peers += [f"DeepSpeed {stage}" for stage in range(4)]
-    return ["limit", *peers, *(f"ours {stage}" for stage in range(4))]
+    on_ours = [f"{peer} on shared" for peer in ("DDP", "FSDP2 kept", "FSDP2 resharded")]
+    deepspeed = [f"DeepSpeed {stage}" for stage in range(4)] if importlib.util.find_spec("deepspeed") else []
+    ours = [f"{kind} {stage}" for kind in ("ours", "shipped") for stage in range(4)]
+    return ["limit", *peers, *on_ours, *deepspeed, *ours]
+
+
+def missing() -> list[str]:
+    """Peers that are not installed."""
+    return [] if importlib.util.find_spec("deepspeed") else ["DeepSpeed"]
 
 
 def make(name: str, dtype: torch.dtype) -> Step:
     """Build a contestant on this rank; models start from the same values everywhere."""
     torch.manual_seed(0)
-    model = GPT(MODEL)
-    kind, _, variant = name.partition(" ")
+    kind, *variant = name.split()
+    model = GPT(SHIPPED if kind == "shipped" else MODEL)
+    group = _group(BACKEND if variant[-1:] == ["shared"] else "gloo") if kind not in ("limit", *_OURS) else None
     makers: dict[str, Callable[[], Step]] = {
         "limit": lambda: _alone(model, dtype),
-        "DDP": lambda: _ddp(model, dtype),
-        "ZeroRedundancyOptimizer": lambda: _zero_redundancy(model, dtype),
-        "FSDP2": lambda: _fsdp(model, dtype, reshard=variant == "resharded"),
-        "DeepSpeed": lambda: _deepspeed(model, dtype, int(variant)),
-        "ours": lambda: _ours(model, dtype, int(variant)),
+        "DDP": lambda: _ddp(model, dtype, group),
+        "ZeroRedundancyOptimizer": lambda: _zero_redundancy(model, dtype, group),
+        "FSDP2": lambda: _fsdp(model, dtype, group, reshard=variant[0] == "resharded"),
+        "DeepSpeed": lambda: _deepspeed(model, dtype, int(variant[0])),
+        "ours": lambda: _ours(model, dtype, int(variant[0])),
+        "shipped": lambda: _ours(model, dtype, int(variant[0])),
     }
     return makers[kind]()
+
+
+@cache
+def _group(backend: str) -> dist.ProcessGroup:
+    group = dist.new_group(backend=backend)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 class _Masters:
@@ -84,8 +110,8 @@ def _alone(model: nn.Module, dtype: torch.dtype) -> Step:
     return step
 
 
-def _ddp(model: nn.Module, dtype: torch.dtype) -> Step:
-    wrapped = DistributedDataParallel(model.to(dtype), gradient_as_bucket_view=True)
+def _ddp(model: nn.Module, dtype: torch.dtype, group: dist.ProcessGroup | None) -> Step:
+    wrapped = DistributedDataParallel(model.to(dtype), process_group=group, gradient_as_bucket_view=True)
     masters = _Masters(list(model.parameters()))
 
     def step(tokens: Tensor, targets: Tensor) -> None:
@@ -95,11 +121,11 @@ def _ddp(model: nn.Module, dtype: torch.dtype) -> Step:
     return step
 
 
-def _zero_redundancy(model: nn.Module, dtype: torch.dtype) -> Step:
+def _zero_redundancy(model: nn.Module, dtype: torch.dtype, group: dist.ProcessGroup | None) -> Step:
     """torch's ZeRO-1. It has no masters: in bfloat16 it updates bfloat16 weights, which is less work than the others
     do."""
-    wrapped = DistributedDataParallel(model.to(dtype), gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=_LR, fused=True)
+    wrapped = DistributedDataParallel(model.to(dtype), process_group=group, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, lr=_LR, fused=True)
 
     def step(tokens: Tensor, targets: Tensor) -> None:
         wrapped(tokens, targets).loss.backward()
@@ -109,15 +135,17 @@ def _zero_redundancy(model: nn.Module, dtype: torch.dtype) -> Step:
     return step
 
 
-def _fsdp(model: GPT, dtype: torch.dtype, *, reshard: bool) -> Step:
+def _fsdp(model: GPT, dtype: torch.dtype, group: dist.ProcessGroup | None, *, reshard: bool) -> Step:
+    assert group is not None
+    mesh = DeviceMesh.from_group(group, "cpu")
     policy = (
         MixedPrecisionPolicy()
         if dtype == torch.float32
         else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     )
     for block in model.blocks:
-        fully_shard(block, reshard_after_forward=reshard, mp_policy=policy)
-    fully_shard(model, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
 
     def step(tokens: Tensor, targets: Tensor) -> None:

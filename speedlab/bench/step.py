@@ -84,10 +84,10 @@ def _measure(dtype_name: str, rounds: int, steps: int, only: tuple[str, ...]) ->
 
 
 _PEERS = {
-    0: ("DDP", "DeepSpeed 0"),
+    0: ("DDP", "DDP on shared", "DeepSpeed 0"),
     1: ("ZeroRedundancyOptimizer", "DeepSpeed 1"),
-    2: ("FSDP2 kept", "DeepSpeed 2"),
-    3: ("FSDP2 resharded", "DeepSpeed 3"),
+    2: ("FSDP2 kept", "FSDP2 kept on shared", "DeepSpeed 2"),
+    3: ("FSDP2 resharded", "FSDP2 resharded on shared", "DeepSpeed 3"),
 }
 """The peers that hold the same states where we do; FSDP2 is shown beside every stage."""
 
@@ -115,7 +115,8 @@ def _rows(dtype: str, options: Options, seconds: dict[str, list[float]]) -> list
 
     for name in seconds:
         if not name.startswith("ours"):
-            rows.append(row(name))
+            # What is shipped stands beside the limit, which is plain torch without communication.
+            rows.append(row(name, "limit" if name.startswith("shipped") and limit else ""))
             continue
         stage = int(name.split()[1])
         peers = dict.fromkeys((*_PEERS[stage], "FSDP2 kept", "FSDP2 resharded"))
