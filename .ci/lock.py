@@ -15,8 +15,8 @@ from packaging.utils import canonicalize_name
 
 BUILD = ("hatchling", "editables")
 """What an editable install without build isolation needs."""
-SEPARATE = frozenset({"torch", "triton"})
-"""torch, in its own pip call, and what only its CUDA build needs (with every nvidia-* package but NVML's bindings)."""
+SEPARATE = frozenset({"torch", "triton", "cuda-bindings", "cuda-toolkit"})
+"""torch, in its own pip call, and what its CUDA build pins itself (with every nvidia-* package but NVML's bindings)."""
 HEADER = """\
 # Everything but torch that the project and its tests need: `make lock` writes this file.
 # `make setup` installs torch first, in its own pip call and with this file as constraints, and then this file.

@@ -30,8 +30,9 @@ say "2/4 $torch (a minute or more on a slow line)"
 # shellcheck disable=SC2086  # the arguments are words
 $pip install ${TORCH_PIP_ARGS:-} --constraint requirements.lock "$torch"
 
-say "3/4 $(grep -c == requirements.lock) pinned packages"
+say "3/4 $(grep -c == requirements.lock) pinned packages, and what compiles CUDA kernels (0.5 GB)"
 $pip install --requirement requirements.lock
+$pip install --constraint requirements.lock "numba-cuda[cu13]"
 
 say "4/4 speedlab itself, editable"
 $pip install --no-deps --no-build-isolation --editable .

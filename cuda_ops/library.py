@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-_library = torch.library.Library("cuda_ops", "DEF")  # Held: the operations live as long as this object.
+_libraries: dict[str, torch.library.Library] = {}
+"""One for each operation, held: an operation lives as long as its library."""
 
 
 def register(
@@ -24,9 +25,13 @@ def register(
     argument that is written to is marked in the schema: `Tensor(a!) x`.
     """
     name = schema.partition("(")[0]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, cpu, "CPU")
+    if name in _libraries:
+        # A KeyboardInterrupt broke off the import of an operation's module, which is now imported once more.
+        _libraries.pop(name)._destroy()
+    library = _libraries[name] = torch.library.Library("cuda_ops", "FRAGMENT")
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, cpu, "CPU")
     if cuda is not None:
-        _library.impl(name, cuda, "CUDA")
-    torch.library.register_fake(f"cuda_ops::{name}", fake)
+        library.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"cuda_ops::{name}", fake, lib=library)
     return getattr(torch.ops.cuda_ops, name).default

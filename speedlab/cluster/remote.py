@@ -141,10 +141,13 @@ def reset() -> None:
 
 
 def preload() -> None:
-    """Import torch; an engine does so before it reports that it is ready."""
-    import torch
+    """Import torch and the training engine; an engine process does so before it reports that it is ready.
 
-    assert torch.__version__
+    Not later: an interrupt in the middle of an import would leave modules half there.
+    """
+    import speedlab.engine
+
+    assert speedlab.engine
 
 
 def advance(folder: str, model: Any = None) -> str:

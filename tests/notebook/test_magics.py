@@ -139,7 +139,7 @@ def test_completion(notebook: Notebook, line: str, expected: set[str]) -> None:
 def test_start_pushes_the_cluster_and_says_what_runs(notebook: Notebook) -> None:
     text = notebook.run("%speedlab start --engines 2 --name x --device cpu")
     cluster = notebook.shell.user_ns["cluster"]
-    assert (cluster.name, cluster.asked) == ("x", (2, "cpu"))
+    assert (cluster.name, cluster.asked) == ("x", (2, "cpu", None))
     assert text.startswith("cluster 'x': 2 engines on cpu <0> · ready after ")
     assert "was running" in notebook.run("%speedlab start --name x")
     error = notebook.error("%speedlab start --engines 3 --name x")
