@@ -115,7 +115,7 @@ def _chunk_exponentials(
         groups = sums[low // _GROUP : -(-high // _GROUP)]
         with meter.record("linear_cross_entropy", 2 * logits.nbytes, logits.device):
             arguments = (logits, reference, targets - low, groups, picked)
-            worth = max(1, (1 << 17) // (_GROUP * n))
+            worth = max(1, (1 << 17) // (_GROUP * n))  # 131,072 elements, in groups
             share(_exponentials, groups.shape[0], *(array(each) for each in arguments), multiple=1, worth=worth)
     assert reference is not None
     return reference, sums.sum(0, dtype=torch.float64).float(), picked
@@ -152,7 +152,7 @@ def _cpu(
     loss = torch.zeros((), dtype=torch.float64)
     for low in range(0, len(targets), chunk):
         inputs, labels, used = (each[low : low + chunk] for each in (hidden, targets, counted))
-        e = memory[: rows * len(labels)].view(rows, -1)  # (V, n)
+        e = memory[: rows * len(labels)].view(rows, len(labels))  # (V, n), or one block of it
         reference, sums, picked = _chunk_exponentials(inputs, weight, labels, None, e)
         if not (sums <= _SUM_LIMIT).all():
             reference = _chunk_greatest(inputs, weight)
