@@ -1,0 +1,236 @@
+"""The kernels that go over flats, as cases of `bench kernels`. Memory is warm: what is written exists before."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cuda_ops.adamw import adamw
+from cuda_ops.blockquant import block_dequantize, block_quantize, block_quantize_reference
+from cuda_ops.grad_stats import grad_stats
+from cuda_ops.onebit import CHUNK, onebit_average, onebit_pack
+from cuda_ops.sgd_momentum import sgd_momentum
+from speedlab.bench.interleave import interleave, row, rows
+from speedlab.bench.table import Row
+
+_MILLION = 1_000_000
+_RANKS = 4
+_NUMBERS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 10}
+
+
+def missing() -> list[str]:
+    """Peers of these cases that are not installed."""
+    return [] if importlib.util.find_spec("deepspeed") else ["DeepSpeed (DeepSpeedCPUAdam)"]
+
+
+def copy_of(nbytes: float, device: torch.device) -> Callable[[], object]:
+    """A copy that reads and writes `nbytes` altogether: the floor of what memory bounds."""
+    source = torch.ones(int(nbytes) // 8, device=device)
+    target = torch.ones_like(source)
+    return lambda: target.copy_(source)
+
+
+def _threads(device: torch.device) -> str:
+    return str(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+
+
+def _flats(count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(param, grad, exp_avg, exp_avg_sq)."""
+    generator = torch.Generator().manual_seed(0)
+    param, grad = (torch.randn(count, generator=generator).to(device) for _ in range(2))
+    return param, grad, torch.zeros_like(param), torch.full_like(param, 1e-3)
+
+
+def adamw_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+    """AdamW alone, and with unscale, clip and a bfloat16 copy."""
+    for millions in (10, 100):
+        count = millions * _MILLION
+        flats = _flats(count, device)
+        contestants: dict[str, Callable[[], object]] = {
+            "ours": lambda flats=flats: adamw(*flats, **_NUMBERS),
+            "floor": copy_of(28 * count, device),
+            "torch fused": _torch_adamw(*flats[:2]),
+        }
+        if not missing() and device.type == "cpu":
+            contestants["DeepSpeedCPUAdam"] = _deepspeed_adam(*flats[:2])
+        times = interleave(contestants, rounds=rounds, device=device)
+        yield from rows(f"adamw {millions}M float32, {_threads(device)}", times, floor="floor")
+    copy = torch.zeros(count, dtype=torch.bfloat16, device=device)
+    times = interleave(
+        {
+            "ours": lambda: adamw(*flats, copy, factor=0.5, **_NUMBERS),
+            "floor": copy_of(30 * count, device),
+            "torch fused, grad_scale, copy": _torch_adamw(*flats[:2], copy=copy),
+        },
+        rounds=rounds,
+        device=device,
+    )
+    yield from rows(f"adamw 100M, unscale, clip, bfloat16 copy, {_threads(device)}", times, floor="floor")
+
+
+def _torch_adamw(param: Tensor, grad: Tensor, copy: Tensor | None = None) -> Callable[[], None]:
+    own = torch.nn.Parameter(param.clone())
+    own.grad = grad.clone()
+    optimizer: Any = torch.optim.AdamW([own], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def step() -> None:
+        if copy is None:
+            optimizer.step()
+            return
+        optimizer.grad_scale = torch.full((), 2.0, device=param.device)  # As torch's GradScaler hands it over.
+        optimizer.step()
+        copy.copy_(own.detach())
+
+    return step
+
+
+def _deepspeed_adam(param: Tensor, grad: Tensor) -> Callable[[], None]:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]  # only where it is installed
+
+    own = torch.nn.Parameter(param.clone())
+    own.grad = grad.clone()
+    return DeepSpeedCPUAdam([own], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, adamw_mode=True).step
+
+
+def sgd_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+    param, grad, buffer, _ = _flats(10 * _MILLION, device)
+    own = torch.nn.Parameter(param.clone())
+    own.grad = grad.clone()
+    optimizer = torch.optim.SGD([own], lr=1e-3, momentum=0.9, fused=True)
+    times = interleave(
+        {
+            "ours": lambda: sgd_momentum(param, grad, buffer, lr=1e-3, momentum=0.9),
+            "floor": copy_of(20 * param.numel(), device),
+            "torch fused": optimizer.step,
+        },
+        rounds=rounds,
+        device=device,
+    )
+    yield from rows(f"sgd_momentum 10M float32, {_threads(device)}", times, floor="floor")
+
+
+def grad_stats_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+    """The peer needs two passes for the same answer: the norm, and whether all is finite."""
+    for dtype in (torch.float32, torch.bfloat16):
+        grad = _flats(10 * _MILLION, device)[1].to(dtype)
+        times = interleave(
+            {
+                "ours": lambda grad=grad: grad_stats(grad),
+                "torch norm and isfinite": lambda grad=grad: (torch.linalg.vector_norm(grad), grad.isfinite().all()),
+            },
+            rounds=rounds,
+            device=device,
+        )
+        yield from rows(f"grad_stats 10M {_short(dtype)}, {_threads(device)}", times)
+
+
+def onebit_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+    """Sign-packing with error feedback, and the mean of what four ranks packed."""
+    count = 1024 * CHUNK
+    values = _flats(count, device)[0]
+    error, out = torch.zeros_like(values), torch.empty_like(values)
+    packed, scales = onebit_pack(values, error)
+    contestants: dict[str, Callable[[], object]] = {
+        "ours": lambda: onebit_pack(values, error),
+        "floor": copy_of(12 * count, device),
+        "torch": lambda: _torch_pack(values, error),
+    }
+    if device.type == "cpu":
+        contestants["NumPy"] = lambda: _numpy_pack(values.numpy(), error.numpy())
+    times = interleave(contestants, rounds=rounds, device=device)
+    yield from rows(f"onebit pack {count / _MILLION:.1f}M float32, {_threads(device)}", times, floor="floor")
+    every, means = packed.repeat(_RANKS, 1), scales.repeat(_RANKS, 1)
+    contestants = {
+        "ours": lambda: onebit_average(every, means, out),
+        "floor": copy_of((4 + _RANKS / 8) * count, device),
+        "torch": lambda: _torch_average(every, means, out),
+    }
+    if device.type == "cpu":
+        contestants["NumPy"] = lambda: _numpy_average(every.numpy(), means.numpy(), out.numpy())
+    times = interleave(contestants, rounds=rounds, device=device)
+    yield from rows(f"onebit average of {_RANKS} ranks, {_threads(device)}", times, floor="floor")
+
+
+def _torch_pack(values: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+    corrected = (values + error).view(-1, CHUNK)
+    means = corrected.abs().mean(1)
+    positive = corrected >= 0
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=values.device)
+    packed = (positive.view(-1, 8).to(torch.uint8) * weights).sum(1, dtype=torch.uint8)
+    error.view(-1, CHUNK).copy_(corrected - torch.where(positive, means[:, None], -means[:, None]))
+    return packed, means
+
+
+def _numpy_pack(values: np.ndarray, error: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    corrected = (values + error).reshape(-1, CHUNK)
+    means = np.abs(corrected).mean(1, dtype=np.float32)
+    positive = corrected >= 0
+    packed = np.packbits(positive, bitorder="little")
+    np.subtract(corrected, np.where(positive, means[:, None], -means[:, None]), out=error.reshape(-1, CHUNK))
+    return packed, means
+
+
+def _torch_average(packed: Tensor, scales: Tensor, out: Tensor) -> None:
+    bits = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    out.zero_()
+    for own, means in zip(packed, scales, strict=True):
+        signs = (own[:, None] >> bits & 1).view(-1, CHUNK).float() * 2 - 1
+        out += (signs * means[:, None]).view(-1)
+    out /= len(packed)
+
+
+def _numpy_average(packed: np.ndarray, scales: np.ndarray, out: np.ndarray) -> None:
+    out[:] = 0
+    for own, means in zip(packed, scales, strict=True):
+        signs = np.unpackbits(own, bitorder="little").reshape(-1, CHUNK).astype(np.float32) * 2 - 1
+        out += (signs * means[:, None]).reshape(-1)
+    out /= len(packed)
+
+
+def blockquant_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+    """int8 and int4 beside the reference, compiled by torch; its outputs are allocated anew in both."""
+    values = _flats(40_000 * 256, device)[0]  # Whole blocks, so that the peer needs no padding.
+    out = torch.zeros_like(values)
+    for bits in (8, 4):
+        quantized, scales = block_quantize(values, bits=bits)
+        compiled = torch.compile(lambda values, bits=bits: block_quantize_reference(values, bits=bits))
+        times = interleave(
+            {
+                "ours": lambda bits=bits: block_quantize(values, bits=bits),
+                "torch.compile": lambda compiled=compiled: compiled(values),
+            },
+            rounds=rounds,
+            device=device,
+        )
+        yield row(f"blockquant int{bits} quantize 10M, {_threads(device)}", times, peer="torch.compile")
+        plain = torch.compile(_torch_dequantize8 if bits == 8 else _torch_dequantize4)
+        times = interleave(
+            {
+                "ours": lambda quantized=quantized, scales=scales: block_dequantize(quantized, scales, out),
+                "torch.compile": lambda plain=plain, q=quantized, s=scales: plain(q, s, out),
+                "floor": copy_of((4 + bits / 8) * values.numel(), device),
+            },
+            rounds=rounds,
+            device=device,
+        )
+        case = f"blockquant int{bits} dequantize 10M, {_threads(device)}"
+        yield row(case, times, peer="torch.compile", floor="floor")
+
+
+def _torch_dequantize8(quantized: Tensor, scales: Tensor, out: Tensor) -> None:
+    out.view(scales.numel(), -1)[:] = quantized.view(scales.numel(), -1).float() * scales[:, None]
+
+
+def _torch_dequantize4(quantized: Tensor, scales: Tensor, out: Tensor) -> None:
+    low, high = (quantized << 4).view(torch.int8) >> 4, quantized.view(torch.int8) >> 4
+    both = torch.stack((low, high), dim=1).view(scales.numel(), -1)
+    out.view(scales.numel(), -1)[:] = both.float() * scales[:, None]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,64 @@
+"""`speedlab bench kernels`: the operations of cuda_ops beside their peers, interleaved, and beside a floor.
+
+The floor of what memory bounds is the time that copying the same number of bytes takes here; that of the linear
+cross-entropy, its matrix products alone. Peers that are not installed are named and left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+
+from speedlab.bench import attention_cases, flat_cases, loss_cases
+from speedlab.bench.table import Row, report
+
+CASES: dict[str, Callable[[torch.device, int], Iterator[Row]]] = {
+    "adamw": flat_cases.adamw_rows,
+    "sgd_momentum": flat_cases.sgd_rows,
+    "grad_stats": flat_cases.grad_stats_rows,
+    "onebit": flat_cases.onebit_rows,
+    "blockquant": flat_cases.blockquant_rows,
+    "linear_cross_entropy": loss_cases.loss_rows,
+    "block_sparse_attention": attention_cases.attention_rows,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Every kernel beside its peers. `ratio` > 1: ours is faster; `limit_share`: share of the floor's speed."""
+
+    only: Annotated[tuple[str, ...], tyro.conf.arg(name="only")] = ()
+    """Operations to measure; all when left out."""
+    threads: tuple[int, ...] = (1, 2)
+    """Thread counts of the processor to measure adamw with; the others run with the first."""
+    device: str = "cpu"
+    """cpu or cuda."""
+    rounds: int = 9
+    """Interleaved rounds; medians are taken over them."""
+    json: Path | None = None
+    """Also write one JSON record for each row to this file."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = tyro.cli(Options, args=argv, prog="speedlab bench kernels")
+    unknown = [name for name in options.only if name not in CASES]
+    if unknown:
+        print(f"speedlab bench kernels: no operation {unknown[0]!r}; there are {', '.join(CASES)}", file=sys.stderr)
+        sys.exit(2)
+    device = torch.device(options.device)
+    for peer in flat_cases.missing():
+        print(f"not installed, left out: {peer} (make bench installs it)", file=sys.stderr)
+    found: list[Row] = []
+    for name in options.only or CASES:
+        # Threads make a difference where there is memory to share; elsewhere one count tells enough.
+        for threads in options.threads if name == "adamw" and device.type == "cpu" else options.threads[:1]:
+            print(f"{name}, {threads} thread{'s' if threads > 1 else ''} ...", file=sys.stderr, flush=True)
+            torch.set_num_threads(threads)
+            found += CASES[name](device, options.rounds)
+    report(found, options.json)
