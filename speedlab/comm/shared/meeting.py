@@ -144,7 +144,9 @@ class Meeting:
         """Raise PeerLost when `peer` can no longer do what is waited for, unless it has done it (`there`)."""
         rank, waiting = self.ranks[peer], self.ranks[self.index]
         descriptor = self._processes.get(peer)
-        if self._words[peer][int(Number.LEFT) * _LINE]:
+        if self._words[self.index][int(Number.LEFT) * _LINE]:
+            reason = f"rank {waiting} itself left"  # While a thread of it was waiting.
+        elif self._words[peer][int(Number.LEFT) * _LINE]:
             reason = f"rank {rank} left"
         elif descriptor is not None and _ended(descriptor):
             reason = f"the process of rank {rank} has ended"
@@ -182,16 +184,25 @@ class Meeting:
         entry = self._offers_at + 3 * (offer % _OFFERS)
         found = np.zeros(self.size, dtype=np.int64)
         for k in self.peers:
-            memory = self.memory[k]
-            assert memory is not None
             number, offset, offered_bytes = self._words[k][entry : entry + 3].tolist()
             if offered_bytes != nbytes:
                 raise PeerLost(
                     f"rank {self.ranks[self.index]} and rank {self.ranks[k]} are out of step: one offers {nbytes} "
                     f"bytes, the other {offered_bytes}; all ranks must run the same passes"
                 )
-            found[k] = memory.address(number, offset)
+            found[k] = self._address_in(k, number, offset)
         return found
+
+    def _address_in(self, peer: int, number: int, offset: int) -> int:
+        """Where memory of `peer`'s arena stands in this process. Raises PeerLost when it is gone, with its process or
+        its group."""
+        memory = self.memory[peer]
+        assert memory is not None
+        try:
+            return memory.address(number, offset)
+        except OSError as error:
+            rank, waiting = self.ranks[peer], self.ranks[self.index]
+            raise PeerLost(f"rank {waiting} found the memory of rank {rank} gone: {error}") from None
 
     def took(self) -> None:
         """This rank needs the tensors of one more offer no longer. It counts offers, in whatever order they are taken:
@@ -243,9 +254,7 @@ class Meeting:
             return None
         entry = self._messages_at + (self.index * _MESSAGES + number % _MESSAGES) * 4
         segment, offset, nbytes, tag = self._words[peer][entry : entry + 4].tolist()
-        memory = self.memory[peer]
-        assert memory is not None
-        return memory.address(segment, offset), nbytes, tag
+        return self._address_in(peer, segment, offset), nbytes, tag
 
     def fetched(self, peer: int, number: int) -> None:
         """All messages of `peer` up to `number` have been copied."""
