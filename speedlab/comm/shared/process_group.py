@@ -80,6 +80,9 @@ class SharedGroup(dist.ProcessGroup):
         if not self._reduces(outputs, opts):
             return self._gloo.reduce_scatter(outputs, inputs, opts)
 
+        for out, parts in zip(outputs, inputs, strict=True):
+            _check_equal("reduce_scatter", parts, out, self.meeting.size)
+
         def run() -> None:
             for out, parts in zip(outputs, inputs, strict=True):
                 with _Contiguous(out) as flat:
@@ -100,6 +103,9 @@ class SharedGroup(dist.ProcessGroup):
         opts = opts or AllgatherOptions()
         if not _on_cpu(inputs):
             return self._gloo.allgather(outputs, inputs, opts)
+
+        for outs, part in zip(outputs, inputs, strict=True):
+            _check_equal("all_gather", outs, part, self.meeting.size)
 
         def run() -> None:
             for outs, part in zip(outputs, inputs, strict=True):
@@ -148,6 +154,12 @@ class SharedGroup(dist.ProcessGroup):
         opts = opts or dist.AllToAllOptions()
         if not _on_cpu(inputs):
             return self._gloo.alltoall(outputs, inputs, opts)
+
+        if not len(outputs) == len(inputs) == self.meeting.size:
+            raise ValueError(
+                f"all_to_all: {len(inputs)} tensors to send and {len(outputs)} to receive, expected one of each for "
+                f"each of the {self.meeting.size} ranks"
+            )
 
         def run() -> None:
             targets = [out if out.is_contiguous() else torch.empty_like(out).contiguous() for out in outputs]
@@ -231,6 +243,19 @@ class _Contiguous:
 
 def _on_cpu(tensors: Sequence[Tensor]) -> bool:
     return all(tensor.device.type == "cpu" and tensor.layout is torch.strided for tensor in tensors)
+
+
+def _check_equal(name: str, many: Sequence[Tensor], one: Tensor, size: int) -> None:
+    """Raise ValueError unless `many` are as many tensors as ranks, each as large as `one` and of its dtype: memory is
+    copied by its bytes."""
+    if len(many) != size:
+        raise ValueError(f"{name}: a list of {len(many)} tensors, expected one for each of the {size} ranks")
+    for k, tensor in enumerate(many):
+        if tensor.numel() != one.numel() or tensor.dtype != one.dtype:
+            raise ValueError(
+                f"{name}: tensor {k} of the list is {tuple(tensor.shape)} {tensor.dtype}, the single one "
+                f"{tuple(one.shape)} {one.dtype}; expected as many elements of the same dtype"
+            )
 
 
 def _rows(whole: Tensor, size: int) -> Sequence[Tensor]:
