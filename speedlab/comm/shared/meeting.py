@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 
 import numpy as np
 
@@ -119,7 +120,7 @@ class Meeting:
 
     def reached(self, number: Number, value: int) -> bool:
         """Whether every peer's `number` is at least `value` now."""
-        return wait_for_flags(self._addresses[number], value, 0, 0) < 0
+        return _reached(self._addresses[number], value)
 
     def leave(self) -> None:
         """Tell the peers that this rank takes part no more; those that wait for it fail at once."""
@@ -137,7 +138,9 @@ class Meeting:
             return
         deadline = time.monotonic() + self.timeout_seconds
         while missing >= 0:
-            self.look(peers[missing], lambda: wait_for_flags(addresses, value, 0, 0) < 0, deadline)
+            # At all that are missing: the first may itself have failed for the sake of another one.
+            for k in range(missing, len(peers)):
+                self.look(peers[k], partial(_reached, addresses[k : k + 1], value), deadline)
             missing = wait_for_flags(addresses, value, 0, _NAPS)
 
     def look(self, peer: int, there: Callable[[], bool], deadline: float) -> None:
@@ -273,6 +276,10 @@ class Meeting:
 
     def _fetched(self, peer: int) -> int:
         return int(Number.PEERS) + self.size + peer
+
+
+def _reached(addresses: np.ndarray, value: int) -> bool:
+    return wait_for_flags(addresses, value, 0, 0) < 0
 
 
 def _ended(descriptor: int) -> bool:
