@@ -125,3 +125,4 @@ def _serve(tasks: queue.SimpleQueue[tuple[Callable[[], None], ThreadWork] | None
             error = raised
         done()  # Before it is known to be over: the next collective may then skip the queue.
         work.settle(error)
+        del entry, task, work, error  # While it waits for the next one, it must not keep tensors and the group alive.
