@@ -34,7 +34,7 @@ START_TIMEOUT_SECONDS = 60.0
 GRACE_SECONDS = 10.0
 """How long the others may still take once one rank has failed."""
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
@@ -226,7 +226,7 @@ _place: tuple[int, int, str] = (0, 1, "gloo")
 def _serve(rank: int, size: int, backend: str, connection: Connection, store: Path, stacks: Path) -> None:
     global _place  # noqa: PLW0603  # which rank a process is does not change, and `_join` is sent by reference
     _place = rank, size, backend
-    os.environ.update(_ENVIRONMENT)
+    os.environ.update(ENVIRONMENT)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SPEEDLAB_RENDEZVOUS", "SPEEDLAB_DEVICE"):
         os.environ.pop(name, None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test runner's; it closes the pipes.

@@ -11,11 +11,16 @@ import contextlib
 import datetime
 import functools
 import gc
+import itertools
+import multiprocessing
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ranks.conftest import PoolOf
-from ranks.pool import Pool
+from ranks.pool import ENVIRONMENT, Pool
 from ranks.test_collectives import rank_sum
-from speedlab.comm import PeerLost
-from speedlab.comm.shared import SharedGroup, arena
+from speedlab.comm import PeerLost, leave
+from speedlab.comm.shared import BACKEND, SharedGroup, arena, register
 from speedlab.comm.shared.meeting import STAGING_BYTES
 
 DTYPES = ["float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8"]
@@ -73,7 +78,7 @@ def place(group: Any = None) -> tuple[int, list[int]]:
 @contextlib.contextmanager
 def new_group(ranks: Sequence[int], **options: Any) -> Iterator[Any]:
     """A group that is destroyed at the end; outside `ranks` only its making takes part."""
-    group = dist.new_group(list(ranks), **options)
+    group: Any = dist.new_group(list(ranks), **options)
     try:
         yield group
     finally:
@@ -727,7 +732,7 @@ def test_last_message_of_a_rank_that_left_is_read(two: Pool) -> None:
 def take_back_a_message() -> str:
     """Rank 0 sends, and has destroyed the group with the message in it before rank 1 looks."""
     said = ""
-    group = dist.new_group([0, 1])
+    group: Any = dist.new_group([0, 1])
     if dist.get_rank() == 0:
         dist.send(torch.arange(3.0), group=group, group_dst=1)
         group.leave()
@@ -777,3 +782,144 @@ def test_ctrl_c_ends_a_wait(two: Pool, how: str) -> None:
     outcome, seconds = two.run(interrupted, how, timeout=20)[0]
     assert outcome == "interrupted"
     assert 0.15 < seconds < 2
+
+
+# ---- killed ----------------------------------------------------------------------------------------------------------
+
+
+def work_until_someone_dies(rank: int, size: int, store: str, parent: Connection) -> None:
+    """In groups of `size`, size - 1, … 2 ranks: endless collectives until the last one is killed from outside.
+
+    Tells the parent ("inside", phase) when it is well inside, and (message, time) when it was told of the loss.
+    """
+    dist.init_process_group(BACKEND, init_method=f"file://{store}", rank=rank, world_size=size)
+    groups = {n: dist.new_group(list(range(n))) for n in range(2, size + 1)}
+    dist.barrier()
+    for n in range(size, max(1, rank), -1):
+        group: Any = groups[n]
+        try:
+            for turn in itertools.count():
+                dying_collective(n, group, rank)
+                if turn == 20:
+                    parent.send(("inside", n))
+        except PeerLost as error:
+            parent.send((str(error), time.monotonic()))
+    parent.recv()  # The parent has looked at /dev/shm while this process lived.
+    leave()
+
+
+def dying_collective(n: int, group: Any, rank: int) -> None:
+    if n == 4:
+        dist.all_reduce(torch.zeros(3 * STAGING_BYTES // 8), group=group)
+    elif n == 3:
+        works = [dist.isend(torch.zeros(500), group=group, group_dst=(rank + 1) % n)]
+        works.append(dist.irecv(torch.zeros(500), group=group, group_src=(rank - 1) % n))
+        for work in works:
+            assert work is not None
+            work.wait()
+        dist.barrier(group)
+    else:
+        work = dist.all_reduce(torch.zeros(1000), group=group, async_op=True)
+        assert work is not None
+        work.wait()
+
+
+def serve(rank: int, size: int, store: str, parent: Connection) -> None:
+    os.environ.update(ENVIRONMENT)
+    torch.set_num_threads(1)
+    register()
+    work_until_someone_dies(rank, size, store, parent)
+
+
+def test_killed_rank_is_named_at_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """kill -9 inside an all-reduce of several rounds, inside messages, and inside an asynchronous collective."""
+    size, context = 4, multiprocessing.get_context("spawn")
+    before = set(os.listdir("/dev/shm"))
+    pipes = [context.Pipe() for _ in range(size)]
+    ranks = [
+        context.Process(target=serve, args=(rank, size, str(tmp_path / "store"), theirs), daemon=True)
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        for n in range(size, 1, -1):
+            for rank in range(n):
+                assert receive(pipes[rank][0], 60) == ("inside", n)
+            killed = time.monotonic()
+            ranks[n - 1].kill()
+            for rank in range(n - 1):
+                message, when = receive(pipes[rank][0], 20)
+                assert message.startswith(f"rank {rank} waited for rank {n - 1} in a collective: "), message
+                assert message.endswith(f"the process of rank {n - 1} has ended"), message
+                assert when - killed < 2, (n, rank)
+        assert set(os.listdir("/dev/shm")) <= before
+        pipes[0][0].send("look is over")
+        ranks[0].join(20)
+        assert ranks[0].exitcode == 0
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join(5)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def receive(connection: Connection, seconds: float) -> Any:
+    assert connection.poll(seconds), "no answer"
+    return connection.recv()
+
+
+# ---- what stays ------------------------------------------------------------------------------------------------------
+
+
+def use_groups(count: int) -> dict[str, int]:
+    """Make, use and destroy so many groups; then what this process still holds of them."""
+    rank, ranks = place()
+    n = len(ranks)
+    for k in range(count):
+        with new_group(ranks) as group:
+            dist.all_reduce(torch.zeros(100_000), group=group)
+            work = dist.all_reduce(torch.zeros(10), group=group, async_op=True)
+            assert work is not None
+            work.wait()
+            dist.send(torch.zeros(10), group=group, group_dst=(rank + 1) % n)
+            dist.recv(torch.zeros(10), group=group, group_src=(rank - 1) % n)
+            if k % 2:
+                group.leave()
+            dist.barrier()
+    del group, work
+    for thread in threading.enumerate():
+        if thread.name.startswith("shared memory"):
+            thread.join(10)
+    gc.collect()
+    dist.barrier()
+    descriptors = os.listdir("/proc/self/fd")
+    opened = [os.readlink(f"/proc/self/fd/{name}") for name in descriptors if os.path.exists(f"/proc/self/fd/{name}")]
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "open segments": sum("memfd:speedlab" in path for path in opened),
+        "mapped segments": sum("memfd:speedlab" in line for line in mapped),
+        "descriptors of processes": sum("pidfd" in path for path in opened),
+        "threads": threading.active_count(),
+        "bytes of the arena": arena().nbytes,
+    }
+
+
+def hold_no_tensors() -> bool:
+    """An idle thread keeps nothing of its last collective alive."""
+    tensor, freed = torch.zeros(1000), threading.Event()
+    weakref.finalize(tensor, freed.set)
+    work: Any = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    del tensor, work
+    return freed.wait(10)  # The thread lets go of it just after it has told that it is over.
+
+
+def test_tensors_of_the_last_collective_are_freed(two: Pool) -> None:
+    assert two.run(hold_no_tensors) == [True, True]
+
+
+@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+def test_groups_leave_nothing_behind(ranks: Pool) -> None:
+    first = ranks.run(use_groups, 3)
+    assert ranks.run(use_groups, 20) == first
