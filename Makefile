@@ -5,6 +5,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
 NAME ?= step
 ARGS ?=
 # JupyterLab refuses to run as root, as in most containers, unless it is told so.
@@ -18,7 +19,7 @@ help:
 	@echo "make demo    trains a small GPT and changes its ZeRO stage while it runs; prints what it measured"
 	@echo "make lab     opens the same notebook in JupyterLab"
 	@echo "make test    runs all tests            (ARGS=\"-k name\" for some)"
-	@echo "make bench   side-by-side measurements (NAME=step)"
+	@echo "make bench   side-by-side measurements (NAME=step; installs the peers in $(PEERS) first)"
 	@echo "make lint    ruff: rules and formatting"
 	@echo "make types   pyright"
 	@echo "make format  ruff: writes the formatting"
@@ -39,8 +40,11 @@ lab: setup
 test: setup
 	@$(BIN)/python -m pytest $(ARGS)
 
-bench: setup
-	@$(BIN)/speedlab bench $(NAME) $(ARGS)
+bench: $(PEERS)/.ready
+	@PATH="$(CURDIR)/$(PEERS)/bin:$$PATH" $(PEERS)/bin/python -m speedlab bench $(NAME) $(ARGS)
+
+$(PEERS)/.ready: $(VENV)/.ready .ci/peers.sh
+	@.ci/peers.sh
 
 lint: setup
 	@$(BIN)/ruff check .

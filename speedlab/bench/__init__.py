@@ -4,5 +4,6 @@ name."""
 BENCHES = {
     "step": "a training step at every ZeRO stage beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed",
     "kernels": "the operations of cuda_ops beside torch, NumPy, DeepSpeed and the speed of memory",
+    "collectives": "the shared-memory backend beside gloo",
     "recording": "what recording costs of a step",
 }

@@ -5,7 +5,6 @@ All use the full logits and torch's cross-entropy, but "shipped", which is what 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from speedlab.bench.table import missing
 from speedlab.comm.shared import BACKEND
 from speedlab.config import ModelConfig, RunConfig
 from speedlab.engine import initialize
@@ -42,14 +42,9 @@ def names() -> list[str]:
     that engine and collectives can be told apart. DeepSpeed only where it is installed."""
     peers = ["DDP", "ZeroRedundancyOptimizer", "FSDP2 kept", "FSDP2 resharded"]
     on_ours = [f"{peer} on shared" for peer in ("DDP", "FSDP2 kept", "FSDP2 resharded")]
-    deepspeed = [f"DeepSpeed {stage}" for stage in range(4)] if importlib.util.find_spec("deepspeed") else []
+    deepspeed = [f"DeepSpeed {stage}" for stage in range(4)] if not missing() else []
     ours = [f"{kind} {stage}" for kind in ("ours", "shipped") for stage in range(4)]
     return ["limit", *peers, *on_ours, *deepspeed, *ours]
-
-
-def missing() -> list[str]:
-    """Peers that are not installed."""
-    return [] if importlib.util.find_spec("deepspeed") else ["DeepSpeed"]
 
 
 def make(name: str, dtype: torch.dtype) -> Step:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,16 +15,11 @@ from cuda_ops.grad_stats import grad_stats
 from cuda_ops.onebit import CHUNK, onebit_average, onebit_pack
 from cuda_ops.sgd_momentum import sgd_momentum
 from speedlab.bench.interleave import interleave, row, rows
-from speedlab.bench.table import Row
+from speedlab.bench.table import Row, missing
 
 _MILLION = 1_000_000
 _RANKS = 4
 _NUMBERS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 10}
-
-
-def missing() -> list[str]:
-    """Peers of these cases that are not installed."""
-    return [] if importlib.util.find_spec("deepspeed") else ["DeepSpeed (DeepSpeedCPUAdam)"]
 
 
 def copy_of(nbytes: float, device: torch.device) -> Callable[[], object]:

@@ -16,7 +16,7 @@ import torch
 import tyro
 
 from speedlab.bench import attention_cases, flat_cases, loss_cases
-from speedlab.bench.table import Row, report
+from speedlab.bench.table import Row, missing, report
 
 CASES: dict[str, Callable[[torch.device, int], Iterator[Row]]] = {
     "adamw": flat_cases.adamw_rows,
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"speedlab bench kernels: no operation {unknown[0]!r}; there are {', '.join(CASES)}", file=sys.stderr)
         sys.exit(2)
     device = torch.device(options.device)
-    for peer in flat_cases.missing():
+    for peer in missing():
         print(f"not installed, left out: {peer} (make bench installs it)", file=sys.stderr)
     found: list[Row] = []
     for name in options.only or CASES:

@@ -13,6 +13,7 @@ _ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
     "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # Peers call torch's functions by names of yesterday.
 }
 
 

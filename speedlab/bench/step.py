@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import tyro
 
 from speedlab.bench.ranks import run_on_ranks
-from speedlab.bench.table import Row, report
+from speedlab.bench.table import Row, missing, report
 
 _MICRO_BATCH, _SEQUENCE = 4, 128
 
@@ -41,6 +41,8 @@ class Options:
 
 def main(argv: list[str] | None = None) -> None:
     options = tyro.cli(Options, args=argv, prog="speedlab bench step")
+    for peer in missing():
+        print(f"not installed, left out: {peer} (make bench installs it)", file=sys.stderr)
     rows: list[Row] = []
     for dtype in options.dtypes:
         print(

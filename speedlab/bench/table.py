@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,6 +21,11 @@ class Row:
     limit_share: float | None = None
     n: int = 0
     spread: float | None = None
+
+
+def missing() -> list[str]:
+    """Peers that are not installed here."""
+    return [] if importlib.util.find_spec("deepspeed") else ["DeepSpeed"]
 
 
 def render(rows: list[Row]) -> str:

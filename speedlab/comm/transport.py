@@ -11,8 +11,8 @@ from torch import Tensor
 from speedlab.comm.world import Wires
 
 # torch 2.13 renamed the two; 2.11 and 2.12 have the older names only.
-_gather_whole = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_whole = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Finish = Callable[[], None]
 """What is left of a collective that was started; to be called once."""
@@ -46,12 +46,12 @@ class Transport:
 
     def all_gather(self, full: Tensor, shard: Tensor, own: Tensor) -> Finish:
         """Fill `full` with every rank's shard; `own`, this rank's slice of it, holds `shard` already."""
-        return self._wait(_gather_whole(full, own, group=self.wires.group, async_op=True))
+        return self._wait(gather_whole(full, own, group=self.wires.group, async_op=True))
 
     def reduce_scatter(self, full: Tensor, into: Tensor, accumulate: bool) -> Finish:
         """Sum this rank's slice of every rank's `full` into `into`."""
         summed = torch.empty(full.numel() // self.size, dtype=full.dtype, device=full.device)
-        arrived = self._wait(_scatter_sum(summed, full, group=self.wires.group, async_op=True))
+        arrived = self._wait(scatter_sum(summed, full, group=self.wires.group, async_op=True))
 
         def finish() -> None:
             arrived()
