@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import numpy as np
@@ -11,16 +12,17 @@ from numba.extending import intrinsic
 
 from cuda_ops.compile import kernel
 
-_SPINS = 2_000
-"""Looks without giving the core away: a few microseconds."""
+_SPINS = 10_000
+"""Looks without giving the core away: some 30 microseconds."""
 
-_YIELDS = 1_000
-"""Looks that let others run in between: about a millisecond when nobody wants to."""
+_SLEEP_NANOSECONDS = 30_000_000
+"""How long a wait sleeps at most before it returns to Python, where signals are handled."""
 
-_NAP_MICROSECONDS = 50
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
+_WAIT, _WAKE, _ALL = 0, 1, 2**31 - 1
+"""Of the system call futex(2): its number, two of its operations, and how many to wake."""
 
-_sched_yield = types.ExternalFunction("sched_yield", types.int32())
-_usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+_syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 
 
 @intrinsic
@@ -44,26 +46,34 @@ def _store_release(typingctx: Any, address: Any, value: Any) -> Any:
 
 @kernel()
 def raise_flag(address: int, value: int) -> None:
-    """Write `value` to the 64-bit number at `address`, after everything that was written before."""
+    """Write `value` to the 64-bit number at `address`, after everything that was written before, and wake who waits."""
     _store_release(address, value)  # type: ignore[call-arg]  # Numba passes the typing context itself
+    _syscall(_FUTEX, address, _WAKE, _ALL, 0, 0, 0)
 
 
 @kernel()
-def wait_for_flags(addresses: Any, value: int, spins: int, naps: int) -> int:
+def wait_for_flags(addresses: Any, value: int, spins: int, sleep: bool) -> int:
     """Wait until every number at `addresses` (n,) int64 is at least `value`; what their writers wrote before is then
-    visible. Returns -1, or the index of one that is not there after about `naps` × 0.1 ms (0: looks once)."""
+    visible. Returns -1, or the index of one that is not there: after about 30 ms, or without `sleep` at once.
+
+    A rank that waits sleeps, so that the system can give its core to a rank that works. (Of ranks that only yielded,
+    two that work may stay on one core while two that wait hold the other.) A sleeper watches the number's lower half,
+    which is the one at its address on the little-endian machines that have `_FUTEX`.
+    """
+    limit = np.array([0, _SLEEP_NANOSECONDS], dtype=np.int64)
     for k in range(addresses.shape[0]):
-        looks = 0
-        while _load_acquire(addresses[k]) < value:  # type: ignore[call-arg]  # as above
+        looks = slept = 0
+        seen = _load_acquire(addresses[k])  # type: ignore[call-arg]  # as above
+        while seen < value:
             looks += 1
-            if looks <= spins:
-                continue
-            if naps == 0 or looks > spins + _YIELDS + naps:
-                return k
-            if looks <= spins + _YIELDS:
-                _sched_yield()
-            else:
-                _usleep(np.uint32(_NAP_MICROSECONDS))
+            if looks > spins:
+                if not sleep or slept > 0:
+                    return k
+                expected = seen & 0xFFFFFFFF
+                # Returns at once when the number has changed; otherwise when it does, on a signal, or after the limit.
+                result = _syscall(_FUTEX, addresses[k], _WAIT, expected, limit.ctypes.data, 0, 0)
+                slept += 1 if result != 0 and _load_acquire(addresses[k]) == seen else 0  # type: ignore[call-arg]
+            seen = _load_acquire(addresses[k])  # type: ignore[call-arg]  # as above
     return -1
 
 
@@ -77,4 +87,4 @@ def warm(dtype: object) -> None:
     """Compile; there are no dtypes."""
     number = np.zeros(1, dtype=np.int64)
     raise_flag(number.ctypes.data, 1)
-    wait_for_flags(np.array([number.ctypes.data]), 1, 0, 0)
+    wait_for_flags(np.array([number.ctypes.data]), 1, 0, True)

@@ -10,7 +10,7 @@
 | SENT + k   | it has told where a message for peer k is (messages)                            |
 | FETCHED + k| it has copied a message of peer k                                               |
 
-Waiting looks for a few microseconds, then lets other processes run, then naps; every 30 ms it returns to Python, where
+Waiting looks for some microseconds, then sleeps until the number changes; every 30 ms it returns to Python, where
 signals are handled, and looks whether the missing peer has left, has died, or is over its time.
 """
 
@@ -37,9 +37,6 @@ _LINE = 8
 _OFFERS = 1 << 16
 _MESSAGES = 1 << 8
 """Entries of the rings in which a rank tells where offered tensors and messages are."""
-
-_NAPS = 300
-"""Naps of a wait before it returns to Python: about 30 ms."""
 
 STAGING_BYTES = 2 << 20
 """Of one of the two halves of a rank's staging area: what a round carries. Two of them fit into a second-level cache or
@@ -133,7 +130,7 @@ class Meeting:
         return self._pages[k].address + int(number) * _LINE * 8
 
     def _wait(self, addresses: np.ndarray, value: int, peers: Sequence[int]) -> None:
-        missing = wait_for_flags(addresses, value, self._spins, _NAPS)
+        missing = wait_for_flags(addresses, value, self._spins, True)
         if missing < 0:
             return
         deadline = time.monotonic() + self.timeout_seconds
@@ -141,7 +138,7 @@ class Meeting:
             # At all that are missing: the first may itself have failed for the sake of another one.
             for k in range(missing, len(peers)):
                 self.look(peers[k], partial(_reached, addresses[k : k + 1], value), deadline)
-            missing = wait_for_flags(addresses, value, 0, _NAPS)
+            missing = wait_for_flags(addresses, value, 0, True)
 
     def look(self, peer: int, there: Callable[[], bool], deadline: float) -> None:
         """Raise PeerLost when `peer` can no longer do what is waited for, unless it has done it (`there`)."""
@@ -253,7 +250,7 @@ class Meeting:
 
     def message(self, peer: int, number: int) -> tuple[int, int, int] | None:
         """(address in this process, bytes, tag) of message `number` from `peer`; None when it has not been sent."""
-        if wait_for_flags(np.array([self._address(peer, self._sent_to(self.index))]), number + 1, 0, 0) >= 0:
+        if wait_for_flags(np.array([self._address(peer, self._sent_to(self.index))]), number + 1, 0, False) >= 0:
             return None
         entry = self._messages_at + (self.index * _MESSAGES + number % _MESSAGES) * 4
         segment, offset, nbytes, tag = self._words[peer][entry : entry + 4].tolist()
@@ -279,7 +276,7 @@ class Meeting:
 
 
 def _reached(addresses: np.ndarray, value: int) -> bool:
-    return wait_for_flags(addresses, value, 0, 0) < 0
+    return wait_for_flags(addresses, value, 0, False) < 0
 
 
 def _ended(descriptor: int) -> bool:
