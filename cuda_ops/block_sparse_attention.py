@@ -25,7 +25,7 @@ from cuda_ops.block_layout import BlockLayout
 from cuda_ops.compile import kernel
 from cuda_ops.elements import load, store
 from cuda_ops.exponential import LOG2_E, exp2
-from cuda_ops.library import register
+from cuda_ops.library import register, register_autograd
 from cuda_ops.meter import meter
 from cuda_ops.tensors import FLOATS, array, check
 from cuda_ops.threads import share
@@ -412,7 +412,7 @@ def _backward_of(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None,
     return *_gradients(grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None
 
 
-torch.library.register_autograd("cuda_ops::block_sparse_attention", _backward_of, setup_context=_setup_context)
+register_autograd("block_sparse_attention", _backward_of, _setup_context)
 
 
 def warm(dtype: torch.dtype) -> None:

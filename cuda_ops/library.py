@@ -35,3 +35,8 @@ def register(
         library.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"cuda_ops::{name}", fake, lib=library)
     return getattr(torch.ops.cuda_ops, name).default
+
+
+def register_autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    """Make the registered operation `name` differentiable; as `torch.library.register_autograd`."""
+    torch.library.register_autograd(f"cuda_ops::{name}", backward, setup_context=setup_context, lib=_libraries[name])

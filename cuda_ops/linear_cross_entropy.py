@@ -26,7 +26,7 @@ from torch import Tensor
 from cuda_ops.compile import kernel
 from cuda_ops.elements import load, store
 from cuda_ops.exponential import LOG2_E, exp2
-from cuda_ops.library import register
+from cuda_ops.library import register, register_autograd
 from cuda_ops.meter import meter
 from cuda_ops.tensors import FLOATS, array, check
 from cuda_ops.threads import share
@@ -286,7 +286,7 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     return gradient.mul_(factor)
 
 
-torch.library.register_autograd("cuda_ops::linear_cross_entropy", _backward, setup_context=_setup_context)
+register_autograd("linear_cross_entropy", _backward, _setup_context)
 
 
 def warm(dtype: torch.dtype) -> None:
