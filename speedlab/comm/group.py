@@ -16,7 +16,7 @@ from torch.autograd.profiler import record_function
 
 from speedlab.comm.errors import PeerLost
 from speedlab.comm.gloo_peers import GlooPeers
-from speedlab.comm.shared import BACKEND, SharedGroup
+from speedlab.comm.shared import BACKEND, SharedGroup, SpanningGroup
 from speedlab.comm.shared.in_place import InPlace
 from speedlab.comm.traffic import Pending, Traffic
 from speedlab.comm.transport import Transport
@@ -60,6 +60,9 @@ class Group:
     def _choose_transport(self) -> Transport:
         if isinstance(self._wires.group, SharedGroup):
             return InPlace(self._wires, self.size, self.index, self.device)
+        if isinstance(self._wires.group, SpanningGroup):
+            # Its collectives send over the network what must be sent, once; exchanges of all with all send more.
+            return Transport(self._wires, self.size, self.index, self.device)
         if self.device.type == "cpu" and dist.get_backend(self._wires.group) in ("gloo", BACKEND):
             return GlooPeers(self._wires, self.size, self.index, self.device, self.traffic.buffers)
         return Transport(self._wires, self.size, self.index, self.device)

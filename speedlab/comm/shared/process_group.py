@@ -1,7 +1,13 @@
-"""The shared-memory backend of torch.distributed for CPU ranks of one host: `init_process_group("shared")`.
+"""The shared-memory backend of torch.distributed for CPU ranks: `init_process_group("shared")`.
 
-What it does not do itself (gather, scatter, reduce, object collectives on other devices) goes to gloo, which it carries
-along. In a group whose ranks are on several hosts, everything does; see `hierarchy`.
+| the ranks of a group are …                       | the group is                                                      |
+|--------------------------------------------------|-------------------------------------------------------------------|
+| on one host                                      | a SharedGroup                                                     |
+| on several hosts, on some of them more than one  | a SpanningGroup: shared memory within a host, gloo between hosts  |
+| each on a host of its own, or cannot share memory| gloo's                                                            |
+
+What a group does not do itself (gather, scatter, reduce; of a SpanningGroup also all-to-all and messages) goes to gloo,
+which it carries along.
 """
 
 from __future__ import annotations
@@ -10,13 +16,15 @@ import json
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+from speedlab.comm.errors import PeerLost
+from speedlab.comm.shared.hierarchy import Hierarchy, host_of
 from speedlab.comm.shared.meeting import Meeting
 from speedlab.comm.shared.messages import Mailbox
 from speedlab.comm.shared.rounds import Rounds, can_reduce
@@ -26,17 +34,29 @@ from speedlab.comm.shared.work import Work, Worker
 BACKEND = "shared"
 """The name under which torch.distributed knows it."""
 
-_groups: weakref.WeakSet[SharedGroup] = weakref.WeakSet()
+_groups: weakref.WeakSet[StagedGroup] = weakref.WeakSet()
 
 
-class SharedGroup(dist.ProcessGroup):
-    """The collectives of one group through shared memory; asynchronous ones are carried out by a thread."""
+class Collectives(Protocol):
+    """What carries out a group's collectives, on contiguous CPU tensors: Rounds or a Hierarchy."""
 
-    def __init__(self, meeting: Meeting, gloo: Any) -> None:
-        super().__init__(meeting.index, meeting.size)  # type: ignore[call-arg]  # a constructor the stubs do not know
+    def barrier(self) -> None: ...
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None: ...
+    def reduce_scatter(self, out: Tensor, slices: Sequence[Tensor], op: dist.ReduceOp.RedOpType) -> None: ...
+    def all_gather(self, outs: Sequence[Tensor], part: Tensor) -> None: ...
+    def broadcast(self, tensor: Tensor, source: int) -> None: ...
+
+
+class StagedGroup(dist.ProcessGroup):
+    """The collectives of one group, as torch calls them; asynchronous ones are carried out by a thread.
+
+    `meeting` is that of this rank's host, which is the whole group or a part of it.
+    """
+
+    def __init__(self, index: int, size: int, meeting: Meeting, collectives: Collectives, gloo: Any) -> None:
+        super().__init__(index, size)  # type: ignore[call-arg]  # a constructor the stubs do not know
         self.meeting = meeting
-        self._rounds = Rounds(meeting)
-        self._mailbox = Mailbox(meeting)
+        self._collectives = collectives
         self._worker = Worker(f"shared memory, ranks {meeting.ranks}")
         self._gloo = gloo
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -73,7 +93,7 @@ class SharedGroup(dist.ProcessGroup):
     def _all_reduce_each(self, tensors: Sequence[Tensor], op: dist.ReduceOp.RedOpType) -> None:
         for tensor in tensors:
             with _Contiguous(tensor) as flat:
-                self._rounds.all_reduce(flat, op)
+                self._collectives.all_reduce(flat, op)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         opts = opts or dist.ReduceScatterOptions()
@@ -81,17 +101,17 @@ class SharedGroup(dist.ProcessGroup):
             return self._gloo.reduce_scatter(outputs, inputs, opts)
 
         for out, parts in zip(outputs, inputs, strict=True):
-            _check_equal("reduce_scatter", parts, out, self.meeting.size)
+            _check_equal("reduce_scatter", parts, out, self.size())
 
         def run() -> None:
             for out, parts in zip(outputs, inputs, strict=True):
                 with _Contiguous(out) as flat:
-                    self._rounds.reduce_scatter(flat, [part.contiguous() for part in parts], opts.reduceOp.op)
+                    self._collectives.reduce_scatter(flat, [part.contiguous() for part in parts], opts.reduceOp.op)
 
         return self._carry_out(run, opts, outputs)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        size = self.meeting.size
+        size = self.size()
         return self.reduce_scatter(outputs, [list(_rows(whole, size)) for whole in inputs], opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
@@ -105,12 +125,12 @@ class SharedGroup(dist.ProcessGroup):
             return self._gloo.allgather(outputs, inputs, opts)
 
         for outs, part in zip(outputs, inputs, strict=True):
-            _check_equal("all_gather", outs, part, self.meeting.size)
+            _check_equal("all_gather", outs, part, self.size())
 
         def run() -> None:
             for outs, part in zip(outputs, inputs, strict=True):
                 targets = [out if out.is_contiguous() else torch.empty_like(out).contiguous() for out in outs]
-                self._rounds.all_gather(targets, part.contiguous())
+                self._collectives.all_gather(targets, part.contiguous())
                 for out, target in zip(outs, targets, strict=True):
                     if out is not target:
                         out.copy_(target)
@@ -118,7 +138,7 @@ class SharedGroup(dist.ProcessGroup):
         return self._carry_out(run, opts, outputs)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        size = self.meeting.size
+        size = self.size()
         work = self.allgather([list(_rows(whole, size)) for whole in outputs], inputs, opts)
         return work
 
@@ -133,9 +153,46 @@ class SharedGroup(dist.ProcessGroup):
         def run() -> None:
             for tensor in tensors:
                 with _Contiguous(tensor) as flat:
-                    self._rounds.broadcast(flat, opts.rootRank)
+                    self._collectives.broadcast(flat, opts.rootRank)
 
         return self._carry_out(run, opts, tensors)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._carry_out(self._collectives.barrier, opts or dist.BarrierOptions(), [])
+
+    # torch 2.11 and 2.12 know these under their older names.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]  # other argument names
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # as above
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]  # as above
+
+    # ---- carrying out ------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, task: Callable[[], None], opts: Any, result: list[Any]) -> Any:
+        """Run `task` here when the caller waits for it anyway, else on the group's thread."""
+        if self._worker.idle and not getattr(opts, "asyncOp", True):
+            with torch.no_grad():
+                task()
+            return Work(result)
+
+        def quietly() -> None:
+            with torch.no_grad():
+                task()
+
+        return self._worker.submit(quietly, result)
+
+    @staticmethod
+    def _reduces(tensors: Sequence[Tensor], opts: Any) -> bool:
+        return _on_cpu(tensors) and all(can_reduce(tensor.dtype, opts.reduceOp.op) for tensor in tensors)
+
+
+class SharedGroup(StagedGroup):
+    """A group of ranks on one host: everything through shared memory."""
+
+    def __init__(self, meeting: Meeting, gloo: Any) -> None:
+        self._rounds = Rounds(meeting)
+        super().__init__(meeting.index, meeting.size, meeting, self._rounds, gloo)
+        self._mailbox = Mailbox(meeting)
 
     def all_to_all_single(
         self,
@@ -145,7 +202,7 @@ class SharedGroup(dist.ProcessGroup):
         input_splits: list[int],
         opts: Any = None,
     ) -> Any:
-        size = self.meeting.size
+        size = self.size()
         outs = output.split(output_splits) if output_splits else output.chunk(size)
         parts = input.split(input_splits) if input_splits else input.chunk(size)
         return self.alltoall(list(outs), list(parts), opts)
@@ -155,10 +212,10 @@ class SharedGroup(dist.ProcessGroup):
         if not _on_cpu(inputs):
             return self._gloo.alltoall(outputs, inputs, opts)
 
-        if not len(outputs) == len(inputs) == self.meeting.size:
+        if not len(outputs) == len(inputs) == self.size():
             raise ValueError(
                 f"all_to_all: {len(inputs)} tensors to send and {len(outputs)} to receive, expected one of each for "
-                f"each of the {self.meeting.size} ranks"
+                f"each of the {self.size()} ranks"
             )
 
         def run() -> None:
@@ -170,15 +227,7 @@ class SharedGroup(dist.ProcessGroup):
 
         return self._carry_out(run, opts, outputs)
 
-    def barrier(self, opts: Any = None) -> Any:
-        return self._carry_out(self._rounds.barrier, opts or dist.BarrierOptions(), [])
-
-    # torch 2.11 and 2.12 know these under their older names.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]  # other argument names
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # as above
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]  # as above
-    alltoall_base = all_to_all_single  # type: ignore[assignment]  # as above
+    alltoall_base = all_to_all_single  # type: ignore[assignment]  # its name in torch 2.11 and 2.12
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
@@ -206,24 +255,27 @@ class SharedGroup(dist.ProcessGroup):
         work._source_rank = lambda: expected.source  # type: ignore[method-assign]  # asked for after wait()
         return work
 
-    # ---- carrying out ------------------------------------------------------------------------------------------------
+
+class SpanningGroup(StagedGroup):
+    """A group of ranks on several hosts: shared memory within a host, gloo between hosts."""
+
+    def __init__(self, index: int, size: int, meeting: Meeting, hierarchy: Hierarchy, gloo: Any) -> None:
+        super().__init__(index, size, meeting, hierarchy, gloo)
+        self._hierarchy = hierarchy
+
+    def leave(self) -> None:
+        super().leave()
+        self._hierarchy.leave()
 
     def _carry_out(self, task: Callable[[], None], opts: Any, result: list[Any]) -> Any:
-        """Run `task` here when the caller waits for it anyway, else on the group's thread."""
-        if self._worker.idle and not getattr(opts, "asyncOp", True):
-            with torch.no_grad():
+        def run() -> None:
+            try:
                 task()
-            return Work(result)
+            except PeerLost:
+                self.leave()  # Ranks that wait for this one, here and on other hosts, cannot see whom it has lost.
+                raise
 
-        def quietly() -> None:
-            with torch.no_grad():
-                task()
-
-        return self._worker.submit(quietly, result)
-
-    @staticmethod
-    def _reduces(tensors: Sequence[Tensor], opts: Any) -> bool:
-        return _on_cpu(tensors) and all(can_reduce(tensor.dtype, opts.reduceOp.op) for tensor in tensors)
+        return super()._carry_out(run, opts, result)
 
 
 class _Contiguous:
@@ -284,7 +336,7 @@ def leave_all() -> None:
 
 
 def _create(options: Any, _backend_options: Any) -> Any:
-    """What torch.distributed calls for a new group: a SharedGroup where all its ranks are on this host, else gloo."""
+    """What torch.distributed calls for a new group; see the table above."""
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     gloo._set_sequence_number_for_group()
@@ -292,12 +344,15 @@ def _create(options: Any, _backend_options: Any) -> Any:
     try:
         own = {"host": host_identity(), "page": astuple(handle), "directory": astuple(arena().handle)}
         found = _exchange(store, "shared", own, rank, size)
-        if len({peer["host"] for peer in found}) > 1:
+        hosts = _by_host([peer["host"] for peer in found])
+        if len(hosts) == size > 1:
             return gloo
-        handles = [(Handle(*peer["page"]), Handle(*peer["directory"])) for peer in found]
+        host = host_of(rank, hosts)
+        handles = [(Handle(*found[k]["page"]), Handle(*found[k]["directory"])) for k in hosts[host]]
+        names = options.global_ranks_in_group or range(size)
         try:
-            ranks = options.global_ranks_in_group or range(size)
-            meeting = Meeting(page, handles, rank, ranks, timeout.total_seconds())
+            place, ranks = hosts[host].index(rank), [names[k] for k in hosts[host]]
+            meeting = Meeting(page, handles, place, ranks, timeout.total_seconds())
             problem = ""
         except OSError as error:
             problem = str(error)
@@ -306,9 +361,24 @@ def _create(options: Any, _backend_options: Any) -> Any:
             return gloo
     finally:
         handle.close()
-    group = SharedGroup(meeting, gloo)
+    if len(hosts) == 1:
+        group = SharedGroup(meeting, gloo)
+    else:
+        between = None
+        if place == 0:
+            between = dist.ProcessGroupGloo(dist.PrefixStore("leaders", store), host, len(hosts), timeout=timeout)
+        hierarchy = Hierarchy(hosts, rank, names, Rounds(meeting), between)
+        group = SpanningGroup(rank, size, meeting, hierarchy, gloo)
     weakref.finalize(group, meeting.leave).atexit = False
     return group
+
+
+def _by_host(identities: Sequence[str]) -> list[list[int]]:
+    """The ranks of each host, the host of the lowest rank first."""
+    hosts: dict[str, list[int]] = {}
+    for k, identity in enumerate(identities):
+        hosts.setdefault(identity, []).append(k)
+    return list(hosts.values())
 
 
 def _exchange(store: Any, key: str, own: Any, rank: int, size: int) -> list[Any]:

@@ -26,7 +26,7 @@ from speedlab.comm.shared.meeting import STAGING_BYTES, Meeting, Number
 _WHOLE_BYTES = 16 << 10
 """Up to this size every rank sums everything itself: one round instead of two."""
 
-_PAIRWISE: dict[dist.ReduceOp.RedOpType, Callable[..., Tensor]] = {
+PAIRWISE: dict[dist.ReduceOp.RedOpType, Callable[..., Tensor]] = {
     dist.ReduceOp.MIN: torch.minimum,
     dist.ReduceOp.MAX: torch.maximum,
     dist.ReduceOp.PRODUCT: torch.mul,
@@ -45,7 +45,7 @@ _SUMMED = frozenset(
 
 def can_reduce(dtype: torch.dtype, op: dist.ReduceOp.RedOpType) -> bool:
     """Whether a reduction of this kind is done here."""
-    return dtype in _SUMMED and (op in _SUMS or op in _PAIRWISE)
+    return dtype in _SUMMED and (op in _SUMS or op in PAIRWISE)
 
 
 class Rounds:
@@ -206,7 +206,7 @@ class Rounds:
         terms = [tensor_at(int(address), out.numel(), out.dtype) for address in addresses]
         result = terms[0]
         for term in terms[1:]:
-            result = _PAIRWISE[op](result, term)
+            result = PAIRWISE[op](result, term)
         out.copy_(result)
 
 

@@ -1,0 +1,195 @@
+"""Collectives of a group whose ranks are on several hosts: shared memory within a host, gloo between hosts.
+
+The first rank of each host is its leader. Only leaders speak to other hosts, so nothing crosses the network more often
+than it must, however many ranks a host has. L ranks a host, H hosts, N elements in all:
+
+| collective     | 1. within each host            | 2. between leaders, elements each sends           | 3. within    |
+|----------------|--------------------------------|---------------------------------------------------|--------------|
+| all_reduce     | all-reduce                     | reduce a block each, spread them: 2 N (H - 1) / H | broadcast    |
+| reduce_scatter | all-reduce of all slices       | reduce the slices of the own host: N (H - 1) / H  | broadcast    |
+| all_gather     | all-gather                     | spread the own host's: N (H - 1) / H              | broadcast    |
+| broadcast      | broadcast on the source's host | broadcast                                         | broadcast    |
+| barrier        | barrier                        | barrier                                           | barrier      |
+
+Sums are taken in rank order within a host, then in the order of hosts: all ranks get the same bits, and so do an
+all-reduce and a reduce-scatter. 16-bit floats are rounded after each of the two.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cuda_ops.reduce import reduce
+from speedlab.comm.errors import PeerLost
+from speedlab.comm.shared.rounds import PAIRWISE, Rounds
+
+
+class Hierarchy:
+    """The collectives of one group. They must be called in the same order on all ranks.
+
+    `hosts`: the ranks of each host (indices in the group), leader first; `names`: what errors call the group's ranks.
+    `inside`: the collectives of this rank's host. `between`: of a leader, a gloo group of the leaders in the order of
+    `hosts`; None on other ranks.
+    """
+
+    def __init__(
+        self, hosts: Sequence[Sequence[int]], index: int, names: Sequence[int], inside: Rounds, between: Any
+    ) -> None:
+        self._hosts, self._names = [list(ranks) for ranks in hosts], list(names)
+        self._host = host_of(index, hosts)
+        self._place = self._hosts[self._host].index(index)
+        self._inside, self._between = inside, between
+        self._size = sum(map(len, self._hosts))
+
+    @property
+    def _leads(self) -> bool:
+        return self._place == 0
+
+    def leave(self) -> None:
+        """Close the connections to other hosts: leaders that wait for this one fail at once."""
+        self._between = None
+
+    # ---- collectives -------------------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self._inside.barrier()
+        if self._leads:
+            self._wait([self._gloo().barrier()])
+        self._inside.barrier()
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Reduce contiguous `tensor` over the ranks, in place."""
+        flat = tensor.view(-1)
+        if flat.numel() == 0:
+            return
+        if op == dist.ReduceOp.AVG:
+            wide = flat.to(_wide(flat.dtype))
+            self.all_reduce(wide)
+            flat.copy_(_divided(wide, self._size))
+            return
+        self._inside.all_reduce(flat, op)
+        if self._leads:
+            blocks = flat.tensor_split(len(self._hosts))
+            self._reduce(blocks, op)
+            self._spread(blocks)
+        self._inside.broadcast(flat, 0)
+
+    def reduce_scatter(
+        self, out: Tensor, slices: Sequence[Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> None:
+        """`out` = the reduction of what every rank has as slice number `index`. All slices contiguous and equally
+        long."""
+        if out.numel() == 0:
+            return
+        whole = torch.cat([slices[k].view(-1) for ranks in self._hosts for k in ranks])
+        average = op == dist.ReduceOp.AVG
+        if average:
+            whole, op = whole.to(_wide(whole.dtype)), dist.ReduceOp.SUM
+        self._inside.all_reduce(whole, op)
+        blocks = whole.split([len(ranks) * out.numel() for ranks in self._hosts])
+        if self._leads:
+            self._reduce(blocks, op)
+        own = blocks[self._host]
+        self._inside.broadcast(own, 0)
+        summed = own.view(-1, out.numel())[self._place]
+        out.view(-1).copy_(_divided(summed, self._size) if average else summed)
+
+    def all_gather(self, outs: Sequence[Tensor], part: Tensor) -> None:
+        """outs[k] = rank k's `part`; all contiguous and of the same size. `part` may be its own place in `outs`."""
+        if part.numel() == 0:
+            return
+        blocks = [part.new_empty((len(ranks), part.numel())) for ranks in self._hosts]
+        self._inside.all_gather(blocks[self._host].unbind(), part.view(-1))
+        if self._leads:
+            self._spread([block.view(-1) for block in blocks])
+        for host, ranks in enumerate(self._hosts):
+            if host != self._host:
+                self._inside.broadcast(blocks[host], 0)
+            for k, row in zip(ranks, blocks[host], strict=True):
+                outs[k].view(-1).copy_(row)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Copy contiguous `tensor` from rank `source` (an index in the group) to all, in place."""
+        if tensor.numel() == 0:
+            return
+        host = host_of(source, self._hosts)
+        if host == self._host:
+            self._inside.broadcast(tensor, self._hosts[host].index(source))
+        if self._leads:
+            options = dist.BroadcastOptions()
+            options.rootRank = host
+            self._wait([self._gloo().broadcast([_bytes(tensor.view(-1))], options)])
+        if host != self._host:
+            self._inside.broadcast(tensor, 0)
+
+    # ---- between leaders ---------------------------------------------------------------------------------------------
+
+    def _reduce(self, blocks: Sequence[Tensor], op: dist.ReduceOp.RedOpType) -> None:
+        """Reduce this host's block, blocks[host] (n,), over what all leaders have there, in place."""
+        own = blocks[self._host]
+        terms = [own if host == self._host else torch.empty_like(own) for host in range(len(blocks))]
+        self._exchange(blocks, terms)
+        if op == dist.ReduceOp.SUM:
+            reduce(terms, own)
+        else:
+            own.copy_(functools.reduce(PAIRWISE[op], terms))
+
+    def _spread(self, blocks: Sequence[Tensor]) -> None:
+        """Fill each host's block, blocks[h] (n_h,), with what its leader has there."""
+        self._exchange([blocks[self._host]] * len(blocks), blocks)
+
+    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Send sent[h] to the leader of host h, and take received[h] from it. (Both sides know what is empty.)"""
+        gloo, works = self._gloo(), []
+        for host in range(len(self._hosts)):
+            if host != self._host and received[host].numel():
+                works.append(gloo.recv([_bytes(received[host])], host, 0))
+            if host != self._host and sent[host].numel():
+                works.append(gloo.send([_bytes(sent[host])], host, 0))
+        self._wait(works)
+
+    def _gloo(self) -> Any:
+        if self._between is None:
+            raise PeerLost(f"rank {self._names[self._hosts[self._host][0]]} has left this group")
+        return self._between
+
+    def _wait(self, works: Sequence[Any]) -> None:
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            leaders = [self._names[ranks[0]] for ranks in self._hosts]
+            own = leaders.pop(self._host)
+            # gloo puts the place in its own source before the reason.
+            reason = str(error).strip().splitlines()[0].rpartition("] ")[2][:160]
+            raise PeerLost(
+                f"rank {own} waited for rank {', '.join(map(str, leaders))} of other hosts in a collective: {reason}"
+            ) from None
+
+
+def host_of(index: int, hosts: Sequence[Sequence[int]]) -> int:
+    """The number of the host on which a rank is."""
+    return next(host for host, ranks in enumerate(hosts) if index in ranks)
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    """gloo knows fewer dtypes than torch; copies need none."""
+    return flat.detach().view(torch.uint8)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What a mean is taken in, so that its sum neither overflows nor wraps around."""
+    if not dtype.is_floating_point:
+        return torch.int64
+    return torch.float32 if dtype.itemsize == 2 else dtype
+
+
+def _divided(total: Tensor, count: int) -> Tensor:
+    return total / count if total.is_floating_point() else total.div(count, rounding_mode="floor")
