@@ -152,13 +152,13 @@ def preload() -> None:
 
 def advance(folder: str, model: Any = None) -> str:
     """Carry out the run's control words and train until it pauses, ends or fails; returns the state it is left in."""
-    from speedlab.engine.trainer import advance as go
+    from speedlab.engine.held_runs import advance as go
 
     return str(go(folder, model))
 
 
 def generate(folder: str, prompt: str, tokens: int, *, temperature: float = 0.8, seed: int = 0) -> str:
     """Text that the run's model writes after `prompt`; all ranks work on it."""
-    from speedlab.engine.trainer import generate as go
+    from speedlab.engine.held_runs import generate as go
 
     return go(folder, prompt, tokens, temperature=temperature, seed=seed)

@@ -1,13 +1,8 @@
-"""A run inside the engines: build it, train it, carry out control words, all ranks at the same step.
-
-`advance` is the one task that a cluster submits for a run. It returns when the run pauses or ends; what it has built
-stays in this process, so that a paused run's engines are idle and its tensors can be looked at.
-"""
+"""A run inside the engines: build it, train it, carry out control words, all ranks at the same step."""
 
 from __future__ import annotations
 
 import inspect
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -16,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +25,6 @@ from speedlab.engine.errors import NonFiniteError
 from speedlab.engine.initialize import initialize
 from speedlab.engine.interrupt import Interruption
 from speedlab.models import GPT
-from speedlab.models import generate as generate_tokens
 from speedlab.planner.formula import flops_per_token
 from speedlab.telemetry.folder import Command, RunFolder
 from speedlab.telemetry.records import Event, RunState, StepRecord
@@ -431,57 +424,3 @@ class Trainer:
 
     def close(self) -> None:
         self.engine.destroy(keep_parameters=False)
-
-
-_trainers: dict[Path, Trainer] = {}
-"""Runs that this engine holds, by folder: at most one is alive, because each fills the device."""
-
-
-def advance(folder: str | os.PathLike[str], model: ModelMaker | None = None) -> str:
-    """Bring a run forward on this rank, until it pauses or ends; returns its state. Called on all ranks by the
-    cluster."""
-    run = RunFolder(folder)
-    trainer = _trainers.get(run.path)
-    world = join()
-    everywhere = Group(range(world.size), Traffic(), world.device, channel="control")
-    if all(everywhere.collect(trainer is not None)):
-        assert trainer is not None
-        trainer.reconnect()
-        return str(trainer.advance())
-    # A rank whose engine was restarted holds nothing of the run: all build it anew, from the newest checkpoint.
-    for path in list(_trainers):
-        _trainers.pop(path).close()
-    trainer = _build(run, model)
-    _trainers[run.path] = trainer
-    return str(trainer.advance())
-
-
-def _build(run: RunFolder, model: ModelMaker | None) -> Trainer:
-    try:
-        return Trainer(run, model)
-    except BaseException as error:
-        # Nothing was trained: the folder says why, and no rank waits for this one.
-        if os.environ.get("RANK", "0") == "0":
-            run.write_status(replace(run.read_status(), state=RunState.FAILED, text=f"{type(error).__name__}: {error}"))
-        if not isinstance(error, ConfigError):
-            leave()
-        raise
-
-
-def generate(
-    folder: str | os.PathLike[str], prompt: str, tokens: int = 100, temperature: float = 0.8, seed: int = 0
-) -> str:
-    """Text that the run's model writes after `prompt`. All ranks take part; each returns the same text."""
-    path = RunFolder(folder).path
-    if path not in _trainers:
-        raise ConfigError(f"{path.name}: this engine does not hold the run; resume it first")
-    trainer = _trainers[path]
-    trainer.reconnect()
-    engine = trainer.engine
-    ids = trainer.corpus.tokenizer.encode(prompt) or [0]
-    start = torch.tensor([ids], dtype=torch.int64, device=trainer.world.device)
-    engine.eval()
-    with torch.no_grad():
-        out = generate_tokens(engine, start, tokens, temperature=temperature, seed=seed)
-    engine.train()
-    return trainer.corpus.tokenizer.decode(np.asarray(out[0].cpu()).tolist())
