@@ -41,7 +41,7 @@ test: setup
 	@$(BIN)/python -m pytest $(ARGS)
 
 bench: $(PEERS)/.ready
-	@PATH="$(CURDIR)/$(PEERS)/bin:$$PATH" $(PEERS)/bin/python -m speedlab bench $(NAME) $(ARGS)
+	@PATH="$(CURDIR)/$(PEERS)/bin:$$PATH" $(PEERS)/bin/python -m speedlab.cli bench $(NAME) $(ARGS)
 
 $(PEERS)/.ready: $(VENV)/.ready .ci/peers.sh
 	@.ci/peers.sh

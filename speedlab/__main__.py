@@ -1,7 +1,0 @@
-"""`python -m speedlab`: the same as the command `speedlab`, where an environment has no scripts folder of its own."""
-
-import sys
-
-from speedlab.cli import main
-
-sys.exit(main())

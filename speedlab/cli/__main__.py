@@ -1,0 +1,7 @@
+"""`python -m speedlab.cli`: the same as the command `speedlab`, where an environment has no scripts folder of its own."""
+
+import sys
+
+from speedlab.cli import main
+
+sys.exit(main())
