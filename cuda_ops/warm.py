@@ -7,6 +7,7 @@ code on disk.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -16,13 +17,13 @@ import torch
 from cuda_ops import adamw, flags, grad_stats, linear_cross_entropy, reduce, sgd_momentum
 from cuda_ops.compile import cache_folder
 
-_STEPS: tuple[tuple[str, Callable[[torch.dtype], None]], ...] = (
-    ("flags", flags.warm),
-    ("reduce", reduce.warm),
-    ("grad_stats", grad_stats.warm),
-    ("adamw", adamw.warm),
-    ("sgd_momentum", sgd_momentum.warm),
-    ("linear_cross_entropy", linear_cross_entropy.warm),
+_STEPS: tuple[Callable[[torch.dtype], None], ...] = (
+    flags.warm,
+    reduce.warm,
+    grad_stats.warm,
+    adamw.warm,
+    sgd_momentum.warm,
+    linear_cross_entropy.warm,
 )
 """What every run uses; other kernels are compiled by their first call."""
 
@@ -34,7 +35,7 @@ _SILENT_SECONDS = 1.0
 def warm_up(progress: Callable[[str], None] | None = None) -> None:
     """Return when the kernels of a run in float32 and bfloat16 are compiled.
 
-    `progress` gets a line for each kernel once it takes more than a second.
+    `progress` gets a line once it has taken more than a second, and one at the end.
     """
     folder = cache_folder()
     done = folder / "warm"
@@ -42,22 +43,23 @@ def warm_up(progress: Callable[[str], None] | None = None) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "warm.lock").open("w") as lock:
-        began = time.monotonic()
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
-            _compile(began, progress)
+            _compile(progress or (lambda line: None))
             done.touch()
 
 
-def _compile(began: float, progress: Callable[[str], None] | None) -> None:
-    number, total = 0, len(_STEPS) * len(_DTYPES)
-    for name, warm in _STEPS:
-        for dtype in _DTYPES:
-            number += 1
-            if progress is not None and time.monotonic() - began > _SILENT_SECONDS:
-                short = str(dtype).removeprefix("torch.")
-                progress(f"compiling kernels for this machine, once: {number} of {total}, {name} {short}")
-            warm(dtype)
+def _compile(progress: Callable[[str], None]) -> None:
+    began, told = time.monotonic(), False
+    for number, (warm, dtype) in enumerate(itertools.product(_STEPS, _DTYPES)):
+        took = time.monotonic() - began
+        if not told and took > _SILENT_SECONDS:
+            total = len(_STEPS) * len(_DTYPES)
+            progress(f"compiling {total} kernels for this machine, once; about {took * total / number:.0f} s")
+            told = True
+        warm(dtype)
+    if told:
+        progress(f"kernels are compiled ({time.monotonic() - began:.0f} s)")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m speedlab.cli`: the same as the command `speedlab`, where an environment has no scripts folder of its own."""
+"""`python -m speedlab.cli`: the command `speedlab`, where an environment has no scripts folder of its own."""
 
 import sys
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cuda_ops import gpu
 from cuda_ops.grad_stats import grad_stats
 from speedlab.comm import Pending
 from speedlab.config import ConfigError, OptimizerConfig
@@ -101,7 +102,7 @@ class Recipe:
         object."""
         groups = [{"params": tensors, **options} for tensors, options in zip(segments, self._options, strict=True)]
         if self._instance is None:
-            return self._make(groups, all(t.dtype is torch.float32 for tensors in segments for t in tensors))
+            return self._make(groups, all(_has_kernels(tensor) for tensors in segments for tensor in tensors))
         for group, tensors in zip(self._instance.param_groups, segments, strict=True):
             group["params"] = tensors
         return self._instance
@@ -301,9 +302,15 @@ def _cut(flat: Flat) -> list[Segment]:
 
 def _squares(flat: Flat) -> Tensor:
     assert flat.gradient is not None
-    if flat.gradient.dtype is torch.float64:
-        return torch.linalg.vector_norm(flat.gradient).square()
-    return grad_stats(flat.gradient)[0]
+    if _has_kernels(flat.master):
+        return grad_stats(flat.gradient)[0]
+    wide = torch.float32 if flat.gradient.dtype.itemsize < 8 else torch.float64
+    return torch.linalg.vector_norm(flat.gradient, dtype=wide).double().square()
+
+
+def _has_kernels(master: Tensor) -> bool:
+    """Whether cuda_ops updates such masters here: float32, on a CPU or where the compiler for GPUs is installed."""
+    return master.dtype is torch.float32 and (master.device.type == "cpu" or gpu.available())
 
 
 def _elementwise(value: Any, segment: Segment) -> bool:
