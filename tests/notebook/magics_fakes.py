@@ -68,7 +68,9 @@ class FakeCluster:
 
     known: dict[str, FakeCluster] = {}  # noqa: RUF012  # the clusters of one test; the fixture makes it anew
 
-    def __init__(self, engines: int | None = None, *, name: str = "default", device: str = "auto", backend: str | None = None) -> None:
+    def __init__(
+        self, engines: int | None = None, *, name: str = "default", device: str = "auto", backend: str | None = None
+    ) -> None:
         if engines not in (None, 2):
             raise ClusterError(f"cluster {name!r} runs with 2 engines, and {engines} were asked for; stop it first")
         self.name = name
