@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cuda_ops.adamw import adamw
-from cuda_ops.blockquant import block_dequantize, block_quantize, block_quantize_reference
+from cuda_ops.blockquant import BLOCK, block_dequantize, block_quantize
 from cuda_ops.grad_stats import grad_stats
 from cuda_ops.onebit import CHUNK, onebit_average, onebit_pack
 from cuda_ops.sgd_momentum import sgd_momentum
@@ -22,8 +22,14 @@ _RANKS = 4
 _NUMBERS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 10}
 
 
+def update_of(nbytes: float, device: torch.device) -> Callable[[], object]:
+    """A sum in place that reads and writes `nbytes` altogether: the floor of what updates memory."""
+    memory = torch.ones(int(nbytes) // 8, device=device)
+    return lambda: memory.add_(1.0)
+
+
 def copy_of(nbytes: float, device: torch.device) -> Callable[[], object]:
-    """A copy that reads and writes `nbytes` altogether: the floor of what memory bounds."""
+    """A copy that reads and writes `nbytes` altogether: the floor of what writes to other memory than it reads."""
     source = torch.ones(int(nbytes) // 8, device=device)
     target = torch.ones_like(source)
     return lambda: target.copy_(source)
@@ -47,7 +53,7 @@ def adamw_rows(device: torch.device, rounds: int) -> Iterator[Row]:
         flats = _flats(count, device)
         contestants: dict[str, Callable[[], object]] = {
             "ours": lambda flats=flats: adamw(*flats, **_NUMBERS),
-            "floor": copy_of(28 * count, device),
+            "floor": update_of(28 * count, device),
             "torch fused": _torch_adamw(*flats[:2]),
         }
         if not missing() and device.type == "cpu":
@@ -58,7 +64,7 @@ def adamw_rows(device: torch.device, rounds: int) -> Iterator[Row]:
     times = interleave(
         {
             "ours": lambda: adamw(*flats, copy, factor=0.5, **_NUMBERS),
-            "floor": copy_of(30 * count, device),
+            "floor": update_of(30 * count, device),
             "torch fused, grad_scale, copy": _torch_adamw(*flats[:2], copy=copy),
         },
         rounds=rounds,
@@ -99,7 +105,7 @@ def sgd_rows(device: torch.device, rounds: int) -> Iterator[Row]:
     times = interleave(
         {
             "ours": lambda: sgd_momentum(param, grad, buffer, lr=1e-3, momentum=0.9),
-            "floor": copy_of(20 * param.numel(), device),
+            "floor": update_of(20 * param.numel(), device),
             "torch fused": optimizer.step,
         },
         rounds=rounds,
@@ -131,7 +137,7 @@ def onebit_rows(device: torch.device, rounds: int) -> Iterator[Row]:
     packed, scales = onebit_pack(values, error)
     contestants: dict[str, Callable[[], object]] = {
         "ours": lambda: onebit_pack(values, error),
-        "floor": copy_of(12 * count, device),
+        "floor": update_of(12 * count, device),
         "torch": lambda: _torch_pack(values, error),
     }
     if device.type == "cpu":
@@ -187,21 +193,24 @@ def _numpy_average(packed: np.ndarray, scales: np.ndarray, out: np.ndarray) -> N
 
 
 def blockquant_rows(device: torch.device, rounds: int) -> Iterator[Row]:
-    """int8 and int4 beside the reference, compiled by torch; its outputs are allocated anew in both."""
+    """int8 and int4 beside a plain version, which knows no special values, compiled by torch. Both allocate what they
+    return."""
     values = _flats(40_000 * 256, device)[0]  # Whole blocks, so that the peer needs no padding.
     out = torch.zeros_like(values)
     for bits in (8, 4):
         quantized, scales = block_quantize(values, bits=bits)
-        compiled = torch.compile(lambda values, bits=bits: block_quantize_reference(values, bits=bits))
+        compiled = torch.compile(_torch_quantize8 if bits == 8 else _torch_quantize4)
         times = interleave(
             {
                 "ours": lambda bits=bits: block_quantize(values, bits=bits),
                 "torch.compile": lambda compiled=compiled: compiled(values),
+                "floor": copy_of((4 + bits / 8) * values.numel(), device),
             },
             rounds=rounds,
             device=device,
         )
-        yield row(f"blockquant int{bits} quantize 10M, {_threads(device)}", times, peer="torch.compile")
+        case = f"blockquant int{bits} quantize 10M, {_threads(device)}"
+        yield row(case, times, peer="torch.compile", floor="floor")
         plain = torch.compile(_torch_dequantize8 if bits == 8 else _torch_dequantize4)
         times = interleave(
             {
@@ -214,6 +223,19 @@ def blockquant_rows(device: torch.device, rounds: int) -> Iterator[Row]:
         )
         case = f"blockquant int{bits} dequantize 10M, {_threads(device)}"
         yield row(case, times, peer="torch.compile", floor="floor")
+
+
+def _torch_quantize8(values: Tensor) -> tuple[Tensor, Tensor]:
+    blocks = values.view(-1, BLOCK)
+    scales = blocks.abs().amax(1) / 127
+    return (blocks / scales[:, None]).round().to(torch.int8), scales
+
+
+def _torch_quantize4(values: Tensor) -> tuple[Tensor, Tensor]:
+    blocks = values.view(-1, BLOCK)
+    scales = blocks.abs().amax(1) / 7
+    integers = (blocks / scales[:, None]).round().to(torch.int8).view(torch.uint8)
+    return (integers[:, ::2] & 15) | (integers[:, 1::2] << 4), scales
 
 
 def _torch_dequantize8(quantized: Tensor, scales: Tensor, out: Tensor) -> None:

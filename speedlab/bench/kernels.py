@@ -1,7 +1,7 @@
 """`speedlab bench kernels`: the operations of cuda_ops beside their peers, interleaved, and beside a floor.
 
-The floor of what memory bounds is the time that copying the same number of bytes takes here; that of the linear
-cross-entropy, its matrix products alone. Peers that are not installed are named and left out.
+The floor of what memory bounds is the time that touching the same number of bytes takes here, by a sum in place or a
+copy; that of the linear cross-entropy, its matrix products alone. Peers that are not installed are named and left out.
 """
 
 from __future__ import annotations

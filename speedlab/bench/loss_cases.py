@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable, Iterator
 
 import torch
@@ -81,9 +83,18 @@ def _extra_bytes(step: Callable[[], None], device: torch.device) -> int:
     """Bytes at the peak of a step beyond those that stand after it: gradients are there before and after."""
     peak = PeakMemory(device)
     step()
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+    else:
+        _give_back_free_memory()
+        before = PeakMemory.resident()
     peak.take()
     step()
-    highest = peak.take()
-    if device.type == "cuda":
-        return (highest[1] or 0) - torch.cuda.memory_allocated(device)
-    return highest[0] - PeakMemory.resident()
+    reported, allocated = peak.take()
+    return (reported if allocated is None else allocated) - before
+
+
+def _give_back_free_memory() -> None:
+    """What was freed stays with the process until it is needed again: it would hide what a step takes."""
+    with contextlib.suppress(OSError, AttributeError):  # Only glibc has it.
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
