@@ -166,6 +166,38 @@ class StagedGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # as above
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]  # as above
 
+    # ---- gloo's ------------------------------------------------------------------------------------------------------
+    # Named here, because ProcessGroup's own way to a backend may keep the GIL while it waits for a lock whose holder, a
+    # thread of gloo's, waits for the GIL (seen in all_to_all_single of torch 2.13).
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        return self._gloo.reduce(tensors, opts or dist.ReduceOptions())
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        return self._gloo.gather(outputs, inputs, opts or dist.GatherOptions())
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+        return self._gloo.scatter(outputs, inputs, opts or dist.ScatterOptions())
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        return self._gloo.alltoall(outputs, inputs, opts or dist.AllToAllOptions())
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> Any:
+        return self._gloo.alltoall_base(output, input, output_splits, input_splits, opts or dist.AllToAllOptions())
+
+    alltoall_base = all_to_all_single  # type: ignore[assignment]  # its name in torch 2.11 and 2.12
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int) -> Any:
+        return self._gloo.send(tensors, destination, tag)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
+        return self._gloo.recv(tensors, source, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
+        return self._gloo.recv_anysource(tensors, tag)
+
     # ---- carrying out ------------------------------------------------------------------------------------------------
 
     def _carry_out(self, task: Callable[[], None], opts: Any, result: list[Any]) -> Any:
