@@ -21,13 +21,14 @@ Check = Callable[..., None]
 
 @pytest.fixture(scope="session")
 def pool_of() -> Iterator[PoolOf]:
-    """`pool_of(size, backend="shared")`: the pool of so many ranks."""
-    pools: dict[tuple[int, str], Pool] = {}
+    """`pool_of(size, backend="shared", hosts="")`: the pool of so many ranks."""
+    pools: dict[tuple[int, str, str], Pool] = {}
 
-    def of(size: int, backend: str = "shared") -> Pool:
-        if (size, backend) not in pools:
-            pools[size, backend] = Pool(size, backend)
-        return pools[size, backend]
+    def of(size: int, backend: str = "shared", hosts: str = "") -> Pool:
+        key = size, backend, hosts
+        if key not in pools:
+            pools[key] = Pool(*key)
+        return pools[key]
 
     yield of
     for pool in pools.values():

@@ -78,10 +78,13 @@ def _is_consequence(failure: Failure) -> bool:
 
 
 class Pool:
-    """`size` rank processes, started by the first `run`; `close` ends them."""
+    """`size` rank processes, started by the first `run`; `close` ends them.
 
-    def __init__(self, size: int, backend: str = "shared") -> None:
-        self.size, self.backend = size, backend
+    `hosts`: the name of each rank's host, a letter each ("aabb"), for those that shall believe to be on several.
+    """
+
+    def __init__(self, size: int, backend: str = "shared", hosts: str = "") -> None:
+        self.size, self.backend, self.hosts = size, backend, hosts
         self._folder = tempfile.TemporaryDirectory(prefix=f"speedlab-ranks-{size}-")
         self._generation = 0
         self._processes: list[Any] = []
@@ -135,7 +138,7 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.size, self.backend, theirs, store, self._stacks(rank)),
+                args=(rank, self.size, self.backend, self.hosts[rank:][:1], theirs, store, self._stacks(rank)),
                 name=f"rank-{rank}",
                 daemon=True,
             )
@@ -223,10 +226,10 @@ _place: tuple[int, int, str] = (0, 1, "gloo")
 """(rank, world size, backend) of this process."""
 
 
-def _serve(rank: int, size: int, backend: str, connection: Connection, store: Path, stacks: Path) -> None:
+def _serve(rank: int, size: int, backend: str, host: str, connection: Connection, store: Path, stacks: Path) -> None:
     global _place  # noqa: PLW0603  # which rank a process is does not change, and `_join` is sent by reference
     _place = rank, size, backend
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT, SPEEDLAB_HOST=host)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SPEEDLAB_RENDEZVOUS", "SPEEDLAB_DEVICE"):
         os.environ.pop(name, None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test runner's; it closes the pipes.
