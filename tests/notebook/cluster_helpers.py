@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import psutil
+import pytest
+
+from speedlab.cluster import Cluster, RankError
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
@@ -81,3 +85,26 @@ def look_around() -> dict[str, Any]:
         },
         "gpus": os.environ["CUDA_VISIBLE_DEVICES"],
     }
+
+
+def backend() -> str:
+    import torch.distributed as dist
+
+    from speedlab import comm
+
+    comm.join()
+    return dist.get_backend()
+
+
+def break_a_deadlock(cluster: Cluster) -> None:
+    """Ranks that wait for each other, in gloo or on shared memory, stop when interrupted, and meet again."""
+    cluster.submit(sum_over_ranks, 1.0).result(60)
+    waiting = threading.Event()
+    unsubscribe = cluster.output.subscribe(lambda ranks, stream, text: waiting.set())
+    results = cluster.submit(wait_for_each_other)
+    assert waiting.wait(10)
+    unsubscribe()
+    assert cluster.interrupt(5.0) == list(range(cluster.size))
+    with pytest.raises(RankError):
+        results.result(5)
+    assert cluster.submit(sum_over_ranks, 2.0).result(60) == [2.0 * cluster.size] * cluster.size

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster_helpers import is_gone, wait_for
+from cluster_helpers import backend, break_a_deadlock, is_gone, wait_for
 
 from speedlab.cluster import Cluster, ClusterError, RankError, processes, start
 from speedlab.cluster.home import Home, running_clusters
@@ -107,3 +107,17 @@ def test_a_start_that_fails_shows_the_log_and_leaves_nothing(monkeypatch: pytest
     wait_for(lambda: processes.marked(tokens[0]) == [])
     assert running_clusters() == []
     assert not Home("broken").path.exists()
+
+
+def test_the_backend_is_chosen_when_a_cluster_starts() -> None:
+    with pytest.raises(ClusterError, match="backend is 'mpi'; it is 'shared' or 'gloo'"):
+        Cluster(2, backend="mpi")
+    cluster = Cluster(2, name="sockets", device="cpu", backend="gloo")
+    try:
+        assert cluster.submit(backend).result(60) == ["gloo", "gloo"]
+        assert Cluster(2, name="sockets").size == 2  # Who does not ask takes what runs.
+        with pytest.raises(ClusterError, match="through 'gloo', and 'shared' was asked for"):
+            Cluster(2, name="sockets", backend="shared")
+        break_a_deadlock(cluster)  # In native code, unlike waiting on shared memory.
+    finally:
+        cluster.stop()
