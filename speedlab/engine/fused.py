@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 
 from cuda_ops.adamw import adamw
 from cuda_ops.sgd_momentum import sgd_momentum
+
+_NOT_FUSED = ("amsgrad", "maximize", "capturable", "differentiable")
+"""Options of torch's classes that the kernels do not have."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +106,13 @@ class FusedSGD(torch.optim.SGD):
         )
 
 
-def fused_kind(kind: type[Optimizer], *, momentum: float) -> type[Optimizer]:
-    """The fused class that computes what `kind` computes, or `kind` itself."""
+def fused_kind(kind: type[Optimizer], options: Iterable[Mapping[str, Any]]) -> Callable[..., Optimizer] | None:
+    """The fused class that computes what `kind` computes with these options of its groups; None when there is none."""
+    options = list(options)
+    if any(group.get(name) for group in options for name in _NOT_FUSED):
+        return None
     if kind is torch.optim.AdamW:
         return FusedAdamW
-    if kind is torch.optim.SGD and momentum:
+    if kind is torch.optim.SGD and all(group.get("momentum") for group in options):
         return FusedSGD
-    return kind
+    return None

@@ -51,6 +51,7 @@ class Recipe:
     def __init__(self, choice: OptimizerChoice, model: nn.Module, config: OptimizerConfig) -> None:
         trainable = [p for p in model.parameters() if p.requires_grad]
         self._instance: Optimizer | None = None
+        self._is_theirs = False
         self._make: Callable[[list[dict[str, Any]], bool], Optimizer]
         if choice is None:
             matrices = [p for p in trainable if p.ndim >= 2]
@@ -73,7 +74,7 @@ class Recipe:
                     "optimizer: it already has state; initialise first, and load state through load_checkpoint"
                 )
             groups = [dict(group) for group in instance.param_groups]
-            self._instance = instance
+            self._instance, self._is_theirs = instance, isinstance(choice, Optimizer)
         name = type(self._instance).__name__ if self._instance is not None else getattr(choice, "__name__", "")
         if name in _NOT_ELEMENTWISE:
             raise ConfigError(
@@ -98,11 +99,15 @@ class Recipe:
             )
 
     def build(self, segments: list[list[Tensor]]) -> Optimizer:
-        """The optimizer over `segments` (a list for each group). An instance that the user made stays the same
-        object."""
+        """The optimizer over `segments` (a list for each group). An instance that the user made stays the same object;
+        what a callable made may be replaced by our fused class of the same kind."""
         groups = [{"params": tensors, **options} for tensors, options in zip(segments, self._options, strict=True)]
+        fusible = all(_has_kernels(tensor) for tensors in segments for tensor in tensors)
         if self._instance is None:
-            return self._make(groups, all(_has_kernels(tensor) for tensors in segments for tensor in tensors))
+            return self._make(groups, fusible)
+        fused = fused_kind(type(self._instance), self._options) if fusible and not self._is_theirs else None
+        if fused is not None:
+            return fused(groups)
         for group, tensors in zip(self._instance.param_groups, segments, strict=True):
             group["params"] = tensors
         return self._instance
@@ -111,12 +116,12 @@ class Recipe:
 def _construct(
     kind: type[Optimizer], segments: list[dict[str, Any]], config: OptimizerConfig, fusible: bool
 ) -> Optimizer:
-    if fusible:
-        kind = fused_kind(kind, momentum=config.momentum)
-    return kind(segments, **_arguments_for(kind, config))
+    fused = fused_kind(kind, [_arguments_for(kind, config)]) if fusible else None
+    chosen: Callable[..., Optimizer] = fused or kind
+    return chosen(segments, **_arguments_for(chosen, config))
 
 
-def _arguments_for(kind: type[Optimizer], config: OptimizerConfig) -> dict[str, Any]:
+def _arguments_for(kind: Callable[..., Optimizer], config: OptimizerConfig) -> dict[str, Any]:
     """The fields of `config` that this optimizer's constructor takes, and its fused kernel where it has one."""
     accepted = inspect.signature(kind).parameters
     arguments = {key: value for key, value in config.model_dump(exclude={"name"}).items() if key in accepted}
