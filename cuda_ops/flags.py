@@ -12,8 +12,12 @@ from numba.extending import intrinsic
 
 from cuda_ops.compile import kernel
 
-_SPINS = 10_000
-"""Looks without giving the core away: some 30 microseconds."""
+_SPINS = 2_000
+"""Looks without giving the core away: a few microseconds."""
+
+_YIELDS = 2_000
+"""Looks that let others run in between: a millisecond or so when nobody wants to. To wake a sleeping core takes a
+virtual machine as long as a round of a collective."""
 
 _SLEEP_NANOSECONDS = 30_000_000
 """How long a wait sleeps at most before it returns to Python, where signals are handled."""
@@ -22,6 +26,7 @@ _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
 _WAIT, _WAKE, _ALL = 0, 1, 2**31 - 1
 """Of the system call futex(2): its number, two of its operations, and how many to wake."""
 
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
 _syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 
 
@@ -52,13 +57,14 @@ def raise_flag(address: int, value: int) -> None:
 
 
 @kernel()
-def wait_for_flags(addresses: Any, value: int, spins: int, sleep: bool) -> int:
+def wait_for_flags(addresses: Any, value: int, spins: int, yields: int, sleep: bool) -> int:
     """Wait until every number at `addresses` (n,) int64 is at least `value`; what their writers wrote before is then
     visible. Returns -1, or the index of one that is not there: after about 30 ms, or without `sleep` at once.
 
-    A rank that waits sleeps, so that the system can give its core to a rank that works. (Of ranks that only yielded,
-    two that work may stay on one core while two that wait hold the other.) A sleeper watches the number's lower half,
-    which is the one at its address on the little-endian machines that have `_FUTEX`.
+    A rank that waits sleeps after so many `spins` and `yields`, so that the system can give its core to a rank that
+    works. (Of four ranks that only yielded, two that work may stay on one core while two that wait hold the other.) A
+    sleeper watches the number's lower half, which is the one at its address on the little-endian machines that have
+    `_FUTEX`.
     """
     limit = np.array([0, _SLEEP_NANOSECONDS], dtype=np.int64)
     for k in range(addresses.shape[0]):
@@ -66,8 +72,12 @@ def wait_for_flags(addresses: Any, value: int, spins: int, sleep: bool) -> int:
         seen = _load_acquire(addresses[k])  # type: ignore[call-arg]  # as above
         while seen < value:
             looks += 1
-            if looks > spins:
-                if not sleep or slept > 0:
+            if looks > spins and not sleep:
+                return k
+            if spins < looks <= spins + yields:
+                _sched_yield()
+            elif looks > spins + yields:
+                if slept > 0:
                     return k
                 expected = seen & 0xFFFFFFFF
                 # Returns at once when the number has changed; otherwise when it does, on a signal, or after the limit.
@@ -77,14 +87,13 @@ def wait_for_flags(addresses: Any, value: int, spins: int, sleep: bool) -> int:
     return -1
 
 
-def spins_for(ranks: int, cores: int) -> int:
-    """How often to look before giving the core away: not at all when ranks share cores, since a peer may need this
-    one."""
-    return _SPINS if ranks <= cores else 0
+def patience_for(ranks: int, cores: int) -> tuple[int, int]:
+    """(spins, yields) before a rank sleeps: none when ranks share cores, since a peer may need this one."""
+    return (_SPINS, _YIELDS) if ranks <= cores else (0, 0)
 
 
 def warm(dtype: object) -> None:
     """Compile; there are no dtypes."""
     number = np.zeros(1, dtype=np.int64)
     raise_flag(number.ctypes.data, 1)
-    wait_for_flags(np.array([number.ctypes.data]), 1, 0, True)
+    wait_for_flags(np.array([number.ctypes.data]), 1, 0, 0, True)

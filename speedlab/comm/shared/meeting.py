@@ -27,7 +27,7 @@ from functools import partial
 
 import numpy as np
 
-from cuda_ops.flags import raise_flag, spins_for, wait_for_flags
+from cuda_ops.flags import patience_for, raise_flag, wait_for_flags
 from speedlab.comm.errors import PeerLost
 from speedlab.comm.shared.segments import Handle, PeerMemory, Segment, arena
 
@@ -60,7 +60,7 @@ class Meeting:
     """One rank's view of the pages of all ranks of its group.
 
     `handles[k]` is what rank k gave out as (page, directory of its arena); `ranks` are the names of the ranks in
-    errors.
+    errors; `cores` is how many processor cores they have together.
     """
 
     def __init__(
@@ -70,6 +70,8 @@ class Meeting:
         index: int,
         ranks: Sequence[int],
         timeout_seconds: float,
+        *,
+        cores: int,
     ) -> None:
         self.index, self.size, self.ranks = index, len(handles), list(ranks)
         self.timeout_seconds = timeout_seconds
@@ -79,7 +81,7 @@ class Meeting:
         self.peers = [k for k in range(self.size) if k != index]
         self._processes = {k: os.pidfd_open(handles[k][0].pid) for k in self.peers}
         """For each peer a descriptor that becomes readable when its process ends."""
-        self._spins = spins_for(self.size, len(os.sched_getaffinity(0)))
+        self._spins, self._yields = patience_for(self.size, cores)
         self._offers_at = (int(Number.PEERS) + 2 * self.size) * _LINE
         self._messages_at = self._offers_at + 3 * _OFFERS
         self._addresses = {
@@ -130,7 +132,7 @@ class Meeting:
         return self._pages[k].address + int(number) * _LINE * 8
 
     def _wait(self, addresses: np.ndarray, value: int, peers: Sequence[int]) -> None:
-        missing = wait_for_flags(addresses, value, self._spins, True)
+        missing = wait_for_flags(addresses, value, self._spins, self._yields, True)
         if missing < 0:
             return
         deadline = time.monotonic() + self.timeout_seconds
@@ -138,7 +140,7 @@ class Meeting:
             # At all that are missing: the first may itself have failed for the sake of another one.
             for k in range(missing, len(peers)):
                 self.look(peers[k], partial(_reached, addresses[k : k + 1], value), deadline)
-            missing = wait_for_flags(addresses, value, 0, True)
+            missing = wait_for_flags(addresses, value, 0, 0, True)
 
     def look(self, peer: int, there: Callable[[], bool], deadline: float) -> None:
         """Raise PeerLost when `peer` can no longer do what is waited for, unless it has done it (`there`)."""
@@ -250,7 +252,7 @@ class Meeting:
 
     def message(self, peer: int, number: int) -> tuple[int, int, int] | None:
         """(address in this process, bytes, tag) of message `number` from `peer`; None when it has not been sent."""
-        if wait_for_flags(np.array([self._address(peer, self._sent_to(self.index))]), number + 1, 0, False) >= 0:
+        if wait_for_flags(np.array([self._address(peer, self._sent_to(self.index))]), number + 1, 0, 0, False) >= 0:
             return None
         entry = self._messages_at + (self.index * _MESSAGES + number % _MESSAGES) * 4
         segment, offset, nbytes, tag = self._words[peer][entry : entry + 4].tolist()
@@ -276,7 +278,7 @@ class Meeting:
 
 
 def _reached(addresses: np.ndarray, value: int) -> bool:
-    return wait_for_flags(addresses, value, 0, False) < 0
+    return wait_for_flags(addresses, value, 0, 0, False) < 0
 
 
 def _ended(descriptor: int) -> bool:

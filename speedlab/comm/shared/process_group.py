@@ -13,6 +13,7 @@ which it carries along.
 from __future__ import annotations
 
 import json
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
@@ -374,7 +375,12 @@ def _create(options: Any, _backend_options: Any) -> Any:
     gloo._set_sequence_number_for_group()
     page, handle = Segment.create(Meeting.page_bytes(size))
     try:
-        own = {"host": host_identity(), "page": astuple(handle), "directory": astuple(arena().handle)}
+        own = {
+            "host": host_identity(),
+            "page": astuple(handle),
+            "directory": astuple(arena().handle),
+            "cores": sorted(os.sched_getaffinity(0)),
+        }
         found = _exchange(store, "shared", own, rank, size)
         hosts = _by_host([peer["host"] for peer in found])
         if len(hosts) == size > 1:
@@ -384,7 +390,8 @@ def _create(options: Any, _backend_options: Any) -> Any:
         names = options.global_ranks_in_group or range(size)
         try:
             place, ranks = hosts[host].index(rank), [names[k] for k in hosts[host]]
-            meeting = Meeting(page, handles, place, ranks, timeout.total_seconds())
+            cores = len(set().union(*(found[k]["cores"] for k in hosts[host])))
+            meeting = Meeting(page, handles, place, ranks, timeout.total_seconds(), cores=cores)
             problem = ""
         except OSError as error:
             problem = str(error)
