@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 from collections.abc import Callable, Iterator
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 from cuda_ops.linear_cross_entropy import linear_cross_entropy
 from speedlab.bench.interleave import interleave, rows
 from speedlab.bench.table import Row
-from speedlab.engine.memory import PeakMemory
+from speedlab.engine.memory import PeakMemory, release_freed_memory
 
 _SHAPES = ((512, 384, 16384), (2048, 768, 50257))
 """(tokens, width, vocabulary): of `bench step`, and of GPT-2."""
@@ -86,15 +84,9 @@ def _extra_bytes(step: Callable[[], None], device: torch.device) -> int:
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
     else:
-        _give_back_free_memory()
+        release_freed_memory()  # What stays with the process until it is needed again would hide what a step takes.
         before = PeakMemory.resident()
     peak.take()
     step()
     reported, allocated = peak.take()
     return (reported if allocated is None else allocated) - before
-
-
-def _give_back_free_memory() -> None:
-    """What was freed stays with the process until it is needed again: it would hide what a step takes."""
-    with contextlib.suppress(OSError, AttributeError):  # Only glibc has it.
-        ctypes.CDLL("libc.so.6").malloc_trim(0)

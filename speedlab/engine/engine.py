@@ -18,7 +18,14 @@ from speedlab.config import RunConfig
 from speedlab.engine import checkpoint
 from speedlab.engine.clock import PhaseClock
 from speedlab.engine.errors import NonFiniteError, name_module
-from speedlab.engine.memory import ActivationTrace, PeakMemory, known_storages, make_ledger, measure_states
+from speedlab.engine.memory import (
+    ActivationTrace,
+    PeakMemory,
+    known_storages,
+    make_ledger,
+    measure_states,
+    release_freed_memory,
+)
 from speedlab.engine.optimizer import PartitionedOptimizer
 from speedlab.engine.precision import LossScale
 from speedlab.engine.wrap import BlockWrapper
@@ -271,6 +278,7 @@ class Engine:
         before = self.zero.residency
         self.zero.place(Residency.of_stage(zero, self.group.size))
         self.partitioned_optimizer.move(before)
+        release_freed_memory()
         self._peak.take()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -366,6 +374,7 @@ class Engine:
         self.zero.units.clear()
         self.zero.order.clear()
         self.partitioned_optimizer.forget()
+        release_freed_memory()
 
     def __repr__(self) -> str:
         count = sum(flat.numel for flat in self.zero.flats)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from speedlab.comm import Group, Traffic, World, join
 from speedlab.config import ConfigError, RunConfig
 from speedlab.engine.engine import Engine
-from speedlab.engine.memory import PeakMemory
+from speedlab.engine.memory import PeakMemory, keep_freed_memory
 from speedlab.engine.optimizer import OptimizerChoice, PartitionedOptimizer, Recipe
 from speedlab.engine.precision import compute_dtype
 from speedlab.engine.schedule import make_schedule
@@ -66,6 +66,8 @@ def initialize(
     layout = config.layout(world.size)
     batch = config.batch.resolve(layout.dp)
     dtype = compute_dtype(config.precision, world.device)
+    if world.device.type == "cpu":
+        keep_freed_memory()
     outside_bytes = PeakMemory.resident()
 
     if not isinstance(model, nn.Module):
