@@ -47,6 +47,11 @@ def names() -> list[str]:
     return ["limit", *peers, *on_ours, *deepspeed, *ours]
 
 
+def is_ours(name: str) -> bool:
+    """Whether it is SpeedLab's engine."""
+    return name.split()[0] in ("ours", "shipped")
+
+
 def make(name: str, dtype: torch.dtype) -> Step:
     """Build a contestant on this rank; models start from the same values everywhere."""
     torch.manual_seed(0)

@@ -1,11 +1,14 @@
-"""Rank processes for a measurement: one thread each, meeting in a file store."""
+"""Rank processes for measurements: one thread each, meeting in a file store, doing what they are told."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
-from pathlib import Path
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _ENVIRONMENT = {
@@ -19,19 +22,66 @@ _ENVIRONMENT = {
 
 def run_on_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
     """Run `work(*arguments)` on `ranks` new processes that have joined one world; returns rank 0's result."""
-    from torch import multiprocessing
+    with RankSet(ranks) as group:
+        return group.call(work, *arguments)
 
+
+class RankSet:
+    """`ranks` processes of one world, which sleep between calls: several sets can take turns in one run, each with
+    settings of its own. A context manager; its end is theirs."""
+
+    def __init__(self, ranks: int) -> None:
+        context = get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+        with _environment():  # Inherited: threads must be set before a process loads torch.
+            for rank in range(ranks):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(rank, ranks, self._folder.name, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._connections.append(ours)
+
+    def __enter__(self) -> RankSet:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for connection in self._connections:
+            connection.close()  # They end when they read the end of the pipe.
+        for process in self._processes:
+            process.join(5)
+            process.kill()
+        self._folder.cleanup()
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """`function(*arguments)` on every rank; returns rank 0's result. The function must be importable by name.
+
+        Raises RuntimeError with the text of the first failure; the set is of no use afterwards.
+        """
+        for connection in self._connections:
+            connection.send((function, arguments))
+        results: dict[int, Any] = {}
+        while len(results) < len(self._connections):
+            still = [c for rank, c in enumerate(self._connections) if rank not in results]
+            for connection in wait(still):
+                rank = self._connections.index(connection)  # type: ignore[arg-type]  # wait gives what it was given
+                try:
+                    done, results[rank] = self._connections[rank].recv()
+                except EOFError:
+                    done, results[rank] = False, "its process has ended"
+                if not done:
+                    raise RuntimeError(f"rank {rank} failed in {function.__qualname__}: {results[rank]}")
+        return results[0]
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    os.environ.update(_ENVIRONMENT)  # Inherited: threads must be set before a process loads torch.
+    os.environ.update(_ENVIRONMENT)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            queue = multiprocessing.get_context("spawn").SimpleQueue()
-            context: Any = multiprocessing.spawn(
-                _enter, (ranks, folder, queue, work, arguments), nprocs=ranks, join=False
-            )
-            while not context.join(timeout=1.0):
-                pass
-            return queue.get()
+        yield
     finally:
         for name, value in before.items():
             if value is None:
@@ -40,9 +90,7 @@ def run_on_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
                 os.environ[name] = value
 
 
-def _enter(
-    rank: int, ranks: int, folder: str, queue: Any, work: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _serve(rank: int, ranks: int, folder: str, connection: Connection) -> None:
     import torch
 
     from speedlab.comm import join, leave
@@ -53,12 +101,15 @@ def _enter(
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(ranks),
         LOCAL_WORLD_SIZE=str(ranks),
-        SPEEDLAB_RENDEZVOUS=str(Path(folder)),
+        SPEEDLAB_RENDEZVOUS=folder,
     )
     join()
     try:
-        result = work(*arguments)
-        if rank == 0:
-            queue.put(result)
-    finally:
+        while True:
+            function, arguments = connection.recv()
+            try:
+                connection.send((True, function(*arguments)))
+            except Exception:  # Whatever it is, whoever measures shall see it.
+                connection.send((False, traceback.format_exc()))
+    except EOFError:
         leave()

@@ -1,7 +1,7 @@
-"""`speedlab bench step`: tokens per second of a training step, ours and the peers', interleaved on the same ranks.
+"""`speedlab bench step`: tokens per second of a training step, ours and the peers', interleaved in one run.
 
-The limit is as many independent processes, without communication. Each round runs every contestant for a few steps
-between two barriers; shares and ratios are medians over rounds of times measured in the same round.
+The limit is as many independent processes of plain torch, without communication. Each round runs every contestant for a
+few steps between two barriers; shares and ratios are medians over rounds of times measured in the same round.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from speedlab.bench.ranks import run_on_ranks
+from speedlab.bench.interleave import Times
+from speedlab.bench.ranks import RankSet
 from speedlab.bench.table import Row, missing, report
 
 _MICRO_BATCH, _SEQUENCE = 4, 128
@@ -50,39 +52,61 @@ def main(argv: list[str] | None = None) -> None:
             file=sys.stderr,
             flush=True,
         )
-        seconds = run_on_ranks(_measure, options.ranks, dtype, options.rounds, options.steps, options.only)
-        rows += _rows(dtype, options, seconds)
+        rows += _rows(dtype, options, _measure(options, dtype))
     report(rows, options.json)
 
 
-def _measure(dtype_name: str, rounds: int, steps: int, only: tuple[str, ...]) -> dict[str, list[float]]:
-    """Seconds of a step by contestant, one number for each round."""
+def _measure(options: Options, dtype: str) -> Times:
+    """Seconds of a step by contestant, one number for each round.
+
+    Ours run in processes of their own: `initialize` sets the allocator, which must not help the others.
+    """
+    from speedlab.bench import contestants
+
+    wanted = [name for name in contestants.names() if not options.only or name in options.only]
+    ours = {name for name in wanted if contestants.is_ours(name)}
+    with RankSet(options.ranks) as plain, RankSet(options.ranks) as own:
+        place = {name: own if name in ours else plain for name in wanted}
+        for name in wanted:
+            place[name].call(_prepare, name, dtype)
+        seconds: Times = {name: [] for name in wanted}
+        for number in range(options.rounds):
+            for name in wanted[number % len(wanted) :] + wanted[: number % len(wanted)]:
+                seconds[name].append(place[name].call(_time, name, options.steps))
+            print(f"  round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
+    return seconds
+
+
+_prepared: dict[str, Callable[[], None]] = {}
+"""In a rank process: the contestants that stand ready, each as its step on this rank's batch."""
+
+
+def _prepare(name: str, dtype: str) -> None:
+    """Build a contestant on this rank and make two steps, which are not measured."""
     import torch
     import torch.distributed as dist
 
     from speedlab.bench import contestants
 
-    rank = dist.get_rank()
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (_MICRO_BATCH, _SEQUENCE)
     tokens, targets = (torch.randint(0, contestants.MODEL.vocab_size, shape, generator=generator) for _ in range(2))
-    wanted = [name for name in contestants.names() if not only or name in only]
-    run = {name: contestants.make(name, getattr(torch, dtype_name)) for name in wanted}
-    for step in run.values():
-        for _ in range(2):
-            step(tokens, targets)
-    seconds: dict[str, list[float]] = {name: [] for name in wanted}
-    for number in range(rounds):
-        for name in wanted[number % len(wanted) :] + wanted[: number % len(wanted)]:
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(steps):
-                run[name](tokens, targets)
-            dist.barrier()
-            seconds[name].append((time.perf_counter() - start) / steps)
-        if rank == 0:
-            print(f"  round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    return seconds
+    step = contestants.make(name, getattr(torch, dtype))
+    _prepared[name] = lambda: step(tokens, targets)
+    for _ in range(2):
+        _prepared[name]()
+
+
+def _time(name: str, steps: int) -> float:
+    """Seconds of a step, over `steps` of them between two barriers."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        _prepared[name]()
+    dist.barrier()
+    return (time.perf_counter() - start) / steps
 
 
 _PEERS = {
