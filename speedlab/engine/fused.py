@@ -27,8 +27,25 @@ class Given:
     factor: float
 
 
-class FusedAdamW(torch.optim.AdamW):
-    """AdamW over float32 segments. `given` holds their gradients, which may be narrower than the segments."""
+class FusedOptimizer(Optimizer):
+    """An optimizer over float32 segments. `given` holds their gradients, which may be narrower than the segments."""
+
+    given: dict[Tensor, Given]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update every segment that something was given for."""
+        for group in self.param_groups:
+            for segment in group["params"]:
+                if segment in self.given:
+                    self._update(segment, group, self.given[segment])
+
+    def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
+        raise NotImplementedError
+
+
+class FusedAdamW(FusedOptimizer, torch.optim.AdamW):
+    """torch.optim.AdamW in one pass."""
 
     def __init__(
         self,
@@ -39,15 +56,7 @@ class FusedAdamW(torch.optim.AdamW):
         weight_decay: float = 1e-2,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self.given: dict[Tensor, Given] = {}
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update every segment that something was given for."""
-        for group in self.param_groups:
-            for segment in group["params"]:
-                if segment in self.given:
-                    self._update(segment, group, self.given[segment])
+        self.given = {}
 
     def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
         state = self.state[segment]
@@ -71,20 +80,12 @@ class FusedAdamW(torch.optim.AdamW):
         )
 
 
-class FusedSGD(torch.optim.SGD):
-    """SGD with momentum over float32 segments. `given` holds their gradients, which may be narrower."""
+class FusedSGD(FusedOptimizer, torch.optim.SGD):
+    """torch.optim.SGD with momentum in one pass."""
 
     def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
-        self.given: dict[Tensor, Given] = {}
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update every segment that something was given for."""
-        for group in self.param_groups:
-            for segment in group["params"]:
-                if segment in self.given:
-                    self._update(segment, group, self.given[segment])
+        self.given = {}
 
     def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
         state = self.state[segment]

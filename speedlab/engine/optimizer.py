@@ -19,15 +19,13 @@ from cuda_ops import gpu
 from cuda_ops.grad_stats import grad_stats
 from speedlab.comm import Pending
 from speedlab.config import ConfigError, OptimizerConfig
-from speedlab.engine.fused import FusedAdamW, FusedSGD, Given, fused_kind
+from speedlab.engine.fused import FusedOptimizer, Given, fused_kind
 from speedlab.parallel.zero import Flat, Residency
 
 _CAST_BYTES = 64 * 2**20
 """Gradients in low precision are widened for the update in pieces of this many bytes."""
 
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "Lamb")
-
-_FUSED = (FusedAdamW, FusedSGD)
 
 OptimizerChoice = type[Optimizer] | Callable[..., Optimizer] | Optimizer | None
 
@@ -171,13 +169,13 @@ class PartitionedOptimizer:
     @torch.no_grad()
     def step(self, factor: float = 1.0) -> None:
         """Multiply gradients by `factor`, update the masters, and bring the parameters of all ranks up to date."""
-        pending = self._step_fused(factor) if isinstance(self.inner, _FUSED) else self._step_plain(factor)
+        pending = self._step_fused(factor) if isinstance(self.inner, FusedOptimizer) else self._step_plain(factor)
         for work in pending:
             work.wait()
         self._adopt_states()
 
     def _step_fused(self, factor: float) -> list[Pending]:
-        assert isinstance(self.inner, _FUSED)
+        assert isinstance(self.inner, FusedOptimizer)
         for flat in self.flats:
             gradient, narrow, base = flat.update_gradient, flat.narrow, flat.state_range[0]
             for segment in self._segments[flat.name]:
