@@ -18,7 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from speedlab.bench.table import missing
-from speedlab.comm.shared import BACKEND
+from speedlab.comm.shared import BACKEND, register
 from speedlab.config import ModelConfig, RunConfig
 from speedlab.engine import initialize
 from speedlab.models import GPT
@@ -34,7 +34,7 @@ SHIPPED = MODEL.model_copy(update={"loss": "chunked"})
 _LR = 1e-3
 
 _OURS = ("ours", "shipped", "DeepSpeed")
-"""Who uses the default group, which is on shared memory; DeepSpeed takes no other."""
+"""Who uses the default group, which is gloo for DeepSpeed: it takes no other."""
 
 
 def names() -> list[str]:
@@ -72,6 +72,7 @@ def make(name: str, dtype: torch.dtype) -> Step:
 
 @cache
 def _group(backend: str) -> dist.ProcessGroup:
+    register()
     group = dist.new_group(backend=backend)
     assert isinstance(group, dist.ProcessGroup)
     return group

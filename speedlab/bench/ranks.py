@@ -28,9 +28,9 @@ def run_on_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
 
 class RankSet:
     """`ranks` processes of one world, which sleep between calls: several sets can take turns in one run, each with
-    settings of its own. A context manager; its end is theirs."""
+    settings of its own. A context manager; its end is theirs. `backend`: of their world, as in `comm.join`."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, backend: str | None = None) -> None:
         context = get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._processes: list[Any] = []
@@ -38,7 +38,9 @@ class RankSet:
         with _environment():  # Inherited: threads must be set before a process loads torch.
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(rank, ranks, self._folder.name, theirs), daemon=True)
+                process = context.Process(
+                    target=_serve, args=(rank, ranks, backend, self._folder.name, theirs), daemon=True
+                )
                 process.start()
                 theirs.close()
                 self._processes.append(process)
@@ -90,7 +92,7 @@ def _environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _serve(rank: int, ranks: int, folder: str, connection: Connection) -> None:
+def _serve(rank: int, ranks: int, backend: str | None, folder: str, connection: Connection) -> None:
     import torch
 
     from speedlab.comm import join, leave
@@ -103,7 +105,7 @@ def _serve(rank: int, ranks: int, folder: str, connection: Connection) -> None:
         LOCAL_WORLD_SIZE=str(ranks),
         SPEEDLAB_RENDEZVOUS=folder,
     )
-    join()
+    join(backend=backend)
     try:
         while True:
             function, arguments = connection.recv()

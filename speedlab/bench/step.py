@@ -65,7 +65,7 @@ def _measure(options: Options, dtype: str) -> Times:
 
     wanted = [name for name in contestants.names() if not options.only or name in options.only]
     ours = {name for name in wanted if contestants.is_ours(name)}
-    with RankSet(options.ranks) as plain, RankSet(options.ranks) as own:
+    with RankSet(options.ranks, "gloo") as plain, RankSet(options.ranks) as own:
         place = {name: own if name in ours else plain for name in wanted}
         for name in wanted:
             place[name].call(_prepare, name, dtype)
