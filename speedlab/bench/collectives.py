@@ -1,6 +1,6 @@
 """`speedlab bench collectives`: the shared-memory backend beside gloo, as plain torch.distributed calls.
 
-Times are those of the slowest rank, between two barriers.
+All ranks begin together; times are those of the slowest rank.
 """
 
 from __future__ import annotations
@@ -60,11 +60,20 @@ def _measure(megabytes: int, rounds: int) -> dict[tuple[str, int], dict[str, lis
                     start = time.perf_counter()
                     for _ in range(calls):
                         call(groups[backend])
-                    dist.barrier(group=groups["gloo"])
                     if number >= 0:  # The round before is for warming up.
                         times[backend].append((time.perf_counter() - start) / calls)
-            results[name, nbytes] = times
+            results[name, nbytes] = {backend: _slowest(own) for backend, own in times.items()}
     return results
+
+
+def _slowest(seconds: list[float]) -> list[float]:
+    """The longest time of any rank, for each round."""
+    import torch
+    import torch.distributed as dist
+
+    longest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    return longest.tolist()
 
 
 def _calls(nbytes: int) -> dict[str, Callable[[object], object]]:
