@@ -89,7 +89,6 @@ class Engine:
         self._peak = PeakMemory(world.device)
         self._outside_bytes = outside_bytes
         self._activation_bytes = 0
-        self._trace: ActivationTrace | None = None
         remember(zero)
 
     # ---- the step ----------------------------------------------------------------------------------------------------

@@ -112,7 +112,9 @@ def test_slices_are_updated_in_place() -> None:
 
 
 def test_nothing_to_do() -> None:
-    adamw(*(torch.zeros(0) for _ in range(4)), **NUMBERS, step=1)
+    nothing = [torch.zeros(0) for _ in range(4)]
+    adamw(*nothing, **NUMBERS, step=1)
+    assert [tensor.numel() for tensor in nothing] == [0] * 4
 
 
 def test_bad_input_is_refused_by_name_and_changes_nothing() -> None:
