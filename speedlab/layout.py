@@ -78,8 +78,35 @@ class Layout:
         pipeline, _, tensor = self.coordinates(rank)
         return [self.rank(pipeline, data, tensor) for data in range(self.dp)]
 
+    def tp_peers(self, rank: int) -> list[int]:
+        """Ranks that hold the other parts of the same layers and see the same data, in tensor order."""
+        pipeline, data, _ = self.coordinates(rank)
+        return [self.rank(pipeline, data, tensor) for tensor in range(self.tp)]
+
+    def pp_peers(self, rank: int) -> list[int]:
+        """Ranks that hold the other pipeline stages and see the same data, first stage first."""
+        _, data, tensor = self.coordinates(rank)
+        return [self.rank(pipeline, data, tensor) for pipeline in range(self.pp)]
+
     def __str__(self) -> str:
         return f"pp {self.pp} × dp {self.dp} × tp {self.tp}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The slice of a whole parameter that a rank holds: `ranges` [start, end) along dimension `dim`, in the
+    order in which they lie in that tensor. Several where one tensor packs several matrices (queries, keys, values)."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """Of the rank's own tensor."""
+        held = sum(end - start for start, end in self.ranges)
+        return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
 
 
 def padded_numel(numel: int, dp: int) -> int:

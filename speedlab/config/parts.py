@@ -37,13 +37,29 @@ class DataConfig(Part):
 
 
 class ParallelConfig(Part):
-    """The layout pp × dp × tp."""
+    """The layout pp × dp × tp, and how a pipeline works."""
 
     dp: int | None = Field(
         default=None, ge=1, description="Data-parallel ranks; follows from the number of engines when left out"
     )
     tp: int = Field(default=1, ge=1, description="Tensor-parallel ranks a layer is cut over")
-    pp: int = Field(default=1, ge=1, description="Pipeline stages the blocks are cut into")
+    sequence: bool = Field(
+        default=False, description="Whether tp ranks also share out the tokens between layers (sequence parallelism)"
+    )
+    pp: int = Field(default=1, ge=1, description="Pipeline ranks the blocks are cut over")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
+        default="1f1b",
+        description="Order in which a pipeline rank works on micro-batches; there are `accumulation` many",
+    )
+    chunks: int = Field(
+        default=2, ge=1, description="Stages of each pipeline rank under the schedules interleaved and zero-bubble"
+    )
+    cut: tuple[int, ...] | None = Field(
+        default=None, description="Blocks of each pipeline stage, first stage first; balanced when left out"
+    )
+    balance: Literal["parameters", "time"] = Field(
+        default="parameters", description="By what stages are balanced: parameters, or the measured time of blocks"
+    )
 
 
 class ZeroConfig(Part):

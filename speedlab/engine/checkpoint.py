@@ -97,7 +97,7 @@ def _prepare(target: Path, hidden: Path, needed: int) -> None:
 def _own_tensors(engine: Engine) -> dict[str, Tensor]:
     """This rank's partition of every state of every flat, its buffers and its random states."""
     tensors: dict[str, Tensor] = {}
-    for flat in engine.zero.flats:
+    for flat in engine.flats:
         for kind, state in _states(engine, flat).items():
             low = flat.state_range[0]
             tensors[_key(flat, kind)] = state[flat.start - low : flat.end - low].detach().cpu().contiguous().clone()
@@ -121,7 +121,7 @@ def _key(flat: Flat, kind: str) -> str:
 
 def _manifest(engine: Engine, ranks: list[dict[str, Any]], client_state: dict[str, Any]) -> dict[str, Any]:
     parameters = {}
-    for flat in engine.zero.flats:
+    for flat in engine.flats:
         states = _states(engine, flat)
         scalars = engine.partitioned_optimizer.scalars_of(flat) if flat.trainable else {}
         common = next(iter(scalars.values()), {})
@@ -214,7 +214,7 @@ def _read_manifest(path: Path, engine: Engine) -> dict[str, Any]:
         _check_shape(manifest)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: is damaged: {error}") from None
-    own = {slot.name: list(slot.shape) for flat in engine.zero.flats for slot in flat.slots}
+    own = {slot.name: list(slot.shape) for flat in engine.flats for slot in flat.slots}
     theirs = {name: entry["shape"] for name, entry in manifest["parameters"].items()}
     for name in {**own, **theirs}:
         if name not in theirs:
@@ -285,7 +285,7 @@ def _load_flats(engine: Engine, path: Path, manifest: dict[str, Any]) -> None:
     states: dict[str, dict[str, Tensor]] = {flat.name: {} for flat in optimizer.flats}
     scalars: dict[str, dict[int, dict[str, Any]]] = {}
     with _Files(path, manifest) as files:
-        for flat in engine.zero.flats:
+        for flat in engine.flats:
             entries = manifest["parameters"]
             files.fill(flat, "master", flat.master)
             low, high = flat.state_range

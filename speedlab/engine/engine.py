@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,8 @@ from speedlab.engine.memory import (
 from speedlab.engine.optimizer import PartitionedOptimizer
 from speedlab.engine.precision import LossScale
 from speedlab.engine.wrap import BlockWrapper
-from speedlab.parallel.zero import Residency, Zero, forget, map_tensors, remember
+from speedlab.layout import Layout, Part
+from speedlab.parallel.zero import Flat, Residency, Zero, forget, map_tensors, remember
 from speedlab.telemetry.records import Ledger
 
 
@@ -62,16 +63,29 @@ class Engine:
         scheduler: Any,
         config: RunConfig,
         world: World,
+        layout: Layout,
+        parts: Mapping[str, Part],
+        duplicates: Collection[str],
         group: Group,
+        everyone: Group,
         traffic: Traffic,
         dtype: torch.dtype,
         accumulation: int,
         outside_bytes: int,
     ) -> None:
         self.module, self.config, self.world = module, config, world
+        self.layout = layout
+        self.parts = parts
+        """Full name of a parameter → which slice of the whole this rank's tensor is; whole ones are not in."""
+        self.duplicates = frozenset(duplicates)
+        """Names of parameters of which another tensor- or pipeline-parallel rank holds the same values and answers for
+        them: in checkpoints, in norms."""
         self.zero, self.partitioned_optimizer, self.scheduler = zero, optimizer, scheduler
         self.dtype, self.accumulation = dtype, accumulation
         self.group = group
+        """Ranks that hold the same part of the model and see other data."""
+        self.everyone = everyone
+        """All ranks of the layout."""
         self.clock = PhaseClock(traffic, world.device)
         self.global_step = 0
         self.updating = False
@@ -261,6 +275,11 @@ class Engine:
         return self.partitioned_optimizer.inner
 
     @property
+    def flats(self) -> list[Flat]:
+        """All flats of this rank."""
+        return self.zero.flats
+
+    @property
     def zero_stage(self) -> int:
         return self.zero.residency.stage
 
@@ -283,7 +302,7 @@ class Engine:
     def state_dict(self) -> dict[str, Tensor]:
         """The module's whole state on every rank (a collective), parameters as float32 masters where they exist."""
         state = {name: buffer.detach().clone() for name, buffer in _named_persistent_buffers(self.module)}
-        for flat in self.zero.flats:
+        for flat in self.flats:
             whole = flat.whole_master()
             for slot in flat.slots:
                 state[slot.name] = whole[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
@@ -365,7 +384,7 @@ class Engine:
                 unit.release()
         forget(self.zero)
         if keep_parameters:
-            for flat in self.zero.flats:
+            for flat in self.flats:
                 flat.give_back()
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
@@ -376,7 +395,7 @@ class Engine:
         release_freed_memory()
 
     def __repr__(self) -> str:
-        count = sum(flat.numel for flat in self.zero.flats)
+        count = sum(flat.numel for flat in self.flats)
         return (
             f"Engine({type(self.module).__name__}, {count:,} parameters in {len(self.zero.units)} units, zero "
             f"{self.zero_stage}, "

@@ -74,7 +74,7 @@ class Trainer:
     def _flops_per_token(self, model: ModelMaker | None) -> float:
         if model is None:
             return flops_per_token(self.config.model, self.config.data.sequence_length)
-        return 6.0 * sum(flat.numel for flat in self.engine.zero.flats)
+        return 6.0 * sum(flat.numel for flat in self.engine.flats)
 
     def _on_all_ranks(self, work: Callable[[], Any]) -> Any:
         """Run `work` on every rank; a ConfigError of one is raised on all, so that none waits for the others."""
@@ -329,7 +329,7 @@ class Trainer:
             self.state = RunState.RUNNING
         peak = matmul_flops(self.world.device, self.engine.dtype)
         details = {
-            "parameters": sum(slot.numel for flat in self.engine.zero.flats for slot in flat.slots),
+            "parameters": sum(slot.numel for flat in self.engine.flats for slot in flat.slots),
             "dtype": str(self.engine.dtype).removeprefix("torch."),
             "optimizer": self.config.optimizer.name,
             "dp": self.layout.dp,

@@ -251,7 +251,7 @@ class _Tail:
 _NUMBER_FIELDS = tuple(
     f.name
     for f in fields(StepRecord)
-    if f.name not in ("phases", "sent_bytes", "kernels", "ledger", "heldout_loss", "traced")
+    if f.name not in ("phases", "sent_bytes", "kernels", "ledger", "heldout_loss", "traced", "timeline")
 )
 _NUMBERS = (int, float)
 
@@ -269,8 +269,12 @@ def _check_record(record: StepRecord, rank: int) -> None:
     numbers = [*record.phases.values(), *record.sent_bytes.values(), *_ledger_values(record.ledger)]
     for use in record.kernels.values():
         numbers += use.values()
+    for span in record.timeline:
+        numbers += span[1:]
+        if not isinstance(span.action, str):
+            raise TypeError(f"timeline holds the action {span.action!r}, not a text")
     if any(type(value) not in _NUMBERS for value in numbers):
-        raise TypeError("phases, sent_bytes, kernels or ledger hold something else than numbers")
+        raise TypeError("phases, sent_bytes, kernels or ledger or timeline hold something else than numbers")
 
 
 def _check_event(event: Event) -> None:

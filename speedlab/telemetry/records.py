@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 CATEGORIES = (
     "parameters",
@@ -62,6 +62,19 @@ class Ledger:
         return self.parameters + self.gradients + self.master_weights + self.optimizer_moments
 
 
+class Span(NamedTuple):
+    """Something that a pipeline rank did: `start` in seconds after the step's `began`."""
+
+    action: str
+    """F, B (whole backward), I and W (its halves: gradients of inputs, of weights), wait, send, reduce, optimizer."""
+    stage: int
+    """-1 where it belongs to no single stage."""
+    micro_batch: int
+    """-1 where it belongs to no single micro-batch."""
+    start: float
+    seconds: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """One optimizer step on one rank.
@@ -89,6 +102,10 @@ class StepRecord:
     ledger: Ledger = field(default_factory=Ledger)
     heldout_loss: float | None = None
     traced: bool = False
+    began: float = 0.0
+    """When the step began on this rank, seconds since the epoch: the origin of `timeline`."""
+    timeline: list[Span] = field(default_factory=list)
+    """What a pipeline rank did, in order; empty where there is no pipeline."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -102,6 +119,7 @@ class StepRecord:
     def from_json(cls, line: str | bytes) -> StepRecord:
         data = json.loads(line)
         data["ledger"] = Ledger(**data.get("ledger", {}))
+        data["timeline"] = [Span(*span) for span in data.get("timeline", ())]
         return cls(**data)
 
 
