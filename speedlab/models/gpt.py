@@ -2,6 +2,9 @@
 
 Shapes: B sequences, T tokens, C = hidden, H heads of D = C / H, V = vocabulary.
 
+What parallelism changes are modules, some without parameters (`Attend`, `Rotary`, `Prediction`), whose forward others
+may replace; nothing here reads the number of heads or the length of a sequence where another value would do.
+
 Every module that owns parameters has `reset_parameters()`, and there are no buffers, so that a model built on `meta` is
 whole after `to_empty()` and one call of `reset_parameters()` on each module.
 """
@@ -50,25 +53,37 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=_INIT_STD)
 
 
+class Attend(nn.Module):
+    """Causal attention of any number of heads, probabilities dropped in training: q, k, v (B, H, T, D) each -> the
+    same."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+
+
 class Attention(nn.Module):
     """Causal self-attention; queries and keys are turned by `rotation` where positions are rotary."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.dropout = config.heads, config.dropout
+        self.head_size = config.hidden // config.heads
         self.qkv = Linear(config.hidden, 3 * config.hidden, bias=config.bias)
+        self.attend = Attend(config.dropout)
         self.out = Linear(config.hidden, config.hidden, bias=config.bias, std=_residual_std(config))
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
-        batch, length, hidden = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, hidden // self.heads)  # (B, T, 3, H, D)
+        qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_size))  # (B, T, 3, H, D)
         q, k, v = qkv.transpose(1, 3).unbind(2)  # (B, H, T, D) each
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)  # (B, H, T, D)
-        y = self.out(y.transpose(1, 2).reshape(batch, length, hidden))  # (B, T, C)
-        return F.dropout(y, self.dropout, self.training)
+        y = self.attend(q, k, v)
+        return self.dropout(self.out(y.transpose(1, 2).flatten(2)))  # (B, T, C)
 
 
 class FeedForward(nn.Module):
@@ -76,13 +91,13 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.dropout = config.dropout
         self.up = Linear(config.hidden, config.ffn_hidden, bias=config.bias)
         self.down = Linear(config.ffn_hidden, config.hidden, bias=config.bias, std=_residual_std(config))
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.down(F.gelu(self.up(x), approximate="tanh"))  # (B, T, C) -> (B, T, ffn_hidden) -> (B, T, C)
-        return F.dropout(x, self.dropout, self.training)
+        return self.dropout(x)
 
 
 class Block(nn.Module):
@@ -100,8 +115,38 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class Rotary(nn.Module):
+    """The rotation of a sequence's positions, without parameters."""
+
+    def __init__(self, head_size: int) -> None:
+        super().__init__()
+        self.head_size = head_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(2, T, D / 2) float32 for the tokens of `x` (B, T, C)."""
+        return rotation_table(x.shape[1], self.head_size, x.device)
+
+
+class Prediction(nn.Module):
+    """The head and the loss together, without parameters: the head's weight is an argument."""
+
+    def __init__(self, *, chunked: bool) -> None:
+        super().__init__()
+        self.chunked = chunked
+
+    def forward(self, x: Tensor, weight: Tensor, targets: Tensor | None) -> GPTOutput:
+        """Logits `x weightᵀ` of `x` (B, T, C) and `weight` (V, C), or, with `targets` (B, T), the loss."""
+        if targets is not None and self.chunked and x.dtype in FLOATS:
+            return GPTOutput(linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten()), None)
+        logits = F.linear(x, weight)  # (B, T, V)
+        if targets is None:
+            return GPTOutput(None, logits)
+        # In float32: the sum over the vocabulary loses too much in 16 bits.
+        return GPTOutput(F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), None)
+
+
 class GPT(nn.Module):
-    """A decoder-only transformer.
+    """A decoder-only transformer: `embed`, then each of `blocks` with the same `rotation`, then `output`.
 
     With position "learned", norm "layer", tied and bias, it is GPT-2 (the logits agree with transformers' model).
     """
@@ -109,17 +154,29 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        learned = config.position == "learned"
         self.embedding = Embedding(config.vocab_size, config.hidden)
-        self.positions = Embedding(config.context, config.hidden) if config.position == "learned" else None
+        self.positions = Embedding(config.context, config.hidden) if learned else None
+        self.rotary = None if learned else Rotary(config.hidden // config.heads)
+        self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = _norm(config)
         self.head = None if config.tied else Linear(config.hidden, config.vocab_size, bias=False)
+        self.prediction = Prediction(chunked=config.loss == "chunked")
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
         """Logits of `tokens` (B, T) int64, or, with `targets` (B, T) int64, the loss; targets of -100 do not count.
 
         Raises ValueError when a sequence is longer than the context.
         """
+        x = self.embed(tokens)
+        rotation = self.rotation(x)
+        for block in self.blocks:
+            x = block(x, rotation)
+        return self.output(x, targets)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What the first block takes, (B, T, C), of `tokens` (B, T) int64."""
         length = tokens.shape[-1]
         if length > self.config.context:
             raise ValueError(
@@ -127,23 +184,18 @@ class GPT(nn.Module):
                 f"cut the sequence, or build the model with a larger context"
             )
         x = self.embedding(tokens)  # (B, T, C)
-        rotation = None
         if self.positions is not None:
             x = x + self.positions(torch.arange(length, device=tokens.device))
-        else:
-            rotation = rotation_table(length, self.config.hidden // self.config.heads, tokens.device)
-        x = F.dropout(x, self.config.dropout, self.training)
-        for block in self.blocks:
-            x = block(x, rotation)
-        x = self.norm(x)
-        if targets is not None and self.config.loss == "chunked" and x.dtype in FLOATS:
-            weight = self.embedding.weight if self.head is None else self.head.weight
-            return GPTOutput(linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten()), None)
-        logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)  # (B, T, V)
-        if targets is None:
-            return GPTOutput(None, logits)
-        # In float32: the sum over the vocabulary loses too much in 16 bits.
-        return GPTOutput(F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), None)
+        return self.dropout(x)
+
+    def rotation(self, x: Tensor) -> Tensor | None:
+        """What every block takes beside its input `x` (B, T, C): the rotation of the positions, if they are rotary."""
+        return None if self.rotary is None else self.rotary(x)
+
+    def output(self, x: Tensor, targets: Tensor | None) -> GPTOutput:
+        """Logits, or the loss, of what the last block gave, `x` (B, T, C)."""
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return self.prediction(self.norm(x), weight, targets)
 
 
 def rotation_table(length: int, head_size: int, device: torch.device) -> Tensor:
