@@ -61,6 +61,11 @@ class ParallelConfig(Part):
         default="parameters", description="By what stages are balanced: parameters, or the measured time of blocks"
     )
 
+    @property
+    def stages_per_rank(self) -> int:
+        """Pipeline stages that one pipeline rank holds under this schedule."""
+        return self.chunks if self.pp > 1 and self.schedule in ("interleaved", "zero-bubble") else 1
+
 
 class ZeroConfig(Part):
     """Which of optimizer states, gradients and parameters are partitioned over the dp ranks (arXiv:1910.02054)."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from speedlab.config import text
+from speedlab.config import layouts, text
 from speedlab.config.batch import BatchConfig
 from speedlab.config.errors import ConfigError
 from speedlab.config.model import ModelConfig
@@ -107,15 +107,12 @@ class RunConfig(Part):
             )
         return self
 
-    def layout(self, world_size: int) -> Layout:
-        """The layout on `world_size` engines. Raises LayoutError with the equation, ConfigError for axes not built."""
-        layout = Layout.for_world(world_size, dp=self.parallel.dp, tp=self.parallel.tp, pp=self.parallel.pp)
-        if layout.tp > 1 or layout.pp > 1:
-            raise ConfigError(
-                f"parallel: {layout} asks for tensor or pipeline parallelism, which this version does not have; "
-                f"dp {world_size} with tp 1 and pp 1 runs, and zero.stage 3 partitions the parameters instead"
-            )
-        return layout
+    def layout(self, world_size: int, *, built_in: bool = True) -> Layout:
+        """The layout on `world_size` engines. Raises LayoutError with the equation and what would work.
+
+        Without `built_in` the model is somebody's own, and rules about `model` are left out.
+        """
+        return layouts.resolve(self, world_size, built_in=built_in)
 
     def replace(self, **changes: Any) -> RunConfig:
         """A copy with some fields changed. A part may be given by its short form or as a dict of only the fields that

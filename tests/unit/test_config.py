@@ -19,7 +19,6 @@ from speedlab.config import (
     ZeroConfig,
     annotated_yaml,
 )
-from speedlab.layout import LayoutError
 
 
 def refusal(**data) -> str:
@@ -260,14 +259,6 @@ def test_the_equation_is_printed_whole() -> None:
         "batch: the equation global 10 = micro 3 × accumulation ? × dp 2 has no whole solution; "
         "a global batch of 12 would work, it must be a multiple of 6"
     )
-
-
-def test_axes_that_are_not_built_are_refused() -> None:
-    assert RunConfig().layout(4).dp == 4
-    with pytest.raises(ConfigError, match=r"pp 1 × dp 2 × tp 2 asks for tensor or pipeline parallelism"):
-        RunConfig(parallel={"tp": 2}).layout(4)
-    with pytest.raises(LayoutError, match="dp 4 would fit"):
-        RunConfig(parallel={"dp": 3}).layout(4)
 
 
 # Text

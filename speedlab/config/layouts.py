@@ -1,0 +1,135 @@
+"""Which layouts of a run exist: the rules that tensor and pipeline parallelism put on model, data and micro-batches.
+
+Pure arithmetic, for the panel as much as for the engine. A rule that is broken is told with its numbers and the nearest
+layouts that work.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from speedlab.config.errors import ConfigError
+from speedlab.layout import Layout, LayoutError
+
+if TYPE_CHECKING:
+    from speedlab.config.run import RunConfig
+
+_NAMED = 3
+"""How many layouts that work an error names."""
+
+
+def resolve(config: RunConfig, engines: int, *, built_in: bool = True) -> Layout:
+    """The layout of `config` on `engines` engines. Raises LayoutError when there is none.
+
+    Without `built_in` the model is somebody's own, and only what does not depend on it is checked; the engine looks at
+    the rest when it has the model.
+    """
+    parallel = config.parallel
+    try:
+        layout = Layout.for_world(engines, dp=parallel.dp, tp=parallel.tp, pp=parallel.pp)
+    except LayoutError as error:
+        asked = Layout(dp=parallel.dp or 1, tp=parallel.tp, pp=parallel.pp)
+        raise LayoutError(f"{error}{_nearest_text(config, asked, engines, built_in)}") from None
+    problem = _first_problem(config, layout, built_in)
+    if problem is not None:
+        raise LayoutError(f"parallel: {problem}{_nearest_text(config, layout, engines, built_in)}")
+    return layout
+
+
+def possible(config: RunConfig, engines: int, *, built_in: bool = True) -> list[Layout]:
+    """Every layout of `engines` ranks that `config` could run under, by tp, then by pp. The batch equation counts."""
+    return [
+        layout
+        for layout in _factorisations(engines)
+        if _first_problem(config, layout, built_in) is None and _batch_problem(config, layout) is None
+    ]
+
+
+def why_not(config: RunConfig, engines: int, *, built_in: bool = True, **changes: Any) -> str | None:
+    """What stands against these changes of `config.parallel`, and of the number of micro-batches as `micro_batches`, on
+    `engines` engines; None when nothing does. dp follows from the others unless it is among the changes."""
+    micro_batches = changes.pop("micro_batches", None)
+    try:
+        changed = config.replace(
+            parallel={"dp": None, **changes}, **({"batch": {"accumulation": micro_batches}} if micro_batches else {})
+        )
+        layout = changed.layout(engines, built_in=built_in)
+    except (ConfigError, LayoutError) as error:
+        return str(error).removeprefix("parallel: ")
+    return _batch_problem(changed, layout)
+
+
+def _first_problem(config: RunConfig, layout: Layout, built_in: bool) -> str | None:
+    model, parallel = config.model, config.parallel
+    tp, pp = layout.tp, layout.pp
+    if built_in:
+        for name, count in (("heads", model.heads), ("ffn_hidden", model.ffn_hidden)):
+            if count % tp:
+                return f"tp {tp}: {count} {name} do not divide by {tp}; {_divisors_text(count)} do"
+        if model.vocab_size < tp:
+            return f"tp {tp}: a vocabulary of {model.vocab_size} leaves ranks without a token"
+    if parallel.sequence and tp > 1 and config.data.sequence_length % tp:
+        length = config.data.sequence_length
+        return (
+            f"tp {tp} with sequence parallelism: sequences of {length} tokens do not divide by {tp}; "
+            f"{length // tp * tp} would, or set parallel.sequence to false"
+        )
+    return _pipeline_problem(config, pp, built_in) if pp > 1 else None
+
+
+def _pipeline_problem(config: RunConfig, pp: int, built_in: bool) -> str | None:
+    parallel, layers = config.parallel, config.model.layers
+    chunks = parallel.stages_per_rank
+    stages = pp * chunks
+    equation = f"pp {pp}" + (f" × {chunks} stages a rank = {stages} pipeline stages" if chunks > 1 else "")
+    if built_in and stages > layers:
+        return f"{equation}, but the model has {layers} blocks; each pipeline stage needs at least one"
+    if parallel.cut is not None:
+        total = sum(parallel.cut)
+        if len(parallel.cut) != stages:
+            return f"{equation} need as many numbers in parallel.cut, which has {len(parallel.cut)}; leave cut out"
+        if min(parallel.cut) < 1 or (built_in and total != layers):
+            return (
+                f"parallel.cut {' + '.join(map(str, parallel.cut))} = {total} blocks, but the model has {layers} and "
+                f"each pipeline stage needs at least one; leave cut out for a balanced one"
+            )
+    micro_batches = config.batch.accumulation
+    if chunks > 1 and micro_batches is not None:
+        rounds = max(1, micro_batches // pp)
+        if micro_batches % rounds:
+            nearest = micro_batches // pp * pp
+            return (
+                f"schedule {parallel.schedule} takes micro-batches in rounds of pp {pp}: {micro_batches} do not divide "
+                f"by {rounds} rounds; {nearest} or {nearest + pp} would"
+            )
+    return None
+
+
+def _batch_problem(config: RunConfig, layout: Layout) -> str | None:
+    try:
+        config.batch.resolve(layout.dp)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _nearest_text(config: RunConfig, asked: Layout, engines: int, built_in: bool) -> str:
+    """The layouts of `engines` ranks that work and are nearest to `asked`."""
+
+    def distance(layout: Layout) -> float:
+        return sum(abs(math.log(getattr(layout, axis) / getattr(asked, axis))) for axis in ("pp", "dp", "tp"))
+
+    near = sorted(possible(config, engines, built_in=built_in), key=distance)[:_NAMED] if engines > 0 else []
+    return f"; on {engines} engines {' or '.join(map(str, near))} would work" if near else ""
+
+
+def _factorisations(engines: int) -> list[Layout]:
+    sizes = [n for n in range(1, engines + 1) if engines % n == 0]
+    return [Layout(tp=tp, pp=pp, dp=engines // (tp * pp)) for tp in sizes for pp in sizes if engines % (tp * pp) == 0]
+
+
+def _divisors_text(count: int) -> str:
+    sizes = [n for n in range(1, count + 1) if count % n == 0]
+    kept = [str(n) for n in (sizes if len(sizes) <= 6 else sizes[:6])]
+    return " and ".join([", ".join(kept[:-1]), kept[-1]]) if len(kept) > 1 else kept[0]
