@@ -1,5 +1,12 @@
 """What a run will hold and compute, before it starts. No torch."""
 
-from speedlab.planner.formula import ModelStates, explain_stage, flops_per_token, model_states, parameter_count
+from speedlab.planner.bubble import bubble_share
+from speedlab.planner.formula import (
+    ModelStates,
+    explain_stage,
+    flops_per_token,
+    model_states,
+    parameter_count,
+)
 
-__all__ = ["ModelStates", "explain_stage", "flops_per_token", "model_states", "parameter_count"]
+__all__ = ["ModelStates", "bubble_share", "explain_stage", "flops_per_token", "model_states", "parameter_count"]
