@@ -7,6 +7,15 @@ from speedlab.planner.formula import (
     flops_per_token,
     model_states,
     parameter_count,
+    rank_parameters,
 )
 
-__all__ = ["ModelStates", "bubble_share", "explain_stage", "flops_per_token", "model_states", "parameter_count"]
+__all__ = [
+    "ModelStates",
+    "bubble_share",
+    "explain_stage",
+    "flops_per_token",
+    "model_states",
+    "parameter_count",
+    "rank_parameters",
+]

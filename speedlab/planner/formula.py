@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from speedlab.config import ModelConfig, OptimizerConfig
+from speedlab.layout import Layout
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FLOAT32_BYTES = 4
@@ -13,14 +15,50 @@ _FLOAT32_BYTES = 4
 
 def parameter_count(model: ModelConfig) -> int:
     """Parameters of the built-in GPT, exactly; a tied head counts once."""
+    table = model.vocab_size * model.hidden
+    head = 0 if model.tied else table
+    return table + _position_table(model) + model.layers * block_parameters(model) + _norm(model) + head
+
+
+def block_parameters(model: ModelConfig, *, tp: int = 1) -> int:
+    """Parameters of one block on each of `tp` tensor-parallel ranks: norms, and biases that are added after the sum
+    over the ranks, are whole on each."""
     hidden, ffn = model.hidden, model.ffn_hidden
-    norm = 2 * hidden if model.norm == "layer" and model.bias else hidden
-    weights = 4 * hidden * hidden + 2 * hidden * ffn  # queries, keys, values, output; up, down
-    biases = 3 * hidden + hidden + ffn + hidden if model.bias else 0
-    block = weights + biases + 2 * norm
-    tables = model.vocab_size * hidden + (model.context * hidden if model.position == "learned" else 0)
-    head = 0 if model.tied else hidden * model.vocab_size
-    return tables + model.layers * block + norm + head
+    cut = 4 * hidden * hidden + 2 * hidden * ffn  # queries, keys, values, output; up, down
+    whole = 2 * _norm(model)
+    if model.bias:
+        cut += 3 * hidden + ffn
+        whole += 2 * hidden
+    return cut // tp + whole
+
+
+def rank_parameters(model: ModelConfig, layout: Layout, counts: Sequence[int]) -> list[int]:
+    """Parameters of the built-in GPT that each rank of `layout` computes with, by rank; before ZeRO partitions them.
+
+    `counts`: blocks of each pipeline stage, first stage first. Stage s is on pipeline rank s mod pp. A tied embedding
+    is on the first and on the last pipeline rank; a vocabulary that does not divide by tp is cut as evenly as it goes.
+    """
+    held = []
+    for rank in range(layout.world_size):
+        pipeline, _, tensor = layout.coordinates(rank)
+        first, last = pipeline == 0, pipeline == (len(counts) - 1) % layout.pp
+        tokens = model.vocab_size // layout.tp + (tensor < model.vocab_size % layout.tp)
+        tables = int(first) + int(last) - int(first and last and model.tied)
+        held.append(
+            sum(counts[pipeline :: layout.pp]) * block_parameters(model, tp=layout.tp)
+            + tables * tokens * model.hidden
+            + (_position_table(model) if first else 0)
+            + (_norm(model) if last else 0)
+        )
+    return held
+
+
+def _norm(model: ModelConfig) -> int:
+    return 2 * model.hidden if model.norm == "layer" and model.bias else model.hidden
+
+
+def _position_table(model: ModelConfig) -> int:
+    return model.context * model.hidden if model.position == "learned" else 0
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
@@ -31,7 +69,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     sequence length. A multiplication and an addition are two operations. Recomputation for activation checkpointing
     does not count, nor is attention halved for the causal mask.
     """
-    lookups = model.context * model.hidden if model.position == "learned" else 0
+    lookups = _position_table(model)
     if not model.tied:
         lookups += model.vocab_size * model.hidden
     weights = parameter_count(model) - lookups

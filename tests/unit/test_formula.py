@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedlab.config import MODEL_PRESETS, ModelConfig, OptimizerConfig
+from speedlab.layout import Layout
 from speedlab.models import GPT
-from speedlab.planner import explain_stage, flops_per_token, model_states, parameter_count
+from speedlab.planner import explain_stage, flops_per_token, model_states, parameter_count, rank_parameters
 
 
 def config(**fields) -> ModelConfig:
@@ -67,6 +68,71 @@ def test_the_count_is_exact_for_any_model(layers, head, heads, ffn, vocabulary, 
         bias=bias,
     )
     assert parameter_count(model) == real_count(model)
+
+
+ROWS_CUT = ("qkv.weight", "qkv.bias", "up.weight", "up.bias", "embedding.weight", "head.weight")
+COLUMNS_CUT = ("out.weight", "down.weight")
+
+
+def counted_by_hand(model: ModelConfig, layout: Layout, counts: list[int]) -> list[int]:
+    """Every parameter of the real model given to the ranks that hold it, and cut there."""
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in GPT(model).named_parameters()}
+    stage_of_block = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    held = [0] * layout.world_size
+    for rank in range(layout.world_size):
+        pipeline, _, tensor = layout.coordinates(rank)
+        for name, shape in shapes.items():
+            if name.startswith("blocks."):
+                stages = {stage_of_block[int(name.split(".")[1])]}
+            elif name.startswith(("norm", "head")):
+                stages = {len(counts) - 1}
+            else:
+                stages = {0, len(counts) - 1} if model.tied and name.startswith("embedding") else {0}
+            if pipeline not in {stage % layout.pp for stage in stages}:
+                continue
+            sizes = list(shape)
+            for names, dim in ((ROWS_CUT, 0), (COLUMNS_CUT, 1)):
+                if name.endswith(names):
+                    sizes[dim] = len(torch.arange(shape[dim]).tensor_split(layout.tp)[tensor])
+            held[rank] += torch.Size(sizes).numel()
+    return held
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    pp=st.integers(1, 3),
+    chunks=st.integers(1, 2),
+    dp=st.integers(1, 2),
+    tp=st.sampled_from([1, 2, 4]),
+    vocabulary=st.integers(4, 30),
+    position=st.sampled_from(["rotary", "learned"]),
+    norm=st.sampled_from(["rms", "layer"]),
+    tied=st.booleans(),
+    bias=st.booleans(),
+    data=st.data(),
+)
+def test_what_each_rank_holds_is_exact(pp, chunks, dp, tp, vocabulary, position, norm, tied, bias, data):
+    counts = data.draw(st.lists(st.integers(1, 3), min_size=pp * chunks, max_size=pp * chunks))
+    model = config(
+        layers=sum(counts),
+        hidden=16,
+        heads=4,
+        ffn_hidden=20,
+        vocab_size=vocabulary,
+        context=7,
+        position=position,
+        norm=norm,
+        tied=tied,
+        bias=bias,
+    )
+    layout = Layout(pp=pp, dp=dp, tp=tp)
+    assert rank_parameters(model, layout, counts) == counted_by_hand(model, layout, counts)
+
+
+def test_one_rank_holds_everything():
+    model = config(preset="gpt2")
+    assert rank_parameters(model, Layout(dp=2), [12]) == [124_439_808] * 2
 
 
 def test_gpt2_flops_follow_the_published_convention():
