@@ -48,7 +48,7 @@ from speedlab_notebook.panel_view import View
 
 if TYPE_CHECKING:
     from speedlab.cluster import Cluster, Run
-    from speedlab.cluster.run import Pending
+    from speedlab.cluster.words import Pending
 
 _TROUBLE = (RunError, RankError, ClusterError, RunFolderError, ConfigError, LayoutError)
 """What a person can set right: told without a traceback."""

@@ -29,87 +29,20 @@ from speedlab.cluster.known_runs import (
     remember_run,
     runs_here,
 )
-from speedlab.config import RunConfig
+from speedlab.cluster.words import Pending, Step
+from speedlab.config import ConfigError, RunConfig
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import RunFolder, find_runs_text, require_space
 from speedlab.telemetry.records import Event, RunState, StepRecord
+from speedlab.telemetry.shape import CHANGES, changed_config, present_config
 
 if TYPE_CHECKING:
     from speedlab.cluster.cluster import Cluster
 
 _POLL_SECONDS = 0.02
 _ENGINE_CHECK_SECONDS = 1.0
-_ANSWER_GRACE_SECONDS = 0.5
 _RECORD_BYTES = 1024
 _SPARE_BYTES = 64 * 2**20
-
-
-class Pending:
-    """The answer to a control word, once there is one: `.wait()`, `await`, or look at `.event`."""
-
-    def __init__(self, run: Run, number: int, word: str) -> None:
-        self.number = number
-        self.word = word
-        self._run = run
-        self._passed_over_since: float | None = None
-
-    @property
-    def event(self) -> Event | None:
-        """What the ranks answered; None until then."""
-        self._run.feed.poll()
-        return next((event for event in reversed(self._run.feed.events) if event.command == self.number), None)
-
-    @property
-    def done(self) -> bool:
-        return self.event is not None
-
-    def wait(self, timeout: float | None = None) -> Event:
-        """Wait for the answer. Raises RankError when a rank failed, RunError when the word was refused or the run ended
-        before it, TimeoutError after `timeout` seconds. An interrupt of the kernel interrupts the ranks too."""
-        return self._run._until(self._answer, timeout, str(self))
-
-    def __await__(self) -> Generator[Any, None, Event]:
-        return self._run._until_async(self._answer, str(self)).__await__()
-
-    def _answer(self) -> Event | None:
-        if (event := self.event) is not None:
-            if event.details.get("error"):
-                raise RunError(f"{self} was refused at step {event.step}: {event.text}")
-            return event
-        self._run._raise_trouble()
-        if self._run.feed.status.command < self.number:
-            return None
-        # Counted as done, but without an answer: it was dropped when the run failed or ended. An event on a slow file
-        # system may still be on its way.
-        now = time.monotonic()
-        self._passed_over_since = self._passed_over_since or now
-        if now - self._passed_over_since < _ANSWER_GRACE_SECONDS:
-            return None
-        self._run._raise_failure()
-        raise RunError(f"{self} was not carried out: {self._run._where()}")
-
-    def __str__(self) -> str:
-        return f"control word {self.number} ({self.word})"
-
-    def __repr__(self) -> str:
-        event = self.event
-        return f"<{self}: {f'{event.kind} at step {event.step}' if event else 'waiting'}>"
-
-
-class Step(int):
-    """The number of a run's step that can be called for more steps: `run.step` is 120, `run.step(5)` computes five."""
-
-    def __new__(cls, number: int, run: Run) -> Step:
-        step = super().__new__(cls, number)
-        step._run = run
-        return step
-
-    _run: Run
-
-    def __call__(self, n: int = 1) -> Pending:
-        if n < 1:
-            raise ValueError(f"step({n}): a run only goes forward; n is at least 1")
-        return self._run._post("step", n=n)
 
 
 class Run:
@@ -121,6 +54,7 @@ class Run:
         self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
         self.cluster = cluster
         self.feed = Feed(self.folder)
+        self._own_model = model is not None
         self._advance = Advance(self.folder, cluster, model) if cluster is not None else None
         self.feed.poll()
 
@@ -133,6 +67,12 @@ class Run:
     @property
     def config(self) -> RunConfig:
         return self.folder.config
+
+    @property
+    def present_config(self) -> RunConfig:
+        """`config` with the ZeRO stage, layout and micro-batches that the run has now."""
+        self.feed.poll()
+        return present_config(self.config, self.feed.events, len(self.feed.status.rank_pids))
 
     @property
     def errors(self) -> list[RankError]:
@@ -191,11 +131,23 @@ class Run:
         """Write a checkpoint to `checkpoints/<tag>`, 'step-000200' when no tag is given."""
         return self._post("save", tag=tag)
 
-    def reshape(self, *, zero: int) -> Pending:
-        """Change the ZeRO stage between two steps; no state is lost."""
-        if zero not in (0, 1, 2, 3):
-            raise ValueError(f"reshape(zero={zero!r}): there are stages 0, 1, 2 and 3")
-        return self._post("reshape", zero=zero)
+    def reshape(self, **changes: Any) -> Pending:
+        """Change the ZeRO stage, the layout, or how a pipeline works, between two steps; no state is lost.
+
+        `changes`: zero, tp, pp, dp, schedule, chunks, micro_batches, sequence, cut. What is not named stays as it is,
+        and dp follows from the engines. The global batch stays, so that the same data follow. Raises ConfigError or
+        LayoutError at once, with the rule and what would work, for what cannot be.
+        """
+        if not changes:
+            raise ConfigError(f"reshape() changes nothing; name what is to change: {', '.join(CHANGES)}")
+        engines = self.cluster.size if self.cluster is not None else len(self.feed.status.rank_pids)
+        changed_config(self.present_config, engines, built_in=self._is_built_in(), **changes)
+        return self._post("reshape", **changes)
+
+    def _is_built_in(self) -> bool:
+        """Whether the model is the GPT of the configuration, so that its shape says which layouts there are."""
+        said = next((event.details for event in self.feed.events if event.kind == "started"), {})
+        return not self._own_model and said.get("model", "GPT") == "GPT"
 
     def _post(self, word: str, **arguments: Any) -> Pending:
         if self._advance is None:
@@ -343,7 +295,7 @@ def start_run(cluster: Cluster, config: RunConfig, model: Any = None) -> Run:
     """
     from speedlab.data import check
 
-    layout = config.layout(cluster.size)
+    layout = config.layout(cluster.size, built_in=model is None)
     config.batch.resolve(layout.dp)
     check(config.data)
     pids = tuple(status.pid for status in cluster.status())

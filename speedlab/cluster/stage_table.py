@@ -10,6 +10,7 @@ from speedlab.hardware import Device, cpu_fast_dtype
 from speedlab.planner.formula import model_states, parameter_count
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.records import Event, StepRecord
+from speedlab.telemetry.shape import shape_after
 from speedlab.telemetry.text import bytes_text, count_text, seconds_text
 
 _STATES = ("parameters", "gradients", "optimizer")
@@ -108,7 +109,7 @@ def _formula(feed: Feed, stage: int, devices: Sequence[Device]) -> dict[str, int
 
 def _change_seconds(events: Sequence[Event], stage: int) -> float | None:
     for event in reversed(events):
-        if event.kind == "reshaped" and event.details.get("zero") == stage:
+        if event.kind == "reshaped" and shape_after(event).get("zero") == stage:
             seconds = event.details.get("seconds")
             return float(seconds) if isinstance(seconds, int | float) else None
     return None

@@ -23,7 +23,7 @@ from speedlab.cluster.errors import ClusterError, RankError, RemoteFailure
 from speedlab.cluster.known_runs import RunError, remembered_runs
 from speedlab.cluster.run import Run, attach, start_run
 from speedlab.config import ConfigError, RunConfig
-from speedlab.layout import LayoutError
+from speedlab.layout import Layout, LayoutError
 from speedlab.telemetry.folder import Command, RunFolder, RunFolderError, Status
 from speedlab.telemetry.records import Ledger, RunState
 from speedlab.telemetry.writer import RecordWriter
@@ -181,8 +181,8 @@ class FakeEngines:
         if command.word == "save" and command.arguments["tag"] == "bad tag":
             kind, details = "warning", {"error": True}
         if command.word == "reshape":
-            details["seconds"] = 0.25
-            (folder.path / "stage").write_text(str(command.arguments["zero"]))
+            details = {"before": {}, "after": dict(command.arguments), "seconds": 0.25}
+            (folder.path / "stage").write_text(str(command.arguments.get("zero", self._stage(folder))))
         writer.event(
             make_event(kind, status.step, command=command.number, details=details, text=f"about {command.word}")
         )
@@ -299,7 +299,7 @@ def test_words_return_at_once_and_answers_can_be_awaited(make, engines):
         return [await word for word in words] + [await run]
 
     reshaped, saved, paused, state = asyncio.run(asyncio.wait_for(talk(), 10))
-    assert (reshaped.kind, reshaped.details["zero"]) == ("reshaped", 3)
+    assert (reshaped.kind, reshaped.details["after"]) == ("reshaped", {"zero": 3})
     assert (saved.kind, saved.details["tag"]) == ("checkpoint", "mine")
     assert (paused.kind, state) == ("paused", RunState.PAUSED)
 
@@ -413,8 +413,54 @@ def test_a_refused_word_raises_with_the_reason(make, engines):
     word = run.save("bad tag")
     with pytest.raises(RunError, match=r"control word 1 \(save\) was refused at step 3: about save"):
         word.wait(10)
-    with pytest.raises(ValueError, match="stages 0, 1, 2 and 3"):
-        run.reshape(zero=4)
+
+
+def test_a_reshape_posts_what_was_named_and_starts_from_the_present_shape(make, engines):
+    hold(engines)
+    run = make(batch={"global_size": 16, "micro_size": 4})
+    assert run.present_config == run.config
+    run.reshape(tp=2, micro_batches=4).wait(10)
+    assert run.folder.pending(0)[0].arguments == {"tp": 2, "micro_batches": 4}
+    assert run.present_config.layout(2) == Layout(tp=2)
+    assert run.present_config.batch.resolve(1).accumulation == 4
+    run.reshape(zero=3).wait(10)  # A change of the stage alone leaves the layout.
+    assert run.folder.pending(1)[0].arguments == {"zero": 3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({}, r"reshape\(\) changes nothing; name what is to change: zero, tp, pp, dp"),
+        ({"zero": 4}, "zero.stage: Input should be 0, 1, 2 or 3"),
+        ({"stage": 3}, "unknown key 'stage'"),
+        ({"pp": 3}, "2 ranks do not divide by pp 3 × tp 1 = 3"),
+        ({"pp": 2, "tp": 2}, "2 ranks do not divide by pp 2 × tp 2"),
+        ({"micro_batches": 3}, "batch: the equation global 16 = micro . × accumulation 3 × dp 2"),
+        ({"schedule": "fifo"}, "parallel.schedule: Input should be"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused_before_anything_is_posted(make, engines, changes, complaint):
+    hold(engines)
+    run = make(batch=16)
+    with pytest.raises(ValueError, match=complaint):
+        run.reshape(**changes)
+    assert run.folder.pending(0) == []
+
+
+def test_rules_about_the_models_heads_are_for_the_built_in_model_alone(make, engines):
+    hold(engines)
+    shape = {"layers": 2, "hidden": 9, "heads": 3, "position": "learned"}
+    run = make(model=shape)
+    with pytest.raises(LayoutError, match="tp 2: 3 heads do not divide by 2; 1 and 3 do"):
+        run.reshape(tp=2)
+    run.stop()
+    eventually(lambda: not run._advance.active)
+    own = start_run(engines, run.config.replace(name="own"), model=dict)
+    own.reshape(tp=2)
+    own.stop()
+    allow(engines, 1)
+    eventually(lambda: not own._advance.active)
+    own.feed.close()
 
 
 def test_a_failure_surfaces_everywhere_and_the_run_goes_on_when_asked(make, engines):

@@ -1,0 +1,90 @@
+"""The shape of a run: ZeRO stage, layout, schedule and micro-batches, which may change while it is on.
+
+`config.json` says what a run began with; every change of shape is told by an event. A configuration of the present
+shape is what the panel compares with, and what a change is made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from speedlab.config import ConfigError, RunConfig
+from speedlab.config.errors import unknown_key
+from speedlab.telemetry.records import Event
+
+CHANGES = ("zero", "tp", "pp", "dp", "schedule", "chunks", "micro_batches", "sequence", "cut")
+"""What may be changed of a run that is on."""
+
+_PIPELINE = frozenset({"pp", "schedule", "chunks"})
+"""What a cut of the blocks depends on."""
+
+
+def present_config(config: RunConfig, events: Sequence[Event], engines: int) -> RunConfig:
+    """`config` with the shape that the newest change told of in `events` has left."""
+    told = next((shape_after(event) for event in reversed(events) if event.kind == "reshaped"), None)
+    if told is None:
+        return config
+    try:
+        return changed_config(config, engines, built_in=False, **told)
+    except ValueError:  # Of another version, or of other engines; the configuration is what is left to go by.
+        return config
+
+
+def shape_after(event: Event) -> dict[str, Any]:
+    """What a change of shape has left, under the names of CHANGES."""
+    after = event.details.get("after")
+    told = after if isinstance(after, dict) else event.details  # Once there was only the stage to be told.
+    return {name: told[name] for name in CHANGES if name in told}
+
+
+def changed_config(config: RunConfig, engines: int, *, built_in: bool = True, **changes: Any) -> RunConfig:
+    """`config` with `changes` (of CHANGES) on `engines` engines. What is not changed stays, the global batch too; dp
+    follows from the engines, and a cut of the blocks from the pipeline, unless they are given.
+
+    Raises ConfigError or LayoutError, with the rule, the values and what would work, when there is no such run.
+    """
+    if unknown := [name for name in changes if name not in CHANGES]:
+        raise ConfigError(unknown_key(unknown[0], CHANGES, {}))
+    batch = config.batch.resolve(config.layout(engines, built_in=built_in).dp)
+    parallel = {name: changes[name] for name in CHANGES if name in changes and name not in ("zero", "micro_batches")}
+    if changes.keys() & {"tp", "pp"}:
+        parallel.setdefault("dp", None)
+    if changes.keys() & _PIPELINE:
+        parallel.setdefault("cut", None)
+    wanted = config.replace(zero={"stage": changes.get("zero", config.zero.stage)}, parallel=parallel)
+    if not parallel and "micro_batches" not in changes:
+        return wanted
+    # The layout first, and only then how the global batch is shared out in it.
+    sizes: dict[str, Any] = {"global_size": batch.global_size, "micro_size": None, "accumulation": None}
+    dp = wanted.replace(batch=sizes).layout(engines, built_in=built_in).dp
+    sizes["accumulation"] = changes.get("micro_batches")
+    if sizes["accumulation"] is None and batch.global_size % (batch.micro_size * dp) == 0:
+        sizes["accumulation"] = batch.global_size // (batch.micro_size * dp)
+    wanted = wanted.replace(batch=sizes)
+    wanted.batch.resolve(dp)
+    wanted.layout(engines, built_in=built_in)  # Some schedules ask something of the number of micro-batches.
+    return wanted
+
+
+def differences(running: RunConfig, wanted: RunConfig, engines: int) -> dict[str, Any]:
+    """The changes that lead from the shape of `running` to that of `wanted`, both on `engines` engines, as
+    `changed_config` takes them."""
+    before, after = _shape(running, engines), _shape(wanted, engines)
+    return {name: after[name] for name in CHANGES if before[name] != after[name]}
+
+
+def _shape(config: RunConfig, engines: int) -> dict[str, Any]:
+    layout, parallel = config.layout(engines, built_in=False), config.parallel
+    batch = config.batch.resolve(layout.dp)
+    return {
+        "zero": config.zero.stage,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "dp": layout.dp,
+        "schedule": parallel.schedule,
+        "chunks": parallel.chunks,
+        "micro_batches": batch.accumulation,
+        "sequence": parallel.sequence,
+        "cut": parallel.cut,
+    }
