@@ -19,7 +19,7 @@ from speedlab.comm.gloo_peers import GlooPeers
 from speedlab.comm.shared import BACKEND, SharedGroup, SpanningGroup
 from speedlab.comm.shared.in_place import InPlace
 from speedlab.comm.traffic import Pending, Traffic
-from speedlab.comm.transport import Transport
+from speedlab.comm.transport import Transport, gather_whole, scatter_sum
 from speedlab.comm.world import Wires, wires
 
 _BUFFERS = 2
@@ -170,13 +170,45 @@ class Group:
         with record_function("speedlab::all_reduce"), self._explained():
             return self._pending(self._transport.all_reduce(full))
 
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks of any `tensor`, in a new one, with the same bits on all ranks. Waits on CPUs."""
+        total = self._sum_dtype(tensor).clone(memory_format=torch.contiguous_format)
+        if self.size > 1 and total.numel() > 0:
+            self._count("all_reduce", 2 * (self.size - 1) * total.nbytes // self.size)
+            self._pending(lambda: dist.all_reduce(total, group=self._wires.group)).wait()
+        return total.to(tensor.dtype)
+
     def sum_scalars(self, values: Tensor) -> Tensor:
         """The sum over ranks of a few numbers `values` (k,), in a new tensor on the same device. Waits on CPUs."""
-        total = values.clone()
-        if self.size > 1:
-            self._count("all_reduce", 2 * total.nbytes)
-            self._pending(lambda: dist.all_reduce(total, group=self._wires.group)).wait()
-        return total
+        return self.sum(values)
+
+    def gather_along(self, tensor: Tensor, dim: int) -> Tensor:
+        """The ranks' tensors, all of one shape, side by side along `dim`, in rank order. Waits on CPUs."""
+        if self.size == 1:
+            return tensor
+        every = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        if tensor.numel() > 0:
+            own = tensor.contiguous()
+            self._count("all_gather", (self.size - 1) * own.nbytes)
+            self._pending(lambda: gather_whole(every.view(-1), own.view(-1), group=self._wires.group)).wait()
+        return torch.cat(every.unbind(), dim)
+
+    def scatter_sum(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's slice, one of `size` equal ones along `dim`, of the sum of the ranks' tensors. Waits on CPUs."""
+        if self.size == 1:
+            return tensor
+        slices = torch.stack(self._sum_dtype(tensor).chunk(self.size, dim))
+        own = torch.empty_like(slices[0])
+        if own.numel() > 0:
+            self._count("reduce_scatter", (self.size - 1) * own.nbytes)
+            self._pending(lambda: scatter_sum(own.view(-1), slices.view(-1), group=self._wires.group)).wait()
+        return own.to(tensor.dtype)
+
+    def _sum_dtype(self, tensor: Tensor) -> Tensor:
+        """As float32 where a sum of several low-precision terms would be rounded after each of them."""
+        rounds = self.size > 2 and not isinstance(self._wires.group, SharedGroup | SpanningGroup)
+        low = tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4
+        return tensor.float() if rounds and low else tensor
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Copy `tensor` from the group's `source` (an index in the group) to all, in place, and wait."""

@@ -1,0 +1,39 @@
+"""Which slice of a whole parameter a tensor-parallel rank holds, and the way between the two. Pure functions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from speedlab.layout import Part
+
+
+def share_of(count: int, size: int, index: int) -> tuple[int, int]:
+    """[start, end) of the share of `count` things that rank `index` of `size` has: none differs by more than one."""
+    return count * index // size, count * (index + 1) // size
+
+
+def cut_along(shape: torch.Size, dim: int, size: int, index: int, *, packed: int = 1, step: int = 1) -> Part:
+    """The part of rank `index` of `size` when a parameter of `shape` is cut along `dim`.
+
+    Args:
+        packed: matrices that lie one after the other along `dim`; each of them is cut.
+        step: elements that stay together (those of a head).
+    """
+    width = shape[dim] // packed
+    start, end = share_of(width // step, size, index)
+    ranges = tuple((k * width + start * step, k * width + end * step) for k in range(packed))
+    return Part(shape=tuple(shape), dim=dim, ranges=ranges)
+
+
+def take(part: Part, whole: Tensor) -> Tensor:
+    """The rank's own tensor, in memory of its own, of the `whole` one."""
+    return torch.cat([whole.narrow(part.dim, start, end - start) for start, end in part.ranges], part.dim)
+
+
+def put(part: Part, own: Tensor, whole: Tensor) -> None:
+    """Write the rank's `own` tensor to its place in the `whole` one."""
+    position = 0
+    for start, end in part.ranges:
+        whole.narrow(part.dim, start, end - start).copy_(own.narrow(part.dim, position, end - start))
+        position += end - start
