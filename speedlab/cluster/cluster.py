@@ -193,22 +193,31 @@ class Cluster:
             now = self._now()
             (rank,) = now.existing([rank])
             old = now.state.engines[rank]
-            engine_and_children = start.tree(old.pid, now.state.token)
-            # The engine alone at first: one of its children tells the controller that it has gone.
-            left = processes.end(engine_and_children[:1], patience_seconds=0.0)
-            now.await_unregistered(old)
-            left += processes.end(engine_and_children[1:], patience_seconds=0.0)
-            if left:
-                raise ClusterError(f"process {left[0].pid} of rank {rank} cannot be ended; it may wait for a device")
+            now.end([old])
             self.interrupt()
             self._home.next_generation()
-            new = start.start_engine(self._home, now.state, now.client, rank)
+            (new,) = start.start_engines(self._home, now.state, now.client, [rank])
             engines = tuple(new if engine.rank == rank else engine for engine in now.state.engines)
             state = replace(now.state, engines=engines)
             self._home.write(state)
             now.take_over(state, self._home.stamp())
             others = [engine.rank for engine in engines if engine.rank != rank and now.tasks.reaches(engine)]
             self._reset(now, others)
+
+    def resize(self, engines: int, *, progress: Callable[[str], object] = print) -> None:
+        """Change the number of engines: those that stay keep their processes and what cells have put there, new ones
+        get the next devices, those too many are ended. Returns when all are ready.
+
+        CPU cores are shared out anew. Ranks lose their process group, and engines that cells have built lose their
+        peers. A paused run goes on from its newest checkpoint, with its configuration as it is;
+        `run.reshape(engines=…)` saves first and fits the configuration. Raises ClusterError, with the cluster as it
+        was, while a run or a cell is under way, or when there are too few devices.
+        """
+        from speedlab.cluster.resize import Resize
+
+        with self._lock, self._home.lock():
+            Resize(self, self._home, self._now(), progress).to(engines)
+            self._wanted = engines
 
     def stop(self) -> None:
         """End all engines, what they started, and the controller; interrupts first. Does nothing when none runs."""

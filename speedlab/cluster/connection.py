@@ -42,10 +42,10 @@ class Connection:
     def __init__(self, home: Home, state: ClusterState, client: Client) -> None:
         # A plain dict, so that the output's thread can ask for ranks without keeping the handle alive.
         self._rank_by_id: dict[int, int] = {}
-        self.take_over(state, home.stamp())
         self.client = client
         self.tasks = Tasks(client)
         self.output = OutputHub(start.read_connection(home), self._rank_by_id.get, len(state.devices))
+        self.take_over(state, home.stamp())
         self.close = weakref.finalize(self, _close, self.client, self.output)
         self._listen()
 
@@ -56,6 +56,7 @@ class Connection:
         self._rank_by_id.update(ranks)
         for engine_id in self._rank_by_id.keys() - ranks.keys():
             del self._rank_by_id[engine_id]
+        self.output.size = len(ranks)
 
     def existing(self, ranks: Iterable[int] | None) -> list[int]:
         """`ranks`, or all; raises ClusterError when one does not exist."""
@@ -83,8 +84,21 @@ class Connection:
         busy = self.tasks.under_way(self.state)
         return [self._status_of(engine, engine.rank in busy) for engine in self.state.engines]
 
-    def await_unregistered(self, engine: EngineEntry) -> None:
-        """Wait until the controller has noticed that `engine` has ended."""
+    def end(self, engines: Iterable[EngineEntry]) -> None:
+        """End these engines and what they started; returns when the controller has noticed. ClusterError when a process
+        cannot be ended."""
+        engines = list(engines)
+        trees = [start.tree(engine.pid, self.state.token) for engine in engines]
+        # The engines alone at first: one of the children of each tells the controller that it has gone.
+        left = processes.end([process for tree in trees for process in tree[:1]], patience_seconds=0.0)
+        for engine in engines:
+            self._await_unregistered(engine)
+        left += processes.end([process for tree in trees for process in tree[1:]], patience_seconds=0.0)
+        if left:
+            ranks = name_ranks(engine.rank for engine in engines)
+            raise ClusterError(f"process {left[0].pid} of {ranks} cannot be ended; it may wait for a device or a disk")
+
+    def _await_unregistered(self, engine: EngineEntry) -> None:
         deadline = time.monotonic() + _UNREGISTER_SECONDS
         while self.tasks.reaches(engine):
             if time.monotonic() > deadline:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from speedlab import hardware
 from speedlab.cluster.errors import ClusterError
 from speedlab.hardware import Device
@@ -25,8 +27,28 @@ def choose_devices(engines: int | None, device: str) -> list[Device]:
     if not gpus:
         return hardware.cpu_devices(engines or CPU_ENGINES)
     if engines is not None and engines > len(gpus):
-        raise ClusterError(
-            f"{engines} engines were asked for, but only {len(gpus)} GPU{'s' if len(gpus) > 1 else ''} can be seen, "
-            f"and each engine has its own; ask for at most {len(gpus)}, or for device='cpu'"
-        )
+        raise _too_few(engines, len(gpus))
     return gpus[:engines]
+
+
+def devices_for(engines: int, present: Sequence[Device]) -> list[Device]:
+    """Devices by rank for another number of engines than the `present` ones are for.
+
+    Ranks that stay keep their GPU; CPU cores are shared out anew. Raises ClusterError as `choose_devices` does.
+    """
+    if engines < 1 or present[0].kind == "cpu":
+        return choose_devices(engines, "cpu")
+    if engines <= len(present):
+        return list(present[:engines])
+    taken = {device.uuid for device in present}
+    free = [gpu for gpu in hardware.cuda_devices() if gpu.uuid not in taken]
+    if engines > len(present) + len(free):
+        raise _too_few(engines, len(present) + len(free))
+    return [*present, *free[: engines - len(present)]]
+
+
+def _too_few(engines: int, gpus: int) -> ClusterError:
+    return ClusterError(
+        f"{engines} engines were asked for, but only {gpus} GPU{'s' if gpus > 1 else ''} can be seen, "
+        f"and each engine has its own; ask for at most {gpus}, or for device='cpu'"
+    )

@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.02
 
 def main() -> None:
     """Run the engine until it is told to stop."""
-    bind_to_cores()
+    remote.bind_to_cores()
     wires.start_cutter()
     remote.preload()
     if not os.environ.get("IPP_CONNECTION_INFO"):
@@ -49,16 +49,6 @@ def leave_interrupts_to_tasks() -> None:
 
     IPythonParallelKernel.pre_handler_hook = stay_as_it_is
     IPythonParallelKernel.post_handler_hook = stay_as_it_is
-
-
-def bind_to_cores() -> None:
-    """Restrict this process to the cores of SPEEDLAB_DEVICE, as far as they may be used."""
-    cores = set(json.loads(os.environ["SPEEDLAB_DEVICE"])["cores"])
-    if not hasattr(os, "sched_setaffinity"):
-        return  # macOS has no affinity; thread counts still hold.
-    usable = cores & os.sched_getaffinity(0)
-    if usable:
-        os.sched_setaffinity(0, usable)
 
 
 def wait_for_controller(path: Path) -> str:

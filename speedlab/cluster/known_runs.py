@@ -66,6 +66,17 @@ def runs_here(folder: RunFolder, cluster: Cluster, pids: set[int]) -> bool:
     return bool(pids & set(status.rank_pids)) if status.rank_pids else status.cluster == cluster.name
 
 
+def saved_step(folder: RunFolder) -> int | None:
+    """The highest step of which the run has a complete checkpoint."""
+    steps = []
+    for manifest in folder.path.glob("checkpoints/*/manifest.json"):
+        try:
+            steps.append(int(json.loads(manifest.read_text())["step"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # Damaged: the engine, which would have to read it, refuses it, too.
+    return max(steps, default=None)
+
+
 def folder_named(name: str | os.PathLike[str]) -> RunFolder:
     """The run folder at the path `name`, or of that name in ./runs or among the runs of a running cluster."""
     from speedlab.cluster.cluster import Cluster

@@ -57,6 +57,13 @@ class LineFolder:
         self._partial: dict[tuple[int, str], _Line] = {}
         self._left_out: dict[int, int] = {}
 
+    def expect(self, size: int) -> None:
+        """Fold the lines of ranks 0 to `size` - 1 from now on; what other ranks wrote still comes out."""
+        for rank in range(size):
+            self._queues.setdefault(rank, deque())
+        for rank in [rank for rank, queue in self._queues.items() if rank >= size and not queue]:
+            del self._queues[rank]
+
     @property
     def waiting(self) -> bool:
         return bool(self._partial) or any(self._queues.values())
@@ -110,7 +117,7 @@ class LineFolder:
         for (rank, stream), line in list(self._partial.items()):
             if everything or now - line.time >= PARTIAL_SECONDS:
                 del self._partial[rank, stream]
-                self._queues[rank].append(line)
+                self._queues.setdefault(rank, deque()).append(line)
 
 
 def _same(a: _Line, b: _Line) -> bool:
@@ -122,6 +129,8 @@ class OutputHub:
 
     def __init__(self, connection: Mapping[str, Any], rank_of: Callable[[int], int | None], size: int) -> None:
         """`connection`: what ipyparallel's client connection file holds; `rank_of`: the rank of an engine id."""
+        self.size = size
+        """Number of ranks whose lines are folded; whoever adds or removes engines sets it."""
         self._rank_of = rank_of
         self._folder = LineFolder(range(size))
         self._callbacks: list[Callback] = []
@@ -190,6 +199,7 @@ class OutputHub:
 
     def _pass_on(self) -> None:
         hurry = self._hurry
+        self._folder.expect(self.size)
         for ranks, stream, text in self._folder.drain(time.monotonic(), everything=hurry):
             for callback in list(self._callbacks):
                 try:

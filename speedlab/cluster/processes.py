@@ -5,13 +5,17 @@ A process is found, checked and ended by that mark, never by its name."""
 from __future__ import annotations
 
 import signal
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import psutil
 
 TOKEN = "SPEEDLAB_CLUSTER_TOKEN"
 """Environment variable with the token."""
+
+_Result = TypeVar("_Result")
 
 _KILL_SECONDS = 5.0
 _POLL_SECONDS = 0.02
@@ -65,6 +69,33 @@ def end(found: Iterable[psutil.Process], *, patience_seconds: float) -> list[psu
         left = _wait_for_end(left, patience_seconds)
     _signal(left, signal.SIGKILL)
     return _wait_for_end(left, _KILL_SECONDS)
+
+
+def uninterrupted(work: Callable[[], _Result]) -> _Result:
+    """Run `work` to its end, on a thread of its own. A KeyboardInterrupt that comes meanwhile is raised afterwards, so
+    that no process is started, changed or ended without being counted."""
+    results: list[_Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="speedlab-processes")
+    thread.start()
+    interrupt: KeyboardInterrupt | None = None
+    while thread.is_alive():
+        try:
+            thread.join()
+        except KeyboardInterrupt as asked:
+            interrupt = asked
+    if errors:
+        raise errors[0]
+    if interrupt is not None:
+        raise interrupt
+    return results[0]
 
 
 def _signal(found: list[psutil.Process], number: signal.Signals) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -138,6 +139,40 @@ def reset() -> None:
     # Groups are named by a counter, which leaving sets back, but a join that was cut off does not. Ranks whose counters
     # differ would wait for each other under different names.
     distributed.distributed_c10d._world.group_count = 0
+
+
+def bind_to_cores() -> None:
+    """Restrict every thread of this process to the cores of SPEEDLAB_DEVICE, as far as they may be used."""
+    cores = json.loads(os.environ["SPEEDLAB_DEVICE"])["cores"]
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        return  # macOS has no affinity; thread counts still hold.
+    for thread in os.listdir("/proc/self/task"):
+        # A thread may have ended in between, and a control group may keep all these cores from this process.
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(int(thread), cores)
+
+
+def held_runs() -> dict[str, int]:
+    """The runs that this engine holds: their folder, and the step they stand at."""
+    from speedlab.engine import held_runs
+
+    return held_runs.held()
+
+
+def rebind(environments: Sequence[Mapping[str, str]]) -> None:
+    """Go on as one of another number of ranks, each with its entry of `environments`.
+
+    What this engine holds of runs is given up: the next `advance` builds it anew for the new ranks.
+    """
+    import torch
+
+    from speedlab.engine import held_runs
+
+    held_runs.release()
+    reset()
+    os.environ.update(environments[int(os.environ["RANK"])])
+    bind_to_cores()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def preload() -> None:

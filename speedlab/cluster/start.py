@@ -1,4 +1,4 @@
-"""Starting processes: a controller with its engines, or one engine anew, until they are ready.
+"""Starting processes: a controller with its engines, or engines of a cluster that runs, until they are ready.
 
 Everything starts at once: the engines import torch, which takes most of the time, while the controller comes up.
 """
@@ -10,9 +10,8 @@ import json
 import logging
 import os
 import secrets
-import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import ipyparallel
@@ -78,31 +77,38 @@ def start_cluster(home: Home, devices: Sequence[Device], backend: str) -> tuple[
         raise
 
 
-def start_engine(home: Home, state: ClusterState, client: ipyparallel.Client, rank: int) -> EngineEntry:
-    """Start the engine of `rank` again; returns when it is ready. Raises ClusterError as `start_cluster` does."""
+def start_engines(
+    home: Home, state: ClusterState, client: ipyparallel.Client, ranks: Iterable[int]
+) -> tuple[EngineEntry, ...]:
+    """Start engines for these ranks of `state.devices`; returns when all are ready.
 
-    async def launch() -> int:
+    Raises ClusterError as `start_cluster` does. Then, and when it is interrupted, none of them is left.
+    """
+    pids: dict[int, int] = {}
+
+    async def launch() -> None:
         # Made inside the coroutine, because a launcher takes hold of the loop that runs.
-        launcher = DeviceEngineLauncher(
-            parent=None,
-            log=log,
-            work_dir=".",
-            profile_dir=str(home.path),
-            cluster_id=home.name,
-            identifier=str(rank),
-            devices=device_fields(state.devices),
-            rendezvous=str(home.rendezvous),
-            environment=_environment(state.token, state.backend),
-            output_file=str(home.log / f"engine-{rank}.log"),
-        )
-        launcher.start()
-        return launcher.pid
+        for rank in ranks:
+            launcher = DeviceEngineLauncher(
+                parent=None,
+                log=log,
+                work_dir=".",
+                profile_dir=str(home.path),
+                cluster_id=home.name,
+                identifier=str(rank),
+                devices=device_fields(state.devices),
+                rendezvous=str(home.rendezvous),
+                environment=_environment(state.token, state.backend),
+                output_file=str(home.log / f"engine-{rank}.log"),
+            )
+            launcher.start()
+            pids[rank] = launcher.pid
 
-    pid = _in_a_loop(launch)
     try:
-        return _await_engines(home, client, {rank: pid}, state.token)[0]
+        _in_a_loop(launch)
+        return tuple(_await_engines(home, client, pids, state.token))
     except BaseException:
-        processes.end(tree(pid, state.token), patience_seconds=0.0)
+        processes.end([process for pid in pids.values() for process in tree(pid, state.token)], patience_seconds=0.0)
         raise
 
 
@@ -223,18 +229,4 @@ def _logs(home: Home) -> str:
 
 def _in_a_loop(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     """Run a coroutine to its end on a thread of its own: in a notebook this thread already runs a loop."""
-    box: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            box.append(asyncio.run(make()))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="speedlab-start")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return box[0]
+    return processes.uninterrupted(lambda: asyncio.run(make()))

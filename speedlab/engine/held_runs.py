@@ -36,11 +36,21 @@ def advance(folder: str | os.PathLike[str], model: ModelMaker | None = None) -> 
         trainer.reconnect()
         return str(trainer.advance())
     # A rank whose engine was restarted holds nothing of the run: all build it anew, from the newest checkpoint.
-    for path in list(_trainers):
-        _trainers.pop(path).close()
+    release()
     trainer = _build(run, model)
     _trainers[run.path] = trainer
     return str(trainer.advance())
+
+
+def held() -> dict[str, int]:
+    """The runs that this engine holds, by folder, and the step they stand at."""
+    return {str(path): trainer.engine.global_step for path, trainer in _trainers.items()}
+
+
+def release() -> None:
+    """Give up what this engine holds of runs; the next `advance` builds them anew, from their newest checkpoint."""
+    for path in list(_trainers):
+        _trainers.pop(path).close()
 
 
 def _build(run: RunFolder, model: ModelMaker | None) -> Trainer:
