@@ -9,7 +9,7 @@ from typing import Any
 
 from speedlab.config import RunConfig
 from speedlab.telemetry.folder import RunFolder
-from speedlab.telemetry.records import Event, Ledger, StepRecord
+from speedlab.telemetry.records import Event, Ledger, Span, StepRecord
 
 
 def make_folder(parent: Path, name: str | None = "sample", **changes: Any) -> RunFolder:
@@ -40,6 +40,23 @@ def make_record(step: int, rank: int = 0, **changes: Any) -> StepRecord:
 
 def make_event(kind: str, step: int = 0, **changes: Any) -> Event:
     return Event(**{"kind": kind, "step": step, "time": 1000.0 + step, **changes})
+
+
+def pipeline_records(step: int, pp: int = 2, micro_batches: int = 4, **changes: Any) -> dict[int, StepRecord]:
+    """A step of a GPipe pipeline by rank: forwards of 10 ms, backwards of 20, and clocks that began 5 ms apart."""
+    forward, backward, micro = 0.010, 0.020, range(micro_batches)
+    turned = (micro_batches + pp - 1) * forward
+    found = {}
+    for rank in range(pp):
+        spans = [Span("wait", -1, -1, 0.0, rank * forward)] if rank else []
+        spans += [Span("F", rank, i, (rank + i) * forward, forward) for i in micro]
+        spans += [Span("B", rank, i, turned + (pp - 1 - rank + i) * backward, backward) for i in micro]
+        end = turned + (micro_batches + pp - 1) * backward
+        spans += [Span("reduce", rank, -1, end, 0.003), Span("optimizer", -1, -1, end + 0.003, 0.002)]
+        late = 0.005 * rank
+        own = [span._replace(start=span.start - late) for span in spans]
+        found[rank] = make_record(step, rank, began=100.0 * step + late, timeline=own, **changes)
+    return found
 
 
 def eventually(check: Callable[[], Any], seconds: float = 5.0) -> Any:

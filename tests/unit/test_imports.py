@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "layout": frozenset(),
     "hardware": frozenset(),
     "config": frozenset({"layout"}),
-    "telemetry": BASE,
+    "telemetry": BASE | {"planner"},
     "planner": BASE,
     "cluster": BASE | {"telemetry", "planner", "data"},
     "data": frozenset({"config"}),
