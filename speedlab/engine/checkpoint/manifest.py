@@ -1,0 +1,217 @@
+"""The manifest: for each parameter the whole shape, and which file holds which stretch of which part of it.
+
+| key of a parameter | value                                                                                   |
+|--------------------|-----------------------------------------------------------------------------------------|
+| `shape`            | of the whole parameter                                                                  |
+| `states`           | state name → dtype ("master", "exp_avg", …)                                             |
+| `scalars`          | the optimizer's states that are numbers ("step")                                        |
+| `slices`           | `file`; tensor `<flat>/<state>` in it; `offset` in that tensor; [`start`, `end`) in the |
+|                    | tensor of its `part` (`dim`, `ranges`; absent where a rank held the parameter whole)    |
+
+Version 1 knew no parts; it is read as what it is, version 2 without them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from speedlab.engine.checkpoint.errors import CheckpointError
+from speedlab.engine.checkpoint.pieces import Stretch
+from speedlab.layout import Part
+
+if TYPE_CHECKING:
+    from speedlab.engine.engine import Engine
+
+FORMAT = "speedlab-checkpoint"
+VERSION = 2
+MANIFEST = "manifest.json"
+_READABLE = (1, 2)
+_EXPECTED = {"step", "files", "parameters", "loss_scale", "groups", "client_state", "random"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A stretch of a parameter in a file: tensor `<flat>/<state>`, from element `offset`."""
+
+    file: str
+    flat: str
+    offset: int
+    stretch: Stretch
+
+
+def sources_of(entry: Mapping[str, Any]) -> list[Source]:
+    """Where the elements of one parameter of a manifest are."""
+    return [
+        Source(
+            piece["file"],
+            piece["flat"],
+            piece["offset"],
+            Stretch(_part_of(entry["shape"], piece.get("part")), piece["start"], piece["end"]),
+        )
+        for piece in entry["slices"]
+    ]
+
+
+def _part_of(shape: list[int], written: Mapping[str, Any] | None) -> Part | None:
+    if written is None:
+        return None
+    return Part(shape=tuple(shape), dim=written["dim"], ranges=tuple((low, high) for low, high in written["ranges"]))
+
+
+def describe_part(part: Part | None) -> dict[str, Any]:
+    """What a slice of the manifest says of its part."""
+    return {} if part is None else {"part": {"dim": part.dim, "ranges": [list(pair) for pair in part.ranges]}}
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def common_of(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]:
+    """What all ranks would say alike."""
+    layout = engine.layout
+    model: Any = getattr(engine.module, "config", None)
+    common = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": engine.global_step,
+        "zero_stage": engine.zero_stage,
+        "layout": {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp},
+        "loss_scale": engine.loss_scale.state_dict(),
+        "schedule": _plain(engine.scheduler.state_dict()) if hasattr(engine.scheduler, "state_dict") else None,
+        "groups": [
+            _plain({k: v for k, v in group.items() if k != "params"}) for group in engine.optimizer.param_groups
+        ],
+        "client_state": client_state,
+        "config": json.loads(engine.config.to_json()),
+    }
+    if hasattr(model, "model_type") and hasattr(model, "to_json_string"):
+        architecture = {"architectures": [type(engine.module).__name__]}
+        common["huggingface"] = {**json.loads(model.to_json_string(use_diff=False)), **architecture}
+    return common
+
+
+def manifest_of(common: dict[str, Any], reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """The manifest of a checkpoint whose ranks gave these reports. Raises ValueError when it would not be whole."""
+    parameters: dict[str, Any] = {}
+    for report in reports:
+        for name, own in report["parameters"].items():
+            entry = parameters.setdefault(name, {**own, "states": {}, "scalars": {}, "slices": []})
+            entry["states"].update(own["states"])
+            entry["scalars"] = entry["scalars"] or own["scalars"]
+            entry["slices"] += own["slices"]
+    # A rank whose partition holds nothing of an optimizer group does not know its step; all groups step together.
+    known = next((entry["scalars"] for entry in parameters.values() if entry["scalars"]), {})
+    for entry in parameters.values():
+        if entry["trainable"] and not entry["scalars"]:
+            entry["scalars"] = known
+    manifest = {
+        **common,
+        "files": {report["name"]: {"bytes": report["bytes"], "sha256": report["sha256"]} for report in reports},
+        "random": [report["random"] for report in reports],
+        "buffers": sorted({name for report in reports for name in report["buffers"]}),
+        "parameters": parameters,
+    }
+    check_content(manifest)
+    return manifest
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """The entries that JSON can hold."""
+    kept = {}
+    for key, value in values.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = float(value)
+        try:
+            json.dumps(value)
+        except TypeError:
+            continue
+        kept[key] = value
+    return kept
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint folder `path`. Raises CheckpointError when it is none, or damaged."""
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(file.read_text())
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror}); is this a checkpoint folder?") from None
+    except ValueError as error:
+        raise CheckpointError(f"{file}: is damaged, not valid JSON ({error})") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{file}: is not the manifest of a SpeedLab checkpoint")
+    if manifest.get("version") not in _READABLE:
+        raise CheckpointError(
+            f"{file}: has version {manifest.get('version')}; this SpeedLab reads versions up to {VERSION}"
+        )
+    if _EXPECTED - manifest.keys():
+        raise CheckpointError(f"{file}: is damaged, it lacks {', '.join(sorted(_EXPECTED - manifest.keys()))}")
+    try:
+        check_content(manifest)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise CheckpointError(f"{file}: is damaged: {error}") from None
+    return manifest
+
+
+def check_content(manifest: dict[str, Any]) -> None:
+    """Raises ValueError, or what a wrong type raises, unless the slices cover every part once and the parts every
+    parameter."""
+    for name, entry in manifest["files"].items():
+        if Path(name).name != name:
+            raise ValueError(f"it names the file {name}, which is outside its own folder")
+        if not isinstance(entry["bytes"], int) or not isinstance(entry["sha256"], str | None):
+            raise ValueError(f"size and hash of {name} are {entry['bytes']!r} and {entry['sha256']!r}")
+    for name, entry in manifest["parameters"].items():
+        parts: dict[Part | None, list[Stretch]] = {}
+        for source in sources_of(entry):
+            if source.file not in manifest["files"]:
+                raise ValueError(f"{name} is in {source.file}, which is not among its files")
+            if source.offset < 0:
+                raise ValueError(f"a slice of {name} begins at element {source.offset} of {source.file}")
+            parts.setdefault(source.stretch.part, []).append(source.stretch)
+        for part, stretches in parts.items():
+            _check_cover(name, math.prod(part.own_shape if part else entry["shape"]), stretches)
+        _check_parts(name, entry["shape"], list(parts))
+        for mapping in ("states", "scalars"):
+            dict(entry[mapping])
+
+
+def _check_cover(name: str, numel: int, stretches: list[Stretch]) -> None:
+    covered = 0
+    for stretch in sorted(stretches, key=lambda stretch: stretch.start):
+        if stretch.start != covered or stretch.end <= stretch.start:
+            raise ValueError(f"the slices of {name} have a gap or overlap at element {covered}")
+        covered = stretch.end
+    if covered != numel:
+        raise ValueError(f"the slices of {name} hold {covered} of its {numel} elements")
+
+
+def _check_parts(name: str, shape: list[int], parts: list[Part | None]) -> None:
+    """Parts may overlap, as where ranks share a key head, but nothing may be missing."""
+    if None in parts or not math.prod(shape):
+        return
+    if not parts:
+        raise ValueError(f"{name} has no slices")
+    dims = {part.dim for part in parts if part is not None}
+    if len(dims) != 1:
+        raise ValueError(f"{name} is cut along dimensions {sorted(dims)}")
+    size = shape[dims.pop()]
+    covered = 0
+    for low, high in sorted(pair for part in parts if part is not None for pair in part.ranges):
+        if low < 0 or high > size or low >= high:
+            raise ValueError(f"a part of {name} is [{low}, {high}) of {size}")
+        if low > covered:
+            break
+        covered = max(covered, high)
+    if covered != size:
+        raise ValueError(f"no part of {name} holds index {covered} of its {size}")

@@ -1,0 +1,183 @@
+"""Loading: each rank reads the slices that its own layout and residency ask for, whatever layout wrote them.
+
+1. The manifest is read and checked against the model.
+2. Every file is hashed, the work divided over the ranks; any damage is an error on all of them, before anything
+   changes.
+3. Each rank copies what it holds of each parameter out of the mapped files, straight to where it belongs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from speedlab.engine.checkpoint.errors import CheckpointError
+from speedlab.engine.checkpoint.find import newest
+from speedlab.engine.checkpoint.manifest import Source, sources_of
+from speedlab.engine.checkpoint.pieces import Stretch, blocks, copy_blocks
+from speedlab.engine.checkpoint.random_state import restore_random
+from speedlab.engine.checkpoint.verify import newest_good, sound_manifest
+from speedlab.engine.checkpoint.write import settle
+from speedlab.parallel.zero import Flat, Slot
+
+if TYPE_CHECKING:
+    from speedlab.engine.engine import Engine
+
+
+def load(engine: Engine, folder: Path, tag: str | None, *, verify: bool = True) -> tuple[Path, dict[str, Any]]:
+    """Bring the engine to the state of a checkpoint; returns (its path, the client state). Collective.
+
+    Raises CheckpointError on every rank alike, before anything is changed; it names the file, what is wrong with it,
+    and the newest checkpoint of the folder that is good. Without `verify` files are not hashed.
+    """
+    settle(engine)
+    path = folder / tag if tag else newest(folder)
+    if path is None:
+        raise CheckpointError(f"{folder}: holds no complete checkpoint; a complete one has a manifest.json")
+    try:
+        manifest = sound_manifest(engine, path, verify=verify)  # 1, 2
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {newest_good(engine, folder, path)}") from None
+    with Files(path) as files:  # 3
+        _load_flats(engine, files, manifest)
+        _load_rest(engine, files, manifest)
+    return path, manifest["client_state"]
+
+
+def held(engine: Engine, flat: Flat) -> Iterator[tuple[Slot, Stretch, slice]]:
+    """What this rank holds of the flat's parameters: (slot, stretch, where it lies in the flat's states)."""
+    low, high = flat.state_range
+    for slot in flat.slots:
+        first, last = max(slot.offset, low), min(slot.offset + slot.numel, high)
+        if first < last:
+            stretch = Stretch(engine.parts.get(slot.name), first - slot.offset, last - slot.offset)
+            yield slot, stretch, slice(first - low, last - low)
+
+
+def whole_shape(engine: Engine, slot: Slot) -> tuple[int, ...]:
+    """Shape of the whole parameter of which this rank holds a slot."""
+    part = engine.parts.get(slot.name)
+    return tuple(slot.shape) if part is None else part.shape
+
+
+def adopt(engine: Engine, states: dict[str, dict[str, Tensor]], scalars: dict[str, dict[int, dict[str, Any]]]) -> None:
+    """The masters have new values: parameters follow on all ranks, and the optimizer takes these states (as
+    `PartitionedOptimizer.rebuild` has them)."""
+    for flat in engine.flats:
+        published = flat.publish()
+        if published is not None:
+            published.wait()
+    engine.partitioned_optimizer.rebuild(states, scalars)
+
+
+def empty_states(engine: Engine, flat: Flat, kinds: list[str]) -> dict[str, Tensor]:
+    """A tensor over the flat's state range for each kind of state; those that are there are used again."""
+    low, high = flat.state_range
+    present = engine.partitioned_optimizer.states_of(flat)
+    return {
+        kind: present[kind]
+        if kind in present
+        else torch.zeros(high - low, dtype=flat.master.dtype, device=flat.full.device)
+        for kind in kinds
+    }
+
+
+class Files:
+    """The mapped files of a checkpoint. What is copied out of them needs no memory on the way."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._open: dict[str, Any] = {}
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.clear()
+
+    def file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(self._path / name, framework="pt")
+        return self._open[name]
+
+    def values(self, source: Source, kind: str) -> Tensor:
+        """The elements (1-D) of a state of the source's stretch, in the mapped file."""
+        key = f"{source.flat}/{kind}"
+        length = source.stretch.end - source.stretch.start
+        try:
+            return self.file(source.file).get_slice(key)[source.offset : source.offset + length]
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._path / source.file}: {key} cannot be read: {error}") from None
+
+    def copy(self, entry: dict[str, Any], kind: str, stretch: Stretch, into: Tensor) -> None:
+        """Copy a stretch of state `kind` of a parameter, whose `entry` the manifest has."""
+        sources = sources_of(entry)
+        same = [source for source in sources if source.stretch.part == stretch.part]
+        for source in same or sources:
+            found = list(blocks(entry["shape"], source.stretch, stretch))
+            if found:
+                copy_blocks(found, self.values(source, kind), into)
+
+
+@torch.no_grad()
+def _load_flats(engine: Engine, files: Files, manifest: dict[str, Any]) -> None:
+    states: dict[str, dict[str, Tensor]] = {}
+    scalars: dict[str, dict[int, dict[str, Any]]] = {}
+    entries = manifest["parameters"]
+    for flat in engine.flats:
+        kinds = sorted({kind for slot in flat.slots for kind in entries[slot.name]["states"]} - {"master"})
+        own = empty_states(engine, flat, kinds) if flat.trainable else {}
+        for slot, stretch, place in held(engine, flat):
+            entry = entries[slot.name]
+            files.copy(entry, "master", stretch, flat.master[place])
+            for kind in own.keys() & entry["states"].keys():
+                files.copy(entry, kind, stretch, own[kind][place])
+        if flat.trainable:
+            states[flat.name] = own
+            scalars[flat.name] = {
+                slot.group: {key: torch.tensor(value) for key, value in entries[slot.name]["scalars"].items()}
+                for slot in flat.slots
+            }
+    adopt(engine, states, scalars)
+    for own_group, saved in zip(engine.optimizer.param_groups, manifest["groups"], strict=False):
+        own_group.update(
+            {
+                key: tuple(value) if isinstance(own_group.get(key), tuple) else value
+                for key, value in saved.items()
+                if key in own_group
+            }
+        )
+
+
+@torch.no_grad()
+def _load_rest(engine: Engine, files: Files, manifest: dict[str, Any]) -> None:
+    """Buffers, random states, scaler, schedule and the step."""
+    names = list(manifest["files"])
+    same_ranks = len(names) == engine.everyone.size
+    own = names[engine.everyone.index] if same_ranks else names[0]
+    _load_buffers(engine, files, [own, *names])
+    if same_ranks:
+        file = files.file(own)
+        tensors = {key: file.get_tensor(key) for key in file.keys() if key.startswith("random/")}  # noqa: SIM118  # not a mapping
+        restore_random(manifest["random"][engine.everyone.index], tensors, engine.world.device)
+    engine.loss_scale.load_state_dict(manifest["loss_scale"])
+    if manifest.get("schedule") and hasattr(engine.scheduler, "load_state_dict"):
+        engine.scheduler.load_state_dict({**engine.scheduler.state_dict(), **manifest["schedule"]})
+    engine.global_step = manifest["step"]
+    engine.updating = False
+
+
+def _load_buffers(engine: Engine, files: Files, names: list[str]) -> None:
+    """Every rank wrote those of its own pipeline stages: each buffer comes from the first file that has it."""
+    missing = dict(engine.module.named_buffers())
+    for name in names:
+        if not missing:
+            return
+        file = files.file(name)
+        for key in [key for key in missing if f"buffer/{key}" in set(file.keys())]:
+            missing.pop(key).copy_(file.get_tensor(f"buffer/{key}"))

@@ -1,0 +1,148 @@
+"""Writing a safetensors file piece by piece, hashed on the way.
+
+The library writes whole tensors from one process's memory and tells no hash, so a rank would have to lay out a copy of
+its partitions, and to read the file back. The format is a header and then bytes (github.com/huggingface/safetensors):
+1. Eight bytes with the header's length, the header (JSON: dtype, shape and place of each tensor), padded to 8 bytes.
+2. The tensors end to end, those with the widest elements first, so that each lies where its dtype may.
+While one thread writes, another hashes the same memory: the hash is that of the bytes that were meant to be written.
+Files are read with the library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+
+import torch
+from torch import Tensor
+
+from speedlab.engine.checkpoint.errors import CheckpointError
+
+_CHUNK_BYTES = 8 * 2**20
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Values:
+    """A tensor of `shape` whose elements are those of `pieces` (1-D, contiguous, of one dtype) end to end. A piece may
+    be a function, called when it is written: what it returns is held no longer than that."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: Sequence[Tensor | Callable[[], Tensor]]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Values:
+        return cls(tuple(tensor.shape), tensor.dtype, [tensor.detach().contiguous().view(-1)])
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(
+    file: Path, tensors: Mapping[str, Values], *, verify: bool = True, metadata: Mapping[str, str] | None = None
+) -> tuple[int, str | None]:
+    """Write a new file; returns (bytes, sha256). Without `verify` it is neither hashed nor brought to the disk.
+
+    Raises CheckpointError naming the file, for instance when the disk is full.
+    """
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+    hasher = _Hasher() if verify else None
+    size = 0
+    try:
+        with file.open("xb", buffering=0) as stream:
+            for chunk in _chunks(ordered, metadata):
+                if hasher is not None:
+                    hasher.add(chunk)
+                while len(chunk):
+                    written = stream.write(chunk)
+                    size, chunk = size + written, chunk[written:]
+            if verify:
+                os.fsync(stream.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be written: {error.strerror or error}") from None
+    finally:
+        digest = hasher.finish() if hasher is not None else None
+    return size, digest
+
+
+def _chunks(tensors: Mapping[str, Values], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    place = 0
+    for name, values in tensors.items():
+        if values.dtype not in _DTYPES:
+            raise CheckpointError(f"{name} is of {values.dtype}, which a safetensors file cannot hold")
+        header[name] = {
+            "dtype": _DTYPES[values.dtype],
+            "shape": list(values.shape),
+            "data_offsets": [place, place + values.nbytes],
+        }
+        place += values.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)  # 1
+    for values in tensors.values():  # 2
+        for piece in values.pieces:
+            tensor = piece if isinstance(piece, Tensor) else piece()
+            step = max(1, _CHUNK_BYTES // values.dtype.itemsize)
+            for start in range(0, tensor.numel(), step):
+                chunk = tensor[start : start + step].cpu()  # A device's memory comes over chunk by chunk.
+                yield chunk.view(torch.uint8).numpy().data
+
+
+class _Hasher:
+    """SHA-256 on a thread of its own; few chunks wait, so that little memory is held."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._queue: Queue[memoryview | None] = Queue(maxsize=4)
+        self._thread = Thread(target=self._work, name="speedlab-hash", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while (chunk := self._queue.get()) is not None:
+            self._digest.update(chunk)
+
+    def add(self, chunk: memoryview) -> None:
+        self._queue.put(chunk)
+
+    def finish(self) -> str:
+        self._queue.put(None)
+        self._thread.join()
+        return self._digest.hexdigest()
+
+
+def hash_of(file: Path) -> str:
+    """SHA-256 of what the disk gives."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def to_disk(path: Path) -> None:
+    """Wait until a file or folder is on the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

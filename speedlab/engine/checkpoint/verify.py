@@ -1,0 +1,103 @@
+"""Whether a checkpoint is what was written, and fits this engine's model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from speedlab.engine.checkpoint.agree import all_or_none
+from speedlab.engine.checkpoint.errors import CheckpointError
+from speedlab.engine.checkpoint.find import complete_ones
+from speedlab.engine.checkpoint.manifest import MANIFEST, read_manifest, sources_of
+from speedlab.engine.checkpoint.tensor_file import hash_of
+
+if TYPE_CHECKING:
+    from speedlab.comm import Group
+    from speedlab.engine.engine import Engine
+
+
+def sound_manifest(engine: Engine, path: Path, *, verify: bool = True) -> dict[str, Any]:
+    """The manifest of a checkpoint that is whole and of this model. Collective; the ranks share out the files.
+
+    Raises CheckpointError on every rank alike, naming the file and what is wrong with it.
+    """
+    group = engine.everyone
+    manifest = all_or_none(group, lambda: read_manifest(path))
+    all_or_none(group, lambda: _check_model(engine, path / MANIFEST, manifest))
+    all_or_none(group, lambda: _check_files(path, manifest, group, hashed=verify))
+    return manifest
+
+
+def newest_good(engine: Engine, folder: Path, damaged: Path) -> str:
+    """What to tell a person who has a damaged checkpoint: which one is good. Collective."""
+    names = [path.name for path in complete_ones(folder)] if engine.everyone.index == 0 else None
+    for name in reversed(engine.everyone.share(names)):
+        if name == damaged.name:
+            continue
+        try:
+            sound_manifest(engine, folder / name)
+        except CheckpointError:
+            continue
+        return f"The newest good one is {name}; load it with tag={name!r}"
+    return f"{folder} holds no other that is good"
+
+
+def _check_model(engine: Engine, file: Path, manifest: dict[str, Any]) -> None:
+    own = {
+        slot.name: list(engine.parts[slot.name].shape if slot.name in engine.parts else slot.shape)
+        for flat in engine.flats
+        for slot in flat.slots
+    }
+    known = own.keys()
+    if engine.layout.pp > 1:
+        known = {name for names in engine.everyone.collect(sorted(own)) for name in names}
+    theirs = {name: entry["shape"] for name, entry in manifest["parameters"].items()}
+    for name in (*own, *theirs):
+        if name not in theirs:
+            raise CheckpointError(f"{file}: holds another model: it has no parameter {name}")
+        if name not in known:
+            raise CheckpointError(f"{file}: holds another model: its parameter {name} is not in this one")
+        if name in own and own[name] != theirs[name]:
+            raise CheckpointError(
+                f"{file}: holds another model: {name} has shape {theirs[name]} there and {own[name]} here"
+            )
+
+
+def _check_files(path: Path, manifest: dict[str, Any], group: Group, *, hashed: bool) -> None:
+    for index, (name, expected) in enumerate(manifest["files"].items()):
+        if index % group.size == group.index:
+            check_file(path / name, expected, hashed=hashed)
+            _check_slices(path / name, manifest)
+
+
+def check_file(file: Path, expected: dict[str, Any], *, hashed: bool) -> None:
+    """Raises CheckpointError unless the file is as the manifest has it; without `hashed` its size alone counts."""
+    if not file.exists():
+        raise CheckpointError(f"{file}: is missing; the checkpoint is not complete")
+    size = file.stat().st_size
+    if size != expected["bytes"]:
+        raise CheckpointError(f"{file}: has {size} bytes, {expected['bytes']} were written; it was cut or changed")
+    # What was saved without hashes, for a folder in memory, can be checked no further.
+    if hashed and expected["sha256"] is not None and hash_of(file) != expected["sha256"]:
+        raise CheckpointError(f"{file}: its content has changed since it was written (sha256 differs)")
+
+
+def _check_slices(file: Path, manifest: dict[str, Any]) -> None:
+    """Raises CheckpointError when a slice that the manifest tells of is not in `file`."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            shapes = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118  # not a mapping
+    except SafetensorError as error:
+        raise CheckpointError(f"{file}: is no safetensors file: {error}") from None
+    lengths = {key: shape[0] for key, shape in shapes.items() if shape}
+    for name, entry in manifest["parameters"].items():
+        for source in sources_of(entry):
+            end = source.offset + source.stretch.end - source.stretch.start
+            for kind in entry["states"] if source.file == file.name else ():
+                if end > lengths.get(f"{source.flat}/{kind}", 0):
+                    raise CheckpointError(
+                        f"{file.with_name(MANIFEST)}: is damaged: it says that {file.name} holds the {kind} "
+                        f"of {name}, which it does not"
+                    )

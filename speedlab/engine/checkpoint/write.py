@@ -1,0 +1,283 @@
+"""Saving: each rank writes what it answers for, the first rank makes the manifest and gives the folder its name.
+
+1. Every rank says how many bytes it will write; without room for all of them nothing is written.
+2. Every rank writes `rank-<r>.safetensors` into a hidden folder beside the target, hashed on the way and brought to
+   the disk, and a report of what is in it.
+3. The first rank makes `manifest.json` of the reports and renames the folder. What has the final name is complete.
+Saved in the background, 2 and 3 work on copies of the tensors, in a thread that uses no collective.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from speedlab.engine.checkpoint.agree import all_or_none, on_first
+from speedlab.engine.checkpoint.errors import CheckpointError
+from speedlab.engine.checkpoint.manifest import MANIFEST, common_of, describe_part, manifest_of
+from speedlab.engine.checkpoint.random_state import random_tensors, random_words
+from speedlab.engine.checkpoint.saving import (
+    Saving,
+    await_outcome,
+    await_reports,
+    give_up,
+    given_up,
+    report_file,
+    take_reports,
+    write_report,
+)
+from speedlab.engine.checkpoint.tensor_file import Values, to_disk, write_tensors
+from speedlab.parallel.zero import Flat, Slot
+
+if TYPE_CHECKING:
+    from speedlab.engine.engine import Engine
+
+_MARGIN_BYTES = 2**20
+"""Room that must stay free beside the checkpoint itself: headers, manifest, the file system's own needs."""
+
+_savings: weakref.WeakKeyDictionary[Engine, Saving] = weakref.WeakKeyDictionary()
+"""The last save in the background of each engine."""
+
+
+def save(
+    engine: Engine,
+    folder: Path,
+    tag: str,
+    client_state: dict[str, Any],
+    *,
+    wait: bool = True,
+    verify: bool = True,
+    moments: bool = True,
+) -> Path:
+    """Write the engine's whole state as `folder/tag`. Collective. Raises CheckpointError on every rank alike.
+
+    `wait=False` returns as soon as the tensors are copied; `saving_of(engine)` tells of the rest. A save that is still
+    under way is waited for first. Without `verify` nothing is hashed or brought to the disk, for folders in memory;
+    without `moments` only the parameters' values are written.
+    """
+    settle(engine)
+    group = engine.everyone
+    target, hidden = folder / tag, folder / f".{tag}.partial"
+    part = _own_part(engine, hidden, verify=verify, moments=moments)
+    common = common_of(engine, client_state)
+    needed = sum(group.collect(part.nbytes))
+    on_first(group, lambda: _prepare(target, hidden, needed, client_state))  # 1
+    if not wait:
+        _savings[engine] = _in_background(part.copied(), target, common, needed)
+        return target
+    try:
+        all_or_none(group, part.write)  # 2
+        on_first(group, lambda: _finish(part, target, common))  # 3
+    except CheckpointError:
+        if group.index == 0:
+            shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    return target
+
+
+def saving_of(engine: Engine) -> Saving | None:
+    """The engine's last save in the background, under way or ended."""
+    return _savings.get(engine)
+
+
+def settle(engine: Engine) -> None:
+    """Wait until no save of this engine is under way on this rank."""
+    saving = _savings.get(engine)
+    if saving is not None:
+        saving.settle()
+
+
+def _prepare(target: Path, hidden: Path, needed: int, client_state: dict[str, Any]) -> None:
+    if target.exists():
+        raise CheckpointError(f"{target} exists already and is never overwritten; give another tag or move it away")
+    try:
+        json.dumps(client_state)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{target}: the client state has to be what JSON can hold: {error}") from None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < needed + _MARGIN_BYTES:
+        raise CheckpointError(
+            f"{target}: the checkpoint needs {needed / 2**20:,.1f} MiB and {free / 2**20:,.1f} MiB are free; "
+            "make room or save to another folder. Nothing was written"
+        )
+    # What a save left that was cut off or gave up: it never got its name.
+    for left in [hidden, *(other for other in target.parent.glob(".*.partial") if given_up(other))]:
+        if left.exists():
+            shutil.rmtree(left)
+    hidden.mkdir(mode=0o700)
+
+
+# ---- a rank's part ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPart:
+    """What one rank writes: its tensors, and what it reports of them."""
+
+    hidden: Path
+    rank: int
+    size: int
+    tensors: dict[str, Values]
+    report: dict[str, Any]
+    verify: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(values.nbytes for values in self.tensors.values())
+
+    def write(self) -> None:
+        """Write the tensors, then the report."""
+        name = self.report["name"]
+        nbytes, digest = write_tensors(self.hidden / name, self.tensors, verify=self.verify)
+        write_report(report_file(self.hidden, self.rank), {**self.report, "bytes": nbytes, "sha256": digest})
+
+    def copied(self) -> RankPart:
+        """The same over copies in the host's memory; those of a GPU are on their way, and waited for when written."""
+        copies = {}
+        for key, values in self.tensors.items():
+            pieces = [piece for piece in values.pieces if isinstance(piece, Tensor)]
+            copy = torch.empty(
+                sum(piece.numel() for piece in pieces),
+                dtype=values.dtype,
+                pin_memory=any(piece.is_cuda for piece in pieces),
+            )
+            torch.cat([piece.cpu() for piece in pieces], out=copy) if not copy.is_pinned() else _fetch(pieces, copy)
+            copies[key] = Values(values.shape, values.dtype, [_when_here(copy)])
+        return RankPart(**{**self.__dict__, "tensors": copies})
+
+
+def _fetch(pieces: list[Tensor], copy: Tensor) -> None:
+    place = 0
+    for piece in pieces:
+        copy[place : place + piece.numel()].copy_(piece, non_blocking=True)
+        place += piece.numel()
+
+
+def _when_here(copy: Tensor) -> Any:
+    """A function that returns `copy` once the device has filled it."""
+    if not copy.is_pinned():
+        return lambda: copy
+    event = torch.cuda.Event()
+    event.record()
+
+    def arrived() -> Tensor:
+        event.synchronize()
+        return copy
+
+    return arrived
+
+
+def _own_part(engine: Engine, hidden: Path, *, verify: bool, moments: bool) -> RankPart:
+    """This rank's partition of every state of every flat, without what other ranks answer for; its buffers and random
+    states."""
+    rank = engine.everyone.index
+    name = f"rank-{rank}.safetensors"
+    tensors: dict[str, Values] = {}
+    parameters: dict[str, Any] = {}
+    for flat in engine.flats:
+        states = {"master": flat.master}
+        if moments and flat.trainable:
+            states |= engine.partitioned_optimizer.states_of(flat)
+        stretches = list(_own_stretches(flat, engine.duplicates))
+        for kind, state in states.items():
+            tensors[f"{flat.name}/{kind}"] = _values(state.detach(), flat, stretches)
+        described = {kind: str(state.dtype).removeprefix("torch.") for kind, state in states.items()}
+        scalars = engine.partitioned_optimizer.scalars_of(flat) if moments and flat.trainable else {}
+        offset = 0
+        for slot, low, high in stretches:
+            part = engine.parts.get(slot.name)
+            parameters[slot.name] = {
+                "shape": list(part.shape if part is not None else slot.shape),
+                "trainable": flat.trainable,
+                "states": described,
+                "scalars": {k: float(v) for k, v in scalars.get(slot.group, {}).items() if v is not None},
+                "slices": [
+                    {"file": name, "flat": flat.name, "start": low, "end": high, "offset": offset} | describe_part(part)
+                ],
+            }
+            offset += high - low
+    buffers = dict(engine.module.named_buffers())
+    tensors |= {f"buffer/{key}": Values.of(buffer) for key, buffer in buffers.items()}
+    tensors |= {key: Values.of(state) for key, state in random_tensors(engine.world.device).items()}
+    report = {"name": name, "random": random_words(), "parameters": parameters, "buffers": _persistent(engine)}
+    return RankPart(hidden=hidden, rank=rank, size=engine.everyone.size, tensors=tensors, report=report, verify=verify)
+
+
+def _own_stretches(flat: Flat, duplicates: frozenset[str]) -> Iterator[tuple[Slot, int, int]]:
+    """(slot, start and end in its parameter) of what this rank owns of the flat and answers for."""
+    for slot in flat.slots:
+        low, high = max(slot.offset, flat.start), min(slot.offset + slot.numel, flat.end)
+        if low < high and slot.name not in duplicates:
+            yield slot, low - slot.offset, high - slot.offset
+
+
+def _values(state: Tensor, flat: Flat, stretches: list[tuple[Slot, int, int]]) -> Values:
+    """The stretches of a state end to end; neighbours in memory are one piece."""
+    base = flat.state_range[0]
+    runs: list[list[int]] = []
+    for slot, low, high in stretches:
+        start, end = slot.offset + low - base, slot.offset + high - base
+        if runs and runs[-1][1] == start:
+            runs[-1][1] = end
+        else:
+            runs.append([start, end])
+    numel = sum(end - start for start, end in runs)
+    return Values((numel,), state.dtype, [state[start:end] for start, end in runs])
+
+
+def _persistent(engine: Engine) -> list[str]:
+    """Names of the buffers that belong to the module's state."""
+    return [
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in engine.module.named_modules()
+        for key, _ in module.named_buffers(recurse=False)
+        if key not in module._non_persistent_buffers_set
+    ]
+
+
+# ---- the end of a save -----------------------------------------------------------------------------------------------
+
+
+def _finish(part: RankPart, target: Path, common: dict[str, Any]) -> None:
+    """All ranks have reported: the manifest, then the name."""
+    hidden = part.hidden
+    try:
+        manifest = manifest_of(common, take_reports(hidden, part.size))
+    except ValueError as error:
+        raise CheckpointError(f"{target}: the ranks' parts do not make a whole: {error}") from None
+    (hidden / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    if part.verify:
+        to_disk(hidden / MANIFEST)
+        to_disk(hidden)
+    hidden.rename(target)
+    if part.verify:
+        to_disk(target.parent)
+
+
+def _in_background(part: RankPart, target: Path, common: dict[str, Any], nbytes: int) -> Saving:
+    def work() -> None:
+        try:
+            part.write()
+            if part.rank == 0:
+                await_reports(part.hidden, part.size)
+                _finish(part, target, common)
+            else:
+                await_outcome(part.hidden, target)
+        except (CheckpointError, OSError) as error:
+            problem = str(error)
+            if part.rank == 0:
+                give_up(part.hidden, problem)
+            else:
+                write_report(report_file(part.hidden, part.rank), {"error": problem})
+            raise CheckpointError(problem) from None
+
+    return Saving(target, nbytes, work)
