@@ -2,12 +2,14 @@
 // Messages are described in drawing.py.
 
 const CARDS = ["memory", "loss", "throughput", "anatomy"];
+const PIPELINE = "pipeline";
 const STEP_FIGURES = ["loss", "throughput", "anatomy"];
 const TABLE_ROWS = 12;
 const ALIVE_MS = 20000;
 const HIDE_AFTER_MS = 1500;
 const MOST_OFTEN_MS = 90;
 const MOST_SELDOM_MS = 800;
+const POINTING_MS = 150;
 const CONFIG = {
   displaylogo: false, showSendToCloud: false, responsive: true,
   modeBarButtonsToRemove: ["sendChartToCloud", "sendDataToCloud", "lasso2d", "select2d", "toImage", "downloadJson"],
@@ -122,8 +124,9 @@ function element(tag, attributes = {}, ...children) {
 }
 
 function table(name, {data, layout}) {
-  const unit = layout.yaxis.title.text, title = layout.title.text;
-  const [corner, columns, rows] = layout.xaxis.type === "category" ? byCategory(data) : bySteps(data, layout);
+  const unit = (name === PIPELINE ? layout.xaxis : layout.yaxis).title.text, title = layout.title.text;
+  const [corner, columns, rows] = name === PIPELINE ? byLane(data, layout)
+    : layout.xaxis.type === "category" ? byCategory(data) : bySteps(data, layout);
   const line = (tag, [first, ...cells]) => element("tr", {}, element("th", {}, first), ...cells.map((cell) => element(tag, {}, cell)));
   const caption = element("figcaption", {}, unit === title ? title : `${title} (${unit})`);
   const body = rows.map(([first, ...values]) => line("td", [first, ...values.map((value) => value === undefined ? "" : number(value))]));
@@ -137,6 +140,13 @@ function byCategory(data) {
   const rows = data.map((trace) => [trace.name, ...trace.y]);
   const sums = bars.map((_, i) => data.reduce((sum, trace) => sum + trace.y[i], 0));
   return ["", bars, [...rows, ["sum", ...sums]]];
+}
+
+function byLane(data, {yaxis}) {
+  // A row for each rank: what it did took so long, all micro-batches together.
+  const sum = (trace, lane) => trace.x.reduce((all, length, i) => trace.y[i] === lane ? all + length : all, 0);
+  const rows = yaxis.ticktext.map((name, lane) => [name.replace("<br>", ", "), ...data.map((trace) => sum(trace, lane))]);
+  return ["", data.map((trace) => trace.name), rows];
 }
 
 function bySteps(data, layout) {
@@ -153,13 +163,15 @@ const CELL = {width: 620, height: 370, top: 44};
 
 async function cells(Plotly, figures, format) {
   const images = [];
+  let bottom = CELL.top + 2 * CELL.height;
   for (const [i, figure] of figures.entries()) {
-    const {data, layout} = inked(figure, PAPER);
-    const size = {width: CELL.width, height: CELL.height};
+    const {data, layout} = inked(figure, PAPER), wide = i >= CARDS.length;
+    const size = wide ? {width: 2 * CELL.width, height: layout.height} : {width: CELL.width, height: CELL.height};
     const uri = await Plotly.toImage({data, layout: {...layout, ...size}}, {format, ...size, ...(format === "png" && {scale: 1})});
-    images.push({uri, x: (i % 2) * CELL.width, y: CELL.top + Math.floor(i / 2) * CELL.height});
+    images.push({uri, x: wide ? 0 : (i % 2) * CELL.width, y: wide ? bottom : CELL.top + Math.floor(i / 2) * CELL.height});
+    if (wide) bottom += layout.height;
   }
-  return {images, width: 2 * CELL.width, height: CELL.top + 2 * CELL.height};
+  return {images, width: 2 * CELL.width, height: bottom};
 }
 
 async function pngPicture(Plotly, figures, title) {
@@ -225,7 +237,8 @@ function render({model, el}) {
     svg: tool("SVG", "Save all plots as SVG"),
   };
   const note = element("div", {class: "sl-note", role: "alert"}, "Loading plots …");
-  const plots = Object.fromEntries(CARDS.map((name) => [name, element("div", {class: "sl-plot", "data-plot": name})]));
+  const plots = Object.fromEntries([...CARDS, PIPELINE].map((name) => [name, element("div", {class: "sl-plot", "data-plot": name})]));
+  plots[PIPELINE].hidden = true;
   const grid = element("div", {class: "sl-grid"}, ...Object.values(plots));
   const tables = element("div", {class: "sl-tables", hidden: ""});
   const head = element("div", {class: "sl-head"}, element("span", {class: "sl-line"}, text, word), element("span", {class: "sl-tools"}, ...Object.values(buttons)));
@@ -236,6 +249,7 @@ function render({model, el}) {
     if (card === "anatomy" && byRank) return state.figures.ranks;
     return state.figures[card === "memory" && states ? "states" : card];
   };
+  const cards = () => state.figures[PIPELINE] ? [...CARDS, PIPELINE] : CARDS;
   const schedule = (wait = 0) => { timer ||= setTimeout(draw, wait); };
 
   function draw() {
@@ -243,12 +257,14 @@ function render({model, el}) {
     if (gone || !seen || !Plotly || state.seq < 0) return;
     const start = performance.now(), colours = pageColours(root);
     if (showTable) {
-      tables.replaceChildren(...CARDS.map((card) => table(card, figureOf(card))));
+      tables.replaceChildren(...cards().map((card) => table(card, figureOf(card))));
     } else {
-      for (const card of CARDS.filter((name) => dirty.has(name))) {
+      plots[PIPELINE].hidden = !state.figures[PIPELINE];
+      for (const card of cards().filter((name) => dirty.has(name))) {
         const {data, layout} = inked(figureOf(card), colours);
         Plotly.react(plots[card], data, layout, CONFIG);
       }
+      followPointer();
     }
     dirty.clear();
     root.dataset.seq = state.seq;
@@ -278,7 +294,7 @@ function render({model, el}) {
     // At first, unless a person has chosen: where the process holds far more than the model, the model's part alone.
     if (!chosen && frame.states !== null) chooseStates(frame.states);
     showHead();
-    changed(CARDS);
+    changed(cards());
   }
 
   function onMessage(message, buffers) {
@@ -296,7 +312,7 @@ function render({model, el}) {
   }
 
   const headline = () => `${state.head.text} · ${state.head.mark} ${state.head.state}`;
-  const picture = (make) => make(Plotly, CARDS.map(figureOf), headline());
+  const picture = (make) => make(Plotly, cards().map(figureOf), headline());
 
   async function sendPicture() {
     pictureWanted = !Plotly || state.seq < 0;
@@ -308,7 +324,20 @@ function render({model, el}) {
   function watch(on) {
     seen = on;
     model.send({kind: "watching", view, on});
-    if (on) changed(CARDS);
+    if (on) changed(cards());
+  }
+
+  // A step of the anatomy that the pointer rests on shows its own timeline; else the newest one is shown.
+  let pointing = 0, follows = false;
+  function followPointer() {
+    if (follows || !plots.anatomy.on) return;
+    follows = true;
+    const ask = (step) => {
+      clearTimeout(pointing);
+      pointing = setTimeout(() => { if (state.figures[PIPELINE]) model.send({kind: "timeline", step}); }, POINTING_MS);
+    };
+    plots.anatomy.on("plotly_hover", ({points}) => { if (!byRank) ask(points[0].x); });
+    plots.anatomy.on("plotly_unhover", () => ask(null));
   }
 
   function chooseStates(on) {
@@ -329,14 +358,14 @@ function render({model, el}) {
     buttons.table.setAttribute("aria-pressed", showTable);
     grid.hidden = showTable;
     tables.hidden = !showTable;
-    changed(CARDS);
+    changed(cards());
   });
   const file = (kind) => `${state.head.text.split(" · ")[0].replace(/[^\w.-]+/g, "-") || "run"}.${kind}`;
   const shown = (error) => { note.textContent = `The picture could not be made: ${error.message}`; };
   buttons.png.addEventListener("click", () => picture(pngPicture).then((blob) => save(blob, file("png"))).catch(shown));
   buttons.svg.addEventListener("click", () => picture(svgPicture).then((blob) => save(blob, file("svg"))).catch(shown));
 
-  const themes = new MutationObserver(() => changed(CARDS));
+  const themes = new MutationObserver(() => changed(cards()));
   themes.observe(document.body, {attributes: true});
   let inSight = true, hideTimer = 0;
   const look = () => {
@@ -357,7 +386,7 @@ function render({model, el}) {
   loadPlotly(model).then((loaded) => {
     Plotly = loaded;
     note.textContent = state.head.note;
-    changed(CARDS);
+    changed(cards());
     if (pictureWanted) return sendPicture();
   }).catch((error) => { note.textContent = `The plots cannot be drawn: ${error.message}. Run the cell again.`; });
 
@@ -373,6 +402,7 @@ function render({model, el}) {
     clearInterval(tidy);
     clearTimeout(timer);
     clearTimeout(hideTimer);
+    clearTimeout(pointing);
     root.closest(".jp-OutputArea-child")?.nextElementSibling?.classList.remove("speedlab-live-shown");
     themes.disconnect();
     sight.disconnect();

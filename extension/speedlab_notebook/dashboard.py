@@ -119,9 +119,18 @@ class Dashboard(anywidget.AnyWidget):
             self._set_watching(str(content.get("view")), bool(content.get("on")))
         elif kind == "keyframe":
             self._send_keyframe()
+        elif kind == "timeline":
+            self._show_timeline(content.get("step"))
         elif kind == "picture" and buffers and self._picture is not None:
             self._png_wanted = False
             self._picture.show(self._history, png=bytes(buffers[0]))
+
+    def _show_timeline(self, step: Any) -> None:
+        """The pipeline of the step that a person points at; of the newest again when it is None."""
+        with self._lock:
+            self._drawing.pipeline_step = step if isinstance(step, int) else None
+            if (message := self._drawing.tick(self._feed.status)) is not None:
+                self.send(message[0], buffers=message[1])
 
     def _set_watching(self, view: str, on: bool) -> None:
         """Start when the first view comes into sight, stop when the last one has gone."""

@@ -8,6 +8,9 @@ A tick is {"kind": "tick", "seq": n, "parts": [...]} and one buffer of float32 f
     {"part": "marks", "shapes": [...], "annotations": [...]}                 events on every step axis
     {"part": "head", "text": …, "state": …, "mark": …, "note": …}            the header line
 
+The pipeline's timeline, a "figure" of its own where there is a pipeline, comes at most once a second, of the newest
+step or of the one that a person points at.
+
 `seq` counts up by one from the keyframe's, so that a page knows when it has missed something and waits for the next
 keyframe. In a keyframe arrays are {"f32": bytes}, and "states" says whether to
 begin with the model states alone (None while nothing is known).
@@ -28,6 +31,7 @@ from speedlab.telemetry.figure_style import Figure, event_marks
 from speedlab.telemetry.figures import anatomy_by_rank_figure, header
 from speedlab.telemetry.folder import Status
 from speedlab.telemetry.memory_figure import memory_figure, states_are_small, states_figure
+from speedlab.telemetry.pipeline_figure import pipeline_figure
 from speedlab.telemetry.records import StepRecord
 from speedlab.telemetry.series import BARS, POINTS, History, stride
 from speedlab.telemetry.step_figures import (
@@ -40,9 +44,11 @@ from speedlab.telemetry.step_figures import (
     throughput_figure,
     throughput_values,
 )
+from speedlab.telemetry.timeline import timeline_of
 
 _HELDOUT_TRACE = 3
 _MOST_HELDOUT = POINTS // 2
+_PIPELINE_SECONDS = 1.0
 
 _Points = list[tuple[np.ndarray, np.ndarray]]
 
@@ -96,11 +102,16 @@ class Drawing:
         self._frames: dict[str, str] = {}
         self._latest: dict[int, StepRecord] = {}
         self._head: dict[str, str] = {}
+        self.pipeline_step: int | None = None
+        """The step whose timeline is wanted; None takes the newest."""
+        self._pipeline: tuple[int | None, float] = (None, float("-inf"))
+        """Step of the timeline that was sent last, and when."""
 
     def keyframe(self, status: Status, *, closed: bool = False) -> dict[str, Any]:
         """Everything as it is now. `closed`: the run rests, so unfinished buckets are drawn too."""
         specs = self._bar_specs()
         specs |= {name: self._curve_spec(name, closed=closed) for name in _CURVES}
+        specs |= {"pipeline": spec} if (spec := self._new_pipeline(anyway=True)) is not None else {}
         self._events, self._heldout = len(self.history.events), len(self.history.heldout)
         self._head = self._header(status)
         figures = {name: _pack(spec, lambda array: array.tobytes()) for name, spec in specs.items()}
@@ -115,6 +126,8 @@ class Drawing:
             self._tick_curve(name, parts, buffers, rewritten=rewritten)
         self._tick_bars(parts, buffers)
         self._tick_heldout(parts, buffers)
+        if (spec := self._new_pipeline()) is not None:
+            _append_figure("pipeline", spec, parts, buffers)
         if len(self.history.events) != self._events:
             self._events = len(self.history.events)
             parts.append({"part": "marks", **event_marks(self.history.events)})
@@ -162,6 +175,18 @@ class Drawing:
                 _append_figure(name, spec, parts, buffers)
             else:
                 parts.append(_bars(name, spec, buffers))
+
+    def _new_pipeline(self, *, anyway: bool = False) -> Figure | None:
+        """The timeline when there is one to send; None where there is none, or nothing new, or it would be too soon."""
+        sent, when = self._pipeline
+        soon = self.pipeline_step is None and self._clock() - when < _PIPELINE_SECONDS
+        if not anyway and (soon or (self.pipeline_step is not None and self.pipeline_step == sent)):
+            return None
+        timeline = timeline_of(self.history.records, self.pipeline_step)
+        if timeline is None or (timeline.step == sent and not anyway):
+            return None
+        self._pipeline = timeline.step, self._clock()
+        return pipeline_figure(timeline, devices=self._devices)
 
     def _bar_specs(self) -> dict[str, Figure]:
         self._latest = dict(self.history.latest)

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from speedlab.telemetry.folder import RunFolder, RunFolderError, Status
@@ -16,6 +16,8 @@ from speedlab.telemetry.stream import LINE_LIMIT_BYTES, Message, Subscriber
 _STREAM_FRESH_SECONDS = 2.0
 _SWEEP_SECONDS = 0.5
 _LOOK_AROUND_SECONDS = 1.0
+_TIMELINES = 256
+"""Steps whose timelines are kept in memory; those of earlier ones are in the files."""
 
 
 class Feed:
@@ -26,9 +28,10 @@ class Feed:
        read from the file; an earlier one is known.
     3. The files themselves are looked at in every poll while the stream is silent, and twice a second otherwise.
 
-    `records` and `events` only grow (new lists when a file was replaced by a shorter one, or a poll was interrupted).
-    `version` counts the polls that found something, for several readers of one feed. `damaged_lines` counts lines that
-    are no records, `problem` is the last thing that could not be read. Any thread may poll.
+    `records` and `events` only grow (new lists when a file was replaced by a shorter one, or a poll was interrupted);
+    timelines are kept for the newest steps only. `version` counts the polls that found something, for several readers
+    of one feed. `damaged_lines` counts lines that are no records, `problem` is the last thing that could not be read.
+    Any thread may poll.
     """
 
     def __init__(self, folder: RunFolder | str | os.PathLike[str]) -> None:
@@ -173,6 +176,8 @@ class Feed:
         while records and records[-1].step >= record.step:
             records.pop()  # The run went back to a checkpoint: the steps behind it are computed again.
         records.append(record)
+        if len(records) > _TIMELINES and records[-_TIMELINES - 1].timeline:
+            records[-_TIMELINES - 1] = replace(records[-_TIMELINES - 1], timeline=[])
         return True
 
     def _add_event(self, line: bytes) -> bool:

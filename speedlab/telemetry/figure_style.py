@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from speedlab.telemetry.records import CATEGORIES, Event
+from speedlab.telemetry.shape import change_mark
 
 Figure = dict[str, Any]
 
@@ -162,8 +163,7 @@ def event_marks(events: Sequence[Event]) -> Figure:
     shown = [event for event in events if event.kind in _EVENT_MARKS][-_MOST_MARKS:]
     shapes, annotations = [], []
     for event in shown:
-        before, after = event.details.get("before"), event.details.get("zero")
-        stages = f" {before}→{after}" if event.kind == "reshaped" and isinstance(before, int) else ""
+        change = f" {change_mark(event)}" if event.kind == "reshaped" else ""
         line = {"color": INK, "width": 1, "dash": "dot"}
         shapes.append(
             {"type": "line", "x0": event.step, "x1": event.step, "yref": "paper", "y0": 0, "y1": 1, "line": line}
@@ -171,7 +171,7 @@ def event_marks(events: Sequence[Event]) -> Figure:
         )
         annotations.append(
             {
-                "text": f"{_EVENT_MARKS[event.kind]}{stages}",
+                "text": f"{_EVENT_MARKS[event.kind]}{change}".rstrip(),
                 "x": event.step,
                 "y": 1,
                 "yref": "paper",

@@ -16,6 +16,7 @@ from speedlab.hardware import Device
 from speedlab.telemetry.figure_style import Figure, plain
 from speedlab.telemetry.folder import Status
 from speedlab.telemetry.memory_figure import memory_figure, states_are_small, states_figure
+from speedlab.telemetry.pipeline_figure import pipeline_figure
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.series import History
 from speedlab.telemetry.step_figures import (
@@ -27,6 +28,7 @@ from speedlab.telemetry.step_figures import (
     throughput_figure,
 )
 from speedlab.telemetry.text import STATE_MARKS, count_text, seconds_text
+from speedlab.telemetry.timeline import timeline_of
 
 __all__ = [
     "Header",
@@ -45,7 +47,9 @@ __all__ = [
 
 
 def figures(history: History, *, devices: Sequence[Device] = ()) -> dict[str, Figure]:
-    """All plots by name, in the order in which they are laid out."""
+    """All plots by name, in the order in which they are laid out; the pipeline's last, where there is one."""
+    timeline = timeline_of(history.records)
+    pipeline = {} if timeline is None else {"pipeline": pipeline_figure(timeline, devices=devices)}
     return {
         "memory": memory_figure(history, devices=devices),
         "states": states_figure(history, devices=devices),
@@ -53,16 +57,19 @@ def figures(history: History, *, devices: Sequence[Device] = ()) -> dict[str, Fi
         "throughput": throughput_figure(history),
         "anatomy": anatomy_figure(history),
         "ranks": anatomy_by_rank_figure(history, devices=devices),
+        **pipeline,
     }
 
 
 _OVERVIEW_POINTS = 100
 _OVERVIEW_BARS = 40
+_OVERVIEW_PIXELS = 640
 _GRID = {"gridcolor": "#dde2e8"}
 
 
 def overview_figure(history: History, *, title: str = "", devices: Sequence[Device] = ()) -> Figure:
-    """The four plots as one figure of plain lists, small enough to stay in a saved notebook."""
+    """The four plots, and a pipeline's timeline below them, as one figure of plain lists, small enough to stay in a
+    saved notebook."""
     data: list[dict[str, Any]] = []
     layout: Figure = {
         "title": {"text": escape(title), "x": 0.01, "xanchor": "left", "font": {"size": 14}},
@@ -73,7 +80,7 @@ def overview_figure(history: History, *, title: str = "", devices: Sequence[Devi
         "showlegend": True,
         "legend": {"orientation": "h", "y": -0.08, "font": {"size": 10}},
         "margin": {"l": 55, "r": 55, "t": 60, "b": 40},
-        "height": 640,
+        "height": _OVERVIEW_PIXELS,
         "annotations": [],
         "shapes": [],
     }
@@ -83,26 +90,42 @@ def overview_figure(history: History, *, title: str = "", devices: Sequence[Devi
         throughput_figure(history, cut_for(history, _OVERVIEW_POINTS)),
         anatomy_figure(history, cut_for(history, _OVERVIEW_BARS)),
     ]
+    timeline = timeline_of(history.records)
+    wide = None if timeline is None else pipeline_figure(timeline, devices=devices)
+    layout["height"] += wide["layout"]["height"] if wide is not None else 0
+    below = 1 - _OVERVIEW_PIXELS / layout["height"]
     for number, figure in enumerate(plots):
-        _place(figure, number, data, layout)
+        left, bottom = 0.55 * (number % 2), below + (1 - below) * 0.56 * (1 - number // 2)
+        _place(figure, number, (left, left + 0.42), (bottom, bottom + (1 - below) * 0.40), data, layout)
+    if wide is not None:
+        layout["uniformtext"] = wide["layout"]["uniformtext"]
+        known = {trace["name"] for trace in data}  # Phases wear the colours that they have in the plot above.
+        traces = [{**trace, "showlegend": trace["name"] not in known} for trace in wide["data"]]
+        _place({**wide, "data": traces}, len(plots), (0.06, 1.0), (0.02, 0.6 * below), data, layout)
     return plain({"data": data, "layout": layout})
 
 
-def _place(figure: Figure, number: int, data: list[dict[str, Any]], layout: Figure) -> None:
-    """Put a figure into cell `number` of a grid of two by two."""
-    left, bottom = 0.55 * (number % 2), 0.56 * (1 - number // 2)
+def _place(
+    figure: Figure,
+    number: int,
+    across: tuple[float, float],
+    up: tuple[float, float],
+    data: list[dict[str, Any]],
+    layout: Figure,
+) -> None:
+    """Add a figure as number `number`, between these shares of the width and of the height."""
     first, second = str(2 * number + 1) if number else "", str(2 * number + 2)
-    domain = {"x": [left, left + 0.42], "y": [bottom, bottom + 0.40]}
     inner = figure["layout"]
-    layout[f"xaxis{first}"] = {**inner["xaxis"], **_GRID, "domain": domain["x"], "anchor": f"y{first}"}
-    layout[f"yaxis{first}"] = {**inner["yaxis"], **_GRID, "domain": domain["y"], "anchor": f"x{first}"}
+    layout[f"xaxis{first}"] = {**inner["xaxis"], **_GRID, "domain": list(across), "anchor": f"y{first}"}
+    layout[f"yaxis{first}"] = {**inner["yaxis"], **_GRID, "domain": list(up), "anchor": f"x{first}"}
     if "yaxis2" in inner:
         layout[f"yaxis{second}"] = {**inner["yaxis2"], "anchor": f"x{first}", "overlaying": f"y{first}"}
     for trace in figure["data"]:
         axis = second if trace.get("yaxis") == "y2" else first
         data.append({**trace, "xaxis": f"x{first}", "yaxis": f"y{axis}"})
     caption = {"text": f"<b>{inner['title']['text']}</b>", "showarrow": False, "font": {"size": 12}}
-    corner = {"x": left, "xref": "paper", "xanchor": "left", "y": domain["y"][1] + 0.035, "yref": "paper"}
+    above = up[1] + 0.035 * _OVERVIEW_PIXELS / layout["height"]
+    corner = {"x": across[0], "xref": "paper", "xanchor": "left", "y": above, "yref": "paper"}
     layout["annotations"].append({**caption, **corner, "yanchor": "bottom"})
     for shape in inner["shapes"]:
         yref = f"y{first} domain" if shape.get("yref") == "paper" else f"y{first}"

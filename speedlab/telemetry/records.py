@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
+from heapq import nlargest
 from typing import Any, NamedTuple
 
 CATEGORIES = (
@@ -24,6 +25,10 @@ CATEGORIES = (
 
 PHASES = ("data", "forward", "backward", "communication", "optimizer")
 """Phases of a step. `communication` is the exposed part only: time in which a rank waited; the others exclude it."""
+
+
+MOST_SPANS = 8192
+"""Spans of one step that are written: a line of a record file has a limit, and no picture shows more."""
 
 
 class RunState(StrEnum):
@@ -113,7 +118,10 @@ class StepRecord:
 
     def to_json(self) -> str:
         # The fields are plain data, so the instances' own dicts do: asdict would copy them all, at five times the cost.
-        return json.dumps({**self.__dict__, "ledger": self.ledger.__dict__}, separators=(",", ":"))
+        values = {**self.__dict__, "ledger": self.ledger.__dict__}
+        if self.timeline:
+            values["timeline"] = _lines_of(self.timeline)
+        return json.dumps(values, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, line: str | bytes) -> StepRecord:
@@ -121,6 +129,15 @@ class StepRecord:
         data["ledger"] = Ledger(**data.get("ledger", {}))
         data["timeline"] = [Span(*span) for span in data.get("timeline", ())]
         return cls(**data)
+
+
+def _lines_of(timeline: list[Span]) -> list[tuple[str, int, int, float, float]]:
+    """Spans to a microsecond; of very many, the longest."""
+    kept = timeline
+    if len(timeline) > MOST_SPANS:
+        longest = nlargest(MOST_SPANS, range(len(timeline)), key=lambda i: timeline[i].seconds)
+        kept = [timeline[i] for i in sorted(longest)]
+    return [(*span[:3], round(span.start, 6), round(span.seconds, 6)) for span in kept]
 
 
 @dataclass(frozen=True, kw_only=True)

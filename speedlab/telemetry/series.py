@@ -103,11 +103,13 @@ class Series:
 
 
 class History:
-    """Everything the plots of a run are drawn from: a Series and the newest record for each rank, and the events."""
+    """Everything the plots of a run are drawn from: a Series and the newest record for each rank, and the events.
+    `records` are those it was last updated from."""
 
     def __init__(self) -> None:
         self.series: dict[int, Series] = {}
         self.latest: dict[int, StepRecord] = {}
+        self.records: Mapping[int, Sequence[StepRecord]] = {}
         self.events: list[Event] = []
 
     @classmethod
@@ -119,6 +121,7 @@ class History:
     def update(self, records: Mapping[int, Sequence[StepRecord]], events: Sequence[Event]) -> bool:
         """Take in what is new. True when earlier steps of the leading rank were replaced."""
         rewritten = False
+        self.records = records
         for rank, entries in records.items():
             if not entries:
                 continue

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from speedlab.config import ConfigError, RunConfig
+from speedlab.config import Batch, ConfigError, RunConfig
 from speedlab.config.errors import unknown_key
 from speedlab.telemetry.records import Event
 
 CHANGES = ("zero", "tp", "pp", "dp", "schedule", "chunks", "micro_batches", "sequence", "cut")
 """What may be changed of a run that is on."""
 
+_AXES = ("pp", "dp", "tp")
 _PIPELINE = frozenset({"pp", "schedule", "chunks"})
 """What a cut of the blocks depends on."""
 
@@ -38,17 +39,36 @@ def shape_after(event: Event) -> dict[str, Any]:
     return {name: told[name] for name in CHANGES if name in told}
 
 
-def changed_config(config: RunConfig, engines: int, *, built_in: bool = True, **changes: Any) -> RunConfig:
+def change_mark(event: Event) -> str:
+    """What a change of shape has changed, as short as a plot needs it: '2→3', 'pp 2 × dp 1 × tp 2'; '' for the rest."""
+    before, after = event.details.get("before"), shape_after(event)
+    stage = before.get("zero") if isinstance(before, dict) else before
+    words = []
+    if isinstance(stage, int) and "zero" in after and stage != after["zero"]:
+        words.append(f"{stage}→{after['zero']}")
+    if isinstance(before, dict) and any(before.get(axis) != after.get(axis) for axis in _AXES):
+        words.append(" × ".join(f"{axis} {after[axis]}" for axis in _AXES if axis in after))
+    return ", ".join(words)
+
+
+def changed_config(
+    config: RunConfig, engines: int, *, before: int | None = None, built_in: bool = True, **changes: Any
+) -> RunConfig:
     """`config` with `changes` (of CHANGES) on `engines` engines. What is not changed stays, the global batch too; dp
     follows from the engines, and a cut of the blocks from the pipeline, unless they are given.
+
+    `before`: the number of engines that `config` runs on now, where it is another.
 
     Raises ConfigError or LayoutError, with the rule, the values and what would work, when there is no such run.
     """
     if unknown := [name for name in changes if name not in CHANGES]:
         raise ConfigError(unknown_key(unknown[0], CHANGES, {}))
-    batch = config.batch.resolve(config.layout(engines, built_in=built_in).dp)
-    parallel = {name: changes[name] for name in CHANGES if name in changes and name not in ("zero", "micro_batches")}
-    if changes.keys() & {"tp", "pp"}:
+    before = before or engines
+    batch = config.batch.resolve(config.layout(before, built_in=built_in).dp)
+    parallel: dict[str, Any] = {
+        name: changes[name] for name in CHANGES if name in changes and name not in ("zero", "micro_batches")
+    }
+    if changes.keys() & {"tp", "pp"} or before != engines:
         parallel.setdefault("dp", None)
     if changes.keys() & _PIPELINE:
         parallel.setdefault("cut", None)
@@ -58,23 +78,32 @@ def changed_config(config: RunConfig, engines: int, *, built_in: bool = True, **
     # The layout first, and only then how the global batch is shared out in it.
     sizes: dict[str, Any] = {"global_size": batch.global_size, "micro_size": None, "accumulation": None}
     dp = wanted.replace(batch=sizes).layout(engines, built_in=built_in).dp
-    sizes["accumulation"] = changes.get("micro_batches")
-    if sizes["accumulation"] is None and batch.global_size % (batch.micro_size * dp) == 0:
-        sizes["accumulation"] = batch.global_size // (batch.micro_size * dp)
+    sizes["accumulation"] = changes.get("micro_batches") or _fewest(batch, dp)
     wanted = wanted.replace(batch=sizes)
     wanted.batch.resolve(dp)
     wanted.layout(engines, built_in=built_in)  # Some schedules ask something of the number of micro-batches.
     return wanted
 
 
+def _fewest(batch: Batch, dp: int) -> int | None:
+    """The fewest micro-batches that share the global batch out to `dp` ranks and are no larger than they are now, so
+    that activations take no more memory; None when the global batch does not divide."""
+    counts = range(1, batch.global_size // dp + 1)
+    return next(
+        (n for n in counts if batch.global_size % (n * dp) == 0 and batch.global_size <= n * dp * batch.micro_size),
+        None,
+    )
+
+
 def differences(running: RunConfig, wanted: RunConfig, engines: int) -> dict[str, Any]:
     """The changes that lead from the shape of `running` to that of `wanted`, both on `engines` engines, as
     `changed_config` takes them."""
-    before, after = _shape(running, engines), _shape(wanted, engines)
+    before, after = shape_of(running, engines), shape_of(wanted, engines)
     return {name: after[name] for name in CHANGES if before[name] != after[name]}
 
 
-def _shape(config: RunConfig, engines: int) -> dict[str, Any]:
+def shape_of(config: RunConfig, engines: int) -> dict[str, Any]:
+    """What may be changed of `config` on `engines` engines, under the names of CHANGES."""
     layout, parallel = config.layout(engines, built_in=False), config.parallel
     batch = config.batch.resolve(layout.dp)
     return {

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from speedlab.planner import bubble_share
 from speedlab.telemetry.records import Span, StepRecord
+
+_NEWEST = 8
+"""Records of a rank, from its newest back, among which a step is looked for that all ranks have told of."""
 
 COMPUTING = frozenset({"F", "B", "I", "W"})
 """Actions in which a pipeline rank works on a micro-batch; in all others it waits, sends, or is done with them."""
@@ -75,7 +79,10 @@ def lanes_of(
     records: Mapping[int, Sequence[StepRecord]], step: int | None = None
 ) -> tuple[int, tuple[Lane, ...]] | None:
     """The step and a lane for each rank, by rank, on one clock."""
-    told = {rank: {r.step: r for r in entries if r.timeline} for rank, entries in records.items() if entries}
+    newest = max((entries[-1].step for entries in records.values() if entries), default=0)
+    # Ranks that are silent for long have left the run: it goes on with fewer engines.
+    present = {rank: found for rank, found in records.items() if found and found[-1].step > newest - _NEWEST}
+    told = {rank: _near(entries, step) for rank, entries in present.items()}
     common = set.intersection(*map(set, told.values())) if told else set()
     wanted = max(common, default=None) if step is None else step
     if wanted is None or wanted not in common:
@@ -89,3 +96,13 @@ def lanes_of(
         )
         for rank, record in chosen
     )
+
+
+def _near(entries: Sequence[StepRecord], step: int | None) -> dict[int, StepRecord]:
+    """By step, the records with a timeline that come into question."""
+    if step is None:
+        found = entries[-_NEWEST:]
+    else:
+        first = bisect_left(entries, step, key=lambda record: record.step)
+        found = entries[first : first + 1]
+    return {record.step: record for record in found if record.timeline}

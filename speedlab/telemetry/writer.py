@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from speedlab.telemetry.tensorboard import TensorBoardFile
 
 
+_STREAMED_BYTES = 64 * 1024
+"""Ten of these a second from each rank are what a reader takes in without effort."""
+
+
 class RecordWriter:
     """Writes what one rank has to say of a run; rank 0 also writes the run's events and TensorBoard's file.
 
@@ -33,10 +37,14 @@ class RecordWriter:
         self._closed = False
 
     def write(self, record: StepRecord) -> None:
-        """Append one step record. Raises RunFolderError when the disk does not take it."""
+        """Append one step record; one with a huge timeline is left to the file.
+
+        Raises RunFolderError when the disk does not take it.
+        """
         line = record.to_json().encode() + b"\n"
         start = self._records.append(line)
-        self._stream.offer(Message(b"r", self.rank, start, line))
+        if len(line) <= _STREAMED_BYTES:
+            self._stream.offer(Message(b"r", self.rank, start, line))
         if self._tensorboard is not None:
             self._tensorboard.add(record)
 
@@ -73,6 +81,15 @@ class RecordWriter:
         from speedlab.telemetry.tensorboard import TensorBoardFile, installed
 
         return TensorBoardFile(self.folder.path / "tensorboard") if installed() else None
+
+
+def note(folder: RunFolder, event: Event) -> None:
+    """Append an event of the kernel's own. Only while no rank advances the run: a rank counts on its lines alone."""
+    file = _LineFile(folder.path / "events.jsonl")
+    try:
+        file.append(event.to_json().encode() + b"\n")
+    finally:
+        file.close()
 
 
 class _LineFile:

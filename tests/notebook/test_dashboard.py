@@ -24,7 +24,7 @@ from speedlab_notebook.static_picture import PLOTLY_MIME, StaticPicture
 from speedlab.config import RunConfig
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import RunFolder, Status
-from speedlab.telemetry.records import Event, Ledger, RunState, StepRecord
+from speedlab.telemetry.records import Event, Ledger, RunState, Span, StepRecord
 from speedlab.telemetry.series import BARS, POINTS, History
 
 MIB = 2**20
@@ -199,6 +199,56 @@ def test_a_run_that_rests_and_goes_on_is_drawn_without_a_seam():
     history.update(records, [])
     page.take(*drawing.tick(RUNNING))
     assert page.figures["anatomy"]["data"][0]["x"].tolist() == list(range(2, 2 * BARS + 1, 2))
+
+
+def pipeline(step: int, rank: int) -> StepRecord:
+    """A rank of two in a pipeline, that does a forward and a backward."""
+    spans = [Span("F", rank, 0, 0.01 * rank, 0.01), Span("B", rank, 0, 0.04 - 0.02 * rank, 0.02)]
+    return record(step, rank, began=float(step), timeline=spans)
+
+
+def test_a_pipelines_timeline_comes_once_a_second_and_for_the_step_that_is_pointed_at():
+    records = {rank: [pipeline(step, rank) for step in (1, 2)] for rank in (0, 1)}
+    history, now = History.of(records), [100.0]
+    drawing = Drawing(history, name="sample", clock=lambda: now[0])
+    page = Page(drawing.keyframe(RUNNING))
+
+    def shown() -> str:
+        return page.figures["pipeline"]["layout"]["title"]["text"]
+
+    assert shown() == "pipeline, step 2: bubble 50 % (theory 50 %), 1 micro-batch"
+
+    def goes_on(step: int) -> None:
+        for rank in records:
+            records[rank].append(pipeline(step, rank))
+        history.update(records, [])
+        page.take(*drawing.tick(RUNNING))
+
+    now[0] += 0.5
+    goes_on(3)
+    assert shown().startswith("pipeline, step 2:")  # Too soon.
+    now[0] += 0.6
+    goes_on(4)
+    assert shown().startswith("pipeline, step 4:")
+    drawing.pipeline_step = 1
+    page.take(*drawing.tick(RUNNING))
+    now[0] += 2
+    goes_on(5)
+    assert shown().startswith("pipeline, step 1:")
+    drawing.pipeline_step = None
+    page.take(*drawing.tick(RUNNING))
+    assert shown().startswith("pipeline, step 5:")
+
+
+def test_without_a_pipeline_there_is_no_timeline_also_when_there_was_one():
+    records = {rank: [pipeline(1, rank)] for rank in (0, 1)}
+    history = History.of(records)
+    drawing = Drawing(history, name="sample")
+    assert "pipeline" in drawing.keyframe(RUNNING)["figures"]
+    for rank in records:
+        records[rank] += [record(step, rank) for step in range(2, 12)]  # Reshaped to pp 1.
+    history.update(records, [])
+    assert "pipeline" not in drawing.keyframe(RUNNING)["figures"]
 
 
 def test_silence_is_told_though_nothing_comes():

@@ -11,7 +11,7 @@ from telemetry_samples import eventually, make_event, make_folder, make_record
 
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import Status
-from speedlab.telemetry.records import RunState
+from speedlab.telemetry.records import RunState, Span
 from speedlab.telemetry.writer import RecordWriter
 
 
@@ -162,6 +162,20 @@ def test_new_ranks_and_status_changes_are_noticed(folder):
     assert feed.poll() is True
     assert feed.version == version + 1
     assert (feed.status.state, feed.status.command) == (RunState.PAUSED, 2)
+
+
+def test_timelines_stay_for_the_newest_steps_and_huge_ones_come_from_the_file(folder):
+    with RecordWriter(folder, 0, stream_hz=10) as writer:
+        feed = Feed(folder)
+        feed.poll()
+        for step in range(1, 301):
+            writer.write(make_record(step, timeline=[Span("F", 0, 0, 0.0, 0.1)]))
+        writer.write(make_record(301, timeline=[Span("F", 0, i, float(i), 0.1) for i in range(5000)]))
+        eventually(lambda: feed.poll() and feed.records.get(0) and feed.records[0][-1].step == 301)
+    kept = [record.step for record in feed.records[0] if record.timeline]
+    assert kept == list(range(301 - 256 + 1, 302))
+    assert len(feed.records[0][-1].timeline) == 5000
+    feed.close()
 
 
 def test_polling_for_nothing_is_cheap(folder):

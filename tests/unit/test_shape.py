@@ -9,7 +9,7 @@ from telemetry_samples import make_event
 
 from speedlab.config import ConfigError, RunConfig
 from speedlab.layout import Layout, LayoutError
-from speedlab.telemetry.shape import changed_config, differences, present_config, shape_after
+from speedlab.telemetry.shape import change_mark, changed_config, differences, present_config, shape_after
 
 CONFIG = RunConfig(batch={"global_size": 32, "micro_size": 4})
 
@@ -62,6 +62,18 @@ def test_events_that_told_only_the_stage_are_understood() -> None:
     event = make_event("reshaped", 3, details={"before": 2, "zero": 3})
     assert shape_after(event) == {"zero": 3}
     assert present_config(CONFIG, [event], 4).zero.stage == 3
+
+
+def test_a_plot_marks_a_change_in_few_letters() -> None:
+    before = {"zero": 2, "pp": 1, "dp": 4, "tp": 1, "schedule": "1f1b"}
+    for change, mark in [
+        ({"zero": 3}, "2→3"),
+        ({"pp": 2, "dp": 2}, "pp 2 × dp 2 × tp 1"),
+        ({"zero": 1, "dp": 2, "tp": 2}, "2→1, pp 1 × dp 2 × tp 2"),
+        ({"schedule": "gpipe"}, ""),
+    ]:
+        assert change_mark(make_event("reshaped", details={"before": before, "after": {**before, **change}})) == mark
+    assert change_mark(make_event("reshaped", details={"before": 2, "zero": 3})) == "2→3"
 
 
 @given(

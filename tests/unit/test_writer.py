@@ -10,7 +10,7 @@ import pytest
 from telemetry_samples import make_event, make_folder, make_record
 
 from speedlab.telemetry.folder import RunFolderError
-from speedlab.telemetry.records import Event, StepRecord
+from speedlab.telemetry.records import MOST_SPANS, Event, Span, StepRecord
 from speedlab.telemetry.writer import RecordWriter, _LineFile
 
 
@@ -32,6 +32,21 @@ def test_records_and_events_are_lines_that_read_back_at_once(tmp_path):
     assert StepRecord.from_json(lines[1]).heldout_loss == 6.5
     assert events == [make_event("reshaped", 2, command=4, details={"zero": 3})]
     assert stat.S_IMODE((folder.path / "records" / "rank-1.jsonl").stat().st_mode) == 0o600
+
+
+def test_a_timeline_is_written_to_the_microsecond_and_of_very_many_spans_the_longest(tmp_path):
+    spans = [Span("F", 0, i, i / 3, (1 + i % 7) / 3e3) for i in range(MOST_SPANS + 5000)]
+    folder = make_folder(tmp_path)
+    with RecordWriter(folder, 0, stream_hz=10) as writer:
+        writer.write(make_record(1, timeline=spans[:2], began=12.5))
+        writer.write(make_record(2, timeline=spans))
+        small, huge = map(StepRecord.from_json, lines_of(folder.path / "records" / "rank-0.jsonl"))
+    assert small.timeline == [Span("F", 0, 0, 0.0, 0.000333), Span("F", 0, 1, 0.333333, 0.000667)]
+    assert small.began == 12.5
+    assert len(huge.timeline) == MOST_SPANS
+    assert [span.start for span in huge.timeline] == sorted(span.start for span in huge.timeline)
+    dropped = {span.micro_batch for span in spans} - {span.micro_batch for span in huge.timeline}
+    assert max(spans[i].seconds for i in dropped) <= min(span.seconds for span in huge.timeline) + 1e-6
 
 
 def test_only_rank_0_writes_events(tmp_path):
