@@ -13,10 +13,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,7 @@ RESTING = frozenset({RunState.PAUSED, RunState.FINISHED, RunState.STOPPED, RunSt
 """States in which no rank advances until a control word asks for it."""
 
 _RETRY_SECONDS = 0.25
+_HOLD_POLL_SECONDS = 0.02
 _CHECK_SECONDS = 1.0
 _TEXT_LIMIT = 2000
 
@@ -90,6 +93,21 @@ class Advance:
             if not self._settle() and not self._retrying:
                 self._retrying = True
                 threading.Thread(target=self._retry, name="speedlab-run-retry", daemon=True).start()
+
+    @contextlib.contextmanager
+    def held_back(self, seconds: float = 10.0) -> Iterator[None]:
+        """Nobody advances the run meanwhile, in this kernel or another; words wait. The run has to rest; raises
+        ClusterError when some handle still works on it after `seconds`."""
+        claim = Claim(self._folder.path / "control" / "advance.lock")
+        deadline = time.monotonic() + seconds
+        while not claim.take():
+            if time.monotonic() > deadline:
+                raise ClusterError(f"run {self._folder.name!r} is being advanced by another process; pause it first")
+            time.sleep(_HOLD_POLL_SECONDS)
+        try:
+            yield
+        finally:
+            claim.release()
 
     def _settle(self) -> bool:
         """Submit if a word waits and this handle may; False when it has to be tried again. Called with the lock."""

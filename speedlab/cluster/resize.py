@@ -5,11 +5,13 @@ The way of a change:
 2. New engines are started and become ready; until then nothing is changed, and a failure leaves all as it was.
 3. In one piece: the engines that stay leave their process group, give up what they hold of runs and learn how many they
    are and which cores are theirs; the cluster's file says who runs; those too many are ended.
-The next `speedlab.comm.join` brings all of them together.
+The next `speedlab.comm.join` brings all of them together. A run is paused and saved before, and goes on from that
+checkpoint, which any layout can load.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,15 +23,21 @@ from speedlab.cluster.connection import Connection
 from speedlab.cluster.devices import devices_for
 from speedlab.cluster.errors import ClusterError, name_ranks
 from speedlab.cluster.home import ClusterState, EngineEntry, Home
-from speedlab.cluster.known_runs import known_folders, saved_step
+from speedlab.cluster.known_runs import RunError, known_folders, saved_step
 from speedlab.cluster.launchers import device_fields, rank_environment
+from speedlab.config import RunConfig
 from speedlab.hardware import Device
 from speedlab.telemetry.folder import RunFolder
-from speedlab.telemetry.records import RunState
+from speedlab.telemetry.records import Event, RunState
+from speedlab.telemetry.shape import changed_config, shape_of
+from speedlab.telemetry.writer import note
 
 if TYPE_CHECKING:
     from speedlab.cluster.cluster import Cluster
+    from speedlab.cluster.run import Run
+    from speedlab.cluster.words import Pending
 
+_SAVE_SECONDS = 3600.0
 _REBIND_SECONDS = 20.0
 """How long engines may take to leave their group and free what they hold."""
 
@@ -123,3 +131,80 @@ def _what_changes(before: Sequence[Device], after: Sequence[Device]) -> str:
     text = f"{len(before)} → {len(after)} engines on {names}"
     had, has = before[0].threads, after[0].threads
     return text if had == has else f"{text}; each computes with {has} thread{'s' if has > 1 else ''}, so far with {had}"
+
+
+def resize_run(run: Run, engines: int, *, progress: Progress = print, **changes: Any) -> Pending:
+    """Let a run go on with another number of engines: pause, save, resize its cluster, go on from what was saved.
+
+    The global batch stays, and so does the layout but for dp, unless `changes` (of `telemetry.shape.CHANGES`) say
+    otherwise. Returns, when the run is as it was, running or paused, the word that brought it there.
+
+    Raises ConfigError, LayoutError or ClusterError before anything is changed, for what cannot be. When it fails
+    later, or is interrupted, the run goes on as before, with as many engines as before.
+    """
+    cluster = run.cluster
+    if cluster is None:
+        raise RunError(f"{run.name} has no engines here; speedlab.attach({run.name!r}) finds them")
+    before, had = run.present_config, cluster.size
+    after = changed_config(before, engines, before=had, built_in=run._is_built_in(), **changes)
+    devices_for(engines, cluster.devices)
+    state = run.state
+    if state in RESTING and state is not RunState.PAUSED:
+        raise RunError(
+            f"run {run.name!r} is {state} at step {run.step}; only one that runs or is paused can be taken along"
+        )
+    move = _Move(run, cluster, "pause" if state is RunState.PAUSED else "resume", progress)
+    if state is not RunState.PAUSED:
+        run.pause().wait()
+    try:
+        move.save()
+        return move.to(engines, before, after)
+    except BaseException as error:
+        if cluster.size == had and run.folder.config == move.config:
+            move.go_on()
+        else:
+            move.to(had, after, before)
+        if isinstance(error, Exception):
+            raise RunError(f"run {run.name!r} goes on with {had} engines as before; with {engines}: {error}") from error
+        raise
+
+
+class _Move:
+    """A run's way from one number of engines to another, and back if need be."""
+
+    def __init__(self, run: Run, cluster: Cluster, word: str, progress: Progress) -> None:
+        """`word`: what brings the run into the state that it had."""
+        assert run._advance is not None
+        self._run, self._cluster, self._advance = run, cluster, run._advance
+        self._word, self._progress = word, progress
+        self.config = run.folder.config
+
+    def save(self) -> None:
+        """Have a checkpoint of the step at which the run is paused."""
+        run, step = self._run, int(self._run.step)
+        if saved_step(run.folder) == step:
+            return
+        run.save().wait()
+        # It may be written behind the answer's back.
+        run._until(lambda: saved_step(run.folder) == step or None, _SAVE_SECONDS, f"the checkpoint of step {step}")
+
+    def to(self, engines: int, before: RunConfig, after: RunConfig) -> Pending:
+        """Change the number of engines, write down the configuration for them, and go on."""
+        started, had = time.perf_counter(), self._cluster.size
+        with self._advance.held_back():
+            self._cluster.resize(engines, progress=self._progress)
+            self._run.folder.update_config(after)
+            shapes = {"before": shape_of(before, had), "after": shape_of(after, engines)}
+            text = (
+                f"{had} → {engines} engines, {before.layout(had, built_in=False)} → "
+                f"{after.layout(engines, built_in=False)}"
+            )
+            details = {**shapes, "through": "run folder", "seconds": time.perf_counter() - started}
+            event = Event(kind="reshaped", step=int(self._run.step), time=time.time(), text=text, details=details)
+            note(self._run.folder, event)
+        return self.go_on()
+
+    def go_on(self) -> Pending:
+        word = self._run.resume() if self._word == "resume" else self._run.pause()
+        word.wait()
+        return word

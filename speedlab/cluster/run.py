@@ -131,17 +131,24 @@ class Run:
         """Write a checkpoint to `checkpoints/<tag>`, 'step-000200' when no tag is given."""
         return self._post("save", tag=tag)
 
-    def reshape(self, **changes: Any) -> Pending:
+    def reshape(self, *, engines: int | None = None, **changes: Any) -> Pending:
         """Change the ZeRO stage, the layout, or how a pipeline works, between two steps; no state is lost.
 
         `changes`: zero, tp, pp, dp, schedule, chunks, micro_batches, sequence, cut. What is not named stays as it is,
         and dp follows from the engines. The global batch stays, so that the same data follow. Raises ConfigError or
         LayoutError at once, with the rule and what would work, for what cannot be.
+
+        With another number of `engines`, engines are started or stopped, and the run goes on from a checkpoint; this
+        waits for it, and a failure leaves the run with the engines it had. See `speedlab.cluster.resize`.
         """
+        size = self.cluster.size if self.cluster is not None else len(self.feed.status.rank_pids)
+        if engines not in (None, size):
+            from speedlab.cluster.resize import resize_run
+
+            return resize_run(self, engines, **changes)
         if not changes:
-            raise ConfigError(f"reshape() changes nothing; name what is to change: {', '.join(CHANGES)}")
-        engines = self.cluster.size if self.cluster is not None else len(self.feed.status.rank_pids)
-        changed_config(self.present_config, engines, built_in=self._is_built_in(), **changes)
+            raise ConfigError(f"reshape() changes nothing; name what is to change: engines, {', '.join(CHANGES)}")
+        changed_config(self.present_config, size, built_in=self._is_built_in(), **changes)
         return self._post("reshape", **changes)
 
     def _is_built_in(self) -> bool:

@@ -6,6 +6,7 @@ sizes are bounded and every field is checked when it is read, because a folder m
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from speedlab.config import ConfigError, RunConfig
-from speedlab.telemetry.records import RunState
+from speedlab.telemetry.records import Event, RunState
 
 CONTROL_WORDS = ("pause", "resume", "step", "stop", "save", "reshape")
 """What a person may ask of a run; each is carried out by all ranks between the same two steps."""
@@ -64,11 +65,33 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).resolve()
-        self.config = self._read_config()
+        self._config_stamp = self._stamp_of_config()
+        self._config = self._read_config()
 
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def config(self) -> RunConfig:
+        """What the run was started with, or goes on with since its number of engines was changed."""
+        stamp = self._stamp_of_config()
+        if stamp not in (None, self._config_stamp):
+            self._config, self._config_stamp = self._read_config(), stamp
+        return self._config
+
+    def update_config(self, config: RunConfig) -> None:
+        """Replace the configuration in one move. Only while no rank advances the run: engines read it when they build
+        it."""
+        write_atomically(self.path / "config.json", config.to_json())
+
+    def _stamp_of_config(self) -> tuple[int, int] | None:
+        """Changes whenever the file is replaced; None when it is gone, and what was read holds."""
+        try:
+            found = os.stat(self.path / "config.json")
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ino
 
     @classmethod
     def create(cls, config: RunConfig) -> RunFolder:
@@ -120,6 +143,18 @@ class RunFolder:
         write_atomically(self.path / "status.json", _status_json(replace(status, updated=time.time())))
 
     # Control words
+
+    def read_events(self) -> list[Event]:
+        """Every event that was written, oldest first. Lines that are no event are passed over."""
+        try:
+            lines = (self.path / "events.jsonl").read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        events = []
+        for line in lines:
+            with contextlib.suppress(ValueError, TypeError):
+                events.append(Event.from_json(line))
+        return events
 
     def post(self, word: str, **arguments: Any) -> int:
         """Ask something of the run; returns the word's number. Safe when several clients post at once.

@@ -5,12 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 from cluster_helpers import is_gone, look_around, sum_over_ranks, wait_for
 
-from speedlab.cluster import Cluster, ClusterError, processes
+from speedlab.cluster import Cluster, ClusterError, Run, attach, processes
+from speedlab.cluster.known_runs import RunError
+from speedlab.config import ConfigError, RunConfig
+from speedlab.telemetry.records import RunState
+from speedlab.telemetry.shape import shape_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 NAME = "test-resize"
 SECONDS = 60
@@ -125,3 +133,99 @@ def test_engines_that_cannot_change_over_go_on_as_before(cluster: Cluster, monke
     assert [rank["environment"]["WORLD_SIZE"] for rank in found] == ["2", "2"]
     assert [rank["threads"] for rank in found] == [device.threads for device in cluster.devices]
     assert cluster.submit(sum_over_ranks, 1.0).result(SECONDS) == [2.0, 2.0]
+
+
+STEPS = 60
+
+
+def config(folder: Path, name: str) -> RunConfig:
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    return RunConfig(
+        name=name,
+        folder=folder / "runs",
+        steps=STEPS,
+        model={"layers": 2, "hidden": 32, "heads": 2, "ffn_hidden": 64, "context": 32},
+        data={"source": str(text), "tokenizer": "bytes", "sequence_length": 32, "heldout_share": 0.2},
+        precision="float32",
+        zero=2,
+        batch={"micro_size": 4},
+        eval={"every_steps": 0},
+    )
+
+
+def losses(run: Run) -> list[float]:
+    assert [record.step for record in run.records()] == list(range(1, STEPS + 1))
+    return [record.loss for record in run.records()]
+
+
+def test_a_run_goes_on_with_more_and_with_fewer_engines(cluster: Cluster, tmp_path: Path) -> None:
+    whole = cluster.train(config(tmp_path, "whole"))
+    assert whole.wait(SECONDS) is RunState.FINISHED
+
+    run = cluster.train(config(tmp_path, "moved"))
+    run.pause()
+    run.step(3)
+    run.wait(SECONDS)
+    at = int(run.step)
+    with pytest.raises(ClusterError, match=rf"run 'moved' is paused at step {at} and it has no checkpoint"):
+        cluster.resize(4)
+    with pytest.raises(ConfigError, match=r"global 8 = micro \? × accumulation \? × dp 3"):
+        run.reshape(engines=3)
+    assert cluster.size == 2
+
+    run.reshape(engines=4).wait(SECONDS)  # Paused, it stays paused, with the new engines.
+    assert (run.state, run.step, cluster.size) == (RunState.PAUSED, at, 4)
+    (told,) = [event for event in run.events if event.kind == "reshaped"]
+    assert (told.step, told.details["after"]["dp"], told.details["after"]["zero"]) == (at, 4, 2)
+    assert told.text == "2 → 4 engines, pp 1 × dp 2 × tp 1 → pp 1 × dp 4 × tp 1"
+    assert run.present_config.batch.resolve(4).global_size == 8
+    assert shape_of(run.present_config, 4) == shape_of(attach(run.folder.path).config, 4) == told.details["after"]
+    run.reshape(zero=3).wait(SECONDS)
+    run.step(3)
+    run.wait(SECONDS)
+    assert [len(run.records(rank)) for rank in range(4)] == [at + 3, at + 3, 3, 3]
+
+    run.resume()
+    run.wait_until(at + 4, SECONDS)
+    run.reshape(engines=2)  # Running, it goes on, with the stage that it has.
+    assert cluster.size == 2
+    assert run.wait(SECONDS) is RunState.FINISHED
+    assert run.records()[-1].zero_stage == 3
+    assert losses(run) == pytest.approx(losses(whole), abs=1e-5)
+
+
+def only_on_two() -> nn.Module:
+    from speedlab.config import ModelConfig
+    from speedlab.models import GPT
+
+    if os.environ["WORLD_SIZE"] != "2":
+        raise MemoryError("no room for it here")
+    return GPT(ModelConfig(layers=2, hidden=32, heads=2, ffn_hidden=64, context=32, vocab_size=512))
+
+
+def test_a_run_that_cannot_go_on_elsewhere_goes_on_as_before(cluster: Cluster, tmp_path: Path) -> None:
+    whole = cluster.train(config(tmp_path, "whole"), model=only_on_two)
+    assert whole.wait(SECONDS) is RunState.FINISHED
+
+    run = cluster.train(config(tmp_path, "stays"), model=only_on_two)
+    run.wait_until(3, SECONDS)
+    with pytest.raises(RunError, match=r"goes on with 2 engines as before; with 4(?s:.)*no room for it here"):
+        run.reshape(engines=4)
+    assert cluster.size == 2
+    assert run.wait(SECONDS) is RunState.FINISHED
+    assert losses(run) == pytest.approx(losses(whole), abs=1e-5)
+
+
+def test_a_run_is_not_left_behind(cluster: Cluster, tmp_path: Path) -> None:
+    run = cluster.train(config(tmp_path, "on").replace(steps=100_000))
+    run.wait_until(1, SECONDS)
+    with pytest.raises(ClusterError, match=r"run 'on' is running .* run.reshape\(engines=4\) takes it along"):
+        cluster.resize(4)
+    run.stop().wait(SECONDS)
+    run.wait(SECONDS)
+    with pytest.raises(RunError, match="run 'on' is stopped at step"):
+        run.reshape(engines=4)
+    cluster.resize(1, progress=lambda line: None)  # Nobody will ask for what it holds.
+    assert cluster.submit(sum_over_ranks, 1.0).result(SECONDS) == [1.0]
