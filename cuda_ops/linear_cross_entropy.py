@@ -61,17 +61,17 @@ def linear_cross_entropy(
     targets out of range; RuntimeError when gradients are asked for a second time.
     """
     grad = torch.is_grad_enabled()
-    tokens = _default_chunk(hidden, weight) if chunk is None else chunk
+    tokens = default_chunk(len(hidden), weight.shape[0], hidden.dtype) if chunk is None else chunk
     return _loss(
         hidden, weight, targets, ignore_index, tokens, grad and hidden.requires_grad, grad and weight.requires_grad
     )[0]
 
 
-def _default_chunk(hidden: Tensor, weight: Tensor) -> int:
+def default_chunk(tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
     """A tenth of the tokens, so that the logits at hand are a tenth of all; more where these take less than
     16 MiB, and at most 1,024, since products gain nothing from more."""
-    cheap = min(256, (16 << 20) // max(1, weight.shape[0] * weight.element_size()))
-    return min(1024, max(hidden.shape[0] // 10, cheap, 16)) // 16 * 16
+    cheap = min(256, (16 << 20) // max(1, vocabulary * dtype.itemsize))
+    return min(1024, max(tokens // 10, cheap, 16)) // 16 * 16
 
 
 @kernel()
@@ -121,6 +121,28 @@ def _chunk_exponentials(
     return reference, sums.sum(0, dtype=torch.float64).float(), picked
 
 
+def exponentials(
+    hidden: Tensor, weight: Tensor, targets: Tensor, buffer: Tensor, base: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Steps 1 and 2 for a chunk, for those that do step 3 themselves: CPU, float32 or bfloat16.
+
+    Args:
+        hidden: (n, C).
+        weight: (V, C), or some rows of it.
+        targets: (n,) int64, each a row of `weight`, or any other number where there is none.
+        buffer: (V, n), filled with e = exp(logit - base); or a block of fewer rows, where only the sums are wanted.
+        base: (n,) float64; left out, one is chosen for which all products stay in range.
+
+    Returns (base (n,) float64, sums of e (n,) float32, targets' logits (n,) float32, 0 where there is none).
+    """
+    reference = None if base is None else (base * float(LOG2_E)).float()
+    reference, sums, picked = _chunk_exponentials(hidden, weight, targets, reference, buffer)
+    if base is None and not (sums <= _SUM_LIMIT).all():
+        reference = _chunk_greatest(hidden, weight)
+        reference, sums, picked = _chunk_exponentials(hidden, weight, targets, reference, buffer)
+    return reference.double() / float(LOG2_E), sums, picked  # The base is exactly what the kernel subtracted.
+
+
 def _greatest(logits: Tensor) -> Tensor:
     """The greatest logit of each token times log2 e: (n,) float32, finite where all are -inf."""
     return logits.amax(0).float().clamp_(min=-1e30).mul_(float(LOG2_E))
@@ -153,11 +175,7 @@ def _cpu(
     for low in range(0, len(targets), chunk):
         inputs, labels, used = (each[low : low + chunk] for each in (hidden, targets, counted))
         e = memory[: rows * len(labels)].view(rows, len(labels))  # (V, n), or one block of it
-        reference, sums, picked = _chunk_exponentials(inputs, weight, labels, None, e)
-        if not (sums <= _SUM_LIMIT).all():
-            reference = _chunk_greatest(inputs, weight)
-            reference, sums, picked = _chunk_exponentials(inputs, weight, labels, reference, e)
-        base = reference.double() / float(LOG2_E)  # Exactly what the kernel subtracted.
+        base, sums, picked = exponentials(inputs, weight, labels, e)
         loss += torch.where(used, base + sums.log() - picked, 0).sum()
         columns = used.nonzero().flatten()
         if need_hidden or need_weight:

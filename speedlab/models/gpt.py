@@ -2,7 +2,7 @@
 
 Shapes: B sequences, T tokens, C = hidden, H heads of D = C / H, V = vocabulary.
 
-What parallelism changes are modules, some without parameters (`Attend`, `Rotary`, `Prediction`), whose forward others
+What parallelism changes are modules, some without parameters (`Attend`, `Rotary`, `Prediction`), whose methods others
 may replace; nothing here reads the number of heads or the length of a sequence where another value would do.
 
 Every module that owns parameters has `reset_parameters()`, and there are no buffers, so that a model built on `meta` is
@@ -135,14 +135,21 @@ class Prediction(nn.Module):
         self.chunked = chunked
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor | None) -> GPTOutput:
-        """Logits `x weightᵀ` of `x` (B, T, C) and `weight` (V, C), or, with `targets` (B, T), the loss."""
-        if targets is not None and self.chunked and x.dtype in FLOATS:
-            return GPTOutput(linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten()), None)
-        logits = F.linear(x, weight)  # (B, T, V)
+        """The loss where there are targets, else the logits."""
         if targets is None:
-            return GPTOutput(None, logits)
+            return GPTOutput(None, self.logits(x, weight))
+        return GPTOutput(self.loss(x, weight, targets), None)
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """(B, T, V) of `x` (B, T, C) and `weight` (V, C)."""
+        return F.linear(x, weight)
+
+    def loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy of `targets` (B, T): float32 scalar."""
+        if self.chunked and x.dtype in FLOATS:
+            return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
         # In float32: the sum over the vocabulary loses too much in 16 bits.
-        return GPTOutput(F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), None)
+        return F.cross_entropy(self.logits(x, weight).float().flatten(0, 1), targets.flatten())
 
 
 class GPT(nn.Module):

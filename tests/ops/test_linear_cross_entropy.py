@@ -149,12 +149,15 @@ def test_without_gradients_no_more_than_a_block_of_logits_is_kept(monkeypatch) -
 
 
 def test_default_chunks_keep_a_tenth_of_large_logits() -> None:
-    for tokens, vocabulary, dtype in [(2048, 50257, torch.float32), (2048, 50257, torch.bfloat16), (8192, 16384, None)]:
-        shape = torch.empty(tokens, 1, dtype=dtype), torch.empty(vocabulary, 1, dtype=dtype)
-        assert module._default_chunk(*shape) <= 0.1 * tokens
-    assert module._default_chunk(torch.empty(512, 1), torch.empty(16384, 1)) == 256
-    assert module._default_chunk(torch.empty(1 << 20, 1), torch.empty(50257, 1)) == 1024
-    assert module._default_chunk(torch.empty(0, 1), torch.empty(1 << 23, 1)) == 16
+    for tokens, vocabulary, dtype in [
+        (2048, 50257, torch.float32),
+        (2048, 50257, torch.bfloat16),
+        (8192, 16384, torch.float32),
+    ]:
+        assert module.default_chunk(tokens, vocabulary, dtype) <= 0.1 * tokens
+    assert module.default_chunk(512, 16384, torch.float32) == 256
+    assert module.default_chunk(1 << 20, 50257, torch.float32) == 1024
+    assert module.default_chunk(0, 1 << 23, torch.float32) == 16
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -1,0 +1,153 @@
+"""What the built-in GPT needs beside cut layers: head and loss over parts of the vocabulary, dropout as in one process,
+and sequence parallelism.
+
+Sequence parallelism (arXiv:2205.05198): between the cut layers each rank has T / tp of the tokens,
+
+1. from the embedding on, whose sum is split by tokens,
+2. in norms, residuals and dropout, whose masks are drawn for all tokens and sliced,
+3. until a layer whose outputs are cut gathers them; a layer whose inputs are cut gives each rank its tokens of the sum.
+4. Head and loss gather them a last time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speedlab.comm import Group
+from speedlab.layout import LayoutError
+from speedlab.parallel.tensor.functions import TOKENS, copy, gather, gather_tokens, split
+from speedlab.parallel.tensor.layers import Change, draw_mask, masked_dropout
+from speedlab.parallel.tensor.loss import vocabulary_cross_entropy
+from speedlab.parallel.tensor.plans import GPT, class_name
+from speedlab.parallel.tensor.styles import Cut, PlanError, Style
+
+
+class BuiltIn:
+    """The changes of one built-in GPT. `cut`: the modules of which a rank has a part."""
+
+    def __init__(self, name: str, model: Any, group: Group, cut: set[nn.Module], *, sequence: bool) -> None:
+        self._prefix = f"{name}." if name else ""
+        self._model, self._group, self._cut, self._sequence = model, group, cut, sequence
+        self._length: int | None = None
+        """Tokens of the last sequence, where it was padded to be split."""
+
+    @staticmethod
+    def in_model(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Every built-in GPT in `model`, with its name."""
+        return ((name, module) for name, module in model.named_modules() if class_name(module) == f"{GPT}.GPT")
+
+    def check(self, styles: Mapping[str, Style]) -> None:
+        """Raise PlanError where a plan's styles (by module name) would cut through heads, or not do for sequence
+        parallelism."""
+        layers = [("embedding", self._model.embedding)] + [("head", self._model.head)] * (self._model.head is not None)
+        for k, block in enumerate(self._model.blocks):
+            name = f"blocks.{k}.attention.qkv"
+            layers += [
+                (name, block.attention.qkv),
+                (f"blocks.{k}.attention.out", block.attention.out),
+                (f"blocks.{k}.mlp.up", block.mlp.up),
+                (f"blocks.{k}.mlp.down", block.mlp.down),
+            ]
+            style = styles.get(self._prefix + name)
+            if style is not None and style.cut is Cut.OUTPUT and style.packed != 3:
+                raise PlanError(f"plan: {self._prefix}{name} packs three matrices; cut it as packed_colwise_3")
+        whole = [name for name, module in layers if module not in self._cut]
+        if self._sequence and whole:
+            raise PlanError(
+                f"sequence parallelism needs every large layer cut, and the plan leaves {whole[0]} whole; give no "
+                f"plan, or set sequence: false"
+            )
+
+    def partial(self) -> Iterator[str]:
+        """Parameters that see the rank's own tokens only: those of norms, and biases that are added to sums."""
+        if self._sequence:
+            for name, _ in self._model.named_parameters():
+                module, _, key = name.rpartition(".")
+                layer = module.rpartition(".")[2]
+                if layer in ("norm", "attention_norm", "mlp_norm") or (layer in ("out", "down") and key == "bias"):
+                    yield self._prefix + name
+
+    def changes(self) -> Iterator[Change]:
+        """What changes in the model."""
+        model = self._model
+        table = model.embedding if model.head is None else model.head
+        if table in self._cut:
+            yield Change(model.prediction, "logits", lambda _: self._logits)
+            yield Change(model.prediction, "loss", lambda _: self._loss)
+        for block in model.blocks:
+            attention = block.attention
+            if attention.qkv in self._cut and attention.attend.dropout > 0:
+                yield Change(attention.attend, "forward", partial(self._dropping_attention, attention.attend))
+        if self._sequence:
+            yield Change(model.dropout, "forward", lambda _: partial(self._enter, model.dropout))
+            for block in model.blocks:
+                for dropout in (block.attention.dropout, block.mlp.dropout):
+                    yield Change(dropout, "forward", lambda _, each=dropout: partial(self._drop_tokens, each))
+            if model.rotary is not None:
+                yield Change(model.rotary, "forward", lambda forward: partial(self._rotation_of_all, forward))
+
+    # ---- head and loss -----------------------------------------------------------------------------------------------
+
+    def _logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        x = self._whole_input(x)
+        if self._sequence and self._length is not None:
+            x = x[:, : self._length]
+        return gather(F.linear(x, weight), self._group, -1, self._model.config.vocab_size)
+
+    def _loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        x = self._whole_input(x)[:, : targets.shape[1]]
+        vocabulary = self._model.config.vocab_size
+        return vocabulary_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), self._group, vocabulary)
+
+    def _whole_input(self, x: Tensor) -> Tensor:
+        return gather_tokens(x, self._group) if self._sequence else copy(x, self._group)  # 4
+
+    # ---- dropout as in one process -----------------------------------------------------------------------------------
+
+    def _dropping_attention(
+        self, module: Any, forward: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        size, index = self._group.size, self._group.index
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if not module.training:
+                return forward(q, k, v)
+            batch, heads, length, head_size = q.shape
+            later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+            scores = (q @ k.transpose(-2, -1) / math.sqrt(head_size)).masked_fill(later, -math.inf)
+            mask = draw_mask((batch, heads * size, length, length), module.dropout, q)
+            own = mask[:, index * heads : (index + 1) * heads]
+            return masked_dropout(scores.softmax(dim=-1), module.dropout, own) @ v
+
+        return attend
+
+    def _drop_tokens(self, module: nn.Dropout, x: Tensor) -> Tensor:
+        if not module.training or module.p == 0:
+            return x
+        batch, length, hidden = x.shape
+        mask = draw_mask((batch, length * self._group.size, hidden), module.p, x)  # 2
+        return masked_dropout(x, module.p, mask.narrow(TOKENS, length * self._group.index, length))
+
+    # ---- sequence parallelism ----------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Dropout, x: Tensor) -> Tensor:
+        self._length = x.shape[TOKENS]
+        missing = -self._length % self._group.size
+        if missing and module.training:
+            raise LayoutError(
+                f"sequence parallelism: a sequence of {self._length} tokens does not divide by tp {self._group.size}; "
+                f"use {self._length - self._length % self._group.size} tokens, or sequence: false"
+            )
+        # No token sees a later one, so that padding changes nothing: a text that is being written has any length.
+        x = F.pad(x, (0, 0, 0, missing)) if missing else x
+        return self._drop_tokens(module, split(x, self._group, TOKENS))  # 1
+
+    def _rotation_of_all(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return forward(x[:, :1].expand(-1, x.shape[TOKENS] * self._group.size, -1))

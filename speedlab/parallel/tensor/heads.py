@@ -1,0 +1,129 @@
+"""Attention heads: a cut goes between them, and modules that count them are told how many are left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from speedlab.layout import LayoutError
+from speedlab.parallel.tensor.plans import GPT, class_name
+from speedlab.parallel.tensor.styles import PlanError
+
+_SIZES = ("head_size", "head_dim", "attention_head_size", "key_value_proj_dim")
+_COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads")
+_KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads")
+_WIDTHS = ("all_head_size", "inner_dim", "split_size")
+_GROUPS = "num_key_value_groups"
+_DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "dropout_p", "attention_probs_dropout_prob")
+"""What attention modules call these things, as attributes that their forward reads."""
+
+_DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "dropout_rate", "attn_dropout")
+"""What configurations call the dropout of attention probabilities."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """The heads of one attention module, of which this rank has `1 / size`."""
+
+    name: str
+    module: nn.Module
+    size: int
+    count: int
+    head_size: int
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module, widths: Sequence[int], size: int) -> Heads | None:
+        """The heads of `module`, whose projections give `widths` elements each; None when it is no attention.
+
+        Raises LayoutError when they do not divide, PlanError when the module does not say what is needed to cut it.
+        """
+        head_size, declared = _first(module, _SIZES), _first(module, _COUNTS)
+        if declared is None and head_size is not None:
+            declared = _first(getattr(module, "config", None), _COUNTS)
+        if declared is None and head_size is None:
+            if "attention" in type(module).__name__.lower():
+                raise PlanError(
+                    f"{name} ({type(module).__name__}) does not say how large its heads are; give it an attribute "
+                    f"head_dim, or leave its layers out of the plan"
+                )
+            return None
+        count = declared or max(widths) // (head_size or 1)
+        if getattr(module, "v_head_dim", head_size) != head_size:
+            raise PlanError(f"{name}: heads whose values have another size than their keys are not cut; leave it out")
+        if count % size:
+            raise LayoutError(f"{name}: tp {size}: {count} heads do not divide by {size}; {_divisors(count)} do")
+        heads = cls(
+            name=name, module=module, size=size, count=count, head_size=head_size or max(1, max(widths) // count)
+        )
+        heads._refuse_dropout()
+        return heads
+
+    def of_layer(self, width: int, layer: str, *, embedding: bool) -> tuple[int, int]:
+        """(heads, elements of each) of a projection to `width` elements, or of an `embedding` with that many columns.
+
+        Raises LayoutError when these heads can neither be cut over the ranks nor shared by them.
+        """
+        least = self.count if embedding else self.count * self.head_size
+        if width % self.count == 0 and width >= least:
+            return self.count, width // self.count
+        count = width // self.head_size
+        if count == 0 or width % self.head_size or self.count % count:
+            raise PlanError(
+                f"{layer}: {width} outputs are neither {self.count} heads nor a divisor of them of {self.head_size} "
+                f"elements each; leave {self.name} out of the plan"
+            )
+        if count % self.size and self.size % count:
+            both = [n for n in range(1, self.count + 1) if self.count % n == 0 and (count % n == 0 or n % count == 0)]
+            raise LayoutError(
+                f"{layer}: tp {self.size}: {count} key and value heads can neither be divided by {self.size} nor "
+                f"shared by {self.size} / {count} ranks each; tp {_listed(both)} would work"
+            )
+        return count, self.head_size
+
+    def changes(self, key_value_count: int) -> dict[str, Any]:
+        """Attributes of the module -> what they must be on a rank."""
+        changed = {name: value // self.size for name in (*_COUNTS, *_WIDTHS) if (value := _number(self.module, name))}
+        for name in _KEY_VALUE_COUNTS:
+            if _number(self.module, name):
+                changed[name] = max(1, key_value_count // self.size)
+        groups = _number(self.module, _GROUPS)
+        if groups and key_value_count < self.size:
+            changed[_GROUPS] = groups * key_value_count // self.size
+        return changed
+
+    def _refuse_dropout(self) -> None:
+        """Masks of a rank's own heads would be other ones than in one process; the built-in GPT draws them rightly."""
+        if class_name(self.module).startswith(f"{GPT}."):
+            return
+        for attribute in _DROPOUTS:
+            value = getattr(self.module, attribute, None)
+            p = getattr(value, "p", value)
+            if isinstance(p, float) and p > 0:
+                config = getattr(self.module, "config", None)
+                fields = [field for field in _DROPOUT_FIELDS if getattr(config, field, None) == p]
+                where = f"{fields[0]} of the model's configuration" if fields else f"{self.name}.{attribute}"
+                raise PlanError(
+                    f"{self.name}: attention probabilities are dropped with probability {p}, and tensor parallelism "
+                    f"would drop others than one process does; set {where} to 0"
+                )
+
+
+def _first(module: object, names: Sequence[str]) -> int | None:
+    return next((value for name in names if (value := _number(module, name))), None)
+
+
+def _number(module: object, name: str) -> int | None:
+    value = getattr(module, name, None)
+    return value if isinstance(value, int) else None
+
+
+def _divisors(count: int) -> str:
+    return _listed([n for n in range(1, count + 1) if count % n == 0])
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last

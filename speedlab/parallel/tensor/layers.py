@@ -1,0 +1,157 @@
+"""How the forward of a cut layer differs from that of a whole one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speedlab.comm import Group
+from speedlab.layout import Part
+from speedlab.parallel.tensor.functions import copy, gather, gather_tokens, reduce, scatter_tokens, split, sum_shared
+from speedlab.parallel.tensor.styles import PlanError, Style
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a module gets in the place of its attribute `name`: made of what was there."""
+
+    module: nn.Module
+    name: str
+    new: Callable[[Any], Any]
+
+
+def outputs_dim(name: str, module: nn.Module) -> int:
+    """The dimension of a linear layer's weight that its outputs lie along. Raises PlanError for other modules."""
+    forward = type(module).forward
+    if forward is nn.Linear.forward:
+        return 0
+    if type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers."):
+        return 1  # GPT-2 keeps its weights the other way round.
+    raise PlanError(
+        f"plan: {name} is a {type(module).__name__}; only linear layers and embeddings with torch's own forward are "
+        f"cut, so leave it out of the plan"
+    )
+
+
+class Inputs:
+    """What enters the layers of one parent whose outputs are cut, prepared once for all that take the same tensor.
+
+    Queries, keys and values of one input need one sum of its gradients instead of three.
+    """
+
+    def __init__(self, group: Group, *, sequence: bool, several: bool) -> None:
+        """`several`: whether there is more than one such layer."""
+        self._group, self._several = group, several
+        self._prepare = gather_tokens if sequence else copy
+        self._known: list[tuple[weakref.ref[Tensor], Tensor]] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for known, prepared in self._known:
+            if known() is x:
+                return prepared
+        prepared = self._prepare(x, self._group)
+        if self._several:
+            self._known.append((weakref.ref(x), prepared))
+        return prepared
+
+    def forget(self, *_: Any) -> None:
+        """A hook at the end of the parent's forward: nothing is kept longer than it is needed."""
+        self._known.clear()
+
+
+def column(layer: Any, style: Style, group: Group, inputs: Inputs, width: int, shared: Part | None) -> Change:
+    """A linear layer with some of its outputs, of `width` in one process. `shared`: the part of the weight, where
+    other ranks hold the same one."""
+
+    def new(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def cut(x: Tensor) -> Tensor:
+            x = inputs(x)
+            if shared is not None:
+                return _shared_linear(layer, x, group, shared)
+            y = forward(x)
+            return gather(y, group, -1, width) if style.whole_outside else y
+
+        return cut
+
+    return Change(layer, "forward", new)
+
+
+def _shared_linear(layer: Any, x: Tensor, group: Group, part: Part) -> Tensor:
+    weight, bias = sum_shared(layer.weight, group, part), layer.bias
+    if bias is not None:
+        whole = (part.shape[part.dim],)
+        bias = sum_shared(bias, group, Part(shape=whole, dim=0, ranges=part.ranges))
+    return F.linear(x, weight if part.dim == 0 else weight.t(), bias)
+
+
+def row(name: str, layer: Any, style: Style, group: Group, outputs: int, *, sequence: bool) -> Change:
+    """A linear layer with what belongs to some of its inputs; the bias is added once, to the sum. `outputs`: the
+    dimension of its weight that they lie along."""
+
+    def new(_: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def cut(x: Tensor) -> Tensor:
+            if style.whole_outside:
+                x = split(x, group)
+            weight = layer.weight if outputs == 0 else layer.weight.t()
+            if x.shape[-1] != weight.shape[1]:
+                raise PlanError(
+                    f"{name} has the weights of {weight.shape[1]} inputs on this rank, but {x.shape[-1]} came; the "
+                    f"layer before it must be cut too (colwise), or this one be rowwise_split_input"
+                )
+            y = F.linear(x, weight)
+            y = scatter_tokens(y, group) if sequence else reduce(y, group)
+            return y if layer.bias is None else y + layer.bias
+
+        return cut
+
+    return Change(layer, "forward", new)
+
+
+def vocabulary(layer: nn.Embedding, group: Group, start: int, end: int) -> list[Change]:
+    """An embedding with rows [start, end) of the vocabulary: zeros for other tokens, and the sum over the ranks."""
+
+    def new(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def cut(tokens: Tensor) -> Tensor:
+            outside = (tokens < start) | (tokens >= end)
+            found = forward((tokens - start).masked_fill(outside, 0))
+            return reduce(found.masked_fill(outside.unsqueeze(-1), 0), group)
+
+        return cut
+
+    def padding(index: int | None) -> int | None:
+        return index - start if index is not None and start <= index < end else None
+
+    return [Change(layer, "forward", new), Change(layer, "padding_idx", padding)]
+
+
+def columns_of_embedding(layer: nn.Embedding, style: Style, group: Group) -> Change:
+    """An embedding with some of its columns."""
+
+    def new(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        width = layer.embedding_dim
+        return lambda tokens: gather(forward(tokens), group, -1, width) if style.whole_outside else forward(tokens)
+
+    return Change(layer, "forward", new)
+
+
+def check_embedding(name: str, layer: nn.Embedding) -> None:
+    """Raise PlanError for what needs the whole table."""
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(layer, option):
+            raise PlanError(f"{name}: an embedding with {option}={getattr(layer, option)!r} is not cut; turn it off")
+
+
+def masked_dropout(x: Tensor, p: float, mask: Tensor) -> Tensor:
+    """Dropout as torch computes it on CPUs, with the numbers it draws given."""
+    return x * mask.div(1 - p)
+
+
+def draw_mask(shape: tuple[int, ...], p: float, like: Tensor) -> Tensor:
+    """What torch's dropout draws for a tensor of `shape`: 1 where a value stays. The random state moves as there."""
+    return torch.empty(shape, dtype=like.dtype, device=like.device).bernoulli_(1 - p)

@@ -1,0 +1,156 @@
+"""Finding a model's plan: which of its layers are cut, and how. A plan maps patterns of module names to styles."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from speedlab.parallel.tensor.styles import PlanError, Style, style_named
+
+Plan = dict[str, str]
+
+GPT = "speedlab.models.gpt"
+"""The module of the built-in GPT's classes: they are known by name, because models and parallelism do not import each
+other."""
+
+_GPT_PLAN: Plan = {
+    "embedding": "embedding_rowwise",
+    "blocks.*.attention.qkv": "packed_colwise_3",
+    "blocks.*.attention.out": "rowwise",
+    "blocks.*.mlp.up": "colwise",
+    "blocks.*.mlp.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+
+_T5_PLAN: Plan = {
+    "shared": "embedding_rowwise",
+    "lm_head": "colwise_gather_output",
+    **{
+        f"{stack}.{pattern}": style
+        for stack in ("encoder", "decoder")
+        for pattern, style in {
+            "embed_tokens": "embedding_rowwise",
+            **{
+                f"block.*.layer.*.{attention}.{layer}": style
+                for attention in ("SelfAttention", "EncDecAttention")
+                for layer, style in (("q", "colwise"), ("k", "colwise"), ("v", "colwise"), ("o", "rowwise"))
+            },
+            "block.*.layer.*.SelfAttention.relative_attention_bias": "colwise",
+            "block.*.layer.*.DenseReluDense.wi": "colwise",
+            "block.*.layer.*.DenseReluDense.wi_0": "colwise",
+            "block.*.layer.*.DenseReluDense.wi_1": "colwise",
+            "block.*.layer.*.DenseReluDense.wo": "rowwise",
+        }.items()
+    },
+}
+
+_BASE_PLANS: dict[str, Plan] = {
+    "gpt2": {
+        "wte": "embedding_rowwise",
+        "h.*.attn.c_attn": "packed_colwise_3",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.crossattention.q_attn": "colwise",
+        "h.*.crossattention.c_attn": "packed_colwise",
+        "h.*.crossattention.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
+    "bert": {
+        "embeddings.word_embeddings": "embedding_rowwise",
+        **{f"encoder.layer.*.attention.self.{layer}": "colwise" for layer in ("query", "key", "value")},
+        **{f"encoder.layer.*.crossattention.self.{layer}": "colwise" for layer in ("query", "key", "value")},
+        "encoder.layer.*.attention.output.dense": "rowwise",
+        "encoder.layer.*.crossattention.output.dense": "rowwise",
+        "encoder.layer.*.intermediate.dense": "colwise",
+        "encoder.layer.*.output.dense": "rowwise",
+    },
+    "t5": _T5_PLAN,
+}
+"""Plans of Hugging Face models that carry none, by the model's type, relative to the model without its heads."""
+
+_HEAD_PLANS: dict[str, Plan] = {
+    "gpt2": {"lm_head": "colwise_gather_output"},
+    "bert": {"cls.predictions.decoder": "colwise_gather_output"},
+}
+"""The same for heads, relative to the whole model."""
+
+
+def class_name(module: object) -> str:
+    """The full name of a module's class."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def find_plan(model: nn.Module) -> Plan:
+    """The plan of `model`: the built-in GPT's, the one that a Hugging Face model or its configuration carries (of
+    transformers 4 or 5), or the one that is built in for GPT-2, BERT and T5, which carry none.
+
+    Raises PlanError naming the class when there is none.
+    """
+    modules = list(model.named_modules())
+    plan: Plan = {}
+    for name, module in modules:
+        prefix = f"{name}." if name else ""
+        if class_name(module) == f"{GPT}.GPT":
+            found: Mapping[str, str] = _GPT_PLAN
+        else:
+            found = _carried(module)
+        plan |= {prefix + pattern: style for pattern, style in found.items()}
+    if not plan:
+        plan = _built_in(model, {id(module): name for name, module in modules})
+    if not plan:
+        raise PlanError(
+            f"{type(model).__name__} carries no plan for tensor parallelism and none is built in for it; give one as "
+            'plan=, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
+        )
+    names = [name for name, _ in (*modules, *model.named_parameters())]
+    return {pattern: style for pattern, style in plan.items() if any(map(_regex(pattern).fullmatch, names))}
+
+
+def _carried(module: nn.Module) -> dict[str, str]:
+    """What a Hugging Face module says of itself: `_tp_plan` of the module or its class, and, of a model without heads,
+    its configuration's `base_model_tp_plan`."""
+    carried = dict(getattr(module, "_tp_plan", None) or {})
+    if getattr(module, "base_model", None) is module:
+        carried |= dict(getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {})
+    return carried
+
+
+def _built_in(model: nn.Module, names: Mapping[int, str]) -> Plan:
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind not in _BASE_PLANS:
+        return {}
+    base = names[id(getattr(model, "base_model", model))]
+    prefix = f"{base}." if base else ""
+    return {**{prefix + pattern: style for pattern, style in _BASE_PLANS[kind].items()}, **_HEAD_PLANS.get(kind, {})}
+
+
+def resolve(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, Style]]:
+    """(name, module, style) of every module that `plan` names, in the model's order; of several patterns the last
+    counts.
+
+    Raises PlanError for a style that is not built and for a pattern that names no module.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    chosen: dict[str, Style] = {}
+    for pattern, style_name in plan.items():
+        style = style_named(style_name, pattern)
+        matched = list(filter(_regex(pattern).fullmatch, modules))
+        if not matched:
+            generic = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in modules})
+            near = difflib.get_close_matches(pattern, generic, n=1)
+            hint = f"; nearest: {near[0]!r}" if near else ""
+            raise PlanError(f"plan: {pattern!r} names no module of {type(model).__name__}{hint}")
+        chosen |= dict.fromkeys(matched, style)
+    seen: set[int] = set()
+    for name, module in modules.items():
+        if name in chosen and id(module) not in seen:
+            seen.add(id(module))
+            yield name, module, chosen[name]
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    """`*` stands for one level of a name, as the number of a layer."""
+    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))

@@ -1,0 +1,232 @@
+"""Tensor parallelism of a plain nn.Module (arXiv:1909.08053): who holds which part, and the forward that follows.
+
+1. A plan says which layers are cut and how; from it follows the part that a rank holds of each parameter. Parameters
+   that several modules share are cut alike everywhere.
+2. Everything is checked before anything changes.
+3. `cut` leaves parameters what this rank holds: they stay the same objects, under the same names, so that whoever knows
+   them (ZeRO, an optimizer) sees plain parameters that are smaller.
+4. `attach` replaces the forwards of cut layers, and what other modules remember of whole ones; `detach` undoes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speedlab.comm import Group
+from speedlab.layout import LayoutError, Part
+from speedlab.parallel.tensor.gpt import BuiltIn
+from speedlab.parallel.tensor.heads import Heads
+from speedlab.parallel.tensor.layers import (
+    Change,
+    Inputs,
+    check_embedding,
+    column,
+    columns_of_embedding,
+    outputs_dim,
+    row,
+    vocabulary,
+)
+from speedlab.parallel.tensor.parts import cut_along, take
+from speedlab.parallel.tensor.plans import find_plan, resolve
+from speedlab.parallel.tensor.styles import Cut, PlanError, Style
+
+_ABSENT: Any = object()
+
+
+class TensorParallel:
+    """The parts of a model that this rank of a tensor-parallel group holds."""
+
+    def __init__(
+        self, model: nn.Module, group: Group, *, plan: Mapping[str, str] | None = None, sequence: bool = False
+    ) -> None:
+        """Check and plan; nothing changes until `cut` and `attach`. No communication.
+
+        Args:
+            model: whole, on any device, also meta.
+            group: the tensor-parallel peers; with one rank nothing is cut.
+            plan: pattern of module names → style; None finds the model's own.
+            sequence: whether ranks also share out the tokens between cut layers (the built-in GPT only).
+
+        Raises PlanError or LayoutError (both ValueError) for what cannot be cut.
+        """
+        self.group, self.sequence = group, sequence
+        self.parts: dict[str, Part] = {}
+        """Full parameter name → what this rank holds of it; only those that are cut."""
+        self.partial: frozenset[str] = frozenset()
+        """Parameters that are whole on each rank but whose gradients are not: sum these over the group."""
+        self._shared: set[str] = set()
+        self._model = model
+        self._changes: list[Change] = []
+        self._undo: list[tuple[nn.Module, str, Any]] = []
+        self._hooks: list[Any] = []
+        self._parents: list[tuple[nn.Module, Inputs]] = []
+        if group.size > 1:
+            self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+            self._plan(model, find_plan(model) if plan is None else plan)
+
+    @property
+    def duplicates(self) -> frozenset[str]:
+        """Parameters that this rank holds but for which a rank before it answers, in norms and checkpoints."""
+        if self.group.index == 0:
+            return frozenset()
+        whole = {name for name, _ in self._model.named_parameters()} - self.parts.keys()
+        return frozenset(whole | self._shared)
+
+    # ---- planning ----------------------------------------------------------------------------------------------------
+
+    def _plan(self, model: nn.Module, plan: Mapping[str, str]) -> None:
+        layers = {name: (module, style) for name, module, style in resolve(model, plan)}
+        self._add_tied(model, layers)
+        partial = {
+            self._names[id(p)]
+            for module, style in layers.values()
+            if style.cut is Cut.NOTHING_BUT_VALUES
+            for p in module.parameters()
+        }
+        by_parent: dict[str, dict[str, tuple[nn.Module, Style]]] = {}
+        for name, layer in layers.items():
+            by_parent.setdefault(name.rpartition(".")[0], {})[name] = layer
+        for parent, children in by_parent.items():
+            self._plan_outputs(parent, model.get_submodule(parent), children)
+        for name, (module, style) in layers.items():
+            if style.cut is Cut.INPUT:
+                self._plan_inputs(name, module, style)
+        cut = {module for module, style in layers.values() if style.cut in (Cut.OUTPUT, Cut.INPUT)}
+        gpts = [BuiltIn(name, gpt, self.group, cut, sequence=self.sequence) for name, gpt in BuiltIn.in_model(model)]
+        for gpt in gpts:
+            gpt.check({name: style for name, (_, style) in layers.items()})
+        if self.sequence and not gpts:
+            raise PlanError(
+                f"sequence parallelism is built for this package's GPT, not for {type(model).__name__}; set "
+                f"sequence: false"
+            )
+        for gpt in gpts:
+            self._changes += gpt.changes()
+            partial |= {*gpt.partial()}
+        self.partial = frozenset(partial)
+
+    def _add_tied(self, model: nn.Module, layers: dict[str, tuple[nn.Module, Style]]) -> None:
+        """Modules without a style that share a matrix with a cut embedding or head are cut over the vocabulary too."""
+        weights = {
+            id(getattr(module, "weight", None)) for module, style in layers.values() if style.cut is not Cut.NOTHING
+        }
+        known = {id(module) for module, _ in layers.values()}
+        for name, module in model.named_modules():
+            if id(module) in known or id(getattr(module, "weight", None)) not in weights - {id(None)}:
+                continue
+            if isinstance(module, nn.Embedding):
+                layers[name] = module, Style(cut=Cut.INPUT)
+            elif isinstance(module, nn.Linear):
+                layers[name] = module, Style(cut=Cut.OUTPUT, whole_outside=True)
+
+    def _plan_outputs(self, parent_name: str, parent: nn.Module, children: dict[str, tuple[nn.Module, Style]]) -> None:
+        """Layers of one parent that give each rank some of their outputs."""
+        columns = {name: layer for name, layer in children.items() if layer[1].cut is Cut.OUTPUT}
+        local = {name: layer for name, layer in columns.items() if not layer[1].whole_outside}
+        widths = {name: _width(name, module) // style.packed for name, (module, style) in columns.items()}
+        heads = Heads.of(parent_name, parent, [widths[name] for name in local], self.group.size) if local else None
+        # A list of layers has no forward at whose end what several of them share could be forgotten.
+        several = len(columns) > 1 and not isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        inputs = Inputs(self.group, sequence=self.sequence, several=several)
+        self._parents.append((parent, inputs))
+        counts = []
+        for name, (module, style) in columns.items():
+            step, sharers = 1, 1
+            if heads is not None and name in local:
+                count, step = heads.of_layer(widths[name], name, embedding=isinstance(module, nn.Embedding))
+                counts.append(count)
+                sharers = max(1, self.group.size // count)
+            self._cut_outputs(name, module, style, step, inputs, sharers=sharers)
+        if heads is not None:
+            for attribute, value in heads.changes(min(counts)).items():
+                self._changes.append(Change(parent, attribute, lambda _, value=value: value))
+
+    def _cut_outputs(self, name: str, module: Any, style: Style, step: int, inputs: Inputs, *, sharers: int) -> None:
+        """`sharers`: ranks that hold the same outputs, where there are fewer heads than ranks."""
+        if isinstance(module, nn.Embedding):
+            check_embedding(name, module)
+            self._add_part(module.weight, 1, step=step, sharers=sharers)
+            self._changes.append(columns_of_embedding(module, style, self.group))
+            return
+        dim = outputs_dim(name, module)
+        weight = self._add_part(module.weight, dim, packed=style.packed, step=step, sharers=sharers)
+        if module.bias is not None:
+            self._add_part(module.bias, 0, packed=style.packed, step=step, sharers=sharers)
+        shared = weight if sharers > 1 else None
+        self._changes.append(column(module, style, self.group, inputs, weight.shape[dim], shared))
+        if hasattr(module, "nf"):  # Conv1D gives its output this width.
+            self._changes.append(Change(module, "nf", lambda _: weight.own_shape[dim]))
+
+    def _plan_inputs(self, name: str, module: Any, style: Style) -> None:
+        """A layer that takes some of its inputs on each rank."""
+        if isinstance(module, nn.Embedding):
+            check_embedding(name, module)
+            part = self._add_part(module.weight, 0)
+            self._changes += vocabulary(module, self.group, *part.ranges[0])
+            return
+        outputs = outputs_dim(name, module)
+        self._add_part(module.weight, 1 - outputs)
+        self._changes.append(row(name, module, style, self.group, outputs, sequence=self.sequence))
+
+    def _add_part(self, parameter: Tensor, dim: int, *, packed: int = 1, step: int = 1, sharers: int = 1) -> Part:
+        size, index = self.group.size, self.group.index
+        name = self._names[id(parameter)]
+        part = cut_along(parameter.shape, dim, size // sharers, index // sharers, packed=packed, step=step)
+        if min(part.own_shape) == 0:
+            raise LayoutError(
+                f"{name}: tp {size}: its {parameter.shape[dim]} elements along dimension {dim} do not give each rank "
+                f"one; use a smaller tp"
+            )
+        if self.parts.setdefault(name, part) != part:
+            raise PlanError(
+                f"plan: {name} is shared by several layers and cut along dimension {self.parts[name].dim} for one and "
+                f"{dim} for another; cut them alike"
+            )
+        if index % sharers:
+            self._shared.add(name)
+        return part
+
+    # ---- carrying out ------------------------------------------------------------------------------------------------
+
+    def cut(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Leave of whole `parameters` (by full name) what this rank holds; on meta only their shape.
+
+        They stay the same objects, in all modules that hold them; the memory of the whole is free when this returns.
+        """
+        for name, parameter in parameters.items():
+            part = self.parts.get(name)
+            if part is not None:
+                with torch.no_grad():
+                    parameter.data = take(part, parameter.data)
+                parameter.grad = None
+        return parameters
+
+    def attach(self) -> None:
+        """Change the forwards of the model to those of its parts."""
+        assert not self._undo, "attached already"
+        for change in self._changes:
+            self._undo.append((change.module, change.name, change.module.__dict__.get(change.name, _ABSENT)))
+            setattr(change.module, change.name, change.new(getattr(change.module, change.name)))
+        for parent, inputs in self._parents:
+            self._hooks.append(parent.register_forward_hook(inputs.forget, always_call=True))
+
+    def detach(self) -> None:
+        """Give the model its own forwards back; parameters stay what they are."""
+        while self._undo:
+            module, name, before = self._undo.pop()
+            if before is _ABSENT:
+                delattr(module, name)
+            else:
+                setattr(module, name, before)
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+def _width(name: str, module: nn.Module) -> int:
+    """Number of outputs of a layer."""
+    weight: Any = module.weight
+    return weight.shape[1] if isinstance(module, nn.Embedding) else weight.shape[outputs_dim(name, module)]
