@@ -1,8 +1,13 @@
-"""Pure rank arithmetic: the grid `pp × dp × tp`, its peers, who owns which part of a flat. No torch, no processes."""
+"""Pure rank arithmetic: the grid `pp × dp × tp`, its peers, who owns which part of a flat, how blocks are cut into
+pipeline stages. No torch, no processes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+_HALVINGS = 60
 
 
 class LayoutError(ValueError):
@@ -118,3 +123,64 @@ def partition_range(padded: int, dp: int, index: int) -> tuple[int, int]:
     """[start, end) of the partition that the rank with data index `index` owns of a flat of `padded` elements."""
     size = padded // dp
     return index * size, (index + 1) * size
+
+
+def layer_counts(costs: Sequence[float], stages: int, *, first: float = 0, last: float = 0) -> tuple[int, ...]:
+    """How many of the blocks, in order, each pipeline stage takes, so that the most expensive stage is as cheap as can
+    be; of all such cuts, the most even one.
+
+    `first`, `last`: costs of what stands before and after the blocks. Every stage takes at least one block.
+    Raises ValueError when there are fewer blocks than stages.
+    """
+    if stages < 1:
+        raise ValueError(f"{stages} pipeline stages; there is at least 1")
+    if len(costs) < stages:
+        raise ValueError(
+            f"{len(costs)} blocks cannot be cut into {stages} pipeline stages, which take at least one block each; "
+            f"use at most {len(costs)} pipeline stages"
+        )
+    weights = [float(cost) for cost in costs]
+    weights[0] += first
+    weights[-1] += last
+    sums = [0.0, *accumulate(weights)]
+    most = _smallest_maximum(weights, stages) * (1 + 1e-9)
+    # best[i]: (sum of the squares of the stages' costs, where the last of them begins) for the first i blocks.
+    best: list[tuple[float, int] | None] = [(0.0, 0), *[None] * len(weights)]
+    begins: list[list[int]] = []
+    for _ in range(stages):
+        following: list[tuple[float, int] | None] = [None] * len(sums)
+        for end in range(1, len(sums)):
+            for begin in range(end - 1, -1, -1):
+                cost = sums[end] - sums[begin]
+                if cost > most:
+                    break
+                before = best[begin]
+                if before is not None:
+                    choice = before[0] + cost * cost, begin
+                    following[end] = min(choice, following[end] or choice)
+        best = following
+        begins.append([entry[1] if entry else 0 for entry in best])
+    counts, end = [], len(weights)
+    for begin_of in reversed(begins):
+        counts.append(end - begin_of[end])
+        end = begin_of[end]
+    return tuple(reversed(counts))
+
+
+def _smallest_maximum(weights: Sequence[float], stages: int) -> float:
+    """The cost of the most expensive stage in the best cut. More stages never cost more, so stages are filled one by
+    one and counted."""
+
+    def needed(most: float) -> int:
+        count, held = 1, 0.0
+        for weight in weights:
+            if held + weight > most:
+                count, held = count + 1, 0.0
+            held += weight
+        return count
+
+    low, high = max(weights), sum(weights)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if needed(middle) <= stages else (middle, high)
+    return high
