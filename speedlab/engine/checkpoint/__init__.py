@@ -1,10 +1,24 @@
 """Checkpoints without a layout: each rank writes what it answers for, a manifest says which slice of which part of
 which parameter is where, and any layout reads any other's. Nothing is ever pickled."""
 
+from speedlab.engine.checkpoint.deepspeed import import_deepspeed
 from speedlab.engine.checkpoint.errors import CheckpointError
 from speedlab.engine.checkpoint.find import newest, prune
+from speedlab.engine.checkpoint.huggingface import export_hf, import_hf
 from speedlab.engine.checkpoint.read import load
 from speedlab.engine.checkpoint.saving import Saving
 from speedlab.engine.checkpoint.write import save, saving_of, settle
 
-__all__ = ["CheckpointError", "Saving", "load", "newest", "prune", "save", "saving_of", "settle"]
+__all__ = [
+    "CheckpointError",
+    "Saving",
+    "export_hf",
+    "import_deepspeed",
+    "import_hf",
+    "load",
+    "newest",
+    "prune",
+    "save",
+    "saving_of",
+    "settle",
+]

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from speedlab.config import ModelConfig
 from speedlab.engine.checkpoint.errors import CheckpointError
 from speedlab.engine.checkpoint.pieces import Stretch
 from speedlab.layout import Part
@@ -70,13 +71,19 @@ def describe_part(part: Part | None) -> dict[str, Any]:
     return {} if part is None else {"part": {"dim": part.dim, "ranges": [list(pair) for pair in part.ranges]}}
 
 
+def modules_of(engine: Engine) -> list[nn.Module]:
+    """The model, or this rank's pipeline stages of it."""
+    stages = getattr(engine, "stages", None)
+    return [engine.module] if stages is None else [stage.module for stage in stages]
+
+
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def common_of(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]:
     """What all ranks would say alike."""
     layout = engine.layout
-    model: Any = getattr(engine.module, "config", None)
+    model: Any = getattr(modules_of(engine)[0], "config", None)
     common = {
         "format": FORMAT,
         "version": VERSION,
@@ -91,9 +98,10 @@ def common_of(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]:
         "client_state": client_state,
         "config": json.loads(engine.config.to_json()),
     }
-    if hasattr(model, "model_type") and hasattr(model, "to_json_string"):
-        architecture = {"architectures": [type(engine.module).__name__]}
-        common["huggingface"] = {**json.loads(model.to_json_string(use_diff=False)), **architecture}
+    if isinstance(model, ModelConfig):
+        common["model"] = json.loads(model.model_dump_json())
+    elif hasattr(model, "model_type") and hasattr(model, "to_json_string"):
+        common["huggingface"] = json.loads(model.to_json_string(use_diff=False))
     return common
 
 

@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from speedlab.engine.checkpoint.errors import CheckpointError
 from speedlab.engine.checkpoint.find import newest
-from speedlab.engine.checkpoint.manifest import Source, sources_of
+from speedlab.engine.checkpoint.manifest import Source, modules_of, sources_of
 from speedlab.engine.checkpoint.pieces import Stretch, blocks, copy_blocks
 from speedlab.engine.checkpoint.random_state import restore_random
 from speedlab.engine.checkpoint.verify import newest_good, sound_manifest
@@ -63,6 +64,36 @@ def whole_shape(engine: Engine, slot: Slot) -> tuple[int, ...]:
     """Shape of the whole parameter of which this rank holds a slot."""
     part = engine.parts.get(slot.name)
     return tuple(slot.shape) if part is None else part.shape
+
+
+def take_whole(
+    engine: Engine,
+    whole: Callable[[str, str], Tensor],
+    moments: Collection[str] = (),
+    scalars: Mapping[str, float] | None = None,
+) -> None:
+    """Take values from elsewhere: `whole(parameter, state)` gives a state ("master" or one of `moments`) of a whole
+    parameter. Each is asked for only where this rank holds some of it, and held no longer than it is copied.
+
+    The optimizer begins with these moments and `scalars`, or anew when there are none. Collective.
+    """
+    states: dict[str, dict[str, Tensor]] = {}
+    counts: dict[str, dict[int, dict[str, Any]]] = {}
+    for flat in engine.flats:
+        own = empty_states(engine, flat, sorted(moments)) if flat.trainable else {}
+        for slot, stretch, place in held(engine, flat):
+            shape = whole_shape(engine, slot)
+            everything = Stretch(None, 0, math.prod(shape))
+            for kind, state in {"master": flat.master, **own}.items():
+                values = whole(slot.name, kind).reshape(-1)
+                copy_blocks(blocks(shape, everything, stretch), values, state[place])
+        if flat.trainable:
+            states[flat.name] = own
+            groups = {slot.group for slot in flat.slots}
+            counts[flat.name] = {
+                group: {key: torch.tensor(value) for key, value in (scalars or {}).items()} for group in groups
+            }
+    adopt(engine, states, counts)
 
 
 def adopt(engine: Engine, states: dict[str, dict[str, Tensor]], scalars: dict[str, dict[int, dict[str, Any]]]) -> None:
@@ -174,7 +205,7 @@ def _load_rest(engine: Engine, files: Files, manifest: dict[str, Any]) -> None:
 
 def _load_buffers(engine: Engine, files: Files, names: list[str]) -> None:
     """Every rank wrote those of its own pipeline stages: each buffer comes from the first file that has it."""
-    missing = dict(engine.module.named_buffers())
+    missing = {key: buffer for module in modules_of(engine) for key, buffer in module.named_buffers()}
     for name in names:
         if not missing:
             return

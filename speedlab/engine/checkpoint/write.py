@@ -22,7 +22,7 @@ from torch import Tensor
 
 from speedlab.engine.checkpoint.agree import all_or_none, on_first
 from speedlab.engine.checkpoint.errors import CheckpointError
-from speedlab.engine.checkpoint.manifest import MANIFEST, common_of, describe_part, manifest_of
+from speedlab.engine.checkpoint.manifest import MANIFEST, common_of, describe_part, manifest_of, modules_of
 from speedlab.engine.checkpoint.random_state import random_tensors, random_words
 from speedlab.engine.checkpoint.saving import (
     Saving,
@@ -205,7 +205,7 @@ def _own_part(engine: Engine, hidden: Path, *, verify: bool, moments: bool) -> R
                 ],
             }
             offset += high - low
-    buffers = dict(engine.module.named_buffers())
+    buffers = {key: buffer for module in modules_of(engine) for key, buffer in module.named_buffers()}
     tensors |= {f"buffer/{key}": Values.of(buffer) for key, buffer in buffers.items()}
     tensors |= {key: Values.of(state) for key, state in random_tensors(engine.world.device).items()}
     report = {"name": name, "random": random_words(), "parameters": parameters, "buffers": _persistent(engine)}
@@ -238,7 +238,8 @@ def _persistent(engine: Engine) -> list[str]:
     """Names of the buffers that belong to the module's state."""
     return [
         f"{prefix}.{key}" if prefix else key
-        for prefix, module in engine.module.named_modules()
+        for stage in modules_of(engine)
+        for prefix, module in stage.named_modules()
         for key, _ in module.named_buffers(recurse=False)
         if key not in module._non_persistent_buffers_set
     ]

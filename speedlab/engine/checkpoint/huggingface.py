@@ -1,0 +1,313 @@
+"""Folders of transformers: a model goes out to one, and comes in from one, whatever the layout here.
+
+A model of transformers keeps its own names. The built-in GPT goes by those of the architecture that computes the same
+(`architectures.py`). Weights are safetensors; pickles are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from speedlab.config import ModelConfig
+from speedlab.engine.checkpoint.agree import all_or_none, on_first
+from speedlab.engine.checkpoint.architectures import Architecture, Theirs, architecture_of, shapes_of
+from speedlab.engine.checkpoint.errors import CheckpointError
+from speedlab.engine.checkpoint.manifest import modules_of, read_manifest
+from speedlab.engine.checkpoint.pieces import Stretch
+from speedlab.engine.checkpoint.read import Files, take_whole, whole_shape
+from speedlab.engine.checkpoint.tensor_file import Values, to_disk, write_tensors
+from speedlab.engine.checkpoint.verify import check_file
+from speedlab.engine.checkpoint.write import save
+
+if TYPE_CHECKING:
+    from speedlab.engine.engine import Engine
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DECIDING = (
+    *("n_head", "activation_function", "layer_norm_epsilon", "num_attention_heads", "num_key_value_heads"),
+    *("hidden_act", "rms_norm_eps", "norm_epsilon", "rope_theta", "tie_word_embeddings"),
+)
+"""Fields of their configuration that change what is computed, though all shapes agree."""
+
+
+# ---- out -------------------------------------------------------------------------------------------------------------
+
+
+def export_hf(
+    source: Engine | Path,
+    folder: Path,
+    *,
+    config: Any = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 5 * 10**9,
+) -> Path:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; returns it.
+
+    Args:
+        source: a checkpoint's folder (one process then does the work), or an engine (collective over all ranks).
+        folder: must not exist.
+        config: the configuration of a model of transformers, as object, dict or path of a config.json; needed only
+            when the model itself carried none when it was saved.
+        dtype: of the weights; None leaves them as the masters are.
+        shard_bytes: files are no larger, as long as no single parameter is.
+
+    Raises CheckpointError when transformers has no such model, saying which fields stand in the way.
+    """
+    if isinstance(source, Path):
+        _export(source, folder, config, dtype, shard_bytes)
+        return folder
+    passing = folder.parent / f".{folder.name}.checkpoint"
+    engine = source
+    on_first(engine.everyone, lambda: shutil.rmtree(passing, ignore_errors=True))
+    try:
+        path = save(engine, passing, "values", {}, verify=False, moments=False)
+        on_first(engine.everyone, lambda: _export(path, folder, config, dtype, shard_bytes))
+    finally:
+        if engine.everyone.index == 0:
+            shutil.rmtree(passing, ignore_errors=True)
+    return folder
+
+
+def _export(path: Path, folder: Path, config: Any, dtype: torch.dtype | None, shard_bytes: int) -> None:
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists already and is never overwritten; give another name or move it away")
+    manifest = read_manifest(path)
+    for name, expected in manifest["files"].items():
+        check_file(path / name, expected, hashed=True)
+    architecture = _architecture(path, manifest, config)
+    hidden = folder.parent / f".{folder.name}.partial"
+    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.mkdir(parents=True)
+    try:
+        with Files(path) as files:
+            tensors = _tensors(files, manifest, architecture, dtype)
+            _write_shards(hidden, tensors, shard_bytes)
+        stored = {str(values.dtype).removeprefix("torch.") for values in tensors.values() if _floats(values.dtype)}
+        described = {**architecture.config, "dtype": sorted(stored)[-1]}
+        (hidden / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+        to_disk(hidden / "config.json")
+        hidden.rename(folder)
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+
+
+def _architecture(path: Path, manifest: dict[str, Any], config: Any) -> Architecture:
+    """What the model of a checkpoint is to transformers."""
+    theirs = _as_dict(config) if config is not None else manifest.get("huggingface")
+    if theirs is not None:
+        names = [*manifest["parameters"], *manifest.get("buffers", ())]
+        return Architecture(theirs, {name: Theirs((name,)) for name in names}, "")
+    model = ModelConfig(**manifest.get("model", manifest["config"]["model"]))
+    own = _built_in(model, {name: tuple(entry["shape"]) for name, entry in manifest["parameters"].items()})
+    if own is None:
+        raise CheckpointError(
+            f"{path}: is neither the built-in GPT nor a model that carries a configuration of transformers; "
+            "give the configuration with config="
+        )
+    return own
+
+
+def _built_in(model: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Architecture | None:
+    """The architecture of this GPT, when parameters of these shapes are (some of) its own."""
+    known = shapes_of(model)
+    return architecture_of(model) if all(known.get(name) == shape for name, shape in shapes.items()) else None
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    if isinstance(config, str | Path):
+        return json.loads(Path(config).read_text())
+    return dict(config) if isinstance(config, Mapping) else json.loads(config.to_json_string(use_diff=False))
+
+
+def _tensors(
+    files: Files, manifest: dict[str, Any], architecture: Architecture, dtype: torch.dtype | None
+) -> dict[str, Values]:
+    """What to write, by their names. A parameter is put together when it is written, one at a time."""
+    tensors = {}
+    for name, theirs in architecture.parameters.items():
+        if name not in manifest["parameters"]:
+            read = partial(_buffer, files, manifest, name)
+            tensors[name] = Values.of(read())
+            continue
+        entry = manifest["parameters"][name]
+        stored = getattr(torch, entry["states"]["master"])
+        wanted = dtype if dtype is not None and _floats(stored) else stored
+        shape = list(entry["shape"])
+        if theirs.transposed:
+            shape.reverse()
+        shape[:1] = [size // len(theirs.names) for size in shape[:1]]
+        for index, their_name in enumerate(theirs.names):
+            read = partial(_part, files, entry, theirs, index, stored, wanted)
+            tensors[their_name] = Values(tuple(shape), wanted, [read])
+    return tensors
+
+
+def _part(
+    files: Files, entry: dict[str, Any], theirs: Theirs, index: int, stored: torch.dtype, wanted: torch.dtype
+) -> Tensor:
+    shape = entry["shape"]
+    whole = torch.empty(math.prod(shape), dtype=stored)
+    files.copy(entry, "master", Stretch(None, 0, whole.numel()), whole)
+    return theirs.split(whole.view(shape))[index].to(wanted).view(-1)
+
+
+def _buffer(files: Files, manifest: dict[str, Any], name: str) -> Tensor:
+    for file in manifest["files"]:
+        opened = files.file(file)
+        if f"buffer/{name}" in set(opened.keys()):
+            return opened.get_tensor(f"buffer/{name}").clone()
+    raise CheckpointError(f"no file of the checkpoint holds the buffer {name}")
+
+
+def _write_shards(folder: Path, tensors: dict[str, Values], shard_bytes: int) -> None:
+    shards: list[dict[str, Values]] = [{}]
+    held = 0
+    for name, values in tensors.items():
+        if shards[-1] and held + values.nbytes > shard_bytes:
+            shards.append({})
+            held = 0
+        shards[-1][name] = values
+        held += values.nbytes
+    count = len(shards)
+    files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [_SINGLE]
+    for file, shard in zip(files, shards, strict=True):
+        write_tensors(folder / file, shard, metadata={"format": "pt"})
+    if count > 1:
+        total = sum(values.nbytes for values in tensors.values())
+        places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        to_disk(folder / _INDEX)
+
+
+def _floats(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point
+
+
+# ---- in --------------------------------------------------------------------------------------------------------------
+
+
+def import_hf(folder: Path, engine: Engine) -> None:
+    """Take the parameters of a folder of transformers into an engine of the same model, in any layout. Collective.
+
+    The optimizer begins anew. Raises CheckpointError on every rank alike, before anything is changed, when the folder
+    holds another model or pickles.
+    """
+    group = engine.everyone
+    files = all_or_none(group, lambda: _weight_files(folder))
+    wanted = all_or_none(group, lambda: _wanted(folder, files, engine))
+    opened: dict[Path, Any] = {}
+
+    def whole(name: str, kind: str) -> Tensor:
+        theirs, names = wanted[name]
+        for their_name in names:
+            opened.setdefault(files[their_name], safe_open(files[their_name], framework="pt"))
+        return theirs.join([opened[files[their_name]].get_tensor(their_name) for their_name in names])
+
+    with torch.no_grad():
+        take_whole(engine, whole)
+
+
+def _weight_files(folder: Path) -> dict[str, Path]:
+    """The file of each tensor of the folder."""
+    index = folder / _INDEX
+    if index.exists():
+        places = _json(index).get("weight_map", {})
+        outside = [file for file in places.values() if Path(file).name != file]
+        if outside:
+            raise CheckpointError(f"{index}: names the file {outside[0]}, which is outside its own folder")
+        return {name: folder / file for name, file in places.items()}
+    single = folder / _SINGLE
+    if single.exists():
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    pickles = [path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))]
+    if pickles:
+        raise CheckpointError(
+            f"{folder / pickles[0]}: is a pickle, which could run anything and is never read; convert the model to "
+            "safetensors, with save_pretrained of transformers where its origin is trusted"
+        )
+    raise CheckpointError(f"{folder}: holds no {_SINGLE} and no {_INDEX}; is this a folder of transformers?")
+
+
+def _wanted(folder: Path, files: dict[str, Path], engine: Engine) -> dict[str, tuple[Theirs, list[str]]]:
+    """For each parameter that this rank holds, how they hold it and under which names. Checks all shapes."""
+    shapes = {slot.name: whole_shape(engine, slot) for flat in engine.flats for slot in flat.slots}
+    architecture = _of_engine(engine, shapes)
+    _check_config(folder / "config.json", architecture.config)
+    wanted = {}
+    for name, shape in shapes.items():
+        theirs = architecture.parameters[name]
+        names = [_find(files, their_name, architecture.prefix, folder) for their_name in theirs.names]
+        found = [_shape(files[their_name], their_name) for their_name in names]
+        turned = [list(reversed(s)) if theirs.transposed else s for s in found]
+        joined = [sum(s[0] for s in turned), *turned[0][1:]] if turned[0] else []
+        if joined != list(shape):
+            raise CheckpointError(
+                f"{files[names[0]]}: holds another model: {names[0]} has shape {found[0]} there, and "
+                f"{name} has {list(shape)} here"
+            )
+        wanted[name] = theirs, names
+    return wanted
+
+
+def _of_engine(engine: Engine, shapes: dict[str, tuple[int, ...]]) -> Architecture:
+    model: Any = getattr(modules_of(engine)[0], "config", None)
+    if hasattr(model, "model_type") and hasattr(model, "to_json_string"):
+        prefix = getattr(modules_of(engine)[0], "base_model_prefix", "")
+        names = {name: Theirs((name,)) for name in shapes}
+        return Architecture(_as_dict(model), names, f"{prefix}." if prefix else "")
+    own = _built_in(model if isinstance(model, ModelConfig) else engine.config.model, shapes)
+    if own is None:
+        raise CheckpointError(
+            "the engine's model is neither the built-in GPT nor one of transformers; there are no names to look for"
+        )
+    return own
+
+
+def _check_config(file: Path, ours: dict[str, Any]) -> None:
+    theirs = _json(file)
+    for field in ("model_type", *_DECIDING):
+        here, there = _field(ours, field), _field(theirs, field)
+        if here is not None and there is not None and here != there:
+            raise CheckpointError(f"{file}: holds another model: {field} is {there!r} there and {here!r} here")
+
+
+def _field(config: dict[str, Any], name: str) -> Any:
+    """A field of a configuration; that of the rotary base lies deeper since version 5."""
+    if name == "rope_theta":
+        return (config.get("rope_parameters") or {}).get(name, config.get(name))
+    return config.get(name)
+
+
+def _find(files: Mapping[str, Path], name: str, prefix: str, folder: Path) -> str:
+    """Their name as the files have it: some were saved without, some with the name of the model around it."""
+    for known in (name, name.removeprefix(prefix), prefix + name):
+        if known in files:
+            return known
+    raise CheckpointError(f"{folder}: holds another model: it has no tensor {name}")
+
+
+def _shape(file: Path, name: str) -> list[int]:
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.get_slice(name).get_shape())
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise CheckpointError(f"{file}: is damaged, not valid JSON ({error})") from None
