@@ -217,6 +217,24 @@ class Group:
                 self._count("broadcast", tensor.nbytes)
             self._pending(lambda: dist.broadcast(tensor, group_src=source, group=self._wires.group)).wait()
 
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Start to send `tensor` to `peer` (an index in the group); it must not change before `wait`.
+
+        A message is received by the same `tag`. Where tags mean nothing (NCCL), two ranks must start what passes
+        between them in the same order.
+        """
+        tensor = tensor.contiguous()
+        self._count("send", tensor.nbytes)
+        with self._explained():
+            work = self._wires.group.send([tensor], peer, tag)
+        return self._pending(lambda: (work.wait(), tensor))  # The memory lives until then.
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Start to fill contiguous `tensor` with what `peer` (an index in the group) sends under `tag`."""
+        with self._explained():
+            work = self._wires.group.recv([tensor], peer, tag)
+        return self._pending(work.wait)
+
     def share(self, value: Any, source: int = 0) -> Any:
         """A small JSON value of `source`, on every rank. JSON, because nothing is ever unpickled from the network."""
         payload = json.dumps(value).encode() if self.index == source else b""

@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "data": frozenset({"config"}),
     "models": frozenset({"config", "cuda_ops"}),
     "comm": frozenset({"layout", "cuda_ops"}),
-    "parallel": frozenset({"comm", "layout", "cuda_ops"}),
+    "parallel": BASE | {"comm", "models", "telemetry", "cuda_ops"},
     "engine": BASE | {"parallel", "comm", "models", "data", "telemetry", "planner", "cuda_ops"},
     "bench": EVERYTHING,
     "cli": EVERYTHING | {"bench"},

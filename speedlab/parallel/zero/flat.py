@@ -6,6 +6,7 @@ Residency is a table with a row for each ZeRO stage (arXiv:1910.02054, section 5
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -80,8 +81,11 @@ class Flat:
         gather_group: Group,
         reduce_group: Group,
         gradient_dtype: torch.dtype,
+        shared: Mapping[str, Sequence[Group]] | None = None,
     ) -> None:
         """`parameters`: full name → (parameter, index of its optimizer group), in the order in which they shall lie.
+
+        `shared`: full name → groups over which its gradient is summed before each reduction, in turn.
 
         Rank 0's values count. Collective.
         """
@@ -102,6 +106,12 @@ class Flat:
             self.parameters.append(parameter)
             end = offset + parameter.numel()
         self.trainable = self.parameters[0].requires_grad
+        self._shared: dict[tuple[Group, ...], list[Slot]] = {}
+        """Parameters whose gradients are summed over the same groups first; they travel together."""
+        for slot in self.slots:
+            groups = tuple(group for group in (shared or {}).get(slot.name, ()) if group.size > 1)
+            if groups:
+                self._shared.setdefault(groups, []).append(slot)
         self.numel = end
         self.padded = padded_numel(end, gather_group.size * step)
         self.start, self.end = partition_range(self.padded, gather_group.size, gather_group.index)
@@ -286,12 +296,28 @@ class Flat:
         for slot, filled in zip(self.slots, self._filled, strict=True):
             if not filled:
                 local[slot.offset : slot.offset + slot.numel].zero_()
+        for groups, slots in self._shared.items():
+            self._sum_shared(local, groups, slots)
         assert self.gradient is not None
         if self.residency.gradients is Place.PARTITIONED:
             return self.reduce_group.reduce_scatter(local, self.gradient, accumulate=accumulate)
         if self.residency.optimizer_states is Place.PARTITIONED:
             return self.reduce_group.reduce_scatter(local, self.gradient)
         return self.reduce_group.all_reduce(local)
+
+    @staticmethod
+    def _sum_shared(local: Tensor, groups: tuple[Group, ...], slots: list[Slot]) -> None:
+        """Sum the gradients of `slots` over `groups`, one after the other, and wait."""
+        pieces = [local[slot.offset : slot.offset + slot.numel] for slot in slots]
+        total = sum(slot.numel for slot in slots)
+        for group in groups:
+            together = group.borrow(padded_numel(total, group.size), local.dtype)
+            torch.cat(pieces, out=together[:total])
+            together[total:].zero_()
+            group.all_reduce(together).wait()
+            for piece, summed in zip(pieces, together[:total].split([piece.numel() for piece in pieces]), strict=True):
+                piece.copy_(summed)
+            group.give_back(together)
 
     def reduced(self) -> None:
         """The reduction has finished: the passing whole is freed, if there is one."""

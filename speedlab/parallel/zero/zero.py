@@ -9,6 +9,10 @@ The way of one step, with the numbers used below:
    partitioned, freed; its parameters are released.
 5. At the end of backward the units that are left are reduced, those without gradients as zeros.
 
+Where a step has several passes (accumulation, a pipeline's micro-batches), each rank's own gradients may stay where
+they are until the last one. Gradients that copies of a parameter have in other places of the layout (`shared`) are
+summed over those places first, so that all copies stay the same.
+
 Every pass gathers every unit once, and every backward reduces every unit once, in one fixed order on all ranks. A rank
 that skips a unit takes part in its gather when it comes to the next one, or at the end of the pass, and what it owns
 was offered to its peers at the beginning. So ranks may take different branches without a hang. A unit that is needed
@@ -18,7 +22,8 @@ again after its release is gathered again, out of order: there all ranks must do
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -95,8 +100,13 @@ class Zero:
         gradient_dtype: torch.dtype | None,
         materialize: Callable[[UnitPlan], None] | None = None,
         residency: Residency,
+        shared: Mapping[str, Sequence[Group]] | None = None,
     ) -> None:
         """`groups`: id of parameter → index of its optimizer group. `gradient_dtype`: None means the compute dtype.
+
+        `shared`: name of a parameter → groups of ranks that hold it too, and have other terms of its gradient: these
+        are summed over each of the groups in turn before they are summed over the ranks here. A group that is on other
+        pipeline stages only goes with parameters of the root unit and `end_backward(leave_root=True)`.
 
         `materialize` gives a unit that stands on `meta` its values; it is called unit by unit, so that one unit at a
         time is whole.
@@ -104,12 +114,14 @@ class Zero:
         self.module, self.residency = module, residency
         self.gather_group, self.reduce_group = gather_group, reduce_group
         self.phase = Phase.IDLE
+        self.around_reduction: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered around what reductions take of this rank's time; a pipeline's timeline hangs here."""
         self.units: list[Unit] = []
         for plan in plans:
             group_of = {name: groups.get(id(p), 0) for name, p in plan.parameters.items()}
             if materialize is not None:
                 materialize(plan)
-            flats = self._make_flats(plan, group_of, compute_dtype, gradient_dtype)
+            flats = self._make_flats(plan, group_of, compute_dtype, gradient_dtype, shared or {})
             for flat in flats:
                 flat.place(residency)
             self.units.append(Unit(plan.name, plan.modules, flats))
@@ -127,7 +139,12 @@ class Zero:
         self._attach()
 
     def _make_flats(
-        self, plan: UnitPlan, group_of: dict[str, int], compute: torch.dtype, gradient: torch.dtype | None
+        self,
+        plan: UnitPlan,
+        group_of: dict[str, int],
+        compute: torch.dtype,
+        gradient: torch.dtype | None,
+        shared: Mapping[str, Sequence[Group]],
     ) -> list[Flat]:
         """A flat for each dtype, trainable and frozen apart; parameters of one optimizer group lie side by side."""
         parts: dict[tuple[torch.dtype, bool], dict[str, tuple[nn.Parameter, int]]] = {}
@@ -145,6 +162,7 @@ class Zero:
                     gather_group=self.gather_group,
                     reduce_group=self.reduce_group,
                     gradient_dtype=gradient if gradient and trainable_in_low_precision(dtype) else dtype,
+                    shared=shared,
                 )
             )
         return flats
@@ -271,7 +289,7 @@ class Zero:
         parameter.grad = None
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        if self._sync and self._reduce_cursor > self._reduction_order().index(unit):
+        if self._sync and self._reduce_cursor > self.backward_order.index(unit):
             raise RuntimeError(
                 f"{flat.slots[index].name} received a second gradient in one backward pass after {unit.name} was "
                 f"reduced; "
@@ -290,34 +308,55 @@ class Zero:
         if unit.open_calls == 0 and unit.missing <= 0:
             unit.release()
 
-    def end_backward(self) -> None:
-        """Call after `loss.backward()`: gradients of all units are summed over the ranks when this returns."""
+    def backward_by_unit(self, compute: Callable[[Unit], None], *, sync: bool, leave_root: bool = False) -> None:
+        """A whole backward pass that no hook drives: `compute(unit)` leaves gradients in `.grad` of its parameters."""
+        self.begin_backward(sync=sync)
+        for unit in self.backward_order:
+            self._require(unit)
+            compute(unit)
+            for flat in unit.flats:
+                for index, parameter in enumerate(flat.parameters):
+                    self._receive(unit, flat, index, parameter)
+        self.end_backward(leave_root=leave_root)
+
+    def end_backward(self, *, leave_root: bool = False) -> None:
+        """Call after `loss.backward()`: gradients of all units are summed over the ranks when this returns.
+
+        `leave_root`: those of the root unit wait for `reduce_root`, for a caller whose ranks may not wait here.
+        """
         self._take_part_in_rest()
         if self.partitioned:
             for unit in self.units:
                 unit.release()
                 unit.open_calls = 0
         if self._sync:
-            self._reduce_ready(everything=True)  # 5
+            self._reduce_ready(everything=True, leave_root=leave_root)  # 5
             self._finish_reductions(0)
-            self._reduced_before = True
-        self.unsummed = not self._sync
+            self._reduced_before = not leave_root
+        self.unsummed = not self._sync or leave_root
         self.gather_group.settle()  # The next thing may be an update of the shards.
         self.phase = Phase.IDLE
 
-    def _reduction_order(self) -> list[Unit]:
+    def reduce_root(self) -> None:
+        """Sum over the ranks what `end_backward(leave_root=True)` has left of a pass that was to be summed."""
+        self._reduce_ready(everything=True)
+        self._finish_reductions(0)
+        self._reduced_before, self.unsummed = True, False
+
+    @property
+    def backward_order(self) -> list[Unit]:
         """Blocks as backward meets them; the root last, because it holds what several blocks share."""
         return [*self.order[:0:-1], self.units[0]]
 
-    def _reduce_ready(self, *, everything: bool = False) -> None:
-        order = self._reduction_order()
+    def _reduce_ready(self, *, everything: bool = False, leave_root: bool = False) -> None:
+        order = self.backward_order
         while self._reduce_cursor < len(order) and (everything or order[self._reduce_cursor].missing <= 0):
             unit = order[self._reduce_cursor]
-            if unit is self.units[0] and not everything:
+            if unit is self.units[0] and (leave_root or not everything):
                 return  # Gradients of shared parameters may still come.
             self._reduce_cursor += 1
             accumulate = self._reduced_before and self.residency.gradients is Place.PARTITIONED
-            with record_function(f"speedlab::reduce {unit.name}"):
+            with record_function(f"speedlab::reduce {unit.name}"), self.around_reduction():
                 works = [flat.reduce(accumulate=accumulate) for flat in unit.flats if flat.trainable]
             self._in_flight.append((unit, works))
             self._finish_reductions(_REDUCTIONS_IN_FLIGHT)
@@ -325,11 +364,12 @@ class Zero:
     def _finish_reductions(self, leave: int) -> None:
         while len(self._in_flight) > leave:
             unit, works = self._in_flight.pop(0)
-            for work in works:
-                work.wait()
-            for flat in unit.flats:
-                if flat.trainable:
-                    flat.reduced()
+            with self.around_reduction():
+                for work in works:
+                    work.wait()
+                for flat in unit.flats:
+                    if flat.trainable:
+                        flat.reduced()
 
     # ---- gathers in one order ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,15 @@
+"""Pipeline parallelism: cutting a model into stages, schedules as data, and the loop that carries them out."""
+
+from speedlab.parallel.pipeline.cut import StageModule, block_costs, cut_model, layer_counts
+from speedlab.parallel.pipeline.pipeline import Pipeline
+from speedlab.parallel.pipeline.schedules import check_micro_batches, training_plan
+
+__all__ = [
+    "Pipeline",
+    "StageModule",
+    "block_costs",
+    "check_micro_batches",
+    "cut_model",
+    "layer_counts",
+    "training_plan",
+]

@@ -1,0 +1,287 @@
+"""The pipeline of one rank: carries out the actions of a plan over the rank's stages (arXiv:1811.06965).
+
+A step, with the numbers used below:
+
+1. Each rank goes through its plan: forwards, backwards (whole, or the halves of zero-bubble), sends and receives. Sends
+   wait for nobody; what a forward or backward needs is waited for where it is needed.
+2. Every forward and every backward of a micro-batch is a pass of the stage's Zero, so partitioned parameters are
+   gathered for each of them: this is ZeRO-3's price in a pipeline. Gradients stay on the rank until a stage's last
+   backward. So with partitioned gradients too, a rank holds a whole gradient of its stages during a step; what stages 2
+   and 3 save of it, they save between steps.
+3. In the last backward of a stage its gradients are summed over the dp ranks, unit by unit; those of the root unit only
+   when the rank has gone through its plan, because tied embeddings are summed between the first and the last stage
+   before, and the first one ends last.
+
+torch.distributed.pipelining gives the orders and computes the halves of a backward. Its own loop is not used: it sends
+shapes as pickles, gives its messages no tags, and waits where nobody can measure it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from speedlab.comm import Group, Pending, Traffic
+from speedlab.layout import Layout
+from speedlab.parallel.pipeline.cut import StageModule
+from speedlab.parallel.pipeline.schedules import Action, Kind, forward_plan, training_plan
+from speedlab.parallel.pipeline.stage import Stage
+from speedlab.parallel.pipeline.timeline import Timeline
+from speedlab.parallel.zero import Zero
+from speedlab.telemetry.records import Span
+
+_TAGS = 2**30
+
+_COMPUTED_BY = {
+    Kind.RECEIVE_ACTIVATION: Kind.SEND_ACTIVATION,
+    Kind.RECEIVE_GRADIENT: Kind.SEND_GRADIENT,
+}
+
+Phase = Callable[[str], AbstractContextManager[object]]
+
+
+class Pipeline:
+    """This rank's pipeline stages, and their connections to the other pipeline ranks."""
+
+    def __init__(
+        self,
+        stages: Sequence[StageModule],
+        zeros: Sequence[Zero],
+        *,
+        schedule: str,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        traffic: Traffic,
+        sequence_share: int = 1,
+        split_backward: bool = True,
+        on_forward: Callable[[int], None] = lambda micro_batch: None,
+        phase: Phase = lambda name: nullcontext(),
+    ) -> None:
+        """Collective over the pipeline ranks of one dp and tp index.
+
+        Args:
+            stages: this rank's, first one first: stage s of the model is on pipeline rank s % pp. Each with its Zero.
+            dtype: of activations between stages.
+            sequence_share: activations between stages are (B, T / sequence_share, C).
+            split_backward: whether zero-bubble computes the halves of a backward apart. Say no where blocks are
+                recomputed in backward or compiled: there, either half would do the work of both.
+            on_forward: called with the number of a micro-batch before each of its forwards in `train`.
+            phase: entered as phase("forward") and phase("backward") around what a step's parts take.
+        """
+        self.pp, self.index = layout.pp, layout.coordinates(rank)[0]
+        self.schedule = schedule
+        split = schedule == "zero-bubble" and split_backward
+        self._stages = {
+            self.index + chunk * self.pp: Stage(module, zero, split=split)
+            for chunk, (module, zero) in enumerate(zip(stages, zeros, strict=True))
+        }
+        self._count = self.pp * len(stages)
+        self._group = Group(layout.pp_peers(rank), traffic, device, channel="pipeline")
+        self._device, self._dtype = device, dtype
+        self._hidden, self._sequence_share = stages[0].hidden, sequence_share
+        self._on_forward, self._phase = on_forward, phase
+        self._timeline = Timeline(device)
+        for number, stage in self._stages.items():
+            stage.zero.around_reduction = partial(self._timeline.span, "reduce", number)
+        self._training_plan = cache(
+            lambda micro_batches: training_plan(schedule, pp=self.pp, chunks=len(stages), micro_batches=micro_batches)[
+                self.index
+            ]
+        )
+        self._first_tag = 0
+        self._arriving: dict[tuple[Kind, int, int], tuple[Tensor, Pending]] = {}
+        self._leaving: list[Pending] = []
+
+    @property
+    def timeline(self) -> list[Span]:
+        """What this rank did in the last `train`, in order and without overlaps, from `began` on."""
+        return self._timeline.spans()
+
+    @property
+    def began(self) -> float:
+        """When the last `train` began, in seconds since the epoch."""
+        return self._timeline.began
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def train(self, tokens: Tensor, targets: Tensor, *, micro_batches: int, scale: float) -> list[Tensor]:
+        """Forward and backward of all micro-batches; gradients of loss × `scale` are in the flats, summed over the dp
+        ranks, when this returns.
+
+        `tokens`, `targets`: (A·B, T) int64, the same on all pipeline ranks, in A = `micro_batches` equal parts.
+        Returns the losses by micro-batch where the last stage is, [] elsewhere.
+        Raises ValueError where the schedule does not exist for so many micro-batches.
+        """
+        plan = self._training_plan(micro_batches)
+        inputs, labels = _parts(tokens, micro_batches), _parts(targets, micro_batches)
+        shape = self._activation_shape(inputs[0])
+        last = {a.stage: a for a in plan if a.kind in self._last_kinds(a.stage)}
+        losses: list[Tensor] = []
+        made: dict[int, Tensor] = {}
+        """What this rank has computed and not sent yet, by stage."""
+        self._timeline.begin()
+        try:
+            for action in plan:  # 1
+                kind, number, k = action
+                if kind in _COMPUTED_BY:
+                    self._receive(action, shape)
+                elif kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
+                    self._send(action, made.pop(number), shape)
+                elif kind is Kind.FORWARD:
+                    result = self._forward(action, inputs[k], labels[k])
+                    if self._stages[number].module.is_last:
+                        losses.append(result)
+                    else:
+                        made[number] = result
+                else:
+                    gradient = self._backward(action, scale=scale, sync=action == last[number])  # 2
+                    if gradient is not None:
+                        made[number] = gradient
+            self._finish_sends(micro_batches)
+            with self._phase("backward"):
+                for stage in self._stages.values():  # 3
+                    stage.zero.reduce_root()
+        except Exception:
+            self.abandon()
+            raise
+        return losses
+
+    def _last_kinds(self, number: int) -> tuple[Kind, ...]:
+        """The kinds of action that make a stage's gradients."""
+        first_half, second_half = self._stages[number].halves
+        if second_half:
+            return Kind.BACKWARD, Kind.BACKWARD_WEIGHT
+        return (Kind.BACKWARD, Kind.BACKWARD_INPUT) if first_half else (Kind.BACKWARD,)
+
+    def _forward(self, action: Action, tokens: Tensor, targets: Tensor) -> Tensor:
+        _, number, k = action
+        stage = self._stages[number]
+        with self._phase("forward"):
+            given = tokens if stage.module.is_first else self._arrived(Kind.RECEIVE_ACTIVATION, number, k)
+            self._on_forward(k)
+            with self._timeline.span("F", number, k):
+                return stage.forward(k, given, targets if stage.module.is_last else None)
+
+    def _backward(self, action: Action, *, scale: float, sync: bool) -> Tensor | None:
+        kind, number, k = action
+        stage = self._stages[number]
+        if kind is not Kind.BACKWARD and not stage.halves[kind is Kind.BACKWARD_WEIGHT]:
+            return None  # The other half does it all.
+        with self._phase("backward"):
+            gradient = None
+            if not stage.module.is_last and (kind is not Kind.BACKWARD_WEIGHT or stage.module.is_first):
+                gradient = self._arrived(Kind.RECEIVE_GRADIENT, number, k)
+            whole = kind is Kind.BACKWARD or not stage.split
+            with self._timeline.span("B" if whole else kind.value, number, k):
+                if whole:
+                    return stage.backward(k, gradient, scale=scale, sync=sync)
+                if kind is Kind.BACKWARD_INPUT:
+                    return stage.backward_input(k, gradient, scale=scale)
+                stage.backward_weight(k, sync=sync)
+                return None
+
+    def evaluate(self, tokens: Tensor, targets: Tensor | None = None, *, micro_batches: int = 1) -> list[Tensor]:
+        """Forwards only: where the last stage is, the losses by micro-batch, or without `targets` the logits
+        (B, T, V); [] elsewhere. `tokens`, `targets` as in `train`, of any size."""
+        plan = forward_plan(pp=self.pp, chunks=len(self._stages), micro_batches=micro_batches)[self.index]
+        inputs = _parts(tokens, micro_batches)
+        labels = _parts(targets, micro_batches) if targets is not None else [None] * micro_batches
+        shape = self._activation_shape(inputs[0])
+        results: list[Tensor] = []
+        made: dict[int, Tensor] = {}
+        try:
+            for action in plan:
+                kind, number, k = action
+                if kind is Kind.FORWARD:
+                    stage = self._stages[number]
+                    given = inputs[k] if stage.module.is_first else self._arrived(Kind.RECEIVE_ACTIVATION, number, k)
+                    made[number] = stage.evaluate(given, labels[k])
+                    if stage.module.is_last:
+                        results.append(made.pop(number))
+                elif kind in _COMPUTED_BY:
+                    self._receive(action, shape)
+                else:
+                    self._send(action, made.pop(number), shape)
+            self._finish_sends(micro_batches)
+        except Exception:
+            self.abandon()
+            raise
+        return results
+
+    # ---- between ranks -----------------------------------------------------------------------------------------------
+
+    def _activation_shape(self, tokens: Tensor) -> tuple[int, ...]:
+        batch, length = tokens.shape
+        return batch, length // self._sequence_share, self._hidden
+
+    def _tag(self, sent: Kind, stage: int, micro_batch: int) -> int:
+        """The same on both sides, and another one in every step."""
+        way = 0 if sent is Kind.SEND_ACTIVATION else 1
+        return (self._first_tag + (2 * micro_batch + way) * self._count + stage) % _TAGS
+
+    def _send(self, action: Action, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        kind, number, k = action
+        if tensor.shape != shape or tensor.dtype != self._dtype:
+            raise RuntimeError(
+                f"pipeline stage {number} made {tuple(tensor.shape)} {tensor.dtype}, but {shape} {self._dtype} goes "
+                f"between pipeline stages; the model must keep the shape and the dtype of what its blocks are given"
+            )
+        peer = (number + (1 if kind is Kind.SEND_ACTIVATION else -1)) % self.pp
+        with self._timeline.span("send", number, k):
+            self._leaving.append(self._group.send(tensor, peer, self._tag(kind, number, k)))
+
+    def _receive(self, action: Action, shape: tuple[int, ...]) -> None:
+        """Make a place for what another rank sends, and go on."""
+        kind, number, k = action
+        sender = number + (-1 if kind is Kind.RECEIVE_ACTIVATION else 1)
+        place = torch.empty(shape, dtype=self._dtype, device=self._device)
+        pending = self._group.receive(place, sender % self.pp, self._tag(_COMPUTED_BY[kind], sender, k))
+        self._arriving[action.kind, number, k] = place, pending
+
+    def _arrived(self, kind: Kind, number: int, micro_batch: int) -> Tensor:
+        """Wait for what was sent to this stage."""
+        place, pending = self._arriving.pop((kind, number, micro_batch))
+        with self._timeline.span("wait", number, micro_batch):
+            pending.wait()
+        return place
+
+    def _finish_sends(self, micro_batches: int) -> None:
+        with self._phase("backward"), self._timeline.span("send"):
+            for pending in self._leaving:
+                pending.wait()
+        self._leaving.clear()
+        self._first_tag = (self._first_tag + 2 * self._count * micro_batches) % _TAGS
+
+    def abandon(self) -> None:
+        """After an exception: drop what is under way and all gradients of the step, on this rank."""
+        self._arriving.clear()
+        self._leaving.clear()
+        for stage in self._stages.values():
+            stage.zero.abandon_pass()
+            stage.forget()
+
+    def disconnect(self) -> None:
+        """Let go of the connections between pipeline ranks."""
+        self._group.disconnect()
+
+    def reconnect(self) -> None:
+        """Use the present world's connections, after `reconnect` of the Zeros; a step that was cut off is forgotten.
+        Collective."""
+        self._group.reconnect()
+        self._arriving.clear()
+        self._leaving.clear()
+        self._first_tag = 0
+        for stage in self._stages.values():
+            stage.forget()
+
+
+def _parts(whole: Tensor, count: int) -> list[Tensor]:
+    if len(whole) % count:
+        raise ValueError(f"{len(whole)} sequences do not divide by {count} micro-batches")
+    return list(whole.split(len(whole) // count))

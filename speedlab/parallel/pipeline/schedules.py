@@ -1,0 +1,203 @@
+"""What each pipeline rank does in a step, in order: data, carried out by a plain loop.
+
+GPipe and 1F1B are a few lines; interleaved 1F1B and zero-bubble are torch.distributed.pipelining's, which computes the
+order of all ranks in its schedules. Sends and receives are put in here, for all schedules alike.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+
+class Kind(Enum):
+    """What an action does. The values are those of torch's and of the timeline."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    """The first half of a backward: gradients of what the stage was given, which the stage before waits for."""
+    BACKWARD_WEIGHT = "W"
+    """The second half: gradients of the parameters, which nobody waits for."""
+    SEND_ACTIVATION = "SEND_F"
+    RECEIVE_ACTIVATION = "RECV_F"
+    SEND_GRADIENT = "SEND_B"
+    RECEIVE_GRADIENT = "RECV_B"
+
+
+class Action(NamedTuple):
+    """`stage` is the number of the pipeline stage in the whole model. Prints as in a grid: 2F0, 1RECV_B3."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def __repr__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.micro_batch}"
+
+
+Orders = list[list[Action]]
+"""The actions of each pipeline rank."""
+
+
+def training_plan(schedule: str, *, pp: int, chunks: int, micro_batches: int) -> Orders:
+    """Every rank's actions of a training step, with their transfers. Stage s is on pipeline rank s % pp.
+
+    Raises ValueError for numbers under which the schedule does not exist.
+    """
+    if schedule not in _ORDERS:
+        raise ValueError(f"schedule {schedule!r} is not one of {', '.join(_ORDERS)}")
+    if schedule in ("gpipe", "1f1b") and chunks != 1:
+        raise ValueError(
+            f"schedule {schedule} has one pipeline stage on each rank, not {chunks}; use chunks 1, or the schedule "
+            f"interleaved or zero-bubble"
+        )
+    check_micro_batches(schedule, pp=pp, micro_batches=micro_batches)
+    return with_transfers(_ORDERS[schedule](pp, chunks, micro_batches), stages=pp * chunks)
+
+
+def forward_plan(*, pp: int, chunks: int, micro_batches: int) -> Orders:
+    """Every rank's actions of an evaluation: forwards only."""
+    orders = [
+        [Action(Kind.FORWARD, chunk * pp + rank, k) for chunk in range(chunks) for k in range(micro_batches)]
+        for rank in range(pp)
+    ]
+    return with_transfers(orders, stages=pp * chunks)
+
+
+def check_micro_batches(schedule: str, *, pp: int, micro_batches: int) -> None:
+    """Raise ValueError, with the nearest numbers that work, unless the schedule exists for so many micro-batches."""
+    if micro_batches < 1:
+        raise ValueError(f"{micro_batches} micro-batches; a pipeline has at least 1")
+    if schedule in ("gpipe", "1f1b") or _in_rounds(pp, micro_batches):
+        return
+    near = [k for k in range(max(1, micro_batches - pp), micro_batches + 2 * pp) if _in_rounds(pp, k)]
+    below = max(k for k in near if k < micro_batches)
+    above = min(k for k in near if k > micro_batches)
+    raise ValueError(
+        f"schedule {schedule}: {micro_batches} micro-batches on pp {pp} would go round {micro_batches // pp} times in "
+        f"groups of equal size, and {micro_batches} does not divide by {micro_batches // pp}; use accumulation "
+        f"{below} or {above}"
+    )
+
+
+def _in_rounds(pp: int, micro_batches: int) -> bool:
+    return micro_batches % max(1, micro_batches // pp) == 0
+
+
+def _gpipe(pp: int, _chunks: int, micro_batches: int) -> Orders:
+    """All forwards, then all backwards (arXiv:1811.06965)."""
+    return [
+        [Action(kind, rank, k) for kind in (Kind.FORWARD, Kind.BACKWARD) for k in range(micro_batches)]
+        for rank in range(pp)
+    ]
+
+
+def _one_forward_one_backward(pp: int, _chunks: int, micro_batches: int) -> Orders:
+    """Each rank is as many forwards ahead as ranks follow it, then does forwards and backwards in turn
+    (arXiv:2104.04473, section 2.2)."""
+    orders = []
+    for rank in range(pp):
+        ahead = min(pp - 1 - rank, micro_batches)
+        actions = [Action(Kind.FORWARD, rank, k) for k in range(ahead)]
+        for k in range(micro_batches):
+            if ahead + k < micro_batches:
+                actions.append(Action(Kind.FORWARD, rank, ahead + k))
+            actions.append(Action(Kind.BACKWARD, rank, k))
+        orders.append(actions)
+    return orders
+
+
+def _of_torch(schedule: str, pp: int, chunks: int, micro_batches: int) -> Orders:
+    # Imported here: it takes more than a second, because the compiler comes along.
+    from torch.distributed import pipelining
+
+    # All that a schedule reads of a stage to compute the order of every rank.
+    stage: Any = SimpleNamespace(group_size=pp, group_rank=0, num_stages=pp * chunks, submod=None)
+    made = getattr(pipelining, schedule)([stage] * chunks, micro_batches)
+    return [
+        [
+            Action(Kind(action.computation_type.value), action.stage_index, action.microbatch_index)
+            for action in made.pipeline_order[rank]
+            if action is not None
+        ]
+        for rank in range(pp)
+    ]
+
+
+def _interleaved(pp: int, chunks: int, micro_batches: int) -> Orders:
+    """Several stages on each rank, the pipeline wound round the ranks (arXiv:2104.04473, section 2.2)."""
+    return _of_torch("ScheduleInterleaved1F1B", pp, chunks, micro_batches)
+
+
+def _zero_bubble(pp: int, chunks: int, micro_batches: int) -> Orders:
+    """Backwards in two halves, the second of which fills what would be a bubble (arXiv:2401.10241)."""
+    return _of_torch("ScheduleInterleavedZeroBubble", pp, chunks, micro_batches)
+
+
+_ORDERS = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "interleaved": _interleaved,
+    "zero-bubble": _zero_bubble,
+}
+
+
+def with_transfers(orders: Sequence[Iterable[Action]], *, stages: int) -> Orders:
+    """`orders` with sends and receives between ranks: a send at once after what is sent, and its receive at the place
+    that the other rank has come to by then, all ranks taking one action at a time.
+
+    So two ranks start what passes between them in one order, and nobody waits for a receive that stands behind its own
+    waiting. Raises ValueError for orders in which ranks wait for each other in a circle.
+    """
+    pp = len(orders)
+    waiting = [deque(actions) for actions in orders]
+    plan: Orders = [[] for _ in orders]
+    done: set[Action] = set()
+    while any(waiting):
+        progress = False
+        for rank, queue in enumerate(waiting):
+            if not queue or not done.issuperset(_needed(queue[0], stages)):
+                continue
+            action = queue.popleft()
+            progress = True
+            plan[rank].append(action)
+            done.add(_as_whole(action))
+            if (transfer := _transfer(action, stages)) is not None and transfer[1].stage % pp != rank:
+                plan[rank].append(transfer[0])
+                plan[transfer[1].stage % pp].append(transfer[1])
+        if not progress:
+            stuck = ", ".join(repr(queue[0]) for queue in waiting if queue)
+            raise ValueError(f"these orders lock up: nothing can begin of {stuck}")
+    return plan
+
+
+def _as_whole(action: Action) -> Action:
+    """The first half of a backward is what others wait for, as if it were the whole."""
+    return action._replace(kind=Kind.BACKWARD) if action.kind is Kind.BACKWARD_INPUT else action
+
+
+def _needed(action: Action, stages: int) -> list[Action]:
+    """What must have been done on a neighbouring stage."""
+    kind, stage, micro_batch = action
+    if kind is Kind.FORWARD and stage > 0:
+        return [Action(Kind.FORWARD, stage - 1, micro_batch)]
+    if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage < stages - 1:
+        return [Action(Kind.BACKWARD, stage + 1, micro_batch)]
+    return []
+
+
+def _transfer(action: Action, stages: int) -> tuple[Action, Action] | None:
+    """(send, receive) of what `action` makes for a neighbouring stage."""
+    kind, stage, micro_batch = action
+    if kind is Kind.FORWARD and stage < stages - 1:
+        return (
+            Action(Kind.SEND_ACTIVATION, stage, micro_batch),
+            Action(Kind.RECEIVE_ACTIVATION, stage + 1, micro_batch),
+        )
+    if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage > 0:
+        return Action(Kind.SEND_GRADIENT, stage, micro_batch), Action(Kind.RECEIVE_GRADIENT, stage - 1, micro_batch)
+    return None
