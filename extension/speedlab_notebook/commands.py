@@ -136,6 +136,22 @@ COMMANDS: Mapping[str, Command] = {
             example="%speedlab report quickstart",
             takes_run=True,
         ),
+        Command(
+            name="layout",
+            description="which rank stands where: pipeline stages and their blocks, data and tensor index, device",
+            example="%speedlab layout",
+            takes_run=True,
+        ),
+        Command(
+            name="trace",
+            description="write a pipeline's step as a Chrome trace, which chrome://tracing and Perfetto open",
+            example="%speedlab trace --step 20",
+            options=(
+                Option(name="step", value="N", number=True, description="which step; the newest when left out"),
+                Option(name="output", value="FILE", description="the file to write; trace.json when left out"),
+            ),
+            takes_run=True,
+        ),
     )
 }
 

@@ -264,7 +264,31 @@ def _report(shell: InteractiveShell, run: str | None = None) -> None:
     found = run_at_hand(shell, run)
     with _telling(f"writing the report of {found.name!r}"):
         path = write_report(found.folder, found.table())
-    display({"text/plain": f"report: {path}", "text/html": _link(path)}, raw=True)
+    display({"text/plain": f"report: {path}", "text/html": f"report: {_link(path)}"}, raw=True)
+
+
+def _layout(shell: InteractiveShell, run: str | None = None) -> None:
+    from IPython.display import display
+
+    from speedlab_notebook.at_hand import run_at_hand
+
+    found = run_at_hand(shell, run)
+    config = found.present_config
+    print(f"{found.name}: {config.layout(len(found.feed.status.rank_pids), built_in=False)}")
+    display(found.layout_table())
+
+
+def _trace(
+    shell: InteractiveShell, run: str | None = None, step: int | None = None, output: str = "trace.json"
+) -> None:
+    from IPython.display import display
+
+    from speedlab_notebook.at_hand import run_at_hand
+
+    path = Path(output)
+    written = run_at_hand(shell, run).trace(path, step)
+    text = f"step {written} as a Chrome trace, for chrome://tracing or Perfetto"
+    display({"text/plain": f"{path}: {text}", "text/html": f"{_link(path)}: {text}"}, raw=True)
 
 
 _ACTIONS: dict[str, Callable[..., None]] = {
@@ -277,6 +301,8 @@ _ACTIONS: dict[str, Callable[..., None]] = {
     "stop": _stop,
     "config": _config,
     "report": _report,
+    "layout": _layout,
+    "trace": _trace,
 }
 assert _ACTIONS.keys() == commands.COMMANDS.keys()
 
@@ -299,5 +325,5 @@ def _link(path: Path) -> str:
     shown = escape(str(path))
     relative = os.path.relpath(path)
     if relative.startswith(os.pardir):
-        return f"report: <code>{shown}</code>"
-    return f'report: <a href="{escape(relative)}" target="_blank" rel="noopener">{shown}</a>'
+        return f"<code>{shown}</code>"
+    return f'<a href="{escape(relative)}" target="_blank" rel="noopener">{shown}</a>'

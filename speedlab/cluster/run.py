@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import html
 import os
+import platform
 import shutil
 import time
 from collections.abc import Callable, Generator
@@ -31,10 +32,13 @@ from speedlab.cluster.known_runs import (
 )
 from speedlab.cluster.words import Pending, Step
 from speedlab.config import ConfigError, RunConfig
+from speedlab.planner import parameter_count, stage_blocks
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import RunFolder, find_runs_text, require_space
+from speedlab.telemetry.layout_table import LayoutTable, layout_table
 from speedlab.telemetry.records import Event, RunState, StepRecord
 from speedlab.telemetry.shape import CHANGES, changed_config, present_config
+from speedlab.telemetry.trace import write_trace
 
 if TYPE_CHECKING:
     from speedlab.cluster.cluster import Cluster
@@ -72,7 +76,7 @@ class Run:
     def present_config(self) -> RunConfig:
         """`config` with the ZeRO stage, layout and micro-batches that the run has now."""
         self.feed.poll()
-        return present_config(self.config, self.feed.events, len(self.feed.status.rank_pids))
+        return present_config(self.config, self.feed.events, self._engines())
 
     @property
     def errors(self) -> list[RankError]:
@@ -113,6 +117,22 @@ class Run:
         self.feed.poll()
         return stage_table(self.feed, devices=self.cluster.devices if self.cluster is not None else [])
 
+    def layout_table(self) -> LayoutTable:
+        """One row for each rank: its pipeline stages and their blocks, its data and tensor index, its device."""
+        config, engines = self.present_config, self._engines()
+        layout, chunks = config.layout(engines, built_in=False), config.parallel.stages_per_rank
+        counts = config.parallel.cut or ()
+        if not counts and self._is_built_in():
+            counts = stage_blocks(config.model, layout.pp * chunks)
+        devices = self.cluster.devices if self.cluster is not None else ()
+        return layout_table(layout, counts, chunks=chunks, devices=devices, hosts=[platform.node()] * len(devices))
+
+    def trace(self, path: str | os.PathLike[str], step: int | None = None) -> int:
+        """Write the pipeline's timeline of `step`, or of the newest step, to `path`, as a Chrome trace that
+        chrome://tracing and Perfetto open; returns the step. Raises RunFolderError when there is no timeline of it."""
+        devices = self.cluster.devices if self.cluster is not None else ()
+        return write_trace(self.folder, path, step, devices=devices)
+
     # Control words: each returns at once
 
     def pause(self) -> Pending:
@@ -141,7 +161,7 @@ class Run:
         With another number of `engines`, engines are started or stopped, and the run goes on from a checkpoint; this
         waits for it, and a failure leaves the run with the engines it had. See `speedlab.cluster.resize`.
         """
-        size = self.cluster.size if self.cluster is not None else len(self.feed.status.rank_pids)
+        size = self._engines()
         if engines not in (None, size):
             from speedlab.cluster.resize import resize_run
 
@@ -154,7 +174,11 @@ class Run:
     def _is_built_in(self) -> bool:
         """Whether the model is the GPT of the configuration, so that its shape says which layouts there are."""
         said = next((event.details for event in self.feed.events if event.kind == "started"), {})
-        return not self._own_model and said.get("model", "GPT") == "GPT"
+        count = parameter_count(self.config.model)
+        return not self._own_model and said.get("parameters", count) == count
+
+    def _engines(self) -> int:
+        return self.cluster.size if self.cluster is not None else len(self.feed.status.rank_pids)
 
     def _post(self, word: str, **arguments: Any) -> Pending:
         if self._advance is None:

@@ -1,31 +1,36 @@
-"""One row for each ZeRO stage a run has been through: what was measured beside what the formula says."""
+"""One row for each ZeRO stage and layout a run has been through: what was measured beside what the formula says."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from speedlab.config import RunConfig
 from speedlab.hardware import Device, cpu_fast_dtype
-from speedlab.planner.formula import model_states, parameter_count
+from speedlab.layout import Layout
+from speedlab.planner import parameters_by_rank, rank_states
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.records import Event, StepRecord
-from speedlab.telemetry.shape import shape_after
+from speedlab.telemetry.shape import present_config, shape_after
+from speedlab.telemetry.table import Table
 from speedlab.telemetry.text import bytes_text, count_text, seconds_text
 
 _STATES = ("parameters", "gradients", "optimizer")
 
 
-class StageTable(list[dict[str, Any]]):
+class StageTable(Table):
     """Rows as `stage_table` gives them, which print as a table: bytes on a rank, measured beside the formula's."""
 
-    HEAD = ("stage", *(f"{name} (formula)" for name in _STATES), "speed", "change took")
+    def head(self) -> list[str]:
+        layout = ["layout"] if self._has_layouts else []
+        return ["stage", *layout, *(f"{name} (formula)" for name in _STATES), "speed", "change took"]
 
     def cells(self) -> list[tuple[str, ...]]:
-        """The rows as text, in the order of HEAD."""
         return [
             (
                 f"{row['stage']}",
+                *([row["layout"]] if self._has_layouts else []),
                 *(f"{bytes_text(row[name])} ({bytes_text(row[f'formula_{name}'])})" for name in _STATES),
                 f"{count_text(row['tokens_per_second'])} tokens/s",
                 "–" if row["change_seconds"] is None else seconds_text(row["change_seconds"]),
@@ -33,42 +38,61 @@ class StageTable(list[dict[str, Any]]):
             for row in self
         ]
 
-    def __str__(self) -> str:
-        lines = [self.HEAD, *self.cells()]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
-        )
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        def line(tag: str, cells: Sequence[str]) -> str:
-            return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-        return f"<table>{line('th', self.HEAD)}{''.join(line('td', cells) for cells in self.cells())}</table>"
+    @property
+    def _has_layouts(self) -> bool:
+        layouts = {row["layout"]: row["dp"] for row in self}
+        return len(layouts) > 1 or any(layout != str(Layout(dp=dp)) for layout, dp in layouts.items())
 
 
 def stage_table(feed: Feed, *, devices: Sequence[Device] = ()) -> StageTable:
-    """Rows in the order in which the stages were first used.
+    """Rows in the order in which stages and layouts were first used.
 
-    Bytes are for one rank: the largest over the ranks, at the last step of that stage; `optimizer` is moments and
-    master weights together; `formula_…` is what ZeRO's formula gives. `tokens_per_second` is the median over the
-    stage's steps (the first one apart, which also pays for what is allocated anew). `change_seconds` is how long
-    changing to this stage took; None for the first.
+    Bytes are for one rank: the largest over the ranks, at the last step of that stage and layout; `optimizer` is
+    moments and master weights together; `formula_…` is what ZeRO's formula gives. `tokens_per_second` is the median
+    over the steps (the first one apart, which also pays for what is allocated anew). `change_seconds` is how long
+    changing to this stage and layout took; None for the first.
     """
-    by_stage: dict[int, dict[int, list[StepRecord]]] = {}
+    changes = [event for event in feed.events if event.kind == "reshaped"]
+    shapes = _shapes(feed, changes)
+    steps = [event.step for event in changes]
+    found: dict[tuple[int, Layout], tuple[int, dict[int, list[StepRecord]]]] = {}
     for rank, records in feed.records.items():
         for record in records:
-            by_stage.setdefault(record.zero_stage, {}).setdefault(rank, []).append(record)
+            number = bisect_left(steps, record.step)  # Changes before this step.
+            _, ranks = found.setdefault((record.zero_stage, shapes[number][0]), (number, {}))
+            ranks.setdefault(rank, []).append(record)
     return StageTable(
         {
             **_measured(stage, ranks),
-            **_formula(feed, stage, devices),
-            "change_seconds": _change_seconds(feed.events, stage),
+            "layout": str(layout),
+            "dp": layout.dp,
+            **_formula(feed, stage, layout, shapes[number][1], devices),
+            "change_seconds": _change_seconds(changes, stage, layout, shapes),
         }
-        for stage, ranks in by_stage.items()
+        for (stage, layout), (number, ranks) in found.items()
     )
+
+
+_Shape = tuple[Layout, RunConfig]
+
+
+def _shapes(feed: Feed, changes: Sequence[Event]) -> list[_Shape]:
+    """Layout and configuration before the first change, and after each one."""
+    config = feed.folder.config
+    said = next((event.details for event in feed.events if event.kind == "started"), {})
+    layout = _layout_in(said) or Layout(dp=max(1, len(feed.records)))
+    found = [(layout, config)]
+    for number, event in enumerate(changes, 1):
+        after = shape_after(event)
+        layout = (_layout_in(after) if {"pp", "tp"} <= after.keys() else None) or layout
+        found.append((layout, present_config(config, changes[:number], layout.world_size)))
+    return found
+
+
+def _layout_in(told: Mapping[str, Any]) -> Layout | None:
+    axes = {axis: told.get(axis, 1) for axis in ("pp", "dp", "tp")}
+    sound = "dp" in told and all(isinstance(size, int) and size > 0 for size in axes.values())
+    return Layout(**axes) if sound else None
 
 
 def _measured(stage: int, ranks: dict[int, list[StepRecord]]) -> dict[str, Any]:
@@ -85,21 +109,16 @@ def _measured(stage: int, ranks: dict[int, list[StepRecord]]) -> dict[str, Any]:
     }
 
 
-def _formula(feed: Feed, stage: int, devices: Sequence[Device]) -> dict[str, int]:
-    """What a rank holds by the formula; size and dtype as the ranks reported them, else by configuration."""
-    config = feed.folder.config
+def _formula(feed: Feed, stage: int, layout: Layout, config: RunConfig, devices: Sequence[Device]) -> dict[str, int]:
+    """What a rank holds by the formula, the most of them; size and dtype as the ranks reported them, else by
+    configuration."""
     said = next((event.details for event in feed.events if event.kind == "started"), {})
-    parameters = said.get("parameters")
+    whole = said.get("parameters")
     dtype = said.get("dtype") or config.precision.dtype
     if dtype == "auto":
         dtype = devices[0].fast_dtype if devices else cpu_fast_dtype()
-    states = model_states(
-        parameters if isinstance(parameters, int) else parameter_count(config.model),
-        dp=max(1, len(feed.records)),
-        stage=stage,
-        dtype=str(dtype),
-        optimizer=config.optimizer,
-    )
+    held = parameters_by_rank(config, layout, whole=whole if isinstance(whole, int) else None)
+    states = rank_states(config, layout, [max(held)], stage=stage, dtype=str(dtype))[0]
     return {
         "formula_parameters": states.parameters,
         "formula_gradients": states.gradients,
@@ -107,9 +126,9 @@ def _formula(feed: Feed, stage: int, devices: Sequence[Device]) -> dict[str, int
     }
 
 
-def _change_seconds(events: Sequence[Event], stage: int) -> float | None:
-    for event in reversed(events):
-        if event.kind == "reshaped" and shape_after(event).get("zero") == stage:
+def _change_seconds(changes: Sequence[Event], stage: int, layout: Layout, shapes: Sequence[_Shape]) -> float | None:
+    for number, event in reversed(list(enumerate(changes, 1))):
+        if shapes[number][0] == layout and shapes[number][1].zero.stage == stage:
             seconds = event.details.get("seconds")
             return float(seconds) if isinstance(seconds, int | float) else None
     return None

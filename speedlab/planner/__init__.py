@@ -8,7 +8,9 @@ from speedlab.planner.formula import (
     model_states,
     parameter_count,
     rank_parameters,
+    stage_blocks,
 )
+from speedlab.planner.states import parameters_by_rank, rank_states
 
 __all__ = [
     "ModelStates",
@@ -17,5 +19,8 @@ __all__ = [
     "flops_per_token",
     "model_states",
     "parameter_count",
+    "parameters_by_rank",
     "rank_parameters",
+    "rank_states",
+    "stage_blocks",
 ]

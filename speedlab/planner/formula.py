@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from speedlab.config import ModelConfig, OptimizerConfig
-from speedlab.layout import Layout
+from speedlab.layout import Layout, layer_counts
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FLOAT32_BYTES = 4
@@ -30,6 +30,14 @@ def block_parameters(model: ModelConfig, *, tp: int = 1) -> int:
         cut += 3 * hidden + ffn
         whole += 2 * hidden
     return cut // tp + whole
+
+
+def stage_blocks(model: ModelConfig, stages: int) -> tuple[int, ...]:
+    """Blocks of the built-in GPT that each pipeline stage takes, balanced by parameters: what the engine does when it
+    is not told. Raises ValueError when there are fewer blocks than stages."""
+    table = model.vocab_size * model.hidden  # On the last stage too: as the head, of its own or tied.
+    blocks = [block_parameters(model)] * model.layers
+    return layer_counts(blocks, stages, first=table + _position_table(model), last=_norm(model) + table)
 
 
 def rank_parameters(model: ModelConfig, layout: Layout, counts: Sequence[int]) -> list[int]:

@@ -24,6 +24,7 @@ from speedlab.cluster.known_runs import RunError, remembered_runs
 from speedlab.cluster.run import Run, attach, start_run
 from speedlab.config import ConfigError, RunConfig
 from speedlab.layout import Layout, LayoutError
+from speedlab.planner import parameter_count
 from speedlab.telemetry.folder import Command, RunFolder, RunFolderError, Status
 from speedlab.telemetry.records import Ledger, RunState
 from speedlab.telemetry.writer import RecordWriter
@@ -96,6 +97,7 @@ class FakeEngines:
         self.pids = tuple(range(2_000_000, 2_000_000 + size))
         self.fail_at: int | None = None
         self.ignores_words = False
+        self.parameters = 1000
         self.step_gate = threading.Semaphore(0)
         """A step is computed for each release; `free_running` opens it for good."""
         self.free_running = True
@@ -139,7 +141,7 @@ class FakeEngines:
         status = folder.read_status()
         if status.state is RunState.STARTING:
             status = replace(status, state=RunState.RUNNING)
-            writers[0].event(make_event("started", details={"parameters": 1000, "dtype": "float32"}))
+            writers[0].event(make_event("started", details={"parameters": self.parameters, "dtype": "float32"}))
         folder.write_status(status)
         budget: int | None = None
         while True:
@@ -450,6 +452,7 @@ def test_a_shape_that_cannot_be_is_refused_before_anything_is_posted(make, engin
 def test_rules_about_the_models_heads_are_for_the_built_in_model_alone(make, engines):
     hold(engines)
     shape = {"layers": 2, "hidden": 9, "heads": 3, "position": "learned"}
+    engines.parameters = parameter_count(RunConfig(model=shape).model)
     run = make(model=shape)
     with pytest.raises(LayoutError, match="tp 2: 3 heads do not divide by 2; 1 and 3 do"):
         run.reshape(tp=2)

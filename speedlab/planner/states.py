@@ -1,0 +1,39 @@
+"""Model states of each rank of a run: its layout, its stage, how its gradients are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from speedlab.config import RunConfig
+from speedlab.layout import Layout
+from speedlab.planner.formula import ModelStates, model_states, parameter_count, rank_parameters, stage_blocks
+
+
+def parameters_by_rank(config: RunConfig, layout: Layout, *, whole: int | None = None) -> list[int]:
+    """Parameters that each rank computes with. `whole`: of a model that is not the configuration's GPT, whose ranks are
+    taken to hold equal shares."""
+    if whole is not None and whole != parameter_count(config.model):
+        return [-(-whole // (layout.pp * layout.tp))] * layout.world_size
+    counts = config.parallel.cut or stage_blocks(config.model, layout.pp * config.parallel.stages_per_rank)
+    return rank_parameters(config.model, layout, counts)
+
+
+def rank_states(
+    config: RunConfig, layout: Layout, parameters: Sequence[int], *, stage: int, dtype: str
+) -> list[ModelStates]:
+    """Model states at `stage` on each rank that computes with so many `parameters`, at the peak of a step.
+
+    Gradients of several micro-batches are summed in float32. In a pipeline they are reduced once a step, so that until
+    then a rank holds them whole at every stage.
+    """
+    whole_gradients = layout.pp > 1 and layout.dp > 1
+    sums = dtype != "float32" and config.batch.resolve(layout.dp).accumulation > 1
+    found = []
+    for count in parameters:
+        state = model_states(count, dp=layout.dp, stage=stage, dtype=dtype, optimizer=config.optimizer)
+        gradients = state.gradients
+        if whole_gradients:
+            gradients = model_states(count, dp=1, stage=0, dtype=dtype).gradients
+        found.append(replace(state, gradients=2 * gradients if sums else gradients))
+    return found
