@@ -13,12 +13,17 @@ from torch.utils.checkpoint import checkpoint
 from ranks import models
 from speedlab.comm import Group, Traffic
 from speedlab.config import ModelConfig
-from speedlab.models import GPT
+from speedlab.models import GPT, generate
 from speedlab.parallel.tensor import TensorParallel, put, take
+from speedlab.parallel.tensor.loss import vocabulary_cross_entropy
+from speedlab.parallel.tensor.parts import share_of
 
 Arguments = dict[str, Any]
 
 VOCABULARY = 61  # Not divisible by any tp.
+
+ROUNDING = 1e-8
+"""What gradients that are zero, those of biases of keys, may be."""
 
 
 def group_of_all() -> Group:
@@ -75,7 +80,15 @@ def hugging_face(kind: str, **fields: Any) -> nn.Module:
         "t5": (
             transformers.T5Config,
             transformers.T5ForConditionalGeneration,
-            {"d_model": 32, "d_kv": 6, "d_ff": 44, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
+            {
+                "d_model": 32,
+                "d_kv": 6,
+                "d_ff": 44,
+                "num_layers": 2,
+                "num_heads": 4,
+                "dropout_rate": 0.0,
+                "decoder_start_token_id": 0,
+            },
         ),
         "bert": (
             transformers.BertConfig,
@@ -96,6 +109,8 @@ def hugging_face(kind: str, **fields: Any) -> nn.Module:
 
 def loss_of(model: nn.Module, *, rows: int = 3, length: int = 12) -> Tensor:
     """Of one batch, the same on all ranks."""
+    if isinstance(model, models.Transformer):
+        return model(*models.tokens(0, 0))
     inputs, targets = tokens(rows, length)
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         return model(input_ids=inputs, labels=targets.roll(1, 1)).loss
@@ -106,7 +121,7 @@ def loss_of(model: nn.Module, *, rows: int = 3, length: int = 12) -> Tensor:
 
 
 def transformer() -> nn.Module:
-    """A model of somebody's own, tied; its batch is other than the others' only in its vocabulary."""
+    """A model of somebody's own, tied."""
     return shaken(lambda: models.Transformer(tied=True))
 
 
@@ -151,7 +166,7 @@ def compare(
     group = group_of_all()
     tensor = TensorParallel(model, group, plan=plan, sequence=sequence)
     names = [name for name, _ in model.named_parameters()]
-    before = {name: p for name, p in model.named_parameters()}
+    before = dict(model.named_parameters())
     tensor.cut(dict(model.named_parameters()))
     wrong = [f"{name} is another object" for name, p in model.named_parameters() if p is not before[name]]
     wrong += [] if [name for name, _ in model.named_parameters()] == names else ["other names"]
@@ -178,11 +193,115 @@ def compare(
         right = whole_gradients[name] if part is None else take(part, whole_gradients[name])
         scale = whole_gradients[name].abs().max().item()
         error = (gradient - right).abs().max().item()
-        if not error <= tolerance * scale:
+        if not error <= tolerance * scale + ROUNDING:
             wrong.append(f"{name}: gradient is {error:.2e} off, of {scale:.2e}")
     wrong += covered(tensor, group, whole)
     tensor.detach()
     return losses, wrong
+
+
+def generate_and_evaluate(fields: Arguments, *, sequence: bool) -> tuple[float, list[str]]:
+    """Lengths that do not divide by tp, without training; then the model as it was before."""
+    whole, model = gpt(**fields).eval(), gpt(**fields).eval()
+    originals = [dict(module.__dict__) for module in model.modules()]
+    tensor = TensorParallel(model, group_of_all(), sequence=sequence)
+    tensor.cut(dict(model.named_parameters()))
+    tensor.attach()
+    inputs, targets = tokens(2, 11)
+    with torch.no_grad():
+        error = (model(inputs).logits - whole(inputs).logits).abs().max().item()
+        error = max(error, (model(inputs, targets).loss - whole(inputs, targets).loss).abs().item())
+    written = generate(model, inputs[:1, :5], 8, temperature=0)
+    wrong = [] if written.equal(generate(whole, inputs[:1, :5], 8, temperature=0)) else ["another text"]
+    tensor.detach()
+    for module, original in zip(model.modules(), originals, strict=True):
+        changed = [key for key in {*original, *module.__dict__} if module.__dict__.get(key) != original.get(key)]
+        wrong += [f"{type(module).__name__}.{key} is left changed" for key in changed if key != "_forward_hooks"]
+        wrong += [f"{type(module).__name__} keeps hooks"] * bool(module._forward_hooks)
+    return error, wrong
+
+
+def indivisible(length: int) -> str:
+    model = gpt()
+    tensor = TensorParallel(model, group_of_all(), sequence=True)
+    tensor.cut(dict(model.named_parameters()))
+    tensor.attach()
+    try:
+        model(*tokens(1, length))
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def losses_over_parts(dtype: torch.dtype, scale: float, *, counted: bool = True) -> list[str]:
+    """vocabulary_cross_entropy beside torch's, with logits as large as `scale` makes them."""
+    group = group_of_all()
+    generator = torch.Generator().manual_seed(2)
+    rows, vocabulary, width = 700, 5003, 16  # Several chunks, and several blocks of the vocabulary.
+    hidden = (torch.randn(rows, width, generator=generator) * scale).to(dtype)
+    weight = torch.randn(vocabulary, width, generator=generator).to(dtype)
+    weight[: vocabulary // 2] *= (
+        0.01  # No rank knows of the great logits of another one when it takes its exponentials.
+    )
+    targets = torch.randint(vocabulary, (rows,), generator=generator)
+    targets[: 50 if counted else None] = -100
+    start, end = share_of(vocabulary, group.size, group.index)
+
+    whole = [each.float().clone().requires_grad_() for each in (hidden, weight)]
+    expected = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*whole), targets)
+    expected.backward()
+    own = [hidden.clone().requires_grad_(), weight[start:end].clone().requires_grad_()]
+    loss = vocabulary_cross_entropy(*own, targets, group, vocabulary)
+    (4 * loss).backward(retain_graph=True)
+    loss.backward()  # A pipeline goes over it once for the inputs and once for the weights.
+    with torch.no_grad():
+        without = vocabulary_cross_entropy(*own, targets, group, vocabulary)
+    if not counted:
+        return [] if loss.isnan() and expected.isnan() else [f"loss {loss} where nothing counts"]
+    wrong = [] if without.equal(loss) else [f"loss {without} without gradients, {loss} with"]
+    # Logits are rounded to the dtype, as those of one process are.
+    rounding = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 8e-3}[dtype]
+    if not abs(loss.item() - expected.item()) <= rounding / 100 * abs(expected.item()):
+        wrong.append(f"loss {loss.item()} for {expected.item()}")
+    for name, mine, right in (
+        ("hidden", group.sum(own[0].grad.float()), whole[0].grad),
+        ("weight", own[1].grad.float(), whole[1].grad[start:end]),
+    ):
+        error = (mine / 5 - right).norm() / right.norm()
+        if not error <= rounding:
+            wrong.append(f"gradient of {name} is {error:.2e} off")
+    return wrong
+
+
+def inputs_then_weights() -> list[str]:
+    """Backward as a pipeline's zero-bubble schedules do it: gradients of the inputs first, those of weights later."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    whole, model = gpt(bias=True), gpt(bias=True)
+    tensor = TensorParallel(model, group_of_all())
+    tensor.cut(dict(model.named_parameters()))
+    tensor.attach()
+    gradients = []
+    for each in (whole, model):
+        x = torch.randn(2, 12, 48, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = x
+        for block in each.blocks:
+            y = block(y, each.rotation(x))
+        upstream = torch.ones_like(y).cumsum(1)
+        if each is whole:
+            y.backward(upstream)
+            gradients.append(x.grad)
+        else:
+            found, groups = stage_backward_input([y], [upstream], [x], each.blocks.parameters())
+            stage_backward_weight(each.blocks.parameters(), groups)
+            gradients.append(found[0])
+    wrong = [] if torch.allclose(*gradients, rtol=1e-4, atol=1e-4) else ["gradients of the inputs differ"]
+    for (name, p), right in zip(model.named_parameters(), whole.parameters(), strict=True):
+        if right.grad is not None:
+            grad = take(tensor.parts[name], right.grad) if name in tensor.parts else right.grad
+            if p.grad is None or not torch.allclose(p.grad, grad, rtol=1e-4, atol=1e-3 * grad.abs().max().item()):
+                wrong.append(name)
+    return wrong
 
 
 def covered(tensor: TensorParallel, group: Group, whole: nn.Module) -> list[str]:

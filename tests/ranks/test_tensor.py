@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from ranks import tensor_models as run
 from ranks.conftest import PoolOf
@@ -38,3 +39,80 @@ def check(pool: Pool, *args: Any, **options: Any) -> None:
 @pytest.mark.parametrize("kind", GPTS)
 def test_gpt(pool_of: PoolOf, size: int, kind: str, sequence: bool) -> None:
     check(pool_of(size), run.gpt, fields=GPTS[kind], sequence=sequence, steps=2)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+def test_checkpointed_blocks(pool_of: PoolOf, sequence: bool) -> None:
+    """Recomputation repeats the collectives and the dropout masks of the forward pass."""
+    check(pool_of(2), run.gpt, fields=GPTS["dropout"], sequence=sequence, recompute=True)
+
+
+HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "gpt2 with cross-attention": ("gpt2", {"add_cross_attention": True}),
+    "llama": ("llama", {"tie_word_embeddings": False}),
+    "llama tied": ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
+    "llama, heads that several ranks share": ("llama", {"num_key_value_heads": 1, "attention_bias": True}),
+    "llama, two such heads": ("llama", {"num_key_value_heads": 2}),
+    "llama, eager": ("llama", {"attn_implementation": "eager"}),
+    "t5": ("t5", {}),
+    "t5, gated and untied": ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "bert": ("bert", {}),
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", HUGGING_FACE)
+def test_hugging_face(pool_of: PoolOf, size: int, kind: str) -> None:
+    name, fields = HUGGING_FACE[kind]
+    check(pool_of(size), run.hugging_face, (name,), fields, steps=2)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_plan_of_a_user(pool_of: PoolOf, size: int) -> None:
+    """Layers of 21 outputs, on 2 and 3 ranks; an embedding and a head that are tied, of which the plan names one."""
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "embedding": "embedding_rowwise"}
+    check(pool_of(size), run.transformer, plan=plan)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("kind", ["plain", "gpt2", "dropout"])
+def test_evaluation_and_generation_of_any_length(pool_of: PoolOf, kind: str, sequence: bool) -> None:
+    for error, wrong in pool_of(4).run(run.generate_and_evaluate, GPTS[kind], sequence=sequence):
+        assert error < 2e-5
+        assert not wrong
+
+
+def test_training_on_a_length_that_does_not_divide_is_refused(two: Pool) -> None:
+    (message,) = set(two.run(run.indivisible, 11))
+    assert message == (
+        "sequence parallelism: a sequence of 11 tokens does not divide by tp 2; use 10 tokens, or sequence: false"
+    )
+
+
+@sizes
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("scale", [0.1, 8.0])
+def test_loss_over_parts_of_the_vocabulary(pool_of: PoolOf, size: int, dtype: str, scale: float) -> None:
+    """Great logits too, of which one rank has those of a token and the other ranks none that counts."""
+    for wrong in pool_of(size).run(run.losses_over_parts, getattr(torch, dtype), scale):
+        assert not wrong
+
+
+def test_loss_where_no_target_counts(two: Pool) -> None:
+    assert two.run(run.losses_over_parts, torch.float32, 1.0, counted=False) == [[], []]
+
+
+def test_gradients_of_inputs_first_and_of_weights_later(two: Pool) -> None:
+    assert two.run(run.inputs_then_weights) == [[], []]
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+def test_gloo(pool_of: PoolOf, sequence: bool) -> None:
+    check(pool_of(2, "gloo"), run.gpt, fields=GPTS["gpt2"], sequence=sequence)
+
+
+@pytest.mark.parametrize("backend", ["shared", "gloo"])
+def test_bfloat16(pool_of: PoolOf, backend: str) -> None:
+    """Within the rounding of 2^-8 that every layer adds; all ranks have the same bits."""
+    check(pool_of(4, backend), run.gpt, fields=GPTS["gpt2"], dtype=torch.bfloat16, tolerance=0.06)
