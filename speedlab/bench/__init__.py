@@ -6,4 +6,5 @@ BENCHES = {
     "kernels": "the operations of cuda_ops beside torch, NumPy, DeepSpeed and the speed of memory",
     "collectives": "the shared-memory backend beside gloo",
     "recording": "what recording costs of a step",
+    "saving": "checkpoints beside a plain write, and what they take of a step's time and memory",
 }
