@@ -38,12 +38,14 @@ from speedlab_notebook.panel_actions import (
     answer_line,
     changes,
     changes_line,
-    live_stage,
+    live_batch,
+    live_config,
+    reshaping,
     run_line,
 )
-from speedlab_notebook.panel_fields import Field, place_problem
-from speedlab_notebook.panel_reasons import greyed_fields, greyed_options, remarks
-from speedlab_notebook.panel_states import fit_problem, fit_text, predict, states_html
+from speedlab_notebook.panel_fields import Field, layout_field, place_problem
+from speedlab_notebook.panel_reasons import bubble_text, greyed_fields, greyed_options, remarks, sizes
+from speedlab_notebook.panel_states import fit_problem, fit_text, heaviest, predict, states_html
 from speedlab_notebook.panel_view import View
 
 if TYPE_CHECKING:
@@ -68,7 +70,9 @@ class Panel(widgets.VBox):
         self.problems: list[tuple[str, str]] = []
         """(path of the field or '', what is wrong): nothing can be trained while there is one."""
         self.states: list[ModelStates] = []
-        """Predicted model states on each rank at stages 0 to 3."""
+        """Predicted model states at stages 0 to 3, on the rank that holds most."""
+        self.predicted: list[list[ModelStates]] = []
+        """The same for each rank."""
         self.changes: list[Change] = []
         """Where the panel differs from the run that is under way."""
         self.batch_text = self.summary_text = self.status_text = self.message_text = ""
@@ -78,10 +82,11 @@ class Panel(widgets.VBox):
         self._on_run = on_run
         self._lock = threading.RLock()
         self._last_changed = self._activity = ""
-        self._baseline: RunConfig | None = None
+        self._began_as = RunConfig()
+        self._running: RunConfig | None = None
+        """What the run began as, with the shape that it has now."""
         self._pending: list[Pending] = []
         self._state: RunState | None = None
-        self._stage = 0
         self._devices = _devices_of(self.cluster)
         self._watch = Watch(self._look)
         self._view = View(len(self._devices), self._on_change, self._handlers())
@@ -89,8 +94,8 @@ class Panel(widgets.VBox):
         super().__init__(self._view.arranged())
         self.add_class("speedlab-panel")
         if run is not None:
-            self._view.form.load(run.config, stage=live_stage(run))
             self._take(run, run.config)
+            self._show_run_config()
         self._refresh()
 
     @property
@@ -160,9 +165,10 @@ class Panel(widgets.VBox):
         with self._lock:
             self._read_controls()
             if self.config is not None:
-                self.states = predict(self.config, self._devices)
-                running = self._stage if self._under_way else None
-                self._view.states.value = states_html(self.config, self.states, self._devices, running=running)
+                self.predicted = predict(self.config, self._devices)
+                self.states = [heaviest(by_rank) for by_rank in self.predicted]
+                running = self._running.zero.stage if self._under_way and self._running is not None else None
+                self._view.states.value = states_html(self.config, self.predicted, self._devices, running=running)
             self._show_notes()
             self._show_summary()
             self._show_run()
@@ -180,7 +186,7 @@ class Panel(widgets.VBox):
             for name in ("global_size", "micro_size", "accumulation"):
                 self.fields[f"batch.{name}"].control.placeholder = f"follows: {getattr(batch, name)}"
         except LayoutError as error:
-            found = [("parallel.dp", str(error))]
+            found = [(layout_field(str(error), self._last_changed), str(error))]
         except ConfigError as error:
             found = error.problems or [(str(error).partition(":")[0], str(error))]
         self.problems = [(place_problem(path, text, self.fields, self._last_changed), text) for path, text in found]
@@ -190,8 +196,11 @@ class Panel(widgets.VBox):
         for path, text in self.problems:
             problems[path] = f"{problems[path]}; {text}" if path in problems else text
         values = {path: field.get() for path, field in self.fields.items()}
-        reasons, options = greyed_fields(values, self._devices), greyed_options(values, self._devices)
-        more = remarks(values, self._devices)
+        for axis in ("parallel.tp", "parallel.pp"):
+            self.fields[axis].control.offer(sizes(len(self._devices)))
+        reasons = greyed_fields(values, self._devices)
+        options = greyed_options(values, self.config, self._devices)
+        more = remarks(values, self._devices, self.config if not self.problems else None, options)
         for path, field in self.fields.items():
             field.show(
                 reason=reasons.get(path, ""),
@@ -200,7 +209,7 @@ class Panel(widgets.VBox):
                 greyed=options.get(path),
             )
         self._view.form.mark(problems)
-        self.fields["parallel.dp"].control.placeholder = str(len(self._devices))
+        self.fields["parallel.dp"].control.placeholder = "follows"
         self.engines.disabled = self.cluster is not None or bool(self._activity)
         note = "Engines that Train starts: one rank, one device"
         if self.cluster is not None:
@@ -213,7 +222,9 @@ class Panel(widgets.VBox):
             self._view.show_line(self._view.summary, self.summary_text, kind="problem", strong="cannot run")
             return
         fits = fit_text(self.states, self.config.zero.stage, self._devices)
-        self.summary_text = f"{self._engines_text()} · {fits} · {self.batch_text}"
+        layout = self.config.layout(len(self._devices))
+        parts = [self._engines_text(), fits, "" if layout.tp == layout.pp == 1 else str(layout)]
+        self.summary_text = " · ".join(filter(None, [*parts, self.batch_text, bubble_text(self.config, layout)]))
         self._view.show_line(self._view.summary, self.summary_text, strong=fits)
 
     def _engines_text(self) -> str:
@@ -279,14 +290,18 @@ class Panel(widgets.VBox):
         self._watch.start()
 
     def _on_apply(self) -> None:
-        if self.config is not None:
-            stage = self.config.zero.stage
-            self._post(lambda run: run.reshape(zero=stage))
+        wanted = reshaping(self.changes)
+        if wanted:
+            self._post(lambda run: run.reshape(**wanted))
 
     def _on_undo(self) -> None:
-        if self._baseline is not None:
-            self._view.form.load(self._baseline, stage=self._stage)
-            self._refresh()
+        self._show_run_config()
+        self._refresh()
+
+    def _show_run_config(self) -> None:
+        if self._running is not None:
+            self._view.form.load(self._running)
+            self._view.form.put(live_batch(self._running, len(self._devices)))
 
     # 3. The run
 
@@ -294,10 +309,12 @@ class Panel(widgets.VBox):
     def _under_way(self) -> bool:
         return self._state is not None and self._state not in ENDED
 
-    def _take(self, run: Run, baseline: RunConfig) -> None:
-        """Speak to `run` from now on; differences are told from `baseline`."""
+    def _take(self, run: Run, began_as: RunConfig) -> None:
+        """Speak to `run` from now on; differences are told from what it began as and has become."""
         with self._lock:
-            self.run, self._baseline, self._pending, self._state = run, baseline, [], None
+            self.run, self._began_as, self._pending, self._state = run, began_as, [], None
+            self._running = live_config(run, began_as, len(self._devices))
+            self._view.form.put(live_batch(self._running, len(self._devices)))
         self._watch.start()
 
     def _look(self) -> float | None:
@@ -313,12 +330,12 @@ class Panel(widgets.VBox):
 
     def _follow(self, run: Run) -> float | None:
         with self._lock:
-            state, stage = run.state, live_stage(run)
+            state, running = run.state, live_config(run, self._began_as, len(self._devices))
             self._hear_answers()
             if state is RunState.FAILED and self._state is not state:
                 self._tell_error(run.errors[-1] if run.errors else RunError(run.feed.status.text))
-            news = (state, stage) != (self._state, self._stage)
-            self._state, self._stage = state, stage
+            news = (state, running) != (self._state, self._running)
+            self._state, self._running = state, running
             if news:
                 self._refresh()
             else:
@@ -346,8 +363,8 @@ class Panel(widgets.VBox):
         self.status_text = self._activity or (run_line(self.run) if self.run is not None else "no run yet")
         self._view.show_line(self._view.status, self.status_text)
         self.changes = []
-        if self._under_way and self.config is not None and self._baseline is not None:
-            self.changes = changes(self._baseline, self._stage, self.config)
+        if self._under_way and self.config is not None and self._running is not None and not self.problems:
+            self.changes = changes(self._running, self.config, len(self._devices))
         self._view.show_changes(changes_line(self.changes))
         offered = {
             word: not self._activity and self._controls_run and self._state in states

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from speedlab.config import RunConfig
 from speedlab.telemetry.records import Event, RunState
+from speedlab.telemetry.shape import CHANGES, differences, present_config, shape_of
 from speedlab.telemetry.text import STATE_MARKS, bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ BUSY_LOOK_SECONDS = 0.2
 RESTING_LOOK_SECONDS = 1.0
 """A paused run may be resumed from a cell or another kernel."""
 
+_NAMES = {"zero": "stage", "micro_batches": "micro-batches"}
+_SHAPE = {"zero.stage", *(f"parallel.{name}" for name in CHANGES)}
 _MOST_SHOWN = 4
 _WORTH_TELLING = 1e-3
 """Seconds; a pause, which only sets a flag, took less."""
@@ -33,7 +36,7 @@ WORDS: dict[str, tuple[frozenset[RunState], str]] = {
         "Write a checkpoint after the step that is being computed",
     ),
     "stop": (_UNDER_WAY, "End the run after the step that is being computed; it cannot be resumed then"),
-    "reshape": (_UNDER_WAY - {RunState.STARTING}, "Change the ZeRO stage of the run between two steps"),
+    "reshape": (_UNDER_WAY - {RunState.STARTING}, "Change the stage or layout of the run between two steps"),
 }
 """Control word -> the states of a run in which it is offered, and what it does."""
 
@@ -45,25 +48,32 @@ class Change:
     path: str
     before: Any
     after: Any
-
-    @property
-    def live(self) -> bool:
-        """Whether it can be applied between two steps."""
-        return self.path == "zero.stage"
+    live: bool = False
+    """Whether it can be applied between two steps; `path` is then one of `run.reshape`'s words."""
 
     def __str__(self) -> str:
-        kind = "live, under 1 s" if self.live else "needs a restart"
-        name = "stage" if self.live else self.path.replace("_", " ")
+        kind = ("live, under 1 s" if self.path == "zero" else "live") if self.live else "needs a restart"
+        name = _NAMES.get(self.path, self.path).replace("_", " ")
         return f"{name} {_shown(self.before)} → {_shown(self.after)} ({kind})"
 
 
-def changes(running: RunConfig, stage: int, wanted: RunConfig) -> list[Change]:
-    """Where `wanted` differs from a run of `running` that is at `stage` now; what is live first. Its name and folder
-    are not part of the comparison: they are the next run's."""
-    before = _flat(running) | {"zero.stage": stage}
-    after = _flat(wanted)
-    found = [Change(path=path, before=before[path], after=after[path]) for path in after if before[path] != after[path]]
-    return sorted(found, key=lambda change: not change.live)
+def changes(running: RunConfig, wanted: RunConfig, engines: int) -> list[Change]:
+    """Where `wanted` differs from a run on `engines` engines that is of `running` now; what is live first. Its name and
+    folder are not part of the comparison: they are the next run's."""
+    shape = shape_of(running, engines)
+    live = differences(running, wanted, engines)
+    if live.keys() & {"tp", "pp"}:
+        live.pop("dp", None)  # It follows.
+    found = [Change(path=name, before=shape[name], after=value, live=True) for name, value in live.items()]
+    before, after = _flat(running, engines), _flat(wanted, engines)
+    return found + [
+        Change(path=path, before=before[path], after=after[path]) for path in after if before[path] != after[path]
+    ]
+
+
+def reshaping(found: Sequence[Change]) -> dict[str, Any]:
+    """What `run.reshape` is to be given for the changes that are live."""
+    return {change.path: change.after for change in found if change.live}
 
 
 def changes_line(found: Sequence[Change]) -> str:
@@ -75,14 +85,22 @@ def changes_line(found: Sequence[Change]) -> str:
     return f"changed: {' · '.join([*map(str, found[:_MOST_SHOWN]), *more])}{hint}"
 
 
-def live_stage(run: Run) -> int:
-    """The ZeRO stage of the run now: what its newest record or change of stage says."""
-    last = run.feed.last
-    stage, known = (last.zero_stage, last.time) if last is not None else (run.config.zero.stage, 0.0)
-    for event in reversed(run.feed.events):
-        if event.kind == "reshaped" and isinstance(zero := event.details.get("zero"), int):
-            return zero if event.time >= known else stage
-    return stage
+def live_config(run: Run, began_as: RunConfig, engines: int) -> RunConfig:
+    """What `run` began as, with the shape that it has now: by its newest change, or a newer record's stage."""
+    config, last = present_config(began_as, run.feed.events, engines), run.feed.last
+    changed = next((event.time for event in reversed(run.feed.events) if event.kind == "reshaped"), float("-inf"))
+    return config.replace(zero={"stage": last.zero_stage}) if last is not None and last.time > changed else config
+
+
+def live_batch(running: RunConfig, engines: int) -> dict[str, Any]:
+    """The batch fields of a form that shows a run: the global batch stays when the layout changes, and the number of
+    micro-batches follows."""
+    batch = running.batch.resolve(running.layout(engines, built_in=False).dp)
+    return {
+        "batch.global_size": batch.global_size,
+        "batch.micro_size": batch.micro_size,
+        "batch.accumulation": None,
+    }
 
 
 def run_line(run: Run) -> str:
@@ -147,16 +165,19 @@ class Watch:
             self._wake.wait(seconds)
 
 
-def _flat(config: RunConfig) -> dict[str, Any]:
+def _flat(config: RunConfig, engines: int) -> dict[str, Any]:
+    """Every field by path, but those of the shape; of the batch, the global one."""
     flat: dict[str, Any] = {}
     for name, value in config.model_dump().items():
-        if name in ("name", "folder"):
+        if name in ("name", "folder", "batch"):
             continue
         if isinstance(value, dict):
             flat |= {f"{name}.{inner}": item for inner, item in value.items()}
         else:
             flat[name] = value
-    return flat
+    kept = {path: value for path, value in flat.items() if path not in _SHAPE}
+    dp = config.layout(engines, built_in=False).dp
+    return kept | {"batch.global_size": config.batch.resolve(dp).global_size}
 
 
 def _shown(value: Any) -> str:

@@ -31,6 +31,7 @@ _LABELS = {
     "zero.bucket_bytes": "bucket",
     "batch.global_size": "global batch",
     "batch.micro_size": "micro-batch",
+    "parallel.sequence": "sequence parallel",
     "optimizer.name": "optimizer",
     "data.heldout_share": "held-out share",
     "data.max_bytes": "text read",
@@ -40,6 +41,9 @@ _LABELS = {
     "checkpoint.every_steps": "save every",
 }
 _PLACEHOLDERS = {"name": "run-1, run-2, …", "clip_norm": "never clips"}
+_BATCH = ("batch.global_size", "batch.micro_size", "batch.accumulation")
+_AXES = frozenset({"parallel.tp", "parallel.pp"})
+"""Chosen among what the number of engines divides by."""
 _MOST_LETTERS = 16
 """Options with more letters than this, together, do not fit beside their note."""
 _MOST_IN_A_NUMBER_BOX = 2**53 - 1
@@ -52,20 +56,37 @@ class Choice(widgets.HBox):
     value = traitlets.Any()
 
     def __init__(self, label: str, options: Mapping[Any, str], value: Any, *, tooltip: str, layout: Any) -> None:
-        self._buttons = {
-            option: widgets.ToggleButton(
-                value=option == value, description=text, tooltip=f"{label} {text}: {tooltip}", layout={"width": "auto"}
-            )
-            for option, text in options.items()
-        }
+        self._label, self._tooltip = label, tooltip
+        self._name = widgets.Label(
+            label, layout={"width": "122px", "justify_content": "flex-end", "margin": "0 8px 0 0"}
+        )
+        self._buttons = self._made(options, value)
         self.letters = sum(map(len, options.values()))
-        self._tooltip = tooltip
-        for option, button in self._buttons.items():
-            button.observe(lambda change, option=option: self._pressed(option, change["new"]), "value")
-        name = widgets.Label(label, layout={"width": "122px", "justify_content": "flex-end", "margin": "0 8px 0 0"})
-        super().__init__([name, *self._buttons.values()], layout=layout)
+        super().__init__([self._name, *self._buttons.values()], layout=layout)
         self.add_class("speedlab-choice")
         self.value = value
+
+    def offer(self, options: Sequence[Any]) -> None:
+        """Show other options; what is chosen stays one of them."""
+        shown = list(options) if self.value in options else sorted([*options, self.value])
+        if shown != self.options:
+            self._buttons = self._made({option: str(option) for option in shown}, self.value)
+            self.children = [self._name, *self._buttons.values()]
+
+    def _made(self, options: Mapping[Any, str], value: Any) -> dict[Any, widgets.ToggleButton]:
+        buttons = {}
+        for option, text in options.items():
+            tooltip = f"{self._label} {text}: {self._tooltip}"
+            button = widgets.ToggleButton(
+                value=option == value, description=text, tooltip=tooltip, layout={"width": "auto"}
+            )
+            button.observe(lambda change, option=option: self._pressed(option, change["new"]), "value")
+            buttons[option] = button
+        return buttons
+
+    @property
+    def options(self) -> list[Any]:
+        return list(self._buttons)
 
     def grey(self, reasons: Mapping[Any, str]) -> None:
         """Grey the options in `reasons`, the reason as tooltip; offer the others."""
@@ -82,6 +103,7 @@ class Choice(widgets.HBox):
 
     @traitlets.observe("value")
     def _show(self, change: Any) -> None:
+        self.offer(self.options)
         for option, button in self._buttons.items():
             button.value = option == change["new"]
 
@@ -114,9 +136,9 @@ class Field:
         if self.path == "data.source":
             sources = tuple(part.strip() for part in text.split(os.pathsep) if part.strip())
             return sources[0] if len(sources) == 1 else sources
-        if _is_tuple(self._info.annotation):
-            return tuple(part for part in re.split(r"[,\s]+", text) if part)
-        return None if not text and _is_optional(self._info.annotation) else text
+        if not text and _is_optional(self._info.annotation):
+            return None
+        return tuple(part for part in re.split(r"[,\s]+", text) if part) if _is_tuple(self._info.annotation) else text
 
     def set(self, value: Any) -> None:
         """Show `value`, a value of RunConfig's."""
@@ -140,7 +162,7 @@ class Field:
             text, kind = " · ".join(filter(None, (self.description, more or self._in_other_units()))), "help"
         self.note.value = f'<span class="speedlab-{kind}">{escape(text)}</span>'
         if isinstance(self.control, Choice):
-            self.control.grey(greyed or {})
+            self.control.grey(dict.fromkeys(self.control.options, reason) if reason else greyed or {})
         else:
             self.control.disabled = bool(reason)
 
@@ -158,6 +180,8 @@ class Field:
             "layout": layout,
             "style": self._style,
         }
+        if self.path in _AXES:
+            return Choice(self.label, {default: str(default)}, default, tooltip=self.description, layout=layout)
         if typing.get_origin(kind) is Literal:
             options = {option: str(option) for option in typing.get_args(kind)}
             return Choice(self.label, options, default, tooltip=self.description, layout=layout)
@@ -209,14 +233,16 @@ class Form:
             (values.setdefault(part, {}) if part else values)[name] = field.get()
         return values
 
-    def load(self, config: RunConfig, *, stage: int | None = None) -> None:
-        """Show `config`, with another ZeRO stage if one is given; on_change is not called."""
+    def load(self, config: RunConfig) -> None:
+        """Show `config`; on_change is not called."""
+        self.put({path: value_at(config, path) for path in self.fields})
+
+    def put(self, values: Mapping[str, Any]) -> None:
+        """Show these values, by path; on_change is not called."""
         self._quiet = True
         try:
-            for path, field in self.fields.items():
-                field.set(value_at(config, path))
-            if stage is not None:
-                self.fields["zero.stage"].set(stage)
+            for path, value in values.items():
+                self.fields[path].set(value)
         finally:
             self._quiet = False
 
@@ -245,17 +271,15 @@ class Form:
             return
         if path == "model.preset":
             self._fill_from_preset()
+        if path in _BATCH and all(self.fields[other].get() is not None for other in _BATCH):
+            # Any two are given and the third follows: the newest one counts, and what it decides makes way.
+            self.put({"batch.micro_size" if path == "batch.accumulation" else "batch.accumulation": None})
         self._on_change(path)
 
     def _fill_from_preset(self) -> None:
         """The shape that belongs to the preset, as RunConfig would take it."""
         model = RunConfig(model={"preset": self.fields["model.preset"].get()}, data={"sequence_length": 1}).model
-        self._quiet = True
-        try:
-            for name in type(model).model_fields:
-                self.fields[f"model.{name}"].set(getattr(model, name))
-        finally:
-            self._quiet = False
+        self.put({f"model.{name}": getattr(model, name) for name in type(model).model_fields})
 
 
 def value_at(config: RunConfig, path: str) -> Any:
@@ -281,6 +305,15 @@ def place_problem(path: str, text: str, fields: Mapping[str, Field], last: str) 
     return last if last in named else next(iter(named), "")
 
 
+def layout_field(text: str, last: str) -> str:
+    """The path of the field beside which a LayoutError belongs: of the layout's, the one changed last, else the one
+    that it begins with."""
+    if last.startswith("parallel."):
+        return last
+    named = re.match(r"parallel[:.] ?(tp|pp|cut|schedule)\b", text)
+    return f"parallel.{named[1]}" if named else "parallel.dp"
+
+
 def _text_of(value: Any) -> str:
     if value is None:
         return ""
@@ -295,4 +328,4 @@ def _is_optional(kind: Any) -> bool:
 
 
 def _is_tuple(kind: Any) -> bool:
-    return typing.get_origin(kind) is tuple
+    return any(typing.get_origin(part) is tuple for part in (kind, *typing.get_args(kind)))

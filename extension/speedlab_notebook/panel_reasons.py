@@ -9,22 +9,21 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+from speedlab.config import RunConfig
+from speedlab.config.layouts import why_not
 from speedlab.hardware import Device
+from speedlab.layout import Layout
+from speedlab.planner import bubble_share
 from speedlab_notebook.panel_states import compute_dtype
 
-_LATER = {
-    "parallel.tp": "tensor parallelism comes with a later version; dp = engines",
-    "parallel.pp": "pipeline parallelism comes with a later version; dp = engines",
-}
+_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 _FLOAT16_ON_CPU = "CPUs do not multiply float16 fast; bfloat16 is as small and needs no loss scale"
 
 
 def greyed_fields(values: Mapping[str, Any], devices: Sequence[Device]) -> dict[str, str]:
     """Path of a field -> why it is greyed, given all `values` by path."""
-    dp, optimizer, dtype = len(devices), values["optimizer.name"], values["precision.dtype"]
-    reasons = dict(_LATER)
-    if values["parallel.dp"] is None:
-        reasons["parallel.dp"] = f"follows from the engines: dp {dp} = {dp} engines / (pp 1 × tp 1)"
+    optimizer, dtype = values["optimizer.name"], values["precision.dtype"]
+    reasons = _greyed_parallel(values, len(devices))
     for name, owner in (("betas", "adamw"), ("eps", "adamw"), ("momentum", "sgd")):
         if owner != optimizer:
             reasons[f"optimizer.{name}"] = f"only {owner} uses it; the optimizer is {optimizer}"
@@ -42,20 +41,117 @@ def greyed_fields(values: Mapping[str, Any], devices: Sequence[Device]) -> dict[
     return reasons
 
 
-def greyed_options(values: Mapping[str, Any], devices: Sequence[Device]) -> dict[str, dict[Any, str]]:
+def _greyed_parallel(values: Mapping[str, Any], engines: int) -> dict[str, str]:
+    tp, pp, schedule = (values[f"parallel.{name}"] for name in ("tp", "pp", "schedule"))
+    reasons = {}
+    if values["parallel.dp"] is None:
+        dp = engines // (tp * pp)
+        whole = f"dp {dp} = " if dp * tp * pp == engines else ""
+        reasons["parallel.dp"] = f"follows from the engines: {whole}{engines} engines / (pp {pp} × tp {tp})"
+    if tp == 1 and not values["parallel.sequence"]:
+        reasons["parallel.sequence"] = "the tp ranks share out the tokens, and tp is 1"
+    if pp == 1:
+        needs = "only a pipeline has it, and pp is 1"
+        reasons |= {f"parallel.{name}": needs for name in ("schedule", "chunks", "balance")}
+        if values["parallel.cut"] is None:
+            reasons["parallel.cut"] = needs
+    elif schedule not in ("interleaved", "zero-bubble"):
+        reasons["parallel.chunks"] = f"under {schedule} a pipeline rank has one stage; interleaved has several"
+    if pp > 1 and values["parallel.cut"] is not None:
+        reasons["parallel.balance"] = "the cut says how many blocks each pipeline stage has"
+    return reasons
+
+
+def sizes(engines: int) -> list[int]:
+    """Sizes of an axis that the number of engines divides by."""
+    return [size for size in range(1, engines + 1) if engines % size == 0]
+
+
+def greyed_options(
+    values: Mapping[str, Any], config: RunConfig | None, devices: Sequence[Device]
+) -> dict[str, dict[Any, str]]:
     """Path of a field -> its options that are not offered, each with the reason. What is chosen is not greyed."""
-    if any(device.kind == "cuda" for device in devices) or values["precision.dtype"] == "float16":
-        return {}
-    return {"precision.dtype": {"float16": _FLOAT16_ON_CPU}}
+    greyed: dict[str, dict[Any, str]] = {}
+    if not any(device.kind == "cuda" for device in devices) and values["precision.dtype"] != "float16":
+        greyed["precision.dtype"] = {"float16": _FLOAT16_ON_CPU}
+    if config is not None:
+        offered = {"tp": sizes(len(devices)), "pp": sizes(len(devices)), "schedule": _SCHEDULES}
+        for name, options in offered.items():
+            against = {option: _against(config, len(devices), name, option) for option in options}
+            chosen = values[f"parallel.{name}"]
+            greyed[f"parallel.{name}"] = {option: why for option, why in against.items() if why and option != chosen}
+    return greyed
 
 
-def remarks(values: Mapping[str, Any], devices: Sequence[Device]) -> dict[str, str]:
-    """Path of a field -> what this machine makes of its value, beside the description."""
+def _against(config: RunConfig, engines: int, name: str, option: Any) -> str:
+    """What stands against this option, given all other values; '' when nothing does."""
+    # Another pipeline is cut anew, unless a person says how.
+    cut = {"cut": None} if name != "tp" else {}
+    return why_not(config, engines, **cut, **{name: option}) or ""
+
+
+def remarks(
+    values: Mapping[str, Any],
+    devices: Sequence[Device],
+    config: RunConfig | None,
+    greyed: Mapping[str, Mapping[Any, str]],
+) -> dict[str, str]:
+    """Path of a field -> what is to be said of its value here, beside the description."""
+    found = {**_parallel_remarks(config, len(devices), greyed), **_dtype_remark(values, devices, greyed)}
+    return {path: text for path, text in found.items() if text}
+
+
+def _parallel_remarks(
+    config: RunConfig | None, engines: int, greyed: Mapping[str, Mapping[Any, str]]
+) -> dict[str, str]:
+    found = {}
+    for name in ("tp", "pp", "schedule"):
+        found[f"parallel.{name}"] = _greyed_text(greyed.get(f"parallel.{name}", {}))
+    if config is not None and (layout := _layout(config, engines)) is not None and layout.pp > 1:
+        micro_batches = config.batch.resolve(layout.dp).accumulation
+        found["batch.accumulation"] = f"the pipeline's micro-batches: {micro_batches}"
+        if micro_batches < layout.pp:
+            found["batch.accumulation"] += f", fewer than its {layout.pp} ranks, so that some always wait"
+        found["parallel.schedule"] = " · ".join(filter(None, (bubble_text(config, layout), found["parallel.schedule"])))
+    return found
+
+
+def _greyed_text(reasons: Mapping[Any, str]) -> str:
+    """'greyed: interleaved, zero-bubble: pp 4 × 2 stages a rank …': each reason once, with its options."""
+    options: dict[str, list[str]] = {}
+    for option, reason in reasons.items():
+        options.setdefault(_short(reason), []).append(str(option))
+    # Sizes stand in their reasons already.
+    told = [f"{', '.join(names)}: {why}" if not names[0].isdecimal() else why for why, names in options.items()]
+    return f"greyed: {'; '.join(told)}" if told else ""
+
+
+def bubble_text(config: RunConfig, layout: Layout) -> str:
+    """'bubble 20 % by theory, with 4 micro-batches'; '' without a pipeline."""
+    if layout.pp == 1:
+        return ""
+    parallel, micro_batches = config.parallel, config.batch.resolve(layout.dp).accumulation
+    share = bubble_share(parallel.schedule, pp=layout.pp, chunks=parallel.stages_per_rank, micro_batches=micro_batches)
+    return f"bubble {100 * share:.0f} % by theory, with {micro_batches} micro-batch{'' if micro_batches == 1 else 'es'}"
+
+
+def _layout(config: RunConfig, engines: int) -> Layout | None:
+    return None if why_not(config, engines, dp=config.parallel.dp) else config.layout(engines)
+
+
+def _short(reason: str) -> str:
+    """Without the layouts that would work instead, which the buttons themselves show."""
+    return reason.partition("; on ")[0].partition("; use a multiple")[0]
+
+
+def _dtype_remark(
+    values: Mapping[str, Any], devices: Sequence[Device], greyed: Mapping[str, Mapping[Any, str]]
+) -> dict[str, str]:
     dtype = values["precision.dtype"]
     told = f"here: {compute_dtype('auto', devices)}"
     if dtype == "bfloat16" and compute_dtype("auto", devices) != "bfloat16":
         told = "these devices do not multiply bfloat16 faster than float32"
-    if greyed_options(values, devices):
+    if greyed.get("precision.dtype"):
         told += f". Greyed: {_FLOAT16_ON_CPU}"
     return {"precision.dtype": told}
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 
-from speedlab.config import ConfigError, RunConfig
+from speedlab.config import BatchConfig, ConfigError, ParallelConfig, RunConfig
 from speedlab.hardware import Device
-from speedlab.planner import ModelStates, explain_stage, model_states, parameter_count
+from speedlab.layout import Layout, LayoutError
+from speedlab.planner import ModelStates, explain_stage, parameter_count, parameters_by_rank, rank_states
 from speedlab.telemetry.figure_style import COLOURS, LABELS
 from speedlab.telemetry.text import byte_unit, bytes_text, count_text
 
@@ -20,6 +22,7 @@ CATEGORIES = ("parameters", "gradients", "master_weights", "optimizer_moments")
 _WIDTH, _HEIGHT = 360, 208
 _LEFT, _TOP, _FLOOR = 58, 16, 178
 _BAR = 46
+_MOST_BARS = 8
 _CAPACITY_IN_SIGHT = 2.5
 """The capacity line is drawn when it is at most so many times the highest bar; else the bars would be too flat."""
 
@@ -31,22 +34,24 @@ def compute_dtype(dtype: str, devices: Sequence[Device]) -> str:
     return "bfloat16" if all(device.fast_dtype == "bfloat16" for device in devices) else "float32"
 
 
-def predict(config: RunConfig, devices: Sequence[Device]) -> list[ModelStates]:
-    """Model states on each rank at stages 0 to 3, by formula; one rank on each of `devices`."""
-    count, dp = parameter_count(config.model), len(devices)
+def predict(config: RunConfig, devices: Sequence[Device]) -> list[list[ModelStates]]:
+    """Model states at stages 0 to 3, of each rank, by formula; one rank on each of `devices`."""
     dtype = compute_dtype(config.precision.dtype, devices)
-    states = [model_states(count, dp=dp, stage=stage, dtype=dtype, optimizer=config.optimizer) for stage in STAGES]
-    if _accumulates(config, dp) and dtype != "float32":
-        # The engine sums the gradients of several micro-batches in float32, and so twice as many bytes.
-        states = [replace(state, gradients=2 * state.gradients) for state in states]
-    return states
-
-
-def _accumulates(config: RunConfig, dp: int) -> bool:
     try:
-        return config.batch.resolve(dp).accumulation > 1
-    except ConfigError:  # Told beside the batch; the picture shows the usual case until it is set right.
-        return False
+        layout = config.layout(len(devices))
+        config.batch.resolve(layout.dp)
+    except (ConfigError, LayoutError):  # Told beside its field; the picture shows dp alone until it is set right.
+        layout, config = (
+            Layout(dp=len(devices)),
+            config.replace(parallel=ParallelConfig().model_dump(), batch=BatchConfig().model_dump()),
+        )
+    parameters = parameters_by_rank(config, layout)
+    return [rank_states(config, layout, parameters, stage=stage, dtype=dtype) for stage in STAGES]
+
+
+def heaviest(by_rank: Sequence[ModelStates]) -> ModelStates:
+    """Of the rank that holds most: what fits there fits everywhere."""
+    return max(by_rank, key=lambda state: state.total)
 
 
 def smallest(devices: Sequence[Device]) -> Device:
@@ -80,24 +85,69 @@ def fit_text(states: Sequence[ModelStates], stage: int, devices: Sequence[Device
 
 
 def states_html(
-    config: RunConfig, states: Sequence[ModelStates], devices: Sequence[Device], *, running: int | None = None
+    config: RunConfig, predicted: Sequence[Sequence[ModelStates]], devices: Sequence[Device], *, running: int | None
 ) -> str:
-    """The picture, the numbers and a sentence, for the stage of `config`; `running` is the stage of a live run."""
+    """The pictures, the numbers and a sentence, for the stage of `config`; `running` is the stage of a live run."""
     stage = config.zero.stage
+    states = [heaviest(by_rank) for by_rank in predicted]
     dtype = compute_dtype(config.precision.dtype, devices)
     count = f"{count_text(parameter_count(config.model))} parameters, {dtype}"
     same = "; with dp 1 there is nobody to share with" if states[0].dp == 1 else f", dp {states[0].dp}"
+    differ = len({state.total for state in predicted[stage]}) > 1
+    which = ", the rank that holds most" if differ else ""
+    capacity = min(device.capacity_bytes for device in devices)
     return (
         f'<div class="speedlab-heading">what a rank will hold</div>'
-        f'<div class="speedlab-help">by formula, without activations · {escape(count)}</div>'
-        f"{_picture(states, stage, min(device.capacity_bytes for device in devices), running)}"
+        f'<div class="speedlab-help">by formula, without activations · {escape(count)}{which}</div>'
+        f"{_picture(_stage_bars(states, stage, running), capacity)}"
+        f"{_by_rank(predicted[stage], capacity) if differ else ''}"
         f"{_table(states, stage)}"
         f'<div class="speedlab-sentence">stage {stage}: {escape(explain_stage(stage) + same)}</div>'
     )
 
 
-def _picture(states: Sequence[ModelStates], stage: int, capacity: int, running: int | None) -> str:
-    highest = max(state.total for state in states)
+@dataclass(frozen=True, kw_only=True)
+class _Bar:
+    """A bar of a picture; `kind` is its CSS class."""
+
+    state: ModelStates
+    label: str
+    kind: str
+    below: str = ""
+    chosen: bool = False
+
+
+def _stage_bars(states: Sequence[ModelStates], stage: int, running: int | None) -> list[_Bar]:
+    return [
+        _Bar(
+            state=state,
+            label=f"stage {state.stage}",
+            kind="speedlab-bar",
+            below="now" if state.stage == running else "",
+            chosen=state.stage == stage,
+        )
+        for state in states
+    ]
+
+
+def _by_rank(states: Sequence[ModelStates], capacity: int) -> str:
+    """The chosen stage for each rank; of neighbours that hold the same, the first."""
+    groups = [list(ranks) for _, ranks in groupby(range(len(states)), key=lambda rank: states[rank])]
+    if len(groups) > _MOST_BARS:
+        groups = [groups[0], groups[len(groups) // 2], groups[-1]]
+    bars = [
+        _Bar(state=states[ranks[0]], label=_ranks_text(ranks), kind="speedlab-bar speedlab-rank") for ranks in groups
+    ]
+    heading = f'<div class="speedlab-help">at stage {states[0].stage}, by rank</div>'
+    return heading + _picture(bars, capacity)
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}–{ranks[-1]}"
+
+
+def _picture(bars: Sequence[_Bar], capacity: int) -> str:
+    highest = max(bar.state.total for bar in bars)
     shows_capacity = capacity <= _CAPACITY_IN_SIGHT * highest
     top = max(highest, capacity) * 1.04 if shows_capacity else highest * 1.04
     unit, unit_bytes = byte_unit(top)
@@ -112,8 +162,8 @@ def _picture(states: Sequence[ModelStates], stage: int, capacity: int, running: 
             f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{height:.1f}" y2="{height:.1f}" class="speedlab-grid"/>'
             f'<text x="{_LEFT - 5}" y="{height + 4:.1f}" text-anchor="end">{label}</text>'
         )
-    for index, state in enumerate(states):
-        parts.append(_bar(state, index, y, chosen=state.stage == stage, now=state.stage == running))
+    step = (_WIDTH - _LEFT) / len(bars)
+    parts += [_drawn(bar, _LEFT + step * (index + 0.5), min(_BAR, 0.8 * step), y) for index, bar in enumerate(bars)]
     if shows_capacity:
         height = y(capacity)
         parts.append(
@@ -122,11 +172,10 @@ def _picture(states: Sequence[ModelStates], stage: int, capacity: int, running: 
         )
     else:
         parts.append(f'<text x="{_WIDTH}" y="10" text-anchor="end">capacity {bytes_text(capacity)}, far above</text>')
-    chosen = states[stage]
-    label = f"model states on each rank: stage {stage} {bytes_text(chosen.total)}"
+    held = ", ".join(f"{bar.label} {bytes_text(bar.state.total)}" for bar in bars)
     return (
-        f'<svg class="speedlab-bars" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">'
-        f"{''.join(parts)}</svg>"
+        f'<svg class="speedlab-bars" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="{escape(f"model states on each rank: {held}")}">{"".join(parts)}</svg>'
     )
 
 
@@ -137,27 +186,30 @@ def _ticks(top: float) -> list[float]:
     return [number * step for number in range(int(top / step) + 1)]
 
 
-def _bar(state: ModelStates, index: int, y: Callable[[float], float], *, chosen: bool, now: bool) -> str:
-    step = (_WIDTH - _LEFT) / len(STAGES)
-    left = _LEFT + step * index + (step - _BAR) / 2
-    below, rects = 0, []
+def _drawn(bar: _Bar, middle: float, width: float, y: Callable[[float], float]) -> str:
+    state, left, below, rects = bar.state, middle - width / 2, 0, []
     for category in CATEGORIES:
         count = getattr(state, category)
         if not count:
             continue
         high, low = y(below + count), y(below)
         rects.append(
-            f'<rect x="{left:.1f}" y="{high:.1f}" width="{_BAR}" height="{low - high:.1f}" fill="{COLOURS[category]}">'
-            f"<title>stage {state.stage}: {LABELS[category]} {bytes_text(count)}</title></rect>"
+            f'<rect x="{left:.1f}" y="{high:.1f}" width="{width:g}" height="{low - high:.1f}" '
+            f'fill="{COLOURS[category]}"><title>{bar.label}: {LABELS[category]} {bytes_text(count)}</title></rect>'
         )
         below += count
-    middle, high = left + _BAR / 2, y(below)
-    is_now = f'<text x="{middle:.1f}" y="{_FLOOR + 28}" text-anchor="middle">now</text>' if now else ""
+    high = y(below)
+    words = [(_FLOOR + 15, bar.label), (_FLOOR + 28, bar.below), (high - 4, bytes_text(state.total))]
     return (
-        f'<g class="speedlab-bar{" speedlab-chosen" if chosen else ""}" data-stage="{state.stage}">{"".join(rects)}'
-        f'<rect class="speedlab-outline" x="{left:.1f}" y="{high:.1f}" width="{_BAR}" height="{_FLOOR - high:.1f}"/>'
-        f'<text x="{middle:.1f}" y="{_FLOOR + 15}" text-anchor="middle">stage {state.stage}</text>{is_now}'
-        f'<text x="{middle:.1f}" y="{high - 4:.1f}" text-anchor="middle">{bytes_text(state.total)}</text></g>'
+        f'<g class="{bar.kind}{" speedlab-chosen" if bar.chosen else ""}" data-stage="{state.stage}">{"".join(rects)}'
+        f'<rect class="speedlab-outline" x="{left:.1f}" y="{high:.1f}" width="{width:g}" '
+        f'height="{_FLOOR - high:.1f}"/>'
+        + "".join(
+            f'<text x="{middle:.1f}" y="{place:.1f}" text-anchor="middle">{escape(text)}</text>'
+            for place, text in words
+            if text
+        )
+        + "</g>"
     )
 
 

@@ -120,8 +120,8 @@ class FakeRun:
     def stop(self) -> FakePending:
         return self.post("stop")
 
-    def reshape(self, *, zero: int) -> FakePending:
-        return self.post("reshape", zero=zero)
+    def reshape(self, **changes: Any) -> FakePending:
+        return self.post("reshape", **changes)
 
     # What the test does to it
 

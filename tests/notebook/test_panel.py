@@ -16,7 +16,8 @@ from speedlab_notebook.panel import Panel
 from speedlab_notebook.panel_fields import SECTIONS, Choice
 
 from speedlab.config import ConfigError, RunConfig
-from speedlab.planner import model_states, parameter_count
+from speedlab.layout import Layout
+from speedlab.planner import model_states, parameter_count, rank_parameters, stage_blocks
 
 cluster, opened, panel = panel_fakes.cluster, panel_fakes.opened, panel_fakes.panel
 BOUND_MS = 50
@@ -33,8 +34,9 @@ def test_every_field_of_a_run_is_in_one_tab_with_its_description(panel: Panel) -
         part, _, name = path.rpartition(".")
         owner = RunConfig.part_of(part).model_fields if part else kinds  # pyright: ignore[reportOptionalMemberAccess]
         assert field.description == owner[name].description
-        tooltips = [b.tooltip for b in field.control.children[1:]] if isinstance(field.control, Choice) else []
-        assert all(field.description in tip or "CPUs" in tip for tip in tooltips or [field.control.tooltip]), path
+        # What is greyed says why instead.
+        told = field.control.children[1:] if isinstance(field.control, Choice) else [field.control]
+        assert all(field.description in control.tooltip or control.disabled for control in told), path
         assert note(panel, path), path
 
 
@@ -53,7 +55,7 @@ def test_any_configuration_survives_the_form(cluster: Fakes, panel: Panel) -> No
         seed=2**62 + 1,
         model={"preset": "gpt2", "layers": 3, "tied": False},
         data={"source": ("a b", "c,d"), "tokenizer": "bytes", "heldout_share": 0.25},
-        parallel={"dp": 4},
+        parallel={"dp": 4, "pp": 3, "tp": 5, "schedule": "interleaved", "chunks": 3, "cut": (1, 2), "sequence": True},
         zero=3,
         precision="bfloat16",
         optimizer={"name": "sgd", "betas": (0.8, 0.99), "eps": 1e-12},
@@ -126,8 +128,9 @@ def test_what_cannot_run_is_told_beside_its_control(
 def test_what_is_greyed_says_why(panel: Panel) -> None:
     for path, reason in {
         "parallel.dp": "follows from the engines: dp 4 = 4 engines / (pp 1 × tp 1)",
-        "parallel.tp": "tensor parallelism comes with a later version; dp = engines",
-        "parallel.pp": "pipeline parallelism comes with a later version; dp = engines",
+        "parallel.chunks": "only a pipeline has it, and pp is 1",
+        "parallel.cut": "only a pipeline has it, and pp is 1",
+        "parallel.sequence": "the tp ranks share out the tokens, and tp is 1",
         "optimizer.momentum": "only sgd uses it; the optimizer is adamw",
         "precision.initial_loss_scale": "only float16 scales the loss; dtype is auto",
     }.items():
@@ -138,6 +141,58 @@ def test_what_is_greyed_says_why(panel: Panel) -> None:
     assert note(panel, "optimizer.betas") == "only adamw uses it; the optimizer is sgd"
     put(panel, "data.tokenizer", "bytes")
     assert panel.fields["data.vocab_size"].control.disabled
+
+
+def buttons_of(panel: Panel, path: str) -> dict[str, bool]:
+    """The options of a choice, and whether each is offered."""
+    return {b.description: not b.disabled for b in panel.fields[path].control.children[1:]}
+
+
+def test_only_layouts_that_exist_are_offered(panel: Panel) -> None:
+    assert buttons_of(panel, "parallel.tp") == {"1": True, "2": True, "4": False}
+    assert "greyed: tp 4: 6 heads do not divide by 4; 1, 2, 3 and 6 do" in note(panel, "parallel.tp")
+    assert buttons_of(panel, "parallel.pp") == {"1": True, "2": True, "4": True}
+    put(panel, "parallel.tp", 2)
+    assert buttons_of(panel, "parallel.pp") == {"1": True, "2": True, "4": False}
+    assert "pp 4 × tp 2 = 8" in note(panel, "parallel.pp")
+    put(panel, "parallel.pp", 2)
+    assert note(panel, "parallel.dp") == "follows from the engines: dp 1 = 4 engines / (pp 2 × tp 2)"
+    assert "pp 2 × dp 1 × tp 2" in panel.summary_text
+    assert panel.problems == []
+    put(panel, "model.heads", 3)
+    assert [path for path, _ in panel.problems] == ["parallel.tp"]
+    assert "3 heads do not divide by 2; 1 and 3 do" in note(panel, "parallel.tp")
+    assert "train" not in offered(panel)
+
+
+def test_a_pipeline_tells_its_bubble_and_its_micro_batches(panel: Panel) -> None:
+    assert all(not offered for offered in buttons_of(panel, "parallel.schedule").values())
+    put(panel, "parallel.pp", 4)
+    assert "bubble 75 % by theory, with 1 micro-batch" in panel.summary_text
+    assert "fewer than its 4 ranks, so that some always wait" in note(panel, "batch.accumulation")
+    put(panel, "batch.accumulation", "8")
+    assert "bubble 27 % by theory, with 8 micro-batches" in note(panel, "parallel.schedule")
+    assert buttons_of(panel, "parallel.schedule") == {
+        "gpipe": True,
+        "1f1b": True,
+        "interleaved": False,
+        "zero-bubble": False,
+    }
+    assert "pp 4 × 2 stages a rank = 8 pipeline stages, but the model has 6 blocks" in note(panel, "parallel.schedule")
+    put(panel, "parallel.pp", 2)
+    put(panel, "parallel.schedule", "interleaved")
+    assert "bubble 6 % by theory, with 8 micro-batches" in panel.summary_text
+    assert not panel.fields["parallel.chunks"].control.disabled
+
+
+def test_the_newest_two_of_the_batch_count(panel: Panel) -> None:
+    put(panel, "batch.global_size", "32")
+    put(panel, "batch.micro_size", "4")
+    assert panel.batch_text == "global batch 32 = micro-batch 4 × accumulation 2 × dp 4"
+    put(panel, "batch.accumulation", "4")
+    assert panel.batch_text == "global batch 32 = micro-batch 2 × accumulation 4 × dp 4"
+    put(panel, "batch.micro_size", "8")
+    assert panel.batch_text == "global batch 32 = micro-batch 8 × accumulation 1 × dp 4"
 
 
 def test_float16_is_greyed_on_cpus_and_offered_on_gpus(
@@ -184,6 +239,29 @@ def test_predictions_are_the_formulas_at_every_stage(panel: Panel) -> None:
         assert float(cells[str(stage)]) == pytest.approx(state.total / 2**20, rel=0.01)
     assert page.count("<rect") == 4 * (3 + 1)  # Three categories (float32 needs no masters) and an outline each.
     assert "stage 2: gradients and optimizer states in 1/dp" in page
+
+
+def test_predictions_follow_the_layout_rank_by_rank(panel: Panel) -> None:
+    put(panel, "parallel.pp", 2)
+    put(panel, "parallel.tp", 2)
+    model, layout = RunConfig().model, Layout(pp=2, tp=2)
+    held = rank_parameters(model, layout, stage_blocks(model, 2))
+    assert len(set(held)) == 2  # The last pipeline stage has the norm too.
+    for stage in range(4):
+        by_rank = [model_states(count, dp=1, stage=stage, dtype="float32") for count in held]
+        assert panel.predicted[stage] == by_rank
+        assert panel.states[stage].total == max(state.total for state in by_rank)
+    page = html(panel, "states")
+    assert page.count("speedlab-rank") == 2
+    assert ">0–1</text>" in page
+    assert ">2–3</text>" in page
+
+
+def test_in_a_pipeline_gradients_are_whole_until_the_end_of_a_step(panel: Panel) -> None:
+    put(panel, "parallel.pp", 2)
+    put(panel, "batch.accumulation", "4")
+    assert [state.gradients for state in panel.states] == [panel.states[0].gradients] * 4
+    assert panel.states[3].parameters == pytest.approx(panel.states[0].parameters / 2, rel=1e-3)
 
 
 def test_heights_of_bars_are_the_bytes(panel: Panel) -> None:

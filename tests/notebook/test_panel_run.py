@@ -13,7 +13,7 @@ import pytest
 from cluster_helpers import wait_for
 from panel_fakes import DEVICE, FakeRun, Fakes, html, offered, put, train
 from speedlab_notebook.panel import Panel
-from speedlab_notebook.panel_actions import Watch, answer_line, changes, live_stage
+from speedlab_notebook.panel_actions import Watch, answer_line, changes, live_config
 
 from speedlab.cluster import ClusterError, RankError, RemoteFailure
 from speedlab.cluster.known_runs import RunError
@@ -191,6 +191,37 @@ def test_a_live_stage_is_marked_applied_and_arrives(panel: Panel) -> None:
     assert re.search(r'speedlab-chosen" data-stage="3">.*?>now<', html(panel, "states"))
 
 
+def test_a_live_layout_is_marked_applied_and_undone(panel: Panel) -> None:
+    run = train(panel)
+    run.record(3, stage=2)
+    wait_for(lambda: "step 3" in panel.status_text)
+    put(panel, "parallel.pp", 2)
+    assert [str(change) for change in panel.changes] == ["pp 1 → 2 (live)", "micro-batches 1 → 2 (live)"]
+    assert panel.batch_text == "global batch 32 = micro-batch 8 × accumulation 2 × dp 2"  # The run's data stay.
+    panel.buttons["undo"].click()
+    assert panel.changes == []
+    put(panel, "parallel.pp", 2)
+    put(panel, "parallel.tp", 2)
+    put(panel, "parallel.schedule", "gpipe")
+    put(panel, "batch.accumulation", "8")
+    assert panel.batch_text == "global batch 32 = micro-batch 4 × accumulation 8 × dp 1"
+    panel.buttons["apply"].click()
+    wanted = {"tp": 2, "pp": 2, "schedule": "gpipe", "micro_batches": 8}
+    assert (run.posted[0].word, run.posted[0].arguments) == ("reshape", wanted)
+    before = {"zero": 2, "pp": 1, "dp": 4, "tp": 1, "schedule": "1f1b", "micro_batches": 1}
+    done = Event(kind="reshaped", step=4, time=5.0, details={"before": before, "after": {**before, **wanted, "dp": 1}})
+    run.event(done)
+    run.posted[0].answer = done
+    wait_for(lambda: panel.changes == [])
+    put(panel, "parallel.pp", 1)
+    put(panel, "parallel.tp", 1)
+    put(panel, "steps", 300)
+    assert [change.path for change in panel.changes] == ["tp", "pp", "steps"]
+    panel.buttons["undo"].click()
+    assert [panel.fields[f"parallel.{axis}"].control.value for axis in ("tp", "pp")] == [2, 2]
+    assert panel.changes == []
+
+
 def test_what_needs_a_restart_is_marked_and_undone(panel: Panel) -> None:
     train(panel)
     put(panel, "steps", 4000)
@@ -198,7 +229,7 @@ def test_what_needs_a_restart_is_marked_and_undone(panel: Panel) -> None:
     put(panel, "zero.stage", 0)
     put(panel, "name", "next")  # The next run's: no difference.
     assert [(change.path, change.live) for change in panel.changes] == [
-        ("zero.stage", True),
+        ("zero", True),
         ("steps", False),
         ("optimizer.lr", False),
     ]
@@ -213,9 +244,9 @@ def test_what_needs_a_restart_is_marked_and_undone(panel: Panel) -> None:
 def test_a_panel_of_a_run_shows_its_configuration_and_stage(cluster: Fakes, opened: Callable[..., Panel]) -> None:
     run: Any = FakeRun(RunFolder.create(RunConfig(name="old", folder=cluster.folder, steps=77, zero=1)), cluster)
     run.record(5, stage=1)
-    run.event(Event(kind="reshaped", step=6, time=6.5, details={"before": 1, "zero": 3}))
+    run.event(Event(kind="reshaped", step=6, time=6.5, details={"before": {"zero": 1}, "after": {"zero": 3}}))
     run.feed.poll()
-    assert live_stage(run) == 3
+    assert live_config(run, run.config, 4).zero.stage == 3
     panel = opened(cluster, run)
     assert panel.fields["steps"].control.value == 77
     assert panel.fields["zero.stage"].control.value == 3
@@ -234,8 +265,8 @@ def test_a_run_without_engines_is_only_looked_at(cluster: Fakes, opened: Callabl
 
 def test_changes_and_answers_in_words() -> None:
     config = RunConfig()
-    assert changes(config, 2, config) == []
-    assert [str(c) for c in changes(config, 1, config.replace(clip_norm=None))] == [
+    assert changes(config, config, 4) == []
+    assert [str(c) for c in changes(config.replace(zero=1), config.replace(clip_norm=None), 4)] == [
         "stage 1 → 2 (live, under 1 s)",
         "clip norm 1.0 → – (needs a restart)",
     ]
