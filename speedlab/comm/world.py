@@ -112,11 +112,15 @@ _wires: dict[tuple[str, tuple[int, ...]], Wires] = {}
 
 
 def wires(channel: str, ranks: tuple[int, ...]) -> Wires:
-    """The connections of `ranks` for `channel`, made when it is first asked for. Collective over the whole world
-    then."""
+    """The connections of `ranks` for `channel`, made when it is first asked for: then all of them must ask.
+
+    Ranks that belong to several groups ask for them in one order of channels, so that none waits in a circle.
+    """
     known = _wires.get((channel, ranks))
     if known is None or not dist.is_initialized():
-        known = Wires(dist.new_group(list(ranks)))
+        # Only members meet, so that an axis of the layout can make its groups side by side. torch then names a group
+        # after its ranks and after how many this process has: every rank must make equally many.
+        known = Wires(dist.new_group(list(ranks), use_local_synchronization=True))
         _wires[channel, ranks] = known
     return known
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -43,19 +43,20 @@ def _time_matmuls(a: Tensor, b: Tensor, count: int = 4) -> float:
 
 
 @torch.no_grad()
-def first_non_finite(engine: Engine, losses: list[Callable[[], Tensor]]) -> str | None:
-    """Run the given forwards again and name the first module with an output that is not finite, on this rank."""
+def first_non_finite(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]]) -> str | None:
+    """Run the given micro-batches' forwards again and name the first module with an output that is not finite, on this
+    rank. Collective."""
     found: list[str] = []
-    names = {id(module): name or type(module).__name__ for name, module in engine.module.named_modules()}
+    named = [(name, module) for stage in engine.stages for name, module in stage.module.named_modules()]
+    names = {id(module): name or type(module).__name__ for name, module in named}
 
     def look(module: nn.Module, args: object, output: object) -> None:
         if not found and any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in tensors_of(output)):
             found.append(names[id(module)])
 
-    hooks = [module.register_forward_hook(look) for module in engine.module.modules()]
+    hooks = [module.register_forward_hook(look) for _, module in named]
     try:
-        for loss in losses:
-            loss()
+        engine.evaluate(batches)
     finally:
         for hook in hooks:
             hook.remove()

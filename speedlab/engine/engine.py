@@ -1,13 +1,15 @@
-"""The engine: one rank's part in a training step of a partitioned model, with DeepSpeed's call names."""
+"""The engine: one rank's part in a training step of a model under any layout, with DeepSpeed's call names."""
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +30,20 @@ from speedlab.engine.memory import (
 )
 from speedlab.engine.optimizer import PartitionedOptimizer
 from speedlab.engine.precision import LossScale
+from speedlab.engine.stages import Axes, Stage
+from speedlab.engine.streams import Streams
+from speedlab.engine.whole import whole_state
 from speedlab.engine.wrap import BlockWrapper
 from speedlab.layout import Layout, Part
+from speedlab.parallel.pipeline import Pipeline, StageModule
 from speedlab.parallel.zero import Flat, Residency, Zero, forget, map_tensors, remember
 from speedlab.telemetry.records import Ledger
+
+
+class PipelineOutput(NamedTuple):
+    """What the engine's call gives under a pipeline. `logits`: (B, T, V)."""
+
+    logits: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,65 +68,132 @@ class Engine:
 
     def __init__(
         self,
-        module: nn.Module,
+        stages: Sequence[Stage],
         *,
-        zero: Zero,
         optimizer: PartitionedOptimizer,
         scheduler: Any,
         config: RunConfig,
         world: World,
         layout: Layout,
-        parts: Mapping[str, Part],
-        duplicates: Collection[str],
-        group: Group,
-        everyone: Group,
+        axes: Axes,
         traffic: Traffic,
         dtype: torch.dtype,
         accumulation: int,
         outside_bytes: int,
     ) -> None:
-        self.module, self.config, self.world = module, config, world
-        self.layout = layout
-        self.parts = parts
+        """`stages`: this rank's pipeline stages, first one first; the whole model is one."""
+        self.stages = list(stages)
+        self.config, self.world, self.layout, self.axes = config, world, layout, axes
+        self.parts: dict[str, Part] = {name: part for stage in stages for name, part in stage.tensor.parts.items()}
         """Full name of a parameter → which slice of the whole this rank's tensor is; whole ones are not in."""
-        self.duplicates = frozenset(duplicates)
+        self.duplicates = frozenset[str]().union(*(stage.duplicates for stage in stages))
         """Names of parameters of which another tensor- or pipeline-parallel rank holds the same values and answers for
         them: in checkpoints, in norms."""
-        self.zero, self.partitioned_optimizer, self.scheduler = zero, optimizer, scheduler
+        self.partitioned_optimizer, self.scheduler = optimizer, scheduler
         self.dtype, self.accumulation = dtype, accumulation
-        self.group = group
-        """Ranks that hold the same part of the model and see other data."""
-        self.everyone = everyone
-        """All ranks of the layout."""
         self.clock = PhaseClock(traffic, world.device)
         self.global_step = 0
         self.updating = False
         """True from the first changed parameter to the end of a step: an interrupt then leaves ranks that differ."""
         self.loss_scale = LossScale(config.precision, dtype)
         self.totals: Totals | None = None
+        self.pipeline = self._make_pipeline(traffic)
+        """What drives the stages; None where the whole model is one."""
         self._traffic = traffic
         self._wrapper = BlockWrapper(
-            zero, checkpointing=config.activation.checkpointing == "block", compile=config.compile
+            self.zeros,
+            checkpointing=config.activation.checkpointing == "block",
+            compile=config.compile,
+            device=world.device,
         )
-        self._mutable_buffers = _mutable_buffers(module)
+        self._streams = Streams(config.seed, world.device)
+        for stage in stages:
+            self._streams.attach(stage.module, stage.zero)
+            remember(stage.zero)
+        self._mutable_buffers = [buffer for stage in stages for buffer in _mutable_buffers(stage.module)]
         self._micro_step = 0
         self._sync = True
         self._losses: list[Tensor] = []
         self._peak = PeakMemory(world.device)
         self._outside_bytes = outside_bytes
         self._activation_bytes = 0
-        remember(zero)
+
+    def _make_pipeline(self, traffic: Traffic) -> Pipeline | None:
+        if self.layout.pp == 1:
+            return None
+        parallel = self.config.parallel
+        return Pipeline(
+            [cast(StageModule, stage.module) for stage in self.stages],
+            self.zeros,
+            schedule=parallel.schedule,
+            layout=self.layout,
+            rank=self.world.rank,
+            device=self.world.device,
+            dtype=self.dtype,
+            traffic=traffic,
+            sequence_share=self.layout.tp if parallel.sequence else 1,
+            # Where a block computes its forward anew or is compiled, either half of a backward would do all of it.
+            split_backward=self.config.activation.checkpointing == "none" and not self.config.compile,
+            on_forward=self._begin_micro_batch,
+            phase=self.clock.phase,
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, or this rank's first pipeline stage of it."""
+        return self.stages[0].module
+
+    @property
+    def zeros(self) -> list[Zero]:
+        """What partitions the stages, one for each."""
+        return [stage.zero for stage in self.stages]
+
+    @property
+    def group(self) -> Group:
+        """Ranks that hold the same part of the model and see other data."""
+        return self.axes.gather
+
+    @property
+    def everyone(self) -> Group:
+        """All ranks of the layout."""
+        return self.axes.everyone
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Floating-point inputs are cast to the compute dtype. On an exception the state is that
-        between steps."""
+        between steps.
+
+        Under a pipeline no rank holds the module: this then computes logits of tokens, on every rank and without
+        gradients; training is `train_batch`.
+        """
+        if self.pipeline is not None:
+            return self._logits(self.pipeline, *args, **kwargs)
         for buffer in self._mutable_buffers:
             self.group.broadcast(buffer)
         args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
+        self._begin_micro_batch(self._micro_step)
         with self.clock.phase("forward"), self._guard():
             return self.module(*args, **kwargs)
+
+    def _begin_micro_batch(self, index: int) -> None:
+        """The next forward is of this rank's micro-batch `index` of the step."""
+        self._streams.begin(self.global_step, index * self.layout.dp + self.group.index)
+
+    def _logits(self, pipeline: Pipeline, tokens: Tensor) -> PipelineOutput:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"under {self.layout} no rank holds the whole model; train with engine.train_batch(batches), and call "
+                "the engine for logits in torch.no_grad()"
+            )
+        with self._guard():
+            made = pipeline.evaluate(tokens.to(self.world.device))
+            group = self.axes.pipeline
+            described = [list(made[0].shape), str(made[0].dtype).removeprefix("torch.")] if made else None
+            shape, dtype = group.share(described, group.size - 1)
+            logits = made[0] if made else torch.empty(shape, dtype=getattr(torch, dtype), device=self.world.device)
+            group.broadcast(logits, group.size - 1)
+            return PipelineOutput(logits)
 
     def backward(self, loss: Tensor) -> Tensor:
         """Gradients of `loss` (a scalar, the mean over this rank's micro-batch), summed over the ranks when they are
@@ -128,16 +207,87 @@ class Engine:
                 f"backward: the loss has shape {tuple(loss.shape)}; reduce it to one number first, for instance by "
                 f"mean()"
             )
+        (zero,) = self.zeros
         due = self._sync and (
-            self.is_gradient_accumulation_boundary() or self.zero.residency.gradients.value == "partitioned"
+            self.is_gradient_accumulation_boundary() or zero.residency.gradients.value == "partitioned"
         )
-        scale = self.loss_scale.value / (self.accumulation * self.group.size)
         with self.clock.phase("backward"), self._guard():
-            self.zero.begin_backward(sync=due)
-            (loss * scale).backward()
-            self.zero.end_backward()
+            zero.begin_backward(sync=due)
+            (loss * self._scale).backward()
+            zero.end_backward()
         self._losses.append(loss.detach())
         return loss
+
+    @property
+    def _scale(self) -> float:
+        """Factor on the loss of a micro-batch, so that gradients are means over the global batch."""
+        return self.loss_scale.value / (self.accumulation * self.group.size)
+
+    def train_batch(
+        self, batches: Iterable[tuple[Tensor, Tensor]], *, signals: Callable[[], Sequence[float]] = tuple
+    ) -> float:
+        """A whole step under any layout: forward and backward of this rank's micro-batches, then the update.
+
+        Args:
+            batches: `accumulation` pairs of tokens and targets, (B, T) int64 each. Ranks of one dp index give the same.
+            signals: asked at the last moment for what `step` takes.
+
+        Returns the mean loss over the global batch. Raises ValueError for another number of micro-batches.
+        """
+        if self.pipeline is None:
+            count = 0
+            for count, (tokens, targets) in enumerate(batches, 1):  # noqa: B007  # read after the loop
+                self.backward(self.loss(tokens, targets))
+                self.step(signals() if self.is_gradient_accumulation_boundary() else ())
+            self._check_count(count)
+        else:
+            self._train_pipeline(self.pipeline, list(batches))
+            self.step(signals())
+        assert self.totals is not None
+        return self.totals.loss
+
+    def _train_pipeline(self, pipeline: Pipeline, batches: list[tuple[Tensor, Tensor]]) -> None:
+        self._check_count(len(batches))
+        tokens, targets = (torch.cat(parts).to(self.world.device) for parts in zip(*batches, strict=True))
+        with self._guard():
+            losses = pipeline.train(tokens, targets, micro_batches=self.accumulation, scale=self._scale)
+        self._losses += [loss.detach() for loss in losses]
+        self._micro_step = self.accumulation - 1
+
+    def _check_count(self, count: int) -> None:
+        if count != self.accumulation:
+            raise ValueError(
+                f"train_batch: {count} micro-batches came, but batch.accumulation is {self.accumulation}; give as many"
+            )
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The module's mean loss on tokens and targets, (B, T) int64 each. Not under a pipeline."""
+        # Hugging Face models shift the labels themselves.
+        named = {"targets": targets} if takes_targets(self.module) else {"labels": tokens}
+        return self(tokens, **named).loss
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+        """Mean loss over all ranks' micro-batches, without gradients or dropout. Collective."""
+        was_training = self.module.training
+        self.eval()
+        losses: list[Tensor] = []
+        for tokens, targets in batches:
+            if self.pipeline is None:
+                losses.append(self.loss(tokens, targets))
+            else:
+                with self._guard():
+                    losses += self.pipeline.evaluate(tokens.to(self.world.device), targets.to(self.world.device))
+        self.train(was_training)
+        total = torch.stack([loss.double() for loss in losses]).sum() if losses and self._answers_for_loss else 0.0
+        vector = torch.tensor([float(total), len(losses) * self._answers_for_loss], dtype=torch.float64)
+        loss_sum, count = self.everyone.sum_scalars(vector.to(self.world.device)).tolist()
+        return loss_sum / count
+
+    @property
+    def _answers_for_loss(self) -> bool:
+        """Whether the losses of this rank count: those of its tensor-parallel peers are the same."""
+        return self.axes.tensor.index == 0
 
     def step(self, signals: Sequence[float] = ()) -> bool:
         """End a micro-batch; at the last one of the accumulation, update the parameters. True when they were updated.
@@ -148,7 +298,7 @@ class Engine:
         if not self.is_gradient_accumulation_boundary():
             self._micro_step += 1
             return False
-        if self.zero.unsummed:
+        if any(zero.unsummed for zero in self.zeros):
             raise RuntimeError(
                 "step: the last backward ran inside no_sync; one backward outside has to come before a step"
             )
@@ -166,7 +316,8 @@ class Engine:
         if self.scheduler is not None:
             self.scheduler.step()
         if self.global_step == 0:
-            self.zero.agree_on_order()
+            for zero in self.zeros:
+                zero.agree_on_order()
         self._end_step()
         self.loss_scale.update(overflow=False)
         self.updating = False
@@ -174,23 +325,19 @@ class Engine:
 
     def _sum_totals(self, signals: Sequence[float]) -> Totals:
         device = self.world.device
-        losses = (
-            torch.stack([loss.double() for loss in self._losses]).sum()
-            if self._losses
-            else torch.zeros((), device=device)
+        losses = torch.zeros((), dtype=torch.float64, device=device)
+        if self._losses and self._answers_for_loss:
+            losses = torch.stack([loss.double() for loss in self._losses]).sum()
+        count = float(len(self._losses)) if self._answers_for_loss else 0.0
+        numbers = [self.partitioned_optimizer.sum_of_squares().double().to(device), losses.to(device)]
+        vector = torch.stack(
+            [*numbers, *(torch.tensor(float(s), dtype=torch.float64, device=device) for s in (count, *signals))]
         )
-        numbers = [self.partitioned_optimizer.sum_of_squares().double().to(device), losses.double().to(device)]
-        vector = torch.stack([*numbers, *(torch.tensor(float(s), dtype=torch.float64, device=device) for s in signals)])
         # The one point of a step where the host waits for the device: clipping, the overflow decision and the control
         # words of the run need these numbers before the update.
-        squares, loss, *summed = self.group.sum_scalars(vector).tolist()
+        squares, loss, count, *summed = self.everyone.sum_scalars(vector).tolist()
         norm = math.sqrt(squares) / self.loss_scale.value if squares >= 0 else math.nan
-        return Totals(
-            loss=loss / max(1, len(self._losses)) / self.group.size,
-            grad_norm=norm,
-            signals=tuple(summed),
-            finite=math.isfinite(squares),
-        )
+        return Totals(loss=loss / max(1.0, count), grad_norm=norm, signals=tuple(summed), finite=math.isfinite(squares))
 
     def _overflow(self) -> None:
         """The gradient is not finite: skip the update; float16 goes on with a smaller scale, anything else stops."""
@@ -207,8 +354,8 @@ class Engine:
         )
         # Ranges of the partitions do not overlap, so every bad element is named by the rank that owns it.
         tensors = [name for flat in self.partitioned_optimizer.flats for name in _non_finite_slots(flat)]
-        reports = self.group.collect({"loss": own, "tensors": tensors[:5]})
-        ranks = [rank for rank, report in zip(self.group.ranks, reports, strict=True) if report["loss"]]
+        reports = self.everyone.collect({"loss": own, "tensors": tensors[:5]})
+        ranks = [rank for rank, report in zip(self.everyone.ranks, reports, strict=True) if report["loss"]]
         names = list(dict.fromkeys(name for report in reports for name in report["tensors"]))
         where = (
             f"the loss is not finite on rank {', '.join(map(str, ranks))}"
@@ -226,7 +373,8 @@ class Engine:
         )
 
     def _end_step(self, *, updated: bool = True) -> None:
-        self.zero.clear_gradients()
+        for zero in self.zeros:
+            zero.clear_gradients()
         self._losses.clear()
         self._micro_step = 0
         if updated:
@@ -257,9 +405,10 @@ class Engine:
             yield
         except BaseException as error:
             if isinstance(error, Exception):
-                self.zero.abandon_pass()
+                for zero in self.zeros:
+                    zero.abandon_pass()
             # An interrupt must not wait for peers: what is under way stays as it is until `reconnect`.
-            name_module(error, self.module, step=self.global_step + 1, rank=self.world.rank)
+            name_module(error, [stage.module for stage in self.stages], step=self.global_step + 1, rank=self.world.rank)
             raise
 
     def _cast(self, tensor: Tensor) -> Tensor:
@@ -277,60 +426,77 @@ class Engine:
     @property
     def flats(self) -> list[Flat]:
         """All flats of this rank."""
-        return self.zero.flats
+        return [flat for zero in self.zeros for flat in zero.flats]
 
     @property
     def zero_stage(self) -> int:
-        return self.zero.residency.stage
+        return self.zeros[0].residency.stage
 
     def reshape(self, *, zero: int) -> None:
         """Change the ZeRO stage in place, between two steps: states are cut, freed, or gathered once. Nothing is
         lost."""
-        if self._micro_step or self.zero.phase.value != "idle":
+        if self._micro_step or any(zero.phase.value != "idle" for zero in self.zeros):
             raise RuntimeError(
                 f"reshape: micro-batch {self._micro_step + 1} of a step is under way; change the stage between two "
                 f"steps"
             )
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"reshape: zero is {zero}; it is 0, 1, 2 or 3")
-        before = self.zero.residency
-        self.zero.place(Residency.of_stage(zero, self.group.size))
+        before = self.zeros[0].residency
+        for part in self.zeros:
+            part.place(Residency.of_stage(zero, self.group.size))
         self.partitioned_optimizer.move(before)
         release_freed_memory()
         self._peak.take()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The module's whole state on every rank (a collective), parameters as float32 masters where they exist."""
-        state = {name: buffer.detach().clone() for name, buffer in _named_persistent_buffers(self.module)}
-        for flat in self.flats:
-            whole = flat.whole_master()
-            for slot in flat.slots:
-                state[slot.name] = whole[slot.offset : slot.offset + slot.numel].view(slot.shape).clone()
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if name not in state:
-                state[name] = next(state[other] for other, p in self.module.named_parameters() if p is parameter)
-        return state
+        return whole_state(self.stages, self.axes)
 
     def save_checkpoint(
-        self, folder: str | Path, tag: str | None = None, client_state: dict[str, Any] | None = None
+        self,
+        folder: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        *,
+        wait: bool = True,
+        verify: bool = True,
     ) -> Path:
-        """Write `folder/tag` (default `step-000123`): every rank what it owns, then a manifest. Returns its path."""
-        return checkpoint.save(self, Path(folder), tag or f"step-{self.global_step:06d}", client_state or {})
+        """Write `folder/tag` (default `step-000123`): every rank what it answers for, then a manifest.
 
-    def load_checkpoint(self, folder: str | Path, tag: str | None = None) -> tuple[Path, dict[str, Any]]:
-        """Read `folder/tag`, or the newest one in `folder`; any number of ranks and any stage may have written it.
+        Returns its path. `wait=False` comes back when the tensors are copied; `saving` tells of the rest. Without
+        `verify` nothing is hashed or brought to the disk: for folders in memory.
+        """
+        tag = tag or f"step-{self.global_step:06d}"
+        return checkpoint.save(self, Path(folder), tag, client_state or {}, wait=wait, verify=verify)
+
+    @property
+    def saving(self) -> checkpoint.Saving | None:
+        """The last save in the background, under way or ended; None before the first."""
+        return checkpoint.saving_of(self)
+
+    def load_checkpoint(
+        self, folder: str | Path, tag: str | None = None, *, verify: bool = True
+    ) -> tuple[Path, dict[str, Any]]:
+        """Read `folder/tag`, or the newest one in `folder`; any layout and any stage may have written it.
 
         Returns (its path, the client state). Raises CheckpointError, naming the file, before anything is changed.
         """
-        return checkpoint.load(self, Path(folder), tag)
+        return checkpoint.load(self, Path(folder), tag, verify=verify)
 
     def disconnect(self) -> None:
         """Let go of connections, for a rank that fails: its peers then fail at once instead of waiting for it."""
-        self.zero.disconnect()
+        self.axes.disconnect()
+        if self.pipeline is not None:
+            self.pipeline.disconnect()
 
     def reconnect(self) -> None:
         """Use the present world's connections; a pass that was cut off is forgotten. Collective."""
-        self.zero.reconnect()
+        self.axes.reconnect()
+        if self.pipeline is not None:
+            self.pipeline.reconnect()
+        for zero in self.zeros:
+            zero.reconnect()
         if self._micro_step or self._losses:
             self._end_step(updated=False)
 
@@ -345,7 +511,7 @@ class Engine:
         if self.config.compile:
             yield
             return
-        known = lambda: known_storages(self.module, self.zero, self.partitioned_optimizer)  # noqa: E731  # read at entry
+        known = lambda: known_storages(self._buffers(), self.flats, self.partitioned_optimizer)  # noqa: E731  # read at entry
         with ActivationTrace(known) as trace:
             yield
         self._activation_bytes = trace.peak_bytes
@@ -353,7 +519,7 @@ class Engine:
     def ledger(self) -> Ledger:
         """Bytes by category at the peak since the last call."""
         return make_ledger(
-            measure_states(self.module, self.zero, self.partitioned_optimizer),
+            measure_states(self._buffers(), self.flats, self.partitioned_optimizer),
             activations=self._activation_bytes,
             buffers=self._traffic.buffers.take_peak(),
             peak=self._peak.take(),
@@ -361,15 +527,19 @@ class Engine:
             device=self.world.device,
         )
 
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for stage in self.stages for buffer in stage.module.buffers()]
+
     def train(self, mode: bool = True) -> Engine:
-        self.module.train(mode)
+        for stage in self.stages:
+            stage.module.train(mode)
         return self
 
     def eval(self) -> Engine:
         return self.train(False)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        return self.module.parameters()
+        return itertools.chain.from_iterable(stage.module.parameters() for stage in self.stages)
 
     def destroy(self, *, keep_parameters: bool = True) -> None:
         """Give everything back: hooks, flats, optimizer states. The module works on by itself, with its master values.
@@ -377,44 +547,46 @@ class Engine:
         Collective where states are partitioned. Without `keep_parameters` nothing is gathered, and parameters that are
         partitioned are lost.
         """
-        self.zero.detach()
+        checkpoint.settle(self)
+        self._streams.detach()
         self._wrapper.undo()
-        if self.zero.partitioned:
-            for unit in self.zero.units:
-                unit.release()
-        forget(self.zero)
-        if keep_parameters:
-            for flat in self.flats:
-                flat.give_back()
+        for stage in self.stages:
+            stage.zero.detach()
+            stage.tensor.detach()
+            if stage.zero.partitioned:
+                for unit in stage.zero.units:
+                    unit.release()
+            forget(stage.zero)
+            if keep_parameters:
+                for flat in stage.zero.flats:
+                    flat.give_back()
+            stage.zero.units.clear()
+            stage.zero.order.clear()
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
             group["params"] = []
-        self.zero.units.clear()
-        self.zero.order.clear()
         self.partitioned_optimizer.forget()
         release_freed_memory()
 
     def __repr__(self) -> str:
-        count = sum(flat.numel for flat in self.flats)
+        count, units = sum(flat.numel for flat in self.flats), sum(len(zero.units) for zero in self.zeros)
         return (
-            f"Engine({type(self.module).__name__}, {count:,} parameters in {len(self.zero.units)} units, zero "
+            f"Engine({type(self.module).__name__}, {count:,} parameters here in {units} units, {self.layout}, zero "
             f"{self.zero_stage}, "
             f"{str(self.dtype).removeprefix('torch.')}, rank {self.world.rank} of {self.world.size}, step "
             f"{self.global_step})"
         )
 
 
+def takes_targets(module: nn.Module) -> bool:
+    """Whether its forward has a parameter `targets`, as ours; Hugging Face's take `labels` and shift them."""
+    return "targets" in inspect.signature(module.forward).parameters
+
+
 def _mutable_buffers(module: nn.Module) -> list[Tensor]:
     """Running statistics, which follow rank 0 as under DistributedDataParallel."""
     norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
-
-
-def _named_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for prefix, child in module.named_modules():
-        for key, buffer in child.named_buffers(recurse=False):
-            if key not in child._non_persistent_buffers_set:
-                yield (f"{prefix}.{key}" if prefix else key), buffer
 
 
 def _non_finite_slots(flat: Any) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 
@@ -17,10 +19,10 @@ class NonFiniteError(FloatingPointError):
         self.ranks, self.tensors = ranks, tensors
 
 
-def name_module(error: BaseException, model: nn.Module, *, step: int, rank: int) -> None:
-    """Note on `error` in which module of `model` it was raised (the innermost on its traceback), at which step and
+def name_module(error: BaseException, models: Iterable[nn.Module], *, step: int, rank: int) -> None:
+    """Note on `error` in which module of `models` it was raised (the innermost on its traceback), at which step and
     rank."""
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {id(module): name for model in models for name, module in model.named_modules()}
     found = None
     trace = error.__traceback__
     while trace is not None:

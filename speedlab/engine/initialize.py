@@ -13,15 +13,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from speedlab.comm import Group, Traffic, World, join
+from speedlab.comm import Group, Traffic, join
 from speedlab.config import ConfigError, RunConfig
 from speedlab.engine.engine import Engine
 from speedlab.engine.memory import PeakMemory, keep_freed_memory
 from speedlab.engine.optimizer import OptimizerChoice, PartitionedOptimizer, Recipe
 from speedlab.engine.precision import compute_dtype
 from speedlab.engine.schedule import make_schedule
-from speedlab.parallel import Materializer
-from speedlab.parallel.zero import Residency, UnitChoice, UnitPlan, Zero, plan_units
+from speedlab.engine.stages import Axes, build_stage, plan_stages
+from speedlab.parallel.zero import UnitChoice
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 """The engine that drives a module, so that setting up twice leaves nothing of the first behind."""
@@ -37,6 +37,7 @@ def initialize(
     config: RunConfig | Mapping[str, Any] | str | Path | None = None,
     *,
     units: UnitChoice | None = None,
+    tp_plan: Mapping[str, str] | None = None,
     collate_fn: Callable[..., Any] | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[Engine, Optimizer, DataLoader[Any] | None, Any]:
@@ -54,6 +55,8 @@ def initialize(
             when the optimizer too comes from it, and else none. `engine.step` steps it.
         config: RunConfig, a dict of its fields, or the path of a JSON or YAML file.
         units: which modules are gathered together; None chooses repeated blocks.
+        tp_plan: how layers are cut over tensor-parallel ranks, as in Hugging Face's plans: pattern of module names →
+            style. None takes the one that the model brings along.
 
     Returns (engine, optimizer, loader or None, scheduler or None).
     Raises ConfigError before anything is changed.
@@ -63,59 +66,53 @@ def initialize(
     config = _config(config)
     gc.collect()  # What an earlier set-up of a notebook cell left behind may still be held by cycles.
     world = join(device)
-    layout = config.layout(world.size)
+    layout = config.layout(world.size, built_in=False)
     batch = config.batch.resolve(layout.dp)
     dtype = compute_dtype(config.precision, world.device)
     if world.device.type == "cpu":
         keep_freed_memory()
     outside_bytes = PeakMemory.resident()
 
-    if not isinstance(model, nn.Module):
-        with torch.random.fork_rng([]), torch.device("meta"):
-            model = model()  # Initialisers draw numbers even on meta; the caller's random state stays.
-    _take_back(model)
-    recipe = Recipe(optimizer, model, config.optimizer)
-    plans = plan_units(model, units, bucket_bytes=config.zero.bucket_bytes)
-    _move_whole(model, world)
-
+    if isinstance(model, nn.Module):
+        _take_back(model)
     traffic = Traffic()
-    peers = layout.dp_peers(world.rank)
-    gather_group = Group(peers, traffic, world.device)
-    reduce_group = Group(peers, traffic, world.device, channel="reduce")
-    _same_everywhere(gather_group, plans)
-    _set_buffers(model, gather_group)
-    zero = Zero(
-        model,
-        plans,
-        groups=recipe.group_of,
-        gather_group=gather_group,
-        reduce_group=reduce_group,
-        compute_dtype=dtype,
-        gradient_dtype=torch.float32 if batch.accumulation > 1 else None,
-        materialize=_materializer(model, world, config.seed),
-        residency=Residency.of_stage(config.zero.stage, layout.dp),
-    )
-    partitioned = PartitionedOptimizer(zero.flats, recipe)
+    axes = Axes.of(layout, world, traffic)
+    plans = plan_stages(model, config, layout, world, axes.everyone, dtype)
+    recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer)
+    stages = [
+        build_stage(
+            plan,
+            config,
+            layout,
+            world,
+            axes,
+            tp_plan=tp_plan,
+            units=units,
+            groups=recipe.group_of,
+            compute_dtype=dtype,
+            gradient_dtype=torch.float32 if batch.accumulation > 1 else None,
+        )
+        for plan in plans
+    ]
+    duplicates = frozenset[str]().union(*(stage.duplicates for stage in stages))
+    partitioned = PartitionedOptimizer([flat for stage in stages for flat in stage.zero.flats], recipe, duplicates)
     scheduler = _scheduler(lr_scheduler, optimizer, config, partitioned.inner)
     engine = Engine(
-        model,
-        zero=zero,
+        stages,
         optimizer=partitioned,
         scheduler=scheduler,
         config=config,
         world=world,
         layout=layout,
-        parts={},
-        duplicates=(),
-        group=gather_group,
-        everyone=Group(range(world.size), traffic, world.device),
+        axes=axes,
         traffic=traffic,
         dtype=dtype,
         accumulation=batch.accumulation,
         outside_bytes=outside_bytes,
     )
-    _engines[model] = weakref.ref(engine)
-    loader = _loader(training_data, batch.micro_size, gather_group, config.seed, collate_fn)
+    for stage in stages:
+        _engines[stage.module] = weakref.ref(engine)
+    loader = _loader(training_data, batch.micro_size, axes.gather, config.seed, collate_fn)
     return engine, partitioned.inner, loader, scheduler
 
 
@@ -138,49 +135,6 @@ def _take_back(model: nn.Module) -> None:
     if earlier is None:
         return
     earlier.destroy()
-
-
-def _move_whole(model: nn.Module, world: World) -> None:
-    """Buffers and parameters that have values go to this rank's device; those on meta wait for their unit."""
-    for parameter in model.parameters():
-        if not parameter.is_meta and parameter.device != world.device:
-            parameter.data = parameter.data.to(world.device)
-    for module in model.modules():
-        for key, buffer in list(module.named_buffers(recurse=False)):
-            if not buffer.is_meta and buffer.device != world.device:
-                module._buffers[key] = buffer.to(world.device)
-
-
-def _materializer(model: nn.Module, world: World, seed: int) -> Callable[[UnitPlan], None] | None:
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        return None
-    maker = Materializer(model, device=world.device, seed=seed)
-
-    def materialize(plan: UnitPlan) -> None:
-        plan.parameters = maker.parameters(plan.parameters)
-
-    maker.buffers()
-    return materialize
-
-
-def _set_buffers(model: nn.Module, group: Group) -> None:
-    for buffer in model.buffers():
-        if not buffer.is_meta:
-            group.broadcast(buffer)
-
-
-def _same_everywhere(group: Group, plans: list[UnitPlan]) -> None:
-    """Ranks that hold different models would hang in the first collective; say so instead."""
-    own = {
-        name: [list(p.shape), str(p.dtype), p.requires_grad] for plan in plans for name, p in plan.parameters.items()
-    }
-    expected = group.share(own)
-    wrong = next((name for name in {**expected, **own} if expected.get(name) != own.get(name)), None)
-    for rank, name in zip(group.ranks, group.collect(wrong), strict=True):
-        if name is not None:
-            raise ConfigError(
-                f"initialize: rank {rank} has another model than rank {group.ranks[0]}: they differ in {name}"
-            )
 
 
 def _scheduler(choice: Any, optimizer_choice: OptimizerChoice, config: RunConfig, optimizer: Optimizer) -> Any:

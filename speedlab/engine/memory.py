@@ -7,19 +7,19 @@ import contextlib
 import ctypes
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from speedlab.comm.shared import arena
 from speedlab.engine.optimizer import PartitionedOptimizer
 from speedlab.hardware import memory_bytes
-from speedlab.parallel.zero import Zero
+from speedlab.parallel.zero import Flat
 from speedlab.telemetry.records import Ledger
 
 
@@ -145,21 +145,21 @@ def storage_bytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.untyped_storage().nbytes()
 
 
-def known_storages(module: nn.Module, zero: Zero, optimizer: PartitionedOptimizer) -> set[int]:
+def known_storages(buffers: Iterable[Tensor], flats: Iterable[Flat], optimizer: PartitionedOptimizer) -> set[int]:
     """Identities of the storages that other ledger categories count."""
-    tensors: list[Tensor | None] = [*module.buffers()]
-    for flat in zero.flats:
+    tensors: list[Tensor | None] = [*buffers]
+    for flat in flats:
         tensors += [flat.full, flat.shard, flat.local, flat.gradient, flat.master]
         if flat.trainable:
             tensors += optimizer.states_of(flat).values()
     return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
 
-def measure_states(module: nn.Module, zero: Zero, optimizer: PartitionedOptimizer) -> dict[str, int]:
+def measure_states(buffers: Iterable[Tensor], flats: Iterable[Flat], optimizer: PartitionedOptimizer) -> dict[str, int]:
     """Bytes of parameters, gradients, master weights and moments that this rank keeps between steps."""
-    parameters = sum(buffer.nbytes for buffer in module.buffers())
+    parameters = sum(buffer.nbytes for buffer in buffers)
     gradients = masters = 0
-    for flat in zero.flats:
+    for flat in flats:
         # A partition is a slice of the whole where the whole is kept: it is counted once.
         parameters += storage_bytes(flat.shard)
         if flat.master.untyped_storage()._cdata not in {

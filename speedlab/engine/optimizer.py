@@ -7,7 +7,7 @@ segment's shape are kept end to end in one tensor for each flat, so that they ca
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +46,9 @@ class Recipe:
     Nothing but ids of parameters is kept of the model, so that a model on meta can be materialised in between.
     """
 
-    def __init__(self, choice: OptimizerChoice, model: nn.Module, config: OptimizerConfig) -> None:
-        trainable = [p for p in model.parameters() if p.requires_grad]
+    def __init__(self, choice: OptimizerChoice, models: Iterable[nn.Module], config: OptimizerConfig) -> None:
+        """`models`: the pipeline stages of this rank, or the whole model."""
+        trainable = [p for model in models for p in model.parameters() if p.requires_grad]
         self._instance: Optimizer | None = None
         self._is_theirs = False
         self._make: Callable[[list[dict[str, Any]], bool], Optimizer]
@@ -131,9 +132,12 @@ def _arguments_for(kind: Callable[..., Optimizer], config: OptimizerConfig) -> d
 class PartitionedOptimizer:
     """The optimizer over what this rank owns. `inner` is the torch optimizer that schedulers and users see."""
 
-    def __init__(self, flats: list[Flat], recipe: Recipe) -> None:
+    def __init__(self, flats: list[Flat], recipe: Recipe, duplicates: Collection[str] = ()) -> None:
+        """`duplicates`: names of parameters whose gradients another rank counts in the norm."""
         self.flats = [flat for flat in flats if flat.trainable]
         self._group_count = len(recipe._options)
+        self._counted = {flat.name: _owned_ranges(flat, duplicates) for flat in self.flats}
+        """For each flat, the ranges [start, end) of it whose gradients this rank counts, of those in its partition."""
         self._segments = {flat.name: _cut(flat) for flat in self.flats}
         self.inner = recipe.build(self._by_group())
         self._states: dict[str, dict[str, Tensor]] = {flat.name: {} for flat in self.flats}
@@ -162,8 +166,14 @@ class PartitionedOptimizer:
         return sum(state.nbytes for states in self._states.values() for state in states.values())
 
     def sum_of_squares(self) -> Tensor:
-        """Of this rank's reduced gradient partitions, as a float64 scalar on the device."""
-        squares = [_squares(flat) for flat in self.flats]
+        """Of this rank's reduced gradient partitions, as a float64 scalar on the device; each parameter counts on one
+        rank of the tensor and pipeline axes."""
+        squares = [
+            _squares(flat, flat.gradient[low - flat.start : high - flat.start])
+            for flat in self.flats
+            if flat.gradient is not None
+            for low, high in self._counted[flat.name]
+        ]
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
 
     @torch.no_grad()
@@ -303,12 +313,22 @@ def _cut(flat: Flat) -> list[Segment]:
     return segments
 
 
-def _squares(flat: Flat) -> Tensor:
-    assert flat.gradient is not None
+def _owned_ranges(flat: Flat, duplicates: Collection[str]) -> list[tuple[int, int]]:
+    """The flat's partition without the parameters in `duplicates`; neighbours are one range."""
+    ranges, start = [], flat.start
+    for slot in flat.slots:
+        if slot.name in duplicates:
+            ranges.append((start, slot.offset))
+            start = max(start, slot.offset + slot.numel)
+    ranges.append((start, flat.end))
+    return [(low, min(high, flat.end)) for low, high in ranges if low < min(high, flat.end)]
+
+
+def _squares(flat: Flat, gradient: Tensor) -> Tensor:
     if _has_kernels(flat.master):
-        return grad_stats(flat.gradient)[0]
-    wide = torch.float32 if flat.gradient.dtype.itemsize < 8 else torch.float64
-    return torch.linalg.vector_norm(flat.gradient, dtype=wide).double().square()
+        return grad_stats(gradient)[0]
+    wide = torch.float32 if gradient.dtype.itemsize < 8 else torch.float64
+    return torch.linalg.vector_norm(gradient, dtype=wide).double().square()
 
 
 def _has_kernels(master: Tensor) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,19 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from speedlab.comm import Group, Traffic, World, join, leave
-from speedlab.config import Batch, ConfigError
+from speedlab.config import ConfigError, RunConfig
 from speedlab.data import Corpus, Sampler, prepare
-from speedlab.engine.checkpoint import CheckpointError, newest
+from speedlab.engine.checkpoint import CheckpointError, Saving, newest, prune
 from speedlab.engine.clock import StepCosts
 from speedlab.engine.diagnose import first_non_finite, matmul_flops
 from speedlab.engine.engine import Engine
 from speedlab.engine.errors import NonFiniteError
 from speedlab.engine.initialize import initialize
 from speedlab.engine.interrupt import Interruption
+from speedlab.engine.reshaping import Undone, rebuild
 from speedlab.models import GPT
 from speedlab.planner.formula import flops_per_token
 from speedlab.telemetry.folder import Command, RunFolder
 from speedlab.telemetry.records import Event, RunState, StepRecord
+from speedlab.telemetry.shape import changed_config, differences, present_config, shape_of
 from speedlab.telemetry.writer import RecordWriter
 
 ModelMaker = Callable[[], nn.Module]
@@ -37,26 +37,24 @@ class Trainer:
     """One rank's part of a run."""
 
     def __init__(self, folder: RunFolder, model: ModelMaker | None) -> None:
-        self.folder, self.config = folder, folder.config
+        self.folder, self._model = folder, model
         self.world: World = join()
-        self.layout = self.config.layout(self.world.size)
-        self.batch: Batch = self.config.batch.resolve(self.layout.dp)
+        self._take_shape(present_config(folder.config, folder.read_events(), self.world.size))
         self.control = Group(range(self.world.size), Traffic(), self.world.device, channel="control")
         self.corpus: Corpus = self._on_all_ranks(self._prepare_data)
         self.train_rows = Sampler(self.corpus.train, self.config.data.sequence_length, self.config.seed)
         self.heldout_rows = Sampler(self.corpus.heldout, self.config.data.sequence_length, self.config.seed)
-        torch.manual_seed(
-            self.config.seed * 1000 + self.world.rank
-        )  # Dropout differs by rank; initialisation does not.
-        self.engine: Engine = initialize(model=model or self._make_gpt, config=self.config)[0]
-        self._takes_targets = "targets" in inspect.signature(self.engine.module.forward).parameters
-        self._flops = self._flops_per_token(model)
+        self.engine: Engine = self._build(self.config)
+        self.parameters = self._count_parameters()
+        self._flops = self._flops_per_token()
         self.state = RunState.PAUSED
         self.budget: int | None = None
         """Steps left before the run pauses by itself; None when it does not."""
         self.last_command = folder.read_status().command
         self.writer: RecordWriter | None = None
         self._started = False
+        self._saving: Saving | None = None
+        """A save in the background that was not told of yet."""
         self._interruption = Interruption()
         self._trace_next = True
 
@@ -71,10 +69,16 @@ class Trainer:
     def _make_gpt(self) -> nn.Module:
         return GPT(self.config.model)
 
-    def _flops_per_token(self, model: ModelMaker | None) -> float:
-        if model is None:
+    def _count_parameters(self) -> int:
+        """Of the whole model: each rank counts those for which no other answers."""
+        slots = [slot for flat in self.engine.flats for slot in flat.slots]
+        own = sum(slot.numel for slot in slots if slot.name not in self.engine.duplicates)
+        return sum(self.control.collect(own)) // self.layout.dp
+
+    def _flops_per_token(self) -> float:
+        if self._model is None:
             return flops_per_token(self.config.model, self.config.data.sequence_length)
-        return 6.0 * sum(flat.numel for flat in self.engine.flats)
+        return 6.0 * self.parameters
 
     def _on_all_ranks(self, work: Callable[[], Any]) -> Any:
         """Run `work` on every rank; a ConfigError of one is raised on all, so that none waits for the others."""
@@ -104,6 +108,7 @@ class Trainer:
                     command = self._step()
                     if command:
                         self._carry_out_pending()
+                self._report_saving(wait=True)
             return self.state
         except BaseException as error:
             self._fail(error)
@@ -117,46 +122,35 @@ class Trainer:
         engine, step = self.engine, self.engine.global_step
         engine.clock.take()
         engine.train()
-        rows_of = self._rows_of(self.train_rows, step)
         every = self.config.telemetry.trace_every_steps
         traced = not self.config.compile and (self._trace_next or bool(every and step % every == 0))
         self._trace_next = False
         with engine.trace_activations() if traced else nullcontext():
-            for index in range(self.batch.accumulation):
-                with engine.clock.phase("data"):
-                    rows = rows_of(index)
-                loss = self._loss(rows)
-                engine.backward(loss)
-                # Read at the last moment before the reduction that carries them: what is asked later waits a step.
-                last = engine.is_gradient_accumulation_boundary()
-                engine.step((float(self._word_waits()), float(self._interruption.asked)) if last else ())
+            # Words are read at the last moment before the reduction that carries them: a later one waits a step.
+            engine.train_batch(
+                self._batches(self.train_rows, step),
+                signals=lambda: (float(self._word_waits()), float(self._interruption.asked)),
+            )
         costs = engine.clock.take()
         assert engine.totals is not None
         done = engine.global_step
         heldout = self._evaluate_if_due(done)
         self._write_record(done, costs, heldout, traced)
+        self._report_saving()
         self._save_if_due(done)
         word, interrupted = engine.totals.signals
         self._end_of_step(done, interrupted=interrupted > 0)
         return word > 0
 
-    def _rows_of(self, sampler: Sampler, step: int) -> Callable[[int], Tensor]:
+    def _batches(self, sampler: Sampler, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches of a step: tokens and targets."""
         micro, dp = self.batch.micro_size, self.batch.dp
-        index = self.engine.group.index
-
-        def rows(micro_index: int) -> Tensor:
-            first = (micro_index * dp + index) * micro
-            values = sampler.rows(step, self.batch.global_size, first, first + micro)
-            return torch.from_numpy(values).to(self.world.device, non_blocking=True)
-
-        return rows
-
-    def _loss(self, rows: Tensor) -> Tensor:
-        """Mean loss of the model on token rows (B, T + 1)."""
-        tokens, targets = rows[:, :-1], rows[:, 1:]
-        # Hugging Face models shift the labels themselves.
-        output = self.engine(tokens, targets=targets) if self._takes_targets else self.engine(tokens, labels=tokens)
-        return output.loss
+        for number in range(self.batch.accumulation):
+            with self.engine.clock.phase("data"):
+                first = (number * dp + self.engine.group.index) * micro
+                values = sampler.rows(step, self.batch.global_size, first, first + micro)
+                rows = torch.from_numpy(values).to(self.world.device, non_blocking=True)
+            yield rows[:, :-1], rows[:, 1:]
 
     def _word_waits(self) -> bool:
         return self.world.rank == 0 and bool(self.folder.pending(self.last_command))
@@ -190,10 +184,7 @@ class Trainer:
 
     def _explain_non_finite(self, error: NonFiniteError) -> None:
         """Run the step's micro-batches once more and name the first module whose output was not finite, by rank."""
-        rows_of = self._rows_of(self.train_rows, self.engine.global_step)
-        found = first_non_finite(
-            self.engine, [lambda i=i: self._loss(rows_of(i)) for i in range(self.batch.accumulation)]
-        )
+        found = first_non_finite(self.engine, self._batches(self.train_rows, self.engine.global_step))
         more = [
             f"the first output that is not finite is that of {name} on rank {rank}"
             for rank, name in enumerate(self.control.collect(found))
@@ -268,11 +259,49 @@ class Trainer:
         path = self.engine.save_checkpoint(self.folder.path / "checkpoints", tag)
         return "checkpoint", path.name, {"bytes": sum(file.stat().st_size for file in path.iterdir())}
 
-    def _reshape(self, zero: int) -> tuple[str, str, dict[str, Any]]:
-        before = self.engine.zero_stage
-        self.engine.reshape(zero=zero)
+    def _reshape(self, **changes: Any) -> tuple[str, str, dict[str, Any]]:
+        wanted = changed_config(self.config, self.world.size, built_in=self._model is None, **changes)
+        changed = differences(self.config, wanted, self.world.size)
+        before, named = shape_of(self.config, self.world.size), self._shape_text()
+        through = "in place"
+        if changed.keys() <= {"zero"}:
+            self.engine.reshape(zero=wanted.zero.stage)
+            self._take_shape(wanted)
+        else:
+            through = self._rebuild(wanted)
+        after = shape_of(self.config, self.world.size)
         self._trace_next = True
-        return "reshaped", f"zero stage {before} → {zero}", {"before": before, "zero": zero}
+        return "reshaped", f"{named} → {self._shape_text()}", {"before": before, "after": after, "through": through}
+
+    def _rebuild(self, wanted: RunConfig) -> str:
+        """Move the run to the layout of `wanted`; returns through what its state went."""
+        try:
+            engine, through = rebuild(
+                self.engine,
+                wanted,
+                self.parameters,
+                build=self._build,
+                control=self.control,
+                folder=self.folder.path,
+            )
+        except Undone as undone:
+            self.engine, self.world = undone.engine, join()
+            raise
+        self.engine = engine
+        self._take_shape(wanted)
+        return through
+
+    def _build(self, config: RunConfig) -> Engine:
+        return initialize(model=self._model or self._make_gpt, config=config)[0]
+
+    def _take_shape(self, config: RunConfig) -> None:
+        """The layout, ZeRO stage and micro-batches are those of `config` from now on."""
+        self.config = config
+        self.layout = config.layout(self.world.size, built_in=False)
+        self.batch = config.batch.resolve(self.layout.dp)
+
+    def _shape_text(self) -> str:
+        return f"zero stage {self.config.zero.stage}, {self.layout}"
 
     # ---- evaluation and checkpoints ----------------------------------------------------------------------------------
 
@@ -282,33 +311,37 @@ class Trainer:
             return None
         return self.evaluate()
 
-    @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over the configured number of held-out batches; the same rows at every call. Collective."""
-        was_training = self.engine.module.training
-        self.engine.eval()
-        losses = [
-            self._loss(self._rows_of(self.heldout_rows, batch)(index)).double()
-            for batch in range(self.config.eval.batches)
-            for index in range(self.batch.accumulation)
-        ]
-        self.engine.train(was_training)
-        return float(self.engine.group.sum_scalars(torch.stack(losses).mean().reshape(1))) / self.engine.group.size
+        return self.engine.evaluate(
+            pair for batch in range(self.config.eval.batches) for pair in self._batches(self.heldout_rows, batch)
+        )
 
     def _save_if_due(self, step: int) -> None:
         every = self.config.checkpoint.every_steps
         if not every or step % every:
             return
         try:
-            _, text, details = self._save()
+            self.engine.save_checkpoint(self.folder.path / "checkpoints", wait=False)
         except CheckpointError as error:
             self._event("warning", f"checkpoint: {error}")  # A full disk must not cost the run.
             return
-        self._event("checkpoint", text, **details)
+        self._saving = self.engine.saving
+
+    def _report_saving(self, *, wait: bool = False) -> None:
+        """Tell of a save in the background that has ended; with `wait`, of the one that is under way."""
+        saving = self._saving
+        if saving is None or not (wait or saving.done):
+            return
+        self._saving = None
+        try:
+            path = saving.wait()
+        except CheckpointError as error:
+            self._event("warning", f"checkpoint: {error}")
+            return
+        self._event("checkpoint", path.name, bytes=saving.bytes, seconds=saving.seconds)
         if self.world.rank == 0:
-            kept = sorted((self.folder.path / "checkpoints").glob("step-*"))
-            for old in kept[: -self.config.checkpoint.keep]:
-                shutil.rmtree(old)
+            prune(path.parent, self.config.checkpoint.keep)
 
     # ---- records -----------------------------------------------------------------------------------------------------
 
@@ -329,10 +362,12 @@ class Trainer:
             self.state = RunState.RUNNING
         peak = matmul_flops(self.world.device, self.engine.dtype)
         details = {
-            "parameters": sum(slot.numel for flat in self.engine.flats for slot in flat.slots),
+            "parameters": self.parameters,
             "dtype": str(self.engine.dtype).removeprefix("torch."),
             "optimizer": self.config.optimizer.name,
+            "pp": self.layout.pp,
             "dp": self.layout.dp,
+            "tp": self.layout.tp,
             "zero": self.engine.zero_stage,
             "peak_flops": sum(self.control.collect(peak)),
             "batch": str(self.batch),
@@ -374,6 +409,8 @@ class Trainer:
                 ledger=engine.ledger(),
                 heldout_loss=heldout,
                 traced=traced,
+                began=engine.pipeline.began if engine.pipeline is not None else 0.0,
+                timeline=engine.pipeline.timeline if engine.pipeline is not None else [],
             )
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,24 +19,23 @@ from speedlab.parallel.zero import Zero
 class BlockWrapper:
     """Keeps the forwards it replaced, so that `undo` gives the user's module back as it was."""
 
-    def __init__(self, zero: Zero, *, checkpointing: bool, compile: bool) -> None:
+    def __init__(self, zeros: Sequence[Zero], *, checkpointing: bool, compile: bool, device: torch.device) -> None:
         self._originals: list[tuple[nn.Module, Any]] = []
-        if compile and zero.gather_group.device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        if compile and device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
             raise ConfigError(
                 "compile: torch.compile needs a C++ compiler on CPUs and none is installed; install g++ or set "
                 "compile: false"
             )
         if not (checkpointing or compile):
             return
-        for unit in zero.units[1:]:
-            for module in unit.modules:
-                forward = module.forward
-                if checkpointing:
-                    forward = _checkpointed(forward, module)
-                if compile:
-                    forward = torch.compile(forward)
-                self._originals.append((module, module.__dict__.get("forward")))
-                module.forward = forward  # Hooks stay outside, so a recomputation does not gather or release.
+        for module in (module for zero in zeros for unit in zero.units[1:] for module in unit.modules):
+            forward = module.forward
+            if checkpointing:
+                forward = _checkpointed(forward, module)
+            if compile:
+                forward = torch.compile(forward)
+            self._originals.append((module, module.__dict__.get("forward")))
+            module.forward = forward  # Hooks stay outside, so a recomputation does not gather or release.
 
     def undo(self) -> None:
         for module, own in self._originals:

@@ -25,7 +25,7 @@ from speedlab.layout import LayoutError
 from speedlab.parallel.tensor.functions import TOKENS, copy, gather, gather_tokens, split
 from speedlab.parallel.tensor.layers import Change, draw_mask, masked_dropout
 from speedlab.parallel.tensor.loss import vocabulary_cross_entropy
-from speedlab.parallel.tensor.plans import GPT, class_name
+from speedlab.parallel.tensor.plans import is_gpt
 from speedlab.parallel.tensor.styles import Cut, PlanError, Style
 
 
@@ -41,13 +41,14 @@ class BuiltIn:
     @staticmethod
     def in_model(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Every built-in GPT in `model`, with its name."""
-        return ((name, module) for name, module in model.named_modules() if class_name(module) == f"{GPT}.GPT")
+        return ((name, module) for name, module in model.named_modules() if is_gpt(module))
 
     def check(self, styles: Mapping[str, Style]) -> None:
         """Raise PlanError where a plan's styles (by module name) would cut through heads, or not do for sequence
         parallelism."""
-        layers = [("embedding", self._model.embedding)] + [("head", self._model.head)] * (self._model.head is not None)
-        for k, block in enumerate(self._model.blocks):
+        ends = ("embedding", self._model.embedding), ("head", self._model.head)  # A pipeline stage may have neither.
+        layers = [(name, module) for name, module in ends if module is not None]
+        for k, block in self._model.blocks.named_children():  # A pipeline stage keeps the numbers of its blocks.
             name = f"blocks.{k}.attention.qkv"
             layers += [
                 (name, block.attention.qkv),

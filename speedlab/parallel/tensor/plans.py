@@ -80,7 +80,16 @@ _HEAD_PLANS: dict[str, Plan] = {
 
 def class_name(module: object) -> str:
     """The full name of a module's class."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+    return _name(type(module))
+
+
+def is_gpt(module: object) -> bool:
+    """Whether it is the built-in GPT, or a pipeline stage of it."""
+    return any(_name(kind) == f"{GPT}.GPT" for kind in type(module).__mro__)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def find_plan(model: nn.Module) -> Plan:
@@ -93,7 +102,7 @@ def find_plan(model: nn.Module) -> Plan:
     plan: Plan = {}
     for name, module in modules:
         prefix = f"{name}." if name else ""
-        if class_name(module) == f"{GPT}.GPT":
+        if is_gpt(module):
             found: Mapping[str, str] = _GPT_PLAN
         else:
             found = _carried(module)

@@ -1,0 +1,269 @@
+"""From a model to the pipeline stages that a rank holds: cut along the layers, within them, and over the data ranks.
+
+The visible order in which a model is made parallel, the same for every layout (sizes of 1 change nothing):
+
+1. Pipeline: the stages' modules, with the parameters' names of the whole model.
+2. Units: what is gathered together is planned over whole parameters.
+3. Tensor: what each rank's part of a parameter will be.
+4. Unit by unit: values, this rank's part of them, and flats over the dp ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from speedlab.comm import Group, Traffic, World
+from speedlab.comm.world import wires
+from speedlab.config import ConfigError, RunConfig
+from speedlab.engine.balance import measured_costs
+from speedlab.layout import Layout
+from speedlab.parallel import Materializer
+from speedlab.parallel.pipeline import block_costs, cut_model, layer_counts
+from speedlab.parallel.tensor import TensorParallel
+from speedlab.parallel.zero import Residency, UnitChoice, UnitPlan, Zero, plan_units
+
+ModelSource = nn.Module | Callable[[], nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """The groups that a rank belongs to, one for each axis of the layout."""
+
+    gather: Group
+    """dp peers: parameters come together over it."""
+    reduce: Group
+    """The same ranks: gradients are summed over it."""
+    tensor: Group
+    pipeline: Group
+    everyone: Group
+    ends: Group | None
+    """First and last pipeline rank of this dp and tp index, on these two."""
+    spare_wires: bool
+    """Whether this rank makes a group of itself where others make `ends`: all ranks must make equally many."""
+
+    @classmethod
+    def of(cls, layout: Layout, world: World, traffic: Traffic) -> Axes:
+        """Collective over all ranks."""
+        peers, pipeline = layout.dp_peers(world.rank), layout.pp_peers(world.rank)
+        ends = [pipeline[0], pipeline[-1]] if layout.pp > 1 else []
+        axes = cls(
+            gather=Group(peers, traffic, world.device),
+            reduce=Group(peers, traffic, world.device, channel="reduce"),
+            tensor=Group(layout.tp_peers(world.rank), traffic, world.device, channel="tensor"),
+            pipeline=Group(pipeline, traffic, world.device, channel="pipeline"),
+            everyone=Group(range(layout.world_size), traffic, world.device, channel="everyone"),
+            ends=Group(ends, traffic, world.device, channel="ends") if world.rank in ends else None,
+            spare_wires=bool(ends) and world.rank not in ends,
+        )
+        axes._make_spare_wires()
+        return axes
+
+    def _make_spare_wires(self) -> None:
+        if self.spare_wires:
+            wires("ends", (dist.get_rank(),))
+
+    @property
+    def groups(self) -> list[Group]:
+        return [
+            group for group in (self.gather, self.reduce, self.tensor, self.pipeline, self.everyone, self.ends) if group
+        ]
+
+    def disconnect(self) -> None:
+        for group in self.groups:
+            group.disconnect()
+
+    def reconnect(self) -> None:
+        """In the order in which they were made, as all ranks do."""
+        for group in self.groups:
+            group.reconnect()
+        self._make_spare_wires()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """A pipeline stage before it has flats: the whole model where there is no pipeline."""
+
+    index: int
+    module: nn.Module
+    tied: frozenset[str] = frozenset()
+    """Names of parameters that the first and the last pipeline stage both hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A pipeline stage on this rank, with what drives it."""
+
+    index: int
+    module: nn.Module
+    tensor: TensorParallel
+    zero: Zero
+    duplicates: frozenset[str]
+    """Names of parameters for which another rank of the tensor or pipeline axis answers."""
+
+
+def plan_stages(
+    source: ModelSource, config: RunConfig, layout: Layout, world: World, everyone: Group, dtype: torch.dtype
+) -> list[StagePlan]:
+    """This rank's pipeline stages, first one first. Collective over `everyone`.
+
+    Raises ConfigError when the model cannot be cut as asked.
+    """
+    if layout.pp == 1:
+        return [StagePlan(index=0, module=_make(source))]
+    count = layout.pp * config.parallel.stages_per_rank
+    model = _make(source)
+    try:
+        counts = _block_counts(model, count, config, layout, world, everyone, dtype)
+        ends = [_names(cut_model(_again(model, source), counts, index)) for index in (0, count - 1)]
+        own = layout.coordinates(world.rank)[0]
+        return [
+            StagePlan(
+                index=index,
+                module=cut_model(_again(model, source), counts, index),
+                tied=frozenset(ends[0] & ends[1]) if index in (0, count - 1) else frozenset(),
+            )
+            for index in range(own, count, layout.pp)
+        ]
+    except ValueError as error:
+        raise ConfigError(f"parallel.pp {layout.pp}: {error}") from None
+
+
+def _block_counts(
+    model: nn.Module,
+    stages: int,
+    config: RunConfig,
+    layout: Layout,
+    world: World,
+    everyone: Group,
+    dtype: torch.dtype,
+) -> tuple[int, ...]:
+    """How many blocks each pipeline stage gets."""
+    costs, first, last = block_costs(model)
+    if config.parallel.cut is not None:
+        counts = config.parallel.cut
+        if sum(counts) != len(costs) or len(counts) != stages:
+            cut = " + ".join(map(str, counts))
+            raise ValueError(f"cut {cut} does not give {len(costs)} blocks to {stages} pipeline stages; leave it out")
+        return counts
+    if config.parallel.balance == "time":
+        micro_size = config.batch.resolve(layout.dp).micro_size
+        length = config.data.sequence_length
+        measured = measured_costs(model, micro_size=micro_size, length=length, dtype=dtype, device=world.device)
+        costs, first, last = everyone.share(measured)  # One rank's measurement, or they would cut differently.
+    return layer_counts(costs, stages, first=first, last=last)
+
+
+def build_stage(
+    plan: StagePlan,
+    config: RunConfig,
+    layout: Layout,
+    world: World,
+    axes: Axes,
+    *,
+    tp_plan: Mapping[str, str] | None,
+    units: UnitChoice | None,
+    groups: Mapping[int, int],
+    compute_dtype: torch.dtype,
+    gradient_dtype: torch.dtype | None,
+) -> Stage:
+    """Flats, hooks and tensor parallelism for one pipeline stage. Collective over the ranks that hold it."""
+    module = plan.module
+    unit_plans = plan_units(module, units, bucket_bytes=config.zero.bucket_bytes)
+    _same_everywhere(axes.gather, unit_plans)
+    try:
+        tensor = TensorParallel(module, axes.tensor, plan=tp_plan, sequence=config.parallel.sequence)
+    except ValueError as error:
+        raise ConfigError(f"parallel.tp {layout.tp}: {error}") from None
+    _move_whole(module, world)
+    _set_buffers(module, axes.gather)
+    pipeline = layout.coordinates(world.rank)[0]
+    shared: dict[str, Sequence[Group]] = {name: [axes.tensor] for name in tensor.partial}
+    if axes.ends is not None:
+        shared |= {name: [*shared.get(name, ()), axes.ends] for name in plan.tied}
+    zero = Zero(
+        module,
+        unit_plans,
+        groups=dict(groups),
+        gather_group=axes.gather,
+        reduce_group=axes.reduce,
+        compute_dtype=compute_dtype,
+        gradient_dtype=gradient_dtype,
+        materialize=_values(module, tensor, world, config.seed),
+        residency=Residency.of_stage(config.zero.stage, layout.dp),
+        shared=shared,
+    )
+    tensor.attach()
+    return Stage(
+        index=plan.index,
+        module=module,
+        tensor=tensor,
+        zero=zero,
+        duplicates=tensor.duplicates | (plan.tied if pipeline else frozenset()),
+    )
+
+
+def _make(source: ModelSource) -> nn.Module:
+    if isinstance(source, nn.Module):
+        return source
+    with torch.random.fork_rng([]), torch.device("meta"):
+        return source()  # Initialisers draw numbers even on meta; the caller's random state stays.
+
+
+def _again(model: nn.Module, source: ModelSource) -> nn.Module:
+    """A model that may be cut: a new one where that costs nothing."""
+    return model if isinstance(source, nn.Module) else _make(source)
+
+
+def _names(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, _ in module.named_parameters())
+
+
+def _values(module: nn.Module, tensor: TensorParallel, world: World, seed: int) -> Callable[[UnitPlan], None]:
+    """What gives a unit its values: made where it stands on meta, then cut to this rank's part."""
+    on_meta = any(parameter.is_meta for parameter in module.parameters())
+    maker = Materializer(module, device=world.device, seed=seed) if on_meta else None
+
+    def give(plan: UnitPlan) -> None:
+        if maker is not None:
+            plan.parameters = maker.parameters(plan.parameters)
+        plan.parameters = tensor.cut(plan.parameters)
+
+    if maker is not None:
+        maker.buffers()
+    return give
+
+
+def _move_whole(model: nn.Module, world: World) -> None:
+    """Buffers and parameters that have values go to this rank's device; those on meta wait for their unit."""
+    for parameter in model.parameters():
+        if not parameter.is_meta and parameter.device != world.device:
+            parameter.data = parameter.data.to(world.device)
+    for module in model.modules():
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            if not buffer.is_meta and buffer.device != world.device:
+                module._buffers[key] = buffer.to(world.device)
+
+
+def _set_buffers(model: nn.Module, group: Group) -> None:
+    for buffer in model.buffers():
+        if not buffer.is_meta:
+            group.broadcast(buffer)
+
+
+def _same_everywhere(group: Group, plans: list[UnitPlan]) -> None:
+    """Ranks that hold different models would hang in the first collective; say so instead."""
+    own = {
+        name: [list(p.shape), str(p.dtype), p.requires_grad] for plan in plans for name, p in plan.parameters.items()
+    }
+    expected = group.share(own)
+    wrong = next((name for name in {**expected, **own} if expected.get(name) != own.get(name)), None)
+    for rank, name in zip(group.ranks, group.collect(wrong), strict=True):
+        if name is not None:
+            raise ConfigError(
+                f"initialize: rank {rank} has another model than rank {group.ranks[0]}: they differ in {name}"
+            )

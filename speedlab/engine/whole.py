@@ -1,0 +1,71 @@
+"""The whole state of a model whose parameters lie on many ranks, put together on every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from speedlab.comm import Group
+from speedlab.engine.stages import Axes, Stage
+from speedlab.parallel.tensor.parts import put
+
+
+@torch.no_grad()
+def whole_state(stages: Sequence[Stage], axes: Axes) -> dict[str, Tensor]:
+    """Parameters (float32 masters where they exist) and persistent buffers by full name. Collective over all ranks.
+
+    1. Partitions come together over the dp ranks.
+    2. Parts come together over the tensor ranks.
+    3. Every pipeline rank sends its stages to the others.
+    """
+    state: dict[str, Tensor] = {}
+    for stage in stages:
+        state |= {name: buffer.detach().clone() for name, buffer in _persistent_buffers(stage.module)}
+        for flat in stage.zero.flats:
+            master = flat.whole_master()  # 1
+            for slot in flat.slots:
+                own = master[slot.offset : slot.offset + slot.numel].view(slot.shape)
+                state[slot.name] = _join_parts(stage, slot.name, own, axes.tensor)  # 2
+        for name, parameter in stage.module.named_parameters(remove_duplicate=False):
+            if name not in state:  # A second name of a shared parameter.
+                state[name] = next(state[other] for other, p in stage.module.named_parameters() if p is parameter)
+    return _exchange(state, axes.pipeline)  # 3
+
+
+def _join_parts(stage: Stage, name: str, own: Tensor, group: Group) -> Tensor:
+    part = stage.tensor.parts.get(name)
+    if part is None:
+        return own.clone()
+    whole = own.new_empty(part.shape)
+    for index, (dim, ranges) in enumerate(group.collect([part.dim, part.ranges])):
+        theirs = type(part)(shape=part.shape, dim=dim, ranges=tuple((low, high) for low, high in ranges))
+        values = own.contiguous() if index == group.index else own.new_empty(theirs.own_shape)
+        group.broadcast(values, index)
+        put(theirs, values, whole)
+    return whole
+
+
+def _exchange(own: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
+    if group.size == 1:
+        return own
+    described = {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in own.items()}
+    state: dict[str, Tensor] = {}
+    for index, names in enumerate(group.collect(described)):
+        for name, (shape, dtype) in names.items():
+            tensor = (
+                own[name].contiguous()
+                if index == group.index
+                else torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
+            )
+            group.broadcast(tensor, index)
+            state[name] = tensor
+    return state
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, child in module.named_modules():
+        for key, buffer in child.named_buffers(recurse=False):
+            if key not in child._non_persistent_buffers_set:
+                yield (f"{prefix}.{key}" if prefix else key), buffer

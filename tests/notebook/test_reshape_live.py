@@ -1,0 +1,141 @@
+"""A run on four real engines that changes its layout between steps, and goes on as if it had not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speedlab.cluster import Cluster, Run, RunError
+from speedlab.config import RunConfig
+
+SIZE = 4
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patch.delenv("PYTEST_CURRENT_TEST", raising=False)
+        cluster = Cluster(SIZE, name="test-reshape", device="cpu")
+        yield cluster
+        cluster.stop()
+
+
+def configuration(folder: Path, name: str, **changes: Any) -> RunConfig:
+    return RunConfig(
+        name=name,
+        folder=folder,
+        steps=STEPS,
+        model={"layers": 4, "hidden": 64, "heads": 4, "ffn_hidden": 128, "vocab_size": 512, "dropout": 0.1},
+        data={"source": "stdlib", "sequence_length": 64, "vocab_size": 512, "max_bytes": 200_000},
+        precision="float32",
+        batch={"global_size": 8, "micro_size": 1},
+        eval={"every_steps": 0},
+        **changes,
+    )
+
+
+def losses(run: Run) -> list[float]:
+    return [record.loss for record in run.records(0)]
+
+
+def train(cluster: Cluster, config: RunConfig, steps: int, model: Any = None) -> Run:
+    run = cluster.train(config, model=model)
+    run.pause().wait(60)
+    run.step(steps - run.step).wait(60)
+    run.wait_until(steps, timeout=60)
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of the run that keeps its layout."""
+    run = cluster.train(configuration(tmp_path_factory.mktemp("plain"), "plain", zero=2))
+    run.wait(120)
+    return losses(run)
+
+
+def test_through_many_layouts(cluster: Cluster, plain: list[float], tmp_path: Path) -> None:
+    run = cluster.train(configuration(tmp_path, "moving", zero=2))
+    run.pause().wait(60)
+    for changes in (
+        {"tp": 2, "pp": 2, "zero": 1},
+        {"tp": 1, "pp": 4},
+        {"pp": 2, "zero": 3, "schedule": "interleaved"},
+        {"pp": 1, "tp": 4},
+        {"tp": 2, "zero": 0},
+        {"zero": 3},
+        {"tp": 1},
+    ):
+        event = run.reshape(**changes).wait(60)
+        assert event.kind == "reshaped"
+        assert changes.items() <= event.details["after"].items()
+        assert event.details["through"] == ("in place" if changes.keys() == {"zero"} else "memory")
+        step = run.step
+        run.step(3).wait(60)
+        run.wait_until(step + 3, timeout=60)
+    run.resume().wait(60)
+    run.wait(120)
+    assert losses(run) == pytest.approx(plain, rel=1e-5)
+    assert run.present_config.parallel.tp == 1
+
+
+def test_restarted_engines_go_on_in_the_present_layout(cluster: Cluster, plain: list[float], tmp_path: Path) -> None:
+    run = cluster.train(configuration(tmp_path, "restarted", zero=1))
+    run.pause().wait(60)
+    run.reshape(tp=2, pp=2).wait(60)
+    run.step(2).wait(60)
+    run.wait_until(run.step, timeout=60)
+    run.save().wait(60)
+    cluster.restart(1)
+    run.resume().wait(60)
+    run.wait(120)
+    assert losses(run) == pytest.approx(plain, rel=1e-5)
+    assert run.present_config.parallel.pp == 2
+
+
+def test_what_cannot_be_is_refused_and_changes_nothing(cluster: Cluster, plain: list[float], tmp_path: Path) -> None:
+    run = cluster.train(configuration(tmp_path, "refused", zero=2))
+    run.pause().wait(60)
+    with pytest.raises(ValueError, match="tp 3"):
+        run.reshape(tp=3)
+    with pytest.raises(ValueError, match="has 4 blocks"):
+        run.reshape(pp=4, schedule="interleaved", micro_batches=8)
+    run.resume().wait(60)
+    run.wait(120)
+    assert losses(run) == pytest.approx(plain, rel=1e-6)
+
+
+def test_a_change_that_fails_is_undone(cluster: Cluster, plain: list[float], tmp_path: Path) -> None:
+    """The model's maker raises on one rank while the new layout is built."""
+    config = configuration(tmp_path, "undone", zero=2)
+    run = cluster.train(config, model=fragile_gpt(config))
+    run.pause().wait(60)
+    cluster.execute("import os; os.environ['FRAGILE'] = '1'", ranks=[2]).result()
+    with pytest.raises(RunError, match=r"no room on rank 2.*goes on under pp 1 × dp 4 × tp 1 as before"):
+        run.reshape(tp=2).wait(90)
+    cluster.execute("import os; os.environ.pop('FRAGILE', None)", ranks=[2]).result()
+    run.resume().wait(60)
+    run.wait(120)
+    assert losses(run) == pytest.approx(plain, rel=1e-6)
+    assert run.present_config.parallel.tp == 1
+
+
+def fragile_gpt(config: RunConfig) -> Any:
+    """A maker that fails once where FRAGILE is set."""
+
+    def make() -> Any:
+        import os
+
+        from speedlab.models import GPT
+
+        if os.environ.pop("FRAGILE", None):
+            raise MemoryError(f"no room on rank {os.environ['RANK']}")
+        return GPT(config.model)
+
+    return make

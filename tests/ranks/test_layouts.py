@@ -1,0 +1,99 @@
+"""Parity under every layout: tensor × pipeline × data, every ZeRO stage and schedule, against one plain process.
+
+Tolerances as in test_parity: sums in another order, and nothing else. Gradients are clipped, so that a norm which
+counts a parameter twice, or misses one, is found as a wrong training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from ranks.conftest import PoolOf
+from ranks.layout_cases import LayoutCase, rounded_gpt, train_layouts, untied_gpt2
+from ranks.loops import Case, Tolerance, Trajectory, adamw, problems
+from speedlab.layout import Layout
+
+FLOAT32 = Tolerance(loss=2e-6, norm=1e-5, update=5e-4)
+BFLOAT16 = Tolerance(loss=2e-3, norm=2e-2, update=0.1)
+"""Activations are rounded to 2^-8 once more at each cut of a layer, so that no two layouts make the same roundings."""
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
+STAGES = [0, 1, 2, 3]
+
+PlainOf = Callable[[Case, int], Trajectory]
+
+
+def factorisations(size: int) -> list[Layout]:
+    sizes = [n for n in range(1, size + 1) if size % n == 0]
+    layouts = [Layout(tp=tp, pp=pp, dp=size // (tp * pp)) for tp in sizes for pp in sizes if size % (tp * pp) == 0]
+    return [layout for layout in layouts if layout.tp <= 4 and layout.pp <= 4]  # 4 heads; 8 blocks in 4 × 2 stages
+
+
+def schedules_of(layout: Layout) -> list[str]:
+    return SCHEDULES if layout.pp > 1 else ["1f1b"]
+
+
+def check(pool_of: PoolOf, plain: PlainOf, cases: Sequence[LayoutCase], allowed: Tolerance, timeout: float) -> None:
+    size = cases[0].layout.world_size
+    by_rank = pool_of(size).run(train_layouts, list(cases), timeout=timeout)
+    wrong = []
+    for case, *paths in zip(cases, *by_rank, strict=True):
+        expected = plain(case.plain(), case.layout.dp)
+        assert {name for path in paths for name in path.parameters} == expected.parameters.keys()
+        wrong += [
+            f"[{case}] rank {rank}: {line}" for rank, p in enumerate(paths) for line in problems([p], expected, allowed)
+        ]
+    assert not wrong, f"{len(wrong)} differences:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("layout", factorisations(4), ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_float32(pool_of: PoolOf, plain: PlainOf, layout: Layout, stage: int) -> None:
+    cases = [LayoutCase(layout=layout, schedule=schedule, stage=stage) for schedule in schedules_of(layout)]
+    check(pool_of, plain, cases, FLOAT32, timeout=120)
+
+
+@pytest.mark.parametrize("layout", factorisations(4), ids=str)
+def test_bfloat16(pool_of: PoolOf, plain: PlainOf, layout: Layout) -> None:
+    cases = [
+        LayoutCase(layout=layout, schedule=schedule, stage=stage, dtype="bfloat16", build=rounded_gpt, whole=False)
+        for schedule in schedules_of(layout)
+        for stage in (1, 3)
+    ]
+    check(pool_of, plain, cases, BFLOAT16, timeout=120)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(tp=2, dp=2), Layout(pp=2, dp=2)], ids=str)
+def test_variants(pool_of: PoolOf, plain: PlainOf, layout: Layout) -> None:
+    """Untied head, learned positions, biases, layer norms; recomputation; sequence parallelism; AdamW; uneven cuts."""
+    cases = [
+        LayoutCase(layout=layout, stage=stage, build=untied_gpt2, checkpointing="block", optimizer=adamw)
+        for stage in (1, 3)
+    ]
+    cases.append(LayoutCase(layout=layout, stage=2, sequence=layout.tp > 1, batch=_eight_tokens, build=untied_gpt2))
+    if layout.pp > 1:
+        cases.append(LayoutCase(layout=layout, stage=2, cut=(5, 3)))
+        cases.append(LayoutCase(layout=layout, stage=3, accumulation=1))
+    check(pool_of, plain, cases, FLOAT32, timeout=120)
+
+
+def _eight_tokens(step: int, index: int) -> tuple:
+    """As `models.tokens`, with a length that 2 tensor ranks share out."""
+    import torch
+
+    from ranks import models
+
+    generator = torch.Generator().manual_seed(1_000_003 * step + index)
+    rows = torch.randint(models.VOCABULARY, (2, 9), generator=generator)
+    return rows[:, :-1], (rows[:, 1:] + rows[:, :-1]) % models.VOCABULARY
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", factorisations(8), ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_eight_ranks(pool_of: PoolOf, plain: PlainOf, layout: Layout, stage: int) -> None:
+    cases = [LayoutCase(layout=layout, schedule=schedule, stage=stage) for schedule in schedules_of(layout)]
+    check(pool_of, plain, cases, FLOAT32, timeout=600)
