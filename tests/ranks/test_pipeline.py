@@ -11,6 +11,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ranks.conftest import PoolOf
+from ranks.pool import RanksFailed
 from speedlab.comm import Group, Traffic
 from speedlab.config import ModelConfig
-from speedlab.layout import Layout
+from speedlab.layout import Layout, layer_counts
 from speedlab.models import GPT
 from speedlab.parallel.pipeline import Pipeline, cut_model
 from speedlab.parallel.zero import Residency, Zero, plan_units
@@ -30,48 +32,59 @@ from speedlab.parallel.zero import Residency, Zero, plan_units
 VOCABULARY, LENGTH, MICRO = 29, 7, 2
 LOSS, UPDATE = 2e-6, 2e-4
 LOW_LOSS, LOW_UPDATE = 2e-4, 0.01
-SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
 def gpt(**fields: Any) -> nn.Module:
-    return GPT(ModelConfig(vocab_size=VOCABULARY, context=LENGTH, layers=4, hidden=12, heads=2, **fields))
+    shape = {"vocab_size": VOCABULARY, "context": LENGTH, "layers": 6, "hidden": 12, "heads": 2}
+    return GPT(ModelConfig(**{**shape, **fields}))
 
 
-def hugging_face(kind: str) -> nn.Module:
+def untied() -> nn.Module:
+    return gpt(tied=False)
+
+
+def deep() -> nn.Module:
+    return gpt(layers=8)
+
+
+def gpt2_like() -> nn.Module:
+    """What GPT-2 has and the others have not, and the whole logits."""
+    return gpt(position="learned", norm="layer", bias=True, loss="full")
+
+
+def llama() -> nn.Module:
+    return hugging_face("llama", num_key_value_heads=1, intermediate_size=20, tie_word_embeddings=False)
+
+
+def gpt2() -> nn.Module:
+    return hugging_face("gpt2", attn_pdrop=0, resid_pdrop=0, embd_pdrop=0)
+
+
+def hugging_face(kind: str, **fields: Any) -> nn.Module:
     import transformers
 
-    shape: dict[str, Any] = {
-        "llama": {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 4, "num_attention_heads": 2},
-        "gpt2": {"n_embd": 12, "n_layer": 4, "n_head": 2, "n_positions": LENGTH, "attn_pdrop": 0, "resid_pdrop": 0},
-    }[kind]
-    if kind == "llama":
-        shape |= {"num_key_value_heads": 1, "max_position_embeddings": LENGTH, "tie_word_embeddings": False}
-    else:
-        shape |= {"embd_pdrop": 0}
+    shape = {"hidden_size": 12, "num_hidden_layers": 6, "num_attention_heads": 2, "max_position_embeddings": LENGTH}
     ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
-    config = transformers.AutoConfig.for_model(kind, vocab_size=VOCABULARY, **shape, **ids)
+    config = transformers.AutoConfig.for_model(kind, vocab_size=VOCABULARY, **shape, **ids, **fields)
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    schedule: str
+    schedule: str = "1f1b"
     stage: int = 0
     pp: int = 2
+    chunks: int = 1
     build: Callable[[], nn.Module] = gpt
     micro_batches: int = 4
-    counts: tuple[int, ...] | None = None
+    cut: tuple[int, ...] | None = None
     dtype: str = "float32"
     checkpointing: bool = False
     steps: int = 10
 
     @property
-    def chunks(self) -> int:
-        return 2 if self.schedule in ("interleaved", "zero-bubble") and self.pp == 2 else 1
-
-    @property
-    def cut(self) -> tuple[int, ...]:
-        return self.counts or (4 // (self.pp * self.chunks),) * (self.pp * self.chunks)
+    def counts(self) -> tuple[int, ...]:
+        return self.cut or layer_counts([1] * (8 if self.build is deep else 6), self.pp * self.chunks)
 
 
 @dataclass
@@ -115,11 +128,12 @@ class Rank:
         if self.rank in (line[0], line[-1]):
             self.ends = Group([line[0], line[-1]], self.traffic, device, channel="ends")
         names = [
-            {name for name, _ in cut_model(made(case), case.cut, index).named_parameters()} for index in (0, count - 1)
+            {name for name, _ in cut_model(made(case), case.counts, index).named_parameters()}
+            for index in (0, count - 1)
         ]
         shared = {name: [self.ends] for name in names[0] & names[1] if self.ends}
         self.modules: list[Any] = [
-            cut_model(made(case), case.cut, index) for index in range(self.index, count, case.pp)
+            cut_model(made(case), case.counts, index) for index in range(self.index, count, case.pp)
         ]
         self.zeros = [
             Zero(
@@ -157,7 +171,7 @@ class Rank:
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         micros = [batch(step, k * self.layout.dp + self.dp_index) for k in range(self.case.micro_batches)]
         tokens, targets = (torch.cat(parts) for parts in zip(*micros, strict=True))
-        return tokens, (targets if isinstance(self.modules[0], GPT) else tokens)
+        return tokens, targets
 
     def step(self, step: int) -> float:
         count = self.case.micro_batches
@@ -194,7 +208,7 @@ def train_pipeline(cases: Sequence[Case]) -> list[Outcome]:
         outcome.timeline = rank.pipeline.timeline
         for module in rank.modules:
             module.eval()
-        outcome.evaluated = [loss.item() for loss in rank.pipeline.evaluate(*rank.batch(99), micro_batches=2)]
+        outcome.evaluated = [loss.item() for loss in rank.pipeline.evaluate(*rank.batch(99))]
         outcome.parameters = rank.parameters()
         outcomes.append(outcome)
     return outcomes
@@ -231,11 +245,9 @@ def train_plain(case: Case, dp: int) -> Outcome:
                 p.copy_(masters[name].add_(momenta[name], alpha=-0.05))
     model.eval()
     with torch.no_grad():
-        for half in range(2):
-            for data in range(dp):
-                numbers = [k * dp + data for k in range(case.micro_batches)][half * case.micro_batches // 2 :]
-                micros = [batch(99, index) for index in numbers[: case.micro_batches // 2]]
-                outcome.evaluated.append(loss_of(*(torch.cat(p) for p in zip(*micros, strict=True))).item())
+        for data in range(dp):
+            micros = [batch(99, k * dp + data) for k in range(case.micro_batches)]
+            outcome.evaluated.append(loss_of(*(torch.cat(parts) for parts in zip(*micros, strict=True))).item())
     outcome.parameters = [masters]
     return outcome
 
@@ -277,7 +289,7 @@ def check(pool_of: PoolOf, size: int, cases: Sequence[Case], *, backend: str = "
     wrong = []
     for case, *by_rank in zip(cases, *results, strict=True):
         plain = oracle(
-            pool_of, replace(case, schedule="", stage=0, checkpointing=False, counts=None, pp=1), size // case.pp
+            pool_of, replace(case, schedule="", stage=0, checkpointing=False, cut=None, pp=1, chunks=1), size // case.pp
         )
         wrong += [f"[{case}] {line}" for line in compare(case, by_rank, plain)]
     assert not wrong, "\n".join(wrong)
@@ -294,23 +306,141 @@ def oracle(pool_of: PoolOf, case: Case, dp: int) -> Outcome:
 
 
 STAGES = [0, 1, 2, 3]
+ON_TWO = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2}
+"""Schedule → pipeline stages of each of two ranks."""
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ON_TWO)
 def test_two_pipeline_ranks(pool_of: PoolOf, schedule: str) -> None:
-    check(pool_of, 2, [Case(schedule=schedule), Case(schedule=schedule, build=untied)])
+    """Tied and untied, as many micro-batches as ranks and fewer, several orders of model parts."""
+    plain = Case(schedule=schedule, chunks=ON_TWO[schedule])
+    variants: list[dict[str, Any]] = [{}, {"build": untied}, {"build": gpt2_like, "micro_batches": 2}]
+    if schedule in ("gpipe", "1f1b"):
+        variants.append({"cut": (1, 5), "micro_batches": 1})
+    check(pool_of, 2, [replace(plain, **variant) for variant in variants])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_with_every_stage_of_zero(pool_of: PoolOf, schedule: str) -> None:
-    """pp 2 × dp 2; of several stages on a rank, too."""
-    check(pool_of, 4, [Case(schedule=schedule, stage=stage) for stage in STAGES])
+@pytest.mark.parametrize("schedule", ON_TWO)
+def test_every_stage_of_zero(pool_of: PoolOf, schedule: str) -> None:
+    """pp 2 × dp 2."""
+    check(pool_of, 4, [Case(schedule=schedule, chunks=ON_TWO[schedule], stage=stage) for stage in STAGES])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ON_TWO)
 def test_four_pipeline_ranks(pool_of: PoolOf, schedule: str) -> None:
-    check(pool_of, 4, [Case(schedule=schedule, pp=4), Case(schedule=schedule, pp=4, build=untied)])
+    """Cut unevenly, with a stage of a single block; several stages of each rank where the schedule has them."""
+    deeper = {"chunks": 2, "build": deep} if ON_TWO[schedule] == 2 else {"build": untied}
+    plain = Case(schedule=schedule, pp=4)
+    check(pool_of, 4, [replace(plain, cut=(1, 2, 2, 1)), replace(plain, **deeper)])
 
 
-def untied() -> nn.Module:
-    return gpt(tied=False)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_recomputed_blocks(pool_of: PoolOf, schedule: str) -> None:
+    check(pool_of, 4, [Case(schedule=schedule, stage=stage, checkpointing=True) for stage in (0, 3)])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_bfloat16(pool_of: PoolOf, schedule: str) -> None:
+    check(pool_of, 4, [Case(schedule=schedule, stage=stage, dtype="bfloat16") for stage in (1, 3)])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_models_of_transformers(pool_of: PoolOf, schedule: str) -> None:
+    """Llama with grouped queries; GPT-2, whose embedding is tied and whose last layer gives a view."""
+    check(pool_of, 2, [Case(schedule=schedule, build=build) for build in (llama, gpt2)])
+
+
+def test_on_gloo(pool_of: PoolOf) -> None:
+    check(pool_of, 2, [Case(), Case(schedule="zero-bubble", chunks=2)], backend="gloo")
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+class BlockError(RuntimeError):
+    """A block fails."""
+
+
+def fail_in_the_middle(schedule: str, stage: int, where: str) -> None:
+    """Rank 1 fails in the second micro-batch of the second step, in its forward or backward."""
+    rank = Rank(Case(schedule=schedule, chunks=ON_TWO[schedule], stage=stage))
+    rank.step(0)
+    if rank.rank == 1:
+        calls = 0
+
+        def broken(tensor: Tensor) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise BlockError("this block fails")
+
+        def after(module: nn.Module, args: Any, output: Tensor) -> None:
+            if where == "forward":
+                broken(output)
+            else:
+                output.register_hook(broken)
+
+        rank.modules[-1].register_forward_hook(after)
+    rank.step(1)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 0), ("interleaved", 3), ("zero-bubble", 2)])
+def test_a_rank_that_fails_holds_up_nobody(pool_of: PoolOf, schedule: str, stage: int, where: str) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        pool_of(4).run(fail_in_the_middle, schedule, stage, where, timeout=60)
+    kinds = {rank: failure.kind for rank, failure in caught.value.by_rank.items()}
+    assert kinds == {0: "PeerLost", 1: "BlockError", 2: "PeerLost", 3: "PeerLost"}
+
+
+def retry_a_step(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    """Every rank fails at the same forward; the step is made again."""
+    rank = Rank(case)
+    rank.step(0)
+
+    def fail(micro_batch: int) -> None:
+        if micro_batch == 2:
+            raise BlockError("all fail")
+
+    rank.pipeline._on_forward = fail
+    with pytest.raises(BlockError):
+        rank.step(1)
+    rank.pipeline._on_forward = lambda micro_batch: None
+    dist.barrier()
+    for zero in rank.zeros:
+        zero.reconnect()
+    rank.pipeline.reconnect()
+    losses = [rank.step(1)]
+    return losses, rank.parameters()[0]
+
+
+def test_a_step_can_be_made_again(pool_of: PoolOf) -> None:
+    """What a broken step has left is gone: the next one gives the bits of a run that nothing happened to."""
+    for case in (Case(steps=2), Case(steps=2, stage=3)):
+        again = pool_of(4).run(retry_a_step, case, timeout=90)
+        smooth = pool_of(4).run(train_pipeline, [case], timeout=90)
+        for (losses, parameters), (outcome,) in zip(again, smooth, strict=True):
+            assert losses == outcome.losses[1:]
+            for name, value in outcome.parameters[0].items():
+                assert torch.equal(value, parameters[name]), name
+
+
+# ---- what a rank tells -----------------------------------------------------------------------------------------------
+
+
+def test_timeline(pool_of: PoolOf) -> None:
+    """Every action is there once, spans follow one another, and what a rank waits for is no work of its own."""
+    for schedule, kinds in (("1f1b", "FB"), ("zero-bubble", "FBIW")):
+        case = Case(schedule=schedule, chunks=ON_TWO[schedule], steps=2)
+        for index, (outcome,) in enumerate(pool_of(4).run(train_pipeline, [case], timeout=90)):
+            spans = outcome.timeline
+            assert {span.action for span in spans} <= {*kinds, "wait", "send", "reduce"}
+            assert {span.action for span in spans} >= {"F", "B", "wait", "send", "reduce"} - set("B" * (kinds != "FB"))
+            for before, span in pairwise(spans):
+                assert span.start == pytest.approx(before.start + before.seconds, abs=1e-9) or span.start > before.start
+            done = {(s.action, s.stage, s.micro_batch) for s in spans if s.action in kinds}
+            own = range(index // 2, 2 * case.chunks, 2)
+            assert {(a, s, k) for a, s, k in done if a == "F"} == {("F", s, k) for s in own for k in range(4)}
+            for number in own:
+                halves = "FB" if schedule == "1f1b" or number == 0 else "FIW"
+                assert {a for a, s, _ in done if s == number} == set(halves)

@@ -1,7 +1,7 @@
 """Cutting a model into pipeline stages along its list of blocks. A stage keeps the names of the whole model.
 
 1. `block_costs` says what each block costs, and what stands before and after them.
-2. `layer_counts` chooses how many blocks each pipeline stage takes.
+2. `speedlab.layout.layer_counts` chooses how many blocks each pipeline stage takes.
 3. `cut_model` makes one stage: a copy of the model's modules that hold others, with what belongs elsewhere left out.
    Blocks, embeddings and heads are the model's own; a list of blocks keeps the numbers of those that stay.
 """
@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from speedlab.layout import layer_counts as layer_counts
 from speedlab.models import GPT
 from speedlab.parallel.pipeline.hugging_face import Decoder, decoder_of
 
@@ -27,10 +26,16 @@ class StageModule(nn.Module):
     """C"""
     is_first: bool
     is_last: bool
+    behind: list[nn.Module]
+    """What stands behind the blocks: on the last stage, the final norm and the head."""
+    shifts_targets: bool
+    """Whether the targets of tokens are these tokens, which the model itself shifts by one."""
 
 
 class GPTStage(StageModule):
     """A pipeline stage of the built-in GPT."""
+
+    shifts_targets = False
 
     def forward(self: Any, x: Tensor, targets: Tensor | None = None) -> Tensor:
         if self.is_first:
@@ -45,7 +50,9 @@ class GPTStage(StageModule):
 
 
 class DecoderStage(StageModule):
-    """A pipeline stage of a Hugging Face decoder. `targets` are its `labels`, which the model itself shifts."""
+    """A pipeline stage of a Hugging Face decoder."""
+
+    shifts_targets = True
 
     def forward(self: Any, x: Tensor, targets: Tensor | None = None) -> Tensor:
         inputs = {"input_ids" if self.is_first else "inputs_embeds": x, "use_cache": False}
@@ -70,7 +77,7 @@ def cut_model(model: nn.Module, counts: Sequence[int], stage: int) -> nn.Module:
     Parameters are those of `model`, with their names there; only the stage's own are in it. Tied embeddings are in the
     first and in the last one. `model` stays as it is. Raises ValueError for a model that cannot be cut.
     """
-    blocks, _, _ = _anatomy(model)
+    blocks, _, after = _anatomy(model)
     if sum(counts) != len(blocks) or min(counts) < 1:
         raise ValueError(
             f"cut {' + '.join(map(str, counts))} = {sum(counts)} blocks, but {type(model).__name__} has {len(blocks)}; "
@@ -93,6 +100,7 @@ def cut_model(model: nn.Module, counts: Sequence[int], stage: int) -> nn.Module:
         part = _cut_decoder(decoder_of(model), own, is_first=is_first, is_last=is_last)
         kind, part.hidden = DecoderStage, part.config.hidden_size
     part.is_first, part.is_last = is_first, is_last
+    part.behind = after if is_last else []
     part.__class__ = type(f"{type(model).__name__}Stage", (kind, type(model)), {"__module__": __name__})
     return part
 

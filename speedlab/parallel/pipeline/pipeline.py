@@ -85,6 +85,7 @@ class Pipeline:
         self._group = Group(layout.pp_peers(rank), traffic, device, channel="pipeline")
         self._device, self._dtype = device, dtype
         self._hidden, self._sequence_share = stages[0].hidden, sequence_share
+        self._shifts_targets = stages[0].shifts_targets
         self._on_forward, self._phase = on_forward, phase
         self._timeline = Timeline(device)
         for number, stage in self._stages.items():
@@ -114,12 +115,14 @@ class Pipeline:
         """Forward and backward of all micro-batches; gradients of loss × `scale` are in the flats, summed over the dp
         ranks, when this returns.
 
-        `tokens`, `targets`: (A·B, T) int64, the same on all pipeline ranks, in A = `micro_batches` equal parts.
+        `tokens`, `targets`: (A·B, T) int64, the same on all pipeline ranks, in A = `micro_batches` equal parts. Hugging
+        Face models make targets of the tokens themselves, and those given do not count.
         Returns the losses by micro-batch where the last stage is, [] elsewhere.
         Raises ValueError where the schedule does not exist for so many micro-batches.
         """
         plan = self._training_plan(micro_batches)
-        inputs, labels = _parts(tokens, micro_batches), _parts(targets, micro_batches)
+        inputs = _parts(tokens, micro_batches)
+        labels = _parts(tokens if self._shifts_targets else targets, micro_batches)
         shape = self._activation_shape(inputs[0])
         last = {a.stage: a for a in plan if a.kind in self._last_kinds(a.stage)}
         losses: list[Tensor] = []
@@ -191,7 +194,9 @@ class Pipeline:
         (B, T, V); [] elsewhere. `tokens`, `targets` as in `train`, of any size."""
         plan = forward_plan(pp=self.pp, chunks=len(self._stages), micro_batches=micro_batches)[self.index]
         inputs = _parts(tokens, micro_batches)
-        labels = _parts(targets, micro_batches) if targets is not None else [None] * micro_batches
+        labels: Sequence[Tensor | None] = [None] * micro_batches
+        if targets is not None:
+            labels = _parts(tokens if self._shifts_targets else targets, micro_batches)
         shape = self._activation_shape(inputs[0])
         results: list[Tensor] = []
         made: dict[int, Tensor] = {}

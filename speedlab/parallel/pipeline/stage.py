@@ -67,7 +67,11 @@ class Stage:
         return None if micro.given is None else micro.given.grad
 
     def backward_input(self, micro_batch: int, gradient: Tensor | None, *, scale: float) -> Tensor | None:
-        """The first half; returns the gradient of what was given."""
+        """The first half; returns the gradient of what was given.
+
+        Of what stands behind the blocks, it computes gradients of parameters too: a head that makes them together with
+        the loss hands them out once, and they cost little.
+        """
         # Imported here: it takes more than a second, because the compiler comes along.
         from torch.distributed.pipelining._backward import stage_backward_input
 
@@ -77,12 +81,14 @@ class Stage:
         # torch takes the graph off in place, which a view does not allow.
         made = made.clone() if made._is_view() else made
         self.zero.begin_backward(sync=False)
-        (given,), self._put_off[micro_batch] = stage_backward_input(
+        behind = {id(p): p for module in self.module.behind for p in module.parameters() if p.requires_grad}
+        (given, *_), self._put_off[micro_batch] = stage_backward_input(
             [made],
             None if gradient is None else [gradient],
-            [micro.given],
-            iter([p for p in self.module.parameters() if p.requires_grad]),
+            [micro.given, *behind.values()],
+            iter([p for p in self.module.parameters() if p.requires_grad and id(p) not in behind]),
         )
+        self.zero.collect()
         self.zero.end_backward()
         return given
 

@@ -27,7 +27,7 @@ def plan_units(model: nn.Module, choice: UnitChoice | None = None, *, bucket_byt
     """Cut `model` into units: the root unit first, then blocks in the order in which the model registers them.
 
     1. Blocks are what `choice` says, or the children of every list of two or more modules of one class (outermost
-    first).
+    first), or of one module that has no such list inside.
     2. Neighbours of one list are merged while their parameters stay within `bucket_bytes`.
     3. A parameter that several blocks share, or that stands outside all blocks, belongs to the root unit.
 
@@ -68,7 +68,9 @@ def _repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
             blocks = [child for child in children if any(True for _ in child.parameters())]
             # A list of bare layers (Sequential(Linear, ReLU, Linear)) is no list of blocks.
             composite = [child for child in blocks if any(True for _ in child.children())]
-            if len(composite) >= 2 and len({type(child) for child in composite}) == 1:
+            if len({type(child) for child in composite}) == 1 and (
+                len(composite) >= 2 or _is_one_block(module, composite)
+            ):
                 found.append(composite)
                 children = [child for child in children if child not in composite]
         for child in children:
@@ -76,6 +78,11 @@ def _repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
 
     visit(model)
     return found
+
+
+def _is_one_block(module: nn.Module, composite: list[nn.Module]) -> bool:
+    """Whether a list of one module is one of blocks, of which a pipeline stage has left only this one."""
+    return isinstance(module, nn.ModuleList) and not _repeated_blocks(composite[0])
 
 
 def _chosen_blocks(model: nn.Module, choice: UnitChoice) -> list[list[nn.Module]]:

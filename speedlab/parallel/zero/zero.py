@@ -314,10 +314,18 @@ class Zero:
         for unit in self.backward_order:
             self._require(unit)
             compute(unit)
-            for flat in unit.flats:
-                for index, parameter in enumerate(flat.parameters):
-                    self._receive(unit, flat, index, parameter)
+            self._collect(unit)
         self.end_backward(leave_root=leave_root)
+
+    def collect(self) -> None:
+        """Inside a backward pass: take the gradients that stand in `.grad`, which no hook has seen."""
+        for unit in self.units:
+            self._collect(unit)
+
+    def _collect(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            for index, parameter in enumerate(flat.parameters):
+                self._receive(unit, flat, index, parameter)
 
     def end_backward(self, *, leave_root: bool = False) -> None:
         """Call after `loss.backward()`: gradients of all units are summed over the ranks when this returns.
