@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from speedlab.cluster import Cluster, Run, RunError
+from speedlab.cluster import Cluster
+from speedlab.cluster.run import Run, RunError
 from speedlab.config import RunConfig
 
 SIZE = 4
