@@ -276,8 +276,7 @@ class Pipeline:
         self._group.disconnect()
 
     def reconnect(self) -> None:
-        """Use the present world's connections, after `reconnect` of the Zeros; a step that was cut off is forgotten.
-        Collective."""
+        """Use the present world's connections, as the Zeros must; a step that was cut off is forgotten. Collective."""
         self._group.reconnect()
         self._arriving.clear()
         self._leaving.clear()

@@ -82,12 +82,14 @@ class Stage:
         made = made.clone() if made._is_view() else made
         self.zero.begin_backward(sync=False)
         behind = {id(p): p for module in self.module.behind for p in module.parameters() if p.requires_grad}
-        (given, *_), self._put_off[micro_batch] = stage_backward_input(
-            [made],
-            None if gradient is None else [gradient],
-            [micro.given, *behind.values()],
-            iter([p for p in self.module.parameters() if p.requires_grad and id(p) not in behind]),
-        )
+        others = [p for p in self.module.parameters() if p.requires_grad and id(p) not in behind]
+        try:
+            (given, *_), self._put_off[micro_batch] = stage_backward_input(
+                [made], None if gradient is None else [gradient], [micro.given, *behind.values()], iter(others)
+            )
+        except RuntimeError as error:
+            # torch's own text only lists tensors; a PeerLost must stay one.
+            raise error.__cause__ or error from None
         self.zero.collect()
         self.zero.end_backward()
         return given
