@@ -221,6 +221,17 @@ def generate_and_evaluate(fields: Arguments, *, sequence: bool) -> tuple[float, 
     return error, wrong
 
 
+def traffic_of_a_step(build: Callable[..., nn.Module], *arguments: Any, sequence: bool = False) -> dict[str, int]:
+    """Bytes that this rank sends, by collective."""
+    model, group = build(*arguments), group_of_all()
+    tensor = TensorParallel(model, group, sequence=sequence)
+    tensor.cut(dict(model.named_parameters()))
+    tensor.attach()
+    loss_of(model).backward()
+    tensor.detach()
+    return group.traffic.take()[0]
+
+
 def indivisible(length: int) -> str:
     model = gpt()
     tensor = TensorParallel(model, group_of_all(), sequence=True)

@@ -116,3 +116,21 @@ def test_gloo(pool_of: PoolOf, sequence: bool) -> None:
 def test_bfloat16(pool_of: PoolOf, backend: str) -> None:
     """Within the rounding of 2^-8 that every layer adds; all ranks have the same bits."""
     check(pool_of(4, backend), run.gpt, fields=GPTS["gpt2"], dtype=torch.bfloat16, tolerance=0.06)
+
+
+def test_bytes_of_a_step(two: Pool) -> None:
+    """A sum of (B, T, C) for each half of a block, one for the embedding, one before the head; queries, keys and values
+    of one input are one. Under sequence parallelism each sum is a reduce-scatter and a gather."""
+    whole, sums = 3 * 12 * 48 * 4, 2 * 2 + 2 * 2 + 2
+    loss = 2 * 3 * 12 * 8
+    (sent,) = {tuple(each.items()) for each in two.run(run.traffic_of_a_step, run.gpt)}
+    assert dict(sent) == {"all_reduce": sums * whole, "all_gather": loss}
+    (sent,) = {tuple(sorted(each.items())) for each in two.run(run.traffic_of_a_step, run.gpt, sequence=True)}
+    # Forward: 4 gathers for the cut layers, 1 for the head; backward: 4 for the others, 1 for the embedding.
+    assert dict(sent) == {
+        "all_gather": 10 * whole // 2 + loss,
+        "all_reduce": whole,
+        "reduce_scatter": 9 * whole // 2,
+    }
+    (sent,) = {each["all_reduce"] for each in two.run(run.traffic_of_a_step, run.hugging_face, "llama")}
+    assert sent == sums * 3 * 12 * 32 * 4

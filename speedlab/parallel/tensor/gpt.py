@@ -92,7 +92,7 @@ class BuiltIn:
                 for dropout in (block.attention.dropout, block.mlp.dropout):
                     yield Change(dropout, "forward", lambda _, each=dropout: partial(self._drop_tokens, each))
             if model.rotary is not None:
-                yield Change(model.rotary, "forward", lambda forward: partial(self._rotation_of_all, forward))
+                yield Change(model.rotary, "forward", lambda _: partial(self._rotation_of_all, model.rotary))
 
     # ---- head and loss -----------------------------------------------------------------------------------------------
 
@@ -150,5 +150,6 @@ class BuiltIn:
         x = F.pad(x, (0, 0, 0, missing)) if missing else x
         return self._drop_tokens(module, split(x, self._group, TOKENS))  # 1
 
-    def _rotation_of_all(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        return forward(x[:, :1].expand(-1, x.shape[TOKENS] * self._group.size, -1))
+    def _rotation_of_all(self, rotary: Any, x: Tensor) -> Tensor:
+        # Of the class: pipeline stages of one rank may share this module, and each of them changes it.
+        return type(rotary).forward(rotary, x[:, :1].expand(-1, x.shape[TOKENS] * self._group.size, -1))

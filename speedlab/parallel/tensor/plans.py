@@ -114,7 +114,12 @@ def find_plan(model: nn.Module) -> Plan:
             f"{type(model).__name__} carries no plan for tensor parallelism and none is built in for it; give one as "
             'plan=, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
         )
-    names = [name for name, _ in (*modules, *model.named_parameters())]
+    return within(plan, model)
+
+
+def within(plan: Mapping[str, str], model: nn.Module) -> Plan:
+    """What a plan says of `model`, which may be a pipeline stage of the model that the plan is for."""
+    names = [name for name, _ in (*model.named_modules(remove_duplicate=False), *model.named_parameters())]
     return {pattern: style for pattern, style in plan.items() if any(map(_regex(pattern).fullmatch, names))}
 
 

@@ -176,10 +176,10 @@ class TensorParallel:
         size, index = self.group.size, self.group.index
         name = self._names[id(parameter)]
         part = cut_along(parameter.shape, dim, size // sharers, index // sharers, packed=packed, step=step)
-        if min(part.own_shape) == 0:
+        if parameter.shape[dim] // packed // step < size // sharers:
             raise LayoutError(
-                f"{name}: tp {size}: its {parameter.shape[dim]} elements along dimension {dim} do not give each rank "
-                f"one; use a smaller tp"
+                f"{name}: tp {size}: its {parameter.shape[dim] // packed} elements along dimension {dim} do not give "
+                f"each rank one; use a smaller tp"
             )
         if self.parts.setdefault(name, part) != part:
             raise PlanError(
