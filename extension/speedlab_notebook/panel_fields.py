@@ -40,7 +40,7 @@ _LABELS = {
     "eval.every_steps": "evaluate every",
     "checkpoint.every_steps": "save every",
 }
-_PLACEHOLDERS = {"name": "run-1, run-2, …", "clip_norm": "never clips"}
+_PLACEHOLDERS = {"parallel.cut": "balanced", "name": "run-1, run-2, …", "clip_norm": "never clips"}
 _BATCH = ("batch.global_size", "batch.micro_size", "batch.accumulation")
 _AXES = frozenset({"parallel.tp", "parallel.pp"})
 """Chosen among what the number of engines divides by."""

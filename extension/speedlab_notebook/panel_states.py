@@ -149,7 +149,8 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 def _picture(bars: Sequence[_Bar], capacity: int) -> str:
     highest = max(bar.state.total for bar in bars)
     shows_capacity = capacity <= _CAPACITY_IN_SIGHT * highest
-    top = max(highest, capacity) * 1.04 if shows_capacity else highest * 1.04
+    # Where the capacity is only told, its line of text stands above the highest bar's.
+    top = max(highest, capacity) * 1.04 if shows_capacity else highest * 1.14
     unit, unit_bytes = byte_unit(top)
 
     def y(count: float) -> float:

@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from telemetry_samples import make_record, pipeline_records
+from telemetry_samples import make_folder, make_record, pipeline_records
 
 from speedlab.hardware import cpu_devices
 from speedlab.telemetry.figure_style import PHASE_COLOURS, plain
+from speedlab.telemetry.figures import History, figures, overview_figure
 from speedlab.telemetry.pipeline_figure import MOST_BARS, MOST_LANES, pipeline_figure
 from speedlab.telemetry.records import Span
+from speedlab.telemetry.report import write_report
 from speedlab.telemetry.timeline import Timeline, timeline_of
+from speedlab.telemetry.writer import RecordWriter
 
 
 def timeline(pp: int = 2, micro_batches: int = 4, step: int = 7) -> Timeline:
@@ -104,6 +107,29 @@ def test_a_big_pipeline_is_drawn_in_part_and_says_so() -> None:
     names = figure["layout"]["yaxis"]["ticktext"]
     assert (len(names), names[0][:6], names[-1][:7]) == (MOST_LANES, "rank 0", "rank 49")
     assert sum(len(trace["y"]) for trace in figure["data"]) <= MOST_BARS
+
+
+def test_report_and_static_picture_show_it_below_the_others(tmp_path) -> None:
+    records = {rank: [record] for rank, record in pipeline_records(7).items()}
+    assert list(figures(History.of(records)))[-1] == "pipeline"
+    picture = overview_figure(History.of(records))
+    own = [trace for trace in picture["data"] if trace.get("orientation") == "h"]
+    assert {trace["name"]: trace["showlegend"] for trace in own} == {
+        "forward": False,  # In the legend already, by the anatomy of a step, in the same colour.
+        "backward": False,
+        "wait": True,
+        "reduce": True,
+        "optimizer": False,
+    }
+    lowest = min(picture["layout"][axis]["domain"][0] for axis in picture["layout"] if axis.startswith("yaxis"))
+    assert picture["layout"][f"yaxis{own[0]['yaxis'].removeprefix('y')}"]["domain"][0] == lowest
+    without = overview_figure(History.of({0: [make_record(1)]}))
+    assert without["layout"]["height"] == 640 < picture["layout"]["height"]
+    folder = make_folder(tmp_path)
+    for rank, (record,) in records.items():
+        with RecordWriter(folder, rank, stream_hz=10) as writer:
+            writer.write(record)
+    assert 'id="plot-pipeline"' in write_report(folder).read_text(encoding="utf-8")
 
 
 def test_an_action_of_a_later_version_is_drawn_too() -> None:

@@ -1,0 +1,83 @@
+"""A pipeline as a person sees it: lanes in the dashboard, another step's on pointing, a layout changed in the panel."""
+
+from __future__ import annotations
+
+import pytest
+from lab_page import Notebook
+from test_main_job import START, STOP, _engines_end
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
+__all__ = ["_engines_end"]
+
+TRAIN = """\
+import speedlab as sl
+run = cluster.train(sl.RunConfig(
+    name="pipeline", steps=100_000, zero=1, precision="float32", batch={"global_size": 8, "micro_size": 2},
+    parallel={"pp": 2}, model={"layers": 4, "hidden": 64, "heads": 2, "ffn_hidden": 256},
+    data={"max_bytes": 200_000, "sequence_length": 64}, eval={"every_steps": 0},
+))"""
+
+
+def title_of(dash) -> str:
+    return dash.locator('[data-plot="pipeline"] .gtitle').text_content()
+
+
+@pytest.mark.usefixtures("_engines_end")
+def test_lanes_of_a_pipeline_and_a_layout_changed_in_the_panel(page, lab) -> None:
+    broken: list[str] = []
+    page.on("pageerror", lambda error: broken.append(str(error)))
+    cells = [START, TRAIN, "%speedlab layout", "%speedlab panel", "%speedlab dash", STOP, "%speedlab stop --yes"]
+    notebook = Notebook(page, lab, "pipeline.ipynb", cells)
+    notebook.run(0)
+    assert "Error" not in "".join(notebook.run(1).all_inner_texts())
+    table = notebook.run(2)
+    assert "pipeline: pp 2 × dp 1 × tp 1" in table.inner_text()
+    assert table.locator("tr").count() == 3
+    panel = notebook.run(3).locator(".speedlab-panel")
+    dash = notebook.run(4).locator(".speedlab-dash")
+
+    # Two lanes; forward and backward of four micro-batches in each; the bubble beside its theory.
+    lanes = dash.locator('[data-plot="pipeline"]')
+    lanes.locator(".bars .point").first.wait_for(state="attached")
+    assert lanes.locator(".ytick").count() == 2
+    drawn = lanes.evaluate(
+        "plot => Object.fromEntries(plot.data.map("
+        "trace => [trace.name, (trace.text ?? []).map((number, i) => [trace.y[i], number])]))"
+    )
+    every = {(lane, str(number)) for lane in (0, 1) for number in range(4)}
+    assert {tuple(bar) for bar in drawn["forward"]} == {tuple(bar) for bar in drawn["backward"]} == every
+    assert "(theory 20 %), 4 micro-batches" in title_of(dash)
+    dash.get_by_role("button", name="Show the numbers").click()
+    rows = dash.locator('figure[data-table="pipeline"] tbody tr')
+    rows.first.wait_for()
+    assert rows.count() == 2
+    dash.get_by_role("button", name="Show the numbers").click()
+
+    # It goes on by itself; pointing at a step of the anatomy holds that step's.
+    first = title_of(dash)
+    page.wait_for_function(
+        "first => document.querySelector('[data-plot=pipeline] .gtitle').textContent !== first", arg=first
+    )
+    bar = dash.locator('[data-plot="anatomy"] .barlayer .trace').nth(1).locator("path").nth(2)
+    box = bar.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    step = dash.locator('[data-plot="anatomy"]').evaluate("plot => plot.data[0].x[2]")
+    page.wait_for_function(
+        "step => document.querySelector('[data-plot=pipeline] .gtitle').textContent.includes(`step ${step}:`)",
+        arg=step,
+    )
+    page.mouse.move(5, 5)
+
+    # pp 2 -> tp 2 in the panel, live: the lanes go.
+    panel.get_by_role("tab", name="Parallelism").click()
+    panel.locator(".speedlab-parallel-pp button", has_text="1").click()
+    panel.locator(".speedlab-parallel-tp button", has_text="2").click()
+    panel.locator(".speedlab-changes", has_text="tp 1 → 2 (live) · pp 2 → 1 (live)").wait_for()
+    panel.locator("button.speedlab-apply").click()
+    panel.locator(".speedlab-message", has_text="pp 1 × dp 1 × tp 2").wait_for()
+    dash.locator('[data-plot="loss"]').get_by_text("▼ pp 1 × dp 1 × tp 2").first.wait_for(state="attached")
+    lanes.wait_for(state="hidden")
+    assert "the run is stopped" in notebook.run(5).inner_text()
+    assert "stopped" in notebook.run(6).inner_text()
+    assert broken == []
