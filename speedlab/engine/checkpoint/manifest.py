@@ -73,8 +73,7 @@ def describe_part(part: Part | None) -> dict[str, Any]:
 
 def modules_of(engine: Engine) -> list[nn.Module]:
     """The model, or this rank's pipeline stages of it."""
-    stages = getattr(engine, "stages", None)
-    return [engine.module] if stages is None else [stage.module for stage in stages]
+    return [stage.module for stage in engine.stages]
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
