@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import speedlab
+from ranks.conftest import PoolOf
 from ranks.pool import Pool
 from speedlab.config import ModelConfig
 from speedlab.models import GPT
@@ -212,6 +213,34 @@ def test_pickles_of_transformers_are_refused(two: Pool, tmp_path: Path) -> None:
     for said, _, _ in two.run(import_gpt, GPT2, 0, tmp_path):
         assert "pytorch_model.bin: is a pickle" in said
         assert "convert" in said
+
+
+def round_trip(small: Small, parallel: dict[str, int], stage: int, folder: Path) -> dict[str, Tensor]:
+    """Out of one engine under a layout, and into another of other values under the same."""
+    from speedlab.engine.checkpoint import export_hf, import_hf
+
+    config = {**settings(stage), "parallel": parallel}
+    with_engine(small, config, export_hf, folder / "out")
+
+    def work(engine: Any) -> dict[str, Tensor]:
+        import_hf(folder / "out", engine)
+        return engine.state_dict()
+
+    return with_engine(lambda: GPT(small.config), config, work)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 4}, {"pp": 2, "tp": 2}, {"pp": 2}], ids=str)
+def test_folders_of_transformers_know_no_layout(pool_of: PoolOf, tmp_path: Path, parallel: dict[str, int]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for stage, small in ((1, GPT2), (3, Small(tied=False))):
+        folder = tmp_path / str(stage)
+        folder.mkdir()
+        expected = small()
+        for state in pool_of(4).run(round_trip, small, parallel, stage, folder):
+            assert [n for n, p in expected.named_parameters() if not p.detach().equal(state[n])] == []
+        theirs = AutoModelForCausalLM.from_pretrained(folder / "out").eval()
+        torch.testing.assert_close(theirs(TOKENS).logits, expected(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
 # ---- a model of transformers under the engine ------------------------------------------------------------------------
