@@ -93,6 +93,8 @@ def states_html(
     dtype = compute_dtype(config.precision.dtype, devices)
     count = f"{count_text(parameter_count(config.model))} parameters, {dtype}"
     same = "; with dp 1 there is nobody to share with" if states[0].dp == 1 else f", dp {states[0].dp}"
+    if config.parallel.pp > 1 and stage >= 2 and states[0].dp > 1:
+        same += "; a pipeline reduces gradients once a step, and until then a rank also holds its own sums whole"
     differ = len({state.total for state in predicted[stage]}) > 1
     which = ", the rank that holds most" if differ else ""
     capacity = min(device.capacity_bytes for device in devices)

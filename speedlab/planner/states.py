@@ -22,18 +22,13 @@ def parameters_by_rank(config: RunConfig, layout: Layout, *, whole: int | None =
 def rank_states(
     config: RunConfig, layout: Layout, parameters: Sequence[int], *, stage: int, dtype: str
 ) -> list[ModelStates]:
-    """Model states at `stage` on each rank that computes with so many `parameters`, at the peak of a step.
+    """Model states at `stage` on each rank that computes with so many `parameters`: what it keeps between two passes.
 
-    Gradients of several micro-batches are summed in float32. In a pipeline they are reduced once a step, so that until
-    then a rank holds them whole at every stage.
+    Gradients of several micro-batches are summed in float32.
     """
-    whole_gradients = layout.pp > 1 and layout.dp > 1
     sums = dtype != "float32" and config.batch.resolve(layout.dp).accumulation > 1
     found = []
     for count in parameters:
         state = model_states(count, dp=layout.dp, stage=stage, dtype=dtype, optimizer=config.optimizer)
-        gradients = state.gradients
-        if whole_gradients:
-            gradients = model_states(count, dp=1, stage=0, dtype=dtype).gradients
-        found.append(replace(state, gradients=2 * gradients if sums else gradients))
+        found.append(replace(state, gradients=2 * state.gradients) if sums else state)
     return found

@@ -257,11 +257,13 @@ def test_predictions_follow_the_layout_rank_by_rank(panel: Panel) -> None:
     assert ">2–3</text>" in page
 
 
-def test_in_a_pipeline_gradients_are_whole_until_the_end_of_a_step(panel: Panel) -> None:
+def test_in_a_pipeline_a_rank_also_holds_its_gradients_whole_and_it_is_said(panel: Panel) -> None:
+    assert "holds its own sums whole" not in html(panel, "states")
     put(panel, "parallel.pp", 2)
-    put(panel, "batch.accumulation", "4")
-    assert [state.gradients for state in panel.states] == [panel.states[0].gradients] * 4
-    assert panel.states[3].parameters == pytest.approx(panel.states[0].parameters / 2, rel=1e-3)
+    assert "holds its own sums whole" in html(panel, "states")
+    assert panel.states[3].gradients == pytest.approx(panel.states[0].gradients / 2, rel=1e-3)
+    put(panel, "zero.stage", 1)
+    assert "holds its own sums whole" not in html(panel, "states")
 
 
 def test_heights_of_bars_are_the_bytes(panel: Panel) -> None:
