@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from speedlab.cluster import Cluster, RankError, Run, attach
     from speedlab.config import ConfigError, RunConfig
-    from speedlab.engine import Engine, initialize
+    from speedlab.engine import Engine, gather, initialize
     from speedlab.layout import Layout, LayoutError
-    from speedlab.parallel import gather
 
 __version__ = "0.1.0"
 
@@ -25,7 +24,7 @@ _HOMES = {
     "attach": "speedlab.cluster",
     "initialize": "speedlab.engine",
     "Engine": "speedlab.engine",
-    "gather": "speedlab.parallel",
+    "gather": "speedlab.engine",
 }
 """Public names and the modules they live in; each module is imported when its name is first used."""
 

@@ -4,5 +4,6 @@ from speedlab.engine.checkpoint import CheckpointError
 from speedlab.engine.engine import Engine, Totals
 from speedlab.engine.errors import NonFiniteError
 from speedlab.engine.initialize import initialize
+from speedlab.engine.whole import gather
 
-__all__ = ["CheckpointError", "Engine", "NonFiniteError", "Totals", "initialize"]
+__all__ = ["CheckpointError", "Engine", "NonFiniteError", "Totals", "gather", "initialize"]

@@ -32,7 +32,7 @@ from speedlab.engine.optimizer import PartitionedOptimizer
 from speedlab.engine.precision import LossScale
 from speedlab.engine.stages import Axes, Stage
 from speedlab.engine.streams import Streams
-from speedlab.engine.whole import whole_state
+from speedlab.engine.whole import remember_parts, whole_state
 from speedlab.engine.wrap import BlockWrapper
 from speedlab.layout import Layout, Part
 from speedlab.parallel.pipeline import Pipeline, StageModule
@@ -110,6 +110,7 @@ class Engine:
         for stage in stages:
             self._streams.attach(stage.module, stage.zero)
             remember(stage.zero)
+            remember_parts(stage)
         self._mutable_buffers = [buffer for stage in stages for buffer in _mutable_buffers(stage.module)]
         self._micro_step = 0
         self._sync = True

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from speedlab.comm import Group
 from speedlab.engine.stages import Axes, Stage
-from speedlab.parallel.tensor.parts import put
+from speedlab.parallel import zero
+from speedlab.parallel.tensor import TensorParallel, put
+from speedlab.parallel.zero import Zero
 
 
 @torch.no_grad()
@@ -27,15 +31,43 @@ def whole_state(stages: Sequence[Stage], axes: Axes) -> dict[str, Tensor]:
             master = flat.whole_master()  # 1
             for slot in flat.slots:
                 own = master[slot.offset : slot.offset + slot.numel].view(slot.shape)
-                state[slot.name] = _join_parts(stage, slot.name, own, axes.tensor)  # 2
+                state[slot.name] = _join_parts(stage.tensor, slot.name, own)  # 2
         for name, parameter in stage.module.named_parameters(remove_duplicate=False):
             if name not in state:  # A second name of a shared parameter.
                 state[name] = next(state[other] for other, p in stage.module.named_parameters() if p is parameter)
     return _exchange(state, axes.pipeline)  # 3
 
 
-def _join_parts(stage: Stage, name: str, own: Tensor, group: Group) -> Tensor:
-    part = stage.tensor.parts.get(name)
+@overload
+def gather(parameters: Tensor) -> Tensor: ...
+@overload
+def gather(parameters: Iterable[Tensor]) -> list[Tensor]: ...
+@torch.no_grad()
+def gather(parameters: Any) -> Any:
+    """The whole value of a parameter (or of several), as new tensors of their shapes in the whole model.
+
+    A collective: every rank that holds a part must call it, for the same parameters in the same order. Parameters that
+    no engine manages are simply copied. Between steps only.
+    """
+    if not isinstance(parameters, Tensor):
+        return [gather(parameter) for parameter in parameters]
+    own = zero.gather(parameters)
+    found = zero.name_of(parameters)
+    tensor = _tensor_of.get(found[0]) if found is not None else None
+    return own if found is None or tensor is None else _join_parts(tensor, found[1], own)
+
+
+_tensor_of: weakref.WeakKeyDictionary[Zero, TensorParallel] = weakref.WeakKeyDictionary()
+"""Which parts of parameters a Zero partitions."""
+
+
+def remember_parts(stage: Stage) -> None:
+    """Let `gather` know which parts of parameters this stage holds."""
+    _tensor_of[stage.zero] = stage.tensor
+
+
+def _join_parts(tensor: TensorParallel, name: str, own: Tensor) -> Tensor:
+    part, group = tensor.parts.get(name), tensor.group
     if part is None:
         return own.clone()
     whole = own.new_empty(part.shape)

@@ -97,3 +97,49 @@ def _eight_tokens(step: int, index: int) -> tuple:
 def test_eight_ranks(pool_of: PoolOf, plain: PlainOf, layout: Layout, stage: int) -> None:
     cases = [LayoutCase(layout=layout, schedule=schedule, stage=stage) for schedule in schedules_of(layout)]
     check(pool_of, plain, cases, FLOAT32, timeout=600)
+
+
+def _gathered(case: LayoutCase) -> tuple[dict, dict]:
+    """(what `gather` gives of this rank's parameters, the whole state) before any step."""
+    import speedlab
+
+    engine = speedlab.initialize(model=case.build(), optimizer=case.optimizer, config=case.config())[0]
+    try:
+        own = {name: speedlab.gather(parameter) for name, parameter in engine.module.named_parameters()}
+        return own, engine.state_dict()
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=4), Layout(tp=2, dp=2), Layout(tp=2, pp=2)], ids=str)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gather_gives_whole_parameters(pool_of: PoolOf, layout: Layout, stage: int) -> None:
+    expected = dict(untied_gpt2().named_parameters())
+    for own, state in pool_of(4).run(_gathered, LayoutCase(layout=layout, stage=stage, build=untied_gpt2), timeout=60):
+        assert state.keys() == expected.keys()
+        assert own.keys() == expected.keys() if layout.pp == 1 else own.keys() < expected.keys()
+        for name, value in [*own.items(), *state.items()]:
+            assert value.equal(expected[name]), name
+
+
+def _logits(case: LayoutCase) -> list:
+    """Greedy continuations under the layout, from the engine's logits."""
+    import torch
+
+    import speedlab
+    from speedlab.models import generate
+
+    engine = speedlab.initialize(model=case.build(), optimizer=case.optimizer, config=case.config())[0]
+    try:
+        engine.eval()
+        with torch.no_grad():
+            return generate(engine, torch.tensor([[3, 1, 4]]), 4, temperature=0.0, seed=0).tolist()
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def test_every_layout_writes_the_same_text(pool_of: PoolOf) -> None:
+    (expected,) = pool_of(1).run(_logits, LayoutCase(layout=Layout()), timeout=60)
+    for layout in factorisations(4):
+        case = LayoutCase(layout=layout, stage=1)
+        assert pool_of(4).run(_logits, case, timeout=60) == [expected] * 4, str(layout)

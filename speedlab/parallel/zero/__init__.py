@@ -1,7 +1,7 @@
 """ZeRO: units, flats, residency, and the hooks that move them."""
 
 from speedlab.parallel.zero.flat import Flat, Place, Residency, Slot
-from speedlab.parallel.zero.inspect import FlatParameter, forget, gather, remember
+from speedlab.parallel.zero.inspect import FlatParameter, forget, gather, name_of, remember
 from speedlab.parallel.zero.units import UnitChoice, UnitPlan, plan_units
 from speedlab.parallel.zero.walk import map_tensors, tensors_of
 from speedlab.parallel.zero.zero import Unit, Zero
@@ -19,6 +19,7 @@ __all__ = [
     "forget",
     "gather",
     "map_tensors",
+    "name_of",
     "plan_units",
     "remember",
     "tensors_of",

@@ -52,6 +52,12 @@ def _find(parameter: Tensor) -> _Where | None:
     return _Where(zero, unit, flat, flat.slots[index]) if flat.parameters[index] is parameter else None
 
 
+def name_of(parameter: Tensor) -> tuple[Zero, str] | None:
+    """What partitions this parameter, and its full name; None when nothing does."""
+    place = _find(parameter)
+    return None if place is None else (place.zero, place.slot.name)
+
+
 def remember(zero: Zero) -> None:
     """Make the parameters of `zero` print with their owners and known to `gather`, as long as `zero` lives."""
     this = weakref.ref(zero)
