@@ -22,6 +22,7 @@ from speedlab.config import RunConfig
 from speedlab.hardware import Device
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import Ledger, RunState, StepRecord
+from speedlab.telemetry.trace import write_trace
 
 DEVICE = Device(
     kind="cpu",
@@ -132,6 +133,9 @@ class FakeRun:
 
     def table(self) -> list[dict[str, Any]]:
         return []
+
+    def trace(self, path: Path, step: int | None = None) -> int:
+        return write_trace(self.folder, path, step)
 
 
 class FakeMessages:

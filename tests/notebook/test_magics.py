@@ -17,7 +17,8 @@ from speedlab_notebook import at_hand, commands, load_ipython_extension, magics,
 
 from speedlab.cluster.known_runs import remember_run
 from speedlab.config import RunConfig
-from speedlab.telemetry.records import RunState
+from speedlab.telemetry.records import RunState, Span
+from speedlab.telemetry.writer import RecordWriter
 
 # Loading
 
@@ -287,6 +288,19 @@ def test_report_is_written_and_linked(notebook: Notebook) -> None:
     notebook.run("%speedlab report quickstart")
     assert 'href="runs/quickstart/report.html"' in notebook.last()
     assert Path("runs/quickstart/report.html").stat().st_size > 1000
+
+
+def test_trace_is_written_and_linked(notebook: Notebook) -> None:
+    folder = make_run(FakeCluster(), "quickstart", RunState.FINISHED)
+    assert "there is no timeline of a step" in str(notebook.error("%speedlab trace quickstart"))
+    with RecordWriter(folder, 0, stream_hz=10) as writer:
+        for step in (1, 2):
+            span = Span("F", 0, 0, 0.0, 0.5)
+            writer.write(replace(RECORD, rank=0, step=step, timeline=[span]))
+    notebook.run("%speedlab trace quickstart --step 1 --output one.json")
+    assert 'href="one.json"' in notebook.last()
+    assert "step 1 as a Chrome trace" in notebook.last()
+    assert '"dur":500000.0' in Path("one.json").read_text()
 
 
 def test_runs_of_the_cluster_are_found_from_another_directory(
