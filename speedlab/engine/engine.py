@@ -551,7 +551,7 @@ class Engine:
         checkpoint.settle(self)
         self._streams.detach()
         self._wrapper.undo()
-        for stage in self.stages:
+        for stage in reversed(self.stages):  # Stages of one given module share some of its modules.
             stage.zero.detach()
             stage.tensor.detach()
             if stage.zero.partitioned:

@@ -24,7 +24,7 @@ from speedlab.engine.balance import measured_costs
 from speedlab.layout import Layout
 from speedlab.parallel import Materializer
 from speedlab.parallel.pipeline import block_costs, cut_model, layer_counts
-from speedlab.parallel.tensor import TensorParallel
+from speedlab.parallel.tensor import TensorParallel, within
 from speedlab.parallel.zero import Residency, UnitChoice, UnitPlan, Zero, plan_units
 
 ModelSource = nn.Module | Callable[[], nn.Module]
@@ -176,7 +176,8 @@ def build_stage(
     unit_plans = plan_units(module, units, bucket_bytes=config.zero.bucket_bytes)
     _same_everywhere(axes.gather, unit_plans)
     try:
-        tensor = TensorParallel(module, axes.tensor, plan=tp_plan, sequence=config.parallel.sequence)
+        own_plan = None if tp_plan is None else within(tp_plan, module)
+        tensor = TensorParallel(module, axes.tensor, plan=own_plan, sequence=config.parallel.sequence)
     except ValueError as error:
         raise ConfigError(f"parallel.tp {layout.tp}: {error}") from None
     _move_whole(module, world)

@@ -1,0 +1,116 @@
+"""What is planned: a model's shape, and how it is trained. Plain data that every part of the planner takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from speedlab.config import ModelConfig, OptimizerConfig, RunConfig
+from speedlab.layout import Layout
+
+Checkpointing = Literal["none", "selective", "block"]
+"""What is computed again in backward: nothing, the attention probabilities only, or each block."""
+
+AttentionKind = Literal["fused", "plain", "sparse"]
+"""fused: probabilities are never kept; plain: they are; sparse: those of some blocks of tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A transformer as the planner sees it. Counts are of the whole model."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    ffn_hidden: int
+    vocab_size: int
+    sequence_length: int
+    decoder_layers: int = 0
+    """Of an encoder and decoder (T5): layers with attention to the encoder besides; `layers` are the encoder's."""
+    kv_heads: int | None = None
+    """None: as many as heads."""
+    head_size: int | None = None
+    """None: hidden / heads."""
+    gated: bool = False
+    """Whether the feed-forward layer has a third matrix."""
+    position: Literal["learned", "rotary", "relative"] = "learned"
+    norm: Literal["rms", "layer"] = "layer"
+    tied: bool = True
+    bias: bool = True
+    causal: bool = True
+    dropout: float = 0.0
+    chunked_loss: bool = False
+    """Whether head and loss are computed a few tokens at a time, so that logits are never whole."""
+
+    @classmethod
+    def of_config(cls, model: ModelConfig, sequence_length: int) -> ModelShape:
+        """The built-in GPT's shape."""
+        return cls(
+            name=model.preset,
+            layers=model.layers,
+            hidden=model.hidden,
+            heads=model.heads,
+            ffn_hidden=model.ffn_hidden,
+            vocab_size=model.vocab_size,
+            sequence_length=sequence_length,
+            position=model.position,
+            norm=model.norm,
+            tied=model.tied,
+            bias=model.bias,
+            dropout=model.dropout,
+            chunked_loss=model.loss == "chunked",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A training whose memory and time are asked for."""
+
+    shape: ModelShape
+    layout: Layout
+    zero_stage: int
+    dtype: Literal["float32", "bfloat16", "float16"]
+    micro_size: int
+    accumulation: int
+    """Micro-batches of a step on each rank; those of the pipeline where there is one."""
+    checkpointing: Checkpointing = "none"
+    attention: AttentionKind = "fused"
+    sequence_parallel: bool = False
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    chunks: int = 1
+    cut: tuple[int, ...] | None = None
+    """Blocks of each pipeline stage; None: balanced by parameters."""
+    bucket_bytes: int = 2**20
+    optimizer: OptimizerConfig = OptimizerConfig()
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What lives in the host's memory: optimizer states and gradients; parameters besides."""
+
+    @property
+    def global_size(self) -> int:
+        """Sequences of a step."""
+        return self.micro_size * self.accumulation * self.layout.dp
+
+    @classmethod
+    def of_config(cls, config: RunConfig, engines: int, *, dtype: Literal["float32", "bfloat16", "float16"]) -> Setup:
+        """What `config` asks for on so many engines; `dtype` is its precision, resolved for the device.
+
+        Raises LayoutError or ConfigError when there is no such run.
+        """
+        layout = config.layout(engines)
+        batch = config.batch.resolve(layout.dp)
+        return cls(
+            shape=ModelShape.of_config(config.model, config.data.sequence_length),
+            layout=layout,
+            zero_stage=config.zero.stage,
+            dtype=dtype,
+            micro_size=batch.micro_size,
+            accumulation=batch.accumulation,
+            checkpointing=config.activation.checkpointing,
+            sequence_parallel=config.parallel.sequence,
+            schedule=config.parallel.schedule,
+            chunks=config.parallel.stages_per_rank,
+            cut=config.parallel.cut,
+            bucket_bytes=config.zero.bucket_bytes,
+            optimizer=config.optimizer,
+        )
