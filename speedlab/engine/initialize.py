@@ -77,7 +77,7 @@ def initialize(
         _take_back(model)
     traffic = Traffic()
     axes = Axes.of(layout, world, traffic)
-    plans = plan_stages(model, config, layout, world, axes.everyone, dtype)
+    plans = plan_stages(model, config, layout, world, axes.everyone, dtype, tp_plan)
     recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer)
     stages = [
         build_stage(

@@ -24,7 +24,7 @@ from speedlab.engine.balance import measured_costs
 from speedlab.layout import Layout
 from speedlab.parallel import Materializer
 from speedlab.parallel.pipeline import block_costs, cut_model, layer_counts
-from speedlab.parallel.tensor import TensorParallel, within
+from speedlab.parallel.tensor import TensorParallel, check_plan, within
 from speedlab.parallel.zero import Residency, UnitChoice, UnitPlan, Zero, plan_units
 
 ModelSource = nn.Module | Callable[[], nn.Module]
@@ -107,7 +107,13 @@ class Stage:
 
 
 def plan_stages(
-    source: ModelSource, config: RunConfig, layout: Layout, world: World, everyone: Group, dtype: torch.dtype
+    source: ModelSource,
+    config: RunConfig,
+    layout: Layout,
+    world: World,
+    everyone: Group,
+    dtype: torch.dtype,
+    tp_plan: Mapping[str, str] | None,
 ) -> list[StagePlan]:
     """This rank's pipeline stages, first one first. Collective over `everyone`.
 
@@ -118,6 +124,8 @@ def plan_stages(
     count = layout.pp * config.parallel.stages_per_rank
     model = _make(source)
     try:
+        if tp_plan is not None:
+            check_plan(model, tp_plan)  # Of what names nothing in one stage only the whole model can tell.
         counts = _block_counts(model, count, config, layout, world, everyone, dtype)
         ends = [_names(cut_model(_again(model, source), counts, index)) for index in (0, count - 1)]
         own = layout.coordinates(world.rank)[0]
@@ -176,7 +184,7 @@ def build_stage(
     unit_plans = plan_units(module, units, bucket_bytes=config.zero.bucket_bytes)
     _same_everywhere(axes.gather, unit_plans)
     try:
-        own_plan = None if tp_plan is None else within(tp_plan, module)
+        own_plan = within(tp_plan, module) if tp_plan is not None and layout.pp > 1 else tp_plan
         tensor = TensorParallel(module, axes.tensor, plan=own_plan, sequence=config.parallel.sequence)
     except ValueError as error:
         raise ConfigError(f"parallel.tp {layout.tp}: {error}") from None

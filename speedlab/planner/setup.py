@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from speedlab.config import ModelConfig, OptimizerConfig, RunConfig
@@ -82,7 +82,7 @@ class Setup:
     cut: tuple[int, ...] | None = None
     """Blocks of each pipeline stage; None: balanced by parameters."""
     bucket_bytes: int = 2**20
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """What lives in the host's memory: optimizer states and gradients; parameters besides."""
 

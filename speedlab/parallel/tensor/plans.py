@@ -117,6 +117,12 @@ def find_plan(model: nn.Module) -> Plan:
     return within(plan, model)
 
 
+def check_plan(model: nn.Module, plan: Mapping[str, str]) -> None:
+    """Raise PlanError for a style that is not built and for a pattern that names no module of `model`."""
+    for _ in resolve(model, plan):
+        pass
+
+
 def within(plan: Mapping[str, str], model: nn.Module) -> Plan:
     """What a plan says of `model`, which may be a pipeline stage of the model that the plan is for."""
     names = [name for name, _ in (*model.named_modules(remove_duplicate=False), *model.named_parameters())]
