@@ -6,5 +6,6 @@ BENCHES = {
     "kernels": "the operations of cuda_ops beside torch, NumPy, DeepSpeed and the speed of memory",
     "collectives": "the shared-memory backend beside gloo",
     "recording": "what recording costs of a step",
+    "reshaping": "moving a run that is on to another layout",
     "saving": "checkpoints beside a plain write, and what they take of a step's time and memory",
 }
