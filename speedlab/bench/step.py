@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from speedlab.bench import layouts
 from speedlab.bench.interleave import Times
 from speedlab.bench.ranks import RankSet
 from speedlab.bench.table import Row, missing, report
@@ -37,12 +38,19 @@ class Options:
     """Steps of each contestant in a round."""
     only: Annotated[tuple[str, ...], tyro.conf.arg(name="only")] = field(default=())
     """Contestants to measure, for instance 'limit' 'FSDP2 kept' 'ours 2'; all when left out."""
+    layout: tuple[Literal["tp2", "pp2", "pp2-tp2", "dp2-tp2", "pp2-dp2"], ...] = ()
+    """Layouts to measure instead, beside torch's DTensor, pipelining and FSDP2; the number of ranks is the layout's."""
+    backend: Literal["shared", "gloo"] = "shared"
+    """With --layout: the collectives of both."""
     json: Path | None = None
     """Also write one JSON record for each row to this file."""
 
 
 def main(argv: list[str] | None = None) -> None:
     options = tyro.cli(Options, args=argv, prog="speedlab bench step")
+    if options.layout:
+        report([row for dtype in options.dtypes for row in _layout_rows(dtype, options)], options.json)
+        return
     for peer in missing():
         print(f"not installed, left out: {peer} (make bench installs it)", file=sys.stderr)
     rows: list[Row] = []
@@ -109,6 +117,21 @@ def _time(name: str, steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
+def _layout_rows(dtype: str, options: Options) -> list[Row]:
+    rows = []
+    for name in options.layout:
+        ranks = layouts.LAYOUTS[name].world_size
+        print(f"{dtype}: {name} on {options.backend}, {ranks} ranks", file=sys.stderr, flush=True)
+        seconds = layouts.measure(
+            name, dtype=dtype, backend=options.backend, rounds=options.rounds, steps=options.steps
+        )
+        tokens = layouts.tokens_of(name)
+        case = f"step {dtype} {ranks} ranks: {name} on {options.backend}"
+        rows.append(_row(case, tokens, seconds, "torch", "limit"))
+        rows.append(_row(case, tokens, seconds, "ours", "torch"))
+    return rows
+
+
 _PEERS = {
     0: ("DDP", "DDP on shared", "DeepSpeed 0"),
     1: ("ZeroRedundancyOptimizer", "DeepSpeed 1"),
@@ -124,20 +147,7 @@ def _rows(dtype: str, options: Options, seconds: dict[str, list[float]]) -> list
     rows = []
 
     def row(name: str, peer: str = "") -> Row:
-        own = seconds[name]
-        speeds = [tokens / value for value in own]
-        against = seconds.get(peer)
-        return Row(
-            case=f"step {dtype} {options.ranks} ranks: {name}",
-            ours=statistics.median(speeds),
-            unit="tokens/s",
-            peer_name=peer,
-            peer=tokens / statistics.median(against) if against else None,
-            ratio=statistics.median(b / a for a, b in zip(own, against, strict=True)) if against else None,
-            limit_share=statistics.median(b / a for a, b in zip(own, limit, strict=True)) if limit else None,
-            n=len(own),
-            spread=(max(speeds) - min(speeds)) / statistics.median(speeds),
-        )
+        return _row(f"step {dtype} {options.ranks} ranks:", tokens, seconds, name, peer)
 
     for name in seconds:
         if not name.startswith("ours"):
@@ -148,3 +158,20 @@ def _rows(dtype: str, options: Options, seconds: dict[str, list[float]]) -> list
         peers = dict.fromkeys((*_PEERS[stage], "FSDP2 kept", "FSDP2 resharded"))
         rows += [row(name, peer) for peer in peers if peer in seconds] or [row(name)]
     return rows
+
+
+def _row(case: str, tokens: int, seconds: Times, name: str, peer: str = "") -> Row:
+    """`tokens`: of one step over all ranks."""
+    own, against, limit = seconds[name], seconds.get(peer), seconds.get("limit")
+    speeds = [tokens / value for value in own]
+    return Row(
+        case=f"{case} {name}",
+        ours=statistics.median(speeds),
+        unit="tokens/s",
+        peer_name=peer,
+        peer=tokens / statistics.median(against) if against else None,
+        ratio=statistics.median(b / a for a, b in zip(own, against, strict=True)) if against else None,
+        limit_share=statistics.median(b / a for a, b in zip(own, limit, strict=True)) if limit else None,
+        n=len(own),
+        spread=(max(speeds) - min(speeds)) / statistics.median(speeds),
+    )
