@@ -1,0 +1,84 @@
+"""Parameters and matrix multiplications of any `ModelShape`, also those that the built-in GPT cannot have. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from speedlab.planner.setup import ModelShape
+
+
+def check_shape(shape: ModelShape) -> None:
+    """Raises ValueError for a shape that cannot be: what it is, and what would be possible."""
+    for count in ("layers", "hidden", "heads", "ffn_hidden", "vocab_size", "sequence_length"):
+        if getattr(shape, count) < 1:
+            raise ValueError(f"{shape.name} has {count} {getattr(shape, count)}; it must be at least 1")
+    if shape.head_size is None and shape.hidden % shape.heads:
+        divisors = [heads for heads in range(1, shape.hidden + 1) if shape.hidden % heads == 0]
+        nearest = min(divisors, key=lambda heads: abs(heads - shape.heads))
+        raise ValueError(
+            f"{shape.name}: hidden {shape.hidden} does not divide by heads {shape.heads}; use {nearest} heads, or give "
+            "head_size"
+        )
+    if shape.heads % kv_heads(shape):
+        raise ValueError(f"{shape.name}: heads {shape.heads} do not divide by kv_heads {shape.kv_heads}")
+
+
+def kv_heads(shape: ModelShape) -> int:
+    return shape.heads if shape.kv_heads is None else shape.kv_heads
+
+
+def head_size(shape: ModelShape) -> int:
+    return shape.hidden // shape.heads if shape.head_size is None else shape.head_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockWeights:
+    """Elements of a block's matrices, and of what is left: biases and norms."""
+
+    attention_in: int
+    attention_out: int
+    feed_forward_in: int
+    feed_forward_out: int
+    rest: int
+
+    @property
+    def matrices(self) -> int:
+        return self.attention_in + self.attention_out + self.feed_forward_in + self.feed_forward_out
+
+    @property
+    def total(self) -> int:
+        return self.matrices + self.rest
+
+
+def block_weights(shape: ModelShape) -> BlockWeights:
+    """Of one block with self-attention."""
+    hidden, ffn, size = shape.hidden, shape.ffn_hidden, head_size(shape)
+    queries, values = shape.heads * size, kv_heads(shape) * size
+    ups = 2 if shape.gated else 1
+    norm = 2 * hidden if shape.norm == "layer" and shape.bias else hidden
+    biases = queries + 2 * values + hidden + ups * ffn + hidden if shape.bias else 0
+    return BlockWeights(
+        attention_in=hidden * (queries + 2 * values),
+        attention_out=queries * hidden,
+        feed_forward_in=ups * hidden * ffn,
+        feed_forward_out=ffn * hidden,
+        rest=2 * norm + biases,
+    )
+
+
+def cross_attention(shape: ModelShape) -> int:
+    """Elements that a decoder's layer has besides: four matrices and a norm."""
+    inner = shape.heads * head_size(shape)
+    return 4 * shape.hidden * inner + shape.hidden
+
+
+def shape_parameters(shape: ModelShape) -> int:
+    """Parameters of the whole model; a tied head counts once. Of relative positions, the few biases are left out."""
+    hidden = shape.hidden
+    norm = 2 * hidden if shape.norm == "layer" and shape.bias else hidden
+    table = shape.vocab_size * hidden
+    positions = shape.sequence_length * hidden if shape.position == "learned" else 0
+    blocks = (shape.layers + shape.decoder_layers) * block_weights(shape).total
+    blocks += shape.decoder_layers * cross_attention(shape)
+    ends = norm * (2 if shape.decoder_layers else 1)
+    return blocks + ends + table + positions + (0 if shape.tied else table)
