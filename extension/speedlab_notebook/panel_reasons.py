@@ -28,7 +28,7 @@ def greyed_fields(values: Mapping[str, Any], devices: Sequence[Device]) -> dict[
         if owner != optimizer:
             reasons[f"optimizer.{name}"] = f"only {owner} uses it; the optimizer is {optimizer}"
     if values["schedule.kind"] == "constant":
-        reasons["schedule.floor"] = "a constant rate does not fall; cosine does"
+        reasons["schedule.floor"] = "a constant rate does not fall; cosine and linear do"
     if values["data.tokenizer"] != "bpe":
         reasons["data.vocab_size"] = "only the tokenizer 'bpe' trains a vocabulary"
     if dtype != "float16":

@@ -109,9 +109,9 @@ class OptimizerConfig(Part):
 
 
 class ScheduleConfig(Part):
-    """Learning rate over the steps: linear warm-up, then cosine to a floor, or constant."""
+    """Learning rate over the steps: linear warm-up, then a cosine or a line down to a floor, or constant."""
 
-    kind: Literal["cosine", "constant"] = Field(default="cosine", description="Shape after the warm-up")
+    kind: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="Shape after the warm-up")
     warmup_steps: int = Field(default=10, ge=0, description="Steps over which the rate rises linearly from 0")
     floor: float = Field(default=0.1, ge=0, le=1, description="Share of the top rate that remains at the last step")
 

@@ -11,14 +11,15 @@ from speedlab.config import ScheduleConfig
 
 
 def rate_factor(config: ScheduleConfig, step: int, steps: int) -> float:
-    """Share of the top rate that step `step` (from 0) of `steps` uses: linear warm-up, then cosine to the floor or
-    constant."""
+    """Share of the top rate that step `step` (from 0) of `steps` uses: linear warm-up, then a cosine or a line
+    to the floor, or constant."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     if config.kind == "constant":
         return 1.0
     progress = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
-    return config.floor + (1 - config.floor) * (1 + math.cos(math.pi * progress)) / 2
+    height = 1 - progress if config.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.floor + (1 - config.floor) * height
 
 
 def make_schedule(config: ScheduleConfig, optimizer: Optimizer, steps: int) -> LambdaLR:
