@@ -6,7 +6,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -143,6 +143,11 @@ class Engine:
     def module(self) -> nn.Module:
         """The model, or this rank's first pipeline stage of it."""
         return self.stages[0].module
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """Blocks of every pipeline stage; empty without a pipeline."""
+        return self.stages[0].cut
 
     @property
     def zeros(self) -> list[Zero]:
@@ -303,7 +308,7 @@ class Engine:
             raise RuntimeError(
                 "step: the last backward ran inside no_sync; one backward outside has to come before a step"
             )
-        with self.clock.phase("optimizer"):
+        with self.clock.phase("optimizer"), self.pipeline.update() if self.pipeline is not None else nullcontext():
             self.totals = self._sum_totals(signals)
             if not self.totals.finite:
                 self._overflow()

@@ -90,6 +90,8 @@ class StagePlan:
 
     index: int
     module: nn.Module
+    cut: tuple[int, ...] = ()
+    """Blocks of every pipeline stage."""
     tied: frozenset[str] = frozenset()
     """Names of parameters that the first and the last pipeline stage both hold."""
 
@@ -100,6 +102,8 @@ class Stage:
 
     index: int
     module: nn.Module
+    cut: tuple[int, ...]
+    """Blocks of every pipeline stage; empty without a pipeline."""
     tensor: TensorParallel
     zero: Zero
     duplicates: frozenset[str]
@@ -133,6 +137,7 @@ def plan_stages(
             StagePlan(
                 index=index,
                 module=cut_model(_again(model, source), counts, index),
+                cut=tuple(counts),
                 tied=frozenset(ends[0] & ends[1]) if index in (0, count - 1) else frozenset(),
             )
             for index in range(own, count, layout.pp)
@@ -210,6 +215,7 @@ def build_stage(
     return Stage(
         index=plan.index,
         module=module,
+        cut=plan.cut,
         tensor=tensor,
         zero=zero,
         duplicates=tensor.duplicates | (plan.tied if pipeline else frozenset()),

@@ -24,6 +24,7 @@ from speedlab.engine.initialize import initialize
 from speedlab.engine.interrupt import Interruption
 from speedlab.engine.reshaping import Undone, rebuild
 from speedlab.models import GPT
+from speedlab.planner.bubble import bubble_share
 from speedlab.planner.formula import flops_per_token
 from speedlab.telemetry.folder import Command, RunFolder
 from speedlab.telemetry.records import Event, RunState, StepRecord
@@ -373,11 +374,20 @@ class Trainer:
             "batch": str(self.batch),
         }
         text = f"{details['parameters']:,} parameters, {details['dtype']}, {self.layout}, {self.batch}"
+        if self.layout.pp > 1:
+            details["cut"], bubble = self.engine.cut, self._bubble()
+            text += f", bubble {bubble:.0%} in theory"
         self._event("started", text, **details)
         if self.engine.global_step == 0 and self.config.eval.every_steps:
             self._event("evaluated", "before the first step", heldout_loss=self.evaluate())
         self._write_status()
         self._started = True
+
+    def _bubble(self) -> float:
+        """The share of a step in which a pipeline rank has nothing to do, in theory."""
+        parallel = self.config.parallel
+        chunks, pp = parallel.stages_per_rank, self.layout.pp
+        return bubble_share(parallel.schedule, pp=pp, chunks=chunks, micro_batches=self.batch.accumulation)
 
     def _write_record(
         self,

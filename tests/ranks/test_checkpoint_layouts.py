@@ -94,12 +94,13 @@ def write(shape: Shape, model: str, dtype: str, folder: Path) -> dict[str, Tenso
 
 
 def read_and_write(shape: Shape, model: str, dtype: str, folder: Path) -> dict[str, Tensor]:
-    """Into an engine of other values; then this layout writes what it read."""
+    """Into an engine of other values; then this layout writes what it read, in the background."""
     engine = engine_of(shape, model, dtype, 2)
     try:
         engine.load_checkpoint(folder, "first")
         assert engine.global_step == 2
-        engine.save_checkpoint(folder, "second")
+        engine.save_checkpoint(folder, "second", wait=False)
+        engine.saving.wait(30)
         return engine.state_dict()
     finally:
         engine.destroy(keep_parameters=False)

@@ -150,7 +150,7 @@ class RankPart:
                 dtype=values.dtype,
                 pin_memory=any(piece.is_cuda for piece in pieces),
             )
-            torch.cat([piece.cpu() for piece in pieces], out=copy) if not copy.is_pinned() else _fetch(pieces, copy)
+            _fetch(pieces, copy)
             copies[key] = Values(values.shape, values.dtype, [_when_here(copy)])
         return RankPart(**{**self.__dict__, "tensors": copies})
 

@@ -109,6 +109,10 @@ class Pipeline:
         """When the last `train` began, in seconds since the epoch."""
         return self._timeline.began
 
+    def update(self) -> AbstractContextManager[object]:
+        """To be entered around the optimizer's update, which belongs to the timeline of the step."""
+        return self._timeline.span("optimizer")
+
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def train(self, tokens: Tensor, targets: Tensor, *, micro_batches: int, scale: float) -> list[Tensor]:
