@@ -2,7 +2,7 @@
 after ten steps of SGD with momentum.
 
 A rank returns the parameters that it holds; the test puts them together, and holds copies (of dp peers, of tied
-embeddings) against each other bit by bit. Tolerances as in test_parity: what differs is the order of float32 sums.
+embeddings) against each other bit by bit. Tolerances as in test_parity: what differs is the order of sums.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from ranks.conftest import PoolOf
 from ranks.pool import RanksFailed
 from speedlab.comm import Group, Traffic
+from speedlab.comm.world import wires
 from speedlab.config import ModelConfig
 from speedlab.layout import Layout, layer_counts
 from speedlab.models import GPT
@@ -30,8 +31,8 @@ from speedlab.parallel.pipeline import Pipeline, cut_model
 from speedlab.parallel.zero import Residency, Zero, plan_units
 
 VOCABULARY, LENGTH, MICRO = 29, 7, 2
-LOSS, UPDATE = 2e-6, 2e-4
-LOW_LOSS, LOW_UPDATE = 2e-4, 0.01
+ALLOWED = {"float64": (2e-6, 1e-10), "float32": (2e-6, 2e-4), "bfloat16": (2e-4, 0.01)}
+"""dtype → how far apart losses may be (they are float32 in every case), and updates, as a share of the way."""
 
 
 def gpt(**fields: Any) -> nn.Module:
@@ -100,6 +101,8 @@ def made(case: Case) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(5)
         model = case.build()
+    if case.dtype == "float64":
+        model = model.double()
     if case.dtype == "bfloat16":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16().float()
@@ -127,6 +130,8 @@ class Rank:
         self.ends = None
         if self.rank in (line[0], line[-1]):
             self.ends = Group([line[0], line[-1]], self.traffic, device, channel="ends")
+        else:
+            wires("ends", (self.rank,))  # Every rank makes equally many.
         names = [
             {name for name, _ in cut_model(made(case), case.counts, index).named_parameters()}
             for index in (0, count - 1)
@@ -264,7 +269,7 @@ def train_plain(case: Case, dp: int) -> Outcome:
 
 def compare(case: Case, by_rank: list[Outcome], plain: Outcome) -> list[str]:
     """What is wrong, a line each."""
-    low = case.dtype != "float32"
+    allowed_loss, allowed_update = ALLOWED[case.dtype]
     found: list[str] = []
     dp = len(by_rank) // case.pp
     ends = by_rank[-dp:]
@@ -273,7 +278,7 @@ def compare(case: Case, by_rank: list[Outcome], plain: Outcome) -> list[str]:
     for what, ours, theirs in (("loss", losses, plain.losses), ("evaluation", evaluated, plain.evaluated)):
         assert len(ours) == len(theirs)
         for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            if not abs(a - b) <= (LOW_LOSS if low else LOSS) * abs(b):
+            if not abs(a - b) <= allowed_loss * abs(b):
                 found.append(f"{what} {k}: {a:.8g} instead of {b:.8g}")
                 break
     copies: dict[str, list[Tensor]] = defaultdict(list)
@@ -289,7 +294,7 @@ def compare(case: Case, by_rank: list[Outcome], plain: Outcome) -> list[str]:
             found.append(f"{name}: its {len(values)} copies differ")
         moved = (plain.parameters[0][name] - start[name]).norm()
         apart = float((values[0] - plain.parameters[0][name]).norm() / moved)
-        if not apart <= (LOW_UPDATE if low else UPDATE):
+        if not apart <= allowed_update:
             found.append(f"{name}: {apart:.3g} of its way apart")
     return found
 
@@ -338,8 +343,11 @@ def test_every_stage_of_zero(pool_of: PoolOf, schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ON_TWO)
 def test_four_pipeline_ranks(pool_of: PoolOf, schedule: str) -> None:
-    """Cut unevenly, with a stage of a single block; several stages of each rank where the schedule has them."""
-    deeper = {"chunks": 2, "build": deep} if ON_TWO[schedule] == 2 else {"build": untied}
+    """Cut unevenly, with a stage of a single block; several stages of each rank where the schedule has them.
+
+    In float64, where nothing is rounding: the first norm of a deep model moves so little that float32 says nothing.
+    """
+    deeper = {"chunks": ON_TWO[schedule], "build": deep, "dtype": "float64"}
     plain = Case(schedule=schedule, pp=4)
     check(pool_of, 4, [replace(plain, cut=(1, 2, 2, 1)), replace(plain, **deeper)])
 
@@ -351,7 +359,8 @@ def test_recomputed_blocks(pool_of: PoolOf, schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_bfloat16(pool_of: PoolOf, schedule: str) -> None:
-    check(pool_of, 4, [Case(schedule=schedule, stage=stage, dtype="bfloat16") for stage in (1, 3)])
+    """Untied: the plain loop adds both gradients of a tied embedding in bfloat16, the ranks add theirs in float32."""
+    check(pool_of, 4, [Case(schedule=schedule, stage=stage, build=untied, dtype="bfloat16") for stage in (1, 3)])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
