@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from speedlab.cluster import Cluster, RankError, Run, attach
     from speedlab.config import ConfigError, RunConfig
     from speedlab.engine import Engine, gather, initialize
+    from speedlab.engine.checkpoint import export_hf, import_deepspeed, import_hf
     from speedlab.layout import Layout, LayoutError
 
 __version__ = "0.1.0"
@@ -25,6 +26,9 @@ _HOMES = {
     "initialize": "speedlab.engine",
     "Engine": "speedlab.engine",
     "gather": "speedlab.engine",
+    "export_hf": "speedlab.engine.checkpoint",
+    "import_hf": "speedlab.engine.checkpoint",
+    "import_deepspeed": "speedlab.engine.checkpoint",
 }
 """Public names and the modules they live in; each module is imported when its name is first used."""
 
@@ -39,7 +43,10 @@ __all__ = [
     "RunConfig",
     "__version__",
     "attach",
+    "export_hf",
     "gather",
+    "import_deepspeed",
+    "import_hf",
     "initialize",
 ]
 

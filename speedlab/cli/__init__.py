@@ -13,6 +13,7 @@ COMMANDS = {
     "status": ("manage", "show the clusters that run, their engines and runs"),
     "stop": ("manage", "end a cluster's engines"),
     "report": ("manage", "write a run's report.html"),
+    "export": ("export", "write a run's checkpoint as a folder that transformers loads"),
     "trace": ("trace", "write a pipeline's step as a Chrome trace"),
     "demo": ("demo", "execute the quickstart notebook and print what it measured"),
     "bench": ("bench", "side-by-side measurements"),

@@ -310,3 +310,15 @@ def test_the_demo_does_not_touch_a_cluster_that_runs(monkeypatch, capsys, tmp_pa
     monkeypatch.setattr(demo, "running_clusters", lambda: [type("State", (), {"name": "default"})()])
     assert cli.main(["demo", str(notebook)]) == 2
     assert "cluster 'default' is running and the notebook would use it and end it" in capsys.readouterr().err
+
+
+# Export
+
+
+def test_export_needs_a_checkpoint(capsys) -> None:
+    make_run(Path("runs/bare"), state=RunState.PAUSED)
+    assert cli.main(["export", "bare", "out"]) == 2
+    assert "holds no complete checkpoint; save one with run.save()" in capsys.readouterr().err
+    assert cli.main(["export", "bare", "out", "--tag", "step-000007"]) == 2
+    assert "step-000007" in capsys.readouterr().err
+    assert not Path("out").exists()
