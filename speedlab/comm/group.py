@@ -96,6 +96,11 @@ class Group:
         """End the use of a borrowed buffer; its reduction, if there was one, has ended on this rank."""
         self._idle[buffer.numel(), buffer.dtype].append(buffer)
 
+    @property
+    def idle_buffers(self) -> list[Tensor]:
+        """Those that were given back: between two steps, all there are."""
+        return [buffer for buffers in self._idle.values() for buffer in buffers]
+
     def drop_buffers(self) -> None:
         """Free what was given back."""
         for key, idle in self._idle.items():

@@ -517,8 +517,13 @@ class Engine:
         if self.config.compile:
             yield
             return
-        known = lambda: known_storages(self._buffers(), self.flats, self.partitioned_optimizer)  # noqa: E731  # read at entry
-        with ActivationTrace(known) as trace:
+
+        def known() -> set[int]:
+            lent = [buffer for group in self.axes.groups for buffer in group.idle_buffers]
+            return known_storages([*self._buffers(), *lent], self.flats, self.partitioned_optimizer)
+
+        # What an optimizer makes in its first step are moments.
+        with ActivationTrace(known, follows=lambda: self._traffic.phase != "optimizer") as trace:
             yield
         self._activation_bytes = trace.peak_bytes
 

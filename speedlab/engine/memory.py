@@ -24,29 +24,45 @@ from speedlab.telemetry.records import Ledger
 
 
 class ActivationTrace(TorchDispatchMode):
-    """While active, follows every storage that is made, and remembers the most bytes that were alive at once.
+    """While active, follows every storage that is made; afterwards `peak_bytes` is the most that was alive at once.
 
-    Storages in `known` (flats, parameters, buffers) are not counted. What remains is what forward and backward make:
-    saved activations, logits, gradients between layers. A storage counts until it is freed or resized to nothing.
+    Storages in `known` (flats, parameters, buffers) are not counted, whether they were there before or were made
+    meanwhile, and none that are made while `follows` says no. What remains is what forward and backward make: saved
+    activations, logits, gradients between layers. A storage counts until it is freed or resized to nothing.
     """
 
-    def __init__(self, known: Callable[[], set[int]]) -> None:
+    def __init__(self, known: Callable[[], set[int]], follows: Callable[[], bool] = lambda: True) -> None:
         super().__init__()
-        self._known_now = known
+        self._known_now, self._follows = known, follows
         self._known: set[int] = set()
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self.live_bytes = 0
+        """Identity of a storage → (itself, number of its event)."""
+        self._events: list[tuple[int, int]] = []
+        """(number of the event in which a storage was made, bytes that are more now), in order of time."""
         self.peak_bytes = 0
 
     def __enter__(self) -> ActivationTrace:
         self._known = self._known_now()
         return super().__enter__()
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        known = self._known_now()
+        # Only now it is seen which of the storages that were made are moments or buffers of reductions.
+        others = {number for key, (_, number) in self._alive.items() if key in known}
+        live = 0
+        for number, more in self._events:
+            if number not in others:
+                live += more
+                self.peak_bytes = max(self.peak_bytes, live)
+        self._alive.clear()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-                self._follow(leaf)
+        if self._follows():
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+                    self._follow(leaf)
         return result
 
     def _follow(self, tensor: Tensor) -> None:
@@ -54,14 +70,13 @@ class ActivationTrace(TorchDispatchMode):
         key = storage._cdata
         if key in self._known or key in self._alive:
             return
-        size = storage.nbytes()
-        self._alive[key] = (weakref.ref(storage, lambda _: self._forget(key)), size)
-        self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        number, size = len(self._events), storage.nbytes()
+        self._alive[key] = (weakref.ref(storage, lambda _: self._forget(key, size)), number)
+        self._events.append((number, size))
 
-    def _forget(self, key: int) -> None:
-        _, size = self._alive.pop(key, (None, 0))
-        self.live_bytes -= size
+    def _forget(self, key: int, size: int) -> None:
+        if key in self._alive:
+            self._events.append((self._alive.pop(key)[1], -size))
 
 
 class PeakMemory:
