@@ -90,7 +90,7 @@ class Stage:
         except RuntimeError as error:
             # torch's own text only lists tensors; a PeerLost must stay one.
             raise error.__cause__ or error from None
-        self.zero.collect()
+        self.zero.collect()  # Several micro-batches' are added in the flat's dtype, not in the parameter's.
         self.zero.end_backward()
         return given
 
