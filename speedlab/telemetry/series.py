@@ -129,6 +129,10 @@ class History:
             self.latest[rank] = entries[-1]
             rewritten |= changed and rank == min(self.series)
         self.events = list(events)
+        size = _world_size(self.events)
+        if size is not None:
+            # What ranks that have left held last is held no more.
+            self.latest = {rank: record for rank, record in self.latest.items() if rank < size}
         return rewritten
 
     def most_bytes(self, name: str) -> int:
@@ -162,6 +166,15 @@ class History:
         if not isinstance(peak, int | float) or not peak > 0 or not self.ranks:
             return None
         return flops_per_second * len(self.ranks) / peak
+
+
+def _world_size(events: Sequence[Event]) -> int | None:
+    """How many ranks the newest change of layout has left; None when there was none."""
+    for event in reversed(events):
+        after = event.details.get("after")
+        if event.kind == "reshaped" and isinstance(after, dict) and after.keys() >= {"pp", "dp", "tp"}:
+            return int(after["pp"]) * int(after["dp"]) * int(after["tp"])
+    return None
 
 
 def stride(length: int, limit: int) -> int:

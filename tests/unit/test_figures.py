@@ -302,3 +302,12 @@ def test_header_tells_of_a_run_that_makes_no_steps(state, after, note):
 def test_header_tells_why_a_run_failed():
     status = Status(state=RunState.FAILED, text="NaN loss at step 7 on rank 1")
     assert header(History(), name="x", status=status).note == "NaN loss at step 7 on rank 1"
+
+
+def test_ranks_that_have_left_hold_nothing() -> None:
+    records = {rank: [make_record(step, rank) for step in (1, 2)] for rank in range(4)}
+    left = make_event("reshaped", 2, details={"after": {"pp": 1, "dp": 2, "tp": 1}})
+    grown = make_event("reshaped", 2, details={"after": {"pp": 2, "dp": 2, "tp": 1}})
+    assert History.of(records, [left]).ranks == [0, 1]
+    assert History.of(records, [left, grown]).ranks == [0, 1, 2, 3]
+    assert History.of(records, [make_event("reshaped", 1, details={"zero": 3})]).ranks == [0, 1, 2, 3]
