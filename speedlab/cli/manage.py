@@ -13,7 +13,7 @@ import tyro
 from speedlab.cluster import Cluster, ClusterError, Run
 from speedlab.cluster.home import running_clusters
 from speedlab.cluster.known_runs import folder_named, known_folders, runs_here
-from speedlab.config import RunConfig, annotated_yaml
+from speedlab.config import ConfigError, RunConfig, annotated_yaml, deepspeed
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.text import bytes_text, seconds_text
@@ -31,13 +31,40 @@ class ConfigOptions:
     """As YAML, with the descriptions as comments; this is what is printed anyway."""
     json: bool = False
     """As JSON, which has no comments."""
+    from_deepspeed: Path | None = None
+    """DeepSpeed's JSON to read instead, and to tell of every key of it what became of it."""
+    engines: int | None = None
+    """With --from-deepspeed: number of ranks for which its batch equation and layout are checked."""
+    ignore: tuple[str, ...] = ()
+    """With --from-deepspeed: features to go on without, by the names that its refusals tell."""
 
 
 def config(argv: list[str]) -> int:
     """Print a configuration."""
     options = tyro.cli(ConfigOptions, args=argv, prog="speedlab config", config=_FLAGS)
+    if options.from_deepspeed is not None:
+        return _from_deepspeed(options)
     shown = RunConfig.load(options.config) if options.config is not None else RunConfig()
     print(shown.to_json() if options.json else annotated_yaml(shown).rstrip())
+    return 0
+
+
+def _from_deepspeed(options: ConfigOptions) -> int:
+    """Print what became of a DeepSpeed file: its configuration, and the lists as comments of the YAML."""
+    assert options.from_deepspeed is not None
+    if options.config is not None:
+        raise ConfigError(f"give one configuration: {options.config}, or --from-deepspeed {options.from_deepspeed}")
+    reading = deepspeed.read(options.from_deepspeed, engines=options.engines, ignore=options.ignore)
+    if reading.accepted is None or options.json:
+        # JSON has no comments, and of a file that was refused there is nothing else to print.
+        print(reading, file=sys.stderr)
+    if reading.accepted is None:
+        return 2
+    if options.json:
+        print(reading.accepted.to_json())
+    else:
+        print("\n".join(f"# {line}" for line in reading.lines()))
+        print(annotated_yaml(reading.accepted).rstrip())
     return 0
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +131,49 @@ class RunConfig(Part):
 
     @classmethod
     def load(cls, path: str | Path) -> RunConfig:
-        """Read a JSON or YAML file. Raises ConfigError that names the file, and the line where the syntax breaks."""
+        """Read a JSON or YAML file. Raises ConfigError that names the file, and the line where the syntax breaks.
+
+        A JSON file whose keys are DeepSpeed's is read as `from_deepspeed` does.
+        """
+        from speedlab.config import deepspeed  # It needs this module.
+
         path = Path(path)
+        if deepspeed.recognises(path):
+            return cls.from_deepspeed(path)
         data = text.read(path)
         try:
             return cls(**{str(key): value for key, value in data.items()})
         except ConfigError as error:
             raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
+
+    @classmethod
+    def from_deepspeed(
+        cls,
+        source: str | Path | Mapping[str, Any],
+        *,
+        engines: int | None = None,
+        training_args: Mapping[str, Any] | None = None,
+        ignore: Collection[str] = (),
+    ) -> RunConfig:
+        """The configuration that a DeepSpeed file or dict describes; `deepspeed.read` tells of every key what became
+        of it, and of the arguments.
+
+        Raises ConfigError, one line for each key that is refused. Warns of what a reader of the file may not expect.
+        """
+        from speedlab.config import deepspeed  # It needs this module.
+
+        reading = deepspeed.read(source, engines=engines, training_args=training_args, ignore=ignore)
+        config = reading.config
+        if reading.warnings:
+            before = f"{reading.source}: " if reading.source else "DeepSpeed configuration: "
+            warnings.warn("\n".join(before + text for text in reading.warnings), UserWarning, stacklevel=2)
+        return config
+
+    def to_deepspeed(self) -> dict[str, Any]:
+        """This configuration as DeepSpeed's JSON: all that its keys can say. They say nothing of model and data."""
+        from speedlab.config.deepspeed_write import to_deepspeed  # It needs this module.
+
+        return to_deepspeed(self)
 
     def to_json(self) -> str:
         """Every field, as JSON."""

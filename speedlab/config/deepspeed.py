@@ -1,0 +1,172 @@
+"""DeepSpeed's JSON in and out.
+
+`read` says of every key of a DeepSpeed file what became of it:
+
+- honoured: it has its meaning here, as the field that is named with it (or it asks for what always happens);
+- ignored, with the reason: it changes neither what is computed nor what fits;
+- refused, with the reason: it changes one of the two and SpeedLab does not do it, or its value cannot be. The reader
+  may be told to go on without a feature by its name: `ignore={"offload"}`.
+
+A key that is left out has DeepSpeed's default, not SpeedLab's, where that changes what is trained: no ZeRO, float32, no
+clipping, a constant learning rate. `Reading.assumed` lists these. What a DeepSpeed file does not speak of (model,
+data, number of steps without a schedule) has SpeedLab's defaults.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speedlab.config.deepspeed_keys import Entry, Keys
+from speedlab.config.deepspeed_rules import RULES
+from speedlab.config.deepspeed_schema import FEATURES, TOP_LEVEL
+from speedlab.config.deepspeed_text import parse
+from speedlab.config.errors import ConfigError
+from speedlab.config.run import RunConfig
+from speedlab.layout import LayoutError
+
+FEATURE_NAMES = tuple(sorted({feature.name for feature in FEATURES.values()} | {"optimizer", "schedule"}))
+"""What `ignore` may name."""
+
+_OWN = frozenset(RunConfig.model_fields)
+_TOP_LEVEL_TEXT = re.compile(rf'"(?:{"|".join(sorted(TOP_LEVEL - _OWN))})"\s*:')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What became of every key of a DeepSpeed file."""
+
+    source: str
+    """The file, or "" for a dict."""
+    honoured: tuple[Entry, ...]
+    ignored: tuple[Entry, ...]
+    refused: tuple[Entry, ...]
+    assumed: tuple[str, ...]
+    """What keys that are left out stand for, where it changes what is trained."""
+    warnings: tuple[str, ...]
+    """What a reader of the file may not expect."""
+    accepted: RunConfig | None
+    """The configuration; None when anything was refused."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration. Raises ConfigError, one line for each key that was refused."""
+        if self.accepted is None:
+            before = f"{self.source}: " if self.source else ""
+            raise ConfigError(
+                "\n".join(f"{before}{entry.path}: {entry.text}" for entry in self.refused),
+                problems=[(entry.path, entry.text) for entry in self.refused],
+            )
+        return self.accepted
+
+    def lines(self) -> list[str]:
+        """The whole reading as text, one line for each key."""
+        found = [self.source] if self.source else []
+        for title, entries in (("refused", self.refused), ("honoured", self.honoured), ("ignored", self.ignored)):
+            if entries:
+                found.append(f"{title}:")
+                because = "because " if title == "ignored" else ""
+                found += [f"  {entry.path} = {entry.shown}: {because}{entry.text}" for entry in entries]
+        for title, texts in (("left out, so DeepSpeed's default", self.assumed), ("note", self.warnings)):
+            if texts:
+                found.append(f"{title}:")
+                found += [f"  {text}" for text in texts]
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def read(
+    source: str | Path | Mapping[str, Any],
+    *,
+    engines: int | None = None,
+    training_args: Mapping[str, Any] | None = None,
+    ignore: Collection[str] = (),
+) -> Reading:
+    """Read a DeepSpeed configuration: a path, the text itself (it starts with '{' or a comment), or a dict.
+
+    `engines`: the batch equation and the layout are checked for so many ranks. `training_args`: arguments of Hugging
+    Face's TrainingArguments by name (`args.to_dict()`), which fill "auto" as the Trainer does; `hidden_size` beside
+    them, the model's, fills the bucket sizes. `ignore`: names of features to go on without.
+    Raises ConfigError for text that cannot be read and for names in `ignore` that are none.
+    """
+    strangers = sorted(set(ignore) - set(FEATURE_NAMES))
+    if strangers:
+        raise ConfigError(f"ignore: {strangers[0]!r} is no feature; known: {', '.join(FEATURE_NAMES)}")
+    data, name, warnings = _data(source)
+    keys = Keys(data, training_args, ignore, warnings)
+    for rule in RULES:
+        rule(keys)
+    keys.finish()
+    config = _config(keys, engines)
+    return Reading(
+        source=name,
+        honoured=tuple(keys.honoured),
+        ignored=tuple(keys.ignored),
+        refused=tuple(keys.refused),
+        assumed=tuple(keys.assumed),
+        warnings=tuple(dict.fromkeys(keys.warnings)),
+        accepted=config,
+    )
+
+
+def recognises(source: str | Path | Mapping[Any, Any]) -> bool:
+    """Whether a file or a dict is DeepSpeed's rather than SpeedLab's, by its first-level keys.
+
+    It is when one of them is DeepSpeed's only, and none is SpeedLab's only. A JSON file that is broken is, when a key
+    of DeepSpeed's only stands in it.
+    """
+    if isinstance(source, Mapping):
+        own = source.keys() & (_OWN - TOP_LEVEL)
+        shared = source.get("optimizer")
+        theirs = source.keys() & (TOP_LEVEL - _OWN) or (isinstance(shared, Mapping) and "type" in shared)
+        return bool(theirs) and not own
+    path = Path(source)
+    if path.suffix in (".yaml", ".yml"):
+        return False
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError):
+        return False
+    try:
+        return recognises(parse(text).data)
+    except ConfigError:
+        return bool(_TOP_LEVEL_TEXT.search(text))
+
+
+def _data(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str, list[str]]:
+    """The keys and values, the name to use for where they are from, and what to say of the text."""
+    if isinstance(source, Mapping):
+        return dict(source), "", []
+    if isinstance(source, str) and source.lstrip().startswith(("{", "#", "//", "/*")):
+        parsed = parse(source)
+        return parsed.data, "", list(parsed.warnings)
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not text: byte {error.start} is not UTF-8; expected DeepSpeed's JSON") from None
+    try:
+        parsed = parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return parsed.data, str(path), list(parsed.warnings)
+
+
+def _config(keys: Keys, engines: int | None) -> RunConfig | None:
+    """The configuration; None, with what was refused added to `keys`, when there is none."""
+    try:
+        config = RunConfig(**keys.settings)
+        if engines is not None:
+            config.batch.resolve(config.layout(engines, built_in=False).dp)
+    except (ConfigError, LayoutError) as error:
+        problems = getattr(error, "problems", ()) or [("", str(error))]
+        keys.refused += [Entry(path=keys.origin_of(path, text), value=None, text=text) for path, text in problems]
+        return None
+    return None if keys.refused else config

@@ -1,0 +1,204 @@
+"""What DeepSpeed's keys mean as fields of a RunConfig, one function for each subject.
+
+Optimizers and schedules are in `deepspeed_training.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from speedlab.config.batch import DEFAULT_MICRO_SIZE
+from speedlab.config.deepspeed_keys import Keys, number, section, whole, word, yes
+from speedlab.config.deepspeed_schema import OFFLOAD
+from speedlab.config.deepspeed_training import optimizer, schedule
+
+STATIC_WINDOW = 2**31 - 1
+"""A constant loss scale is one that would grow after so many good steps: never."""
+
+_LARGEST_SCALE_POWER = 100
+"""float32, in which the loss is scaled, ends at 2¹²⁸."""
+
+
+def batch(keys: Keys) -> None:
+    micro, accumulation = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    fields = {"train_batch_size": "batch.global_size", micro: "batch.micro_size", accumulation: "batch.accumulation"}
+    if not any(keys.has(path) for path in ("train_batch_size", micro)):
+        keys.assumed.append(f"{micro}: {DEFAULT_MICRO_SIZE}, SpeedLab's default; DeepSpeed asks for a batch size")
+    for path, field in fields.items():
+        if keys.is_auto(path):
+            keys.agree(path, f"{field} follows from the batch equation global = micro × accumulation × dp")
+        elif (value := keys.take(path, whole)) is not None:
+            keys.honour(path, field, value)
+
+
+def clipping(keys: Keys) -> None:
+    path = "gradient_clipping"
+    if not keys.has(path):
+        keys.set("clip_norm", None)
+        keys.assumed.append(f"{path}: gradients are not clipped")
+    elif (value := keys.take(path, number, "clip_norm")) is not None:
+        keys.honour(path, "clip_norm", value or None)
+
+
+def precision(keys: Keys) -> None:
+    dtypes = {"fp16": "float16", "bf16": "bfloat16"}
+    automatic = [name for name in dtypes if keys.is_auto(f"{name}.enabled")]
+    chosen = []
+    for name in dtypes:
+        if name not in automatic and (on := keys.take(f"{name}.enabled", yes)) is not None:
+            chosen += [name] if on else []
+            keys.agree(f"{name}.enabled", f"precision.dtype is {'' if on else 'not '}{dtypes[name]!r}")
+    dtype = dtypes[chosen[0]] if chosen else "auto" if automatic else "float32"
+    for name in automatic:
+        if chosen:
+            keys.agree(f"{name}.enabled", f"precision.dtype is {dtype!r}, which is enabled")
+        else:
+            keys.take(f"{name}.enabled", yes, "precision.dtype")
+    if len(chosen) > 1:
+        keys.refuse("bf16.enabled", "fp16 and bf16 are both enabled, but a model computes in one dtype; turn one off")
+    if not keys.has_said("fp16.enabled", "bf16.enabled"):
+        keys.assumed.append("fp16, bf16: off, the model computes in float32")
+    keys.set("precision.dtype", dtype)
+    for name in dtypes:
+        if name not in chosen and (chosen or name not in automatic):
+            for path in keys.under(name):
+                keys.ignore(path, f"{name} is off")
+    _loss_scale(keys)
+
+
+def _loss_scale(keys: Keys) -> None:
+    scale = keys.take("fp16.loss_scale", number, "precision.initial_loss_scale")
+    if scale:
+        keys.honour(
+            "fp16.loss_scale",
+            "precision.initial_loss_scale",
+            scale,
+            "constant; a step that overflows ends the run here, where DeepSpeed skips it",
+        )
+        keys.set("precision.min_loss_scale", scale)
+        keys.set("precision.loss_scale_window", STATIC_WINDOW)
+        for name in ("initial_scale_power", "loss_scale_window", "min_loss_scale", "hysteresis"):
+            if keys.has(f"fp16.{name}"):
+                keys.ignore(f"fp16.{name}", "the loss scale is constant")
+        return
+    if scale == 0:
+        keys.agree("fp16.loss_scale", "0: the loss scale is dynamic")
+    power = keys.take("fp16.initial_scale_power", number, "precision.initial_loss_scale")
+    if power is not None and not abs(power) <= _LARGEST_SCALE_POWER:
+        keys.refuse("fp16.initial_scale_power", f"the loss cannot be scaled by 2 to the power of {power:g}; use 16")
+    elif power is not None:
+        keys.honour("fp16.initial_scale_power", "precision.initial_loss_scale", 2.0**power)
+    window = keys.take("fp16.loss_scale_window", whole, "precision.loss_scale_window")
+    if window is not None:
+        keys.honour("fp16.loss_scale_window", "precision.loss_scale_window", window)
+    least = keys.take("fp16.min_loss_scale", number, "precision.min_loss_scale")
+    if least is not None and least <= 0:
+        keys.ignore("fp16.min_loss_scale", "a scale of 0 leaves no gradient; precision.min_loss_scale is 1", warn=True)
+    elif least is not None:
+        keys.honour("fp16.min_loss_scale", "precision.min_loss_scale", float(least))
+    hysteresis = keys.take("fp16.hysteresis", whole)
+    if hysteresis == 1:
+        keys.agree("fp16.hysteresis", "the loss scale is halved at the first overflow")
+    elif hysteresis is not None:
+        keys.ignore("fp16.hysteresis", f"the loss scale is halved at the first overflow, not at number {hysteresis}")
+
+
+def zero(keys: Keys) -> None:
+    whole_section = "zero_optimization"
+    if keys.has(whole_section) and (on := keys.take(whole_section, yes)) is not None:
+        keys.honour(whole_section, "zero.stage", int(on), "the switch of DeepSpeed's first releases")
+    elif keys.has("zero_optimization.stage"):
+        if (stage := keys.take("zero_optimization.stage", whole, "zero.stage")) is not None:
+            keys.honour("zero_optimization.stage", "zero.stage", stage)
+    else:
+        keys.set("zero.stage", 0)
+        keys.assumed.append("zero_optimization.stage: 0, all states are replicated")
+    stage = keys.settings.get("zero", {}).get("stage", 2)
+    _offload(keys, stage)
+    _buckets(keys, stage)
+
+
+def _offload(keys: Keys, stage: int) -> None:
+    """Sections and switches that move partitions to the host or to disk. They act from a certain stage on."""
+    optimizer_section, parameter_section = OFFLOAD
+    for switch, least in (("cpu_offload", 1), ("cpu_offload_param", 3)):
+        path = f"zero_optimization.{switch}"
+        if keys.has(path) and (on := keys.take(path, yes)) is not None:
+            _offloaded(keys, path, "cpu" if on else "none", stage, least)
+    for path, least in ((optimizer_section, 1), (parameter_section, 3)):
+        if keys.has(path) and (inner := keys.take(path, section)) is not None:
+            _offloaded(keys, path, inner.get("device") or "none", stage, least)
+
+
+def _offloaded(keys: Keys, path: str, device: Any, stage: int, least: int) -> None:
+    if device == "none":
+        keys.agree(path, "partitions stay on the device")
+    elif stage < least:
+        keys.ignore(path, f"it acts from ZeRO stage {least} on, and the stage is {stage}")
+    else:
+        reason = f"partitions are not moved to {device!r} yet, so a device holds more than this file counts on"
+        keys.lack(path, "offload", reason)
+
+
+def _buckets(keys: Keys, stage: int) -> None:
+    """DeepSpeed counts buckets in elements; ours are bytes in the compute dtype, one size for gathers and sums."""
+    names = ["stage3_prefetch_bucket_size"] if stage == 3 else []
+    names += ["reduce_bucket_size", "allgather_bucket_size"]
+    paths = [f"zero_optimization.{name}" for name in names]
+    element_bytes = 4 if keys.settings["precision"]["dtype"] == "float32" else 2
+    used = None
+    for path in paths:
+        if used is not None and keys.has(path):
+            keys.ignore(path, f"gathers and sums share one bucket size here, that of {used}")
+        elif (elements := keys.take(path, whole, "zero.bucket_bytes")) is not None:
+            used = path.rpartition(".")[2]
+            note = f"{elements} elements of {element_bytes} bytes"
+            keys.honour(path, "zero.bucket_bytes", max(1, elements * element_bytes), note)
+    if keys.has("zero_optimization.stage3_prefetch_bucket_size"):
+        keys.ignore(
+            "zero_optimization.stage3_prefetch_bucket_size", f"it acts at ZeRO stage 3, and the stage is {stage}"
+        )
+
+
+def activation(keys: Keys) -> None:
+    """DeepSpeed's section tunes what a model's own checkpoint calls do; who tunes it checkpoints."""
+    partition, count = "activation_checkpointing.partition_activations", "activation_checkpointing.number_checkpoints"
+    if (on := keys.take(partition, yes)) is True:
+        note = "each tensor rank keeps whole inputs of blocks, or its share under parallel.sequence"
+        keys.honour(partition, "activation.checkpointing", "block", note)
+    elif on is False:
+        keys.agree(partition, "inputs of blocks are not cut over tensor ranks")
+    if (checkpoints := keys.take(count, whole)) is not None:
+        keys.honour(count, "activation.checkpointing", "block" if checkpoints else "none", "each block is one")
+    interval = "pipeline.activation_checkpoint_interval"
+    if (blocks := keys.take(interval, whole)) is not None:
+        note = f"DeepSpeed keeps the input of every {blocks} layers" if blocks > 1 else ""
+        keys.honour(interval, "activation.checkpointing", "block" if blocks else "none", note)
+
+
+def parallel(keys: Keys) -> None:
+    if keys.is_auto("pipeline.stages"):
+        keys.agree("pipeline.stages", "parallel.pp 1: a file says how many pipeline stages, or the program does")
+    elif (stages := keys.take("pipeline.stages", whole)) is not None:
+        keys.honour("pipeline.stages", "parallel.pp", stages)
+    how = keys.take("pipeline.partition", word)
+    if how in ("parameters", "best"):
+        keys.honour("pipeline.partition", "parallel.balance", "parameters")
+    elif how is not None:
+        keys.ignore("pipeline.partition", "stages are balanced by parameters or by time; give parallel.cut for others")
+    if (size := keys.take("tensor_parallel.autotp_size", whole, "parallel.tp")) is not None:
+        keys.honour("tensor_parallel.autotp_size", "parallel.tp", size or 1)
+
+
+def reports(keys: Keys) -> None:
+    for path in ("wall_clock_breakdown", "memory_breakdown"):
+        if (on := keys.take(path, yes)) is not None:
+            keys.agree(
+                path, "recorded for every step" if on else "recorded for every step all the same; it costs nothing"
+            )
+    if (on := keys.take("tensorboard.enabled", yes)) is not None:
+        keys.honour("tensorboard.enabled", "telemetry.tensorboard", on)
+
+
+RULES = (batch, clipping, precision, zero, optimizer, schedule, activation, parallel, reports)
+"""In an order in which later ones may look at settings of earlier ones."""

@@ -1,0 +1,199 @@
+"""DeepSpeed's optimizers and learning-rate schedules as ours.
+
+Defaults of what is left out are DeepSpeed's (ops/adam/fused_adam.py, runtime/lr_schedules.py of 0.19) and, for SGD,
+torch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from speedlab.config.deepspeed_keys import Keys, number, pair, whole, word, yes
+
+_ADAM = {"adam": "Adam", "adamw": "AdamW"}
+_ONE_BIT = {"onebitadam": "1-bit Adam (arXiv:2102.02888)", "zerooneadam": "0/1 Adam (arXiv:2202.06009)"}
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_ADAM_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+_SGD_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
+_WARMUP_STEPS = 1000
+_TOP_RATE = 1e-3
+_COSINE_FLOOR = 1e-4
+_FLOOR_DIGITS = 12
+"""A floor is a ratio of two rates of the file; digits behind these are the division's."""
+
+_PARAMS = "optimizer.params"
+_SCHEDULE = "scheduler.params"
+
+
+def optimizer(keys: Keys) -> None:
+    name = keys.take("optimizer.type", word)
+    if name is None:
+        for path in keys.under(_PARAMS):
+            keys.ignore(path, "no optimizer.type says whose parameter it is", warn=True)
+        if not keys.refused_under("optimizer"):
+            keys.assumed.append("optimizer: the one that the program brings, or SpeedLab's default AdamW")
+        return
+    kind = name.lower()
+    if kind in _ADAM:
+        _adam(keys, name)
+    elif kind == "sgd":
+        _sgd(keys)
+    elif kind in _ONE_BIT:
+        reason = f"{_ONE_BIT[kind]} is not built yet, so gradients would travel whole"
+        if keys.lack("optimizer.type", "optimizer", f"{reason}; without it the update is AdamW's"):
+            _adam(keys, "")
+    else:
+        keys.lack("optimizer.type", "optimizer", f"{name!r} is not built; there are Adam, AdamW and SGD")
+    for path in keys.under(_PARAMS):
+        if "optimizer" not in keys.settings:
+            keys.ignore(path, f"it belongs to {name}")
+        elif path.endswith(".max_grad_norm"):
+            keys.ignore(path, "DeepSpeed does not act on it either; gradient_clipping is the key")
+        else:
+            keys.ignore(path, f"{name} has no such parameter here", warn=True)
+
+
+def _adam(keys: Keys, name: str) -> None:
+    if name:
+        keys.honour("optimizer.type", "optimizer.name", "adamw")
+    for key, kind in (("lr", number), ("betas", pair), ("eps", number), ("weight_decay", number)):
+        _parameter(keys, key, kind, _ADAM_DEFAULTS)
+    decoupled = keys.take(f"{_PARAMS}.adam_w_mode", yes)
+    if decoupled is False and name.lower() == "adam" and keys.settings["optimizer"].get("weight_decay", 0.1):
+        reason = "with adam_w_mode false the decay is part of the gradient, and here it never is (arXiv:1711.05101)"
+        keys.lack(f"{_PARAMS}.adam_w_mode", "optimizer", f"{reason}; weight_decay 0 is the same in both")
+    elif decoupled is not None:
+        keys.agree(f"{_PARAMS}.adam_w_mode", "the decay is apart from the gradient, or 0")
+    corrected = keys.take(f"{_PARAMS}.bias_correction", yes)
+    if corrected is False:
+        reason = "moments are always corrected for their start at 0, which makes the first updates smaller"
+        keys.ignore(f"{_PARAMS}.bias_correction", reason, warn=True)
+    elif corrected:
+        keys.agree(f"{_PARAMS}.bias_correction", "moments are corrected for their start at 0")
+    if keys.take(f"{_PARAMS}.amsgrad", yes):
+        keys.lack(f"{_PARAMS}.amsgrad", "optimizer", "the largest second moment is not kept")
+    for key in ("torch_adam", "fused", "foreach", "set_grad_none", "capturable", "amsgrad"):
+        if keys.has(f"{_PARAMS}.{key}"):
+            keys.ignore(f"{_PARAMS}.{key}", "one kernel updates each partition")
+
+
+def _sgd(keys: Keys) -> None:
+    keys.honour("optimizer.type", "optimizer.name", "sgd")
+    for key in ("lr", "momentum", "weight_decay"):
+        _parameter(keys, key, number, _SGD_DEFAULTS)
+    if keys.take(f"{_PARAMS}.nesterov", yes):
+        keys.lack(f"{_PARAMS}.nesterov", "optimizer", "the configuration's sgd has no Nesterov momentum")
+    if keys.take(f"{_PARAMS}.dampening", number):
+        keys.lack(f"{_PARAMS}.dampening", "optimizer", "the configuration's sgd has no dampening")
+
+
+def _parameter(keys: Keys, key: str, kind: Any, defaults: dict[str, Any]) -> None:
+    """One of the optimizer's numbers, or DeepSpeed's default of it."""
+    path, field = f"{_PARAMS}.{key}", f"optimizer.{key}"
+    if not keys.has(path):
+        keys.set(field, defaults[key])
+        keys.assumed.append(f"{path}: {defaults[key]}")
+    elif (value := keys.take(path, kind, field)) is not None:
+        note = "of matrices only; DeepSpeed decays every parameter" if key == "weight_decay" and value else ""
+        keys.honour(path, field, value, note)
+
+
+def schedule(keys: Keys) -> None:
+    name = keys.take("scheduler.type", word)
+    if name is None:
+        for path in keys.under(_SCHEDULE):
+            keys.ignore(path, "no scheduler.type says whose parameter it is", warn=True)
+        if "optimizer" in keys.settings and not keys.refused_under("scheduler"):
+            _constant(keys)
+            keys.assumed.append("scheduler: the learning rate is constant")
+        return
+    if name not in _SCHEDULES:
+        known = ", ".join(_SCHEDULES)
+        if keys.lack("scheduler.type", "schedule", f"{name!r} is not built; there are {known}"):
+            _constant(keys)
+    else:
+        keys.honour("scheduler.type", "schedule.kind", _SCHEDULES[name])
+        _warm_up(keys)
+        if name != "WarmupLR":
+            _fall(keys)
+        {"WarmupLR": _ends, "WarmupDecayLR": _ends, "WarmupCosineLR": _ratios}[name](keys)
+    for path in keys.under(_SCHEDULE):
+        known = name in _SCHEDULES
+        keys.ignore(path, f"{name} has no such parameter" if known else f"it belongs to {name}", warn=known)
+
+
+def _constant(keys: Keys) -> None:
+    keys.set("schedule.kind", "constant")
+    keys.set("schedule.warmup_steps", 0)
+
+
+def _warm_up(keys: Keys) -> None:
+    steps, shape = f"{_SCHEDULE}.warmup_num_steps", f"{_SCHEDULE}.warmup_type"
+    if not keys.has(steps):
+        keys.set("schedule.warmup_steps", _WARMUP_STEPS)
+        keys.assumed.append(f"{steps}: {_WARMUP_STEPS}")
+    elif (count := keys.take(steps, whole, "schedule.warmup_steps")) is not None:
+        note = "step k (from 0) has k + 1 of n + 1 parts of the rate; DeepSpeed's first two steps have none"
+        keys.honour(steps, "schedule.warmup_steps", count, note if count else "")
+    rises = keys.take(shape, word)
+    if rises == "linear":
+        keys.agree(shape, "the rate rises linearly")
+    elif keys.settings["schedule"].get("warmup_steps", 1):
+        reason = "the rate rises linearly here; DeepSpeed's 'log' rises faster at first"
+        if rises is None:
+            keys.warnings.append(f"{shape} is left out, which is 'log': {reason}")
+        else:
+            keys.ignore(shape, reason, warn=True)
+    elif rises is not None:
+        keys.ignore(shape, "there is no warm-up")
+
+
+def _fall(keys: Keys) -> None:
+    path = f"{_SCHEDULE}.total_num_steps"
+    if not keys.has(path):
+        keys.refuse(path, "it is missing, so the rate's fall has no end; give it")
+    elif (total := keys.take(path, whole, "steps")) is not None:
+        keys.honour(path, "steps", total)
+
+
+def _ends(keys: Keys) -> None:
+    """Rates at the bottom and at the top of WarmupLR and WarmupDecayLR. The top replaces the optimizer's own rate."""
+    low_path, top_path = f"{_SCHEDULE}.warmup_min_lr", f"{_SCHEDULE}.warmup_max_lr"
+    own = keys.settings.get("optimizer", {}).get("lr")
+    falls = keys.settings["schedule"]["kind"] == "linear"
+    if keys.has(top_path):
+        if (top := keys.take(top_path, number, "optimizer.lr")) is not None:
+            keys.honour(top_path, "optimizer.lr", top)
+            if own is not None and own != top and keys.has_said(f"{_PARAMS}.lr"):
+                keys.warnings.append(f"{top_path} {top:g} counts, not {_PARAMS}.lr {own:g}: the schedule sets the rate")
+    elif falls:
+        keys.set("optimizer.lr", _TOP_RATE)
+        keys.assumed.append(f"{top_path}: {_TOP_RATE}")
+    top = keys.settings.get("optimizer", {}).get("lr", _TOP_RATE)
+    if keys.is_auto(low_path):
+        keys.agree(low_path, "0, as the Trainer has it")
+        return keys.set("schedule.floor", 0.0) if falls else None
+    low = keys.take(low_path, number) or 0.0
+    if falls:
+        floor = float(f"{low / top:.{_FLOOR_DIGITS}g}") if top else 0.0
+        keys.set("schedule.floor", floor)
+        if keys.has_said(low_path):
+            keys.honour(low_path, "schedule.floor", floor, "the rate rises from near 0, not from here" if low else "")
+    elif low:
+        keys.ignore(low_path, "the warm-up starts near 0")
+    elif keys.has_said(low_path):
+        keys.agree(low_path, "the warm-up starts near 0")
+
+
+def _ratios(keys: Keys) -> None:
+    """Shares of the top rate of WarmupCosineLR."""
+    low, floor = f"{_SCHEDULE}.warmup_min_ratio", f"{_SCHEDULE}.cos_min_ratio"
+    if keys.take(low, number):
+        keys.ignore(low, "the warm-up starts near 0")
+    elif keys.has_said(low):
+        keys.agree(low, "the warm-up starts near 0")
+    if not keys.has(floor):
+        keys.set("schedule.floor", _COSINE_FLOOR)
+        keys.assumed.append(f"{floor}: {_COSINE_FLOOR}")
+    elif (share := keys.take(floor, number, "schedule.floor")) is not None:
+        keys.honour(floor, "schedule.floor", share)

@@ -1,0 +1,115 @@
+"""A configuration as DeepSpeed's JSON. Reading what is written here gives what is written here again."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from speedlab.config.batch import DEFAULT_MICRO_SIZE
+from speedlab.config.deepspeed_rules import STATIC_WINDOW
+from speedlab.config.run import RunConfig
+
+_RATE_DIGITS = 9
+"""Fewer than a floor is read with, so that writing it again gives the same digits."""
+
+
+def to_deepspeed(config: RunConfig) -> dict[str, Any]:
+    """All of `config` that DeepSpeed's keys can say.
+
+    They cannot say: model, data, seed, dp, the pipeline's schedule and cut, sequence parallelism, evaluation,
+    checkpoints. The dtype 'auto' is written as bf16. A warm-up of 0 steps before a falling rate is written as 1, the
+    least that DeepSpeed takes.
+    """
+    written: dict[str, Any] = {
+        **_batch(config),
+        "gradient_clipping": config.clip_norm or 0.0,
+        "optimizer": _optimizer(config),
+        **_scheduler(config),
+        **_precision(config),
+        "zero_optimization": _zero(config),
+        **_parallel(config),
+        "tensorboard": {"enabled": config.telemetry.tensorboard},
+    }
+    return written
+
+
+def _batch(config: RunConfig) -> dict[str, Any]:
+    batch = config.batch
+    micro = DEFAULT_MICRO_SIZE if batch.global_size is None and batch.micro_size is None else batch.micro_size
+    sizes = {
+        "train_batch_size": batch.global_size,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": batch.accumulation,
+    }
+    return {key: value for key, value in sizes.items() if value is not None}
+
+
+def _optimizer(config: RunConfig) -> dict[str, Any]:
+    optimizer = config.optimizer
+    if optimizer.name == "sgd":
+        params = {"lr": optimizer.lr, "momentum": optimizer.momentum, "weight_decay": optimizer.weight_decay}
+        return {"type": "SGD", "params": params}
+    return {
+        "type": "AdamW",
+        "params": {
+            "lr": optimizer.lr,
+            "betas": list(optimizer.betas),
+            "eps": optimizer.eps,
+            "weight_decay": optimizer.weight_decay,
+        },
+    }
+
+
+def _scheduler(config: RunConfig) -> dict[str, Any]:
+    schedule, top = config.schedule, config.optimizer.lr
+    if schedule.kind == "constant" and schedule.warmup_steps == 0:
+        return {}
+    params: dict[str, Any] = {"warmup_num_steps": max(1, schedule.warmup_steps), "warmup_type": "linear"}
+    if schedule.kind == "cosine":
+        params = {"total_num_steps": config.steps, **params, "warmup_min_ratio": 0, "cos_min_ratio": schedule.floor}
+        return {"scheduler": {"type": "WarmupCosineLR", "params": params}}
+    if schedule.kind == "linear":
+        low = float(f"{schedule.floor * top:.{_RATE_DIGITS}g}")
+        params = {"total_num_steps": config.steps, "warmup_min_lr": low, "warmup_max_lr": top, **params}
+        return {"scheduler": {"type": "WarmupDecayLR", "params": params}}
+    return {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": top, **params}}}
+
+
+def _precision(config: RunConfig) -> dict[str, Any]:
+    precision = config.precision
+    if precision.dtype == "float32":
+        return {}
+    if precision.dtype != "float16":
+        return {"bf16": {"enabled": True}}
+    constant = precision.min_loss_scale == precision.initial_loss_scale
+    if constant and precision.loss_scale_window >= STATIC_WINDOW:
+        return {"fp16": {"enabled": True, "loss_scale": precision.initial_loss_scale}}
+    least = precision.min_loss_scale
+    return {
+        "fp16": {
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": round(math.log2(precision.initial_loss_scale)),
+            "loss_scale_window": precision.loss_scale_window,
+            "hysteresis": 1,
+            "min_loss_scale": int(least) if least == int(least) else least,
+        }
+    }
+
+
+def _zero(config: RunConfig) -> dict[str, Any]:
+    element_bytes = 4 if config.precision.dtype == "float32" else 2
+    key = "stage3_prefetch_bucket_size" if config.zero.stage == 3 else "reduce_bucket_size"
+    return {"stage": config.zero.stage, key: max(1, config.zero.bucket_bytes // element_bytes)}
+
+
+def _parallel(config: RunConfig) -> dict[str, Any]:
+    written: dict[str, Any] = {}
+    checkpointing = config.activation.checkpointing == "block"
+    if checkpointing:
+        written["activation_checkpointing"] = {"number_checkpoints": config.model.layers}
+    if config.parallel.pp > 1:
+        written["pipeline"] = {"stages": config.parallel.pp, "activation_checkpoint_interval": int(checkpointing)}
+    if config.parallel.tp > 1:
+        written["tensor_parallel"] = {"autotp_size": config.parallel.tp}
+    return written
