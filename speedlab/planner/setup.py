@@ -82,6 +82,14 @@ class Setup:
     cut: tuple[int, ...] | None = None
     """Blocks of each pipeline stage; None: balanced by parameters."""
     bucket_bytes: int = 2**20
+    scattered_messages: bool = False
+    """Whether tensor-parallel ranks each send 1/tp of what goes to the next pipeline stage, which gathers it there
+    (arXiv:2104.04473, section 4.1); this engine sends whole tensors."""
+    wide_sums: bool = True
+    """Whether gradients of several micro-batches are summed in float32, as this engine does."""
+    overlap: tuple[Literal["dp", "tp", "pp"], ...] = ()
+    """Axes whose communication runs beside kernels where this engine waits for it: parameters that are gathered after
+    the update, tensor-parallel sums, messages between pipeline stages."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """What lives in the host's memory: optimizer states and gradients; parameters besides."""

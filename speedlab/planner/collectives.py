@@ -1,0 +1,93 @@
+"""Seconds of collectives: a latency for each message and a bandwidth, over rings and trees. No torch.
+
+Let n be the ranks of a group, of which k are in each host, and b the bytes of the whole tensor.
+
+- all-gather and reduce-scatter go round a ring: n - 1 messages, b (n - 1) / n bytes over each link.
+- all-reduce is both, or a tree down and up where messages are short: 2 log2(n) latencies, 2 b bytes.
+- A ring through several hosts crosses each host's border once in each direction. A host's cards are shared by its
+  ranks: a group with k of a host's ranks has k / per_host of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from speedlab.layout import Layout
+from speedlab.planner.devices import Machines
+from speedlab.planner.efficiency import Efficiency
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """A group of ranks as its messages see it."""
+
+    ranks: int
+    bytes_per_second: float
+    latency_seconds: float
+    crosses_hosts: bool
+
+    def gather(self, nbytes: float) -> float:
+        """Seconds until every rank has the whole tensor of `nbytes`, of which each had 1/n."""
+        n = self.ranks
+        if n == 1:
+            return 0.0
+        return (n - 1) * self.latency_seconds + nbytes * (n - 1) / n / self.bytes_per_second
+
+    def reduce_scatter(self, nbytes: float) -> float:
+        """Seconds until every rank has 1/n of the sum of tensors of `nbytes`."""
+        return self.gather(nbytes)
+
+    def all_reduce(self, nbytes: float) -> float:
+        """Seconds until every rank has the sum of tensors of `nbytes`: the faster of ring and tree."""
+        n = self.ranks
+        if n == 1:
+            return 0.0
+        tree = 2 * math.ceil(math.log2(n)) * self.latency_seconds + 2 * nbytes / self.bytes_per_second
+        return min(2 * self.gather(nbytes), tree)
+
+    def send(self, nbytes: float) -> float:
+        """Seconds of one message from a rank to the next."""
+        return self.latency_seconds + nbytes / self.bytes_per_second if self.ranks > 1 else 0.0
+
+
+def ring(machines: Machines, efficiency: Efficiency, *, ranks: int, stride: int, messages: bool = False) -> Ring:
+    """The ring of `ranks` ranks whose numbers are `stride` apart; with `messages`, of ranks that send to the next one
+    rather than sum or gather."""
+    per_host = machines.per_host
+    inside = min(ranks, max(1, per_host // stride))
+    in_host = machines.in_host.bandwidth_bytes_per_second * (efficiency.messages if messages else efficiency.in_host)
+    crosses = ranks * stride > per_host and ranks > inside and machines.between is not None
+    if not crosses or machines.between is None:
+        return Ring(
+            ranks=ranks,
+            bytes_per_second=in_host,
+            latency_seconds=machines.in_host.latency_seconds,
+            crosses_hosts=False,
+        )
+    share = efficiency.messages if messages else efficiency.between
+    network = machines.between.host_bytes_per_second * share * inside / per_host
+    return Ring(
+        ranks=ranks,
+        bytes_per_second=min(in_host, network) if inside > 1 else network,
+        latency_seconds=machines.between.latency_seconds,
+        crosses_hosts=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rings:
+    """A layout's three groups."""
+
+    dp: Ring
+    tp: Ring
+    pp: Ring
+
+
+def rings(layout: Layout, machines: Machines, efficiency: Efficiency) -> Rings:
+    """tp is the fastest axis, so its ranks are neighbours; dp ranks are tp apart, pp ranks dp × tp."""
+    return Rings(
+        dp=ring(machines, efficiency, ranks=layout.dp, stride=layout.tp),
+        tp=ring(machines, efficiency, ranks=layout.tp, stride=1),
+        pp=ring(machines, efficiency, ranks=layout.pp, stride=layout.dp * layout.tp, messages=True),
+    )

@@ -1,0 +1,45 @@
+"""FLOP of a training step in the four conventions by which figures are published. A multiplication and an addition are
+two operations. No torch.
+
+For a GPT whose feed-forward layer is 4 hidden wide, with l layers, hidden h, sequences of s and a vocabulary of V, a
+token of a step is
+
+- model: 72 l h² (1 + s / 6h + V / 12lh) (arXiv:2205.05198, PaLM's MFU): what the model needs.
+- hardware: 96 l h² (1 + s / 6h + V / 16lh) (arXiv:2104.04473): blocks are computed a second time; of
+  a run that recomputes nothing, the same as model.
+- parameters: 8 N with, 6 N without recomputation: attention left out, embeddings counted.
+- attention: 6 N + 12 l h s: embeddings counted.
+
+Here they are counted from the matrices, so that other shapes have them too. None halves attention for a causal mask.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from speedlab.planner.setup import Checkpointing, ModelShape
+from speedlab.planner.shapes import block_weights, cross_attention, head_size, shape_parameters
+
+Convention = Literal["model", "hardware", "parameters", "attention"]
+CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
+
+
+def token_flops(shape: ModelShape, convention: Convention, checkpointing: Checkpointing = "none") -> float:
+    """FLOP of a step for one token, forward and backward."""
+    again = checkpointing == "block"
+    inner = shape.heads * head_size(shape)
+    depth = shape.layers + 2 * shape.decoder_layers  # A decoder's layer attends twice.
+    scores = 12 * depth * inner * shape.sequence_length
+    if convention == "parameters":
+        return (8 if again else 6) * shape_parameters(shape)
+    if convention == "attention":
+        return 6 * shape_parameters(shape) + scores
+    blocks = 6 * (shape.layers + shape.decoder_layers) * block_weights(shape).matrices
+    blocks += 6 * shape.decoder_layers * cross_attention(shape)
+    head = 6 * shape.vocab_size * shape.hidden
+    if convention == "model":
+        return blocks + scores + head
+    if convention == "hardware":
+        selective = scores / 3 if checkpointing == "selective" else 0
+        return (blocks + scores) * (4 / 3 if again else 1) + selective + head
+    raise ValueError(f"convention {convention!r} is not one of {', '.join(CONVENTIONS)}")

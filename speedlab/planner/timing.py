@@ -1,0 +1,260 @@
+"""How long a training step takes, before it runs. No torch.
+
+1. Kernels of the slowest pipeline stage, for one micro-batch: forward, backward, what is computed again.
+2. Tensor-parallel sums of it: two of a micro-batch's hidden states in each block in each direction, and again where a
+   block is recomputed. They are waited for.
+3. All micro-batches of a step, and the share of the time in which a pipeline stands still while it fills and drains.
+4. Gradients and parameters between data-parallel ranks; what forward and backward can hide is not waited for.
+5. The update, on the device or in the host's memory, with what travels there and back.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+from speedlab.layout import LayoutError, layer_counts
+from speedlab.planner.bubble import bubble_share
+from speedlab.planner.collectives import Rings, rings
+from speedlab.planner.devices import Machines
+from speedlab.planner.efficiency import Efficiency
+from speedlab.planner.flops import Convention, token_flops
+from speedlab.planner.kernels import Pass, Rates, block_pass, head_pass
+from speedlab.planner.links import parse_link
+from speedlab.planner.setup import ModelShape, Setup
+from speedlab.planner.shapes import block_weights, check_shape, cross_attention
+
+PARTS = {
+    "forward": "forward kernels",
+    "backward": "backward kernels",
+    "recompute": "computing activations again",
+    "logits": "logits and loss",
+    "tensor parallel": "sums between tensor-parallel ranks",
+    "pipeline messages": "activations between pipeline stages",
+    "bubble": "pipeline ranks that stand still",
+    "data parallel": "gradients and parameters between data-parallel ranks",
+    "optimizer": "the update",
+    "offload": "the update in the host's memory, and the way there and back",
+}
+"""Part of a step -> in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """A step's time, and what it means for a whole training."""
+
+    setup: Setup
+    machines: Machines
+    parts: dict[str, float] = field(hash=False)
+    """Seconds by part, in the order of `PARTS`; they sum to the step."""
+    hidden_seconds: float
+    """Data-parallel communication that forward and backward hide."""
+    caution: str
+    """What of the estimate was not validated; empty when all was."""
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices together."""
+        return self.setup.global_size * self.setup.shape.sequence_length / self.step_seconds
+
+    def tflops(self, convention: Convention) -> float:
+        """TFLOP/s of each device, by that convention."""
+        flops = token_flops(self.setup.shape, convention, self.setup.checkpointing)
+        return flops * self.tokens_per_second / self.setup.layout.world_size / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP as a share of the device's peak, 0 to 1."""
+        return self.tflops("model") * 1e12 / self.machines.device.peak(self.setup.dtype)
+
+    def seconds_for(self, tokens: float) -> float:
+        """Seconds of a training on so many tokens."""
+        return tokens / self.tokens_per_second
+
+    def days(self, tokens: float) -> float:
+        return self.seconds_for(tokens) / 86400
+
+    def device_hours(self, tokens: float) -> float:
+        return self.seconds_for(tokens) / 3600 * self.setup.layout.world_size
+
+    def cost(self, tokens: float) -> float | None:
+        """In the currency of the machines' price; None when they have none."""
+        price = self.machines.price_per_device_hour
+        return None if price is None else price * self.device_hours(tokens)
+
+    @property
+    def limit(self) -> str:
+        """What limits the step, in words: the largest part, kernels left out where something else takes a fifth."""
+        waits = {part: seconds for part, seconds in self.parts.items() if part not in ("forward", "backward")}
+        part = max(waits, key=waits.__getitem__)
+        share = waits[part] / self.step_seconds
+        if share < 0.2:
+            computing = (self.parts["forward"] + self.parts["backward"]) / self.step_seconds
+            return f"computing ({computing:.0%}); then {PARTS[part]} ({share:.0%})"
+        return f"{PARTS[part]} ({share:.0%} of the step)"
+
+
+def predict_time(setup: Setup, machines: Machines, efficiency: Efficiency) -> StepTime:
+    """The time of one step of `setup` on `machines`.
+
+    Raises ValueError for a shape that cannot be, LayoutError when the machines have too few devices.
+    """
+    check_shape(setup.shape)
+    if setup.layout.world_size > machines.world_size:
+        raise LayoutError(
+            f"{setup.layout} = {setup.layout.world_size} ranks, but {machines} has {machines.world_size} devices; "
+            "use a smaller layout or more hosts"
+        )
+    rates = Rates.of(machines.device, efficiency, setup.dtype)
+    groups = rings(setup.layout, machines, efficiency)
+    turn = _slowest_turn(setup, rates, groups, efficiency.overlap)
+    micro_batches = setup.accumulation
+    share = bubble_share(setup.schedule, pp=setup.layout.pp, chunks=setup.chunks, micro_batches=micro_batches)
+    parts = {part: micro_batches * seconds for part, seconds in turn.items()}
+    parts["bubble"] = sum(parts.values()) * share / (1 - share)
+    exposed, hidden = _data_parallel(setup, groups, turn, efficiency)
+    parts["data parallel"] = exposed
+    parts["optimizer"], parts["offload"] = _update(setup, machines, rates, efficiency)
+    return StepTime(
+        setup=setup,
+        machines=machines,
+        parts={part: parts.get(part, 0.0) for part in PARTS},
+        hidden_seconds=hidden,
+        caution=_caution(setup, machines, efficiency),
+    )
+
+
+def _slowest_turn(setup: Setup, rates: Rates, groups: Rings, overlap: float) -> dict[str, float]:
+    """Seconds by part of one micro-batch on the pipeline rank that takes longest."""
+    shape, layout = setup.shape, setup.layout
+    block, head = block_pass(setup, rates), head_pass(setup, rates)
+    cross = block_pass(setup, rates, cross=True) if shape.decoder_layers else block
+    counts = blocks_by_rank(setup)
+    decoders = shape.decoder_layers
+    # Decoder layers come last; where there are none, every block is alike.
+    after, turns = 0, []
+    for rank, count in reversed(list(enumerate(counts))):
+        of_decoder = min(count, max(0, decoders - after))
+        after += count
+        turns.append(_turn(setup, groups, block, count - of_decoder, cross, of_decoder, head, rank == layout.pp - 1))
+    slowest = max(turns, key=lambda turn: sum(turn.values()))
+    for axis, part in (("tp", "tensor parallel"), ("pp", "pipeline messages")):
+        if axis in setup.overlap:
+            slowest[part] *= 1 - overlap
+    return slowest
+
+
+def _turn(
+    setup: Setup, groups: Rings, block: Pass, plain: int, cross: Pass, crossed: int, head: Pass, last: bool
+) -> dict[str, float]:
+    """Seconds by part of one micro-batch on a pipeline rank with so many plain and crossed blocks."""
+    layout, shape = setup.layout, setup.shape
+    tokens = setup.micro_size * shape.sequence_length
+    hidden_bytes = tokens * shape.hidden * (4 if setup.dtype == "float32" else 2)
+    again = setup.checkpointing == "block"
+    forward = plain * block.forward + crossed * cross.forward
+    core = plain * block.core + crossed * cross.core
+    sums = (2 * plain + 3 * crossed) * (3 if again else 2)
+    boundary = hidden_bytes / layout.tp if setup.sequence_parallel or setup.scattered_messages else hidden_bytes
+    messages = 2 * setup.chunks if setup.schedule in ("interleaved", "zero-bubble") else 2
+    return {
+        "forward": forward,
+        "backward": plain * block.backward + crossed * cross.backward,
+        "recompute": forward if again else core if setup.checkpointing == "selective" else 0.0,
+        "logits": head.forward + head.backward if last else 0.0,
+        "tensor parallel": (sums + (1 if last else 0)) * groups.tp.all_reduce(hidden_bytes),
+        "pipeline messages": messages * groups.pp.send(boundary),
+    }
+
+
+def _data_parallel(setup: Setup, groups: Rings, turn: dict[str, float], efficiency: Efficiency) -> tuple[float, float]:
+    """(exposed, hidden) seconds of a step between data-parallel ranks."""
+    element = 4 if setup.dtype == "float32" else 2
+    held = rank_parameters(setup)
+    summed = 4 if setup.wide_sums and setup.accumulation > 1 and setup.zero_stage < 2 else element
+    pipeline = setup.layout.pp > 1
+    scatters = 1 if setup.zero_stage < 2 or pipeline else setup.accumulation
+    dp = groups.dp
+    if setup.zero_stage == 0:
+        gradients, parameters = dp.all_reduce(held * summed), 0.0
+    else:
+        gradients, parameters = scatters * dp.reduce_scatter(held * summed), dp.gather(held * element)
+    computing = turn["forward"] + turn["backward"] + turn["recompute"] + turn["logits"]
+    if setup.zero_stage < 3:
+        # The last micro-batch's backward hides gradients, stage 2's every one; parameters are waited for.
+        window = scatters * (turn["backward"] + turn["recompute"])
+        hidden = efficiency.overlap * min(gradients, window)
+        if "dp" in setup.overlap:
+            hidden += efficiency.overlap * min(parameters, turn["forward"])
+        return gradients + parameters - hidden, hidden
+    passes = setup.accumulation
+    total = gradients + 2 * passes * parameters
+    hidden = efficiency.overlap * min(total, passes * computing)
+    return total - hidden, hidden
+
+
+def _update(setup: Setup, machines: Machines, rates: Rates, efficiency: Efficiency) -> tuple[float, float]:
+    """(optimizer, offload) seconds of a step."""
+    held = rank_parameters(setup)
+    owned = held / setup.layout.dp if setup.zero_stage >= 1 else held
+    element = rates.element_bytes
+    moments = 2 if setup.optimizer.name == "adamw" else int(setup.optimizer.momentum > 0)
+    # Master weights and moments are read and written, gradients read twice (the norm, the update), parameters written.
+    if setup.offload == "none":
+        moved = owned * (8 * (1 + moments) + 2 * element + (element if element < 4 else 0))
+        return moved / rates.memory_bytes, 0.0
+    link = parse_link(machines.device.host_link).bandwidth_bytes_per_second * efficiency.host_link
+    neighbours = min(machines.per_host, setup.layout.world_size)
+    travels = owned * 2 * element
+    if setup.offload == "parameters":
+        travels += 2 * setup.accumulation * owned * element
+    return 0.0, owned * neighbours * efficiency.host_adam_seconds + travels / link
+
+
+def blocks_by_rank(setup: Setup) -> list[int]:
+    """Blocks of each pipeline rank."""
+    pp = setup.layout.pp
+    stages = pp * (setup.chunks if setup.schedule in ("interleaved", "zero-bubble") else 1)
+    counts = setup.cut or stage_counts(setup.shape, stages)
+    return [sum(counts[rank::pp]) for rank in range(pp)]
+
+
+@functools.lru_cache(maxsize=4096)
+def stage_counts(shape: ModelShape, stages: int) -> tuple[int, ...]:
+    """Blocks of each pipeline stage, balanced by parameters. Raises ValueError when there are too few blocks."""
+    weights = block_weights(shape).total
+    table = shape.vocab_size * shape.hidden
+    costs = [weights] * shape.layers + [weights + cross_attention(shape)] * shape.decoder_layers
+    return layer_counts(costs, stages, first=table, last=table)
+
+
+def rank_parameters(setup: Setup) -> float:
+    """Parameters of the pipeline rank that computes with most, on one tensor-parallel rank."""
+    shape, layout = setup.shape, setup.layout
+    weights = block_weights(shape)
+    block = weights.matrices / layout.tp + weights.rest
+    cross = cross_attention(shape) / layout.tp * shape.decoder_layers / (shape.layers + shape.decoder_layers)
+    table = shape.vocab_size * shape.hidden / layout.tp
+    counts = blocks_by_rank(setup)
+    tables = [0] * layout.pp
+    tables[0] += 1
+    tables[-1] += 0 if shape.tied and layout.pp == 1 else 1
+    return max(count * (block + cross) + own * table for count, own in zip(counts, tables, strict=True))
+
+
+def _caution(setup: Setup, machines: Machines, efficiency: Efficiency) -> str:
+    """What of this was outside the published rows and own measurements."""
+    doubts = []
+    if not efficiency.validated:
+        doubts.append(f"no published run of {machines.device.name} was compared; its efficiency is taken from H100")
+    if setup.attention == "sparse":
+        doubts.append("sparse attention is timed as if it were dense")
+    if setup.shape.decoder_layers:
+        doubts.append("no encoder-decoder was compared")
+    if setup.offload != "none" and setup.layout.world_size > 1:
+        doubts.append("offload on several devices misses published runs by more than a quarter")
+    return "; ".join(doubts)
