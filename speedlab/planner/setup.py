@@ -32,6 +32,8 @@ class ModelShape:
     """None: as many as heads."""
     head_size: int | None = None
     """None: hidden / heads."""
+    context: int | None = None
+    """Rows of a learned table of positions. None: the sequence length."""
     gated: bool = False
     """Whether the feed-forward layer has a third matrix."""
     position: Literal["learned", "rotary", "relative"] = "learned"
@@ -42,6 +44,11 @@ class ModelShape:
     dropout: float = 0.0
     chunked_loss: bool = False
     """Whether head and loss are computed a few tokens at a time, so that logits are never whole."""
+
+    @property
+    def positions(self) -> int:
+        """Rows of the table of positions, where it is learned."""
+        return self.sequence_length if self.context is None else self.context
 
     @classmethod
     def of_config(cls, model: ModelConfig, sequence_length: int) -> ModelShape:
@@ -54,6 +61,7 @@ class ModelShape:
             ffn_hidden=model.ffn_hidden,
             vocab_size=model.vocab_size,
             sequence_length=sequence_length,
+            context=model.context,
             position=model.position,
             norm=model.norm,
             tied=model.tied,

@@ -1,0 +1,460 @@
+"""Activations of the built-in GPT on one rank: what forward and backward of a micro-batch keep and pass on.
+
+Each layer is written down as what it takes and frees, in the order in which torch does so: tensors that autograd saves
+stay until the layer's backward, results live until their last use. A walk over a micro-batch then gives the bytes after
+its forward, and the most there are at any moment; that is what `Engine.trace_activations` measures by following every
+storage. What an operation takes inside itself (a kernel's workspace) is seen by a GPU's allocator only, and counted
+there only.
+
+Where devices differ:
+
+| layer       | cpu                                                 | cuda                                          |
+|-------------|-----------------------------------------------------|-----------------------------------------------|
+| RMSNorm     | elementwise operations; in float32 for 16-bit dtypes | one kernel; keeps its input                   |
+| dropout     | the mask in the compute dtype                       | the mask, one byte an element                 |
+| attention   | flash without dropout; probabilities with it        | flash with or without: q, k, v, output and a  |
+|             |                                                     | float32 a query                               |
+
+B sequences, T tokens, C hidden, V vocabulary; n = B T tokens; sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from speedlab.planner.setup import Setup
+
+Device = Literal["cpu", "cuda"]
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FLOAT32 = 4
+
+
+class Tally:
+    """Bytes that are alive, and the most there were."""
+
+    def __init__(self, live: int = 0) -> None:
+        self.live = self.peak = live
+
+    def take(self, *sizes: int) -> None:
+        """One after the other."""
+        self.live += sum(sizes)
+        self.peak = max(self.peak, self.live)
+
+    def free(self, *sizes: int) -> None:
+        self.live -= sum(sizes)
+
+    @contextmanager
+    def passing(self, *sizes: int) -> Iterator[None]:
+        """What is only there inside."""
+        self.take(*sizes)
+        yield
+        self.free(*sizes)
+
+    def touch(self, *sizes: int) -> None:
+        """Take and free at once."""
+        self.take(*sizes)
+        self.free(*sizes)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of the tensors of one micro-batch on one rank."""
+
+    setup: Setup
+    device: Device
+    tensor: int = 0
+    """Tensor-parallel index: shares of a vocabulary may differ by one row."""
+
+    @cached_property
+    def element(self) -> int:
+        return DTYPE_BYTES[self.setup.dtype]
+
+    @cached_property
+    def tokens(self) -> int:
+        return self.setup.micro_size * self.setup.shape.sequence_length
+
+    @cached_property
+    def tp(self) -> int:
+        return self.setup.layout.tp
+
+    @cached_property
+    def sequence(self) -> bool:
+        return self.setup.sequence_parallel and self.tp > 1
+
+    @cached_property
+    def hidden(self) -> int:
+        """(n, C)."""
+        return self.tokens * self.setup.shape.hidden * self.element
+
+    @cached_property
+    def local(self) -> int:
+        """(n, C), or with sequence parallelism (n / tp, C): what residuals and norms work on."""
+        return self.hidden // self.tp if self.sequence else self.hidden
+
+    @cached_property
+    def heads(self) -> int:
+        """(n, C / tp): this rank's queries, and as many outputs of attention."""
+        shape = self.setup.shape
+        size = shape.head_size or shape.hidden // shape.heads
+        return self.tokens * shape.heads * size * self.element // self.tp
+
+    @cached_property
+    def pair(self) -> int:
+        """Keys and values together, where there may be fewer heads of them."""
+        shape = self.setup.shape
+        return 2 * self.heads * (shape.kv_heads or shape.heads) // shape.heads
+
+    @cached_property
+    def inner(self) -> int:
+        """(n, F / tp) inside the feed-forward layer."""
+        return self.tokens * self.setup.shape.ffn_hidden * self.element // self.tp
+
+    @cached_property
+    def row(self) -> int:
+        """One float32 for each token that a norm works on."""
+        return self.tokens * _FLOAT32 // (self.tp if self.sequence else 1)
+
+    @cached_property
+    def queries(self) -> int:
+        """One float32 for each query of this rank's heads."""
+        return self.tokens * self.setup.shape.heads * _FLOAT32 // self.tp
+
+    @cached_property
+    def probabilities(self) -> int:
+        """(B, H / tp, T, T) in the compute dtype."""
+        shape = self.setup.shape
+        return self.tokens * shape.sequence_length * shape.heads // self.tp * self.element
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Rows of the token table on this rank."""
+        count = self.setup.shape.vocab_size
+        return count * (self.tensor + 1) // self.tp - count * self.tensor // self.tp
+
+    @cached_property
+    def table(self) -> int:
+        """The token table's gradient in the compute dtype."""
+        return self.vocabulary * self.setup.shape.hidden * self.element
+
+    def matrix(self, inputs: int, outputs: int) -> int:
+        """A weight's gradient on this rank, of a layer that is cut over the tensor-parallel ranks."""
+        return inputs * outputs * self.element // self.tp
+
+    @cached_property
+    def low(self) -> bool:
+        return self.element < _FLOAT32
+
+    @cached_property
+    def saves_norm_input(self) -> bool:
+        """Whether a norm keeps what it was given, rather than a float32 copy of it."""
+        return self.setup.shape.norm == "layer" or not self.low or self.device == "cuda"
+
+    @cached_property
+    def mask(self) -> int:
+        """Dropout's mask over the residual stream."""
+        return self.local // self.element if self.device == "cuda" else self.local
+
+    @cached_property
+    def chunk(self) -> int:
+        """Tokens of which `cuda_ops.linear_cross_entropy` makes logits at once."""
+        widest = -(-self.setup.shape.vocab_size // self.tp)
+        cheap = min(256, (16 << 20) // max(1, widest * self.element))
+        return min(self.tokens, min(1024, max(self.tokens // 10, cheap, 16)) // 16 * 16)
+
+
+# ---- norms -----------------------------------------------------------------------------------------------------------
+
+
+def norm_forward(t: Tally, s: Sizes) -> None:
+    """Leaves its result, and what it saves beside its input."""
+    x, row = s.local, s.row
+    if s.setup.shape.norm == "layer":
+        t.take(x, *_statistics(s))
+    elif s.device == "cuda":
+        t.take(x, row)
+    else:
+        wide = x // s.element * _FLOAT32
+        if s.low:
+            t.take(wide)
+        with t.passing(wide, row):
+            t.take(row)
+        t.take(wide)
+        if s.low:
+            with t.passing(wide):
+                t.take(x)
+        else:
+            t.take(x)
+
+
+def norm_backward(t: Tally, s: Sizes, *, residual: bool) -> None:
+    """From the gradient of its result, which is freed, to that of its input; with `residual` added to what came round
+    the layer, which is freed too. Frees what it saved, and its input."""
+    x, row = s.local, s.row
+    vector = s.setup.shape.hidden * _FLOAT32
+    if s.setup.shape.norm == "layer" or s.device == "cuda":
+        with t.passing(vector):
+            t.take(x)
+            t.free(x, x, *(_statistics(s) if s.setup.shape.norm == "layer" else (row,)))
+            _add(t, x, residual)
+        return
+    wide = x // s.element * _FLOAT32
+    if s.low:
+        t.take(wide)
+        t.free(x)
+    t.take(wide, wide, vector)  # Of the weight, and of what it was multiplied with.
+    t.free(vector, wide, wide, wide)  # The first product, the gradient that came, the normalised input.
+    t.take(wide, wide, row)
+    t.free(wide, wide)
+    if not s.low:
+        _add(t, x, residual)
+    t.take(wide)
+    t.free(row, row)
+    t.take(wide, wide, wide)
+    t.free(wide, wide, wide, wide)  # All but the last product, and the saved input.
+    t.take(wide)
+    t.free(wide, wide)
+    if s.low:
+        t.take(x)
+        t.free(wide)
+        _add(t, x, residual)
+
+
+def _statistics(s: Sizes) -> tuple[int, int]:
+    """Mean and inverse deviation of LayerNorm."""
+    size = s.row if s.device == "cuda" else s.row // _FLOAT32 * s.element
+    return size, size
+
+
+def _add(t: Tally, size: int, wanted: bool) -> None:
+    """The sum of two tensors that end with it."""
+    if wanted:
+        t.take(size)
+        t.free(size, size)
+
+
+# ---- between tensor-parallel ranks -----------------------------------------------------------------------------------
+
+
+def _gathered(t: Tally, s: Sizes) -> None:
+    """All tokens of what each rank has some of."""
+    t.take(s.hidden)
+    t.take(s.hidden)
+    t.free(s.hidden)
+
+
+def _scattered(t: Tally, s: Sizes) -> None:
+    """A rank's tokens of a sum; the terms are freed."""
+    t.take(s.hidden, s.local)
+    t.free(s.hidden, s.hidden)
+
+
+def _summed(t: Tally, size: int) -> None:
+    """A sum over the ranks in a new tensor; the term is freed."""
+    t.take(size)
+    t.free(size)
+
+
+def enter(t: Tally, s: Sizes) -> None:
+    """Into layers of which each rank has a part. Sequence parallelism leaves two tensors where one was."""
+    if s.sequence:
+        _gathered(t, s)
+
+
+def enter_backward(t: Tally, s: Sizes) -> None:
+    if s.sequence:
+        _scattered(t, s)
+    elif s.tp > 1:
+        _summed(t, s.hidden)
+
+
+def leave(t: Tally, s: Sizes) -> None:
+    """Out of them: the sum over the ranks, bias, dropout, residual. The first input of `enter` is freed."""
+    if s.sequence:
+        _scattered(t, s)
+        t.free(s.local)
+    elif s.tp > 1:
+        _summed(t, s.hidden)
+    if s.tp > 1 and s.setup.shape.bias:
+        _summed(t, s.local)
+    if s.setup.shape.dropout:
+        drop(t, s)
+    _summed(t, s.local)
+
+
+def leave_backward(t: Tally, s: Sizes) -> int:
+    """Returns the bytes of the gradient that goes on, 0 where it is still the residual's."""
+    own = 0
+    if s.setup.shape.dropout:
+        own = s.local
+        t.take(own)
+        t.free(s.mask)
+    if s.sequence:
+        _gathered(t, s)
+        t.free(own)
+        own = s.hidden
+    return own
+
+
+def drop(t: Tally, s: Sizes) -> None:
+    """Dropout of the residual stream: its mask stays."""
+    if s.sequence:
+        t.touch(s.hidden)  # Drawn for all tokens.
+    t.take(s.mask, s.local)
+    t.free(s.local)
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def keeps_probabilities(s: Sizes) -> bool:
+    """Whether attention of this set-up works through whole probabilities."""
+    if s.setup.attention == "plain":
+        return True
+    return s.setup.shape.dropout > 0 and (s.device == "cpu" or s.tp > 1)
+
+
+def attend_forward(t: Tally, s: Sizes) -> None:
+    """From queries, keys and values, one tensor, to the outputs side by side."""
+    q, pair = s.heads, s.pair
+    rotary = s.setup.shape.position == "rotary"
+    if rotary:
+        for size in (q, pair // 2):
+            wide = size // s.element * _FLOAT32
+            t.take(wide)
+            t.touch(wide)
+            if s.low:
+                t.take(size)
+                t.free(wide)
+    if not keeps_probabilities(s):
+        t.take(q, s.queries)
+        if rotary:
+            t.take(q)  # Laid out anew.
+        return
+    wide, p = _math_sizes(s)
+    t.take(3 * wide)  # Queries and keys scaled, values, contiguous.
+    with t.passing(4 * wide if s.low else wide):
+        t.take(p)
+        t.touch(p)
+        if s.setup.shape.dropout:
+            t.take(p)
+            t.take(p)
+            if s.low:
+                t.touch(p // 2, 2 * wide)
+    if s.setup.checkpointing == "selective":
+        t.free(p * (3 if s.setup.shape.dropout else 1))
+    t.take(q)
+    t.free(q + pair)
+    if rotary:
+        t.free(q, pair // 2)
+
+
+def attend_backward(t: Tally, s: Sizes) -> None:
+    """From the gradient of the outputs, which is freed, to that of queries, keys and values in one tensor."""
+    q, pair = s.heads, s.pair
+    rotary = s.setup.shape.position == "rotary"
+    if not keeps_probabilities(s):
+        t.take(q + pair)
+        t.free(q, q + pair, s.queries, q)  # What came; and saved: the projections, statistics, outputs.
+        if rotary:
+            t.free(q, pair // 2)
+    else:
+        wide, p = _math_sizes(s)
+        dropout = s.setup.shape.dropout > 0
+        if s.setup.checkpointing == "selective":
+            t.take(p * (3 if dropout else 1))
+        t.take(wide)
+        t.free(q)
+        t.take(wide, p)
+        t.free(wide, wide)  # The gradient, and values.
+        if dropout:
+            t.free(p)  # What was multiplied with values.
+            t.take(p)
+            t.free(p, p)
+        t.take(p)
+        t.free(p, p)
+        t.take(wide, wide)
+        t.free(p, wide, wide)
+        if s.low:
+            t.take(q + pair)
+            t.free(3 * wide)
+    if rotary:
+        for size in (q, pair // 2):
+            t.touch(2 * size)
+    t.touch(q + pair)  # Laid side by side,
+    t.touch(q + pair)  # and then contiguous.
+
+
+def _math_sizes(s: Sizes) -> tuple[int, int]:
+    """(heads, probabilities) of attention that torch computes step by step; on CPUs in float32."""
+    factor = _FLOAT32 // s.element if s.device == "cpu" and s.tp == 1 else 1
+    return factor * s.heads, factor * s.probabilities
+
+
+# ---- a block ---------------------------------------------------------------------------------------------------------
+
+
+def block_forward(t: Tally, s: Sizes, *, again: bool = False) -> None:
+    """From the block's input, which stays, to its output. `again`: for a backward that only wants what is saved; the
+    last layer is left out."""
+    norm_forward(t, s)
+    enter(t, s)
+    t.take(s.heads + s.pair)
+    attend_forward(t, s)
+    t.take(s.hidden)
+    leave(t, s)
+    norm_forward(t, s)
+    enter(t, s)
+    t.take(s.inner * (2 if s.setup.shape.gated else 1))
+    t.take(s.inner)
+    if again:
+        if s.sequence:
+            t.free(s.local)
+        if s.setup.shape.dropout:
+            t.touch(s.hidden, s.local)
+            t.take(s.mask)
+    else:
+        t.take(s.hidden)
+        leave(t, s)
+    if not s.saves_norm_input:
+        t.free(s.local)  # The residual stream between attention and feed-forward.
+
+
+def block_backward(t: Tally, s: Sizes, *, held: bool = False) -> None:
+    """From the gradient of the output to that of the input; everything the block has saved is freed. `held`: somebody
+    else keeps the gradient of the output."""
+    shape = s.setup.shape
+    came = leave_backward(t, s)
+    down, up = s.matrix(shape.ffn_hidden, shape.hidden), s.matrix(shape.hidden, shape.ffn_hidden)
+    _linear_backward(t, weight=down, out=s.inner, gradient=came, saved=s.inner)
+    widths = 2 if shape.gated else 1
+    t.take(widths * s.inner)
+    t.free(s.inner, widths * s.inner)
+    _linear_backward(t, weight=widths * up, out=s.hidden, gradient=widths * s.inner, saved=s.hidden)
+    enter_backward(t, s)
+    norm_backward(t, s, residual=True)
+    if held:
+        t.take(s.local)
+    came = leave_backward(t, s)
+    size = shape.head_size or shape.hidden // shape.heads
+    queries = shape.heads * size
+    copied = s.heads if shape.position == "rotary" or keeps_probabilities(s) else 0
+    _linear_backward(t, weight=s.matrix(queries, shape.hidden), out=s.heads, gradient=came, saved=copied)
+    attend_backward(t, s)
+    projections = queries * (s.heads + s.pair) // s.heads
+    _linear_backward(
+        t, weight=s.matrix(shape.hidden, projections), out=s.hidden, gradient=s.heads + s.pair, saved=s.hidden
+    )
+    enter_backward(t, s)
+    norm_backward(t, s, residual=True)
+
+
+def _linear_backward(t: Tally, *, weight: int, out: int, gradient: int, saved: int) -> None:
+    """`out`: the gradient of the inputs; `gradient`, `saved`: what is freed, of outputs and inputs."""
+    with t.passing(weight):
+        t.take(out)
+        t.free(gradient, saved)

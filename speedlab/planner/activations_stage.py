@@ -1,0 +1,315 @@
+"""Activations of a pipeline stage of the built-in GPT, or of the whole model: embedding, blocks, head and loss in one
+micro-batch, and how many micro-batches are under way under each schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from speedlab.planner.activations import (
+    Device,
+    Sizes,
+    Tally,
+    block_backward,
+    block_forward,
+    drop,
+    enter,
+    enter_backward,
+    norm_backward,
+    norm_forward,
+)
+from speedlab.planner.setup import Setup
+
+_INT64, _FLOAT32 = 8, 4
+_LOSS_NUMBERS = 80
+"""Bytes for each token of a chunk that a loss over a cut vocabulary takes beside its matrices."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment of a micro-batch: bytes alive at its end, and the most there were since the mark before."""
+
+    label: str
+    live: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One micro-batch on one stage, bytes."""
+
+    kept: int
+    """Between forward and backward."""
+    forward_peak: int
+    backward_peak: int
+    left: tuple[int, int]
+    """What is sent after the forward and after the backward: the pipeline lets go of it at the end of the step."""
+    forward: tuple[Mark, ...]
+    backward: tuple[Mark, ...]
+
+
+def walk(s: Sizes, *, blocks: int, first: bool, last: bool) -> Pass:
+    """A micro-batch through a stage of so many `blocks`. `first`, `last`: whether embedding and head are its own."""
+    t, marks = Tally(), []
+
+    def mark(label: str) -> None:
+        marks.append(Mark(label, t.live, t.peak))
+        t.peak = t.live
+
+    tied = first and last and s.setup.shape.tied
+    if first:
+        _embed(t, s)
+    else:
+        t.take(s.local)
+    if s.setup.shape.position == "rotary":
+        t.take(_rotation(s))
+    mark("embedding" if first else "receive")
+    for number in range(blocks):
+        _forward(t, s, given=number == 0 and not first)
+        mark(f"block {number}")
+    if last:
+        _head(t, s)
+        mark("head and loss")
+    else:
+        t.free(s.local)
+    kept, forward = t.live, tuple(marks)
+    marks.clear()
+
+    if last:
+        _head_backward(t, s, tied=tied)
+    else:
+        t.take(s.local)
+    mark("head and loss" if last else "receive")
+    for number in reversed(range(blocks)):
+        _backward(t, s, given=number == 0 and not first, held=number == blocks - 1 and not last)
+        mark(f"block {number}")
+    if s.setup.shape.position == "rotary":
+        t.free(_rotation(s))
+    if first:
+        _embed_backward(t, s, tied=tied)
+    mark("embedding" if first else "send")
+    return Pass(
+        kept=kept,
+        forward_peak=max(each.peak for each in forward),
+        backward_peak=max(each.peak for each in marks),
+        left=(0 if last else s.local, 0 if first else s.local),
+        forward=forward,
+        backward=tuple(marks),
+    )
+
+
+def _forward(t: Tally, s: Sizes, *, given: bool) -> None:
+    """A block, from its input to its output. `given`: the pipeline holds the input."""
+    if s.setup.checkpointing == "block":
+        t.touch(2 * s.local + s.hidden + max(2 * s.inner, 4 * s.heads + s.pair))  # Less than backward takes.
+        t.take(s.local)
+        return
+    block_forward(t, s)
+    if not (s.saves_norm_input or given):
+        t.free(s.local)
+
+
+def _backward(t: Tally, s: Sizes, *, given: bool, held: bool) -> None:
+    checkpointed = s.setup.checkpointing == "block"
+    if checkpointed:
+        block_forward(t, s, again=True)
+    block_backward(t, s, held=held)
+    if held:
+        t.free(s.local)
+    if not s.saves_norm_input and (checkpointed or given):
+        t.free(s.local)  # The input, of which the norm has kept a copy only.
+
+
+# ---- embedding -------------------------------------------------------------------------------------------------------
+
+
+def _rotation(s: Sizes) -> int:
+    """Cosines and sines of a sequence's positions."""
+    shape = s.setup.shape
+    return shape.sequence_length * (shape.head_size or shape.hidden // shape.heads) * _FLOAT32
+
+
+def _embed(t: Tally, s: Sizes) -> None:
+    shape = s.setup.shape
+    if s.tp > 1:
+        t.take(s.tokens, _INT64 * s.tokens)  # Tokens of other ranks' rows, and the others' numbers here.
+        with t.passing(s.hidden, s.hidden):
+            t.take(s.hidden)
+    else:
+        t.take(s.hidden)
+    if shape.position == "learned":
+        positions = s.hidden // s.setup.micro_size
+        t.take(shape.sequence_length * _INT64)
+        with t.passing(positions):
+            t.take(s.hidden)
+        t.free(s.hidden)
+    if s.sequence:
+        t.take(s.local)
+        t.free(s.hidden)
+    if shape.dropout:
+        drop(t, s)
+
+
+def _embed_backward(t: Tally, s: Sizes, *, tied: bool) -> None:
+    """`tied`: the gradient of the table's other use is still here."""
+    shape = s.setup.shape
+    if shape.dropout:
+        t.take(s.local)
+        t.free(s.local, s.mask)
+    if s.sequence:
+        t.take(s.hidden, s.hidden)
+        t.free(s.hidden, s.local)
+    if shape.position == "learned":
+        with t.passing(shape.positions * shape.hidden * s.element):
+            t.touch(s.hidden // s.setup.micro_size)
+        t.free(shape.sequence_length * _INT64)
+    if s.tp > 1:
+        t.take(s.hidden)
+        t.free(s.hidden)
+    t.take(s.table)
+    t.free(s.hidden)
+    if tied:
+        t.take(s.table)
+        t.free(s.table, s.table)
+    t.free(s.table)
+    if s.tp > 1:
+        t.free(s.tokens, _INT64 * s.tokens)
+
+
+# ---- head and loss ---------------------------------------------------------------------------------------------------
+
+
+def _head(t: Tally, s: Sizes) -> None:
+    """From the last block's output to the loss. The final norm has no residual; its input stays only if it saves it."""
+    norm_forward(t, s)
+    enter(t, s)
+    t.take(_INT64 * s.tokens)
+    if s.tp > 1:
+        _cut_loss(t, s)
+    elif s.setup.shape.chunked_loss:
+        t.take(s.hidden, s.table)
+        if s.device == "cuda":  # Logits and probabilities of a chunk, and their gradient.
+            t.touch(s.chunk * s.vocabulary * (_FLOAT32 + 2 * s.element))
+        t.free(s.hidden)
+    else:
+        logits, wide = _logits(s)
+        t.take(logits)
+        if s.low:
+            t.take(wide)
+            t.free(logits)
+        t.take(wide)
+        t.free(wide)
+    if not s.saves_norm_input:
+        t.free(s.local)
+
+
+def _logits(s: Sizes) -> tuple[int, int]:
+    """(n, V) in the compute dtype and in float32."""
+    count = s.tokens * s.vocabulary
+    return count * s.element, count * _FLOAT32
+
+
+def _cut_loss(t: Tally, s: Sizes) -> None:
+    """`vocabulary_cross_entropy`: gradients are made at once, from exponentials of a chunk of tokens."""
+    t.take(s.hidden, s.table)
+    exponentials = s.chunk * s.vocabulary * s.element
+    some = exponentials if s.chunk == s.tokens else 2 * exponentials  # The next are made before the last are freed.
+    if s.setup.dtype == "float16" or s.device == "cuda":
+        some += s.chunk * s.vocabulary * (2 * _FLOAT32 + s.element)
+    inputs = s.chunk * s.setup.shape.hidden
+    narrowed = inputs * s.element if s.low else 0
+    t.touch(some + inputs * _FLOAT32 + narrowed + _LOSS_NUMBERS * s.chunk + 2 * _INT64 * s.tokens)
+    t.free(s.hidden)
+    if s.sequence:
+        t.free(s.local)
+
+
+def _head_backward(t: Tally, s: Sizes, *, tied: bool) -> None:
+    """To the gradient of the last block's output. `tied`: the table's gradient waits for that of its other use."""
+    setup = s.setup
+    scaled = setup.accumulation * setup.layout.dp > 1 or setup.dtype == "float16"
+    if s.tp > 1:
+        if scaled:
+            t.take(s.hidden, s.table)
+            t.free(s.hidden, s.table)
+    elif not setup.shape.chunked_loss:
+        logits, wide = _logits(s)
+        t.take(wide, wide)
+        t.free(wide, wide)
+        if s.low:
+            t.take(logits)
+            t.free(wide)
+        t.take(s.table, s.hidden)
+        t.free(logits, s.hidden)
+    t.free(_INT64 * s.tokens)
+    if not tied:
+        t.free(s.table)
+    enter_backward(t, s)
+    norm_backward(t, s, residual=False)
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+def step_order(setup: Setup, pipeline: int) -> Iterator[tuple[str, int]]:
+    """(F, B or W; which of the rank's stages) in the order in which a pipeline rank works. W: the second half of a
+    backward, which frees what was kept; under other schedules than zero-bubble B does."""
+    pp, m = setup.layout.pp, setup.accumulation
+    chunks = setup.chunks if setup.schedule in ("interleaved", "zero-bubble") else 1
+    total = m * chunks
+    if pp == 1:
+        ahead, chunks, total = 0, 1, m
+    elif setup.schedule == "gpipe":
+        ahead = m
+    elif setup.schedule == "1f1b":
+        ahead = pp - 1 - pipeline
+    else:
+        together = 2 if setup.schedule == "interleaved" else 1
+        ahead = (chunks - 1) * _round(pp, m) + together * (pp - 1 - pipeline)
+    ahead = min(ahead, total)
+    late = pipeline if setup.schedule == "zero-bubble" and pp > 1 else 0
+    turn = _round(pp, m)
+    for k in range(ahead):
+        yield "F", k // turn % chunks
+    for k in range(total):
+        if ahead + k < total:
+            yield "F", (ahead + k) // turn % chunks
+        yield "B", chunks - 1 - k // turn % chunks
+        if k >= late:
+            yield "W", chunks - 1 - (k - late) // turn % chunks
+    for k in range(max(0, total - late), total):
+        yield "W", chunks - 1 - k // turn % chunks
+
+
+def _round(pp: int, micro_batches: int) -> int:
+    """Micro-batches that a stage takes in one go."""
+    return micro_batches // max(1, micro_batches // pp)
+
+
+def passes(setup: Setup, cut: Sequence[int], pipeline: int, tensor: int, device: Device) -> list[Pass]:
+    """A micro-batch on each stage of a pipeline rank. `cut`: blocks of each stage of the model."""
+    s = Sizes(setup, device, tensor)
+    return [
+        walk(s, blocks=cut[number], first=number == 0, last=number == len(cut) - 1)
+        for number in range(pipeline, len(cut), setup.layout.pp)
+    ]
+
+
+def step_peak(setup: Setup, stages: Sequence[Pass], pipeline: int) -> int:
+    """The most bytes of activations in a step of a pipeline rank with these `stages`."""
+    pp = setup.layout.pp
+    n = setup.micro_size * setup.shape.sequence_length
+    live = 2 * setup.accumulation * n * _INT64 if pp > 1 else 0  # Tokens and targets of all micro-batches, end to end.
+    peak = live
+    for kind, chunk in step_order(setup, pipeline):
+        stage = stages[chunk]
+        if kind == "F":
+            peak = max(peak, live + stage.forward_peak)
+            live += stage.kept + stage.left[0]
+        elif kind == "B":
+            peak = max(peak, live - stage.kept + stage.backward_peak)
+            live += stage.left[1]
+        else:
+            live -= stage.kept
+        peak = max(peak, live)
+    return peak
