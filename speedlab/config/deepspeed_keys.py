@@ -80,7 +80,7 @@ class Keys:
             if path in ("fp16", "bf16") and isinstance(value, bool):
                 path = f"{path}.enabled"
             if path in self._values:
-                older = f"{before}{key}" in LEGACY
+                older = written != path
                 kept, lost = (self._written[path], written) if older else (written, self._written[path])
                 self.warnings.append(f"{kept} and {lost} are two names of one key; {kept} counts")
                 if older:

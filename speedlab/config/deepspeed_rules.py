@@ -150,8 +150,10 @@ def _buckets(keys: Keys, stage: int) -> None:
     for path in paths:
         if used is not None and keys.has(path):
             keys.ignore(path, f"gathers and sums share one bucket size here, that of {used}")
-        elif (elements := keys.take(path, whole, "zero.bucket_bytes")) is not None:
+            continue
+        if keys.has(path):
             used = path.rpartition(".")[2]
+        if (elements := keys.take(path, whole, "zero.bucket_bytes")) is not None:
             note = f"{elements} elements of {element_bytes} bytes"
             keys.honour(path, "zero.bucket_bytes", max(1, elements * element_bytes), note)
     if keys.has("zero_optimization.stage3_prefetch_bucket_size"):
