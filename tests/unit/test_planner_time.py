@@ -1,0 +1,248 @@
+"""Step time against numbers worked out by hand: FLOP, rings, what is waited for and what is hidden."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from speedlab.layout import Layout, LayoutError
+from speedlab.planner.bubble import bubble_share
+from speedlab.planner.collectives import Ring, rings
+from speedlab.planner.devices import DeviceSpec, Machines
+from speedlab.planner.efficiency import Efficiency, efficiency_of
+from speedlab.planner.flops import token_flops
+from speedlab.planner.links import Link
+from speedlab.planner.presets import cluster, model
+from speedlab.planner.setup import Setup
+from speedlab.planner.shapes import shape_parameters
+from speedlab.planner.timing import PARTS, blocks_by_rank, predict_time, rank_parameters
+
+ENDLESS = 1e30
+
+
+def ideal(*, hosts: int = 1, per_host: int = 8, in_host: float = ENDLESS, between: float = ENDLESS) -> Machines:
+    """Devices of 1 TFLOP/s with endless memory bandwidth; links without latency."""
+    spec = DeviceSpec(
+        name="ideal",
+        memory_bytes=2**40,
+        peak_flops={"bfloat16": 1e12, "float32": 1e12},
+        memory_bytes_per_second=ENDLESS,
+    )
+    return Machines(
+        device=spec,
+        per_host=per_host,
+        hosts=hosts,
+        in_host=Link(name="in", bandwidth_bytes_per_second=in_host, latency_seconds=0),
+        between=Link(name="out", bandwidth_bytes_per_second=between, latency_seconds=0),
+    )
+
+
+IDEAL = Efficiency.measured(kernel_seconds=0)
+
+
+def setup(**changes: Any) -> Setup:
+    base = Setup(
+        shape=replace(model("gpt2"), dropout=0.0, causal=False),
+        layout=Layout(),
+        zero_stage=0,
+        dtype="bfloat16",
+        micro_size=2,
+        accumulation=4,
+        attention="plain",
+    )
+    return replace(base, **changes)
+
+
+# FLOP
+
+
+@pytest.mark.parametrize("name", ["gpt3-175b", "mt-nlg-530b", "1t"])
+def test_conventions_are_the_papers_formulas(name: str) -> None:
+    shape = model(name)
+    s, l, h, v = shape.sequence_length, shape.layers, shape.hidden, shape.vocab_size  # noqa: E741 - the papers' names
+    hardware = 96 * l * h * h * (1 + s / (6 * h) + v / (16 * l * h))
+    wanted = 72 * l * h * h * (1 + s / (6 * h) + v / (12 * l * h))
+    assert token_flops(shape, "hardware", "block") == pytest.approx(hardware, rel=1e-12)
+    assert token_flops(shape, "model", "block") == pytest.approx(wanted, rel=1e-12)
+    assert token_flops(shape, "hardware") == token_flops(shape, "model")
+    assert token_flops(shape, "parameters", "block") == 8 * shape_parameters(shape)
+    assert token_flops(shape, "attention") == 6 * shape_parameters(shape) + 12 * l * h * s
+
+
+def test_selective_recomputation_computes_the_scores_again() -> None:
+    shape = model("gpt3-175b")
+    again = token_flops(shape, "hardware", "selective") - token_flops(shape, "model")
+    assert again == pytest.approx(4 * shape.layers * shape.hidden * shape.sequence_length)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "block"])
+def test_an_ideal_device_computes_at_its_peak(checkpointing: Any) -> None:
+    wanted = setup(checkpointing=checkpointing)
+    found = predict_time(wanted, ideal(), IDEAL)
+    assert found.tflops("hardware") == pytest.approx(1.0, rel=1e-6)
+    assert found.mfu <= 1
+
+
+# Collectives
+
+
+def test_rings_by_hand() -> None:
+    ring = Ring(ranks=4, bytes_per_second=1e9, latency_seconds=1e-3, crosses_hosts=False)
+    assert ring.gather(4e9) == pytest.approx(3e-3 + 3.0)
+    assert ring.all_reduce(4e9) == pytest.approx(6e-3 + 6.0), "twice the ring, for long messages"
+    assert ring.all_reduce(4) == pytest.approx(4e-3, rel=1e-4), "two levels of a tree, for short ones"
+    alone = replace(ring, ranks=1)
+    assert (alone.gather(1e9), alone.all_reduce(1e9), alone.send(1e9)) == (0, 0, 0)
+
+
+def test_a_group_gets_its_share_of_the_hosts_cards() -> None:
+    machines = ideal(hosts=4, in_host=100e9, between=8e9)
+    found = rings(Layout(tp=4, dp=8), machines, IDEAL)
+    assert not found.tp.crosses_hosts
+    assert found.tp.bytes_per_second == 100e9
+    assert found.dp.crosses_hosts
+    assert found.dp.bytes_per_second == 2e9, "4 groups share a host's 8 GB/s"
+    whole = rings(Layout(dp=32), machines, IDEAL)
+    assert whole.dp.bytes_per_second == 8e9, "one group has all of it"
+    chain = rings(Layout(tp=8, pp=4), machines, IDEAL)
+    assert chain.pp.bytes_per_second == 1e9, "8 pairs at once"
+
+
+def test_tensor_parallel_sums_by_hand() -> None:
+    """Two all-reduces of tokens × hidden × 2 bytes in each block and direction; a third of them again for blocks that
+    are computed again; one more for the head."""
+    machines = ideal(in_host=1e9)
+    tokens, hidden = 2 * 1024, 768
+    once = 2 * (3 / 4) * tokens * hidden * 2 / 1e9
+    plain = predict_time(setup(layout=Layout(tp=4)), machines, IDEAL)
+    assert plain.parts["tensor parallel"] == pytest.approx(4 * (12 * 4 + 1) * once)
+    again = predict_time(setup(layout=Layout(tp=4), checkpointing="block"), machines, IDEAL)
+    assert again.parts["tensor parallel"] == pytest.approx(4 * (12 * 6 + 1) * once)
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "bytes_a_parameter"),
+    [
+        (0, 1, 2 + 2),  # all-reduce: reduce-scatter and gather
+        (0, 4, 4 + 4),  # sums of several micro-batches are float32
+        (1, 4, 4 + 2),
+        (2, 4, 4 * 2 + 2),  # reduced with every micro-batch, in the compute dtype
+        (3, 4, 4 * 2 + 2 * 4 * 2),  # gathered forward and backward
+    ],
+)
+def test_data_parallel_traffic_by_hand(stage: int, accumulation: int, bytes_a_parameter: int) -> None:
+    wanted = setup(layout=Layout(dp=4), zero_stage=stage, accumulation=accumulation)
+    found = predict_time(wanted, ideal(in_host=1e6), IDEAL)
+    held = rank_parameters(wanted)
+    # The position table is left out of what a rank computes with.
+    assert held == pytest.approx(shape_parameters(wanted.shape), rel=0.01)
+    assert found.parts["data parallel"] == pytest.approx(bytes_a_parameter * held * 3 / 4 / 1e6, rel=1e-3)
+    assert found.hidden_seconds == 0
+
+
+def test_what_is_hidden_is_not_waited_for() -> None:
+    wanted = setup(layout=Layout(dp=4), zero_stage=3)
+    machines = ideal(in_host=1e9)
+    waited = predict_time(wanted, machines, IDEAL)
+    hidden = predict_time(wanted, machines, replace(IDEAL, overlap=0.5))
+    assert hidden.hidden_seconds > 0
+    assert hidden.step_seconds + hidden.hidden_seconds == pytest.approx(waited.step_seconds)
+
+
+# Pipelines, the update, the whole
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1)])
+def test_the_bubble_is_the_theorys_share(schedule: Any, chunks: int) -> None:
+    wanted = setup(layout=Layout(pp=4), accumulation=8, schedule=schedule, chunks=chunks)
+    found = predict_time(wanted, ideal(), IDEAL)
+    passes = found.step_seconds - found.parts["optimizer"] - found.parts["data parallel"]
+    share = bubble_share(schedule, pp=4, chunks=chunks, micro_batches=8)
+    assert found.parts["bubble"] / passes == pytest.approx(share)
+
+
+def test_the_slowest_pipeline_rank_counts() -> None:
+    even = setup(layout=Layout(pp=2), cut=(6, 6))
+    uneven = replace(even, cut=(10, 2))
+    assert blocks_by_rank(uneven) == [10, 2]
+    of_even, of_uneven = (predict_time(wanted, ideal(), IDEAL).parts["forward"] for wanted in (even, uneven))
+    assert of_uneven / of_even == pytest.approx(10 / 6)
+
+
+def test_the_update_moves_30_bytes_a_parameter_it_owns() -> None:
+    machines = ideal()
+    slow = replace(machines, device=replace(machines.device, memory_bytes_per_second=1e9))
+    for stage, share in ((0, 1), (1, 4)):
+        wanted = setup(layout=Layout(dp=4), zero_stage=stage)
+        found = predict_time(wanted, slow, IDEAL)
+        assert found.parts["optimizer"] == pytest.approx(30 * rank_parameters(wanted) / share / 1e9)
+    wide = predict_time(setup(dtype="float32"), slow, IDEAL)
+    assert wide.parts["optimizer"] == pytest.approx(32 * rank_parameters(setup()) / 1e9)
+
+
+def test_parts_sum_to_the_step_and_to_tokens_days_hours_and_cost() -> None:
+    machines = replace(cluster("1024-a100"), price_per_device_hour=2.0)
+    wanted = Setup(
+        shape=model("gpt3-175b"),
+        layout=Layout(dp=8, tp=8, pp=16),
+        zero_stage=1,
+        dtype="bfloat16",
+        micro_size=1,
+        accumulation=192,
+        checkpointing="block",
+        attention="plain",
+    )
+    found = predict_time(wanted, machines, efficiency_of(machines.device))
+    assert list(found.parts) == list(PARTS)
+    assert found.tokens_per_second == pytest.approx(1536 * 2048 / sum(found.parts.values()))
+    assert found.days(300e9) == pytest.approx(300e9 / found.tokens_per_second / 86400)
+    assert found.device_hours(300e9) == pytest.approx(24 * 1024 * found.days(300e9))
+    assert found.cost(300e9) == pytest.approx(2 * found.device_hours(300e9))
+    assert 25 < found.days(300e9) < 45, "34 days were published (arXiv:2104.04473)"
+    assert "%" in found.limit
+
+
+def test_narrow_products_are_slow() -> None:
+    """A tenth of the hidden size, cut over 8 ranks, reaches less of the peak than a whole one."""
+    machines = cluster("1024-a100")
+    efficiency = efficiency_of(machines.device)
+    rates = []
+    for name in ("gpt2", "gpt3-175b"):
+        wanted = setup(shape=model(name), layout=Layout(tp=4), dtype="bfloat16", accumulation=1, attention="fused")
+        found = predict_time(wanted, machines, efficiency)
+        computing = found.parts["forward"] + found.parts["backward"]
+        rates.append(found.mfu * found.step_seconds / computing)
+    assert rates[0] < 0.7 * rates[1]
+
+
+def test_what_was_not_validated_says_so() -> None:
+    b200 = Machines.parse("8 B200")
+    assert "B200" in predict_time(setup(), b200, efficiency_of(b200.device)).caution
+    a100 = Machines.parse("8 A100-80")
+    assert predict_time(setup(), a100, efficiency_of(a100.device)).caution == ""
+    t5 = setup(shape=model("t5-11b"))
+    assert "encoder-decoder" in predict_time(t5, a100, efficiency_of(a100.device)).caution
+
+
+def test_more_ranks_than_devices() -> None:
+    with pytest.raises(LayoutError, match=r"= 16 ranks, but 1 × 8 .* has 8 devices"):
+        predict_time(setup(layout=Layout(dp=16)), ideal(), IDEAL)
+
+
+def test_two_trillion_parameters_are_planned_in_a_second() -> None:
+    machines = cluster("1024-a100")
+    wanted = Setup(
+        shape=model("2t"),
+        layout=Layout(dp=2, tp=8, pp=64),
+        zero_stage=1,
+        dtype="bfloat16",
+        micro_size=1,
+        accumulation=512,
+        checkpointing="block",
+    )
+    began = time.perf_counter()
+    predict_time(wanted, machines, efficiency_of(machines.device))
+    assert time.perf_counter() - began < 1
