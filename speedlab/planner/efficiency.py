@@ -7,7 +7,8 @@ only test them. On this machine `speedlab calibrate` measures the rates themselv
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from speedlab.planner.devices import DeviceSpec
 
@@ -38,6 +39,8 @@ class Efficiency:
     """Of the host's processors together, for one parameter's update (arXiv:2101.06840, table 4)."""
     validated: bool = True
     """Whether measured runs, published or own, have set and tested these constants."""
+    calibration: Any = field(default=None, hash=False, repr=False)
+    """Of a machine that was measured: its `Calibration`, whose `predict(setup)` knows more than these shares say."""
 
     @classmethod
     def measured(cls, *, kernel_seconds: float, overlap: float = 0.0) -> Efficiency:
