@@ -77,7 +77,7 @@ def shape_parameters(shape: ModelShape) -> int:
     hidden = shape.hidden
     norm = 2 * hidden if shape.norm == "layer" and shape.bias else hidden
     table = shape.vocab_size * hidden
-    positions = shape.sequence_length * hidden if shape.position == "learned" else 0
+    positions = shape.positions * hidden if shape.position == "learned" else 0
     blocks = (shape.layers + shape.decoder_layers) * block_weights(shape).total
     blocks += shape.decoder_layers * cross_attention(shape)
     ends = norm * (2 if shape.decoder_layers else 1)

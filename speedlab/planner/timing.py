@@ -228,11 +228,14 @@ def blocks_by_rank(setup: Setup) -> list[int]:
 
 @functools.lru_cache(maxsize=4096)
 def stage_counts(shape: ModelShape, stages: int) -> tuple[int, ...]:
-    """Blocks of each pipeline stage, balanced by parameters. Raises ValueError when there are too few blocks."""
+    """Blocks of each pipeline stage, balanced by parameters as this engine does. Raises ValueError when there are fewer
+    blocks than stages."""
     weights = block_weights(shape).total
     table = shape.vocab_size * shape.hidden
     costs = [weights] * shape.layers + [weights + cross_attention(shape)] * shape.decoder_layers
-    return layer_counts(costs, stages, first=table, last=table)
+    positions = shape.positions * shape.hidden if shape.position == "learned" else 0
+    norm = 2 * shape.hidden if shape.norm == "layer" and shape.bias else shape.hidden
+    return layer_counts(costs, stages, first=table + positions, last=norm + table)
 
 
 def rank_parameters(setup: Setup) -> float:

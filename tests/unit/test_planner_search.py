@@ -1,0 +1,198 @@
+"""The search against brute force, and its promises: what it names fits, keeps the batch, and says what limits it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from speedlab.layout import Layout
+from speedlab.planner.devices import Machines
+from speedlab.planner.efficiency import efficiency_of
+from speedlab.planner.memory import RankMemory, predict_memory
+from speedlab.planner.presets import cluster, model
+from speedlab.planner.search import (
+    USABLE,
+    cheapest_change,
+    held_bytes,
+    largest_model,
+    search,
+)
+from speedlab.planner.setup import ModelShape, Setup
+from speedlab.planner.shapes import shape_parameters
+from speedlab.planner.timing import predict_time
+
+SHAPE = ModelShape(
+    name="small", layers=8, hidden=2048, heads=16, ffn_hidden=8192, vocab_size=50304, sequence_length=1024
+)
+
+
+def small(memory_gib: float) -> Machines:
+    machines = Machines.parse("4 A100-40")
+    return replace(machines, device=replace(machines.device, memory_bytes=int(memory_gib * 2**30)))
+
+
+def brute_force(machines: Machines, global_size: int) -> float:
+    """Seconds of the fastest step among all that fit, every one asked."""
+    best = float("inf")
+    for dp, tp, pp in product((1, 2, 4), repeat=3):
+        if dp * tp * pp != 4:
+            continue
+        stages = (0,) if dp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
+        for stage, micro, again in product(stages, (1, 2, 4, 8, 16, 32, 64), ("none", "block")):
+            share = global_size // dp
+            if share % micro:
+                continue
+            setup = Setup(
+                shape=SHAPE,
+                layout=Layout(dp=dp, tp=tp, pp=pp),
+                zero_stage=stage,
+                dtype="bfloat16",
+                micro_size=micro,
+                accumulation=share // micro,
+                checkpointing=again,
+                sequence_parallel=tp > 1,
+            )
+            winds: list[dict[str, Any]] = [{}]
+            if pp > 1 and setup.accumulation % pp == 0:
+                winds.append({"schedule": "interleaved", "chunks": 2})
+            for wind in winds:
+                wound = replace(setup, **wind)
+                if held_bytes(wound) <= USABLE * machines.device.memory_bytes:
+                    seconds = predict_time(wound, machines, efficiency_of(machines.device)).step_seconds
+                    best = min(best, seconds)
+    return best
+
+
+@pytest.mark.parametrize("memory_gib", [4, 6, 9, 20])
+def test_the_fastest_is_what_brute_force_finds(memory_gib: float) -> None:
+    machines = small(memory_gib)
+    found = search(SHAPE, machines, global_size=64)
+    assert found[0].time.step_seconds == pytest.approx(brute_force(machines, 64))
+
+
+def test_more_memory_is_never_slower_and_too_little_finds_nothing() -> None:
+    speeds = [search(SHAPE, small(gib), global_size=64)[0].time.step_seconds for gib in (4, 8, 16, 32)]
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[0] > speeds[-1]
+    assert search(SHAPE, small(0.5), global_size=64) == []
+
+
+def test_what_it_names_fits_and_keeps_the_batch() -> None:
+    machines = cluster("1024-a100")
+    found = search(model("gpt3-175b"), machines, global_size=1536)
+    assert len(found) == 5
+    assert len({candidate.setup.layout for candidate in found}) == 5
+    for candidate in found:
+        assert candidate.setup.global_size == 1536
+        assert candidate.setup.layout.world_size == 1024
+        assert candidate.held_bytes == max(rank.total for rank in predict_memory(candidate.setup))
+        assert candidate.free_bytes >= (1 - USABLE) * machines.device.memory_bytes
+        assert "limited by" in candidate.reason
+        assert "GiB left" in candidate.reason
+    seconds = [candidate.time.step_seconds for candidate in found]
+    assert seconds == sorted(seconds)
+
+
+def test_targets_differ_as_they_say() -> None:
+    machines = Machines.parse("4x8 A100-80 nvlink3 ib-200x8")
+    shape = model("turing-nlg-17b")
+    fastest, cheapest, fewest = (
+        search(shape, machines, global_size=512, target=target)[0]
+        for target in ("fastest", "cheapest", "fewest devices")
+    )
+    assert fastest.devices == 32
+    assert fastest.time.step_seconds < min(cheapest.time.step_seconds, fewest.time.step_seconds)
+    assert cheapest.device_seconds <= min(fastest.device_seconds, fewest.device_seconds)
+    assert fewest.devices <= cheapest.devices
+    # 16 bytes a parameter: 256 GiB of states need four devices of 79 GiB at least.
+    assert fewest.devices >= 4
+
+
+def test_devices_that_the_batch_cannot_occupy_are_left_idle() -> None:
+    """12 blocks and 4 sequences cannot be divided over 1,024 devices."""
+    found = search(model("gpt2"), cluster("1024-a100"), global_size=4)
+    assert found
+    assert found[0].devices < 1024
+    assert found[0].setup.global_size == 4
+
+
+def test_two_trillion_parameters_on_1024_devices_in_seconds() -> None:
+    began = time.perf_counter()
+    found = search(model("2t"), cluster("1024-a100"), global_size=1024)
+    assert time.perf_counter() - began < 20
+    assert found
+
+
+def test_what_was_not_validated_says_so() -> None:
+    machines = Machines.parse("8 B200")
+    assert "B200" in search(SHAPE, machines, global_size=64)[0].caution
+    assert search(SHAPE, Machines.parse("8 A100-80"), global_size=64)[0].caution == ""
+    t5 = search(model("t5-3b"), machines, global_size=64)[0]
+    assert "published rules" in t5.caution
+
+
+def test_wrong_requests() -> None:
+    machines = small(8)
+    with pytest.raises(ValueError, match="target 'best' is not one of fastest, cheapest, fewest devices"):
+        search(SHAPE, machines, global_size=64, target="best")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="global_size 0"):
+        search(SHAPE, machines, global_size=0)
+    with pytest.raises(ValueError, match="does not divide by heads"):
+        search(replace(SHAPE, heads=15), machines, global_size=64)
+
+
+# The largest model, the cheapest change
+
+
+def test_the_largest_model_fits_and_the_next_one_would_not() -> None:
+    machines = Machines.parse("1 A100-40")
+    found = largest_model(machines)
+    assert found is not None
+    assert held_bytes(found.setup) <= USABLE * machines.device.memory_bytes
+    # 16 bytes a parameter of model states bound it from above; something is left for activations.
+    bound = machines.device.memory_bytes / 16
+    assert 0.6 * bound < shape_parameters(found.setup.shape) < bound
+    assert shape_parameters(largest_model(Machines.parse("1 A100-80")).setup.shape) > shape_parameters(  # type: ignore[union-attr]
+        found.setup.shape
+    )
+
+
+def test_the_cheapest_changes_fit_and_are_in_order_of_their_price() -> None:
+    machines = small(9)
+    before = Setup(shape=SHAPE, layout=Layout(dp=4), zero_stage=0, dtype="bfloat16", micro_size=16, accumulation=1)
+    assert held_bytes(before) > machines.device.memory_bytes
+    found = cheapest_change(before, machines)
+    assert len(found) == 3
+    seconds = predict_time(before, machines, efficiency_of(machines.device)).step_seconds
+    for change in found:
+        assert held_bytes(change.setup) <= USABLE * machines.device.memory_bytes
+        assert change.setup.global_size == before.global_size
+        assert change.price == pytest.approx(change.candidate.time.step_seconds / seconds - 1)
+        assert "GiB left" in str(change)
+
+
+def test_a_single_change_comes_before_pairs() -> None:
+    machines = small(20)
+    before = Setup(shape=SHAPE, layout=Layout(dp=4), zero_stage=0, dtype="bfloat16", micro_size=16, accumulation=1)
+    found = cheapest_change(before, machines)
+    singles = [change for change in found if ";" not in change.words]
+    assert singles
+    assert found[: len(singles)] == singles
+    assert [change.price for change in singles] == sorted(change.price for change in singles)
+
+
+def test_a_machines_own_memory_can_be_asked() -> None:
+    asked: list[Setup] = []
+
+    def none_fits(setup: Setup) -> Sequence[RankMemory]:
+        asked.append(setup)
+        return [RankMemory(activations=2**60)]
+
+    assert search(SHAPE, small(20), global_size=16, memory=none_fits) == []
+    assert asked
+    assert cheapest_change(asked[0], small(20), memory=none_fits) == []
