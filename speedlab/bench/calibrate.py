@@ -1,0 +1,379 @@
+"""Measuring this machine for the planner: `speedlab calibrate`.
+
+For each number of engines, as many rank processes measure at once, so that they share memory's bandwidth as a run's
+engines would: blocks of the built-in GPT, heads with their loss, the update, collectives, and whole steps of very small
+models. `planner.calibration_fit` makes constants of it. On GPUs times are those between events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from speedlab.bench.ranks import RankSet
+from speedlab.config import ModelConfig, OptimizerConfig
+from speedlab.layout import Layout
+from speedlab.planner.calibration import Calibration
+from speedlab.planner.calibration_fit import BlockTime, CollectiveTime, Samples, SetupTime, fit_constants
+from speedlab.planner.calibration_store import this_machine
+from speedlab.planner.setup import ModelShape, Setup
+
+_BLOCKS = (
+    # hidden, heads, tokens of a sequence, sequences
+    (64, 2, 64, 1),
+    (64, 4, 128, 4),
+    (192, 3, 128, 1),
+    (192, 6, 128, 8),
+    (192, 6, 256, 4),
+    (384, 6, 64, 2),
+    (384, 6, 256, 2),
+    (768, 12, 64, 2),
+)
+"""Of what engines on processors train; each with its feed-forward layer four times as wide."""
+
+_HEADS = ((64, 1024, 128, 2), (192, 4096, 128, 4), (384, 8192, 128, 2))
+"""(hidden, vocabulary, tokens of a sequence, sequences)"""
+
+_DEPTHS = (2, 8)
+"""Blocks of the small models whose whole steps are measured."""
+
+_ROW = 3
+"""Blocks that are timed in a row: their weights and activations do not all stay in the nearest cache."""
+
+_UPDATED = 1 << 20
+"""Parameters of the update that is timed."""
+
+_PRODUCT = 256
+"""Width of the product of matrices that says how fast they are at best."""
+
+_COPIED_BYTES = 1 << 19
+"""Of the copy that says how fast bytes can be moved at best: as many as an activation has, so from and to caches."""
+
+_COLLECTIVE_BYTES = (1 << 16, 1 << 20, 1 << 23)
+_MESSAGE_BYTES = (1 << 14, 1 << 17, 1 << 20)
+"""Of flats; of activations."""
+
+_LARGE_BYTES = 1 << 26
+
+_DTYPES = ("float32", "bfloat16")
+
+
+def measure(engines: Sequence[int], *, rounds: int = 5, say: Callable[[str], object] = print) -> Calibration:
+    """The calibration of this machine for these numbers of engines. `say` hears what is going on."""
+    from speedlab.hardware import available_cores, cuda_devices, memory_bytes
+
+    gpus = cuda_devices()
+    cores = len(available_cores())
+    memory = sum(gpu.capacity_bytes for gpu in gpus) if gpus else memory_bytes()[0]
+    samples: list[Samples] = []
+    rates: dict[str, float] = {}
+    process = 0
+    for number in engines:
+        threads = 1 if gpus else max(1, cores // number)
+        with RankSet(number) as ranks:
+            say(f"{_engines(number)}: starting")
+            process = max(process, ranks.call(_begin, threads))
+            for dtype in _DTYPES:
+                say(f"{_engines(number)}, {dtype}: blocks, heads, the update, collectives, small steps")
+                samples.append(_as_samples(number, threads, dtype, ranks.call(_measure, dtype, rounds)))
+                if number == 1:
+                    rates |= ranks.call(_plain_rates, dtype, rounds)
+    found = Calibration(
+        machine=this_machine(),
+        device=gpus[0].name if gpus else "cpu",
+        cores=0 if gpus else cores,
+        memory_bytes=memory,
+        created=time.time(),
+        rates=rates,
+        process_bytes=process,
+        constants=(),
+    )
+    return replace(found, constants=tuple(fit_constants(sample, found) for sample in samples))
+
+
+def _engines(number: int) -> str:
+    return f"{number} engine{'s' if number > 1 else ''}"
+
+
+def _as_samples(engines: int, threads: int, dtype: Any, measured: dict[str, Any]) -> Samples:
+    blocks = [
+        BlockTime(setup=_setup(_block_model(*case), case[2], case[3], dtype), forward=forward, backward=backward)
+        for case, (forward, backward) in zip(_BLOCKS, measured["blocks"], strict=True)
+    ]
+    heads = [
+        SetupTime(setup=_setup(_head_model(hidden, vocabulary, loss), length, micro, dtype), seconds=seconds)
+        for (hidden, vocabulary, length, micro, loss), seconds in zip(_head_cases(), measured["heads"], strict=True)
+    ]
+    steps = [
+        SetupTime(setup=_setup(_small_model(depth), _SMALL_TOKENS, 1, dtype, dp=engines), seconds=seconds)
+        for depth, seconds in zip(_DEPTHS, measured["steps"], strict=True)
+    ]
+    collectives = [CollectiveTime(name=name, nbytes=size, seconds=s) for name, size, s in measured["collectives"]]
+    return Samples(
+        engines=engines,
+        threads=threads,
+        dtype=dtype,
+        blocks=blocks,
+        heads=heads,
+        update_seconds=measured["update"],
+        byte_seconds=measured["byte"],
+        flop_seconds=measured["flop"],
+        collectives=collectives,
+        steps=steps,
+    )
+
+
+_SMALL_TOKENS = 32
+
+
+def _block_model(hidden: int, heads: int, length: int, micro: int) -> ModelConfig:
+    return ModelConfig(layers=_ROW, hidden=hidden, heads=heads, ffn_hidden=4 * hidden, vocab_size=1024, context=length)
+
+
+def _head_model(hidden: int, vocabulary: int, loss: Any) -> ModelConfig:
+    return ModelConfig(layers=1, hidden=hidden, heads=1, ffn_hidden=hidden, vocab_size=vocabulary, loss=loss)
+
+
+def _head_cases() -> list[tuple[int, int, int, int, str]]:
+    return [(*case, loss) for loss in ("chunked", "full") for case in _HEADS]
+
+
+def _small_model(depth: int) -> ModelConfig:
+    return ModelConfig(layers=depth, hidden=32, heads=2, ffn_hidden=128, vocab_size=512, context=_SMALL_TOKENS)
+
+
+def _setup(model: ModelConfig, length: int, micro: int, dtype: Any, *, dp: int = 1) -> Setup:
+    return Setup(
+        shape=ModelShape.of_config(model, length),
+        layout=Layout(pp=1, dp=dp, tp=1),
+        zero_stage=2,
+        dtype=dtype,
+        micro_size=micro,
+        accumulation=1,
+        optimizer=OptimizerConfig(),
+    )
+
+
+# ---- in a rank process -----------------------------------------------------------------------------------------------
+
+
+def _begin(threads: int) -> int:
+    """Set this rank's threads; returns the bytes that its process holds with the engine loaded."""
+    import torch
+
+    import speedlab.engine  # noqa: F401  # part of what an engine's process holds
+    from speedlab.engine.memory import PeakMemory, keep_freed_memory
+
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+    return PeakMemory.resident()
+
+
+def _measure(dtype: str, rounds: int) -> dict[str, Any]:
+    """Seconds of everything in `dtype`, the mean over the ranks, which all measure the same at once."""
+    return {
+        "blocks": [_time_blocks(case, dtype, rounds) for case in _BLOCKS],
+        "heads": [_time_head(case, dtype, rounds) for case in _head_cases()],
+        "update": _time_update(dtype, rounds),
+        "flop": _time_product(_PRODUCT, dtype, rounds) / (2 * _PRODUCT**3),
+        "byte": _time_copy(_COPIED_BYTES, rounds) / (2 * _COPIED_BYTES),
+        "collectives": _time_collectives(dtype, rounds),
+        "steps": [_time_steps(depth, dtype, rounds) for depth in _DEPTHS],
+    }
+
+
+def _seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Seconds of each call, in turn, the mean over the ranks: of each rank's rounds the one that a quarter are below,
+    because what disturbs a kernel only ever makes it slower."""
+    import torch
+    import torch.distributed as dist
+
+    from speedlab.bench.interleave import interleave
+    from speedlab.comm.world import own_device
+
+    dist.barrier()
+    times = interleave(calls, rounds=rounds, device=own_device())
+    quick = [sorted(times[name])[rounds // 4] for name in calls]
+    total = torch.tensor(quick, dtype=torch.float64, device=own_device())
+    dist.all_reduce(total)
+    return dict(zip(calls, (total / dist.get_world_size()).tolist(), strict=True))
+
+
+def _time_blocks(case: tuple[int, int, int, int], dtype: str, rounds: int) -> tuple[float, float]:
+    """Seconds of one block's forward and backward, in a row of `_ROW`."""
+    import torch
+
+    from speedlab.comm.world import own_device
+    from speedlab.models import GPT
+
+    hidden, _, length, micro = case
+    model = GPT(_block_model(*case)).to(own_device(), getattr(torch, dtype))
+    x = torch.randn(micro, length, hidden, dtype=getattr(torch, dtype), device=own_device(), requires_grad=True)
+    grad = torch.randn_like(x)
+    rotation = model.rotation(x)
+
+    def forward() -> Any:
+        y = x
+        for block in model.blocks:
+            y = block(y, rotation)
+        return y
+
+    def both() -> None:
+        forward().backward(grad)
+
+    found = _seconds({"forward": forward, "both": both}, rounds)
+    return found["forward"] / _ROW, max(found["both"] - found["forward"], found["both"] / 10) / _ROW
+
+
+def _time_head(case: tuple[int, int, int, int, str], dtype: str, rounds: int) -> float:
+    import torch
+
+    from speedlab.comm.world import own_device
+    from speedlab.models import GPT
+
+    hidden, vocabulary, length, micro, loss = case
+    model = GPT(_head_model(hidden, vocabulary, loss)).to(own_device(), getattr(torch, dtype))
+    x = torch.randn(micro, length, hidden, dtype=getattr(torch, dtype), device=own_device(), requires_grad=True)
+    targets = torch.randint(0, vocabulary, (micro, length), device=own_device())
+
+    def step() -> None:
+        found = model.output(x, targets).loss
+        assert found is not None
+        found.backward()
+
+    return _seconds({"step": step}, rounds)["step"]
+
+
+def _time_update(dtype: str, rounds: int) -> float:
+    """Seconds of a parameter: what the engine does with a partition at the end of a step."""
+    import torch
+
+    from cuda_ops.adamw import adamw
+    from cuda_ops.grad_stats import grad_stats
+    from speedlab.comm.world import own_device
+
+    master, first, second = (torch.zeros(_UPDATED, device=own_device()) for _ in range(3))
+    gradient = torch.full((_UPDATED,), 1e-3, dtype=getattr(torch, dtype), device=own_device())
+    narrow = torch.zeros_like(gradient) if dtype != "float32" else None
+
+    def update() -> None:
+        grad_stats(gradient)
+        adamw(
+            master, gradient, first, second, narrow,
+            lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1,
+        )  # fmt: skip
+
+    return _seconds({"update": update}, rounds)["update"] / _UPDATED
+
+
+def _time_product(width: int, dtype: str, rounds: int) -> float:
+    import torch
+
+    from speedlab.comm.world import own_device
+
+    kind = getattr(torch, dtype)
+    a, b, out = (torch.zeros(width, width, dtype=kind, device=own_device()) for _ in range(3))
+    return _seconds({"product": lambda: torch.mm(a, b, out=out)}, 4 * rounds)["product"]
+
+
+def _time_copy(nbytes: int, rounds: int) -> float:
+    import torch
+
+    from speedlab.comm.world import own_device
+
+    source, target = (torch.zeros(nbytes // 4, device=own_device()) for _ in range(2))
+    return _seconds({"copy": lambda: target.copy_(source)}, 4 * rounds)["copy"]
+
+
+def _time_collectives(dtype: str, rounds: int) -> list[tuple[str, int, float]]:
+    """(name, bytes, seconds) of what engines do between them; nothing with one rank."""
+    import torch
+    import torch.distributed as dist
+
+    from speedlab.comm import Group, Traffic
+    from speedlab.comm.world import own_device
+
+    size = dist.get_world_size()
+    if size == 1:
+        return []
+    kind = getattr(torch, dtype)
+    group = Group(range(size), Traffic(), own_device())
+    found = []
+    for nbytes in _COLLECTIVE_BYTES:
+        full = group.empty(nbytes // kind.itemsize // size * size, kind).fill_(1)
+        own = full.view(size, -1)[group.index]
+
+        def gather(full: Any = full, own: Any = own) -> None:
+            group.all_gather(full, own).wait()
+            group.settle()
+
+        def scatter(full: Any = full, own: Any = own) -> None:
+            group.reduce_scatter(full, own).wait()
+            group.settle()
+
+        def reduce(full: Any = full) -> None:
+            group.all_reduce(full.zero_()).wait()
+            group.settle()
+
+        calls = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce}
+        found += [(name, full.nbytes, seconds) for name, seconds in _seconds(calls, 2 * rounds).items()]
+    for nbytes in _MESSAGE_BYTES:
+        tensor = torch.zeros(nbytes // kind.itemsize, dtype=kind, device=own_device())
+        calls = {"sum": lambda tensor=tensor: group.sum(tensor), "send": _ring_of_messages(group, tensor)}
+        found += [(name, nbytes, seconds) for name, seconds in _seconds(calls, 2 * rounds).items()]
+    return found
+
+
+def _ring_of_messages(group: Any, tensor: Any) -> Callable[[], None]:
+    """Every rank sends to the next one, and waits for what comes from the one before."""
+    import itertools
+
+    import torch
+
+    arriving, tags = torch.empty_like(tensor), itertools.count()
+
+    def call() -> None:
+        tag = next(tags)
+        sending = group.send(tensor, (group.index + 1) % group.size, tag)
+        group.receive(arriving, (group.index - 1) % group.size, tag).wait()
+        sending.wait()
+
+    return call
+
+
+def _time_steps(depth: int, dtype: str, rounds: int) -> float:
+    """Seconds of a whole step of a model so small that the engine's own time shows."""
+    import torch
+    import torch.distributed as dist
+
+    from speedlab.engine import initialize
+    from speedlab.models import GPT
+
+    model = _small_model(depth)
+    config = {
+        "model": model.model_dump(),
+        "data": {"sequence_length": _SMALL_TOKENS, "vocab_size": 512},
+        "zero": 2,
+        "precision": dtype,
+        "batch": {"micro_size": 1},
+    }
+    engine, *_ = initialize(model=lambda: GPT(model), config=config)
+    rows = torch.randint(0, model.vocab_size, (1, _SMALL_TOKENS + 1))
+    batch = (rows[:, :-1].to(engine.world.device), rows[:, 1:].to(engine.world.device))
+    seconds = _seconds({"step": lambda: engine.train_batch([batch])}, 4 * rounds)["step"]
+    engine.destroy(keep_parameters=False)
+    dist.barrier()
+    return seconds
+
+
+def _plain_rates(dtype: str, rounds: int) -> dict[str, float]:
+    """What people ask for first: products of matrices, copies."""
+    found = {
+        f"matrix product {width} wide, {dtype} (GFLOP/s)": 2 * width**3 / _time_product(width, dtype, rounds) / 1e9
+        for width in (_PRODUCT, 4 * _PRODUCT)
+    }
+    if dtype == "float32":
+        found["copy, 64 MiB (GB/s read and written)"] = 2 * _LARGE_BYTES / _time_copy(_LARGE_BYTES, rounds) / 1e9
+    return found

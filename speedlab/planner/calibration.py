@@ -1,0 +1,208 @@
+"""This machine as it was measured, and what runs on it have taught since. No torch.
+
+`speedlab calibrate` measures; this is what it leaves: for each number of engines and each dtype a few constants in the
+terms of the planner's formulas, so that `predict_time` gives the time of a step here as it does for described devices.
+What the formulas leave out stands beside: factors on parts of a step, measured as well, and the engine's own time.
+
+Predictions on this machine come from `Calibration.predict`:
+
+1. The formulas, with the constants that were measured with as many engines working at once.
+2. Measured factors on parts; the engine's own time for each step, and for each block of each micro-batch.
+3. Engines that share cores: one that waits lends its core to the others, so what stands still costs only what exceeds
+   the work of all.
+4. What measured runs have taught, one factor for each class of parts, bounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from speedlab.planner.devices import DeviceSpec, Machines
+from speedlab.planner.efficiency import Efficiency
+from speedlab.planner.links import Link
+from speedlab.planner.setup import Setup
+from speedlab.planner.timing import StepTime, blocks_by_rank, predict_time
+
+VERSION = 1
+"""Of the file; another one is refused, because constants mean something in the formulas of their time only."""
+
+CLASSES = {
+    "computing": ("forward", "backward", "recompute", "logits"),
+    "communication": ("tensor parallel", "pipeline messages", "bubble", "data parallel"),
+    "updating": ("optimizer", "offload"),
+}
+"""What a step record tells apart -> parts of a predicted step."""
+
+_BOUND = 2.0
+"""A learned factor stays between 1 / 2 and 2: beyond that something else is wrong, and is shown as a miss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What was measured with `engines` engines at once, in one dtype. Rates are of one engine."""
+
+    engines: int
+    dtype: str
+    threads: int
+    matmul_flops: float
+    attention_flops: float
+    memory_bytes_per_second: float
+    """Of elementwise kernels and matrix operands, much of which are in caches."""
+    kernel_seconds: float
+    link_bytes_per_second: float
+    link_seconds: float
+    message_bytes_per_second: float
+    step_seconds: float
+    """The engine's own time of a step: rows, reductions of a few numbers, records."""
+    block_seconds: float
+    """The engine's own time of a block of a micro-batch: hooks, gathers that find everything there."""
+    factors: dict[str, float] = field(hash=False)
+    """Part of a step -> measured over what the formulas give with the constants above."""
+    block_error: float
+    """Median of |fitted / measured - 1| over the blocks that set the first four rates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRun:
+    """A run of the user's beside what was predicted before anything was learned from it."""
+
+    name: str
+    setup: str
+    engines: int
+    steps: int
+    predicted_seconds: float
+    measured_seconds: float
+    ratios: dict[str, float] = field(hash=False)
+    """Class of parts -> measured over predicted without anything learned."""
+    process_bytes: int
+    """What a rank's process held beside model states, activations and communication buffers."""
+
+    @property
+    def error(self) -> float:
+        """predicted / measured - 1."""
+        return self.predicted_seconds / self.measured_seconds - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A machine that was measured."""
+
+    version: int = VERSION
+    machine: str
+    """Name, processor and cores: constants of another one are refused."""
+    device: str
+    """'cpu', or a GPU's name."""
+    cores: int
+    """Processor cores that engines share; 0 where each has a device of its own."""
+    memory_bytes: int
+    """Of all engines together."""
+    created: float
+    """Seconds since the epoch."""
+    rates: dict[str, float] = field(hash=False)
+    """Plain measurements for people, by name with its unit."""
+    process_bytes: int
+    """What an engine's process holds before it holds a model."""
+    constants: tuple[Constants, ...]
+    runs: tuple[MeasuredRun, ...] = ()
+    """Measured runs, oldest first, misses and all."""
+
+    def of(self, engines: int, dtype: str) -> Constants:
+        """The constants of so many engines, or of the nearest number that was measured.
+
+        Raises ValueError for a dtype that was not measured.
+        """
+        found = [constants for constants in self.constants if constants.dtype == dtype]
+        if not found:
+            known = ", ".join(sorted({constants.dtype for constants in self.constants}))
+            raise ValueError(f"{self.machine} was measured in {known}, not in {dtype}; choose one of these")
+        return min(found, key=lambda constants: (abs(math.log(constants.engines / engines)), -constants.engines))
+
+    def machines(self, engines: int, dtype: str = "float32") -> Machines:
+        """This machine as one host of `engines` devices, with the link that was measured in `dtype`."""
+        here = self.of(engines, dtype)
+        dtypes = {constants.dtype for constants in self.constants}
+        return Machines(
+            device=DeviceSpec(
+                name=self.device,
+                memory_bytes=self.memory_bytes // engines,
+                peak_flops={name: self.of(engines, name).matmul_flops for name in sorted(dtypes)},
+                memory_bytes_per_second=here.memory_bytes_per_second,
+            ),
+            per_host=engines,
+            in_host=Link(
+                name="measured",
+                bandwidth_bytes_per_second=here.link_bytes_per_second,
+                latency_seconds=here.link_seconds,
+            ),
+        )
+
+    def efficiency(self, engines: int, dtype: str = "float32") -> Efficiency:
+        """What `predict_time` takes with `machines(engines, dtype)`: it then asks `predict`, which knows the constants
+        of every dtype."""
+        return replace(self.shares(engines, dtype), calibration=self)
+
+    def shares(self, engines: int, dtype: str) -> Efficiency:
+        """Shares of the rates of `machines(engines, dtype)` for the formulas alone: all are 1 but attention's and that
+        of messages. Nothing overlaps between engines on processors."""
+        here = self.of(engines, dtype)
+        return replace(
+            Efficiency.measured(kernel_seconds=here.kernel_seconds),
+            attention=here.attention_flops / here.matmul_flops,
+            messages=here.message_bytes_per_second / here.link_bytes_per_second,
+        )
+
+    def predict(self, setup: Setup, *, learned: bool = True) -> StepTime:
+        """The time of one step of `setup` on this machine, with what runs have taught unless `learned` is False.
+
+        Raises ValueError for a shape or a dtype that cannot be.
+        """
+        engines = setup.layout.world_size
+        here = self.of(engines, setup.dtype)
+        time = predict_time(setup, self.machines(engines, setup.dtype), self.shares(engines, setup.dtype))
+        parts = corrected(time.parts, setup, here)
+        sharing = max(1.0, engines / self.cores) if self.cores else 1.0
+        parts["bubble"] = _standing_still(parts, time.parts, sharing)
+        if learned:
+            for name, members in CLASSES.items():
+                factor, _ = self.learned(name)
+                parts.update((part, parts[part] * factor) for part in members)
+        doubts = [time.caution] if time.caution else []
+        if here.engines != engines:
+            doubts.append(f"{engines} engines were not measured here; rates are those of {here.engines}")
+        return replace(time, parts=parts, caution="; ".join(doubts))
+
+    def learned(self, name: str) -> tuple[float, int]:
+        """(factor, number of runs behind it) of a class of parts. The mean of the runs' logarithms and of one more run
+        that was as predicted, so that a single one never counts whole."""
+        ratios = [run.ratios[name] for run in self.runs if name in run.ratios]
+        mean = sum(math.log(ratio) for ratio in ratios) / (len(ratios) + 1)
+        return min(_BOUND, max(1 / _BOUND, math.exp(mean))), len(ratios)
+
+    def process_remainder(self) -> tuple[int, int]:
+        """(bytes a rank's process holds beside what the formulas count, number of runs behind it)."""
+        found = sorted(run.process_bytes for run in self.runs if run.process_bytes > 0)
+        return (found[len(found) // 2], len(found)) if found else (self.process_bytes, 0)
+
+
+def corrected(parts: Mapping[str, float], setup: Setup, here: Constants) -> dict[str, float]:
+    """`parts` of a predicted step with the measured factors, and the engine's own time."""
+    kind = "logits chunked" if setup.shape.chunked_loss else "logits full"
+    factors = {**here.factors, "logits": here.factors.get(kind, 1.0)}
+    found = {part: seconds * factors.get(part, 1.0) for part, seconds in parts.items()}
+    blocks = max(blocks_by_rank(setup)) * setup.accumulation
+    found["engine"] = here.step_seconds + blocks * here.block_seconds
+    return found
+
+
+def _standing_still(parts: Mapping[str, float], before: Mapping[str, float], sharing: float) -> float:
+    """Seconds in which a pipeline stands still, when `sharing` engines work on each core.
+
+    The formulas' bubble is a share of what a micro-batch takes; all rates were measured with every engine at work, so
+    an engine alone on its core is `sharing` times as fast.
+    """
+    turns = ("forward", "backward", "recompute", "logits", "tensor parallel", "pipeline messages")
+    working, predicted = (sum(found[part] for part in turns) for found in (parts, before))
+    still = before["bubble"] * working / predicted if predicted else 0.0
+    return max(0.0, (working + still) / sharing - working)

@@ -1,0 +1,226 @@
+"""From times that were measured to the constants of the planner's formulas. No torch.
+
+The formulas are linear in seconds per FLOP of matrix products, per FLOP of attention, per byte, and per kernel. What
+they count of a case is therefore found by asking them with one of these at 1 and the others at 0; least squares of
+relative errors over all cases then give the four, none below zero. Blocks set them; heads, updates and sums of
+tensor-parallel ranks become factors; no whole step of a run is among what is fitted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from speedlab.planner.calibration import Calibration, Constants, corrected
+from speedlab.planner.collectives import Ring
+from speedlab.planner.devices import Machines
+from speedlab.planner.efficiency import Efficiency
+from speedlab.planner.kernels import Rates, block_pass, head_pass
+from speedlab.planner.setup import Setup
+from speedlab.planner.timing import predict_time, rank_parameters
+
+_FREE = 1e18
+"""A rate that costs nothing beside the others, where least squares leave nothing for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTime:
+    """Seconds of one block of `setup`, in a row of several."""
+
+    setup: Setup
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetupTime:
+    """Seconds of a head and its loss, forward and backward; or of a whole step."""
+
+    setup: Setup
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveTime:
+    """Seconds of a collective of the engine's; `nbytes` of the whole tensor, or of the message."""
+
+    name: str
+    """all_reduce, reduce_scatter, all_gather: of flats; sum: of activations; send."""
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """What was measured with `engines` engines at work in one dtype."""
+
+    engines: int
+    threads: int
+    dtype: str
+    blocks: Sequence[BlockTime]
+    heads: Sequence[SetupTime]
+    update_seconds: float
+    """Of one parameter: the gradient's norm, AdamW, the narrow copy."""
+    byte_seconds: float
+    """Of a byte that is copied within the caches: no kernel moves one faster."""
+    flop_seconds: float
+    """Of a FLOP of a product of matrices within the caches: no kernel computes one faster."""
+    collectives: Sequence[CollectiveTime]
+    steps: Sequence[SetupTime]
+    """Whole steps of models so small that the engine's own time shows, in different depths."""
+
+
+def fit_constants(samples: Samples, calibration: Calibration) -> Constants:
+    """The constants that `samples` give; `calibration` says what the machine is."""
+    cases = [
+        (counts(lambda rates, s=block.setup, d=direction: getattr(block_pass(s, rates), d), block.setup), seconds)
+        for block in samples.blocks
+        for direction, seconds in (("forward", block.forward), ("backward", block.backward))
+    ]
+    least = (samples.flop_seconds, samples.flop_seconds, samples.byte_seconds, 0.0)
+    each = nonnegative([count for count, _ in cases], [seconds for _, seconds in cases], least)
+    flop, attention, byte, kernel = each
+    link = _fit_link(samples)
+    found = Constants(
+        engines=samples.engines,
+        dtype=samples.dtype,
+        threads=samples.threads,
+        matmul_flops=_rate(flop),
+        attention_flops=_rate(attention),
+        memory_bytes_per_second=_rate(byte),
+        kernel_seconds=kernel,
+        link_bytes_per_second=link.bytes_per_second,
+        link_seconds=link.latency_seconds,
+        message_bytes_per_second=_message_rate(samples, link),
+        step_seconds=0.0,
+        block_seconds=0.0,
+        factors={},
+        block_error=statistics.median(
+            abs(sum(a * b for a, b in zip(count, each, strict=True)) / seconds - 1) for count, seconds in cases
+        ),
+    )
+    found = replace(found, factors=_factors(samples, found, link, calibration))
+    return _with_own_time(samples, found, calibration)
+
+
+def counts(seconds_of: Callable[[Rates], float], setup: Setup) -> tuple[float, ...]:
+    """(FLOP of matrix products, FLOP of attention, bytes, kernels) that a formula counts."""
+    free = {"matmul_flops": math.inf, "attention_flops": math.inf, "memory_bytes": math.inf, "kernel_seconds": 0.0}
+    width = 4 if setup.dtype == "float32" else 2
+    return tuple(seconds_of(Rates(element_bytes=width, **{**free, name: 1.0})) for name in free)
+
+
+def nonnegative(
+    rows: Sequence[Sequence[float]], seconds: Sequence[float], least: Sequence[float] | None = None
+) -> list[float]:
+    """The x >= `least` (else 0) with the least squares of (row · x / seconds - 1): by trying which of the few are
+    above it."""
+    relative = np.array([[value / time for value in row] for row, time in zip(rows, seconds, strict=True)])
+    low = np.zeros(relative.shape[1]) if least is None else np.array(least)
+    wanted = 1 - relative @ low
+    scale = np.abs(relative).max(axis=0)
+    scale[scale == 0] = 1
+    best, fewest = low, float((wanted**2).sum())
+    for size in range(1, len(low) + 1):
+        for chosen in itertools.combinations(range(len(low)), size):
+            columns = list(chosen)
+            found = np.linalg.lstsq(relative[:, columns] / scale[columns], wanted, rcond=None)[0]
+            missed = float(((relative[:, columns] / scale[columns] @ found - wanted) ** 2).sum())
+            if (found >= 0).all() and missed < fewest:
+                best, fewest = low.copy(), missed
+                best[columns] += found / scale[columns]
+    return [float(value) for value in best]
+
+
+def _rate(seconds: float) -> float:
+    return min(_FREE, 1 / seconds) if seconds > 0 else _FREE
+
+
+def _fit_link(samples: Samples) -> Ring:
+    """The link under the ring formulas that comes nearest to all collectives of flats; without any, memory itself."""
+    measured = [time for time in samples.collectives if time.name in ("all_reduce", "reduce_scatter", "all_gather")]
+    if not measured:
+        return Ring(ranks=1, bytes_per_second=_FREE, latency_seconds=0.0, crosses_hosts=False)
+    rows = [
+        (_collective(_ring(samples.engines, 1.0, 0.0), time), _collective(_ring(samples.engines, math.inf, 1.0), time))
+        for time in measured
+    ]
+    byte, message = nonnegative(rows, [time.seconds for time in measured])
+    return _ring(samples.engines, _rate(byte), message)
+
+
+def _ring(ranks: int, bytes_per_second: float, latency: float) -> Ring:
+    return Ring(ranks=ranks, bytes_per_second=bytes_per_second, latency_seconds=latency, crosses_hosts=False)
+
+
+def _collective(ring: Ring, time: CollectiveTime) -> float:
+    # Flats are large: of an all-reduce's two ways the formulas take the ring.
+    ways = {"all_reduce": 2 * ring.gather(time.nbytes), "sum": ring.all_reduce(time.nbytes)}
+    return ways.get(time.name, ring.gather(time.nbytes))
+
+
+def _message_rate(samples: Samples, link: Ring) -> float:
+    """Bytes/s of messages, of which the formulas take the link's latency."""
+    rates = [
+        time.nbytes / max(time.seconds - link.latency_seconds, time.seconds / 10)
+        for time in samples.collectives
+        if time.name == "send"
+    ]
+    return statistics.median(rates) if rates else link.bytes_per_second
+
+
+def _factors(samples: Samples, found: Constants, link: Ring, calibration: Calibration) -> dict[str, float]:
+    """Measured over predicted, the median over cases, of what blocks and flats say nothing about."""
+    machines, efficiency = _described(found, calibration)
+    rates = Rates.of(machines.device, efficiency, samples.dtype)
+    factors = {}
+    for chunked in (True, False):
+        ratios = [
+            head.seconds / sum((head_pass(head.setup, rates).forward, head_pass(head.setup, rates).backward))
+            for head in samples.heads
+            if head.setup.shape.chunked_loss == chunked
+        ]
+        if ratios:
+            factors["logits chunked" if chunked else "logits full"] = statistics.median(ratios)
+    setup = samples.blocks[0].setup
+    update = predict_time(setup, machines, efficiency).parts["optimizer"] / rank_parameters(setup)
+    factors["optimizer"] = samples.update_seconds / update
+    sums = [time.seconds / link.all_reduce(time.nbytes) for time in samples.collectives if time.name == "sum"]
+    if sums:
+        factors["tensor parallel"] = statistics.median(sums)
+    return factors
+
+
+def _described(found: Constants, calibration: Calibration) -> tuple[Machines, Efficiency]:
+    """What the formulas take of these constants."""
+    here = replace(calibration, constants=(found,), runs=())
+    return here.machines(found.engines, found.dtype), here.shares(found.engines, found.dtype)
+
+
+def _with_own_time(samples: Samples, found: Constants, calibration: Calibration) -> Constants:
+    """With what whole small steps take beyond all predicted parts: a line over the blocks of a step."""
+    machines, efficiency = _described(found, calibration)
+    points = []
+    for step in samples.steps:
+        parts = corrected(predict_time(step.setup, machines, efficiency).parts, step.setup, found)
+        points.append((step.setup.shape.layers * step.setup.accumulation, step.seconds - sum(parts.values())))
+    if len({blocks for blocks, _ in points}) < 2:
+        return found
+    step_seconds, block_seconds = nonnegative_line(points)
+    return replace(found, step_seconds=step_seconds, block_seconds=block_seconds)
+
+
+def nonnegative_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(start, slope), neither below zero, of the line through points (x, y)."""
+    x, y = (statistics.fmean(values) for values in zip(*points, strict=True))
+    spread = sum((a - x) ** 2 for a, _ in points)
+    slope = max(0.0, sum((a - x) * (b - y) for a, b in points) / spread)
+    start = y - slope * x
+    if start < 0:
+        start, slope = 0.0, max(0.0, sum(a * b for a, b in points) / sum(a * a for a, _ in points))
+    return start, slope
