@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from speedlab.comm import Group, Traffic, join
-from speedlab.config import ConfigError, RunConfig
+from speedlab.config import ConfigError, RunConfig, deepspeed
 from speedlab.engine.engine import Engine
 from speedlab.engine.memory import PeakMemory, keep_freed_memory
 from speedlab.engine.optimizer import OptimizerChoice, PartitionedOptimizer, Recipe
@@ -53,7 +53,7 @@ def initialize(
         training_data: a dataset; the returned loader gives each rank its share in micro-batches.
         lr_scheduler: a torch scheduler, or a callable that makes one of the optimizer; None makes the configuration's
             when the optimizer too comes from it, and else none. `engine.step` steps it.
-        config: RunConfig, a dict of its fields, or the path of a JSON or YAML file.
+        config: RunConfig, a dict of its fields, or the path of a JSON or YAML file; of DeepSpeed's keys, too.
         units: which modules are gathered together; None chooses repeated blocks.
         tp_plan: how layers are cut over tensor-parallel ranks, as in Hugging Face's plans: pattern of module names →
             style. None takes the one that the model brings along.
@@ -124,7 +124,7 @@ def _config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunCon
     if isinstance(config, str | Path):
         return RunConfig.load(config)
     if isinstance(config, Mapping):
-        return RunConfig(**config)
+        return RunConfig.from_deepspeed(dict(config)) if deepspeed.recognises(config) else RunConfig(**config)
     raise ConfigError(f"config: expected a RunConfig, a dict or a path, not {type(config).__name__}")
 
 

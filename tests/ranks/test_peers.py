@@ -195,7 +195,7 @@ def test_hugging_face(check: Check, two: Pool, build: Callable[[], nn.Module], s
 def units_of(build: Callable[[], nn.Module]) -> list[str]:
     case = Case(stage=3, build=build, loss=hugging_face_loss)
     with engine_for(case) as engine:
-        return [unit.name for unit in engine.zero.units]
+        return [unit.name for unit in engine.zeros[0].units]
 
 
 def test_units_of_hugging_face_models_are_their_blocks(two: Pool) -> None:

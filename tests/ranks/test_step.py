@@ -328,3 +328,18 @@ def train_beside_copy(case: Case) -> bool:
         for step in range(case.steps):
             engine_step(engine, case, step)
     return all(p.equal(values[name]) for name, p in twin.named_parameters())
+
+
+def deepspeed_dict() -> dict[str, object]:
+    """What a script that moves over passes as config, under DeepSpeed's keys."""
+    given = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "gradient_clipping": 0.5}
+    engine = speedlab.initialize(model=models.transformer(), config=given)[0]
+    try:
+        config = engine.config
+        return {"stage": engine.zero_stage, "clip": config.clip_norm, "micro": config.batch.micro_size}
+    finally:
+        engine.destroy()
+
+
+def test_a_dict_of_deepspeed_keys(two: Pool) -> None:
+    assert two.run(deepspeed_dict) == [{"stage": 3, "clip": 0.5, "micro": 2}] * 2
