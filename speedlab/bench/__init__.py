@@ -7,5 +7,6 @@ BENCHES = {
     "collectives": "the shared-memory backend beside gloo",
     "recording": "what recording costs of a step",
     "reshaping": "moving a run that is on to another layout",
+    "planner": "predicted memory beside the engine's ledger, over a grid of trainings",
     "saving": "checkpoints beside a plain write, and what they take of a step's time and memory",
 }

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from speedlab.planner.activations import (
-    Device,
     Sizes,
     Tally,
     block_backward,
@@ -23,6 +22,9 @@ from speedlab.planner.setup import Setup
 _INT64, _FLOAT32 = 8, 4
 _LOSS_NUMBERS = 80
 """Bytes for each token of a chunk that a loss over a cut vocabulary takes beside its matrices."""
+
+_ROUNDS = 3
+"""Rounds of micro-batches after which a pipeline repeats itself."""
 
 
 @dataclass(frozen=True)
@@ -251,24 +253,24 @@ def _head_backward(t: Tally, s: Sizes, *, tied: bool) -> None:
 # ---- a step ----------------------------------------------------------------------------------------------------------
 
 
-def step_order(setup: Setup, pipeline: int) -> Iterator[tuple[str, int]]:
+def step_order(setup: Setup, pipeline: int, micro_batches: int) -> Iterator[tuple[str, int]]:
     """(F, B or W; which of the rank's stages) in the order in which a pipeline rank works. W: the second half of a
-    backward, which frees what was kept; under other schedules than zero-bubble B does."""
-    pp, m = setup.layout.pp, setup.accumulation
-    chunks = setup.chunks if setup.schedule in ("interleaved", "zero-bubble") else 1
-    total = m * chunks
+    backward, which frees what was kept; under other schedules than zero-bubble it comes with B."""
+    pp, m = setup.layout.pp, micro_batches
+    wound = pp > 1 and setup.schedule in ("interleaved", "zero-bubble")
+    chunks = setup.chunks if wound else 1
+    total, turn = m * chunks, _round(pp, m)
     if pp == 1:
-        ahead, chunks, total = 0, 1, m
+        ahead = 0
     elif setup.schedule == "gpipe":
         ahead = m
     elif setup.schedule == "1f1b":
         ahead = pp - 1 - pipeline
     else:
         together = 2 if setup.schedule == "interleaved" else 1
-        ahead = (chunks - 1) * _round(pp, m) + together * (pp - 1 - pipeline)
+        ahead = (chunks - 1) * turn + together * (pp - 1 - pipeline)
     ahead = min(ahead, total)
-    late = pipeline if setup.schedule == "zero-bubble" and pp > 1 else 0
-    turn = _round(pp, m)
+    late = min(pipeline, total) if wound and setup.schedule == "zero-bubble" else 0
     for k in range(ahead):
         yield "F", k // turn % chunks
     for k in range(total):
@@ -277,7 +279,7 @@ def step_order(setup: Setup, pipeline: int) -> Iterator[tuple[str, int]]:
         yield "B", chunks - 1 - k // turn % chunks
         if k >= late:
             yield "W", chunks - 1 - (k - late) // turn % chunks
-    for k in range(max(0, total - late), total):
+    for k in range(total - late, total):
         yield "W", chunks - 1 - k // turn % chunks
 
 
@@ -286,30 +288,33 @@ def _round(pp: int, micro_batches: int) -> int:
     return micro_batches // max(1, micro_batches // pp)
 
 
-def passes(setup: Setup, cut: Sequence[int], pipeline: int, tensor: int, device: Device) -> list[Pass]:
-    """A micro-batch on each stage of a pipeline rank. `cut`: blocks of each stage of the model."""
-    s = Sizes(setup, device, tensor)
-    return [
-        walk(s, blocks=cut[number], first=number == 0, last=number == len(cut) - 1)
-        for number in range(pipeline, len(cut), setup.layout.pp)
-    ]
-
-
-def step_peak(setup: Setup, stages: Sequence[Pass], pipeline: int) -> int:
-    """The most bytes of activations in a step of a pipeline rank with these `stages`."""
+def held(
+    setup: Setup, stages: Sequence[Pass], pipeline: int, micro_batches: int
+) -> Iterator[tuple[str, int, int, int]]:
+    """(F, B or W; which stage; bytes alive after it; most bytes during it) of a step with so many micro-batches."""
     pp = setup.layout.pp
     n = setup.micro_size * setup.shape.sequence_length
     live = 2 * setup.accumulation * n * _INT64 if pp > 1 else 0  # Tokens and targets of all micro-batches, end to end.
-    peak = live
-    for kind, chunk in step_order(setup, pipeline):
+    for kind, chunk in step_order(setup, pipeline, micro_batches):
         stage = stages[chunk]
         if kind == "F":
-            peak = max(peak, live + stage.forward_peak)
+            peak = live + stage.forward_peak
             live += stage.kept + stage.left[0]
         elif kind == "B":
-            peak = max(peak, live - stage.kept + stage.backward_peak)
+            peak = live - stage.kept + stage.backward_peak
             live += stage.left[1]
         else:
+            peak = live
             live -= stage.kept
-        peak = max(peak, live)
-    return peak
+        yield kind, chunk, live, max(peak, live)
+
+
+def step_peak(setup: Setup, stages: Sequence[Pass], pipeline: int) -> int:
+    """The most bytes of activations in a step of a pipeline rank with these `stages`.
+
+    After some rounds a pipeline repeats itself, but for what it has sent and holds to the end of the step.
+    """
+    m, turn = setup.accumulation, _round(setup.layout.pp, setup.accumulation)
+    some = min(m, _ROUNDS * turn if setup.layout.pp > 1 else 1)
+    sent = sum(sum(stage.left) for stage in stages)
+    return max(peak for *_, peak in held(setup, stages, pipeline, some)) + (m - some) * sent

@@ -1,0 +1,132 @@
+"""The grid of `speedlab bench planner`: trainings whose memory is predicted and then measured on CPU ranks.
+
+Constants of the prediction were set by reading what torch keeps of single operations (one rank, and two of tp), not by
+these cases: all of them test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+from speedlab.config import RunConfig
+
+MODELS: dict[str, dict[str, Any]] = {
+    "rotary": {"layers": 4, "hidden": 64, "heads": 4, "ffn_hidden": 256, "vocab_size": 1003, "context": 64},
+    "gpt2": {
+        "layers": 5,
+        "hidden": 48,
+        "heads": 4,
+        "ffn_hidden": 192,
+        "vocab_size": 509,
+        "context": 80,
+        "position": "learned",
+        "norm": "layer",
+        "bias": True,
+    },
+    "dropping": {
+        "layers": 4,
+        "hidden": 64,
+        "heads": 8,
+        "ffn_hidden": 128,
+        "vocab_size": 300,
+        "context": 64,
+        "position": "learned",
+        "norm": "layer",
+        "bias": True,
+        "tied": False,
+        "dropout": 0.1,
+        "loss": "full",
+    },
+    "wide head": {
+        "layers": 4,
+        "hidden": 96,
+        "heads": 8,
+        "ffn_hidden": 384,
+        "vocab_size": 4096,
+        "context": 64,
+        "tied": False,
+        "loss": "full",
+    },
+}
+"""Shapes of the built-in GPT: what is kept for backward differs in each."""
+
+_LAYOUTS: list[tuple[int, dict[str, Any], tuple[int, ...]]] = [
+    (1, {}, (0, 3)),
+    (2, {}, (0, 1, 2, 3)),
+    (2, {"tp": 2}, (1,)),
+    (2, {"tp": 2, "sequence": True}, (0,)),
+    (2, {"pp": 2}, (1,)),
+    (2, {"pp": 2, "schedule": "gpipe"}, (0,)),
+    (2, {"pp": 2, "schedule": "interleaved"}, (2,)),
+    (2, {"pp": 2, "schedule": "zero-bubble"}, (0,)),
+    (4, {}, (0, 1, 2, 3)),
+    (4, {"tp": 2}, (1, 2, 3)),
+    (4, {"tp": 2, "sequence": True}, (0, 3)),
+    (4, {"pp": 2}, (1, 2, 3)),
+    (4, {"pp": 2, "tp": 2}, (1,)),
+    (4, {"pp": 2, "tp": 2, "sequence": True}, (0,)),
+    (4, {"pp": 4}, (0,)),
+    (4, {"tp": 4}, (1,)),
+]
+"""(ranks, layout, ZeRO stages to measure); dp follows."""
+
+_FORMS = [("float32", "none"), ("bfloat16", "block"), ("bfloat16", "none"), ("float32", "block")]
+"""(precision, checkpointing)."""
+
+_ROUNDS = 3
+"""How often each layout and stage is measured, each time with another model, precision and batch."""
+
+LENGTH = 64
+"""Tokens of a sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridCase:
+    """One training of the grid."""
+
+    name: str
+    ranks: int
+    config: RunConfig
+
+
+def grid() -> Iterator[GridCase]:
+    """All cases, those of few ranks first."""
+    models, forms = cycle(MODELS), cycle(_FORMS)
+    sizes, sums = cycle((1, 2, 4)), cycle((1, 2, 1, 3))
+    for ranks, parallel, stages in _LAYOUTS:
+        for stage in stages:
+            for _ in range(_ROUNDS):
+                (dtype, checkpointing), model = next(forms), next(models)
+                accumulation = next(sums) if "pp" not in parallel else 4
+                yield _case(ranks, parallel, stage, model, dtype, checkpointing, next(sizes), accumulation)
+            next(forms)  # So that a model meets all forms.
+
+
+def _case(
+    ranks: int,
+    parallel: dict[str, Any],
+    stage: int,
+    model: str,
+    dtype: str,
+    checkpointing: str,
+    micro_size: int,
+    accumulation: int,
+) -> GridCase:
+    config = RunConfig(
+        model=MODELS[model],
+        data={"sequence_length": LENGTH, "tokenizer": "bytes"},
+        parallel=parallel,
+        zero={"stage": stage, "bucket_bytes": 2**18},
+        precision=dtype,
+        batch={"micro_size": micro_size, "accumulation": accumulation},
+        activation={"checkpointing": checkpointing},
+        optimizer="sgd" if model == "gpt2" and stage == 1 else "adamw",
+    )
+    layout = config.layout(ranks)
+    extra = [word for word in ("schedule", "sequence") if word in parallel]
+    extra = [parallel[word] if word == "schedule" else "sequence" for word in extra]
+    name = ", ".join([model, str(layout), *extra, f"zero {stage}", dtype, f"checkpointing {checkpointing}"])
+    return GridCase(name=f"{name}, {micro_size} × {accumulation}", ranks=ranks, config=config)

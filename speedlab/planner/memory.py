@@ -1,0 +1,342 @@
+"""What each rank of a run will hold at the peak of a step, by the ledger's categories, and how it comes and goes.
+
+Model states follow the engine's flats to the byte: units, padding, alignment, dtypes, partitions (arXiv:1910.02054).
+Communication buffers are those of the engine: gathered units under stage 3, and the whole gradients that are borrowed
+while partitions are reduced. Activations: `planner.activations`. No torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from speedlab.layout import layer_counts, padded_numel
+from speedlab.planner.activations import DTYPE_BYTES, Device, Sizes
+from speedlab.planner.activations_stage import Pass, held, step_peak, walk
+from speedlab.planner.setup import ModelShape, Setup
+
+_FLOAT32 = 4
+_ALIGNMENT_BYTES = 16
+"""Parameters start at multiples of this inside a flat."""
+
+_BORROWED = 2
+"""Buffers of one size that reductions use in turn."""
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "master_weights",
+    "optimizer_moments",
+    "activations",
+    "communication_buffers",
+    "other_framework",
+    "outside_framework",
+)
+"""Those of `telemetry.records.Ledger`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes of one rank at the peak of a step, under the ledger's names. `ranks` are as many that hold the same."""
+
+    pipeline: int = 0
+    tensor: int = 0
+    ranks: int = 1
+    parameters: int = 0
+    gradients: int = 0
+    master_weights: int = 0
+    optimizer_moments: int = 0
+    activations: int = 0
+    communication_buffers: int = 0
+    other_framework: int = 0
+    outside_framework: int = 0
+    host: int = 0
+    """In the host's memory, where something is offloaded to it."""
+
+    @property
+    def model_states(self) -> int:
+        """Parameters, gradients, master weights and moments on the device."""
+        return self.parameters + self.gradients + self.master_weights + self.optimizer_moments
+
+    @property
+    def counted(self) -> int:
+        """What torch's tensors take: model states, activations, communication buffers."""
+        return self.model_states + self.activations + self.communication_buffers
+
+    @property
+    def total(self) -> int:
+        return self.counted + self.other_framework + self.outside_framework
+
+    def by_category(self) -> dict[str, int]:
+        """Category → bytes, in the ledger's order."""
+        return {name: getattr(self, name) for name in CATEGORIES}
+
+
+assert {field.name for field in fields(RankMemory)} > set(CATEGORIES)
+
+
+def predict_memory(
+    setup: Setup, *, device: Device = "cuda", other_framework: int = 0, outside_framework: int = 0
+) -> list[RankMemory]:
+    """Each different (pipeline, tensor) position of the layout, the first pipeline rank first.
+
+    Args:
+        device: activations and buffers as a GPU's allocator counts them, or as the engine's trace does on CPUs.
+        other_framework, outside_framework: what calibration has found beside tensors; the same for all ranks.
+
+    Raises ValueError for a set-up that the built-in GPT does not cover.
+    """
+    _check(setup)
+    cut = block_cut(setup)
+    walks = _Walks(setup, device)
+    found = []
+    for pipeline in range(setup.layout.pp):
+        stages = range(pipeline, len(cut), setup.layout.pp)
+        for tensor, count in _tensor_positions(setup, ends=stages[0] == 0 or stages[-1] == len(cut) - 1).items():
+            rank = RankMemory(
+                pipeline=pipeline,
+                tensor=tensor,
+                ranks=count * setup.layout.dp,
+                activations=step_peak(setup, walks.of(cut, stages, tensor), pipeline),
+                communication_buffers=_buffers(setup, cut, stages, tensor),
+                other_framework=other_framework,
+                outside_framework=outside_framework,
+            )
+            found.append(_with_states(rank, setup, [Flats(setup, cut, number, tensor) for number in stages]))
+    return found
+
+
+def memory_timeline(
+    setup: Setup, position: tuple[int, int] = (0, 0), *, device: Device = "cuda"
+) -> list[tuple[str, dict[str, int]]]:
+    """What the rank at `position` (pipeline, tensor) holds in a step: (label, bytes by category), in order of time.
+
+    Without a pipeline, unit by unit of one micro-batch; with one, action by action, as F2 or B0 of a stage: each with
+    the most bytes there are during it.
+    """
+    _check(setup)
+    pipeline, tensor = position
+    cut = block_cut(setup)
+    stages = range(pipeline, len(cut), setup.layout.pp)
+    rank = _with_states(
+        RankMemory(communication_buffers=_buffers(setup, cut, stages, tensor)),
+        setup,
+        [Flats(setup, cut, number, tensor) for number in stages],
+    )
+    passes = _Walks(setup, device).of(cut, stages, tensor)
+    moments = [("between steps", 0)]
+    if setup.layout.pp == 1:
+        for label, marks in (("forward", passes[0].forward), ("backward", passes[0].backward)):
+            moments += [(f"{label} {mark.label}", mark.peak) for mark in marks]
+    else:
+        seen: Counter[tuple[str, int]] = Counter()
+        for kind, chunk, _, peak in held(setup, passes, pipeline, setup.accumulation):
+            if kind != "W":
+                moments.append((f"{kind}{seen[kind, chunk]} of stage {stages[chunk]}", peak))
+                seen[kind, chunk] += 1
+    moments.append(("update", 0))
+    return [(label, replace(rank, activations=peak).by_category()) for label, peak in moments]
+
+
+def block_cut(setup: Setup) -> tuple[int, ...]:
+    """Blocks of each pipeline stage of the model: as given, or balanced by parameters as the engine does."""
+    wound = setup.layout.pp > 1 and setup.schedule in ("interleaved", "zero-bubble")
+    stages = setup.layout.pp * (setup.chunks if wound else 1)
+    if setup.cut is not None:
+        return setup.cut
+    shape = setup.shape
+    table = shape.vocab_size * shape.hidden
+    block = sum(block_sizes(shape))
+    positions = shape.positions * shape.hidden if shape.position == "learned" else 0
+    return layer_counts([block] * shape.layers, stages, first=table + positions, last=sum(_norm(shape)) + table)
+
+
+def _check(setup: Setup) -> None:
+    shape = setup.shape
+    if shape.decoder_layers:
+        raise ValueError(
+            f"{shape.name}: {shape.decoder_layers} layers with attention to an encoder; memory is predicted for "
+            f"decoders only, so set decoder_layers=0, or trace the module with planner.trace"
+        )
+    for name, count in (("heads", shape.heads), ("ffn_hidden", shape.ffn_hidden)):
+        if count % setup.layout.tp:
+            raise ValueError(f"{shape.name}: {count} {name} do not divide by tp {setup.layout.tp}")
+    if setup.cut is not None and sum(setup.cut) != shape.layers:
+        raise ValueError(f"cut {' + '.join(map(str, setup.cut))} is not the model's {shape.layers} blocks")
+
+
+def _tensor_positions(setup: Setup, *, ends: bool) -> dict[int, int]:
+    """Tensor index → how many hold as much: only a vocabulary that does not divide makes a difference."""
+    if not ends:
+        return {0: setup.layout.tp}
+    rows = [Sizes(setup, "cpu", tensor).vocabulary for tensor in range(setup.layout.tp)]
+    return {rows.index(count): rows.count(count) for count in dict.fromkeys(rows)}
+
+
+class _Walks:
+    """Micro-batches through stages; most stages are alike."""
+
+    def __init__(self, setup: Setup, device: Device) -> None:
+        self._setup = setup
+        self._device: Device = device
+        self._known: dict[tuple[int, bool, bool, int], Pass] = {}
+
+    def of(self, cut: Sequence[int], stages: Sequence[int], tensor: int) -> list[Pass]:
+        return [self._walk(cut[number], number == 0, number == len(cut) - 1, tensor) for number in stages]
+
+    def _walk(self, blocks: int, first: bool, last: bool, tensor: int) -> Pass:
+        key = blocks, first, last, tensor
+        if key not in self._known:
+            sizes = Sizes(self._setup, self._device, tensor)
+            self._known[key] = walk(sizes, blocks=blocks, first=first, last=last)
+        return self._known[key]
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
+
+
+def _norm(shape: ModelShape) -> tuple[int, ...]:
+    """Its weight, and its bias where it has one."""
+    return (shape.hidden,) * (2 if shape.norm == "layer" and shape.bias else 1)
+
+
+def block_sizes(shape: ModelShape, tp: int = 1) -> list[int]:
+    """Elements of a block's parameters on each of `tp` ranks: matrices first, as flats have them, then vectors."""
+    hidden, inner = shape.hidden, shape.ffn_hidden
+    size = shape.head_size or hidden // shape.heads
+    queries = shape.heads * size
+    projections = queries + 2 * (shape.kv_heads or shape.heads) * size
+    ups = 2 if shape.gated else 1
+    matrices = [hidden * projections // tp, hidden * queries // tp, ups * hidden * inner // tp, hidden * inner // tp]
+    if not shape.bias:
+        return [*matrices, *_norm(shape), *_norm(shape)]
+    vectors = [*_norm(shape), projections // tp, hidden, *_norm(shape), ups * inner // tp, hidden]
+    return [*matrices, *vectors]
+
+
+def flat_elements(sizes: Sequence[int], dtype: str, dp: int) -> int:
+    """Elements of a flat of parameters of these `sizes`, in this order, with alignment and padding."""
+    step = max(1, _ALIGNMENT_BYTES // DTYPE_BYTES[dtype])
+    end = 0
+    for size in sizes:
+        end = padded_numel(end, step) + size
+    return padded_numel(end, dp * step)
+
+
+@dataclass(frozen=True)
+class Flats:
+    """The flats of one pipeline stage: elements of each unit, padded."""
+
+    setup: Setup
+    cut: Sequence[int]
+    number: int
+    tensor: int
+
+    @property
+    def first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def last(self) -> bool:
+        return self.number == len(self.cut) - 1
+
+    @cached_property
+    def rows(self) -> int:
+        """Of the token table."""
+        return Sizes(self.setup, "cpu", self.tensor).vocabulary
+
+    @cached_property
+    def root(self) -> int:
+        shape = self.setup.shape
+        table = self.rows * shape.hidden
+        sizes = [table] if self.first or (self.last and shape.tied) else []
+        if self.first and shape.position == "learned":
+            sizes.append(shape.positions * shape.hidden)
+        if self.last:
+            sizes += ([] if shape.tied else [table]) + list(_norm(shape))
+        return self._elements(sizes)
+
+    @cached_property
+    def merged(self) -> list[int]:
+        """Blocks of each unit behind the root: neighbours together while their whole float32 values are few bytes."""
+        together = max(1, self.setup.bucket_bytes // (_FLOAT32 * sum(block_sizes(self.setup.shape))))
+        full, rest = divmod(self.cut[self.number], together)
+        return [together] * full + ([rest] if rest else [])
+
+    @cached_property
+    def units(self) -> list[int]:
+        """Of the units behind the root, in order."""
+        sizes = block_sizes(self.setup.shape, self.setup.layout.tp)
+        elements = {count: self._elements(sizes[:4] * count + sizes[4:] * count) for count in set(self.merged)}
+        return [elements[count] for count in self.merged]
+
+    def _elements(self, sizes: Sequence[int]) -> int:
+        return flat_elements(sizes, self.setup.dtype, self.setup.layout.dp) if sizes else 0
+
+    def partial(self) -> Iterator[int]:
+        """Elements of each flat whose gradients the tensor-parallel ranks have terms of: under sequence parallelism
+        norms, and biases that are added to sums."""
+        shape = self.setup.shape
+        if not (self.setup.sequence_parallel and self.setup.layout.tp > 1):
+            return
+        block = 2 * sum(_norm(shape)) + (2 * shape.hidden if shape.bias else 0)
+        yield from (count * block for count in set(self.merged))
+        if self.last:
+            yield sum(_norm(shape))
+
+
+# ---- states and buffers ----------------------------------------------------------------------------------------------
+
+
+def _gradient_bytes(setup: Setup) -> int:
+    """Of one element: sums of several micro-batches are taken in float32."""
+    return _FLOAT32 if setup.accumulation > 1 else DTYPE_BYTES[setup.dtype]
+
+
+def _with_states(rank: RankMemory, setup: Setup, stages: Sequence[Flats]) -> RankMemory:
+    elements = sum(flats.root + sum(flats.units) for flats in stages)
+    part = elements // setup.layout.dp
+    stage, low = setup.zero_stage, DTYPE_BYTES[setup.dtype] < _FLOAT32
+    owned = part if stage >= 1 else elements
+    moments = 2 if setup.optimizer.name == "adamw" else int(setup.optimizer.momentum > 0)
+    states = {
+        "parameters": DTYPE_BYTES[setup.dtype] * (part if stage >= 3 else elements),
+        "gradients": _gradient_bytes(setup) * (part if stage >= 2 else elements),
+        "master_weights": _FLOAT32 * owned if low else 0,
+        "optimizer_moments": moments * _FLOAT32 * owned,
+    }
+    away = {
+        "none": (),
+        "optimizer": ("gradients", "master_weights", "optimizer_moments"),
+        "parameters": tuple(states),
+    }[setup.offload]
+    host = sum(states[name] for name in away)
+    return replace(rank, **{**states, **dict.fromkeys(away, 0)}, host=host)
+
+
+def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: int) -> int:
+    """Communication buffers of a rank with the pipeline stages `numbers`, at their most."""
+    stages = [Flats(setup, cut, number, tensor) for number in numbers]
+    width, dp, pp = _gradient_bytes(setup), setup.layout.dp, setup.layout.pp
+    total = 0
+    if setup.zero_stage >= 2 and dp > 1:
+        # A pipeline keeps whole gradients of all its units to the end of the step; elsewhere two take turns.
+        kinds = Counter(size for flats in stages for size in (flats.root, *flats.units) if size)
+        total += width * sum(size * max(_BORROWED, count if pp > 1 else 0) for size, count in kinds.items())
+    if setup.zero_stage >= 3 and dp > 1:
+        total += DTYPE_BYTES[setup.dtype] * _gathered(stages)
+    sizes = {padded_numel(size, setup.layout.tp) for flats in stages for size in flats.partial()}
+    total += _BORROWED * width * sum(sizes)
+    if setup.shape.tied and pp > 1 and any(flats.first or flats.last for flats in stages):
+        total += _BORROWED * width * padded_numel(stages[0].rows * setup.shape.hidden, 2)
+    return total
+
+
+def _gathered(stages: Sequence[Flats]) -> int:
+    """Elements that are whole at once: of the stage at work the root, a unit and the next one; of the others the root
+    and the last unit, with which their backwards begin."""
+    at_work = [flats.root + max(map(sum, zip(flats.units, [*flats.units[1:], 0], strict=True))) for flats in stages]
+    waiting = [flats.root + flats.units[-1] for flats in stages]
+    return max(work + sum(waiting) - waiting[k] for k, work in enumerate(at_work))
