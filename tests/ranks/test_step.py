@@ -330,9 +330,9 @@ def train_beside_copy(case: Case) -> bool:
     return all(p.equal(values[name]) for name, p in twin.named_parameters())
 
 
-def deepspeed_dict() -> dict[str, object]:
+def deepspeed_dict(stage: int) -> dict[str, object]:
     """What a script that moves over passes as config, under DeepSpeed's keys."""
-    given = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "gradient_clipping": 0.5}
+    given = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "gradient_clipping": 0.5}
     engine = speedlab.initialize(model=models.transformer(), config=given)[0]
     try:
         config = engine.config
@@ -341,5 +341,5 @@ def deepspeed_dict() -> dict[str, object]:
         engine.destroy()
 
 
-def test_a_dict_of_deepspeed_keys(two: Pool) -> None:
-    assert two.run(deepspeed_dict) == [{"stage": 3, "clip": 0.5, "micro": 2}] * 2
+def test_a_dict_of_deepspeed_keys(two: Pool, stage: int) -> None:
+    assert two.run(deepspeed_dict, stage) == [{"stage": stage, "clip": 0.5, "micro": 2}] * 2
