@@ -72,8 +72,8 @@ SYSTEMS = {
     "sc21-t2": _SELENE,
     "sc21": replace(_SELENE, assumed="micro-batch 1, two pipeline stages a rank"),
     "llama3": replace(_LLAMA, overlap=("dp", "pp"), assumed="micro-batch 1, five pipeline stages a rank, cut unevenly"),
-    "mosaic-a": replace(_FUSED, network="roce-200x8"),
-    "mosaic-h": replace(_FUSED, network="ib-400x8", network_printed=False),
+    "mosaic-a": replace(_FUSED, network="roce-200x8", wide_sums=False),
+    "mosaic-h": replace(_FUSED, network="ib-400x8", wide_sums=False, network_printed=False),
     "nanotron": replace(_LLAMA, network="efa-400x8", network_printed=False, assumed="no checkpointing"),
     "nv20": System(),
     "nv24": replace(
@@ -211,7 +211,7 @@ def _checkpointing(row: Row) -> Checkpointing:
 def _schedule(row: Row, pp: int) -> tuple[Literal["1f1b", "interleaved"], int]:
     chunks = row["layout"].get("interleave")
     if row["id"].startswith("sc21-t2"):
-        chunks = None  # Table 2 was measured without interleaving.
+        chunks = None  # Table 2 names no schedule; table 1 does.
     elif row["id"].startswith("sc21") and row["model"]["layers"] % (2 * pp) == 0:
         chunks = 2
     elif row["id"].startswith("llama3"):

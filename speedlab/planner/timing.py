@@ -178,7 +178,7 @@ def _data_parallel(setup: Setup, groups: Rings, turn: dict[str, float], efficien
     """(exposed, hidden) seconds of a step between data-parallel ranks."""
     element = 4 if setup.dtype == "float32" else 2
     held = rank_parameters(setup)
-    summed = 4 if setup.wide_sums and setup.accumulation > 1 and setup.zero_stage < 2 else element
+    summed = 4 if setup.wide_sums and setup.accumulation > 1 else element
     pipeline = setup.layout.pp > 1
     scatters = 1 if setup.zero_stage < 2 or pipeline else setup.accumulation
     dp = groups.dp

@@ -129,8 +129,8 @@ def test_tensor_parallel_sums_by_hand() -> None:
         (0, 1, 2 + 2),  # all-reduce: reduce-scatter and gather
         (0, 4, 4 + 4),  # sums of several micro-batches are float32
         (1, 4, 4 + 2),
-        (2, 4, 4 * 2 + 2),  # reduced with every micro-batch, in the compute dtype
-        (3, 4, 4 * 2 + 2 * 4 * 2),  # gathered forward and backward
+        (2, 4, 4 * 4 + 2),  # reduced with every micro-batch
+        (3, 4, 4 * 4 + 2 * 4 * 2),  # gathered forward and backward
     ],
 )
 def test_data_parallel_traffic_by_hand(stage: int, accumulation: int, bytes_a_parameter: int) -> None:
