@@ -9,12 +9,13 @@ import difflib
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from IPython.core.error import UsageError
 
 HELP = ("--help", "-h")
 _HELP_COLUMN = 30
+_WORDS = {"run": "name or folder of a run", "model": "an announced model, a preset or a configuration file"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,22 +46,42 @@ class Command:
     description: str
     example: str
     options: tuple[Option, ...] = ()
-    takes_run: bool = False
-    """Whether the name or folder of a run may follow."""
+    takes: Literal["", "run", "model"] = ""
+    """What may follow by itself: the name or folder of a run, or a model."""
 
     @property
     def usage(self) -> str:
-        run = ["[RUN]"] if self.takes_run else []
-        return " ".join(["%speedlab", self.name, *run, *(f"[{option.usage}]" for option in self.options)])
+        word = [f"[{self.takes.upper()}]"] if self.takes else []
+        return " ".join(["%speedlab", self.name, *word, *(f"[{option.usage}]" for option in self.options)])
 
     def help(self) -> str:
         """What `%speedlab NAME --help` prints."""
-        run = [f"  {'RUN':<{_HELP_COLUMN - 4}}  name or folder of a run"] if self.takes_run else []
+        word = [f"  {self.takes.upper():<{_HELP_COLUMN - 4}}  {_WORDS[self.takes]}"] if self.takes else []
         options = [f"  {option.usage:<{_HELP_COLUMN - 4}}  {option.description}" for option in self.options]
-        return "\n".join([self.usage, f"  {self.description}", *run, *options, f"  example: {self.example}"])
+        return "\n".join([self.usage, f"  {self.description}", *word, *options, f"  example: {self.example}"])
 
 
 _CLUSTER_NAME = Option(name="name", value="NAME", description="the cluster's name; else the one at hand")
+
+_PLAN_OPTIONS = (
+    Option(name="machines", value="TEXT", description="'128x8 A100-80 nvlink3 ib-200x8'; else this machine"),
+    Option(name="engines", value="N", number=True, description="engines of this machine"),
+    Option(name="tp", value="N", number=True, description="tensor-parallel ranks"),
+    Option(name="pp", value="N", number=True, description="pipeline ranks"),
+    Option(name="dp", value="N", number=True, description="data-parallel ranks; as many as there are devices for"),
+    Option(name="zero", choices=("0", "1", "2", "3"), description="ZeRO stage"),
+    Option(name="micro", value="N", number=True, description="sequences of a micro-batch"),
+    Option(name="global", value="N", number=True, description="sequences of a step"),
+    Option(
+        name="dtype", choices=("float32", "bfloat16", "float16"), description="compute dtype; the devices' fast one"
+    ),
+    Option(name="checkpointing", choices=("none", "selective", "block"), description="what backward computes again"),
+    Option(name="offload", choices=("none", "optimizer", "parameters"), description="what the host's memory holds"),
+    Option(name="tokens", value="COUNT", description="of the whole training: 300B, 1.5T"),
+    Option(name="price", value="PRICE", description="of a device-hour, in any currency"),
+    Option(name="search", description="the best layouts instead of one"),
+    Option(name="largest", description="the largest model that fits on the machines"),
+)
 
 COMMANDS: Mapping[str, Command] = {
     command.name: command
@@ -94,19 +115,26 @@ COMMANDS: Mapping[str, Command] = {
             name="panel",
             description="configure a run, start it, and steer it",
             example="%speedlab panel quickstart",
-            takes_run=True,
+            takes="run",
+        ),
+        Command(
+            name="plan",
+            description="what fits, how fast and why, on this machine or any other; nothing runs",
+            example="%speedlab plan gpt2 --zero 3",
+            takes="model",
+            options=_PLAN_OPTIONS,
         ),
         Command(
             name="dash",
             description="live memory, throughput, loss and anatomy of a run's steps",
             example="%speedlab dash",
-            takes_run=True,
+            takes="run",
         ),
         Command(
             name="attach",
             description="find the cluster and run another kernel started; sets `cluster` and `run`, shows both views",
             example="%speedlab attach quickstart",
-            takes_run=True,
+            takes="run",
         ),
         Command(
             name="interrupt",
@@ -128,19 +156,19 @@ COMMANDS: Mapping[str, Command] = {
                 Option(name="json", description="as JSON, without descriptions"),
                 Option(name="present", description="of the run at hand"),
             ),
-            takes_run=True,
+            takes="run",
         ),
         Command(
             name="report",
             description="write report.html, which shows a run's plots without a server, and link it",
             example="%speedlab report quickstart",
-            takes_run=True,
+            takes="run",
         ),
         Command(
             name="layout",
             description="which rank stands where: pipeline stages and their blocks, data and tensor index, device",
             example="%speedlab layout",
-            takes_run=True,
+            takes="run",
         ),
         Command(
             name="trace",
@@ -150,14 +178,14 @@ COMMANDS: Mapping[str, Command] = {
                 Option(name="step", value="N", number=True, description="which step; the newest when left out"),
                 Option(name="output", value="FILE", description="the file to write; trace.json when left out"),
             ),
-            takes_run=True,
+            takes="run",
         ),
     )
 }
 
 
 def parse(line: str) -> tuple[Command | None, dict[str, Any]]:
-    """The subcommand of `line` and its arguments: `run`, `help`, and one entry for each option that was given.
+    """The subcommand of `line` and its arguments: `run` or `model`, `help`, and one entry for each option given.
 
     (None, {}) asks for the help of all. Raises UsageError, which names the nearest known word.
     """
@@ -196,12 +224,13 @@ def _arguments(command: Command, words: Sequence[str]) -> dict[str, Any]:
             found[option.name] = _value(command, option, value)
         elif word.startswith("-"):
             raise UsageError(f"%speedlab {command.name}: {unknown('option', flag, [*options, HELP[0]])}")
-        elif not command.takes_run:
+        elif not command.takes:
             raise UsageError(f"%speedlab {command.name} takes no {word!r}; {command.usage}")
-        elif "run" in found:
-            raise UsageError(f"%speedlab {command.name}: one run at a time, not {found['run']!r} and {word!r}")
+        elif command.takes in found:
+            first = found[command.takes]
+            raise UsageError(f"%speedlab {command.name}: one {command.takes} at a time, not {first!r} and {word!r}")
         else:
-            found["run"] = word
+            found[command.takes] = word
     return found
 
 
@@ -235,9 +264,17 @@ def complete(line: str, symbol: str, run_names: Callable[[], Collection[str]]) -
     if last is not None and (last.value or last.choices):
         return [choice for choice in last.choices if choice.startswith(symbol)]
     words = [flag for flag in options if flag not in before]
-    if command.takes_run and not symbol.startswith("-") and all(word.startswith("-") for word in before[1:]):
-        words += sorted(run_names())
+    if command.takes and not symbol.startswith("-") and all(word.startswith("-") for word in before[1:]):
+        words += sorted(run_names() if command.takes == "run" else known_models())
     return [word for word in (*words, HELP[0]) if word.startswith(symbol)]
+
+
+def known_models() -> set[str]:
+    """Models that a plan can name."""
+    from speedlab.config import MODEL_PRESETS
+    from speedlab.planner.presets import MODELS
+
+    return {*MODELS, *MODEL_PRESETS}
 
 
 def help_text() -> str:

@@ -181,6 +181,21 @@ def _panel(shell: InteractiveShell, run: str | None = None) -> None:
     panel.show(found.cluster or cluster if found is not None else cluster, found)
 
 
+def _plan(shell: InteractiveShell, **words: Any) -> None:
+    from IPython.display import display
+
+    from speedlab.cluster.devices import choose_devices
+    from speedlab.config import ConfigError
+    from speedlab.planner.request import PlanRequest
+
+    try:
+        asked = PlanRequest.of_words(words)
+        answer = asked.answer(choose_devices(asked.engines, "auto"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    display(answer)
+
+
 def _dash(shell: InteractiveShell, run: str | None = None) -> None:
     from speedlab_notebook import dashboard
     from speedlab_notebook.at_hand import run_at_hand
@@ -295,6 +310,7 @@ _ACTIONS: dict[str, Callable[..., None]] = {
     "start": _start,
     "status": _status,
     "panel": _panel,
+    "plan": _plan,
     "dash": _dash,
     "attach": _attach,
     "interrupt": _interrupt,

@@ -1,7 +1,8 @@
 """The configuration panel: what a run will hold before it starts, and the words for a run that is on.
 
-1. A change of any control makes a RunConfig of all of them, and from it the batch equation, the predicted model states
-   and the differences to the run that is under way (`_refresh`, a few milliseconds). Nothing else happens.
+1. A change of any control makes a RunConfig of all of them, and from it the batch equation, what each rank will
+   hold, how fast it will be, and the differences to the run that is under way (`_refresh`, a few milliseconds). Nothing
+   else happens, but that changes are looked for which make fit what does not.
 2. Train ships the configuration from a thread, after it has started engines where there are none. The other buttons
    post control words, which return at once.
 3. A thread follows the run (`_look`): its state greys the buttons, and answers to words are told as they come.
@@ -25,7 +26,8 @@ from speedlab.cluster.known_runs import RunError
 from speedlab.config import ConfigError, RunConfig
 from speedlab.hardware import Device
 from speedlab.layout import LayoutError
-from speedlab.planner import ModelStates
+from speedlab.planner.memory import RankMemory
+from speedlab.planner.setup import Setup
 from speedlab.telemetry.folder import RunFolderError
 from speedlab.telemetry.records import RunState
 from speedlab_notebook.panel_actions import (
@@ -45,12 +47,23 @@ from speedlab_notebook.panel_actions import (
 )
 from speedlab_notebook.panel_fields import Field, layout_field, place_problem
 from speedlab_notebook.panel_reasons import bubble_text, greyed_fields, greyed_options, remarks, sizes
-from speedlab_notebook.panel_states import fit_problem, fit_text, heaviest, predict, states_html
+from speedlab_notebook.panel_states import (
+    Prediction,
+    advice_text,
+    fit_problem,
+    fit_text,
+    predict,
+    speed_text,
+    states_html,
+)
 from speedlab_notebook.panel_view import View
 
 if TYPE_CHECKING:
     from speedlab.cluster import Cluster, Run
     from speedlab.cluster.words import Pending
+
+_REST_SECONDS = 0.3
+"""A control that is being moved rests so long before changes that fit are looked for: they cost more than an update."""
 
 _TROUBLE = (RunError, RankError, ClusterError, RunFolderError, ConfigError, LayoutError)
 """What a person can set right: told without a traceback."""
@@ -69,10 +82,8 @@ class Panel(widgets.VBox):
         """What the controls say; None while that is no configuration."""
         self.problems: list[tuple[str, str]] = []
         """(path of the field or '', what is wrong): nothing can be trained while there is one."""
-        self.states: list[ModelStates] = []
-        """Predicted model states at stages 0 to 3, on the rank that holds most."""
-        self.predicted: list[list[ModelStates]] = []
-        """The same for each rank."""
+        self.prediction: Prediction | None = None
+        """Memory at every stage and speed, as the controls say; of the last that was a configuration."""
         self.changes: list[Change] = []
         """Where the panel differs from the run that is under way."""
         self.batch_text = self.summary_text = self.status_text = self.message_text = ""
@@ -89,6 +100,9 @@ class Panel(widgets.VBox):
         self._state: RunState | None = None
         self._devices = _devices_of(self.cluster)
         self._watch = Watch(self._look)
+        self._advisor = Watch(self._advise)
+        self._advice: tuple[Setup | None, str] = (None, "")
+        """How what does not fit would, and what it was that does not."""
         self._view = View(len(self._devices), self._on_change, self._handlers())
         self._view.engines.observe(self._on_engines, "value")
         super().__init__(self._view.arranged())
@@ -97,6 +111,11 @@ class Panel(widgets.VBox):
             self._take(run, run.config)
             self._show_run_config()
         self._refresh()
+
+    @property
+    def states(self) -> list[RankMemory]:
+        """What the rank that holds most will hold at stages 0 to 3."""
+        return [] if self.prediction is None else self.prediction.heaviest
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -126,6 +145,7 @@ class Panel(widgets.VBox):
     def close(self) -> None:
         """Stop following the run and take the panel from the page; the run goes on."""
         self._watch.close()
+        self._advisor.close()
         super().close()
 
     def __repr__(self) -> str:
@@ -165,10 +185,9 @@ class Panel(widgets.VBox):
         with self._lock:
             self._read_controls()
             if self.config is not None:
-                self.predicted = predict(self.config, self._devices)
-                self.states = [heaviest(by_rank) for by_rank in self.predicted]
+                self.prediction = predict(self.config, self._devices)
                 running = self._running.zero.stage if self._under_way and self._running is not None else None
-                self._view.states.value = states_html(self.config, self.predicted, self._devices, running=running)
+                self._view.states.value = states_html(self.prediction, self._devices, running=running)
             self._show_notes()
             self._show_summary()
             self._show_run()
@@ -217,15 +236,45 @@ class Panel(widgets.VBox):
         self._view.show_line(self._view.engines_note, note, kind="help" if self.cluster is None else "reason")
 
     def _show_summary(self) -> None:
-        if self.problems or self.config is None:
+        if self.problems or self.config is None or self.prediction is None:
             self.summary_text = f"cannot run: {'; '.join(text for _, text in self.problems)}"
             self._view.show_line(self._view.summary, self.summary_text, kind="problem", strong="cannot run")
             return
-        fits = fit_text(self.states, self.config.zero.stage, self._devices)
+        fits = fit_text(self.prediction, self._devices)
+        advice = self._advised() if fit_problem(self.prediction, self._devices) else ""
         layout = self.config.layout(len(self._devices))
-        parts = [self._engines_text(), fits, "" if layout.tp == layout.pp == 1 else str(layout)]
+        parts = [
+            self._engines_text(),
+            fits,
+            advice,
+            speed_text(self.prediction),
+            "" if layout.tp == layout.pp == 1 else str(layout),
+        ]
         self.summary_text = " · ".join(filter(None, [*parts, self.batch_text, bubble_text(self.config, layout)]))
         self._view.show_line(self._view.summary, self.summary_text, strong=fits)
+
+    def _advised(self) -> str:
+        """How what does not fit would, once that is found."""
+        assert self.prediction is not None
+        setup, text = self._advice
+        if setup == self.prediction.plan.setup:
+            return text
+        self._advisor.start()
+        return "looking for changes that fit …"
+
+    def _advise(self) -> float | None:
+        """Find what makes the present controls fit; again at once when they have been moved since."""
+        time.sleep(_REST_SECONDS)
+        prediction = self.prediction
+        if prediction is None or not fit_problem(prediction, self._devices):
+            return None
+        text = advice_text(prediction.plan)
+        with self._lock:
+            if self.prediction is None or self.prediction.plan.setup != prediction.plan.setup:
+                return 0.0
+            self._advice = prediction.plan.setup, text
+            self._show_summary()
+        return None
 
     def _engines_text(self) -> str:
         count = len(self._devices)
@@ -384,7 +433,7 @@ class Panel(widgets.VBox):
     def _can_train(self) -> bool:
         if self.config is None or self.problems or self._activity or (self._under_way and self._controls_run):
             return False
-        return not fit_problem(self.states, self.config.zero.stage, self._devices)
+        return self.prediction is not None and not fit_problem(self.prediction, self._devices)
 
     def _tell(self, text: str) -> None:
         self.message_text = text

@@ -231,13 +231,16 @@ def test_text_from_anywhere_is_escaped(panel: Panel, cluster: Fakes) -> None:
 
 def test_predictions_are_the_formulas_at_every_stage(panel: Panel) -> None:
     count = parameter_count(RunConfig().model)
-    expected = [model_states(count, dp=4, stage=stage, dtype="float32") for stage in range(4)]
-    assert panel.states == expected
     page = html(panel, "states")
     cells = dict(re.findall(r'data-stage="(\d)" data-category="total">([\d.,]+)<', page))
-    for stage, state in enumerate(expected):
-        assert float(cells[str(stage)]) == pytest.approx(state.total / 2**20, rel=0.01)
-    assert page.count("<rect") == 4 * (3 + 1)  # Three categories (float32 needs no masters) and an outline each.
+    for stage, memory in enumerate(panel.states):
+        expected = model_states(count, dp=4, stage=stage, dtype="float32")
+        # The formula leaves out the padding of single flats.
+        assert memory.model_states == pytest.approx(expected.total, rel=1e-3)
+        assert memory.optimizer_moments == pytest.approx(expected.optimizer_moments, rel=1e-3)
+        assert float(cells[str(stage)]) == pytest.approx(memory.total / 2**20, rel=0.01)
+    # Float32 needs no masters: three states, activations, an outline each; buffers from stage 2 on.
+    assert page.count("<rect") == 4 * (3 + 1 + 1) + 2
     assert "stage 2: gradients and optimizer states in 1/dp" in page
 
 
@@ -247,10 +250,11 @@ def test_predictions_follow_the_layout_rank_by_rank(panel: Panel) -> None:
     model, layout = RunConfig().model, Layout(pp=2, tp=2)
     held = rank_parameters(model, layout, stage_blocks(model, 2))
     assert len(set(held)) == 2  # The last pipeline stage has the norm too.
-    for stage in range(4):
-        by_rank = [model_states(count, dp=1, stage=stage, dtype="float32") for count in held]
-        assert panel.predicted[stage] == by_rank
-        assert panel.states[stage].total == max(state.total for state in by_rank)
+    assert panel.prediction is not None
+    for stage, predicted in enumerate(panel.prediction.by_stage):
+        by_rank = [model_states(count, dp=1, stage=stage, dtype="float32").total for count in held]
+        assert [memory.model_states for memory in predicted] == pytest.approx(by_rank, rel=1e-3)
+        assert panel.states[stage].total == max(memory.total for memory in predicted)
     page = html(panel, "states")
     assert page.count("speedlab-rank") == 2
     assert ">0–1</text>" in page
@@ -292,26 +296,44 @@ def test_accumulated_gradients_of_a_16_bit_dtype_are_float32(panel: Panel) -> No
     put(panel, "precision.dtype", "bfloat16")
     once = panel.states[0].gradients
     put(panel, "batch.accumulation", "2")
-    assert panel.states[0].gradients == 2 * once == 4 * parameter_count(RunConfig().model)
+    assert panel.states[0].gradients == 2 * once
+    assert panel.states[0].gradients == pytest.approx(4 * parameter_count(RunConfig().model), rel=1e-3)
     put(panel, "precision.dtype", "float32")
-    assert panel.states[0].gradients == 4 * parameter_count(RunConfig().model)
+    assert panel.states[0].gradients == pytest.approx(4 * parameter_count(RunConfig().model), rel=1e-3)
 
 
 def test_what_fits_and_what_does_not(panel: Panel) -> None:
-    assert "fits, 3.0 GiB free of 4.0 GiB" in panel.summary_text
+    assert "fits, 2.8 GiB free of 4.0 GiB" in panel.summary_text
     assert "far above" in html(panel, "states")
     put(panel, "model.preset", "gpt2-medium")
+    put(panel, "batch.micro_size", "1")
     put(panel, "zero.stage", 0)
-    assert "does not fit: stage 0 needs 5.3 GiB on each rank, and a device has 4.0 GiB; stage 1 fits" in (
-        panel.summary_text
-    )
+    assert re.search(r"does not fit: stage 0 needs [\d.]+ GiB on a rank, and a device has 4.0 GiB", panel.summary_text)
     assert "speedlab-capacity" in html(panel, "states")
     assert "train" not in offered(panel)
-    put(panel, "zero.stage", 1)
+    put(panel, "zero.stage", 3)
     assert "train" in offered(panel)
-    put(panel, "model.preset", "gpt2-xl")
-    put(panel, "model.layers", 480)
-    assert "no stage fits; take more engines or a smaller model" in panel.summary_text
+
+
+def test_what_does_not_fit_is_told_the_cheapest_changes_that_do(panel: Panel) -> None:
+    put(panel, "model.preset", "gpt2-medium")
+    put(panel, "batch.micro_size", "1")
+    put(panel, "zero.stage", 0)
+    assert "looking for changes that fit" in panel.summary_text
+    wait_for(lambda: "cheapest changes that fit: " in panel.summary_text, 30)
+    assert "ZeRO stage 0 → 3" in panel.summary_text
+    put(panel, "zero.stage", 3)  # The advice is true: it fits now.
+    assert "does not fit" not in panel.summary_text
+    assert "cheapest" not in panel.summary_text
+
+
+def test_the_speed_says_what_limits_it_and_that_nobody_measured_this_machine(panel: Panel) -> None:
+    assert re.search(r"about [\d.]+ (k )?tokens/s \(not yet calibrated\)", panel.summary_text)
+    assert "speed: limited by " in html(panel, "states")
+    assert panel.prediction is not None
+    before = panel.prediction.plan.time.tokens_per_second
+    put(panel, "model.layers", 12)
+    assert panel.prediction.plan.time.tokens_per_second < before / 1.5
 
 
 def test_less_free_than_needed_is_told_before_it_hurts(tmp_path: Path, opened: Callable[..., Panel]) -> None:

@@ -1,0 +1,49 @@
+"""`speedlab plan`: what fits, how fast, and why, before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from speedlab.cluster.devices import choose_devices
+from speedlab.config import ConfigError
+from speedlab.planner.plan import Plan
+from speedlab.planner.request import PlanRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(PlanRequest):
+    """What fits, how fast, and why, before anything runs: memory by rank, the step's time, days and cost.
+
+    speedlab plan gpt3-175b --machines "128x8 A100-80 nvlink3 ib-200x8" --tp 8 --pp 16 --zero 1 --global 1536
+    """
+
+    model: Annotated[str, tyro.conf.Positional] = ""
+    """An announced model (gpt3-175b, 1t, …), a preset (gpt-tiny, …), or a configuration file."""
+    global_size: Annotated[int | None, tyro.conf.arg(name="global")] = None
+    """Sequences of a step."""
+    published: bool = False
+    """Hold the planner against published figures, row by row."""
+
+
+def plan(argv: list[str]) -> int:
+    """Print the plan, or what was asked for instead. 0: it fits; 1: it does not."""
+    options = tyro.cli(PlanOptions, args=argv, prog="speedlab plan", config=(tyro.conf.FlagCreatePairsOff,))
+    try:
+        return _answer(options)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _answer(options: PlanOptions) -> int:
+    devices = choose_devices(options.engines, "auto")
+    if options.published:
+        from speedlab.planner.published import report
+
+        print(report())
+        return 0
+    found = options.answer(devices)
+    print(found)
+    return 0 if (found.fits if isinstance(found, Plan) else found.candidates) else 1

@@ -1,0 +1,259 @@
+"""A plan: what a training holds on each rank, how long it takes, and what it costs. Everything before anything runs.
+
+`plan` takes a model and machines by name or as objects, predicts memory (memory.py) and time (timing.py), and returns a
+`Plan`, which shows itself as text, as a table and as figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from speedlab.config import RunConfig, ZeroConfig
+from speedlab.layout import Layout, LayoutError
+from speedlab.planner import presets
+from speedlab.planner.devices import Machines
+from speedlab.planner.here import Hardware
+from speedlab.planner.memory import RankMemory
+from speedlab.planner.search import Candidate, Change, Dtype, Target, cheapest_change, fast_dtype, search
+from speedlab.planner.setup import ModelShape, Setup
+from speedlab.planner.shapes import check_shape, shape_parameters
+from speedlab.planner.timing import StepTime
+
+if TYPE_CHECKING:
+    from speedlab.telemetry.figure_style import Figure
+    from speedlab.telemetry.plan_table import PlanTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What was asked for, and what follows from it. `print` it, show it in a notebook, or read its numbers."""
+
+    setup: Setup
+    hardware: Hardware
+    memory: Sequence[RankMemory]
+    """Of each distinct position in the layout."""
+    time: StepTime
+    tokens: float | None = None
+    """Tokens of the whole training; None when it is not said."""
+
+    @property
+    def machines(self) -> Machines:
+        return self.hardware.machines
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return shape_parameters(self.setup.shape)
+
+    @property
+    def heaviest(self) -> RankMemory:
+        """The position that holds most: what fits there fits everywhere."""
+        return max(self.memory, key=lambda rank: rank.total)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Memory of one device."""
+        return self.machines.device.memory_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left on the rank that holds most; negative when it does not fit."""
+        return self.capacity_bytes - self.heaviest.total
+
+    @property
+    def fits(self) -> bool:
+        return self.free_bytes >= 0
+
+    @property
+    def days(self) -> float | None:
+        return None if self.tokens is None else self.time.days(self.tokens)
+
+    @property
+    def device_hours(self) -> float | None:
+        return None if self.tokens is None else self.time.device_hours(self.tokens)
+
+    @property
+    def cost(self) -> float | None:
+        """In the currency of the machines' price."""
+        return None if self.tokens is None else self.time.cost(self.tokens)
+
+    @property
+    def caution(self) -> str:
+        """What of this lies outside what was validated; empty when nothing does."""
+        return self.time.caution
+
+    def search(self, *, target: Target = "fastest") -> Found:
+        """The best layouts of this model with this global batch on these machines, each with what limits it."""
+        setup = self.setup
+        return Found.of_search(setup.shape, self.hardware, setup.global_size, target, dtype=setup.dtype)
+
+    def cheapest_changes(self) -> list[Change]:
+        """Up to three changes that make it fit, each with its price in speed; none when it fits."""
+        if self.fits:
+            return []
+        hardware = self.hardware
+        return cheapest_change(self.setup, hardware.machines, efficiency=hardware.efficiency, memory=hardware.memory)
+
+    def table(self) -> PlanTable:
+        """Bytes by category, a row for each position that holds something else."""
+        from speedlab.telemetry.plan_table import plan_table
+
+        return plan_table(self)
+
+    def figure(self) -> Figure:
+        """Memory by position with the capacity line, beside what a step's time is made of: for plotly."""
+        from speedlab.telemetry.plan_figure import plan_figure
+
+        return plan_figure(self)
+
+    def __str__(self) -> str:
+        from speedlab.telemetry.plan_table import plan_text
+
+        return plan_text(self)
+
+    def __repr__(self) -> str:
+        fits = "fits" if self.fits else "does not fit"
+        return f"<Plan: {self.setup.shape.name}, {self.setup.layout} on {self.machines}, {fits}>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        for number, line in enumerate(str(self).splitlines()):
+            if number:
+                printer.break_()
+            printer.text(line)
+
+    def _repr_html_(self) -> str:
+        from speedlab.telemetry.plan_figure import plan_html
+
+        return plan_html(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search found, best first. Shows itself as a table; `candidates` are the objects."""
+
+    asked: str
+    candidates: tuple[Candidate, ...]
+
+    @classmethod
+    def of_search(
+        cls,
+        shape: ModelShape,
+        hardware: Hardware,
+        global_size: int,
+        target: Target,
+        *,
+        dtype: Dtype | None,
+    ) -> Found:
+        """The best layouts of `shape` on these machines."""
+        candidates = search(
+            shape,
+            hardware.machines,
+            global_size=global_size,
+            target=target,
+            dtype=dtype,
+            efficiency=hardware.efficiency,
+            memory=hardware.memory,
+        )
+        asked = f"{target}: {shape.name}, {global_size:,} sequences a step, on {hardware.machines}"
+        return cls(asked=asked, candidates=tuple(candidates))
+
+    def __str__(self) -> str:
+        from speedlab.telemetry.plan_table import found_text
+
+        return found_text(self)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from speedlab.telemetry.plan_figure import found_html
+
+        return found_html(self)
+
+
+def plan(
+    model: str | ModelShape | RunConfig | Setup,
+    machines: str | Machines | Hardware,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int | None = None,
+    micro_size: int = 1,
+    global_size: int | None = None,
+    dtype: Dtype | None = None,
+    tokens: float | None = None,
+    price_per_device_hour: float | None = None,
+    **changes: Any,
+) -> Plan:
+    """The plan of a training.
+
+    `model`: an announced model by name (`presets.MODELS`), a shape, a run's configuration or a whole set-up; the last
+    two bring their own layout and batch, so that the words for these are left out.
+    `machines`: '128x8 A100-80 nvlink3 ib-200x8', the name of an announced cluster, or an object.
+    `tp`, `pp`, `dp`, `micro_size`, `global_size`: the layout, and the batch in sequences; what is left out follows.
+    `changes`: other fields of `Setup`, as zero_stage=1, checkpointing="block".
+
+    Raises ValueError (LayoutError for layouts) for what cannot be: the rule, the values, what would work.
+    """
+    if isinstance(machines, str):
+        machines = presets.cluster(machines, price_per_device_hour=price_per_device_hour)
+    hardware = machines if isinstance(machines, Hardware) else Hardware.of(machines)
+    machines = hardware.machines
+    dtype = dtype or fast_dtype(machines)
+    if isinstance(model, Setup):
+        setup = model
+    elif isinstance(model, RunConfig):
+        setup = Setup.of_config(model, machines.world_size, dtype=dtype)
+    else:
+        shape = presets.model(model) if isinstance(model, str) else model
+        layout = _layout(machines, dp, tp, pp)
+        changes = {"zero_stage": ZeroConfig().stage, **changes}
+        accumulation = _accumulation(layout, micro_size, global_size)
+        setup = Setup(
+            shape=shape, layout=layout, dtype=dtype, micro_size=micro_size, accumulation=accumulation, **changes
+        )
+    return plan_setup(setup, hardware, tokens=tokens)
+
+
+def plan_setup(setup: Setup, hardware: Hardware, *, tokens: float | None = None) -> Plan:
+    """The plan of a set-up as it is. Raises as `plan` does."""
+    check_parallel(setup)
+    return Plan(setup=setup, hardware=hardware, memory=hardware.memory(setup), time=hardware.time(setup), tokens=tokens)
+
+
+def check_parallel(setup: Setup) -> None:
+    """Raises ValueError or LayoutError for a shape that cannot be, or cannot be laid out so."""
+    shape, layout = setup.shape, setup.layout
+    check_shape(shape)
+    if shape.heads % layout.tp:
+        fitting = [tp for tp in range(1, shape.heads + 1) if shape.heads % tp == 0]
+        nearest = min(fitting, key=lambda tp: abs(tp - layout.tp))
+        raise LayoutError(f"tp {layout.tp}: {shape.name}'s {shape.heads} heads do not divide by it; tp {nearest} does")
+    depth = shape.layers + shape.decoder_layers
+    if layout.pp > depth:
+        raise LayoutError(
+            f"pp {layout.pp}: {shape.name} has {depth} layers, and each pipeline stage takes at least one; use pp "
+            f"{depth} or less"
+        )
+
+
+def _layout(machines: Machines, dp: int | None, tp: int, pp: int) -> Layout:
+    if dp is not None:
+        return Layout(dp=dp, tp=tp, pp=pp)
+    return Layout.for_world(machines.world_size, tp=tp, pp=pp)
+
+
+def _accumulation(layout: Layout, micro_size: int, global_size: int | None) -> int:
+    if micro_size < 1:
+        raise ValueError(f"micro_size {micro_size} must be at least 1 sequence")
+    if global_size is None:
+        return 1
+    share = micro_size * layout.dp
+    if global_size < share or global_size % share:
+        near = max(1, round(global_size / share)) * share
+        raise ValueError(
+            f"global batch {global_size} = micro-batch {micro_size} × accumulation ? × dp {layout.dp} has no whole "
+            f"solution; a global batch of {near} would work"
+        )
+    return global_size // share

@@ -1,0 +1,208 @@
+"""A plan in words and numbers: the table of what each position in the layout holds, and the text around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from speedlab.planner.search import describe
+from speedlab.planner.shapes import shape_parameters
+from speedlab.telemetry.figure_style import LABELS
+from speedlab.telemetry.records import CATEGORIES
+from speedlab.telemetry.table import Table
+from speedlab.telemetry.text import byte_unit, bytes_text, count_text, seconds_text
+
+if TYPE_CHECKING:
+    from speedlab.planner.memory import RankMemory
+    from speedlab.planner.plan import Found, Plan
+
+_SMALL_SHARE = 0.005
+"""Parts of a step below this share are not told in the text."""
+
+
+class PlanTable(Table):
+    """Rows as `plan_table` gives them; bytes are shown in the unit of the largest total."""
+
+    def head(self) -> list[str]:
+        unit = byte_unit(max(row["total"] for row in self))[0]
+        return ["rank", *(LABELS[category] for category in self._shown), f"total, {unit}", f"free, {unit}"]
+
+    def cells(self) -> list[tuple[str, ...]]:
+        size = byte_unit(max(row["total"] for row in self))[1]
+        names = [*self._shown, "total", "free"]
+        return [(row["rank"], *(f"{row[name] / size:,.2f}" for name in names)) for row in self]
+
+    @property
+    def _shown(self) -> list[str]:
+        return [category for category in CATEGORIES if any(row[category] for row in self)]
+
+
+def plan_table(plan: Plan) -> PlanTable:
+    """A row for each run of neighbours that hold the same: rank (its place), each category, total, free (bytes)."""
+    return PlanTable(
+        {
+            "rank": name,
+            **{category: getattr(memory, category) for category in CATEGORIES},
+            "total": memory.total,
+            "free": plan.capacity_bytes - memory.total,
+        }
+        for name, memory in positions(plan)
+    )
+
+
+def positions(plan: Plan) -> list[tuple[str, RankMemory]]:
+    """(name, what it holds) of the positions in the layout; of neighbours that hold the same, the first."""
+    layout = plan.setup.layout
+    groups: list[list[RankMemory]] = []
+    for _, ranks in groupby(plan.memory, key=lambda rank: (rank.pipeline, tuple(rank.by_category().items()))):
+        groups.append(list(ranks))
+    merged: list[list[RankMemory]] = []
+    for group in groups:
+        if merged and _alike(merged[-1], group):
+            merged[-1] += group
+        else:
+            merged.append(group)
+    return [(_place(group, layout.pp, layout.tp), group[0]) for group in merged]
+
+
+def _alike(before: Sequence[RankMemory], group: Sequence[RankMemory]) -> bool:
+    return before[0].by_category() == group[0].by_category() and before[0].tensor == group[0].tensor
+
+
+def _place(group: Sequence[RankMemory], pp: int, tp: int) -> str:
+    """'each', 'pp 0', 'pp 1–14', 'pp 15, tp 0–3'."""
+    stages = sorted({rank.pipeline for rank in group})
+    parts = sorted({rank.tensor for rank in group})
+    words = [f"pp {_span(stages)}"] if pp > 1 else []
+    if len(parts) > 1 or parts != [0]:
+        words += [f"tp {_span(parts)}"] if len(parts) < tp else []
+    return ", ".join(words) or "each"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}"
+
+
+class FoundTable(Table):
+    """Rows as `found_table` gives them."""
+
+    def head(self) -> list[str]:
+        return ["layout", "step", "tokens/s", "TFLOP/s a device", "held", "free", "limited by"]
+
+    def cells(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                row["layout"],
+                seconds_text(row["step_seconds"]),
+                count_text(row["tokens_per_second"]),
+                f"{row['tflops']:.3g}",
+                bytes_text(row["held_bytes"]),
+                bytes_text(row["free_bytes"]),
+                row["limit"],
+            )
+            for row in self
+        ]
+
+
+def found_table(found: Found) -> FoundTable:
+    """A row for each candidate, best first."""
+    return FoundTable(
+        {
+            "layout": describe(candidate.setup),
+            "step_seconds": candidate.time.step_seconds,
+            "tokens_per_second": candidate.time.tokens_per_second,
+            "tflops": candidate.time.tflops("model"),
+            "held_bytes": candidate.held_bytes,
+            "free_bytes": candidate.free_bytes,
+            "limit": candidate.time.limit,
+        }
+        for candidate in found.candidates
+    )
+
+
+def found_lines(found: Found) -> tuple[str, list[str]]:
+    """What was asked, and what is to be said below the table."""
+    if not found.candidates:
+        return found.asked, ["nothing fits; take more devices or a smaller model"]
+    doubts = dict.fromkeys(candidate.caution for candidate in found.candidates if candidate.caution)
+    lines = [f"outside of what was validated: {doubt}" for doubt in doubts]
+    shapes = dict.fromkeys(candidate.setup.shape for candidate in found.candidates)
+    lines += [
+        f"{shape.name}: {count_text(shape_parameters(shape))} parameters, {shape.layers} layers, {shape.heads} heads"
+        for shape in shapes
+    ]
+    return found.asked, lines
+
+
+def found_text(found: Found) -> str:
+    asked, lines = found_lines(found)
+    return "\n".join([asked, *([str(found_table(found))] if found.candidates else []), *lines])
+
+
+def plan_text(plan: Plan) -> str:
+    """The whole plan: what was asked, what fits, the table, the step and its parts, what the training takes."""
+    return "\n".join([*heading(plan), "", str(plan_table(plan)), "", *speed_lines(plan), *cautions(plan)])
+
+
+def heading(plan: Plan) -> list[str]:
+    """What was asked for, and whether it fits."""
+    setup = plan.setup
+    batch = (
+        f"global batch {setup.global_size:,} = micro-batch {setup.micro_size} × accumulation {setup.accumulation:,} "
+        f"× dp {setup.layout.dp}"
+    )
+    extras = [
+        f"checkpointing {setup.checkpointing}" if setup.checkpointing != "none" else "",
+        "sequence parallel" if setup.sequence_parallel else "",
+        f"offload {setup.offload}" if setup.offload != "none" else "",
+        f"schedule {setup.schedule}" if setup.layout.pp > 1 else "",
+    ]
+    return [
+        f"{setup.shape.name}: {count_text(plan.parameters)} parameters, {setup.dtype}, on {plan.machines}",
+        " · ".join(filter(None, [f"{setup.layout}", f"ZeRO stage {setup.zero_stage}", batch, *extras])),
+        fit_line(plan),
+    ]
+
+
+def fit_line(plan: Plan) -> str:
+    """'fits: 27.3 GiB of 79.2 GiB on the rank that holds most, 51.9 GiB free', or what it lacks."""
+    need, capacity = bytes_text(plan.heaviest.total), bytes_text(plan.capacity_bytes)
+    if plan.fits:
+        return f"fits: {need} of {capacity} on the rank that holds most, {bytes_text(plan.free_bytes)} free"
+    return f"does not fit: {need} on the rank that holds most, a device has {capacity}"
+
+
+def speed_lines(plan: Plan) -> list[str]:
+    """The step, its parts, its speed by convention, what limits it, and what the whole training takes."""
+    time = plan.time
+    parts = [
+        f"{part} {seconds_text(seconds)}"
+        for part, seconds in time.parts.items()
+        if seconds > _SMALL_SHARE * time.step_seconds
+    ]
+    note = f" {plan.hardware.note}" if plan.hardware.note else ""
+    again = plan.setup.checkpointing != "none"
+    rates = f"{time.tflops('model'):.3g} TFLOP/s a device ({time.mfu:.0%} of peak)"
+    rates += f", {time.tflops('hardware'):.3g} with what is computed again" if again else ""
+    lines = [
+        f"step {seconds_text(time.step_seconds)}: {', '.join(parts)}",
+        f"{count_text(time.tokens_per_second)} tokens/s{note} · {rates}",
+        f"speed: limited by {time.limit}",
+    ]
+    if plan.tokens is not None and plan.days is not None and plan.device_hours is not None:
+        cost = f", cost {plan.cost:,.0f}" if plan.cost is not None else ""
+        lines.append(
+            f"{count_text(plan.tokens)} tokens: {plan.days:,.1f} days, {plan.device_hours:,.0f} device-hours{cost}"
+        )
+    return lines
+
+
+def cautions(plan: Plan) -> list[str]:
+    """What was not validated, and for what does not fit the cheapest changes that do."""
+    lines = [f"outside of what was validated: {plan.caution}"] if plan.caution else []
+    if not plan.fits:
+        changes = plan.cheapest_changes()
+        lines.append("cheapest changes that fit:" if changes else "no single change makes it fit; take more devices")
+        lines += [f"  {change}" for change in changes]
+    return lines

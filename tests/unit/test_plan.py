@@ -1,0 +1,205 @@
+"""Plans: what is asked for in words, what is shown of it, and what is refused. No engines, no torch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from speedlab import cli
+from speedlab.config import ConfigError, RunConfig
+from speedlab.hardware import Device
+from speedlab.planner import calibration_store
+from speedlab.planner.here import hardware_here
+from speedlab.planner.memory import predict_memory
+from speedlab.planner.plan import plan
+from speedlab.planner.request import PlanRequest, count
+from speedlab.telemetry.figure_style import plain
+from speedlab.telemetry.plan_table import plan_table
+
+CLUSTER = "128x8 A100-80 nvlink3 ib-200x8"
+GPT3 = ["gpt3-175b", "--machines", CLUSTER, "--tp", "8", "--pp", "16", "--zero", "1", "--global", "1536"]
+DEVICE = Device(
+    kind="cpu",
+    name="cpu 0",
+    uuid="",
+    cores=(0,),
+    threads=1,
+    capacity_bytes=4 * 2**30,
+    free_bytes=3 * 2**30,
+    fast_dtype="float32",
+)
+
+
+@pytest.fixture(autouse=True)
+def _not_calibrated(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(calibration_store, "path", lambda folder=None: tmp_path / "none.json")
+
+
+def gpt3(**changes):
+    return plan("gpt3-175b", CLUSTER, tp=8, pp=16, zero_stage=1, global_size=1536, **changes)
+
+
+def test_the_numbers_of_a_plan_belong_together() -> None:
+    made = gpt3(tokens=300e9, price_per_device_hour=2.0)
+    setup = made.setup
+    assert (setup.layout.dp, setup.accumulation, setup.global_size) == (8, 192, 1536)
+    assert sum(rank.ranks for rank in made.memory) == 1024
+    assert made.free_bytes == made.capacity_bytes - max(rank.total for rank in made.memory)
+    assert made.fits == (made.free_bytes >= 0)
+    tokens_a_step = 1536 * 2048
+    seconds = 300e9 / tokens_a_step * made.time.step_seconds
+    assert made.days == pytest.approx(seconds / 86400)
+    assert made.device_hours == pytest.approx(seconds / 3600 * 1024)
+    assert made.cost == pytest.approx(2.0 * seconds / 3600 * 1024)
+
+
+def test_neighbours_that_hold_the_same_are_one_row_of_the_table() -> None:
+    made = gpt3(checkpointing="block", schedule="gpipe")
+    rows = plan_table(made)
+    named = [number for row in rows for number in re.findall(r"pp (\d+)(?:–(\d+))?", row["rank"])]
+    covered = [stage for first, last in named for stage in range(int(first), int(last or first) + 1)]
+    assert covered == list(range(16))
+    assert len(rows) < 16  # Stages in the middle are alike under a schedule that keeps all micro-batches.
+    for row in rows:
+        stage = int(re.findall(r"\d+", row["rank"])[0])
+        memory = next(rank for rank in made.memory if rank.pipeline == stage)
+        assert row["total"] == memory.total == sum(memory.by_category().values())
+        assert row["free"] == made.capacity_bytes - memory.total
+
+
+def test_the_text_says_what_limits_and_what_does_not_fit() -> None:
+    text = str(gpt3(tokens=300e9))
+    assert "gpt3-175b: 175 G parameters, bfloat16, on 128 × 8 A100-80" in text
+    assert "global batch 1,536 = micro-batch 1 × accumulation 192 × dp 8" in text
+    assert "speed: limited by " in text
+    assert re.search(r"300 G tokens: [\d.]+ days, [\d,]+ device-hours", text)
+    large = str(plan("gpt3-175b", "dgx-2", micro_size=1))
+    assert "does not fit" in large
+    assert "fits: " not in large
+
+
+def test_changes_that_make_it_fit_do() -> None:
+    made = plan("gpt2-xl", "8 V100-16", micro_size=8, zero_stage=0, dtype="float16")
+    assert not made.fits
+    changes = made.cheapest_changes()
+    assert 1 <= len(changes) <= 3
+    for change in changes:
+        assert max(rank.total for rank in predict_memory(change.setup)) <= made.capacity_bytes
+        assert str(change) in str(made)
+    assert gpt3(checkpointing="block").cheapest_changes() == []
+
+
+def test_the_figure_stacks_to_the_bytes_and_the_seconds() -> None:
+    made = gpt3(checkpointing="block")
+    figure = plain(made.figure())
+    memory = [trace for trace in figure["data"] if "xaxis" not in trace]
+    heaviest = max(sum(heights) for heights in zip(*(trace["y"] for trace in memory), strict=True))
+    assert heaviest == pytest.approx(made.heaviest.total / 2**30)
+    step = [trace for trace in figure["data"] if trace.get("xaxis") == "x2"]
+    assert sum(trace["y"][0] for trace in step) == pytest.approx(made.time.step_seconds)
+    outlines = [shape["y1"] for shape in figure["layout"]["shapes"] if shape["type"] == "rect"]
+    assert max(outlines) == pytest.approx(heaviest)
+
+
+def test_a_page_shows_a_plan_without_scripts_and_escaped() -> None:
+    made = gpt3()
+    shape = replace(made.setup.shape, name="<b>mine</b>")
+    page = replace(made, setup=replace(made.setup, shape=shape))._repr_html_()
+    assert "&lt;b&gt;mine" in page
+    assert "<b>mine" not in page
+    assert "<script" not in page
+    assert page.count("speedlab-outline") >= 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["gpt3-17b"], "nearest: gpt3-175b"),
+        (["gpt2", "--machines", "8 A100-81"], "device 'A100-81' is not known; nearest: A100-80"),
+        (["gpt2", "--machines", "4x8 A100-80"], "need a network, and none is given; add one, as 'ib-200x8'"),
+        (["gpt2", "--machines", "dgx-3"], "cluster 'dgx-3' is not known; nearest: dgx-2"),
+        (["gpt2", "--machines", "8 A100-80", "--tp", "8"], "12 heads do not divide by it; tp 6 does"),
+        (["gpt2", "--machines", "16 V100-32", "--pp", "16"], "gpt2 has 12 layers"),
+        (["gpt2", "--machines", "8 A100-80", "--global", "12"], "a global batch of 16 would work"),
+        (["gpt2", "--machines", "8 A100-80", "--tokens", "many"], "write for instance 300B"),
+        (["gpt2", "--machines", "8 A100-80", "--engines", "2"], "give one of the two"),
+        (["none.yaml"], "none.yaml: there is no such file"),
+        ([], "no model is named; known: 1t, "),
+        (["gpt3-175b", "--machines", "8 A100-80", "--search"], "add for instance --global 1536"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_what_would_be(words: list[str], said: str, capsys) -> None:
+    assert cli.main(["plan", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_terminal_prints_the_plan_and_tells_whether_it_fits(capsys) -> None:
+    assert cli.main(["plan", *GPT3, "--checkpointing", "block", "--tokens", "300B"]) == 0
+    assert capsys.readouterr().out.rstrip() == str(gpt3(checkpointing="block", tokens=300e9))
+    assert cli.main(["plan", "gpt3-175b", "--machines", "8 A100-80"]) == 1
+
+
+def test_a_configuration_is_planned_on_this_machine(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    RunConfig(model="gpt-tiny", zero=1, parallel={"tp": 2}).save(path)
+    made = PlanRequest(model=str(path), zero=3, micro=2).plan([DEVICE] * 4)
+    setup = made.setup
+    assert (setup.layout.tp, setup.layout.dp, setup.zero_stage, setup.micro_size) == (2, 2, 3, 2)
+    assert setup.dtype == "float32"
+    assert made.capacity_bytes == DEVICE.capacity_bytes
+    assert "(not yet calibrated)" in str(made)
+
+
+def test_a_search_orders_what_it_finds(capsys) -> None:
+    assert cli.main(["plan", "gpt2-xl", "--machines", "8 A100-40", "--global", "64", "--search"]) == 0
+    printed = capsys.readouterr().out
+    found = PlanRequest(model="gpt2-xl", machines="8 A100-40", global_size=64, search=True).answer([DEVICE])
+    assert printed.rstrip() == str(found)
+    seconds = [candidate.time.step_seconds for candidate in found.candidates]  # pyright: ignore[reportAttributeAccessIssue]
+    assert seconds == sorted(seconds)
+    assert len(seconds) >= 2
+
+
+def test_counts_as_people_write_them() -> None:
+    assert [count(text) for text in ("300B", "1.5T", "3e11", "12", "2 k")] == [300e9, 1.5e12, 3e11, 12, 2000]
+    with pytest.raises(ValueError, match="is no count"):
+        count("B300")
+
+
+def test_words_of_a_notebooks_line_are_read() -> None:
+    asked = PlanRequest.of_words({"model": "gpt2", "global": 64, "zero": "3", "price": "1.5"})
+    assert (asked.global_size, asked.zero, asked.price) == (64, 3, 1.5)
+
+
+def test_a_gpu_of_this_machine_is_known_by_its_name() -> None:
+    gpu = replace(DEVICE, kind="cuda", name="NVIDIA H200", capacity_bytes=140 * 2**30)
+    hardware = hardware_here([gpu] * 2, "bfloat16")
+    assert hardware.machines.device.name == "H200"
+    assert hardware.machines.device.memory_bytes == 140 * 2**30
+    assert hardware.machines.world_size == 2
+
+
+def test_a_damaged_calibration_is_told_and_not_used(monkeypatch, tmp_path) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text("{")
+    monkeypatch.setattr(calibration_store, "path", lambda folder=None: path)
+    hardware = hardware_here([DEVICE], "float32")
+    assert hardware.note.startswith("(not calibrated: ")
+    assert hardware.calibration is None
+
+
+def test_planning_starts_no_torch() -> None:
+    code = "import sys; from speedlab.planner.request import PlanRequest; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_refusal_is_a_config_error() -> None:
+    from speedlab.cli.plan import plan as command
+
+    with pytest.raises(ConfigError, match="no model is named"):
+        command([])
