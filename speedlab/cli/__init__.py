@@ -8,6 +8,7 @@ import os
 import sys
 
 COMMANDS = {
+    "plan": ("plan", "what fits, how fast and why, before anything runs: speedlab plan gpt3-175b --machines ..."),
     "train": ("train", "train a run: speedlab train config.yaml --zero.stage 3"),
     "config": ("manage", "print a configuration with what every field means"),
     "status": ("manage", "show the clusters that run, their engines and runs"),
@@ -15,6 +16,7 @@ COMMANDS = {
     "report": ("manage", "write a run's report.html"),
     "export": ("export", "write a run's checkpoint as a folder that transformers loads"),
     "trace": ("trace", "write a pipeline's step as a Chrome trace"),
+    "calibrate": ("calibrate", "measure this machine, so that plans say how long a step takes here"),
     "demo": ("demo", "execute the quickstart notebook and print what it measured"),
     "bench": ("bench", "side-by-side measurements"),
 }
