@@ -335,22 +335,35 @@ def attend_forward(t: Tally, s: Sizes) -> None:
         if rotary:
             t.take(q)  # Laid out anew.
         return
-    wide, p = _math_sizes(s)
-    t.take(3 * wide)  # Queries and keys scaled, values, contiguous.
-    with t.passing(4 * wide if s.low else wide):
-        t.take(p)
-        t.touch(p)
-        if s.setup.shape.dropout:
-            t.take(p)
-            t.take(p)
-            if s.low:
-                t.touch(p // 2, 2 * wide)
-    if s.setup.checkpointing == "selective":
-        t.free(p * (3 if s.setup.shape.dropout else 1))
-    t.take(q)
-    t.free(q + pair)
+    _whole_attention(t, s)
     if rotary:
         t.free(q, pair // 2)
+
+
+def _whole_attention(t: Tally, s: Sizes) -> None:
+    """Attention through whole probabilities, which stay, as do dropout's mask and their product."""
+    q, pair, dropout = s.heads, s.pair, s.setup.shape.dropout > 0
+    wide, p = _math_sizes(s)
+    t.take(3 * wide)  # Queries and keys scaled, values, contiguous.
+    if s.tp > 1 and dropout:
+        with t.passing(p, s.tp * p):  # Scores, and the mask of all heads.
+            t.take(3 * p)
+    else:
+        with t.passing(4 * wide if s.low else wide):
+            t.take(p)
+            t.touch(p)
+            if dropout:
+                t.take(p, p)
+                t.touch(p // 2 if s.low else 0, 2 * wide)
+    if s.setup.checkpointing == "selective":
+        t.free(p * (3 if dropout else 1))
+    t.take(q)
+    t.free(wide if _keeps_projections(s) else q + pair)
+
+
+def _keeps_projections(s: Sizes) -> bool:
+    """With one sequence, values are used where they are, as torch needs no copy to see heads side by side."""
+    return s.setup.micro_size == 1 and not s.low and s.device == "cpu" and s.tp == 1
 
 
 def attend_backward(t: Tally, s: Sizes) -> None:
@@ -365,6 +378,8 @@ def attend_backward(t: Tally, s: Sizes) -> None:
     else:
         wide, p = _math_sizes(s)
         dropout = s.setup.shape.dropout > 0
+        if _keeps_projections(s):
+            t.live += wide - (q + pair)  # What is freed below as values.
         if s.setup.checkpointing == "selective":
             t.take(p * (3 if dropout else 1))
         t.take(wide)

@@ -44,6 +44,8 @@ class Pass:
     """Between forward and backward."""
     forward_peak: int
     backward_peak: int
+    halves: tuple[int, int]
+    """Where a backward is computed in two halves: the most in the first one, and what stays between them."""
     left: tuple[int, int]
     """What is sent after the forward and after the backward: the pipeline lets go of it at the end of the step."""
     forward: tuple[Mark, ...]
@@ -76,6 +78,7 @@ def walk(s: Sizes, *, blocks: int, first: bool, last: bool) -> Pass:
         t.free(s.local)
     kept, forward = t.live, tuple(marks)
     marks.clear()
+    without_head = forward[-2].live - s.local if last else kept
 
     if last:
         _head_backward(t, s, tied=tied)
@@ -90,7 +93,10 @@ def walk(s: Sizes, *, blocks: int, first: bool, last: bool) -> Pass:
     if first:
         _embed_backward(t, s, tied=tied)
     mark("embedding" if first else "send")
+    # The first half frees nothing that blocks have saved, and keeps gradients of what their layers made.
+    between = without_head + blocks * _layer_gradients(s)
     return Pass(
+        halves=(max(marks[0].peak, kept + blocks * _layer_gradients(s) + 2 * s.local), between),
         kept=kept,
         forward_peak=max(each.peak for each in forward),
         backward_peak=max(each.peak for each in marks),
@@ -120,6 +126,13 @@ def _backward(t: Tally, s: Sizes, *, given: bool, held: bool) -> None:
         t.free(s.local)
     if not s.saves_norm_input and (checkpointed or given):
         t.free(s.local)  # The input, of which the norm has kept a copy only.
+
+
+def _layer_gradients(s: Sizes) -> int:
+    """Of what a block's linear layers and norms made: gradients of their parameters are computed from these."""
+    wide = 1 if s.saves_norm_input else _FLOAT32 // s.element
+    widths = 2 if s.setup.shape.gated else 1
+    return s.heads + s.pair + widths * s.inner + 2 * s.hidden + 2 * wide * s.local
 
 
 # ---- embedding -------------------------------------------------------------------------------------------------------
@@ -255,7 +268,7 @@ def _head_backward(t: Tally, s: Sizes, *, tied: bool) -> None:
 
 def step_order(setup: Setup, pipeline: int, micro_batches: int) -> Iterator[tuple[str, int]]:
     """(F, B or W; which of the rank's stages) in the order in which a pipeline rank works. W: the second half of a
-    backward, which frees what was kept; under other schedules than zero-bubble it comes with B."""
+    backward; under other schedules than zero-bubble it comes with B, and nothing is left for it."""
     pp, m = setup.layout.pp, micro_batches
     wound = pp > 1 and setup.schedule in ("interleaved", "zero-bubble")
     chunks = setup.chunks if wound else 1
@@ -291,21 +304,31 @@ def _round(pp: int, micro_batches: int) -> int:
 def held(
     setup: Setup, stages: Sequence[Pass], pipeline: int, micro_batches: int
 ) -> Iterator[tuple[str, int, int, int]]:
-    """(F, B or W; which stage; bytes alive after it; most bytes during it) of a step with so many micro-batches."""
+    """(F, B or W; which stage; bytes alive after it; most bytes during it) of a step with so many micro-batches.
+
+    The two halves of a backward are computed apart where blocks are not computed again; the model's first stage does
+    everything in the second half, because nobody waits for gradients of tokens.
+    """
     pp = setup.layout.pp
     n = setup.micro_size * setup.shape.sequence_length
     live = 2 * setup.accumulation * n * _INT64 if pp > 1 else 0  # Tokens and targets of all micro-batches, end to end.
+    split = pp > 1 and setup.schedule == "zero-bubble"
     for kind, chunk in step_order(setup, pipeline, micro_batches):
-        stage = stages[chunk]
+        stage, first = stages[chunk], pipeline == 0 and chunk == 0
+        whole = "W" if split and first else "B"
+        peak = live
         if kind == "F":
             peak = live + stage.forward_peak
             live += stage.kept + stage.left[0]
-        elif kind == "B":
+        elif split and not first and setup.checkpointing != "block":
+            if kind == "B":
+                peak = live - stage.kept + stage.halves[0]
+                live += stage.halves[1] - stage.kept + stage.left[1]
+            else:
+                live -= stage.halves[1]
+        elif kind == whole:
             peak = live - stage.kept + stage.backward_peak
-            live += stage.left[1]
-        else:
-            peak = live
-            live -= stage.kept
+            live += stage.left[1] - stage.kept
         yield kind, chunk, live, max(peak, live)
 
 
