@@ -8,5 +8,6 @@ BENCHES = {
     "recording": "what recording costs of a step",
     "reshaping": "moving a run that is on to another layout",
     "planner": "predicted memory beside the engine's ledger, over a grid of trainings",
+    "steptimes": "predicted step times beside measured ones, over the same grid, after calibration",
     "saving": "checkpoints beside a plain write, and what they take of a step's time and memory",
 }

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from speedlab.bench.ranks import RankSet
-from speedlab.config import ModelConfig, OptimizerConfig
+from speedlab.config import ModelConfig, RunConfig
 from speedlab.layout import Layout
 from speedlab.planner.calibration import Calibration
 from speedlab.planner.calibration_fit import BlockTime, CollectiveTime, Samples, SetupTime, fit_constants
@@ -36,8 +36,19 @@ _BLOCKS = (
 _HEADS = ((64, 1024, 128, 2), (192, 4096, 128, 4), (384, 8192, 128, 2))
 """(hidden, vocabulary, tokens of a sequence, sequences)"""
 
-_DEPTHS = (2, 8)
+_DEPTHS = (2, 6)
 """Blocks of the small models whose whole steps are measured."""
+
+_SMALL_RUNS = (
+    # ZeRO stage, micro-batches of a step, axis of the layout
+    (2, 1, "dp"),
+    (1, 3, "dp"),
+    (2, 3, "dp"),
+    (3, 2, "dp"),
+    (1, 2, "tp"),
+    (1, 3, "pp"),
+)
+"""Whole steps that set the engine's own time, in each depth; with one engine all axes are the same."""
 
 _ROW = 3
 """Blocks that are timed in a row: their weights and activations do not all stay in the nearest cache."""
@@ -71,13 +82,19 @@ def measure(engines: Sequence[int], *, rounds: int = 5, say: Callable[[str], obj
     rates: dict[str, float] = {}
     process = 0
     for number in engines:
+        # Where engines share cores, a kernel measured alone would show nothing of the turns they take.
+        sharing = 1.0 if gpus else max(1.0, number / cores)
+        known = {sample.dtype: sample for sample in samples if sample.engines == cores} if sharing > 1 else {}
         threads = 1 if gpus else max(1, cores // number)
         with RankSet(number) as ranks:
             say(f"{_engines(number)}: starting")
             process = max(process, ranks.call(_begin, threads))
             for dtype in _DTYPES:
-                say(f"{_engines(number)}, {dtype}: blocks, heads, the update, collectives, small steps")
-                samples.append(_as_samples(number, threads, dtype, ranks.call(_measure, dtype, rounds)))
+                say(f"{_engines(number)}, {dtype}: collectives and small steps" + ("" if known else "; kernels"))
+                own = ranks.call(_measure_engines, dtype, rounds)
+                kernels = known[dtype].shared(sharing) if known else None
+                kernels = kernels or _as_samples(dtype, ranks.call(_measure_kernels, dtype, rounds))
+                samples.append(_with_engines(kernels, number, threads, own))
                 if number == 1:
                     rates |= ranks.call(_plain_rates, dtype, rounds)
     found = Calibration(
@@ -97,7 +114,8 @@ def _engines(number: int) -> str:
     return f"{number} engine{'s' if number > 1 else ''}"
 
 
-def _as_samples(engines: int, threads: int, dtype: Any, measured: dict[str, Any]) -> Samples:
+def _as_samples(dtype: Any, measured: dict[str, Any]) -> Samples:
+    """What was measured of kernels."""
     blocks = [
         BlockTime(setup=_setup(_block_model(*case), case[2], case[3], dtype), forward=forward, backward=backward)
         for case, (forward, backward) in zip(_BLOCKS, measured["blocks"], strict=True)
@@ -106,22 +124,52 @@ def _as_samples(engines: int, threads: int, dtype: Any, measured: dict[str, Any]
         SetupTime(setup=_setup(_head_model(hidden, vocabulary, loss), length, micro, dtype), seconds=seconds)
         for (hidden, vocabulary, length, micro, loss), seconds in zip(_head_cases(), measured["heads"], strict=True)
     ]
-    steps = [
-        SetupTime(setup=_setup(_small_model(depth), _SMALL_TOKENS, 1, dtype, dp=engines), seconds=seconds)
-        for depth, seconds in zip(_DEPTHS, measured["steps"], strict=True)
-    ]
-    collectives = [CollectiveTime(name=name, nbytes=size, seconds=s) for name, size, s in measured["collectives"]]
     return Samples(
-        engines=engines,
-        threads=threads,
+        engines=1,
+        threads=1,
         dtype=dtype,
         blocks=blocks,
         heads=heads,
         update_seconds=measured["update"],
         byte_seconds=measured["byte"],
         flop_seconds=measured["flop"],
-        collectives=collectives,
-        steps=steps,
+        collectives=(),
+        steps=(),
+    )
+
+
+def _with_engines(kernels: Samples, engines: int, threads: int, measured: dict[str, Any]) -> Samples:
+    """`kernels` with what was measured of engines together."""
+    dtype: Any = kernels.dtype
+    steps = [
+        SetupTime(
+            setup=Setup.of_config(_small_config(depth, run, dtype, engines), engines, dtype=dtype), seconds=seconds
+        )
+        for (depth, run), seconds in zip(_small_cases(engines), measured["steps"], strict=True)
+    ]
+    collectives = [CollectiveTime(name=name, nbytes=size, seconds=s) for name, size, s in measured["collectives"]]
+    return replace(kernels, engines=engines, threads=threads, collectives=collectives, steps=steps)
+
+
+def _small_cases(engines: int) -> list[tuple[int, tuple[int, int, str]]]:
+    """(blocks, run) of the small models; each pipeline rank has as many blocks."""
+    return [
+        (depth * (engines if run[2] == "pp" else 1), run)
+        for run in _SMALL_RUNS
+        if engines > 1 or run[2] == "dp"
+        for depth in _DEPTHS
+    ]
+
+
+def _small_config(depth: int, run: tuple[int, int, str], dtype: str, engines: int) -> RunConfig:
+    stage, micro_batches, axis = run
+    return RunConfig(
+        model=_small_model(depth).model_dump(),
+        data={"sequence_length": _SMALL_TOKENS, "vocab_size": 512},
+        zero=stage,
+        precision=dtype,
+        parallel={} if axis == "dp" else {axis: engines},
+        batch={"micro_size": 1, "accumulation": micro_batches},
     )
 
 
@@ -141,18 +189,17 @@ def _head_cases() -> list[tuple[int, int, int, int, str]]:
 
 
 def _small_model(depth: int) -> ModelConfig:
-    return ModelConfig(layers=depth, hidden=32, heads=2, ffn_hidden=128, vocab_size=512, context=_SMALL_TOKENS)
+    return ModelConfig(layers=depth, hidden=32, heads=4, ffn_hidden=128, vocab_size=512, context=_SMALL_TOKENS)
 
 
-def _setup(model: ModelConfig, length: int, micro: int, dtype: Any, *, dp: int = 1) -> Setup:
+def _setup(model: ModelConfig, length: int, micro: int, dtype: Any) -> Setup:
     return Setup(
         shape=ModelShape.of_config(model, length),
-        layout=Layout(pp=1, dp=dp, tp=1),
+        layout=Layout(pp=1, dp=1, tp=1),
         zero_stage=2,
         dtype=dtype,
         micro_size=micro,
         accumulation=1,
-        optimizer=OptimizerConfig(),
     )
 
 
@@ -171,16 +218,26 @@ def _begin(threads: int) -> int:
     return PeakMemory.resident()
 
 
-def _measure(dtype: str, rounds: int) -> dict[str, Any]:
-    """Seconds of everything in `dtype`, the mean over the ranks, which all measure the same at once."""
+def _measure_kernels(dtype: str, rounds: int) -> dict[str, Any]:
+    """Seconds of kernels in `dtype`, the mean over the ranks, which all measure the same at once."""
     return {
         "blocks": [_time_blocks(case, dtype, rounds) for case in _BLOCKS],
         "heads": [_time_head(case, dtype, rounds) for case in _head_cases()],
         "update": _time_update(dtype, rounds),
         "flop": _time_product(_PRODUCT, dtype, rounds) / (2 * _PRODUCT**3),
         "byte": _time_copy(_COPIED_BYTES, rounds) / (2 * _COPIED_BYTES),
+    }
+
+
+def _measure_engines(dtype: str, rounds: int) -> dict[str, Any]:
+    """Seconds of what engines do together in `dtype`."""
+    import torch.distributed as dist
+
+    engines = dist.get_world_size()
+    configs = [_small_config(depth, run, dtype, engines) for depth, run in _small_cases(engines)]
+    return {
         "collectives": _time_collectives(dtype, rounds),
-        "steps": [_time_steps(depth, dtype, rounds) for depth in _DEPTHS],
+        "steps": [_time_steps(config, rounds) for config in configs],
     }
 
 
@@ -343,29 +400,12 @@ def _ring_of_messages(group: Any, tensor: Any) -> Callable[[], None]:
     return call
 
 
-def _time_steps(depth: int, dtype: str, rounds: int) -> float:
-    """Seconds of a whole step of a model so small that the engine's own time shows."""
-    import torch
-    import torch.distributed as dist
+def _time_steps(config: RunConfig, rounds: int) -> float:
+    """Seconds of a whole step of `config`."""
+    from speedlab.bench.steptimes import training
 
-    from speedlab.engine import initialize
-    from speedlab.models import GPT
-
-    model = _small_model(depth)
-    config = {
-        "model": model.model_dump(),
-        "data": {"sequence_length": _SMALL_TOKENS, "vocab_size": 512},
-        "zero": 2,
-        "precision": dtype,
-        "batch": {"micro_size": 1},
-    }
-    engine, *_ = initialize(model=lambda: GPT(model), config=config)
-    rows = torch.randint(0, model.vocab_size, (1, _SMALL_TOKENS + 1))
-    batch = (rows[:, :-1].to(engine.world.device), rows[:, 1:].to(engine.world.device))
-    seconds = _seconds({"step": lambda: engine.train_batch([batch])}, 4 * rounds)["step"]
-    engine.destroy(keep_parameters=False)
-    dist.barrier()
-    return seconds
+    with training(config) as step:
+        return _seconds({"step": step}, 2 * rounds)["step"]
 
 
 def _plain_rates(dtype: str, rounds: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ What the formulas leave out stands beside: factors on parts of a step, measured 
 Predictions on this machine come from `Calibration.predict`:
 
 1. The formulas, with the constants that were measured with as many engines working at once.
-2. Measured factors on parts; the engine's own time for each step, and for each block of each micro-batch.
+2. Measured factors on parts; the engine's own time for what it does around kernels (`engine_events`).
 3. Engines that share cores: one that waits lends its core to the others, so what stands still costs only what exceeds
    the work of all.
 4. What measured runs have taught, one factor for each class of parts, bounded.
@@ -54,10 +54,8 @@ class Constants:
     link_bytes_per_second: float
     link_seconds: float
     message_bytes_per_second: float
-    step_seconds: float
-    """The engine's own time of a step: rows, reductions of a few numbers, records."""
-    block_seconds: float
-    """The engine's own time of a block of a micro-batch: hooks, gathers that find everything there."""
+    event_seconds: dict[str, float] = field(hash=False)
+    """The engine's own time, for each event that `engine_events` counts."""
     factors: dict[str, float] = field(hash=False)
     """Part of a step -> measured over what the formulas give with the constants above."""
     block_error: float
@@ -191,9 +189,35 @@ def corrected(parts: Mapping[str, float], setup: Setup, here: Constants) -> dict
     kind = "logits chunked" if setup.shape.chunked_loss else "logits full"
     factors = {**here.factors, "logits": here.factors.get(kind, 1.0)}
     found = {part: seconds * factors.get(part, 1.0) for part, seconds in parts.items()}
-    blocks = max(blocks_by_rank(setup)) * setup.accumulation
-    found["engine"] = here.step_seconds + blocks * here.block_seconds
+    events = engine_events(setup)
+    found["engine"] = sum(events[name] * seconds for name, seconds in here.event_seconds.items() if name in events)
     return found
+
+
+EVENTS = ("step", "micro-batch", "block", "gather", "message", "sum")
+"""What the engine does of itself: once a step; for a micro-batch; for a block of a micro-batch; for a unit that is
+gathered or reduced; for an activation that is sent or received; for a sum over tensor-parallel ranks."""
+
+
+def engine_events(setup: Setup) -> dict[str, float]:
+    """How often each of `EVENTS` happens in a step on the rank with most blocks."""
+    layout, turns = setup.layout, setup.accumulation
+    blocks = max(blocks_by_rank(setup))
+    passes = 3 if setup.checkpointing == "block" else 2
+    units = blocks + 1
+    # Stage 3 gathers each unit for forward and for backward; below, once after the update. From stage 2 on every
+    # micro-batch is reduced; a pipeline reduces once a step.
+    gathers = {0: 0, 3: 2 * turns}.get(setup.zero_stage, 1)
+    reductions = turns if setup.zero_stage >= 2 and layout.pp == 1 else 1
+    chunks = setup.chunks if setup.schedule in ("interleaved", "zero-bubble") else 1
+    return {
+        "step": 1,
+        "micro-batch": turns,
+        "block": blocks * turns,
+        "gather": units * (gathers + reductions) if layout.dp > 1 else 0,
+        "message": 2 * chunks * turns if layout.pp > 1 else 0,
+        "sum": 2 * passes * blocks * turns if layout.tp > 1 else 0,
+    }
 
 
 def _standing_still(parts: Mapping[str, float], before: Mapping[str, float], sharing: float) -> float:

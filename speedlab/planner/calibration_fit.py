@@ -2,8 +2,9 @@
 
 The formulas are linear in seconds per FLOP of matrix products, per FLOP of attention, per byte, and per kernel. What
 they count of a case is therefore found by asking them with one of these at 1 and the others at 0; least squares of
-relative errors over all cases then give the four, none below zero. Blocks set them; heads, updates and sums of
-tensor-parallel ranks become factors; no whole step of a run is among what is fitted.
+relative errors over all cases then give the four, none below what a bare product and a bare copy reach. Blocks set
+them; heads, updates and sums of tensor-parallel ranks become factors; whole steps of tiny models set the engine's own
+time. No run, and no case of `bench steptimes`, is among what is fitted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from speedlab.planner.calibration import Calibration, Constants, corrected
+from speedlab.planner.calibration import EVENTS, Calibration, Constants, corrected, engine_events
 from speedlab.planner.collectives import Ring
 from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import Efficiency
@@ -72,7 +73,20 @@ class Samples:
     """Of a FLOP of a product of matrices within the caches: no kernel computes one faster."""
     collectives: Sequence[CollectiveTime]
     steps: Sequence[SetupTime]
-    """Whole steps of models so small that the engine's own time shows, in different depths."""
+    """Whole steps of models so small that the engine's own time shows, in different depths and layouts."""
+
+    def shared(self, sharing: float) -> Samples:
+        """The same kernels where `sharing` engines take turns on each core: each takes that much longer."""
+        return replace(
+            self,
+            blocks=[
+                replace(each, forward=each.forward * sharing, backward=each.backward * sharing) for each in self.blocks
+            ],
+            heads=[replace(each, seconds=each.seconds * sharing) for each in self.heads],
+            update_seconds=self.update_seconds * sharing,
+            byte_seconds=self.byte_seconds * sharing,
+            flop_seconds=self.flop_seconds * sharing,
+        )
 
 
 def fit_constants(samples: Samples, calibration: Calibration) -> Constants:
@@ -97,8 +111,7 @@ def fit_constants(samples: Samples, calibration: Calibration) -> Constants:
         link_bytes_per_second=link.bytes_per_second,
         link_seconds=link.latency_seconds,
         message_bytes_per_second=_message_rate(samples, link),
-        step_seconds=0.0,
-        block_seconds=0.0,
+        event_seconds={},
         factors={},
         block_error=statistics.median(
             abs(sum(a * b for a, b in zip(count, each, strict=True)) / seconds - 1) for count, seconds in cases
@@ -118,22 +131,27 @@ def counts(seconds_of: Callable[[Rates], float], setup: Setup) -> tuple[float, .
 def nonnegative(
     rows: Sequence[Sequence[float]], seconds: Sequence[float], least: Sequence[float] | None = None
 ) -> list[float]:
-    """The x >= `least` (else 0) with the least squares of (row · x / seconds - 1): by trying which of the few are
-    above it."""
+    """The x >= `least` (else 0) with the least squares of (row · x / seconds - 1)."""
     relative = np.array([[value / time for value in row] for row, time in zip(rows, seconds, strict=True)])
     low = np.zeros(relative.shape[1]) if least is None else np.array(least)
-    wanted = 1 - relative @ low
+    return [float(value) for value in low + _above_zero(relative, 1 - relative @ low)]
+
+
+def _above_zero(relative: np.ndarray, wanted: np.ndarray) -> list[float]:
+    """The x >= 0 with the least squares of (relative · x - wanted): by trying which of the few are above zero."""
     scale = np.abs(relative).max(axis=0)
     scale[scale == 0] = 1
-    best, fewest = low, float((wanted**2).sum())
-    for size in range(1, len(low) + 1):
-        for chosen in itertools.combinations(range(len(low)), size):
+    width = relative.shape[1]
+    best, fewest = np.zeros(width), float((wanted**2).sum())
+    for size in range(1, width + 1):
+        for chosen in itertools.combinations(range(width), size):
             columns = list(chosen)
-            found = np.linalg.lstsq(relative[:, columns] / scale[columns], wanted, rcond=None)[0]
-            missed = float(((relative[:, columns] / scale[columns] @ found - wanted) ** 2).sum())
+            scaled = relative[:, columns] / scale[columns]
+            found = np.linalg.lstsq(scaled, wanted, rcond=None)[0]
+            missed = float(((scaled @ found - wanted) ** 2).sum())
             if (found >= 0).all() and missed < fewest:
-                best, fewest = low.copy(), missed
-                best[columns] += found / scale[columns]
+                best, fewest = np.zeros(width), missed
+                best[columns] = found / scale[columns]
     return [float(value) for value in best]
 
 
@@ -203,24 +221,15 @@ def _described(found: Constants, calibration: Calibration) -> tuple[Machines, Ef
 
 
 def _with_own_time(samples: Samples, found: Constants, calibration: Calibration) -> Constants:
-    """With what whole small steps take beyond all predicted parts: a line over the blocks of a step."""
+    """With what whole small steps take beyond all predicted parts, shared out to the engine's events."""
     machines, efficiency = _described(found, calibration)
-    points = []
+    rows, rest = [], []
     for step in samples.steps:
         parts = corrected(predict_time(step.setup, machines, efficiency).parts, step.setup, found)
-        points.append((step.setup.shape.layers * step.setup.accumulation, step.seconds - sum(parts.values())))
-    if len({blocks for blocks, _ in points}) < 2:
+        events = engine_events(step.setup)
+        rows.append([events[name] / step.seconds for name in EVENTS])
+        rest.append(1 - sum(parts.values()) / step.seconds)
+    if not rows:
         return found
-    step_seconds, block_seconds = nonnegative_line(points)
-    return replace(found, step_seconds=step_seconds, block_seconds=block_seconds)
-
-
-def nonnegative_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(start, slope), neither below zero, of the line through points (x, y)."""
-    x, y = (statistics.fmean(values) for values in zip(*points, strict=True))
-    spread = sum((a - x) ** 2 for a, _ in points)
-    slope = max(0.0, sum((a - x) * (b - y) for a, b in points) / spread)
-    start = y - slope * x
-    if start < 0:
-        start, slope = 0.0, max(0.0, sum(a * b for a, b in points) / sum(a * a for a, _ in points))
-    return start, slope
+    seconds = _above_zero(np.array(rows), np.array(rest))
+    return replace(found, event_seconds=dict(zip(EVENTS, seconds, strict=True)))

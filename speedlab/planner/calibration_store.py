@@ -116,15 +116,17 @@ def _check(found: Calibration, source: Path) -> None:
             raise CalibrationError(f"{source}: run {run.name!r} has times that are not above 0; {_AGAIN}")
 
 
-_MAY_BE_ZERO = ("kernel_seconds", "link_seconds", "step_seconds", "block_seconds", "block_error")
+_MAY_BE_ZERO = ("kernel_seconds", "link_seconds", "block_error")
 
 
 def _numbers(constants: Constants) -> list[tuple[str, float]]:
+    """Names and values of all that must be above zero, and of what may be zero but is below."""
     values = {**asdict(constants), **constants.factors}
+    zero = {name: values[name] for name in _MAY_BE_ZERO} | constants.event_seconds
     return [
-        (name, value if name not in _MAY_BE_ZERO or value < 0 else 1.0)
-        for name, value in values.items()
-        if isinstance(value, int | float)
+        (name, value)
+        for name, value in {**values, **zero}.items()
+        if isinstance(value, int | float) and (name not in zero or value < 0)
     ]
 
 

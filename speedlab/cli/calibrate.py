@@ -1,0 +1,121 @@
+"""`speedlab calibrate`: this machine measured, so that plans say how long a step takes here."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from speedlab.cluster.known_runs import folder_named
+from speedlab.cluster.learning import learn_from
+from speedlab.config import ConfigError
+from speedlab.planner import calibration_store
+from speedlab.planner.calibration import CLASSES, Calibration
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions:
+    """Measure this machine: products of matrices, blocks of a model, memory, collectives, the engine's own time. It
+    takes about a minute; measure while nothing else runs. `speedlab plan` and the panel use it from then on."""
+
+    engines: tuple[int, ...] = ()
+    """Numbers of engines to measure with; 1, 2 and 4 on processors, else 1 to the number of GPUs in doublings."""
+    learn: str = ""
+    """Do not measure: learn from a measured run, by its name in ./runs or the path of its folder."""
+    show: bool = False
+    """Do not measure: print what is known."""
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    """Folder of the file; the user's cache when left out."""
+
+
+def calibrate(argv: list[str]) -> int:
+    """Measure, learn or show; prints what is known afterwards."""
+    options = tyro.cli(CalibrateOptions, args=argv, prog="speedlab calibrate")
+    try:
+        if options.learn:
+            print(learn_from(folder_named(options.learn), folder=options.output))
+        elif not options.show:
+            _measure(options)
+        found = calibration_store.load(options.output)
+    except calibration_store.CalibrationError as error:
+        raise ConfigError(str(error)) from None
+    if found is None:
+        raise ConfigError(
+            f"{calibration_store.path(options.output)}: there is no calibration of this machine; run `speedlab "
+            "calibrate` first"
+        )
+    print(calibration_text(found))
+    return 0
+
+
+def _measure(options: CalibrateOptions) -> None:
+    # Measuring needs torch, which a terminal's command that only shows does not.
+    from speedlab.bench.calibrate import measure
+
+    begin = time.monotonic()
+    live = sys.stderr.isatty()
+
+    def say(text: str) -> None:
+        line = f"calibrating: {text} ({time.monotonic() - begin:.0f} s)"
+        sys.stderr.write(f"\r\x1b[K{line}" if live else f"{line}\n")
+        sys.stderr.flush()
+
+    engines = options.engines or _usual_engines()
+    if any(number < 1 for number in engines):
+        raise ConfigError(f"engines {engines}: each number must be at least 1")
+    # Kernels are measured with as many engines as there are cores, before more engines share them.
+    found = measure(sorted(set(engines)), say=say)
+    path = calibration_store.save(found, options.output)
+    say(f"done: {path}")
+    if live:
+        sys.stderr.write("\n")
+
+
+def _usual_engines() -> tuple[int, ...]:
+    from speedlab.hardware import cuda_devices
+
+    count = len(cuda_devices()) or 4
+    return tuple(2**power for power in range(count.bit_length()))
+
+
+def calibration_text(found: Calibration) -> str:
+    """What is known of this machine, for people."""
+    when = datetime.fromtimestamp(found.created).strftime("%Y-%m-%d %H:%M")
+    lines = [f"{found.machine}: measured {when}", ""]
+    lines += [f"  {name}: {value:,.1f}" for name, value in found.rates.items()]
+    header = ("engines", "dtype", "threads", "matmul GFLOP/s", "attention GFLOP/s", "GB/s", "link GB/s", "kernel µs")
+    rows = [
+        (
+            str(each.engines),
+            each.dtype,
+            str(each.threads),
+            f"{each.matmul_flops / 1e9:.1f}",
+            f"{each.attention_flops / 1e9:.1f}",
+            f"{each.memory_bytes_per_second / 1e9:.1f}",
+            f"{each.link_bytes_per_second / 1e9:.1f}" if each.engines > 1 else "–",
+            f"{each.kernel_seconds * 1e6:.1f}",
+        )
+        for each in found.constants
+    ]
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines += ["", *("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in (header, *rows))]
+    remainder, behind = found.process_remainder()
+    lines += ["", f"an engine's process holds {remainder / 2**20:,.0f} MiB of its own ({_runs(behind)})"]
+    for name in CLASSES:
+        factor, behind = found.learned(name)
+        lines.append(f"{name}: factor {factor:.3f} ({_runs(behind)})")
+    for run in found.runs:
+        lines.append(
+            f"  {run.name}: {run.setup}: predicted {run.predicted_seconds * 1e3:.1f} ms, measured "
+            f"{run.measured_seconds * 1e3:.1f} ms, {run.error:+.1%}"
+        )
+    return "\n".join(lines)
+
+
+def _runs(count: int) -> str:
+    return f"{count} run{'' if count == 1 else 's'} behind it"

@@ -1,0 +1,52 @@
+"""A run that ended teaches the planner about this machine: from the run's folder to the user's calibration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from speedlab.config import ConfigError
+from speedlab.planner import calibration_store
+from speedlab.planner.calibration_learn import learn
+from speedlab.planner.formula import parameter_count
+from speedlab.planner.setup import Setup
+from speedlab.telemetry.feed import Feed
+from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.shape import present_config
+
+
+def learn_from(run: RunFolder, *, folder: Path | None = None) -> str:
+    """Learn from the run and keep it in this machine's calibration; returns what was predicted and measured, in a line.
+
+    `folder`: of the calibration; the user's cache when left out. Raises ConfigError when there is nothing to learn from
+    or nothing to learn for: no calibration, too few steps, a shape that changed on the way, another model than the
+    built-in one.
+    """
+    calibration = calibration_store.load(folder)
+    if calibration is None:
+        raise ConfigError("this machine was never measured; run `speedlab calibrate` first")
+    feed = Feed(run)
+    try:
+        feed.poll(files=True)
+        if any(event.kind == "reshaped" for event in feed.events):
+            raise ConfigError(f"{run.name}: its layout or stage changed on the way, so its steps are not of one kind")
+        engines = len(feed.records)
+        config = present_config(run.config, feed.events, engines)
+        said = next((event.details for event in feed.events if event.kind == "started"), {})
+        if said.get("parameters") != parameter_count(config.model):
+            raise ConfigError(
+                f"{run.name}: its model is not the built-in GPT of its configuration, and times of others are not "
+                "predicted"
+            )
+        setup = Setup.of_config(config, engines, dtype=said.get("dtype", "float32"))
+        found = learn(calibration, str(run.path), setup, feed.records)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    finally:
+        feed.close()
+    calibration_store.save(found, folder)
+    last = found.runs[-1]
+    return (
+        f"{run.name}: predicted {last.predicted_seconds * 1e3:.1f} ms a step, measured "
+        f"{last.measured_seconds * 1e3:.1f} ms ({last.error:+.1%}); learned from {len(found.runs)} "
+        f"run{'' if len(found.runs) == 1 else 's'}"
+    )
