@@ -6,6 +6,7 @@ machine or version are refused with what is wrong and what to do.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -65,7 +66,8 @@ def save(calibration: Calibration, folder: Path | None = None) -> Path:
         part.write_bytes(_adapter().dump_json(calibration, indent=1))
         part.replace(target)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # It may not even be there; the first error tells why.
+            part.unlink()
         raise CalibrationError(
             f"{target}: cannot be written: {error.strerror}; set XDG_CACHE_HOME to a folder you may write to"
         ) from None

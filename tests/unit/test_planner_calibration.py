@@ -1,0 +1,367 @@
+"""A measured machine: constants from times, predictions from constants, what runs teach, files that nobody trusts."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from speedlab.data.cache import default_cache
+from speedlab.layout import Layout
+from speedlab.planner import calibration_store as store
+from speedlab.planner.calibration import CLASSES, Calibration, Constants, engine_events
+from speedlab.planner.calibration_fit import (
+    BlockTime,
+    CollectiveTime,
+    Samples,
+    SetupTime,
+    counts,
+    fit_constants,
+    nonnegative,
+)
+from speedlab.planner.calibration_learn import learn
+from speedlab.planner.collectives import Ring
+from speedlab.planner.kernels import Rates, block_pass, head_pass
+from speedlab.planner.setup import ModelShape, Setup
+from speedlab.planner.timing import predict_time
+from speedlab.telemetry.records import Ledger
+
+SHAPE = ModelShape(
+    name="small", layers=4, hidden=64, heads=4, ffn_hidden=256, vocab_size=1000, sequence_length=64, bias=False
+)
+
+
+def setup_of(shape: ModelShape = SHAPE, *, pp: int = 1, dp: int = 1, tp: int = 1, **changes) -> Setup:
+    values = {"zero_stage": 0, "dtype": "float32", "micro_size": 2, "accumulation": 1, **changes}
+    return Setup(shape=shape, layout=Layout(pp=pp, dp=dp, tp=tp), **values)
+
+
+def constants(**changes) -> Constants:
+    values = {
+        "engines": 2,
+        "dtype": "float32",
+        "threads": 1,
+        "matmul_flops": 5e10,
+        "attention_flops": 2e10,
+        "memory_bytes_per_second": 8e9,
+        "kernel_seconds": 1e-5,
+        "link_bytes_per_second": 4e9,
+        "link_seconds": 3e-5,
+        "message_bytes_per_second": 2e9,
+        "event_seconds": {"step": 1e-3},
+        "factors": {},
+        "block_error": 0.01,
+    }
+    return Constants(**{**values, **changes})
+
+
+def calibration(*found: Constants, **changes) -> Calibration:
+    values = {
+        "machine": store.this_machine(),
+        "device": "cpu",
+        "cores": 2,
+        "memory_bytes": 8 * 2**30,
+        "created": 1.8e9,
+        "rates": {"copy (GB/s)": 8.0},
+        "process_bytes": 300 * 2**20,
+        "constants": found or (constants(),),
+    }
+    return Calibration(**{**values, **changes})
+
+
+# ---- constants from times --------------------------------------------------------------------------------------------
+
+
+def test_counts_are_those_of_a_block_by_hand():
+    setup = setup_of()
+    flop, attention, nbytes, kernels = counts(lambda rates: block_pass(setup, rates).forward, setup)
+    tokens, hidden = 2 * 64, 64
+    assert flop == 2 * tokens * 12 * hidden**2  # qkv, out, up and down: 3 + 1 + 4 + 4 squares
+    assert attention == pytest.approx(4 * 2 * 64 * 64 * hidden / 2)  # scores and values, half of them masked
+    assert nbytes > 4 * 12 * hidden**2  # at least the weights are read
+    assert kernels >= 5
+
+
+def test_least_squares_keep_above_zero_and_above_the_least():
+    rows = [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0)]
+    assert nonnegative(rows, [2.0, 3.0, 5.0]) == pytest.approx([2, 3])
+    # A negative slope is what plain least squares would give for the second.
+    assert nonnegative([(1.0, 1.0), (1.0, 2.0), (1.0, 3.0)], [3.0, 2.0, 1.5])[1] == 0
+    assert nonnegative(rows, [2.0, 3.0, 5.0], (0.0, 4.0))[1] == pytest.approx(4)
+
+
+SHAPES = [
+    replace(SHAPE, hidden=hidden, heads=heads, ffn_hidden=4 * hidden, sequence_length=length)
+    for hidden, heads, length in ((64, 4, 64), (192, 6, 128), (384, 6, 256), (768, 12, 64), (96, 2, 512))
+]
+
+
+def made_samples(rates: Rates, ring: Ring, own: dict[str, float], **changes) -> Samples:
+    """What a machine would measure that is exactly as the formulas say, but for heads, updates and sums of tensor
+    ranks, which take 2, 3 and 1.5 times as long."""
+    setups = [setup_of(shape) for shape in SHAPES]
+    blocks = [block_pass(setup, rates) for setup in setups]
+    heads = [setup_of(replace(SHAPE, chunked_loss=chunked)) for chunked in (True, False)]
+    samples = Samples(
+        engines=2,
+        threads=1,
+        dtype="float32",
+        blocks=[
+            BlockTime(setup=setup, forward=each.forward, backward=each.backward)
+            for setup, each in zip(setups, blocks, strict=True)
+        ],
+        heads=[
+            SetupTime(setup=head, seconds=2 * (head_pass(head, rates).forward + head_pass(head, rates).backward))
+            for head in heads
+        ],
+        # Read and written: weight and two moments; the gradient is read twice: 32 bytes.
+        update_seconds=3 * 32 / rates.memory_bytes,
+        byte_seconds=0.5 / rates.memory_bytes,
+        flop_seconds=0.5 / rates.matmul_flops,
+        collectives=[
+            *(CollectiveTime(name="all_gather", nbytes=n, seconds=ring.gather(n)) for n in (10**5, 10**7)),
+            *(CollectiveTime(name="reduce_scatter", nbytes=n, seconds=ring.gather(n)) for n in (10**5, 10**7)),
+            *(CollectiveTime(name="sum", nbytes=n, seconds=1.5 * ring.all_reduce(n)) for n in (10**4, 10**6)),
+            CollectiveTime(name="send", nbytes=10**6, seconds=ring.latency_seconds + 10**6 / 1e9),
+        ],
+        steps=(),
+        **changes,
+    )
+    fitted = calibration(fit_constants(samples, calibration()))
+    steps = []
+    for layers, accumulation, dp in ((2, 1, 2), (4, 3, 2), (6, 1, 1), (3, 2, 1), (5, 4, 2), (8, 2, 1)):
+        setup = setup_of(replace(SHAPE, layers=layers), accumulation=accumulation, dp=dp, zero_stage=2)
+        events = engine_events(setup)
+        kernels = fitted.predict(setup).step_seconds
+        steps.append(SetupTime(setup=setup, seconds=kernels + sum(own[name] * events[name] for name in own)))
+    return replace(samples, steps=steps)
+
+
+def test_a_machine_that_is_as_the_formulas_say_is_found():
+    rates = Rates(matmul_flops=4e10, attention_flops=1.5e10, memory_bytes=6e9, element_bytes=4, kernel_seconds=2e-5)
+    ring = Ring(ranks=2, bytes_per_second=3e9, latency_seconds=4e-5, crosses_hosts=False)
+    own = {"step": 2e-3, "block": 3e-4, "gather": 5e-5}
+    found = fit_constants(made_samples(rates, ring, own), calibration())
+    assert found.matmul_flops == pytest.approx(4e10, rel=1e-6)
+    assert found.attention_flops == pytest.approx(1.5e10, rel=1e-6)
+    assert found.memory_bytes_per_second == pytest.approx(6e9, rel=1e-6)
+    assert found.kernel_seconds == pytest.approx(2e-5, rel=1e-6)
+    assert found.link_bytes_per_second == pytest.approx(3e9, rel=1e-6)
+    assert found.link_seconds == pytest.approx(4e-5, rel=1e-6)
+    assert found.message_bytes_per_second == pytest.approx(1e9, rel=1e-6)
+    assert found.factors["logits chunked"] == pytest.approx(2)
+    assert found.factors["logits full"] == pytest.approx(2)
+    assert found.factors["optimizer"] == pytest.approx(3)
+    assert found.factors["tensor parallel"] == pytest.approx(1.5)
+    assert found.block_error == pytest.approx(0, abs=1e-9)
+    for name, seconds in own.items():
+        assert found.event_seconds[name] == pytest.approx(seconds, rel=1e-4)
+
+
+def test_shared_cores_stretch_kernels_and_not_collectives():
+    rates = Rates(matmul_flops=4e10, attention_flops=1e10, memory_bytes=6e9, element_bytes=4, kernel_seconds=2e-5)
+    ring = Ring(ranks=2, bytes_per_second=3e9, latency_seconds=4e-5, crosses_hosts=False)
+    samples = made_samples(rates, ring, {})
+    found = fit_constants(samples.shared(2), calibration())
+    assert found.matmul_flops == pytest.approx(2e10, rel=1e-6)
+    assert found.kernel_seconds == pytest.approx(4e-5, rel=1e-6)
+    assert found.link_bytes_per_second == pytest.approx(3e9, rel=1e-6)
+
+
+# ---- predictions -----------------------------------------------------------------------------------------------------
+
+
+def test_what_predict_time_is_given_asks_the_calibration():
+    here = calibration()
+    setup = setup_of(dp=2)
+    given = predict_time(setup, here.machines(2), here.efficiency(2))
+    assert given.parts == here.predict(setup).parts
+    plain = predict_time(setup, here.machines(2), here.shares(2, "float32"))
+    assert plain.parts["engine"] == 0
+    assert given.step_seconds == pytest.approx(plain.step_seconds + 1e-3)  # the engine's own millisecond
+
+
+def test_factors_of_parts_count():
+    here = calibration(constants(factors={"logits full": 3.0, "optimizer": 2.0, "logits chunked": 9.0}))
+    before, after = calibration().predict(setup_of()), here.predict(setup_of())
+    assert after.parts["logits"] == pytest.approx(3 * before.parts["logits"])
+    assert after.parts["optimizer"] == pytest.approx(2 * before.parts["optimizer"])
+    assert after.parts["forward"] == before.parts["forward"]
+
+
+def test_a_pipeline_whose_ranks_share_cores_does_not_wait_for_free():
+    setup = setup_of(pp=4, accumulation=4)
+    alone = calibration(constants(engines=4), cores=4).predict(setup)
+    shared = calibration(constants(engines=4), cores=1).predict(setup)
+    working = sum(alone.parts[part] for part in ("forward", "backward", "logits", "pipeline messages"))
+    assert alone.parts["bubble"] == pytest.approx(working * 3 / 4)  # (pp - 1) / micro-batches
+    assert shared.parts["bubble"] == 0  # Four take turns on one core: all of it is busy all the time.
+
+
+def test_events_of_the_engine_by_hand():
+    events = engine_events(setup_of(dp=2, zero_stage=3, accumulation=3, checkpointing="block"))
+    assert (events["step"], events["micro-batch"], events["block"]) == (1, 3, 12)
+    assert events["gather"] == 5 * (2 * 3 + 3)  # 4 blocks and the root: two gathers and a reduction a micro-batch
+    assert events["sum"] == events["message"] == 0
+    assert engine_events(setup_of(tp=2, checkpointing="block"))["sum"] == 2 * 3 * 4
+    assert engine_events(setup_of(pp=2, accumulation=4))["message"] == 8
+
+
+def test_engines_that_were_not_measured_are_said():
+    here = calibration()
+    assert "4 engines were not measured here; rates are those of 2" in here.predict(setup_of(dp=4)).caution
+    assert here.predict(setup_of(dp=2)).caution == ""
+    with pytest.raises(ValueError, match="not in bfloat16"):
+        here.predict(setup_of(dtype="bfloat16"))
+
+
+# ---- learning --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Record:
+    seconds: float
+    phases: dict[str, float]
+    traced: bool = False
+    ledger: Ledger = field(default_factory=lambda: Ledger(other_framework=10, outside_framework=90))
+
+
+def records_of(here: Calibration, setup: Setup, factor: float, steps: int = 12) -> dict[int, list[Record]]:
+    """A run whose computing takes `factor` times what is predicted; its other ranks are faster and wait."""
+    parts = here.predict(setup, learned=False).parts
+    predicted = {name: sum(parts[part] for part in members) for name, members in CLASSES.items()}
+    slow = predicted["computing"] * factor + parts["engine"]
+    seconds = slow + predicted["communication"] + predicted["updating"]
+    slowest = {
+        "forward": slow / 3,
+        "backward": slow * 2 / 3,
+        "communication": predicted["communication"],
+        "optimizer": predicted["updating"],
+    }
+    other = {**slowest, "forward": 0.0, "communication": predicted["communication"] + slow / 3}
+    ranks = {0: slowest, **dict.fromkeys(range(1, setup.layout.world_size), other)}
+    return {
+        rank: [Record(9.0, {"forward": 8.0})] * 2 + [Record(seconds, phases)] * steps for rank, phases in ranks.items()
+    }
+
+
+def test_a_run_teaches_half_of_its_ratio_and_runs_in_number_nearly_all():
+    here, setup = calibration(), setup_of(dp=2)
+    once = learn(here, "run-1", setup, records_of(here, setup, 1.44))
+    assert once.learned("computing") == (pytest.approx(1.2), 1)  # sqrt(1.44): one run beside one that was as predicted
+    assert once.learned("communication") == (pytest.approx(1), 1)
+    many = here
+    for number in range(9):
+        many = learn(many, f"run-{number}", setup, records_of(here, setup, 1.44))
+    assert many.learned("computing") == (pytest.approx(1.44**0.9), 9)
+    before, after = here.predict(setup), many.predict(setup)
+    assert after.parts["backward"] == pytest.approx(1.44**0.9 * before.parts["backward"])
+    assert after.parts["engine"] == before.parts["engine"]
+
+
+def test_factors_are_bounded_and_misses_stay():
+    here, setup = calibration(), setup_of(dp=2)
+    for number in range(20):
+        records = records_of(calibration(), setup, 50.0)
+        here = learn(here, f"run-{number}", setup, records)
+    assert here.learned("computing")[0] == 2
+    assert len(here.runs) == 20
+    first, last = here.runs[0], here.runs[-1]
+    assert first.predicted_seconds == pytest.approx(calibration().predict(setup).step_seconds)
+    assert first.measured_seconds == pytest.approx(records[0][5].seconds)
+    assert first.error == pytest.approx(first.predicted_seconds / first.measured_seconds - 1)
+    assert last.predicted_seconds > first.predicted_seconds
+    assert last.error < -0.5, "a miss that the bound leaves is shown as what it is"
+
+
+def test_the_same_run_counts_once_and_the_process_is_learned():
+    here, setup = calibration(), setup_of()
+    assert here.process_remainder() == (300 * 2**20, 0)
+    once = learn(here, "run-1", setup, records_of(here, setup, 1.5))
+    again = learn(once, "run-1", setup, records_of(here, setup, 1.5))
+    assert len(again.runs) == 1
+    assert again.learned("computing") == once.learned("computing")
+    assert again.process_remainder() == (100, 1)
+
+
+def test_too_few_steps_teach_nothing():
+    here, setup = calibration(), setup_of(dp=2)
+    records = records_of(here, setup, 1.0, steps=5)
+    records[1][-1] = replace(records[1][-1], traced=True)
+    with pytest.raises(ValueError, match="2 of 2 ranks have 4 steps"):
+        learn(here, "run-1", setup, records)
+    with pytest.raises(ValueError, match="1 of 2 ranks"):
+        learn(here, "run-1", setup, {0: records[0]})
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_a_calibration_comes_back_as_it_was(tmp_path: Path):
+    assert store.load(tmp_path) is None
+    setup = setup_of(dp=2)
+    here = learn(calibration(), "run-1", setup, records_of(calibration(), setup, 1.3))
+    path = store.save(here, tmp_path)
+    assert store.load(tmp_path) == here
+    assert [file.name for file in tmp_path.iterdir()] == [path.name], "no part is left behind"
+
+
+def test_the_file_is_where_other_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    for value in (str(tmp_path), "not/absolute", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert store.path().parent == default_cache()
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (lambda data: data.update(version=99), "version 99, but this SpeedLab reads 1"),
+        (lambda data: data.update(machine="another, Z80, 1 core"), "measured on 'another, Z80, 1 core', but this is"),
+        (lambda data: data.update(surprise=1), "surprise"),
+        (lambda data: data.pop("cores"), "cores"),
+        (lambda data: data.update(constants=[]), "no constants"),
+        (lambda data: data["constants"][0].update(matmul_flops=-1), "matmul_flops of 2 engines in float32 is -1"),
+        (lambda data: data["constants"][0].update(matmul_flops=0), "must be above 0"),
+        (lambda data: data["constants"][0].update(link_seconds=-1e-3), "link_seconds"),
+        (lambda data: data["constants"][0]["event_seconds"].update(step=-1.0), "step of 2 engines"),
+        (lambda data: data["constants"][0]["factors"].update(optimizer=0.0), "optimizer of 2 engines"),
+        (lambda data: data["constants"][0].update(threads="many"), "constants.0.threads"),
+    ],
+)
+def test_damaged_and_foreign_files_are_refused(tmp_path: Path, change, wrong: str):
+    path = store.save(calibration(), tmp_path)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(store.CalibrationError, match=wrong) as refused:
+        store.load(tmp_path)
+    assert str(refused.value).startswith(str(path))
+    assert "run `speedlab calibrate`" in str(refused.value)
+
+
+def test_files_that_are_no_calibration_are_refused(tmp_path: Path):
+    path = store.path(tmp_path)
+    for text in ("", "{", "[]", '{"constants": NaN}', "\x00\xff"):
+        path.write_text(text)
+        with pytest.raises(store.CalibrationError, match="speedlab calibrate"):
+            store.load(tmp_path)
+    path.write_bytes(b" " * (2**20 + 1))
+    with pytest.raises(store.CalibrationError, match="more than a calibration has"):
+        store.load(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(store.CalibrationError, match="XDG_CACHE_HOME"):
+        store.save(calibration(), tmp_path / "file")
+
+
+def test_nothing_is_infinite():
+    rates = Rates(matmul_flops=4e10, attention_flops=4e10, memory_bytes=1e15, element_bytes=4, kernel_seconds=0.0)
+    ring = Ring(ranks=2, bytes_per_second=3e9, latency_seconds=0.0, crosses_hosts=False)
+    found = fit_constants(made_samples(rates, ring, {}), calibration())
+    numbers = [value for value in vars(found).values() if isinstance(value, float)]
+    assert all(math.isfinite(value) for value in numbers)
