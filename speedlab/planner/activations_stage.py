@@ -273,16 +273,7 @@ def step_order(setup: Setup, pipeline: int, micro_batches: int) -> Iterator[tupl
     wound = pp > 1 and setup.schedule in ("interleaved", "zero-bubble")
     chunks = setup.chunks if wound else 1
     total, turn = m * chunks, _round(pp, m)
-    if pp == 1:
-        ahead = 0
-    elif setup.schedule == "gpipe":
-        ahead = m
-    elif setup.schedule == "1f1b":
-        ahead = pp - 1 - pipeline
-    else:
-        together = 2 if setup.schedule == "interleaved" else 1
-        ahead = (chunks - 1) * turn + together * (pp - 1 - pipeline)
-    ahead = min(ahead, total)
+    ahead = _ahead(setup, pipeline, m)
     late = min(pipeline, total) if wound and setup.schedule == "zero-bubble" else 0
     for k in range(ahead):
         yield "F", k // turn % chunks
@@ -294,6 +285,25 @@ def step_order(setup: Setup, pipeline: int, micro_batches: int) -> Iterator[tupl
             yield "W", chunks - 1 - (k - late) // turn % chunks
     for k in range(total - late, total):
         yield "W", chunks - 1 - k // turn % chunks
+
+
+def _ahead(setup: Setup, pipeline: int, micro_batches: int) -> int:
+    """Forwards before a pipeline rank begins to do forwards and backwards in turn."""
+    pp, m = setup.layout.pp, micro_batches
+    if pp == 1:
+        return 0
+    if setup.schedule == "gpipe":
+        return m
+    if setup.schedule == "1f1b":
+        return min(pp - 1 - pipeline, m)
+    together = 2 if setup.schedule == "interleaved" else 1
+    return min((setup.chunks - 1) * _round(pp, m) + together * (pp - 1 - pipeline), m * setup.chunks)
+
+
+def _inputs(setup: Setup) -> int:
+    """Tokens and targets of all micro-batches, which a pipeline lays end to end."""
+    n = setup.micro_size * setup.shape.sequence_length
+    return 2 * setup.accumulation * n * _INT64 if setup.layout.pp > 1 else 0
 
 
 def _round(pp: int, micro_batches: int) -> int:
@@ -309,10 +319,8 @@ def held(
     The two halves of a backward are computed apart where blocks are not computed again; the model's first stage does
     everything in the second half, because nobody waits for gradients of tokens.
     """
-    pp = setup.layout.pp
-    n = setup.micro_size * setup.shape.sequence_length
-    live = 2 * setup.accumulation * n * _INT64 if pp > 1 else 0  # Tokens and targets of all micro-batches, end to end.
-    split = pp > 1 and setup.schedule == "zero-bubble"
+    live = _inputs(setup)
+    split = setup.layout.pp > 1 and setup.schedule == "zero-bubble"
     for kind, chunk in step_order(setup, pipeline, micro_batches):
         stage, first = stages[chunk], pipeline == 0 and chunk == 0
         whole = "W" if split and first else "B"
@@ -335,9 +343,25 @@ def held(
 def step_peak(setup: Setup, stages: Sequence[Pass], pipeline: int) -> int:
     """The most bytes of activations in a step of a pipeline rank with these `stages`.
 
-    After some rounds a pipeline repeats itself, but for what it has sent and holds to the end of the step.
+    With one stage a rank it is at the last forward, at the backward behind it, or at the last backward: what was sent
+    is held to the end of the step. Otherwise a pipeline repeats itself after some rounds, but for what it has sent.
     """
-    m, turn = setup.accumulation, _round(setup.layout.pp, setup.accumulation)
-    some = min(m, _ROUNDS * turn if setup.layout.pp > 1 else 1)
-    sent = sum(sum(stage.left) for stage in stages)
-    return max(peak for *_, peak in held(setup, stages, pipeline, some)) + (m - some) * sent
+    pp, m = setup.layout.pp, setup.accumulation
+    if pp > 1 and setup.schedule in ("interleaved", "zero-bubble"):
+        some = min(m, _ROUNDS * _round(pp, m))
+        sent = sum(sum(stage.left) for stage in stages)
+        return max(peak for *_, peak in held(setup, stages, pipeline, some)) + (m - some) * sent
+    (stage,) = stages
+    before = max(0, m - 1 - _ahead(setup, pipeline, m))
+    """Backwards before the last forward."""
+
+    def live(forwards: int, backwards: int) -> int:
+        left = forwards * stage.left[0] + backwards * stage.left[1]
+        return _inputs(setup) + (forwards - backwards) * stage.kept + left
+
+    return max(
+        live(m - 1, before) + stage.forward_peak,
+        live(m, before) - stage.kept + stage.backward_peak,
+        live(m, m - 1) - stage.kept + stage.backward_peak,
+        live(m, m),
+    )

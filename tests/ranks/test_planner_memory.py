@@ -1,0 +1,52 @@
+"""Predicted memory beside the engine's ledger: some of the grid of `speedlab bench planner`."""
+
+from __future__ import annotations
+
+import pytest
+
+from ranks.conftest import PoolOf
+from speedlab.bench.planner import compare, measure
+from speedlab.bench.planner_cases import GridCase, grid
+
+MEDIAN, WORST = 0.03, 0.08
+
+CASES = [case for number, case in enumerate(grid()) if number % 7 == 3]
+"""All kinds of layouts, stages and models: see the test below."""
+
+
+def test_the_chosen_cases_hold_every_kind() -> None:
+    names = " ".join(case.name for case in CASES)
+    for word in ("dp 2", "tp 2", "pp 2", "zero 2", "zero 3", "bfloat16", "block", "rotary", "gpt2", "dropping", "wide"):
+        assert word in names, word
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_predicted_memory_is_the_ledgers(pool_of: PoolOf, case: GridCase) -> None:
+    for found in compare(case, pool_of(case.ranks).run(measure, case.config, timeout=60)[0]):
+        assert found.states_agree, f"rank {found.rank}: {found.predicted} predicted, {found.measured} measured"
+        assert found.predicted["communication_buffers"] == found.measured["communication_buffers"]
+        assert abs(found.error) < WORST, f"rank {found.rank}: {found.error:+.1%}"
+
+
+def test_a_first_step_has_the_activations_of_any_other(pool_of: PoolOf) -> None:
+    """Moments and buffers of reductions are made in it; they are no activations."""
+    case = next(case for case in grid() if "dp 2" in case.name and "zero 2" in case.name)
+    first, later = pool_of(2).run(activations_of_steps, case, timeout=60)[0]
+    assert first == later
+
+
+def activations_of_steps(case: GridCase) -> list[int]:
+    import torch
+
+    import speedlab
+    from speedlab.models import GPT
+
+    engine = speedlab.initialize(model=lambda: GPT(case.config.model), config=case.config)[0]
+    tokens = torch.zeros(case.config.batch.micro_size or 1, case.config.data.sequence_length, dtype=torch.int64)
+    seen = []
+    for _ in range(2):
+        with engine.trace_activations():
+            engine.train_batch([(tokens, tokens)] * engine.accumulation)
+        seen.append(engine.ledger().activations)
+    engine.destroy(keep_parameters=False)
+    return seen

@@ -1,0 +1,166 @@
+"""Predicted memory: against numbers that are worked out here, and against what must hold in every set-up."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from speedlab.config import ModelConfig, RunConfig
+from speedlab.layout import Layout
+from speedlab.planner.activations import Sizes
+from speedlab.planner.activations_stage import held, step_peak, walk
+from speedlab.planner.formula import parameter_count
+from speedlab.planner.memory import CATEGORIES, flat_elements, memory_timeline, predict_memory
+from speedlab.planner.setup import ModelShape, Setup
+from speedlab.telemetry.records import CATEGORIES as LEDGER
+
+GPT2 = ModelConfig(preset="gpt2")
+
+
+def setup(**changes: Any) -> Setup:
+    first = {
+        "shape": ModelShape.of_config(GPT2, 512),
+        "layout": Layout(),
+        "zero_stage": 0,
+        "dtype": "float32",
+        "micro_size": 2,
+        "accumulation": 1,
+    }
+    return Setup(**{**first, **changes})
+
+
+def test_categories_are_the_ledgers() -> None:
+    assert CATEGORIES == LEDGER
+
+
+def test_flats_are_aligned_and_divide() -> None:
+    # In 16 bits parameters start at multiples of 8: 3 → 8, 8 + 5 = 13 → 16, 16 + 1 = 17, which becomes 2 × 16.
+    assert flat_elements([3, 5, 1], "bfloat16", 2) == 32
+    assert flat_elements([3, 5, 1], "float32", 1) == 16
+    assert flat_elements([8, 8], "bfloat16", 1) == 16
+
+
+@pytest.mark.parametrize(("dtype", "states"), [("float32", 16), ("bfloat16", 16)])
+def test_a_single_rank_holds_16_bytes_a_parameter(dtype: Any, states: int) -> None:
+    """ZeRO's 16 bytes (arXiv:1910.02054, section 3.1): nothing of GPT-2 needs padding but its odd table."""
+    (rank,) = predict_memory(setup(dtype=dtype))
+    assert rank.model_states == pytest.approx(states * parameter_count(GPT2), rel=1e-6)
+    assert rank.communication_buffers == 0
+
+
+def test_stage_3_leaves_a_share() -> None:
+    whole = predict_memory(setup(dtype="bfloat16"))[0].model_states
+    (rank,) = predict_memory(setup(dtype="bfloat16", layout=Layout(dp=8), zero_stage=3))
+    assert rank.model_states == pytest.approx(whole / 8, rel=1e-5)
+    assert rank.ranks == 8
+    # Two whole gradients of each kind of unit are borrowed, and the root and two blocks gathered.
+    root, block = 38_597_376 + 786_432 + 2 * 768, 7_087_872
+    assert rank.communication_buffers == pytest.approx(2 * 2 * (root + block) + 2 * (root + 2 * block), rel=1e-4)
+
+
+ALL = list(
+    product(
+        ("float32", "bfloat16"),
+        ("none", "block", "selective"),
+        (1, 2),
+        (False, True),
+        (0.0, 0.1),
+        ("rms", "layer"),
+        ("cpu", "cuda"),
+        ((True, True), (True, False), (False, False), (False, True)),
+    )
+)
+
+
+def test_backward_frees_everything_that_forward_took() -> None:
+    """In every form of the model, at every place of a pipeline: a check of the bookkeeping, layer by layer."""
+    for dtype, checkpointing, tp, sequence, dropout, norm, device, (first, last) in ALL:
+        for attention, chunked, position in (("fused", True, "rotary"), ("plain", False, "learned")):
+            shape = replace(setup().shape, dropout=dropout, norm=norm, chunked_loss=chunked, position=position)
+            case = setup(
+                shape=shape,
+                dtype=dtype,
+                checkpointing=checkpointing,
+                layout=Layout(tp=tp),
+                sequence_parallel=sequence,
+                attention=attention,
+            )
+            done = walk(Sizes(case, device), blocks=3, first=first, last=last)
+            assert done.backward[-1].live == (0 if first else Sizes(case, device).local), case
+            assert done.kept <= done.backward_peak
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_peak_of_a_step_is_that_of_its_actions(schedule: Any) -> None:
+    """The short cut beside the walk through all actions."""
+    for pp, micro_batches in ((2, 1), (2, 5), (4, 3), (4, 16)):
+        case = setup(layout=Layout(pp=pp), accumulation=micro_batches, schedule=schedule)
+        for rank in range(pp):
+            stages = [walk(Sizes(case, "cpu"), blocks=3, first=rank == 0, last=rank == pp - 1)]
+            assert step_peak(case, stages, rank) == max(p for *_, p in held(case, stages, rank, micro_batches))
+
+
+def test_one_forward_one_backward_holds_fewer_micro_batches_than_gpipe() -> None:
+    case = setup(layout=Layout(pp=4), accumulation=16, cut=(3, 3, 3, 3))
+    eager = predict_memory(case)
+    late = predict_memory(replace(case, schedule="gpipe"))
+    assert all(a.activations < b.activations for a, b in zip(eager, late, strict=True))
+    assert eager[0].activations > eager[1].activations > eager[2].activations
+
+
+def test_checkpointing_keeps_less() -> None:
+    plain, checkpointed = (predict_memory(setup(checkpointing=kind, micro_size=8))[0] for kind in ("none", "block"))
+    assert checkpointed.activations < plain.activations / 2
+
+
+def test_a_timeline_peaks_where_the_prediction_does() -> None:
+    for layout in (Layout(), Layout(pp=3)):
+        case = setup(layout=layout, accumulation=3, shape=replace(setup().shape, vocab_size=1000))
+        for rank in predict_memory(case):
+            line = memory_timeline(case, (rank.pipeline, rank.tensor))
+            assert max(sum(held.values()) for _, held in line) == rank.total
+            assert line[0][0] == "between steps"
+
+
+def test_an_uneven_vocabulary_has_two_kinds_of_ranks() -> None:
+    found = predict_memory(setup(shape=replace(setup().shape, vocab_size=1003), layout=Layout(tp=4)))
+    assert sorted(rank.ranks for rank in found) == [1, 3]
+    assert found[0].parameters != found[1].parameters
+
+
+def test_what_is_offloaded_is_in_the_hosts_memory() -> None:
+    here = predict_memory(setup(dtype="bfloat16"))[0]
+    away = predict_memory(setup(dtype="bfloat16", offload="optimizer"))[0]
+    assert away.model_states == here.parameters
+    assert away.host == here.model_states - here.parameters
+
+
+def test_refusals_name_the_numbers() -> None:
+    with pytest.raises(ValueError, match="12 heads do not divide by tp 5"):
+        predict_memory(setup(layout=Layout(tp=5)))
+    with pytest.raises(ValueError, match=r"cut 3 \+ 3 is not the model's 12 blocks"):
+        predict_memory(setup(layout=Layout(pp=2), cut=(3, 3)))
+    with pytest.raises(ValueError, match="decoders only"):
+        predict_memory(setup(shape=replace(setup().shape, decoder_layers=12)))
+
+
+def test_thousands_of_ranks_take_milliseconds() -> None:
+    shape = replace(setup().shape, layers=128, hidden=36864, heads=288, ffn_hidden=4 * 36864, vocab_size=51200)
+    case = setup(shape=shape, layout=Layout(dp=2, tp=8, pp=64), dtype="bfloat16", accumulation=512)
+    best = min(_seconds(case) for _ in range(5))
+    assert best < 0.05
+
+
+def _seconds(case: Setup) -> float:
+    start = time.process_time()
+    predict_memory(case)
+    return time.process_time() - start
+
+
+def test_a_configuration_says_the_same() -> None:
+    config = RunConfig(model="gpt2", data={"sequence_length": 512}, zero=0, batch={"micro_size": 2})
+    assert predict_memory(Setup.of_config(config, 1, dtype="float32")) == predict_memory(setup())
