@@ -20,6 +20,7 @@ import traitlets
 from ipywidgets import widget_serialization
 
 from speedlab.telemetry.feed import Feed
+from speedlab.telemetry.prediction import prediction_of
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.series import History
 from speedlab_notebook.drawing import Drawing
@@ -87,6 +88,8 @@ class Dashboard(anywidget.AnyWidget):
         self._feed = feed
         self._owns_feed = owns_feed
         self._history = History()
+        self._devices = devices
+        self._known_events = -1
         self._drawing = Drawing(self._history, name=name, devices=devices)
         self._picture = picture
         self._version = -1
@@ -219,6 +222,9 @@ class Dashboard(anywidget.AnyWidget):
 
     def _take_news(self) -> None:
         self._version = self._feed.version
+        if len(self._feed.events) != self._known_events:  # They tell of a start and of changes of shape.
+            self._known_events = len(self._feed.events)
+            self._history.predicted = prediction_of(self._feed.folder.config, self._feed.events, self._devices)
         self._rewritten |= self._history.update(self._feed.records, self._feed.events)
 
     def _send_keyframe(self) -> None:

@@ -64,18 +64,8 @@ def predict(config: RunConfig, devices: Sequence[Device]) -> Prediction:
         setup = Setup.of_config(alone, len(devices), dtype=dtype)
     by_stage = []
     for stage in STAGES:
-        found = hardware.memory(replace(setup, zero_stage=stage))
-        by_stage.append([_of_rank(found, setup, rank) for rank in range(len(devices))])
+        by_stage.append(hardware.by_rank(replace(setup, zero_stage=stage)))
     return Prediction(plan=plan_setup(setup, hardware), by_stage=by_stage)
-
-
-def _of_rank(found: Sequence[RankMemory], setup: Setup, rank: int) -> RankMemory:
-    """What a rank holds: of positions that hold the same, the planner gives the first."""
-    pipeline, _, tensor = setup.layout.coordinates(rank)
-    here = [memory for memory in found if memory.pipeline == pipeline]
-    rows, extra = divmod(setup.shape.vocab_size, setup.layout.tp)
-    # Only a vocabulary that does not divide makes a difference between tensor-parallel ranks.
-    return here[0] if len(here) == 1 or tensor < extra or not rows else here[-1]
 
 
 def smallest(devices: Sequence[Device]) -> Device:

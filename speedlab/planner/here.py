@@ -52,6 +52,16 @@ class Hardware:
         """What each distinct position of `setup` holds. Raises ValueError."""
         return _memory(setup, self.kind, self.process_bytes)
 
+    def by_rank(self, setup: Setup) -> list[RankMemory]:
+        """What each rank holds: of positions that hold the same, `memory` has the first."""
+        found = self.memory(setup)
+        held: list[RankMemory] = []
+        for rank in range(setup.layout.world_size):
+            pipeline, _, tensor = setup.layout.coordinates(rank)
+            here = [memory for memory in found if memory.pipeline == pipeline and memory.tensor <= tensor]
+            held.append(here[-1])
+        return held
+
     def time(self, setup: Setup) -> StepTime:
         """How long a step of `setup` takes. Raises ValueError."""
         return predict_time(setup, self.machines, self.efficiency)

@@ -10,6 +10,7 @@ import numpy as np
 
 from speedlab.hardware import Device
 from speedlab.telemetry.figure_style import COLOURS, LABELS, Figure, base_layout, ink_line, legend_beside, note
+from speedlab.telemetry.prediction import counted, error_text
 from speedlab.telemetry.records import CATEGORIES, StepRecord
 from speedlab.telemetry.series import History, total_bytes
 from speedlab.telemetry.text import byte_unit, bytes_text
@@ -24,19 +25,16 @@ _CAPACITY_IN_SIGHT = 0.25
 _STATES_IN_SIGHT = 0.2
 
 
-def memory_figure(
-    history: History, *, devices: Sequence[Device] = (), predicted: Mapping[str, int] | None = None
-) -> Figure:
-    """Ledger of each rank at its last step as stacked bars, with the capacity line.
-
-    `predicted`: bytes of model states by category, drawn as an outline.
-    """
+def memory_figure(history: History, *, devices: Sequence[Device] = ()) -> Figure:
+    """Ledger of each rank at its last step as stacked bars, with the capacity line. What was predicted of tensors is an
+    outline, with its error on the rank that holds most."""
     ranks = shown_ranks(history)
     tops = [_total(history.latest[rank]) for rank in ranks]
     figure = _bars(history, "memory by rank", CATEGORIES, devices)
     _add_capacity(figure, history, ranks, tops, _unit(history)[1])
-    if predicted:
-        _add_prediction(figure["layout"], sum(predicted.values()) / _unit(history)[1], len(ranks))
+    if (predicted := history.predicted) is not None:
+        held = {rank: counted(history.latest[rank].ledger) for rank in ranks}
+        _add_prediction(figure["layout"], {rank: predicted.counted(rank) for rank in ranks}, held, _unit(history)[1])
     if outliers := _outliers(history):
         figure["layout"]["annotations"].append(note(outliers, y=1.02))
     return figure
@@ -45,6 +43,10 @@ def memory_figure(
 def states_figure(history: History, *, devices: Sequence[Device] = ()) -> Figure:
     """Only the model states of each rank: what a ZeRO stage partitions, also where the process holds far more."""
     figure = _bars(history, "model states by rank", MODEL_STATES, devices)
+    if (predicted := history.predicted) is not None:
+        ranks, size = shown_ranks(history), _unit(history, MODEL_STATES)[1]
+        held = {rank: history.latest[rank].ledger.model_states for rank in ranks}
+        _add_prediction(figure["layout"], {rank: predicted.model_states(rank) for rank in ranks}, held, size)
     if history.ranks:
         used = max(_total(record) for record in history.latest.values())
         figure["layout"]["annotations"].append(note(f"of {bytes_text(used)} in use", y=1.0, yanchor="bottom"))
@@ -167,6 +169,14 @@ def _add_capacity(figure: Figure, history: History, ranks: list[int], tops: list
         layout["annotations"].append(note(f"↑ {text}, {share:.1%} used", y=1.0, yanchor="bottom"))
 
 
-def _add_prediction(layout: Figure, top: float, bars: int) -> None:
-    for i in range(bars):
-        layout["shapes"].append({**ink_line(i - 0.38, i + 0.38, top, "dot"), "type": "rect", "y0": 0})
+def _add_prediction(layout: Figure, predicted: Mapping[int, int], held: Mapping[int, int], size: int) -> None:
+    """Outlines of what was predicted for each rank that is drawn, and the error where most is held."""
+    if not any(predicted.values()):
+        return
+    for i, rank in enumerate(held):
+        outline = {**ink_line(i - 0.4, i + 0.4, predicted[rank] / size, "solid"), "type": "rect", "y0": 0}
+        layout["shapes"].append(outline)
+    most = max(held, key=lambda rank: held[rank])
+    error = error_text(predicted[most], held[most])
+    text = f"□ predicted {bytes_text(predicted[most])}, measured {bytes_text(held[most])} ({error})"
+    layout["annotations"].append({**note(text, y=1.0, yanchor="bottom"), "x": 0, "xanchor": "left"})

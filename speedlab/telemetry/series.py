@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from speedlab.telemetry.prediction import Prediction
 from speedlab.telemetry.records import CATEGORIES, PHASES, Event, Ledger, StepRecord
 
 POINTS = 400
@@ -111,6 +112,8 @@ class History:
         self.latest: dict[int, StepRecord] = {}
         self.records: Mapping[int, Sequence[StepRecord]] = {}
         self.events: list[Event] = []
+        self.predicted: Prediction | None = None
+        """What the planner said, where somebody asked it."""
 
     @classmethod
     def of(cls, records: Mapping[int, Sequence[StepRecord]], events: Sequence[Event] = ()) -> History:

@@ -11,6 +11,7 @@ import pytest
 from telemetry_samples import make_event, make_record
 
 from speedlab.hardware import cpu_devices
+from speedlab.planner.memory import RankMemory
 from speedlab.telemetry import series
 from speedlab.telemetry.figure_style import COLOURS, INK
 from speedlab.telemetry.figures import (
@@ -28,6 +29,7 @@ from speedlab.telemetry.figures import (
 )
 from speedlab.telemetry.folder import Status
 from speedlab.telemetry.memory_figure import states_are_small
+from speedlab.telemetry.prediction import Prediction
 from speedlab.telemetry.records import CATEGORIES, PHASES, Ledger, RunState
 from speedlab.telemetry.step_figures import Cut, loss_values
 from speedlab.telemetry.text import byte_unit, bytes_text, count_text, seconds_text
@@ -72,9 +74,25 @@ def test_capacity_is_a_line_when_in_sight_and_a_note_when_far_above():
     assert far["annotations"][0]["text"] == "↑ capacity 16.0 GiB, 0.3% used"
 
 
-def test_prediction_is_an_outline_in_the_readers_colour():
-    figure = memory_figure(history(ledger=ledger(parameters=4 * MIB)), predicted={"parameters": MIB, "gradients": MIB})
-    assert [(shape["y0"], shape["y1"], shape["name"]) for shape in figure["layout"]["shapes"]] == [(0, 2, "ink")] * 2
+def test_prediction_is_an_outline_in_the_readers_colour_with_its_error():
+    made = history(ledger=Ledger(parameters=4 * MIB, activations=MIB, outside_framework=9 * MIB))
+    rank = RankMemory(parameters=3 * MIB, activations=MIB, outside_framework=7 * MIB)
+    made.predicted = Prediction(memory=[rank, rank], speeds=((0, 4096.0),))
+    layout = memory_figure(made)["layout"]
+    assert [(shape["y0"], shape["y1"], shape["name"]) for shape in layout["shapes"]] == [(0, 4, "ink")] * 2
+    assert layout["annotations"][-1]["text"] == "□ predicted 4.0 MiB, measured 5.0 MiB (-20%)"
+    states = states_figure(made)["layout"]
+    assert [shape["y1"] for shape in states["shapes"]] == [3, 3]
+    assert "(-25%)" in states["annotations"][0]["text"]
+
+
+def test_predicted_speed_is_a_line_that_follows_changes_of_shape_and_tells_its_error():
+    made = History.of({0: [make_record(step) for step in range(1, 11)]})
+    made.predicted = Prediction(memory=[], speeds=((0, 4096.0), (5, 16384.0)), note="(not yet calibrated)")
+    trace = throughput_figure(made)["data"][1]
+    assert trace["y"].tolist() == [4096.0] * 5 + [16384.0] * 5
+    assert trace["name"] == "predicted +100%"  # Measured: 4,096 tokens in 0.5 s.
+    assert "(not yet calibrated)" in trace["hovertemplate"]
 
 
 def test_negative_remainder_is_drawn_below_zero():
