@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from speedlab.cluster import remote
 from speedlab.cluster.errors import DIED, ClusterError, RankError
+from speedlab.cluster.out_of_memory import out_of_memory_lines
 from speedlab.telemetry.folder import Command, RunFolder, RunFolderError, Status
 from speedlab.telemetry.records import RunState
 
@@ -185,6 +186,8 @@ class Advance:
         """Keep the error and see that the status tells of it; drop what nobody will carry out."""
         if error is not None:
             error.advice = self._advice(error)
+            with contextlib.suppress(ClusterError, OSError):  # The explanation must not hide what it explains.
+                error.notes = out_of_memory_lines(error, self._folder, self._cluster.devices)
             self.errors.append(error)
         status = self._folder.read_status()
         if error is not None and status.state not in RESTING:

@@ -84,6 +84,8 @@ class RankError(RuntimeError):
             raise ValueError("a RankError needs at least one rank's failure")
         self.by_rank = dict(by_rank)
         self.advice = advice
+        self.notes: list[str] = []
+        """Lines that explain it, shown before the advice."""
         super().__init__(self.by_rank, advice)
 
     @property
@@ -126,6 +128,7 @@ class RankError(RuntimeError):
                 lines += [f"  {line}" for line in failure.traceback.rstrip().splitlines()]
             else:
                 lines += [f"  {line}" for line in str(failure).splitlines()]
+        lines += [f"  {note}" for note in self.notes]
         return [*lines, f"  {self.advice or self._default_advice()}"]
 
     def _with_traces(self) -> list[tuple[list[int], RemoteFailure]]:
