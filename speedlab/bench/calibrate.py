@@ -21,17 +21,30 @@ from speedlab.planner.calibration_store import this_machine
 from speedlab.planner.setup import ModelShape, Setup
 
 _BLOCKS = (
-    # hidden, heads, tokens of a sequence, sequences
-    (64, 2, 64, 1),
-    (64, 4, 128, 4),
-    (192, 3, 128, 1),
-    (192, 6, 128, 8),
-    (192, 6, 256, 4),
-    (384, 6, 64, 2),
-    (384, 6, 256, 2),
-    (768, 12, 64, 2),
+    # kind of block, hidden, heads, tokens of a sequence, sequences
+    ("rotary", 64, 4, 64, 1),
+    ("rotary", 64, 4, 64, 4),
+    ("rotary", 192, 3, 128, 1),
+    ("rotary", 192, 6, 128, 8),
+    ("rotary", 192, 6, 256, 4),
+    ("rotary", 384, 6, 64, 2),
+    ("rotary", 384, 6, 256, 2),
+    ("rotary", 768, 12, 64, 2),
+    ("learned", 64, 4, 64, 1),
+    ("learned", 64, 4, 128, 4),
+    ("learned", 384, 6, 128, 2),
+    ("dropping", 64, 4, 64, 1),
+    ("dropping", 64, 4, 128, 4),
+    ("dropping", 384, 6, 128, 2),
 )
 """Of what engines on processors train; each with its feed-forward layer four times as wide."""
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "rotary": {},
+    "learned": {"position": "learned", "norm": "layer", "bias": True},
+    "dropping": {"position": "learned", "norm": "layer", "bias": True, "dropout": 0.1},
+}
+"""Fields of the model by kind of block (`calibration.kind_of`)."""
 
 _HEADS = ((64, 1024, 128, 2), (192, 4096, 128, 4), (384, 8192, 128, 2))
 """(hidden, vocabulary, tokens of a sequence, sequences)"""
@@ -53,8 +66,8 @@ _SMALL_RUNS = (
 _ROW = 3
 """Blocks that are timed in a row: their weights and activations do not all stay in the nearest cache."""
 
-_UPDATED = 1 << 20
-"""Parameters of the update that is timed."""
+_UPDATED = 1 << 22
+"""Parameters of the update that is timed: more than caches hold."""
 
 _PRODUCT = 256
 """Width of the product of matrices that says how fast they are at best."""
@@ -117,7 +130,7 @@ def _engines(number: int) -> str:
 def _as_samples(dtype: Any, measured: dict[str, Any]) -> Samples:
     """What was measured of kernels."""
     blocks = [
-        BlockTime(setup=_setup(_block_model(*case), case[2], case[3], dtype), forward=forward, backward=backward)
+        BlockTime(setup=_setup(_block_model(*case), case[3], case[4], dtype), forward=forward, backward=backward)
         for case, (forward, backward) in zip(_BLOCKS, measured["blocks"], strict=True)
     ]
     heads = [
@@ -176,8 +189,9 @@ def _small_config(depth: int, run: tuple[int, int, str], dtype: str, engines: in
 _SMALL_TOKENS = 32
 
 
-def _block_model(hidden: int, heads: int, length: int, micro: int) -> ModelConfig:
-    return ModelConfig(layers=_ROW, hidden=hidden, heads=heads, ffn_hidden=4 * hidden, vocab_size=1024, context=length)
+def _block_model(kind: str, hidden: int, heads: int, length: int, micro: int) -> ModelConfig:
+    sizes = {"layers": _ROW, "hidden": hidden, "heads": heads, "ffn_hidden": 4 * hidden}
+    return ModelConfig(**sizes, vocab_size=1024, context=length, **_KINDS[kind])
 
 
 def _head_model(hidden: int, vocabulary: int, loss: Any) -> ModelConfig:
@@ -258,14 +272,14 @@ def _seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, f
     return dict(zip(calls, (total / dist.get_world_size()).tolist(), strict=True))
 
 
-def _time_blocks(case: tuple[int, int, int, int], dtype: str, rounds: int) -> tuple[float, float]:
+def _time_blocks(case: tuple[str, int, int, int, int], dtype: str, rounds: int) -> tuple[float, float]:
     """Seconds of one block's forward and backward, in a row of `_ROW`."""
     import torch
 
     from speedlab.comm.world import own_device
     from speedlab.models import GPT
 
-    hidden, _, length, micro = case
+    _, hidden, _, length, micro = case
     model = GPT(_block_model(*case)).to(own_device(), getattr(torch, dtype))
     x = torch.randn(micro, length, hidden, dtype=getattr(torch, dtype), device=own_device(), requires_grad=True)
     grad = torch.randn_like(x)

@@ -58,6 +58,8 @@ class Constants:
     """The engine's own time, for each event that `engine_events` counts."""
     factors: dict[str, float] = field(hash=False)
     """Part of a step -> measured over what the formulas give with the constants above."""
+    other_blocks: dict[str, tuple[float, float]] = field(hash=False)
+    """Kind of block (`kind_of`) -> (memory's bytes/s, seconds of a kernel); those of 'rotary' ones stand above."""
     block_error: float
     """Median of |fitted / measured - 1| over the blocks that set the first four rates."""
 
@@ -159,7 +161,7 @@ class Calibration:
         engines = setup.layout.world_size
         here = self.of(engines, setup.dtype)
         time = predict_time(setup, self.machines(engines, setup.dtype), self.shares(engines, setup.dtype))
-        parts = corrected(time.parts, setup, here)
+        parts = corrected(self._with_own_blocks(time.parts, setup, here), setup, here)
         sharing = max(1.0, engines / self.cores) if self.cores else 1.0
         parts["bubble"] = _standing_still(parts, time.parts, sharing)
         if learned:
@@ -170,6 +172,20 @@ class Calibration:
         if here.engines != engines:
             doubts.append(f"{engines} engines were not measured here; rates are those of {here.engines}")
         return replace(time, parts=parts, caution="; ".join(doubts))
+
+    def _with_own_blocks(self, parts: dict[str, float], setup: Setup, here: Constants) -> dict[str, float]:
+        """`parts` with those of the setup's own kind of block."""
+        kind = kind_of(setup)
+        if kind not in here.other_blocks:
+            return parts
+        memory, kernel = here.other_blocks[kind]
+        own = replace(here, memory_bytes_per_second=memory, kernel_seconds=kernel, other_blocks={})
+        only = replace(self, constants=(own,))
+        engines = setup.layout.world_size
+        time = predict_time(
+            as_computed(setup, self.device), only.machines(engines, setup.dtype), only.shares(engines, setup.dtype)
+        )
+        return {**parts, **{part: time.parts[part] for part in ("forward", "backward", "recompute")}}
 
     def learned(self, name: str) -> tuple[float, int]:
         """(factor, number of runs behind it) of a class of parts. The mean of the runs' logarithms and of one more run
@@ -182,6 +198,18 @@ class Calibration:
         """(bytes a rank's process holds beside what the formulas count, number of runs behind it)."""
         found = sorted(run.process_bytes for run in self.runs if run.process_bytes > 0)
         return (found[len(found) // 2], len(found)) if found else (self.process_bytes, 0)
+
+
+def kind_of(setup: Setup) -> str:
+    """What stands between a block's matrix products: 'dropping' masks, else 'rotary' positions or 'learned' ones."""
+    if setup.shape.dropout > 0:
+        return "dropping"
+    return "rotary" if setup.shape.position == "rotary" else "learned"
+
+
+def as_computed(setup: Setup, device: str) -> Setup:
+    """With the attention that torch takes: on processors, probabilities of which some are dropped are made whole."""
+    return replace(setup, attention="plain") if device == "cpu" and setup.shape.dropout > 0 else setup
 
 
 def corrected(parts: Mapping[str, float], setup: Setup, here: Constants) -> dict[str, float]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from speedlab.planner.calibration import EVENTS, Calibration, Constants, corrected, engine_events
+from speedlab.planner.calibration import EVENTS, Calibration, Constants, as_computed, corrected, engine_events, kind_of
 from speedlab.planner.collectives import Ring
 from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import Efficiency
@@ -91,11 +91,7 @@ class Samples:
 
 def fit_constants(samples: Samples, calibration: Calibration) -> Constants:
     """The constants that `samples` give; `calibration` says what the machine is."""
-    cases = [
-        (counts(lambda rates, s=block.setup, d=direction: getattr(block_pass(s, rates), d), block.setup), seconds)
-        for block in samples.blocks
-        for direction, seconds in (("forward", block.forward), ("backward", block.backward))
-    ]
+    cases = _block_cases([block for block in samples.blocks if kind_of(block.setup) == "rotary"], calibration.device)
     least = (samples.flop_seconds, samples.flop_seconds, samples.byte_seconds, 0.0)
     each = nonnegative([count for count, _ in cases], [seconds for _, seconds in cases], least)
     flop, attention, byte, kernel = each
@@ -113,12 +109,40 @@ def fit_constants(samples: Samples, calibration: Calibration) -> Constants:
         message_bytes_per_second=_message_rate(samples, link),
         event_seconds={},
         factors={},
+        other_blocks={
+            kind: _other_blocks(samples, kind, (flop, attention), calibration.device)
+            for kind in sorted({kind_of(block.setup) for block in samples.blocks} - {"rotary"})
+        },
         block_error=statistics.median(
             abs(sum(a * b for a, b in zip(count, each, strict=True)) / seconds - 1) for count, seconds in cases
         ),
     )
     found = replace(found, factors=_factors(samples, found, link, calibration))
     return _with_own_time(samples, found, calibration)
+
+
+def _block_cases(blocks: Sequence[BlockTime], device: str) -> list[tuple[tuple[float, ...], float]]:
+    """(what the formulas count, seconds) of each block's two directions."""
+    found = []
+    for block in blocks:
+        setup = as_computed(block.setup, device)
+        for direction, seconds in (("forward", block.forward), ("backward", block.backward)):
+            found.append((counts(lambda rates, s=setup, d=direction: getattr(block_pass(s, rates), d), setup), seconds))
+    return found
+
+
+def _other_blocks(samples: Samples, kind: str, products: tuple[float, float], device: str) -> tuple[float, float]:
+    """(bytes/s, seconds of a kernel) of another kind of block, whose matrix products take what they take in all."""
+    cases = _block_cases([block for block in samples.blocks if kind_of(block.setup) == kind], device)
+    rows = [count for count, _ in cases]
+    seconds = [time for _, time in cases]
+    relative = np.array([[count[2] / time, count[3] / time] for count, time in cases])
+    known = np.array(
+        [(row[0] * products[0] + row[1] * products[1]) / time for row, time in zip(rows, seconds, strict=True)]
+    )
+    low = np.array([samples.byte_seconds, 0.0])
+    byte, kernel = low + _above_zero(relative, 1 - known - relative @ low)
+    return _rate(float(byte)), float(kernel)
 
 
 def counts(seconds_of: Callable[[Rates], float], setup: Setup) -> tuple[float, ...]:

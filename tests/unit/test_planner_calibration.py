@@ -30,7 +30,16 @@ from speedlab.planner.timing import predict_time
 from speedlab.telemetry.records import Ledger
 
 SHAPE = ModelShape(
-    name="small", layers=4, hidden=64, heads=4, ffn_hidden=256, vocab_size=1000, sequence_length=64, bias=False
+    name="small",
+    layers=4,
+    hidden=64,
+    heads=4,
+    ffn_hidden=256,
+    vocab_size=1000,
+    sequence_length=64,
+    bias=False,
+    position="rotary",
+    norm="rms",
 )
 
 
@@ -53,6 +62,7 @@ def constants(**changes) -> Constants:
         "message_bytes_per_second": 2e9,
         "event_seconds": {"step": 1e-3},
         "factors": {},
+        "other_blocks": {},
         "block_error": 0.01,
     }
     return Constants(**{**values, **changes})
@@ -159,6 +169,27 @@ def test_a_machine_that_is_as_the_formulas_say_is_found():
     assert found.block_error == pytest.approx(0, abs=1e-9)
     for name, seconds in own.items():
         assert found.event_seconds[name] == pytest.approx(seconds, rel=1e-4)
+
+
+def test_other_kinds_of_blocks_have_their_own_time_between_products():
+    rates = Rates(matmul_flops=4e10, attention_flops=1e10, memory_bytes=6e9, element_bytes=4, kernel_seconds=2e-5)
+    slower = replace(rates, memory_bytes=1.5e9, kernel_seconds=5e-5)
+    ring = Ring(ranks=2, bytes_per_second=3e9, latency_seconds=4e-5, crosses_hosts=False)
+    samples = made_samples(rates, ring, {})
+    dropping = [replace(shape, dropout=0.1, position="learned") for shape in SHAPES]
+    # Torch's attention with dropout on processors makes all probabilities.
+    blocks = [block_pass(setup_of(shape, attention="plain"), slower) for shape in dropping]
+    more = [
+        BlockTime(setup=setup_of(shape), forward=each.forward, backward=each.backward)
+        for shape, each in zip(dropping, blocks, strict=True)
+    ]
+    found = fit_constants(replace(samples, blocks=[*samples.blocks, *more]), calibration())
+    assert found.other_blocks["dropping"] == pytest.approx((1.5e9, 5e-5), rel=1e-6)
+    assert found.kernel_seconds == pytest.approx(2e-5, rel=1e-6), "the others are left as they are"
+    predicted = calibration(found).predict(setup_of(dropping[0]))
+    assert predicted.parts["forward"] == pytest.approx(SHAPE.layers * blocks[0].forward)
+    rotary = calibration(found).predict(setup_of(SHAPES[0]))
+    assert rotary.parts["forward"] == pytest.approx(SHAPE.layers * block_pass(setup_of(SHAPES[0]), rates).forward)
 
 
 def test_shared_cores_stretch_kernels_and_not_collectives():
