@@ -30,7 +30,7 @@ def measured_costs(
     one = ModelConfig.model_validate({**model.config.model_dump(), "layers": 1})
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         sample = GPT(one).to(dtype)
-        tokens = torch.zeros(micro_size, length, dtype=torch.int64)
+        tokens = torch.zeros(micro_size, min(length, one.context), dtype=torch.int64)
 
     def predict() -> Tensor:
         loss = sample.output(x, tokens).loss

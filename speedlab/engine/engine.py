@@ -268,8 +268,8 @@ class Engine:
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The module's mean loss on tokens and targets, (B, T) int64 each. Not under a pipeline."""
-        # Hugging Face models shift the labels themselves.
-        named = {"targets": targets} if takes_targets(self.module) else {"labels": tokens}
+        # Hugging Face models shift the labels themselves, and some of them ask for whole memory.
+        named = {"targets": targets} if takes_targets(self.module) else {"labels": tokens.contiguous()}
         return self(tokens, **named).loss
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import speedlab
 from ranks import models
 from ranks.loops import Case, Trajectory
+from ranks.tensor_models import hugging_face
 from speedlab.config import ModelConfig
 from speedlab.layout import Layout
 from speedlab.models import GPT
@@ -38,6 +39,27 @@ def rounded_gpt() -> nn.Module:
 untied_gpt2 = partial(gpt, tied=False, position="learned", norm="layer", bias=True)
 
 
+def llama() -> nn.Module:
+    return hugging_face("llama")  # Fewer key and value heads than heads.
+
+
+def gpt2() -> nn.Module:
+    return hugging_face("gpt2", resid_pdrop=0.0, embd_pdrop=0.0)
+
+
+def t5() -> nn.Module:
+    return hugging_face("t5")
+
+
+def bert() -> nn.Module:
+    return hugging_face("bert", hidden_dropout_prob=0.0)
+
+
+def labels_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+    """As the engine asks Hugging Face models for their loss: the tokens are the labels."""
+    return model(batch[0], labels=batch[0]).loss
+
+
 def gpt_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
     return model(*batch).loss
 
@@ -50,6 +72,7 @@ class LayoutCase(Case):
     schedule: str = "1f1b"
     sequence: bool = False
     cut: tuple[int, ...] | None = None
+    balance: str = "parameters"
     build: Any = gpt
     loss: Any = gpt_loss
     accumulation: int = 4
@@ -63,6 +86,7 @@ class LayoutCase(Case):
             "schedule": self.schedule,
             "sequence": self.sequence,
             "cut": self.cut,
+            "balance": self.balance,
         }
         return {**super().config(), "parallel": parallel}
 
