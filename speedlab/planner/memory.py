@@ -216,9 +216,10 @@ def block_sizes(shape: ModelShape, tp: int = 1) -> list[int]:
     return [*matrices, *vectors]
 
 
-def flat_elements(sizes: Sequence[int], dtype: str, dp: int) -> int:
-    """Elements of a flat of parameters of these `sizes`, in this order, with alignment and padding."""
-    step = max(1, _ALIGNMENT_BYTES // DTYPE_BYTES[dtype])
+def flat_elements(sizes: Sequence[int], element: int, dp: int) -> int:
+    """Elements, of so many bytes each, of a flat of parameters of these `sizes`, in this order, with alignment and
+    padding."""
+    step = max(1, _ALIGNMENT_BYTES // element)
     end = 0
     for size in sizes:
         end = padded_numel(end, step) + size
@@ -273,7 +274,7 @@ class Flats:
         return [elements[count] for count in self.merged]
 
     def _elements(self, sizes: Sequence[int]) -> int:
-        return flat_elements(sizes, self.setup.dtype, self.setup.layout.dp) if sizes else 0
+        return flat_elements(sizes, DTYPE_BYTES[self.setup.dtype], self.setup.layout.dp) if sizes else 0
 
     def partial(self) -> Iterator[int]:
         """Elements of each flat whose gradients the tensor-parallel ranks have terms of: under sequence parallelism
@@ -322,11 +323,11 @@ def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: i
     width, dp, pp = _gradient_bytes(setup), setup.layout.dp, setup.layout.pp
     total = 0
     if setup.zero_stage >= 2 and dp > 1:
-        # A pipeline keeps whole gradients of all its units to the end of the step; elsewhere two take turns.
-        kinds = Counter(size for flats in stages for size in (flats.root, *flats.units) if size)
-        total += width * sum(size * max(_BORROWED, count if pp > 1 else 0) for size, count in kinds.items())
+        kinds = Counter(width * size for flats in stages for size in (flats.root, *flats.units) if size)
+        total += borrowed_bytes(kinds, kept=pp > 1)
     if setup.zero_stage >= 3 and dp > 1:
-        total += DTYPE_BYTES[setup.dtype] * _gathered(stages)
+        element = DTYPE_BYTES[setup.dtype]
+        total += gathered_bytes([(element * f.root, [element * size for size in f.units]) for f in stages])
     sizes = {padded_numel(size, setup.layout.tp) for flats in stages for size in flats.partial()}
     total += _BORROWED * width * sum(sizes)
     if setup.shape.tied and pp > 1 and any(flats.first or flats.last for flats in stages):
@@ -334,9 +335,18 @@ def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: i
     return total
 
 
-def _gathered(stages: Sequence[Flats]) -> int:
-    """Elements that are whole at once: of the stage at work the root, a unit and the next one; of the others the root
-    and the last unit, with which their backwards begin."""
-    at_work = [flats.root + max(map(sum, zip(flats.units, [*flats.units[1:], 0], strict=True))) for flats in stages]
-    waiting = [flats.root + flats.units[-1] for flats in stages]
+def borrowed_bytes(kinds: Counter[int], *, kept: bool) -> int:
+    """What stays of whole gradients that were borrowed while their partitions were reduced. `kinds`: bytes of a flat's
+    gradient → flats of this kind. Two take turns; `kept`: a pipeline keeps all of them to the end of the step."""
+    return sum(size * max(_BORROWED, count if kept else 0) for size, count in kinds.items())
+
+
+def gathered_bytes(stages: Sequence[tuple[int, Sequence[int]]]) -> int:
+    """What is whole at once of partitioned parameters. `stages`: bytes of the root, and of the units behind it: of the
+    stage at work the root, a unit and the next one; of the others the root and the last unit, with which their
+    backwards begin."""
+    at_work = [
+        root + max((a + b for a, b in zip(units, [*units[1:], 0], strict=True)), default=0) for root, units in stages
+    ]
+    waiting = [root + sum(units[-1:]) for root, units in stages]
     return max(work + sum(waiting) - waiting[k] for k, work in enumerate(at_work))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 import pytest
 
 from ranks.conftest import PoolOf
+from ranks.loops import Case, engine_for, engine_step
+from ranks.pool import Pool
 from speedlab.bench.planner import compare, measure
 from speedlab.bench.planner_cases import GridCase, grid
 
@@ -50,3 +55,35 @@ def activations_of_steps(case: GridCase) -> list[int]:
         seen.append(engine.ledger().activations)
     engine.destroy(keep_parameters=False)
     return seen
+
+
+# ---- any module ------------------------------------------------------------------------------------------------------
+
+
+def traced_and_measured(case: Case) -> tuple[dict[str, int], dict[str, int]]:
+    """A module of the user's own: what a trace of fake tensors says, and the ledger of a third step."""
+    from speedlab.config import RunConfig
+    from speedlab.engine.plan_module import plan_module
+
+    def inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return case.batch(0, 0), {}
+
+    config = RunConfig(**case.config())
+    planned = plan_module(case.build(), config, 2, inputs=inputs, loss=lambda output: output)
+    with engine_for(case, optimizer=None) as engine:
+        for step in range(2):
+            engine_step(engine, case, step)
+        with engine.trace_activations():
+            engine_step(engine, case, 2)
+        return planned.by_category(), asdict(engine.ledger())
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "float32")])
+def test_a_traced_module_holds_what_the_ledger_says(two: Pool, stage: int, dtype: str, checkpointing: str) -> None:
+    case = Case(stage=stage, dtype=dtype, checkpointing=checkpointing)
+    for planned, ledger in two.run(traced_and_measured, case, timeout=60):
+        for name in ("parameters", "gradients", "master_weights", "optimizer_moments", "communication_buffers"):
+            assert planned[name] == ledger[name], name
+        # The model is so small that the loss, its scaled copies and tokens are a per cent of it.
+        assert planned["activations"] == pytest.approx(ledger["activations"], rel=0.01, abs=256)

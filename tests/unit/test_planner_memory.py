@@ -39,9 +39,9 @@ def test_categories_are_the_ledgers() -> None:
 
 def test_flats_are_aligned_and_divide() -> None:
     # In 16 bits parameters start at multiples of 8: 3 → 8, 8 + 5 = 13 → 16, 16 + 1 = 17, which becomes 2 × 16.
-    assert flat_elements([3, 5, 1], "bfloat16", 2) == 32
-    assert flat_elements([3, 5, 1], "float32", 1) == 16
-    assert flat_elements([8, 8], "bfloat16", 1) == 16
+    assert flat_elements([3, 5, 1], 2, 2) == 32
+    assert flat_elements([3, 5, 1], 4, 1) == 16
+    assert flat_elements([8, 8], 2, 1) == 16
 
 
 @pytest.mark.parametrize(("dtype", "states"), [("float32", 16), ("bfloat16", 16)])

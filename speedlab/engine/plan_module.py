@@ -1,0 +1,188 @@
+"""Predicted memory of any module: its own forward and backward are run on fake tensors, which hold no memory, and
+counted as `Engine.trace_activations` counts a real step.
+
+1. Units are planned as for a run (`plan_units`), and flats laid out as `planner.memory` does.
+2. The module becomes fake, in the compute dtype, its blocks wrapped as a run's (`BlockWrapper`).
+3. A micro-batch goes through it; gradients are let go when they arrive, as flats take them.
+
+Under data parallelism only: layers that are cut, and pipelines, communicate while they compute.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from speedlab.config import ConfigError, RunConfig
+from speedlab.engine.engine import takes_targets
+from speedlab.engine.memory import ActivationTrace
+from speedlab.engine.optimizer import Recipe
+from speedlab.engine.precision import compute_dtype
+from speedlab.engine.wrap import BlockWrapper
+from speedlab.parallel.zero import UnitChoice, Zero, map_tensors, plan_units
+from speedlab.parallel.zero.flat import trainable_in_low_precision
+from speedlab.planner.memory import RankMemory, borrowed_bytes, flat_elements, gathered_bytes
+
+_FLOAT32 = 4
+
+Inputs = Callable[[], tuple[tuple[Any, ...], Mapping[str, Any]]]
+"""Makes the arguments of a forward, (positional, by name), for one micro-batch; called while tensors are fake."""
+
+
+def plan_module(
+    source: nn.Module | Callable[[], nn.Module],
+    config: RunConfig,
+    engines: int = 1,
+    *,
+    inputs: Inputs | None = None,
+    loss: Callable[[Any], Tensor] = lambda output: output.loss,
+    units: UnitChoice | None = None,
+) -> RankMemory:
+    """What each of `engines` ranks will hold at the peak of a step, by the ledger's categories.
+
+    Args:
+        source: a module, which stays as it is, or a callable that makes one.
+        inputs: what a forward takes; None: tokens and targets (or labels) of the configuration's micro-batch.
+        loss: the scalar that is differentiated, of what the forward returns.
+        units: as for `initialize`.
+
+    Raises LayoutError or ConfigError when the configuration has no such layout.
+    """
+    layout = config.layout(engines, built_in=False)
+    if layout.world_size != layout.dp:
+        raise ConfigError(
+            f"plan_module: {layout} cuts the model, and a module is traced whole; set tp and pp to 1, or plan the "
+            f"built-in GPT by its shape"
+        )
+    batch = config.batch.resolve(layout.dp)
+    dtype = compute_dtype(config.precision, torch.device("cpu"))
+    with FakeTensorMode():
+        module = _fake(source)
+        flats = _flats(module, config, units, dtype, layout.dp)
+        for tensor in module.parameters():
+            if tensor.dtype == torch.float32:
+                tensor.data = tensor.data.to(dtype)
+        arguments = (inputs or _tokens(module, config, batch.micro_size))()
+        activations = _peak(module, config, units, dtype, arguments, loss)
+        buffers = sum(buffer.nbytes for buffer in module.buffers())
+    return _memory(flats, config, layout.dp, summed=batch.accumulation > 1, buffers=buffers, activations=activations)
+
+
+def _fake(source: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    if not isinstance(source, nn.Module):
+        with torch.random.fork_rng([]), torch.device("cpu"):
+            return source()
+    twins: dict[int, Any] = {}
+    for parameter in source.parameters():
+        fake_one = torch.empty(parameter.shape, dtype=parameter.dtype)
+        twins[id(parameter)] = nn.Parameter(fake_one, parameter.requires_grad)
+    for buffer in source.buffers():
+        twins[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return copy.deepcopy(source, twins)  # No value is copied: every tensor has its twin already.
+
+
+def _tokens(module: nn.Module, config: RunConfig, micro_size: int) -> Inputs:
+    def make() -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        tokens, targets = (torch.zeros(micro_size, config.data.sequence_length, dtype=torch.int64) for _ in range(2))
+        return (tokens,), {"targets": targets} if takes_targets(module) else {"labels": tokens}
+
+    return make
+
+
+# ---- flats -----------------------------------------------------------------------------------------------------------
+
+
+class _Flat:
+    """Elements of a flat, padded. `unit` is the number of its unit, the root's 0."""
+
+    def __init__(self, unit: int, elements: int, dtype: torch.dtype, *, trainable: bool) -> None:
+        self.unit, self.elements, self.dtype, self.trainable = unit, elements, dtype, trainable
+
+
+def _flats(
+    module: nn.Module, config: RunConfig, units: UnitChoice | None, compute: torch.dtype, dp: int
+) -> list[_Flat]:
+    """As `Zero` makes them of the same units."""
+    group_of = Recipe(None, [module], config.optimizer).group_of
+    flats = []
+    for number, plan in enumerate(plan_units(module, units, bucket_bytes=config.zero.bucket_bytes)):
+        sizes: dict[tuple[torch.dtype, bool], list[int]] = defaultdict(list)
+        for parameter in sorted(plan.parameters.values(), key=lambda p: group_of.get(id(p), 0)):
+            dtype = compute if parameter.dtype == torch.float32 else parameter.dtype
+            sizes[dtype, parameter.requires_grad].append(parameter.numel())
+        for (dtype, trainable), each in sizes.items():
+            flats.append(_Flat(number, flat_elements(each, dtype.itemsize, dp), dtype, trainable=trainable))
+    return flats
+
+
+def _memory(
+    flats: list[_Flat], config: RunConfig, dp: int, *, summed: bool, buffers: int, activations: int
+) -> RankMemory:
+    stage, optimizer = config.zero.stage, config.optimizer
+    moments = 2 if optimizer.name == "adamw" else int(optimizer.momentum > 0)
+    share = [dp if stage >= least else 1 for least in (1, 2, 3)]
+    states: Counter[str] = Counter(parameters=buffers)
+    borrowed: Counter[int] = Counter()
+    whole: Counter[int] = Counter()
+    for flat in flats:
+        low = trainable_in_low_precision(flat.dtype)
+        states["parameters"] += flat.elements * flat.dtype.itemsize // share[2]
+        whole[flat.unit] += flat.elements * flat.dtype.itemsize
+        if flat.trainable:
+            gradient = flat.elements * (_FLOAT32 if summed and low else flat.dtype.itemsize)
+            borrowed[gradient] += 1
+            states["gradients"] += gradient // share[1]
+            states["master_weights"] += _FLOAT32 * flat.elements // share[0] if low else 0
+            states["optimizer_moments"] += moments * max(_FLOAT32, flat.dtype.itemsize) * flat.elements // share[0]
+    communication = borrowed_bytes(borrowed, kept=False) if share[1] > 1 else 0
+    if share[2] > 1:
+        blocks = [size for unit, size in sorted(whole.items()) if unit]
+        communication += gathered_bytes([(whole[0], blocks)])
+    return RankMemory(**states, ranks=dp, activations=activations, communication_buffers=communication)
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+def _peak(
+    module: nn.Module,
+    config: RunConfig,
+    units: UnitChoice | None,
+    dtype: torch.dtype,
+    arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
+    loss: Callable[[Any], Tensor],
+) -> int:
+    """The most bytes of a forward and backward in training."""
+    wrapped = SimpleNamespace(units=plan_units(module, units, bucket_bytes=config.zero.bucket_bytes))
+    BlockWrapper(
+        [cast(Zero, wrapped)],  # All that it reads of a Zero are its units' modules.
+        checkpointing=config.activation.checkpointing == "block",
+        compile=False,
+        device=torch.device("cpu"),
+    )
+
+    def let_go(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    def known() -> set[int]:
+        return {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(let_go)
+    args, kwargs = (map_tensors(part, lambda t: t.to(dtype) if t.dtype == torch.float32 else t) for part in arguments)
+    module.train()
+    with ExitStack() as stack:
+        trace = stack.enter_context(ActivationTrace(known))
+        result = loss(module(*args, **kwargs))
+        result.backward()
+        del result
+    return trace.peak_bytes
