@@ -17,6 +17,7 @@ from speedlab.telemetry.figure_style import (
     note,
 )
 from speedlab.telemetry.plan_table import (
+    MOST_ROWS,
     cautions,
     found_lines,
     found_table,
@@ -24,6 +25,7 @@ from speedlab.telemetry.plan_table import (
     plan_table,
     positions,
     speed_lines,
+    telling,
 )
 from speedlab.telemetry.records import CATEGORIES
 from speedlab.telemetry.text import byte_unit, bytes_text, seconds_text
@@ -58,12 +60,8 @@ _STYLE = (
 
 
 def shown_positions(plan: Plan) -> list[tuple[str, Any]]:
-    """Positions as they are drawn: of very many, the first, the one that holds most, and the last."""
-    found = positions(plan)
-    if len(found) <= _MOST_BARS:
-        return found
-    most = max(range(len(found)), key=lambda index: found[index][1].total)
-    return [found[index] for index in sorted({0, most, len(found) - 1})]
+    """Positions as they are drawn."""
+    return telling(positions(plan), _MOST_BARS)
 
 
 def plan_figure(plan: Plan) -> Figure:
@@ -147,7 +145,7 @@ def plan_html(plan: Plan) -> str:
     return (
         f'<div class="speedlab-plan">{_STYLE}<div><b>{escape(first)}</b></div>{lines}'
         f"{bars_svg(bars, plan.capacity_bytes, what='predicted memory')}<div>{legend}</div>"
-        f"{plan_table(plan)._repr_html_()}{below}</div>"
+        f"{plan_table(plan, MOST_ROWS)._repr_html_()}{below}</div>"
     )
 
 

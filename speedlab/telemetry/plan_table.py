@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from speedlab.planner.memory import RankMemory
     from speedlab.planner.plan import Found, Plan
 
+MOST_ROWS = 12
+"""Positions that the text shows; `Plan.table()` has all."""
+
 _SMALL_SHARE = 0.005
 """Parts of a step below this share are not told in the text."""
 
@@ -38,8 +41,11 @@ class PlanTable(Table):
         return [category for category in CATEGORIES if any(row[category] for row in self)]
 
 
-def plan_table(plan: Plan) -> PlanTable:
-    """A row for each run of neighbours that hold the same: rank (its place), each category, total, free (bytes)."""
+def plan_table(plan: Plan, most: int | None = None) -> PlanTable:
+    """A row for each run of neighbours that hold the same: rank (its place), each category, total, free (bytes).
+
+    `most`: of more than so many, those that tell most.
+    """
     return PlanTable(
         {
             "rank": name,
@@ -47,8 +53,17 @@ def plan_table(plan: Plan) -> PlanTable:
             "total": memory.total,
             "free": plan.capacity_bytes - memory.total,
         }
-        for name, memory in positions(plan)
+        for name, memory in telling(positions(plan), most)
     )
+
+
+def telling(found: list[tuple[str, RankMemory]], most: int | None) -> list[tuple[str, RankMemory]]:
+    """Of more than `most` positions: the first and the last two, the one in the middle, and the one that holds most."""
+    if most is None or len(found) <= most:
+        return found
+    heaviest = max(range(len(found)), key=lambda index: found[index][1].total)
+    last = len(found) - 1
+    return [found[index] for index in sorted({0, 1, heaviest, last // 2, last - 1, last})]
 
 
 def positions(plan: Plan) -> list[tuple[str, RankMemory]]:
@@ -142,7 +157,7 @@ def found_text(found: Found) -> str:
 
 def plan_text(plan: Plan) -> str:
     """The whole plan: what was asked, what fits, the table, the step and its parts, what the training takes."""
-    return "\n".join([*heading(plan), "", str(plan_table(plan)), "", *speed_lines(plan), *cautions(plan)])
+    return "\n".join([*heading(plan), "", str(plan_table(plan, MOST_ROWS)), "", *speed_lines(plan), *cautions(plan)])
 
 
 def heading(plan: Plan) -> list[str]:
