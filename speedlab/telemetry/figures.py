@@ -17,6 +17,7 @@ from speedlab.telemetry.figure_style import Figure, plain
 from speedlab.telemetry.folder import Status
 from speedlab.telemetry.memory_figure import memory_figure, states_are_small, states_figure
 from speedlab.telemetry.pipeline_figure import pipeline_figure
+from speedlab.telemetry.prediction import error_text
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.series import History
 from speedlab.telemetry.step_figures import (
@@ -160,7 +161,9 @@ def header(history: History, *, name: str, status: Status, now: float | None = N
     parts = [name, f"step {steps:,}/{status.steps:,}" if status.steps else f"step {steps:,}"]
     if lead.length:
         speed = lead.column("tokens_per_second")[-RECENT_STEPS:]
-        parts.append(f"{count_text(float(np.median(speed)))} tokens/s")
+        parts.append(
+            f"{count_text(float(np.median(speed)))} tokens/s{_predicted_text(history, float(np.median(speed)))}"
+        )
         share = history.share_of_peak(lead.column("flops_per_second")[-RECENT_STEPS:])
         if share is not None:
             parts.append(f"{float(np.median(share)) * 100:.2g} % of peak")
@@ -171,6 +174,14 @@ def header(history: History, *, name: str, status: Status, now: float | None = N
     engines = len(status.rank_pids) or len(history.ranks)
     parts.append(f"{engines} engine{'' if engines == 1 else 's'}")
     return Header(text=" · ".join(parts), state=str(status.state), mark=STATE_MARKS[status.state], note=note)
+
+
+def _predicted_text(history: History, measured: float) -> str:
+    """' (predicted 14.6 k, +69%)': how far the prediction lies above what was measured; '' where there is none."""
+    if history.predicted is None:
+        return ""
+    now = float(history.predicted.tokens_per_second(history.lead.column("step")[-1:])[0])
+    return f" (predicted {count_text(now)}, {error_text(now, measured)})"
 
 
 def _silence(history: History, status: Status, now: float) -> str:

@@ -22,6 +22,7 @@ MODEL_STATES = ("parameters", "gradients", "master_weights", "optimizer_moments"
 """Categories that ZeRO's formula speaks of."""
 
 _CAPACITY_IN_SIGHT = 0.25
+_LINE_PIXELS = 15
 _STATES_IN_SIGHT = 0.2
 
 
@@ -179,4 +180,5 @@ def _add_prediction(layout: Figure, predicted: Mapping[int, int], held: Mapping[
     most = max(held, key=lambda rank: held[rank])
     error = error_text(predicted[most], held[most])
     text = f"□ predicted {bytes_text(predicted[most])}, measured {bytes_text(held[most])} ({error})"
-    layout["annotations"].append({**note(text, y=1.0, yanchor="bottom"), "x": 0, "xanchor": "left"})
+    # Above the other note, beside the title.
+    layout["annotations"].append({**note(text, y=1.0, yanchor="bottom"), "yshift": _LINE_PIXELS})

@@ -22,7 +22,6 @@ from speedlab.telemetry.figure_style import (
     second_axis,
 )
 from speedlab.telemetry.memory_figure import rank_names, shown_ranks
-from speedlab.telemetry.prediction import error_text
 from speedlab.telemetry.records import PHASES
 from speedlab.telemetry.series import BARS, POINTS, History, bucket_extremes, bucket_last, bucket_mean, stride
 
@@ -95,30 +94,20 @@ def throughput_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.n
 
 
 def throughput_figure(history: History, cut: Cut | None = None) -> Figure:
-    """Tokens per second of the whole run, what was predicted of them with its error over the last steps, and the share
-    of the measured matmul peak where it is known."""
+    """Tokens per second of the whole run, what was predicted of them, and the share of the measured matmul peak where
+    it is known."""
     values = throughput_values(history, cut or cut_for(history, POINTS))
     data = [curve("tokens/s", values[0], "%{y:,.0f} tokens/s", color=ACCENT, width=2)]
     layout = base_layout("throughput", "tokens/s")
     layout["yaxis"] |= {"rangemode": "tozero", "tickformat": "~s"}
     if history.predicted is not None:
-        name, hover = _predicted_speed(history)
-        data.append(curve(name, values[1], hover, color=INK, width=1.5, dash="dash"))
+        hover = f"%{{y:,.0f}} tokens/s {history.predicted.note}".rstrip()
+        data.append(curve("predicted", values[1], hover, color=INK, width=1.5, dash="dash"))
     if len(values) > len(data):
         data.append(curve("share of peak", values[-1], "%{y:.1f} %", color=INK, width=1.2, dash="dot", second=True))
         layout["yaxis2"] = second_axis("% of peak", "~g") | {"range": [0, 100]}
     over_steps(layout, history.events)
     return {"data": data, "layout": layout}
-
-
-def _predicted_speed(history: History) -> tuple[str, str]:
-    """(name, hover text) of the line of what was predicted: how far it lies above the last steps."""
-    predicted, lead = history.predicted, history.lead
-    if predicted is None or not lead.length:
-        return "predicted", "%{y:,.0f} tokens/s"
-    measured = float(np.median(lead.column("tokens_per_second")[-RECENT_STEPS:]))
-    now = float(predicted.tokens_per_second(lead.column("step")[-1:])[0])
-    return f"predicted {error_text(now, measured)}", f"%{{y:,.0f}} tokens/s {predicted.note}".rstrip()
 
 
 def anatomy_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -91,7 +91,8 @@ def test_predicted_speed_is_a_line_that_follows_changes_of_shape_and_tells_its_e
     made.predicted = Prediction(memory=[], speeds=((0, 4096.0), (5, 16384.0)), note="(not yet calibrated)")
     trace = throughput_figure(made)["data"][1]
     assert trace["y"].tolist() == [4096.0] * 5 + [16384.0] * 5
-    assert trace["name"] == "predicted +100%"  # Measured: 4,096 tokens in 0.5 s.
+    told = header(made, name="sample", status=Status(state=RunState.RUNNING, step=10, steps=40)).text
+    assert "8.19 k tokens/s (predicted 16.4 k, +100%)" in told  # Measured: 4,096 tokens in 0.5 s.
     assert "(not yet calibrated)" in trace["hovertemplate"]
 
 
