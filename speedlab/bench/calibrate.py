@@ -7,6 +7,7 @@ models. `planner.calibration_fit` makes constants of it. On GPUs times are those
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -46,7 +47,7 @@ _KINDS: dict[str, dict[str, Any]] = {
 }
 """Fields of the model by kind of block (`calibration.kind_of`)."""
 
-_HEADS = ((64, 1024, 128, 2), (192, 4096, 128, 4), (384, 8192, 128, 2))
+_HEADS = ((64, 1024, 64, 1), (64, 1024, 64, 4), (96, 4096, 64, 4), (384, 8192, 128, 2))
 """(hidden, vocabulary, tokens of a sequence, sequences)"""
 
 _DEPTHS = (2, 6)
@@ -256,8 +257,7 @@ def _measure_engines(dtype: str, rounds: int) -> dict[str, Any]:
 
 
 def _seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Seconds of each call, in turn, the mean over the ranks: of each rank's rounds the one that a quarter are below,
-    because what disturbs a kernel only ever makes it slower."""
+    """Median seconds of each call, in turn, the mean over the ranks."""
     import torch
     import torch.distributed as dist
 
@@ -266,8 +266,8 @@ def _seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, f
 
     dist.barrier()
     times = interleave(calls, rounds=rounds, device=own_device())
-    quick = [sorted(times[name])[rounds // 4] for name in calls]
-    total = torch.tensor(quick, dtype=torch.float64, device=own_device())
+    medians = [statistics.median(times[name]) for name in calls]
+    total = torch.tensor(medians, dtype=torch.float64, device=own_device())
     dist.all_reduce(total)
     return dict(zip(calls, (total / dist.get_world_size()).tolist(), strict=True))
 

@@ -58,8 +58,9 @@ class Constants:
     """The engine's own time, for each event that `engine_events` counts."""
     factors: dict[str, float] = field(hash=False)
     """Part of a step -> measured over what the formulas give with the constants above."""
-    other_blocks: dict[str, tuple[float, float]] = field(hash=False)
-    """Kind of block (`kind_of`) -> (memory's bytes/s, seconds of a kernel); those of 'rotary' ones stand above."""
+    own_rates: dict[str, tuple[float, float]] = field(hash=False)
+    """Kind of block or of logits (`kind_of`, `logits_of`) -> (memory's bytes/s, seconds of a kernel); those of 'rotary'
+    blocks stand above."""
     block_error: float
     """Median of |fitted / measured - 1| over the blocks that set the first four rates."""
 
@@ -161,7 +162,7 @@ class Calibration:
         engines = setup.layout.world_size
         here = self.of(engines, setup.dtype)
         time = predict_time(setup, self.machines(engines, setup.dtype), self.shares(engines, setup.dtype))
-        parts = corrected(self._with_own_blocks(time.parts, setup, here), setup, here)
+        parts = corrected(self._with_own_rates(time.parts, setup, here), setup, here)
         sharing = max(1.0, engines / self.cores) if self.cores else 1.0
         parts["bubble"] = _standing_still(parts, time.parts, sharing)
         if learned:
@@ -173,19 +174,19 @@ class Calibration:
             doubts.append(f"{engines} engines were not measured here; rates are those of {here.engines}")
         return replace(time, parts=parts, caution="; ".join(doubts))
 
-    def _with_own_blocks(self, parts: dict[str, float], setup: Setup, here: Constants) -> dict[str, float]:
-        """`parts` with those of the setup's own kind of block."""
-        kind = kind_of(setup)
-        if kind not in here.other_blocks:
-            return parts
-        memory, kernel = here.other_blocks[kind]
-        own = replace(here, memory_bytes_per_second=memory, kernel_seconds=kernel, other_blocks={})
-        only = replace(self, constants=(own,))
-        engines = setup.layout.world_size
-        time = predict_time(
-            as_computed(setup, self.device), only.machines(engines, setup.dtype), only.shares(engines, setup.dtype)
-        )
-        return {**parts, **{part: time.parts[part] for part in ("forward", "backward", "recompute")}}
+    def _with_own_rates(self, parts: dict[str, float], setup: Setup, here: Constants) -> dict[str, float]:
+        """`parts` with those of the setup's own kind of block and of logits."""
+        engines, found = setup.layout.world_size, dict(parts)
+        computed = as_computed(setup, self.device)
+        for kind, names in ((kind_of(setup), ("forward", "backward", "recompute")), (logits_of(setup), ("logits",))):
+            if kind not in here.own_rates:
+                continue
+            memory, kernel = here.own_rates[kind]
+            own = replace(here, memory_bytes_per_second=memory, kernel_seconds=kernel)
+            only = replace(self, constants=(own,))
+            time = predict_time(computed, only.machines(engines, setup.dtype), only.shares(engines, setup.dtype))
+            found |= {part: time.parts[part] for part in names}
+        return found
 
     def learned(self, name: str) -> tuple[float, int]:
         """(factor, number of runs behind it) of a class of parts. The mean of the runs' logarithms and of one more run
@@ -207,6 +208,11 @@ def kind_of(setup: Setup) -> str:
     return "rotary" if setup.shape.position == "rotary" else "learned"
 
 
+def logits_of(setup: Setup) -> str:
+    """How head and loss are computed."""
+    return "logits chunked" if setup.shape.chunked_loss else "logits full"
+
+
 def as_computed(setup: Setup, device: str) -> Setup:
     """With the attention that torch takes: on processors, probabilities of which some are dropped are made whole."""
     return replace(setup, attention="plain") if device == "cpu" and setup.shape.dropout > 0 else setup
@@ -214,9 +220,7 @@ def as_computed(setup: Setup, device: str) -> Setup:
 
 def corrected(parts: Mapping[str, float], setup: Setup, here: Constants) -> dict[str, float]:
     """`parts` of a predicted step with the measured factors, and the engine's own time."""
-    kind = "logits chunked" if setup.shape.chunked_loss else "logits full"
-    factors = {**here.factors, "logits": here.factors.get(kind, 1.0)}
-    found = {part: seconds * factors.get(part, 1.0) for part, seconds in parts.items()}
+    found = {part: seconds * here.factors.get(part, 1.0) for part, seconds in parts.items()}
     events = engine_events(setup)
     found["engine"] = sum(events[name] * seconds for name, seconds in here.event_seconds.items() if name in events)
     return found

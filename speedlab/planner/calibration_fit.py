@@ -3,7 +3,8 @@
 The formulas are linear in seconds per FLOP of matrix products, per FLOP of attention, per byte, and per kernel. What
 they count of a case is therefore found by asking them with one of these at 1 and the others at 0; least squares of
 relative errors over all cases then give the four, none below what a bare product and a bare copy reach. Blocks set
-them; heads, updates and sums of tensor-parallel ranks become factors; whole steps of tiny models set the engine's own
+them; heads and other kinds of blocks have bytes and kernels of their own; updates and sums of tensor-parallel ranks
+become factors; whole steps of tiny models set the engine's own
 time. No run, and no case of `bench steptimes`, is among what is fitted.
 """
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from speedlab.planner.calibration import EVENTS, Calibration, Constants, as_computed, corrected, engine_events, kind_of
+from speedlab.planner.calibration import EVENTS, Calibration, Constants, as_computed, engine_events, kind_of, logits_of
 from speedlab.planner.collectives import Ring
 from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import Efficiency
@@ -109,10 +110,7 @@ def fit_constants(samples: Samples, calibration: Calibration) -> Constants:
         message_bytes_per_second=_message_rate(samples, link),
         event_seconds={},
         factors={},
-        other_blocks={
-            kind: _other_blocks(samples, kind, (flop, attention), calibration.device)
-            for kind in sorted({kind_of(block.setup) for block in samples.blocks} - {"rotary"})
-        },
+        own_rates=_all_own_rates(samples, (flop, attention), calibration.device),
         block_error=statistics.median(
             abs(sum(a * b for a, b in zip(count, each, strict=True)) / seconds - 1) for count, seconds in cases
         ),
@@ -131,16 +129,27 @@ def _block_cases(blocks: Sequence[BlockTime], device: str) -> list[tuple[tuple[f
     return found
 
 
-def _other_blocks(samples: Samples, kind: str, products: tuple[float, float], device: str) -> tuple[float, float]:
-    """(bytes/s, seconds of a kernel) of another kind of block, whose matrix products take what they take in all."""
-    cases = _block_cases([block for block in samples.blocks if kind_of(block.setup) == kind], device)
-    rows = [count for count, _ in cases]
-    seconds = [time for _, time in cases]
+def _all_own_rates(samples: Samples, products: tuple[float, float], device: str) -> dict[str, tuple[float, float]]:
+    """(bytes/s, seconds of a kernel) of other kinds of blocks, and of logits; matrix products take what they take in
+    all."""
+    cases: dict[str, list[tuple[tuple[float, ...], float]]] = {}
+    for kind in sorted({kind_of(block.setup) for block in samples.blocks} - {"rotary"}):
+        cases[kind] = _block_cases([block for block in samples.blocks if kind_of(block.setup) == kind], device)
+    for head in samples.heads:
+
+        def both(rates: Rates, setup: Setup = head.setup) -> float:
+            return head_pass(setup, rates).forward + head_pass(setup, rates).backward
+
+        cases.setdefault(logits_of(head.setup), []).append((counts(both, head.setup), head.seconds))
+    return {kind: _own_rates(own, products, samples.byte_seconds) for kind, own in cases.items()}
+
+
+def _own_rates(
+    cases: Sequence[tuple[tuple[float, ...], float]], products: tuple[float, float], byte_seconds: float
+) -> tuple[float, float]:
     relative = np.array([[count[2] / time, count[3] / time] for count, time in cases])
-    known = np.array(
-        [(row[0] * products[0] + row[1] * products[1]) / time for row, time in zip(rows, seconds, strict=True)]
-    )
-    low = np.array([samples.byte_seconds, 0.0])
+    known = np.array([(count[0] * products[0] + count[1] * products[1]) / time for count, time in cases])
+    low = np.array([byte_seconds, 0.0])
     byte, kernel = low + _above_zero(relative, 1 - known - relative @ low)
     return _rate(float(byte)), float(kernel)
 
@@ -219,16 +228,7 @@ def _message_rate(samples: Samples, link: Ring) -> float:
 def _factors(samples: Samples, found: Constants, link: Ring, calibration: Calibration) -> dict[str, float]:
     """Measured over predicted, the median over cases, of what blocks and flats say nothing about."""
     machines, efficiency = _described(found, calibration)
-    rates = Rates.of(machines.device, efficiency, samples.dtype)
     factors = {}
-    for chunked in (True, False):
-        ratios = [
-            head.seconds / sum((head_pass(head.setup, rates).forward, head_pass(head.setup, rates).backward))
-            for head in samples.heads
-            if head.setup.shape.chunked_loss == chunked
-        ]
-        if ratios:
-            factors["logits chunked" if chunked else "logits full"] = statistics.median(ratios)
     setup = samples.blocks[0].setup
     update = predict_time(setup, machines, efficiency).parts["optimizer"] / rank_parameters(setup)
     factors["optimizer"] = samples.update_seconds / update
@@ -246,10 +246,10 @@ def _described(found: Constants, calibration: Calibration) -> tuple[Machines, Ef
 
 def _with_own_time(samples: Samples, found: Constants, calibration: Calibration) -> Constants:
     """With what whole small steps take beyond all predicted parts, shared out to the engine's events."""
-    machines, efficiency = _described(found, calibration)
+    here = replace(calibration, constants=(found,), runs=())
     rows, rest = [], []
     for step in samples.steps:
-        parts = corrected(predict_time(step.setup, machines, efficiency).parts, step.setup, found)
+        parts = here.predict(step.setup).parts
         events = engine_events(step.setup)
         rows.append([events[name] / step.seconds for name in EVENTS])
         rest.append(1 - sum(parts.values()) / step.seconds)

@@ -124,9 +124,9 @@ _MAY_BE_ZERO = ("kernel_seconds", "link_seconds", "block_error")
 def _numbers(constants: Constants) -> list[tuple[str, float]]:
     """Names and values of all that must be above zero, and of what may be zero but is below."""
     values = {**asdict(constants), **constants.factors}
-    values |= {f"memory of {kind} blocks": memory for kind, (memory, _) in constants.other_blocks.items()}
+    values |= {f"memory of {kind}": memory for kind, (memory, _) in constants.own_rates.items()}
     zero = {name: values[name] for name in _MAY_BE_ZERO} | constants.event_seconds
-    zero |= {f"kernel of {kind} blocks": kernel for kind, (_, kernel) in constants.other_blocks.items()}
+    zero |= {f"kernel of {kind}": kernel for kind, (_, kernel) in constants.own_rates.items()}
     return [
         (name, value)
         for name, value in {**values, **zero}.items()
