@@ -23,9 +23,11 @@ import ipywidgets as widgets
 from speedlab.cluster.devices import choose_devices
 from speedlab.cluster.errors import ClusterError, RankError
 from speedlab.cluster.known_runs import RunError
+from speedlab.cluster.learning import learn_from
 from speedlab.config import ConfigError, RunConfig
 from speedlab.hardware import Device
 from speedlab.layout import LayoutError
+from speedlab.planner import calibration_store
 from speedlab.planner.memory import RankMemory
 from speedlab.planner.setup import Setup
 from speedlab.telemetry.folder import RunFolderError
@@ -372,7 +374,11 @@ class Panel(widgets.VBox):
         if run is None:
             return None
         try:
-            return self._follow(run)
+            before = self._state
+            again = self._follow(run)
+            if self._state is RunState.FINISHED and before not in (None, *ENDED):
+                self._learn(run)
+            return again
         except (*_TROUBLE, OSError) as error:  # Its folder has been removed, say: there is nothing left to follow.
             self._tell_error(error)
             return None
@@ -393,6 +399,12 @@ class Panel(widgets.VBox):
         if state in ENDED and not waiting:
             return None
         return RESTING_LOOK_SECONDS if state is RunState.PAUSED and not waiting else BUSY_LOOK_SECONDS
+
+    def _learn(self, run: Run) -> None:
+        """Let a calibrated machine learn from a run that has just finished, and tell what was predicted of it."""
+        if calibration_store.path().exists():
+            with suppress(ConfigError):  # A run of which nothing can be learned: too few steps, somebody's own model.
+                self._tell(learn_from(run.folder))
 
     def _hear_answers(self) -> None:
         """Tell the answers to words that have come in."""

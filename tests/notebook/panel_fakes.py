@@ -16,6 +16,7 @@ from speedlab_notebook.panel import Panel
 from speedlab.cluster import RankError
 from speedlab.config import RunConfig
 from speedlab.hardware import Device
+from speedlab.planner import calibration_store
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import Event, RunState, StepRecord
@@ -159,8 +160,9 @@ def cluster(tmp_path: Path) -> Fakes:
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[..., Panel]]:
-    """Makes panels, and closes them and their runs at the end."""
+def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Panel]]:
+    """Makes panels on a machine that nobody calibrated, and closes them and their runs at the end."""
+    monkeypatch.setattr(calibration_store, "path", lambda folder=None: tmp_path / "calibration.json")
     panels: list[Panel] = []
 
     def make(*arguments: Any, **more: Any) -> Panel:

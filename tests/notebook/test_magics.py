@@ -311,3 +311,14 @@ def test_runs_of_the_cluster_are_found_from_another_directory(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert [folder.name for folder in at_hand.active_runs(cluster)] == ["quickstart"]  # type: ignore[arg-type]
+
+
+def test_a_plan_is_shown_and_what_cannot_be_planned_is_refused(notebook: Notebook) -> None:
+    line = '%speedlab plan gpt2-xl --machines "1x8 A100-80" --zero 3 --micro 4 --global 256'
+    notebook.run(line)
+    assert "fits: " in notebook.last()
+    notebook.run(f"{line} --search")
+    assert "limited by" in notebook.last()
+    refused = notebook.error('%speedlab plan gpt3-17b --machines "8 A100-80"')
+    assert isinstance(refused, magics.CommandError)
+    assert "nearest: gpt3-175b" in str(refused)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -319,3 +320,20 @@ def test_a_run_that_cannot_be_read_is_told_and_not_followed(panel: Panel) -> Non
     run.trouble = RunFolderError("status.json is damaged")
     wait_for(lambda: not panel.following)
     assert panel.message_text == "status.json is damaged"
+
+
+def test_a_calibrated_machine_learns_from_a_run_that_finishes_and_tells_the_miss(
+    monkeypatch: pytest.MonkeyPatch, panel: Panel, tmp_path: Path
+) -> None:
+    learned: list[str] = []
+
+    def learn(folder: RunFolder) -> str:
+        learned.append(folder.name)
+        return "planned: predicted 100 ms a step, measured 120 ms (-17%)"
+
+    monkeypatch.setattr("speedlab_notebook.panel.learn_from", learn)
+    (tmp_path / "calibration.json").touch()
+    run = train(panel)
+    run.now(RunState.FINISHED)
+    wait_for(lambda: learned == [run.name])
+    wait_for(lambda: "measured 120 ms (-17%)" in panel.message_text)
