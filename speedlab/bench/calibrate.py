@@ -86,17 +86,21 @@ _DTYPES = ("float32", "bfloat16")
 
 
 def measure(engines: Sequence[int], *, rounds: int = 5, say: Callable[[str], object] = print) -> Calibration:
-    """The calibration of this machine for these numbers of engines. `say` hears what is going on."""
+    """The calibration of this machine for these numbers of engines. `say` hears what is going on.
+
+    On processors, where more engines than cores are asked for, as many engines as cores are measured too: a kernel that
+    is measured alone would show nothing of the turns that engines take.
+    """
     from speedlab.hardware import available_cores, cuda_devices, memory_bytes
 
     gpus = cuda_devices()
     cores = len(available_cores())
     memory = sum(gpu.capacity_bytes for gpu in gpus) if gpus else memory_bytes()[0]
+    shared = {cores} if not gpus and max(engines) > cores else set[int]()
     samples: list[Samples] = []
     rates: dict[str, float] = {}
     process = 0
-    for number in engines:
-        # Where engines share cores, a kernel measured alone would show nothing of the turns they take.
+    for number in sorted({*engines, *shared}):
         sharing = 1.0 if gpus else max(1.0, number / cores)
         known = {sample.dtype: sample for sample in samples if sample.engines == cores} if sharing > 1 else {}
         threads = 1 if gpus else max(1, cores // number)

@@ -85,13 +85,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def _calibrate(engines: list[int]) -> Calibration:
     from speedlab.bench import calibrate
-    from speedlab.hardware import available_cores
 
-    # Where engines share cores, kernels are those of as many engines as there are cores.
-    numbers = {*engines, *([len(available_cores())] if max(engines) > len(available_cores()) else [])}
-    return calibrate.measure(
-        sorted(numbers), say=lambda text: print(f"calibrating: {text}", file=sys.stderr, flush=True)
-    )
+    return calibrate.measure(engines, say=lambda text: print(f"calibrating: {text}", file=sys.stderr, flush=True))
 
 
 def setup_of(case: GridCase) -> Setup:

@@ -68,8 +68,7 @@ def _measure(options: CalibrateOptions) -> None:
     engines = options.engines or _usual_engines()
     if any(number < 1 for number in engines):
         raise ConfigError(f"engines {engines}: each number must be at least 1")
-    # Kernels are measured with as many engines as there are cores, before more engines share them.
-    found = measure(sorted(set(engines)), say=say)
+    found = measure(engines, say=say)
     path = calibration_store.save(found, options.output)
     say(f"done: {path}")
     if live:
