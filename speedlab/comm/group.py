@@ -232,7 +232,8 @@ class Group:
         self._count("send", tensor.nbytes)
         with self._explained():
             work = self._wires.group.send([tensor], peer, tag)
-        return self._pending(lambda: (work.wait(), tensor))  # The memory lives until then.
+        # The memory lives until then.
+        return self._pending(lambda: (work.wait(), tensor), over=work.is_completed)
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Start to fill contiguous `tensor` with what `peer` (an index in the group) sends under `tag`."""
@@ -279,9 +280,9 @@ class Group:
     def _done(self) -> Pending:
         return Pending(None, self.traffic, self.device)
 
-    def _pending(self, finish: Callable[[], Any]) -> Pending:
+    def _pending(self, finish: Callable[[], Any], *, over: Callable[[], bool] = lambda: False) -> Pending:
         def explained() -> None:
             with self._explained():
                 finish()
 
-        return Pending(explained, self.traffic, self.device)
+        return Pending(explained, self.traffic, self.device, over=over)

@@ -71,8 +71,22 @@ class Traffic:
 class Pending:
     """A collective under way. `wait` must be called once; then its result is where it was asked for."""
 
-    def __init__(self, finish: Callable[[], None] | None, traffic: Traffic, device: torch.device) -> None:
+    def __init__(
+        self,
+        finish: Callable[[], None] | None,
+        traffic: Traffic,
+        device: torch.device,
+        *,
+        over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`over`: whether it has ended by itself already, where that can be told without waiting."""
         self._finish, self._traffic, self._device = finish, traffic, device
+        self._over = over
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing left to wait for, as far as can be told without waiting."""
+        return self._finish is None or self._over()
 
     def wait(self) -> None:
         if self._finish is not None:

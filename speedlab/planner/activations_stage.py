@@ -46,8 +46,6 @@ class Pass:
     backward_peak: int
     halves: tuple[int, int]
     """Where a backward is computed in two halves: the most in the first one, and what stays between them."""
-    left: tuple[int, int]
-    """What is sent after the forward and after the backward: the pipeline lets go of it at the end of the step."""
     forward: tuple[Mark, ...]
     backward: tuple[Mark, ...]
 
@@ -74,11 +72,10 @@ def walk(s: Sizes, *, blocks: int, first: bool, last: bool) -> Pass:
     if last:
         _head(t, s)
         mark("head and loss")
-    else:
-        t.free(s.local)
+    # What goes to the next stage stays, too: it is the root of the graph.
     kept, forward = t.live, tuple(marks)
     marks.clear()
-    without_head = forward[-2].live - s.local if last else kept
+    without_head = (forward[-2].live if last else kept) - s.local
 
     if last:
         _head_backward(t, s, tied=tied)
@@ -92,6 +89,8 @@ def walk(s: Sizes, *, blocks: int, first: bool, last: bool) -> Pass:
         t.free(_rotation(s))
     if first:
         _embed_backward(t, s, tied=tied)
+    if not last:
+        t.free(s.local)  # What the stage made, which the graph held.
     mark("embedding" if first else "send")
     # The first half frees nothing that blocks have saved, and keeps gradients of what their layers made.
     between = without_head + blocks * _layer_gradients(s)
@@ -100,7 +99,6 @@ def walk(s: Sizes, *, blocks: int, first: bool, last: bool) -> Pass:
         kept=kept,
         forward_peak=max(each.peak for each in forward),
         backward_peak=max(each.peak for each in marks),
-        left=(0 if last else s.local, 0 if first else s.local),
         forward=forward,
         backward=tuple(marks),
     )
@@ -327,37 +325,35 @@ def held(
         peak = live
         if kind == "F":
             peak = live + stage.forward_peak
-            live += stage.kept + stage.left[0]
+            live += stage.kept
         elif split and not first and setup.checkpointing != "block":
             if kind == "B":
                 peak = live - stage.kept + stage.halves[0]
-                live += stage.halves[1] - stage.kept + stage.left[1]
+                live += stage.halves[1] - stage.kept
             else:
                 live -= stage.halves[1]
         elif kind == whole:
             peak = live - stage.kept + stage.backward_peak
-            live += stage.left[1] - stage.kept
+            live -= stage.kept
         yield kind, chunk, live, max(peak, live)
 
 
 def step_peak(setup: Setup, stages: Sequence[Pass], pipeline: int) -> int:
     """The most bytes of activations in a step of a pipeline rank with these `stages`.
 
-    With one stage a rank it is at the last forward, at the backward behind it, or at the last backward: what was sent
-    is held to the end of the step. Otherwise a pipeline repeats itself after some rounds, but for what it has sent.
+    With one stage a rank it is at the last forward, at the backward behind it, or at the last backward. Otherwise a
+    pipeline repeats itself after some rounds.
     """
     pp, m = setup.layout.pp, setup.accumulation
     if pp > 1 and setup.schedule in ("interleaved", "zero-bubble"):
         some = min(m, _ROUNDS * _round(pp, m))
-        sent = sum(sum(stage.left) for stage in stages)
-        return max(peak for *_, peak in held(setup, stages, pipeline, some)) + (m - some) * sent
+        return max(peak for *_, peak in held(setup, stages, pipeline, some))
     (stage,) = stages
     before = max(0, m - 1 - _ahead(setup, pipeline, m))
     """Backwards before the last forward."""
 
     def live(forwards: int, backwards: int) -> int:
-        left = forwards * stage.left[0] + backwards * stage.left[1]
-        return _inputs(setup) + (forwards - backwards) * stage.kept + left
+        return _inputs(setup) + (forwards - backwards) * stage.kept
 
     return max(
         live(m - 1, before) + stage.forward_peak,

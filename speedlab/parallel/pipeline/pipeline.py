@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 import torch
@@ -42,6 +43,20 @@ _COMPUTED_BY = {
 }
 
 Phase = Callable[[str], AbstractContextManager[object]]
+
+
+@dataclass
+class _Step:
+    """What a step is given, and what it has made so far."""
+
+    inputs: list[Tensor]
+    labels: list[Tensor]
+    shape: tuple[int, ...]
+    """Of what goes between stages."""
+    scale: float
+    losses: list[Tensor] = field(default_factory=list)
+    made: dict[int, Tensor] = field(default_factory=dict)
+    """What this rank has computed and not sent yet, by stage."""
 
 
 class Pipeline:
@@ -97,7 +112,8 @@ class Pipeline:
         )
         self._first_tag = 0
         self._arriving: dict[tuple[Kind, int, int], tuple[Tensor, Pending]] = {}
-        self._leaving: list[Pending] = []
+        self._leaving: dict[tuple[Kind, int, int], Pending] = {}
+        """Sends whose tensors must stay. On shared memory none: a message is copied when it is sent."""
 
     @property
     def timeline(self) -> list[Span]:
@@ -125,31 +141,13 @@ class Pipeline:
         Raises ValueError where the schedule does not exist for so many micro-batches.
         """
         plan = self._training_plan(micro_batches)
-        inputs = _parts(tokens, micro_batches)
-        labels = _parts(tokens if self._shifts_targets else targets, micro_batches)
-        shape = self._activation_shape(inputs[0])
+        inputs, labels = _parts(tokens, micro_batches), _parts(targets, micro_batches)
+        step = _Step(inputs, labels, self._activation_shape(inputs[0]), scale)
         last = {a.stage: a for a in plan if a.kind in self._last_kinds(a.stage)}
-        losses: list[Tensor] = []
-        made: dict[int, Tensor] = {}
-        """What this rank has computed and not sent yet, by stage."""
         self._timeline.begin()
         try:
             for action in plan:  # 1
-                kind, number, k = action
-                if kind in _COMPUTED_BY:
-                    self._receive(action, shape)
-                elif kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
-                    self._send(action, made.pop(number), shape)
-                elif kind is Kind.FORWARD:
-                    result = self._forward(action, inputs[k], labels[k])
-                    if self._stages[number].module.is_last:
-                        losses.append(result)
-                    else:
-                        made[number] = result
-                else:
-                    gradient = self._backward(action, scale=scale, sync=action == last[number])  # 2
-                    if gradient is not None:
-                        made[number] = gradient
+                self._carry_out(action, step, sync=action == last[action.stage])
             self._finish_sends(micro_batches)
             with self._phase("backward"):
                 for stage in self._stages.values():  # 3
@@ -157,7 +155,25 @@ class Pipeline:
         except Exception:
             self.abandon()
             raise
-        return losses
+        return step.losses
+
+    def _carry_out(self, action: Action, step: _Step, *, sync: bool) -> None:
+        """In a function of its own, whose names let go of what they stand for when it ends."""
+        kind, number, k = action
+        if kind in _COMPUTED_BY:
+            self._receive(action, step.shape)
+        elif kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
+            self._send(action, step.made.pop(number), step.shape)
+        elif kind is Kind.FORWARD:
+            result = self._forward(action, step.inputs[k], step.labels[k])
+            if self._stages[number].module.is_last:
+                step.losses.append(result)
+            else:
+                step.made[number] = result
+        else:
+            gradient = self._backward(action, scale=step.scale, sync=sync)  # 2
+            if gradient is not None:
+                step.made[number] = gradient
 
     def _last_kinds(self, number: int) -> tuple[Kind, ...]:
         """The kinds of action that make a stage's gradients."""
@@ -243,7 +259,8 @@ class Pipeline:
             )
         peer = (number + (1 if kind is Kind.SEND_ACTIVATION else -1)) % self.pp
         with self._timeline.span("send", number, k):
-            self._leaving.append(self._group.send(tensor, peer, self._tag(kind, number, k)))
+            self._leaving[kind, number, k] = self._group.send(tensor, peer, self._tag(kind, number, k))
+        self._leaving = {action: pending for action, pending in self._leaving.items() if not pending.over}
 
     def _receive(self, action: Action, shape: tuple[int, ...]) -> None:
         """Make a place for what another rank sends, and go on."""
@@ -258,11 +275,16 @@ class Pipeline:
         place, pending = self._arriving.pop((kind, number, micro_batch))
         with self._timeline.span("wait", number, micro_batch):
             pending.wait()
+            if kind is Kind.RECEIVE_GRADIENT:
+                # Its gradient is here, so the activation has arrived; not every backend says so by itself.
+                sent = self._leaving.pop((Kind.SEND_ACTIVATION, number, micro_batch), None)
+                if sent is not None:
+                    sent.wait()
         return place
 
     def _finish_sends(self, micro_batches: int) -> None:
         with self._phase("backward"), self._timeline.span("send"):
-            for pending in self._leaving:
+            for pending in self._leaving.values():
                 pending.wait()
         self._leaving.clear()
         self._first_tag = (self._first_tag + 2 * self._count * micro_batches) % _TAGS
