@@ -141,7 +141,8 @@ class Pipeline:
         Raises ValueError where the schedule does not exist for so many micro-batches.
         """
         plan = self._training_plan(micro_batches)
-        inputs, labels = _parts(tokens, micro_batches), _parts(targets, micro_batches)
+        inputs = _parts(tokens, micro_batches)
+        labels = _parts(tokens if self._shifts_targets else targets, micro_batches)
         step = _Step(inputs, labels, self._activation_shape(inputs[0]), scale)
         last = {a.stage: a for a in plan if a.kind in self._last_kinds(a.stage)}
         self._timeline.begin()
