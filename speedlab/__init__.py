@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from speedlab.engine import Engine, gather, initialize
     from speedlab.engine.checkpoint import export_hf, import_deepspeed, import_hf
     from speedlab.layout import Layout, LayoutError
+    from speedlab.planner.plan import plan
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ _HOMES = {
     "initialize": "speedlab.engine",
     "Engine": "speedlab.engine",
     "gather": "speedlab.engine",
+    "plan": "speedlab.planner.plan",
     "export_hf": "speedlab.engine.checkpoint",
     "import_hf": "speedlab.engine.checkpoint",
     "import_deepspeed": "speedlab.engine.checkpoint",
@@ -48,6 +50,7 @@ __all__ = [
     "import_deepspeed",
     "import_hf",
     "initialize",
+    "plan",
 ]
 
 
