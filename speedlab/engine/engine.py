@@ -213,6 +213,8 @@ class Engine:
                 f"backward: the loss has shape {tuple(loss.shape)}; reduce it to one number first, for instance by "
                 f"mean()"
             )
+        if self.pipeline is not None:
+            raise RuntimeError(f"under {self.layout} a step is one call: engine.train_batch(batches)")
         (zero,) = self.zeros
         due = self._sync and (
             self.is_gradient_accumulation_boundary() or zero.residency.gradients.value == "partitioned"

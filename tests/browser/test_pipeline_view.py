@@ -18,6 +18,9 @@ run = cluster.train(sl.RunConfig(
 ))"""
 
 
+PAUSE, RESUME, END = "run.pause().wait(30)", "run.resume().wait(30)", "%speedlab stop --yes"
+
+
 def title_of(dash) -> str:
     return dash.locator('[data-plot="pipeline"] .gtitle').text_content()
 
@@ -26,7 +29,7 @@ def title_of(dash) -> str:
 def test_lanes_of_a_pipeline_and_a_layout_changed_in_the_panel(page, lab) -> None:
     broken: list[str] = []
     page.on("pageerror", lambda error: broken.append(str(error)))
-    cells = [START, TRAIN, "%speedlab layout", "%speedlab panel", "%speedlab dash", STOP, "%speedlab stop --yes"]
+    cells = [START, TRAIN, "%speedlab layout", "%speedlab panel", "%speedlab dash", PAUSE, RESUME, STOP, END]
     notebook = Notebook(page, lab, "pipeline.ipynb", cells)
     notebook.run(0)
     assert "Error" not in "".join(notebook.run(1).all_inner_texts())
@@ -58,6 +61,7 @@ def test_lanes_of_a_pipeline_and_a_layout_changed_in_the_panel(page, lab) -> Non
     page.wait_for_function(
         "first => document.querySelector('[data-plot=pipeline] .gtitle').textContent !== first", arg=first
     )
+    notebook.run(5)  # So that the bars stand still under the pointer.
     bar = dash.locator('[data-plot="anatomy"] .barlayer .trace').nth(1).locator("path").nth(2)
     box = bar.bounding_box()
     assert box is not None
@@ -68,6 +72,7 @@ def test_lanes_of_a_pipeline_and_a_layout_changed_in_the_panel(page, lab) -> Non
         arg=step,
     )
     page.mouse.move(5, 5)
+    notebook.run(6)
 
     # pp 2 -> tp 2 in the panel, live: the lanes go.
     panel.get_by_role("tab", name="Parallelism").click()
@@ -78,6 +83,6 @@ def test_lanes_of_a_pipeline_and_a_layout_changed_in_the_panel(page, lab) -> Non
     panel.locator(".speedlab-message", has_text="pp 1 × dp 1 × tp 2").wait_for()
     dash.locator('[data-plot="loss"]').get_by_text("▼ pp 1 × dp 1 × tp 2").first.wait_for(state="attached")
     lanes.wait_for(state="hidden")
-    assert "the run is stopped" in notebook.run(5).inner_text()
-    assert "stopped" in notebook.run(6).inner_text()
+    assert "the run is stopped" in notebook.run(7).inner_text()
+    assert "stopped" in notebook.run(8).inner_text()
     assert broken == []

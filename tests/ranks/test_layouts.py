@@ -169,6 +169,38 @@ def test_gather_gives_whole_parameters(pool_of: PoolOf, layout: Layout, stage: i
             assert value.equal(expected[name]), name
 
 
+def _refusals(case: LayoutCase) -> list[str]:
+    """What is said of calls that a pipeline does not have."""
+    import torch
+
+    import speedlab
+
+    engine = speedlab.initialize(model=case.build(), optimizer=case.optimizer, config=case.config())[0]
+    said = []
+    try:
+        tokens = torch.zeros(2, 7, dtype=torch.int64)
+        for call in (
+            lambda: engine(tokens),
+            lambda: engine.backward(torch.zeros(())),
+            lambda: engine.train_batch([(tokens, tokens)]),
+        ):
+            try:
+                call()
+            except (RuntimeError, ValueError) as error:
+                said.append(str(error))
+        return said
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def test_what_a_pipeline_does_not_have_is_told(pool_of: PoolOf) -> None:
+    for said in pool_of(2).run(_refusals, LayoutCase(layout=Layout(pp=2)), timeout=60):
+        called, backward, batches = said
+        assert "no rank holds the whole model; train with engine.train_batch(batches)" in called
+        assert backward == "under pp 2 × dp 1 × tp 1 a step is one call: engine.train_batch(batches)"
+        assert batches == "train_batch: 1 micro-batches came, but batch.accumulation is 4; give as many"
+
+
 def _logits(case: LayoutCase) -> list:
     """Greedy continuations under the layout, from the engine's logits."""
     import torch
