@@ -91,7 +91,7 @@ def test_every_stage_trained_its_steps_on_all_ranks(demo) -> None:
         stages = [record.zero_stage for record in records]
         assert stages == sorted(stages)
         assert set(stages) == {0, 1, 2, 3}
-    assert [event.details["zero"] for event in feed.events if event.kind == "reshaped"] == [1, 2, 3]
+    assert [event.details["after"]["zero"] for event in feed.events if event.kind == "reshaped"] == [1, 2, 3]
 
 
 def test_losses_sample_and_report_are_told(demo) -> None:
