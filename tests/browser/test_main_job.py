@@ -79,7 +79,7 @@ def test_a_person_trains_and_moves_the_stage_of_the_live_run(page, lab) -> None:
         ".match(/step ([\\d,]+)/)[1].replaceAll(',', '') > first",
         arg=first,
     )
-    assert "tokens/s · " in dash.locator(".sl-text").inner_text()
+    assert " tokens/s (predicted " in dash.locator(".sl-text").inner_text()
     assert "ZeRO stage 2 · 2 engines" in dash.locator(".sl-text").inner_text()
 
     # Model states alone: the process holds far more.
