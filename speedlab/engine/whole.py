@@ -51,7 +51,7 @@ def gather(parameters: Any) -> Any:
     """
     if not isinstance(parameters, Tensor):
         return [gather(parameter) for parameter in parameters]
-    own = zero.gather(parameters)
+    own = zero.gather_partitions(parameters)
     found = zero.name_of(parameters)
     tensor = _tensor_of.get(found[0]) if found is not None else None
     return own if found is None or tensor is None else _join_parts(tensor, found[1], own)

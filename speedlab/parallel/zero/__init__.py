@@ -1,7 +1,7 @@
 """ZeRO: units, flats, residency, and the hooks that move them."""
 
 from speedlab.parallel.zero.flat import Flat, Place, Residency, Slot
-from speedlab.parallel.zero.inspect import FlatParameter, forget, gather, name_of, remember
+from speedlab.parallel.zero.inspect import FlatParameter, forget, gather_partitions, name_of, remember
 from speedlab.parallel.zero.units import UnitChoice, UnitPlan, plan_units
 from speedlab.parallel.zero.walk import map_tensors, tensors_of
 from speedlab.parallel.zero.zero import Unit, Zero
@@ -17,7 +17,7 @@ __all__ = [
     "UnitPlan",
     "Zero",
     "forget",
-    "gather",
+    "gather_partitions",
     "map_tensors",
     "name_of",
     "plan_units",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -100,24 +99,15 @@ def owners_of(flat: Flat, slot: Slot) -> list[tuple[int, int, int]]:
     return owned
 
 
-@overload
-def gather(parameters: Tensor) -> Tensor: ...
-@overload
-def gather(parameters: Iterable[Tensor]) -> list[Tensor]: ...
 @torch.no_grad()
-def gather(parameters: Any) -> Any:
-    """The whole value of a parameter (or of several), as new tensors of their true shapes.
-
-    A collective: every rank that holds a part must call it, for the same parameters in the same order. Parameters that
-    no engine manages are simply copied. Between steps only.
-    """
-    if not isinstance(parameters, Tensor):
-        return [gather(parameter) for parameter in parameters]
-    place = _find(parameters)
+def gather_partitions(parameter: Tensor) -> Tensor:
+    """The value of a parameter whole over the dp ranks, as a new tensor. Collective over them where it is partitioned;
+    one that nothing partitions is simply copied."""
+    place = _find(parameter)
     if place is None or place.flat.residency.parameters is Place.REPLICATED or place.flat.gathered:
-        return parameters.detach().clone()
+        return parameter.detach().clone()
     place.flat.gather().wait()
     try:
-        return parameters.detach().clone()
+        return parameter.detach().clone()
     finally:
         place.flat.release()
