@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -19,7 +17,7 @@ from speedlab.comm import Group, Traffic, World
 from speedlab.config import RunConfig
 from speedlab.engine import checkpoint
 from speedlab.engine.clock import PhaseClock
-from speedlab.engine.errors import NonFiniteError, name_module
+from speedlab.engine.errors import name_module
 from speedlab.engine.memory import (
     ActivationTrace,
     PeakMemory,
@@ -32,6 +30,7 @@ from speedlab.engine.optimizer import PartitionedOptimizer
 from speedlab.engine.precision import LossScale
 from speedlab.engine.stages import Axes, Stage
 from speedlab.engine.streams import Streams
+from speedlab.engine.totals import Totals, find_non_finite, sum_totals
 from speedlab.engine.whole import remember_parts, whole_state
 from speedlab.engine.wrap import BlockWrapper
 from speedlab.layout import Layout, Part
@@ -44,19 +43,6 @@ class PipelineOutput(NamedTuple):
     """What the engine's call gives under a pipeline. `logits`: (B, T, V)."""
 
     logits: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Totals:
-    """What one reduction over the ranks told about a step."""
-
-    loss: float
-    """Mean of the losses that were given to `backward`, over micro-batches and ranks."""
-    grad_norm: float
-    """Global norm of the gradient before clipping."""
-    signals: tuple[float, ...]
-    """Sums over ranks of the numbers that were given to `step`."""
-    finite: bool
 
 
 class Engine:
@@ -332,53 +318,20 @@ class Engine:
         return True
 
     def _sum_totals(self, signals: Sequence[float]) -> Totals:
-        device = self.world.device
-        losses = torch.zeros((), dtype=torch.float64, device=device)
-        if self._losses and self._answers_for_loss:
-            losses = torch.stack([loss.double() for loss in self._losses]).sum()
-        count = float(len(self._losses)) if self._answers_for_loss else 0.0
-        numbers = [self.partitioned_optimizer.sum_of_squares().double().to(device), losses.to(device)]
-        vector = torch.stack(
-            [*numbers, *(torch.tensor(float(s), dtype=torch.float64, device=device) for s in (count, *signals))]
-        )
-        # The one point of a step where the host waits for the device: clipping, the overflow decision and the control
-        # words of the run need these numbers before the update.
-        squares, loss, count, *summed = self.everyone.sum_scalars(vector).tolist()
-        norm = math.sqrt(squares) / self.loss_scale.value if squares >= 0 else math.nan
-        return Totals(loss=loss / max(1.0, count), grad_norm=norm, signals=tuple(summed), finite=math.isfinite(squares))
+        squares = self.partitioned_optimizer.sum_of_squares().double().to(self.world.device)
+        losses = self._losses if self._answers_for_loss else []
+        return sum_totals(self.everyone, losses, squares, scale=self.loss_scale.value, signals=signals)
 
     def _overflow(self) -> None:
         """The gradient is not finite: skip the update; float16 goes on with a smaller scale, anything else stops."""
-        exhausted = self.loss_scale.exhausted
-        error = self._non_finite() if exhausted else None
+        error = None
+        if self.loss_scale.exhausted:
+            flats = self.partitioned_optimizer.flats
+            error = find_non_finite(self.everyone, self._losses, flats, step=self.global_step + 1)
         self.loss_scale.update(overflow=True)
         self._end_step(updated=False)
         if error is not None:
             raise error
-
-    def _non_finite(self) -> NonFiniteError:
-        own = bool(self._losses) and not bool(
-            torch.isfinite(torch.stack([loss.float() for loss in self._losses])).all()
-        )
-        # Ranges of the partitions do not overlap, so every bad element is named by the rank that owns it.
-        tensors = [name for flat in self.partitioned_optimizer.flats for name in _non_finite_slots(flat)]
-        reports = self.everyone.collect({"loss": own, "tensors": tensors[:5]})
-        ranks = [rank for rank, report in zip(self.everyone.ranks, reports, strict=True) if report["loss"]]
-        names = list(dict.fromkeys(name for report in reports for name in report["tensors"]))
-        where = (
-            f"the loss is not finite on rank {', '.join(map(str, ranks))}"
-            if ranks
-            else "the loss is finite on every rank"
-        )
-        what = f"the gradient is not finite in {', '.join(names[:3])}" + (" and others" if len(names) > 3 else "")
-        step = self.global_step + 1
-        return NonFiniteError(
-            f"step {step}: {where}; {what}. The update was not made: parameters are those of step {self.global_step}. "
-            "Lower optimizer.lr, set clip_norm, or go back to a checkpoint",
-            step=step,
-            ranks=ranks,
-            tensors=names,
-        )
 
     def _end_step(self, *, updated: bool = True) -> None:
         for zero in self.zeros:
@@ -600,14 +553,3 @@ def _mutable_buffers(module: nn.Module) -> list[Tensor]:
     """Running statistics, which follow rank 0 as under DistributedDataParallel."""
     norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
-
-
-def _non_finite_slots(flat: Any) -> list[str]:
-    gradient, found = flat.gradient, []
-    if bool(torch.isfinite(gradient).all()):
-        return found
-    for slot in flat.slots:
-        low, high = max(slot.offset, flat.start), min(slot.offset + slot.numel, flat.end)
-        if low < high and not bool(torch.isfinite(gradient[low - flat.start : high - flat.start]).all()):
-            found.append(slot.name)
-    return found

@@ -1,0 +1,79 @@
+"""What one reduction over the ranks tells about a step: its loss, its gradient's norm, and what is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speedlab.comm import Group
+from speedlab.engine.errors import NonFiniteError
+from speedlab.parallel.zero import Flat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What one reduction over the ranks told about a step."""
+
+    loss: float
+    """Mean of the losses that were given to `backward`, over micro-batches and ranks."""
+    grad_norm: float
+    """Global norm of the gradient before clipping."""
+    signals: tuple[float, ...]
+    """Sums over ranks of the numbers that were given to `step`."""
+    finite: bool
+
+
+def sum_totals(
+    everyone: Group, losses: Sequence[Tensor], squares: Tensor, *, scale: float, signals: Sequence[float]
+) -> Totals:
+    """`losses`: of this rank's micro-batches, as far as they count; `squares`: the sum over its own elements of the
+    gradient, which is `scale` times too large."""
+    device = squares.device
+    loss = torch.stack([loss.double() for loss in losses]).sum() if losses else torch.zeros((), dtype=torch.float64)
+    numbers = [torch.tensor(float(s), dtype=torch.float64, device=device) for s in (len(losses), *signals)]
+    vector = torch.stack([squares, loss.to(device), *numbers])
+    # The one point of a step where the host waits for the device: clipping, the overflow decision and the control
+    # words of the run need these numbers before the update.
+    total, loss_sum, count, *summed = everyone.sum_scalars(vector).tolist()
+    return Totals(
+        loss=loss_sum / max(1.0, count),
+        grad_norm=math.sqrt(total) / scale if total >= 0 else math.nan,
+        signals=tuple(summed),
+        finite=math.isfinite(total),
+    )
+
+
+def find_non_finite(everyone: Group, losses: Sequence[Tensor], flats: Iterable[Flat], *, step: int) -> NonFiniteError:
+    """The error that says in which losses and gradients of step `step` it was. Collective."""
+    own = bool(losses) and not bool(torch.isfinite(torch.stack([loss.float() for loss in losses])).all())
+    # Ranges of the partitions do not overlap, so every bad element is named by the rank that owns it.
+    tensors = [name for flat in flats for name in _non_finite_slots(flat)]
+    reports = everyone.collect({"loss": own, "tensors": tensors[:5]})
+    ranks = [rank for rank, report in zip(everyone.ranks, reports, strict=True) if report["loss"]]
+    names = list(dict.fromkeys(name for report in reports for name in report["tensors"]))
+    where = f"the loss is not finite on rank {', '.join(map(str, ranks))}"
+    if not ranks:
+        where = "the loss is finite on every rank"
+    what = f"the gradient is not finite in {', '.join(names[:3])}" + (" and others" if len(names) > 3 else "")
+    return NonFiniteError(
+        f"step {step}: {where}; {what}. The update was not made: parameters are those of step {step - 1}. "
+        "Lower optimizer.lr, set clip_norm, or go back to a checkpoint",
+        step=step,
+        ranks=ranks,
+        tensors=names,
+    )
+
+
+def _non_finite_slots(flat: Flat) -> list[str]:
+    gradient, found = flat.gradient, []
+    if gradient is None or bool(torch.isfinite(gradient).all()):
+        return found
+    for slot in flat.slots:
+        low, high = max(slot.offset, flat.start), min(slot.offset + slot.numel, flat.end)
+        if low < high and not bool(torch.isfinite(gradient[low - flat.start : high - flat.start]).all()):
+            found.append(slot.name)
+    return found
