@@ -1,8 +1,9 @@
 """`speedlab bench step --layout`: a training step under tensor and pipeline parallelism, ours and torch's own.
 
-Both train the 17M-parameter GPT on the same collectives, with the same cut of its blocks and 1F1B. The limit is as many
-independent processes of plain torch, which share the same global batch out. Before anything is timed, the losses of
-each are held against those of one process.
+Both train the 17M-parameter GPT on the same collectives, with the same cut of its blocks, 1F1B, and the full logits
+with torch's cross-entropy; "shipped" is what a user of SpeedLab gets, whose loss is computed in chunks. The limit is as
+many independent processes of plain torch, which share the same global batch out. Before anything is timed, the losses
+of each are held against those of one process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LAYOUTS = {
     "pp2-dp2": Layout(pp=2, dp=2),
 }
 
-CONTESTANTS = ("limit", "torch", "ours")
+CONTESTANTS = ("limit", "torch", "ours", "shipped")
 
 _CUTS = {1: (6,), 2: (5, 1)}
 """Blocks of each pipeline stage: the head multiplies as much as three and a half blocks."""
@@ -49,7 +50,7 @@ def measure(name: str, *, dtype: str, backend: str, rounds: int, steps: int) -> 
     """
     layout = LAYOUTS[name]
     with RankSet(layout.world_size, backend) as plain, RankSet(layout.world_size, backend) as own:
-        place = {contestant: own if contestant == "ours" else plain for contestant in CONTESTANTS}
+        place = {contestant: own if contestant in ("ours", "shipped") else plain for contestant in CONTESTANTS}
         for contestant in CONTESTANTS:
             place[contestant].call(_prepare, contestant, name, dtype)
         seconds: Times = {contestant: [] for contestant in CONTESTANTS}
@@ -91,11 +92,11 @@ def _make(contestant: str, layout: Layout, dtype: str) -> Callable[[Any], float 
     import torch
 
     from speedlab.bench import torch_layouts
-    from speedlab.bench.contestants import MODEL
+    from speedlab.bench.contestants import MODEL, SHIPPED
     from speedlab.models import GPT
 
     torch.manual_seed(0)
-    model = GPT(MODEL)
+    model = GPT(SHIPPED if contestant == "shipped" else MODEL)
     compute = getattr(torch, dtype)
     if contestant == "limit":
         return torch_layouts.make_plain_step(model, compute, _OPTIMIZER)
@@ -107,13 +108,12 @@ def _make(contestant: str, layout: Layout, dtype: str) -> Callable[[Any], float 
 def _ours(model: Any, layout: Layout, dtype: str) -> Callable[[Any], float | None]:
     import torch
 
-    from speedlab.bench.contestants import MODEL
     from speedlab.config import RunConfig
     from speedlab.engine import initialize
 
     cut = {"cut": _CUTS[layout.pp]} if layout.pp > 1 else {}
     config = RunConfig(
-        model=MODEL.model_dump(),
+        model=model.config.model_dump(),
         data={"sequence_length": _SEQUENCE},
         parallel={"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, **cut},
         zero=2,
