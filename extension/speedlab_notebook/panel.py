@@ -28,7 +28,7 @@ from speedlab.config import ConfigError, RunConfig
 from speedlab.hardware import Device
 from speedlab.layout import LayoutError
 from speedlab.planner import calibration_store
-from speedlab.planner.memory import RankMemory
+from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import Setup
 from speedlab.telemetry.folder import RunFolderError
 from speedlab.telemetry.records import RunState

@@ -13,8 +13,8 @@ from speedlab.hardware import Device
 from speedlab.layout import LayoutError
 from speedlab.planner import explain_stage
 from speedlab.planner.here import hardware_here
-from speedlab.planner.memory import RankMemory
 from speedlab.planner.plan import Plan, plan_setup
+from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search import Dtype
 from speedlab.planner.setup import Setup
 from speedlab.telemetry.bars_svg import Bar, bars_svg

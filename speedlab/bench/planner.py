@@ -17,7 +17,8 @@ import tyro
 from speedlab.bench.planner_cases import GridCase, grid
 from speedlab.bench.ranks import RankSet
 from speedlab.config import RunConfig
-from speedlab.planner.memory import RankMemory, predict_memory
+from speedlab.planner.memory import predict_memory
+from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import Setup
 
 VALIDATED = Path(__file__).parents[1] / "planner" / "validated.md"
@@ -86,7 +87,7 @@ def compare(case: GridCase, ledgers: list[dict[str, int]]) -> list[Found]:
 
 def of_rank(predicted: list[RankMemory], setup: Setup, rank: int) -> RankMemory:
     """What is predicted for a rank; tensor positions that hold the same are listed once."""
-    from speedlab.planner.activations import Sizes
+    from speedlab.planner.activation_sizes import Sizes
 
     pipeline, _, tensor = setup.layout.coordinates(rank)
     own = [each for each in predicted if each.pipeline == pipeline]

@@ -29,7 +29,8 @@ from speedlab.engine.precision import compute_dtype
 from speedlab.engine.wrap import BlockWrapper
 from speedlab.parallel.zero import UnitChoice, Zero, map_tensors, plan_units
 from speedlab.parallel.zero.flat import trainable_in_low_precision
-from speedlab.planner.memory import RankMemory, borrowed_bytes, flat_elements, gathered_bytes
+from speedlab.planner.memory import borrowed_bytes, flat_elements, gathered_bytes
+from speedlab.planner.rank_memory import RankMemory
 
 _FLOAT32 = 4
 

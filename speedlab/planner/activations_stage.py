@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from speedlab.planner.activation_sizes import Sizes, Tally
 from speedlab.planner.activations import (
-    Sizes,
-    Tally,
     block_backward,
     block_forward,
     drop,

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from speedlab.config import ModelConfig, OptimizerConfig
-from speedlab.layout import Layout, layer_counts
+from speedlab.layout import Layout
+from speedlab.planner.setup import ModelShape
+from speedlab.planner.shapes import block_weights, norm_elements, position_elements, shape_parameters, stage_counts
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FLOAT32_BYTES = 4
@@ -15,29 +17,24 @@ _FLOAT32_BYTES = 4
 
 def parameter_count(model: ModelConfig) -> int:
     """Parameters of the built-in GPT, exactly; a tied head counts once."""
-    table = model.vocab_size * model.hidden
-    head = 0 if model.tied else table
-    return table + _position_table(model) + model.layers * block_parameters(model) + _norm(model) + head
+    return shape_parameters(_shape(model))
 
 
 def block_parameters(model: ModelConfig, *, tp: int = 1) -> int:
     """Parameters of one block on each of `tp` tensor-parallel ranks: norms, and biases that are added after the sum
     over the ranks, are whole on each."""
-    hidden, ffn = model.hidden, model.ffn_hidden
-    cut = 4 * hidden * hidden + 2 * hidden * ffn  # queries, keys, values, output; up, down
-    whole = 2 * _norm(model)
-    if model.bias:
-        cut += 3 * hidden + ffn
-        whole += 2 * hidden
-    return cut // tp + whole
+    whole = 2 * norm_elements(_shape(model)) + (2 * model.hidden if model.bias else 0)
+    return (block_weights(_shape(model)).total - whole) // tp + whole
 
 
 def stage_blocks(model: ModelConfig, stages: int) -> tuple[int, ...]:
     """Blocks of the built-in GPT that each pipeline stage takes, balanced by parameters: what the engine does when it
-    is not told. Raises ValueError when there are fewer blocks than stages."""
-    table = model.vocab_size * model.hidden  # On the last stage too: as the head, of its own or tied.
-    blocks = [block_parameters(model)] * model.layers
-    return layer_counts(blocks, stages, first=table + _position_table(model), last=_norm(model) + table)
+    is not told. Raises LayoutError when there are fewer blocks than stages."""
+    return stage_counts(_shape(model), stages)
+
+
+def _shape(model: ModelConfig) -> ModelShape:
+    return ModelShape.of_config(model, model.context)
 
 
 def rank_parameters(model: ModelConfig, layout: Layout, counts: Sequence[int]) -> list[int]:
@@ -55,18 +52,10 @@ def rank_parameters(model: ModelConfig, layout: Layout, counts: Sequence[int]) -
         held.append(
             sum(counts[pipeline :: layout.pp]) * block_parameters(model, tp=layout.tp)
             + tables * tokens * model.hidden
-            + (_position_table(model) if first else 0)
-            + (_norm(model) if last else 0)
+            + (position_elements(_shape(model)) if first else 0)
+            + (norm_elements(_shape(model)) if last else 0)
         )
     return held
-
-
-def _norm(model: ModelConfig) -> int:
-    return 2 * model.hidden if model.norm == "layer" and model.bias else model.hidden
-
-
-def _position_table(model: ModelConfig) -> int:
-    return model.context * model.hidden if model.position == "learned" else 0
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
@@ -77,7 +66,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     sequence length. A multiplication and an addition are two operations. Recomputation for activation checkpointing
     does not count, nor is attention halved for the causal mask.
     """
-    lookups = _position_table(model)
+    lookups = position_elements(_shape(model))
     if not model.tied:
         lookups += model.vocab_size * model.hidden
     weights = parameter_count(model) - lookups

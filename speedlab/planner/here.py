@@ -15,7 +15,8 @@ from speedlab.planner.calibration import Calibration
 from speedlab.planner.devices import DEVICES, DeviceSpec, Machines
 from speedlab.planner.efficiency import Efficiency, efficiency_of
 from speedlab.planner.links import IN_HOST, Link, parse_link
-from speedlab.planner.memory import RankMemory, predict_memory
+from speedlab.planner.memory import predict_memory
+from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import Setup
 from speedlab.planner.timing import StepTime, predict_time
 

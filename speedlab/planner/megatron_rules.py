@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from speedlab.planner.formula import model_states
+from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import Setup
 from speedlab.planner.shapes import head_size, kv_heads
 from speedlab.planner.timing import blocks_by_rank, rank_parameters
@@ -76,7 +78,33 @@ def stage_activation_bytes(setup: Setup, stage: int) -> float:
 def peak_bytes(setup: Setup, states: StateBytes) -> float:
     """Of the rank that holds most: states, activations, and, under ZeRO-3, the layer that is gathered."""
     held = rank_parameters(setup)
-    stages = range(setup.layout.pp)
-    gathered = 2 * _HALF_BYTES * held / max(1, blocks_by_rank(setup)[0]) if setup.zero_stage == 3 else 0
-    most = max(stage_activation_bytes(setup, stage) for stage in stages)
-    return states.of_rank(held, stage=setup.zero_stage, dp=setup.layout.dp) + states.buffers + most + gathered
+    most = max(stage_activation_bytes(setup, stage) for stage in range(setup.layout.pp))
+    of_states = states.of_rank(held, stage=setup.zero_stage, dp=setup.layout.dp)
+    return of_states + states.buffers + most + _gathered_bytes(setup, held)
+
+
+def _gathered_bytes(setup: Setup, held: float) -> float:
+    return 2 * _HALF_BYTES * held / max(1, blocks_by_rank(setup)[0]) if setup.zero_stage == 3 else 0
+
+
+def memory_by_rules(setup: Setup) -> list[RankMemory]:
+    """Each pipeline position, with gradients of several micro-batches in float32 as this engine has them; parameters
+    are those of the position that computes with most. Offload is left out."""
+    held = round(rank_parameters(setup))
+    states = model_states(
+        held, dp=setup.layout.dp, stage=setup.zero_stage, dtype=setup.dtype, optimizer=setup.optimizer
+    )
+    wide = 2 if setup.accumulation > 1 and setup.dtype != "float32" else 1
+    return [
+        RankMemory(
+            pipeline=stage,
+            ranks=setup.layout.dp * setup.layout.tp,
+            parameters=states.parameters,
+            gradients=wide * states.gradients,
+            master_weights=states.master_weights,
+            optimizer_moments=states.optimizer_moments,
+            activations=round(stage_activation_bytes(setup, stage)),
+            communication_buffers=round(_gathered_bytes(setup, held)),
+        )
+        for stage in range(setup.layout.pp)
+    ]

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from speedlab.layout import layer_counts, padded_numel
-from speedlab.planner.activations import DTYPE_BYTES, Device, Sizes
+from speedlab.layout import padded_numel
+from speedlab.planner.activation_sizes import DTYPE_BYTES, Device, Sizes
 from speedlab.planner.activations_stage import Pass, held, step_peak, walk
+from speedlab.planner.megatron_rules import memory_by_rules
+from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import ModelShape, Setup
+from speedlab.planner.shapes import block_cut
 
 _FLOAT32 = 4
 _ALIGNMENT_BYTES = 16
@@ -24,63 +27,13 @@ _ALIGNMENT_BYTES = 16
 _BORROWED = 2
 """Buffers of one size that reductions use in turn."""
 
-CATEGORIES = (
-    "parameters",
-    "gradients",
-    "master_weights",
-    "optimizer_moments",
-    "activations",
-    "communication_buffers",
-    "other_framework",
-    "outside_framework",
-)
-"""Those of `telemetry.records.Ledger`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankMemory:
-    """Bytes of one rank at the peak of a step, under the ledger's names. `ranks` are as many that hold the same."""
-
-    pipeline: int = 0
-    tensor: int = 0
-    ranks: int = 1
-    parameters: int = 0
-    gradients: int = 0
-    master_weights: int = 0
-    optimizer_moments: int = 0
-    activations: int = 0
-    communication_buffers: int = 0
-    other_framework: int = 0
-    outside_framework: int = 0
-    host: int = 0
-    """In the host's memory, where something is offloaded to it."""
-
-    @property
-    def model_states(self) -> int:
-        """Parameters, gradients, master weights and moments on the device."""
-        return self.parameters + self.gradients + self.master_weights + self.optimizer_moments
-
-    @property
-    def counted(self) -> int:
-        """What torch's tensors take: model states, activations, communication buffers."""
-        return self.model_states + self.activations + self.communication_buffers
-
-    @property
-    def total(self) -> int:
-        return self.counted + self.other_framework + self.outside_framework
-
-    def by_category(self) -> dict[str, int]:
-        """Category → bytes, in the ledger's order."""
-        return {name: getattr(self, name) for name in CATEGORIES}
-
-
-assert {field.name for field in fields(RankMemory)} > set(CATEGORIES)
-
 
 def predict_memory(
     setup: Setup, *, device: Device = "cuda", other_framework: int = 0, outside_framework: int = 0
 ) -> list[RankMemory]:
     """Each different (pipeline, tensor) position of the layout, the first pipeline rank first.
+
+    Of an encoder and decoder, which the built-in GPT cannot be, by the rules of published systems.
 
     Args:
         device: activations and buffers as a GPU's allocator counts them, or as the engine's trace does on CPUs.
@@ -88,6 +41,9 @@ def predict_memory(
 
     Raises ValueError for a set-up that the built-in GPT does not cover.
     """
+    if setup.shape.decoder_layers:
+        ranks = memory_by_rules(setup)
+        return [replace(r, other_framework=other_framework, outside_framework=outside_framework) for r in ranks]
     _check(setup)
     cut = block_cut(setup)
     walks = _Walks(setup, device)
@@ -140,25 +96,12 @@ def memory_timeline(
     return [(label, replace(rank, activations=peak).by_category()) for label, peak in moments]
 
 
-def block_cut(setup: Setup) -> tuple[int, ...]:
-    """Blocks of each pipeline stage of the model: as given, or balanced by parameters as the engine does."""
-    wound = setup.layout.pp > 1 and setup.schedule in ("interleaved", "zero-bubble")
-    stages = setup.layout.pp * (setup.chunks if wound else 1)
-    if setup.cut is not None:
-        return setup.cut
-    shape = setup.shape
-    table = shape.vocab_size * shape.hidden
-    block = sum(block_sizes(shape))
-    positions = shape.positions * shape.hidden if shape.position == "learned" else 0
-    return layer_counts([block] * shape.layers, stages, first=table + positions, last=sum(_norm(shape)) + table)
-
-
 def _check(setup: Setup) -> None:
     shape = setup.shape
     if shape.decoder_layers:
         raise ValueError(
-            f"{shape.name}: {shape.decoder_layers} layers with attention to an encoder; memory is predicted for "
-            f"decoders only, so set decoder_layers=0, or trace the module with planner.trace"
+            f"{shape.name}: {shape.decoder_layers} layers with attention to an encoder; how memory comes and goes in a "
+            f"step is known of decoders only"
         )
     for name, count in (("heads", shape.heads), ("ffn_hidden", shape.ffn_hidden)):
         if count % setup.layout.tp:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from speedlab.config import RunConfig, ZeroConfig
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner import presets
+from speedlab.planner.caution import caution
 from speedlab.planner.devices import Machines
 from speedlab.planner.here import Hardware
-from speedlab.planner.memory import RankMemory
+from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search import Candidate, Change, Dtype, Target, cheapest_change, fast_dtype, search
 from speedlab.planner.setup import ModelShape, Setup
 from speedlab.planner.shapes import check_shape, shape_parameters
@@ -82,7 +83,7 @@ class Plan:
     @property
     def caution(self) -> str:
         """What of this lies outside what was validated; empty when nothing does."""
-        return self.time.caution
+        return caution(self.time)
 
     def search(self, *, target: Target = "fastest") -> Found:
         """The best layouts of this model with this global batch on these machines, each with what limits it."""

@@ -10,16 +10,17 @@ something fit. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from speedlab.layout import Layout
+from speedlab.planner.caution import caution
 from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import Efficiency, efficiency_of
 from speedlab.planner.formula import model_states
-from speedlab.planner.megatron_rules import StateBytes, peak_bytes
-from speedlab.planner.memory import RankMemory, predict_memory
+from speedlab.planner.memory import predict_memory
+from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import Checkpointing, ModelShape, Setup
 from speedlab.planner.shapes import check_shape
 from speedlab.planner.timing import StepTime, predict_time, rank_parameters
@@ -35,8 +36,6 @@ USABLE = 0.95
 _MOST_MICRO = 64
 _WIDEST_TP = 16
 _DEEPEST_PP = 128
-_MOST_PUBLISHED = 16_384
-"""Devices of the largest published run that the times were compared with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +66,7 @@ class Candidate:
     @property
     def caution(self) -> str:
         """What of it lies outside what was compared with measurements; empty when nothing does."""
-        published = "memory by published rules, not by this engine's" if self.setup.shape.decoder_layers else ""
-        many = f"{self.devices:,} devices are more than any run that was compared ({_MOST_PUBLISHED:,})"
-        doubts = [self.time.caution, published, many if self.devices > _MOST_PUBLISHED else ""]
-        return "; ".join(doubt for doubt in doubts if doubt)
+        return caution(self.time)
 
     def __str__(self) -> str:
         return f"{describe(self.setup)}: {self.time.step_seconds:.3g} s a step; {self.reason}"
@@ -167,8 +163,6 @@ def _candidate(setup: Setup, machines: Machines, memory: Memory, time: StepTime)
 
 def held_bytes(setup: Setup, memory: Memory = predict_memory) -> int:
     """Of the rank that holds most."""
-    if setup.shape.decoder_layers:  # This engine has no encoders, so that its own memory cannot be predicted.
-        return round(peak_bytes(setup, StateBytes(gradients=4 if setup.accumulation > 1 else 2)))
     return max(rank.total for rank in memory(setup))
 
 
@@ -358,59 +352,73 @@ def cheapest_change(
     """Up to `count` changes that make `setup` fit, cheapest first: single ones, and pairs where too few single ones
     do."""
     efficiency = efficiency or efficiency_of(machines.device)
-    before = predict_time(setup, machines, efficiency).step_seconds
+    before = predict_time(setup, machines, efficiency)
     singles = list(_changes(setup, machines))
-    found = _fitting(singles, machines, efficiency, memory, before)
+    found = _fitting(singles, before, machines, efficiency, memory)
     if len(found) < count:
-        pairs = [(f"{words}; {more}", twice) for words, once in singles for more, twice in _changes(once, machines)]
         known = {change.setup for change in found}
-        fitting = _fitting(pairs, machines, efficiency, memory, before)
-        found += {change.setup: change for change in fitting if change.setup not in known}.values()
+        pairs = {twice for once in singles for twice in _changes(once, machines)} - known
+        found += _fitting(pairs, before, machines, efficiency, memory)
     return found[:count]
 
 
 def _fitting(
-    changes: list[tuple[str, Setup]], machines: Machines, efficiency: Efficiency, memory: Memory, before: float
+    changed: Iterable[Setup], before: StepTime, machines: Machines, efficiency: Efficiency, memory: Memory
 ) -> list[Change]:
-    """Those that fit, cheapest first."""
+    """Those that fit, cheapest first; of two at the same price the one that leaves more memory."""
     found = []
-    for words, setup in changes:
+    for setup in changed:
         time = predict_time(setup, machines, efficiency)
         candidate = _candidate(setup, machines, memory, time)
         if candidate is not None:
-            found.append(Change(words=words, candidate=candidate, price=time.step_seconds / before - 1))
-    return sorted(found, key=lambda change: change.price)
+            words = differences(before.setup, setup)
+            found.append(Change(words=words, candidate=candidate, price=time.step_seconds / before.step_seconds - 1))
+    return sorted(found, key=lambda change: (change.price, -change.candidate.free_bytes, change.words))
 
 
-def _changes(setup: Setup, machines: Machines) -> Iterator[tuple[str, Setup]]:
-    """Every single change that holds less, in words; the global batch stays."""
+def differences(before: Setup, after: Setup) -> str:
+    """What `_changes` has made of a set-up, in words: 'ZeRO stage 1 → 3; micro-batch 4 → 2'."""
+    pairs = (
+        ("ZeRO stage", before.zero_stage, after.zero_stage),
+        ("micro-batch", before.micro_size, after.micro_size),
+        ("checkpointing", before.checkpointing, after.checkpointing),
+        ("attention", before.attention, after.attention),
+        ("tp", before.layout.tp, after.layout.tp),
+        ("pp", before.layout.pp, after.layout.pp),
+        ("dtype", before.dtype, after.dtype),
+    )
+    words = [f"{name} {old} → {new}" for name, old, new in pairs if old != new]
+    if after.sequence_parallel and not before.sequence_parallel:
+        words.append("sequence parallel")
+    if after.shape.chunked_loss and not before.shape.chunked_loss:
+        words.append("loss in chunks")
+    return "; ".join(words)
+
+
+def _changes(setup: Setup, machines: Machines) -> Iterator[Setup]:
+    """Every single change that holds less; the global batch stays."""
     shape, layout = setup.shape, setup.layout
     if layout.dp > 1:
         for stage in range(setup.zero_stage + 1, 4):
-            yield f"ZeRO stage {setup.zero_stage} → {stage}", replace(setup, zero_stage=stage)
+            yield replace(setup, zero_stage=stage)
     if setup.micro_size > 1 and setup.micro_size % 2 == 0:
-        micro, accumulation = setup.micro_size // 2, setup.accumulation * 2
-        yield (
-            f"micro-batch {setup.micro_size} → {micro}",
-            replace(setup, micro_size=micro, accumulation=accumulation),
-        )
+        yield replace(setup, micro_size=setup.micro_size // 2, accumulation=setup.accumulation * 2)
     if setup.micro_size > 2:
-        alone = replace(setup, micro_size=1, accumulation=setup.accumulation * setup.micro_size)
-        yield f"micro-batch {setup.micro_size} → 1", alone
+        yield replace(setup, micro_size=1, accumulation=setup.accumulation * setup.micro_size)
     if setup.checkpointing != "block":
-        yield f"checkpointing {setup.checkpointing} → block", replace(setup, checkpointing="block")
+        yield replace(setup, checkpointing="block")
     if setup.attention == "plain":
-        yield "attention plain → fused", replace(setup, attention="fused")
+        yield replace(setup, attention="fused")
     if layout.tp > 1 and not setup.sequence_parallel:
-        yield "sequence parallel", replace(setup, sequence_parallel=True)
+        yield replace(setup, sequence_parallel=True)
     if not shape.chunked_loss:
-        yield "loss in chunks", replace(setup, shape=replace(shape, chunked_loss=True))
+        yield replace(setup, shape=replace(shape, chunked_loss=True))
     yield from _wider(setup, machines)
     if setup.dtype == "float32" and fast_dtype(machines) != "float32":
-        yield f"dtype float32 → {fast_dtype(machines)}", replace(setup, dtype=fast_dtype(machines))
+        yield replace(setup, dtype=fast_dtype(machines))
 
 
-def _wider(setup: Setup, machines: Machines) -> Iterator[tuple[str, Setup]]:
+def _wider(setup: Setup, machines: Machines) -> Iterator[Setup]:
     """Twice the tensor or pipeline ranks, from data-parallel ones where there are, else from idle devices."""
     shape, layout = setup.shape, setup.layout
     if layout.dp % 2 == 0:
@@ -422,8 +430,6 @@ def _wider(setup: Setup, machines: Machines) -> Iterator[tuple[str, Setup]]:
     moved = replace(setup, accumulation=accumulation, cut=None)
     heads = shape.heads if shape.kv_heads is None else shape.kv_heads
     if heads % (2 * layout.tp) == 0 and machines.per_host % (2 * layout.tp) == 0:
-        wider = Layout(dp=dp, tp=2 * layout.tp, pp=layout.pp)
-        yield f"tp {layout.tp} → {2 * layout.tp}", replace(moved, layout=wider)
+        yield replace(moved, layout=Layout(dp=dp, tp=2 * layout.tp, pp=layout.pp))
     if shape.layers + shape.decoder_layers >= 2 * layout.pp * setup.chunks:
-        deeper = Layout(dp=dp, tp=layout.tp, pp=2 * layout.pp)
-        yield f"pp {layout.pp} → {2 * layout.pp}", replace(moved, layout=deeper)
+        yield replace(moved, layout=Layout(dp=dp, tp=layout.tp, pp=2 * layout.pp))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
-from speedlab.planner.setup import ModelShape
+from speedlab.layout import layer_counts
+from speedlab.planner.setup import ModelShape, Setup
 
 
 def check_shape(shape: ModelShape) -> None:
@@ -31,6 +33,16 @@ def head_size(shape: ModelShape) -> int:
     return shape.hidden // shape.heads if shape.head_size is None else shape.head_size
 
 
+def norm_elements(shape: ModelShape) -> int:
+    """Parameters of one norm: its weight, and its bias where it has one."""
+    return 2 * shape.hidden if shape.norm == "layer" and shape.bias else shape.hidden
+
+
+def position_elements(shape: ModelShape) -> int:
+    """Of a learned table of positions."""
+    return shape.positions * shape.hidden if shape.position == "learned" else 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockWeights:
     """Elements of a block's matrices, and of what is left: biases and norms."""
@@ -55,14 +67,13 @@ def block_weights(shape: ModelShape) -> BlockWeights:
     hidden, ffn, size = shape.hidden, shape.ffn_hidden, head_size(shape)
     queries, values = shape.heads * size, kv_heads(shape) * size
     ups = 2 if shape.gated else 1
-    norm = 2 * hidden if shape.norm == "layer" and shape.bias else hidden
     biases = queries + 2 * values + hidden + ups * ffn + hidden if shape.bias else 0
     return BlockWeights(
         attention_in=hidden * (queries + 2 * values),
         attention_out=queries * hidden,
         feed_forward_in=ups * hidden * ffn,
         feed_forward_out=ffn * hidden,
-        rest=2 * norm + biases,
+        rest=2 * norm_elements(shape) + biases,
     )
 
 
@@ -74,11 +85,24 @@ def cross_attention(shape: ModelShape) -> int:
 
 def shape_parameters(shape: ModelShape) -> int:
     """Parameters of the whole model; a tied head counts once. Of relative positions, the few biases are left out."""
-    hidden = shape.hidden
-    norm = 2 * hidden if shape.norm == "layer" and shape.bias else hidden
-    table = shape.vocab_size * hidden
-    positions = shape.positions * hidden if shape.position == "learned" else 0
+    table = shape.vocab_size * shape.hidden
     blocks = (shape.layers + shape.decoder_layers) * block_weights(shape).total
     blocks += shape.decoder_layers * cross_attention(shape)
-    ends = norm * (2 if shape.decoder_layers else 1)
-    return blocks + ends + table + positions + (0 if shape.tied else table)
+    ends = norm_elements(shape) * (2 if shape.decoder_layers else 1)
+    return blocks + ends + table + position_elements(shape) + (0 if shape.tied else table)
+
+
+@functools.lru_cache(maxsize=4096)
+def stage_counts(shape: ModelShape, stages: int) -> tuple[int, ...]:
+    """Blocks of each pipeline stage, balanced by parameters as the engine does where it is not told. Raises LayoutError
+    when there are fewer blocks than stages."""
+    block = block_weights(shape).total
+    table = shape.vocab_size * shape.hidden  # On the last stage too: as the head, of its own or tied.
+    costs = [block] * shape.layers + [block + cross_attention(shape)] * shape.decoder_layers
+    return layer_counts(costs, stages, first=table + position_elements(shape), last=norm_elements(shape) + table)
+
+
+def block_cut(setup: Setup) -> tuple[int, ...]:
+    """Blocks of each pipeline stage of the model: as given, or balanced by parameters."""
+    chunks = setup.chunks if setup.schedule in ("interleaved", "zero-bubble") else 1
+    return setup.cut or stage_counts(setup.shape, setup.layout.pp * (chunks if setup.layout.pp > 1 else 1))

@@ -10,10 +10,9 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field, replace
 
-from speedlab.layout import LayoutError, layer_counts
+from speedlab.layout import LayoutError
 from speedlab.planner.bubble import bubble_share
 from speedlab.planner.collectives import Rings, rings
 from speedlab.planner.devices import Machines
@@ -21,8 +20,8 @@ from speedlab.planner.efficiency import Efficiency
 from speedlab.planner.flops import Convention, token_flops
 from speedlab.planner.kernels import Pass, Rates, block_pass, head_pass
 from speedlab.planner.links import parse_link
-from speedlab.planner.setup import ModelShape, Setup
-from speedlab.planner.shapes import block_weights, check_shape, cross_attention
+from speedlab.planner.setup import Setup
+from speedlab.planner.shapes import block_cut, block_weights, check_shape, cross_attention
 
 PARTS = {
     "forward": "forward kernels",
@@ -220,22 +219,8 @@ def _update(setup: Setup, machines: Machines, rates: Rates, efficiency: Efficien
 
 def blocks_by_rank(setup: Setup) -> list[int]:
     """Blocks of each pipeline rank."""
-    pp = setup.layout.pp
-    stages = pp * (setup.chunks if setup.schedule in ("interleaved", "zero-bubble") else 1)
-    counts = setup.cut or stage_counts(setup.shape, stages)
-    return [sum(counts[rank::pp]) for rank in range(pp)]
-
-
-@functools.lru_cache(maxsize=4096)
-def stage_counts(shape: ModelShape, stages: int) -> tuple[int, ...]:
-    """Blocks of each pipeline stage, balanced by parameters as this engine does. Raises ValueError when there are fewer
-    blocks than stages."""
-    weights = block_weights(shape).total
-    table = shape.vocab_size * shape.hidden
-    costs = [weights] * shape.layers + [weights + cross_attention(shape)] * shape.decoder_layers
-    positions = shape.positions * shape.hidden if shape.position == "learned" else 0
-    norm = 2 * shape.hidden if shape.norm == "layer" and shape.bias else shape.hidden
-    return layer_counts(costs, stages, first=table + positions, last=norm + table)
+    counts = block_cut(setup)
+    return [sum(counts[rank :: setup.layout.pp]) for rank in range(setup.layout.pp)]
 
 
 def rank_parameters(setup: Setup) -> float:

@@ -14,8 +14,8 @@ from speedlab.telemetry.table import Table
 from speedlab.telemetry.text import byte_unit, bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
-    from speedlab.planner.memory import RankMemory
     from speedlab.planner.plan import Found, Plan
+    from speedlab.planner.rank_memory import RankMemory
 
 MOST_ROWS = 12
 """Positions that the text shows; `Plan.table()` has all."""

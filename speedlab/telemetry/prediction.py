@@ -11,7 +11,7 @@ from speedlab.config import RunConfig
 from speedlab.hardware import Device
 from speedlab.planner import parameter_count
 from speedlab.planner.here import hardware_here
-from speedlab.planner.memory import RankMemory
+from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import Setup
 from speedlab.telemetry.records import Event, Ledger
 from speedlab.telemetry.shape import present_config, shape_after

@@ -11,7 +11,7 @@ import pytest
 from telemetry_samples import make_event, make_record
 
 from speedlab.hardware import cpu_devices
-from speedlab.planner.memory import RankMemory
+from speedlab.planner.rank_memory import RankMemory
 from speedlab.telemetry import series
 from speedlab.telemetry.figure_style import COLOURS, INK
 from speedlab.telemetry.figures import (

@@ -203,3 +203,18 @@ def test_a_refusal_is_a_config_error() -> None:
 
     with pytest.raises(ConfigError, match="no model is named"):
         command([])
+
+
+def test_an_encoder_and_decoder_is_planned_by_published_rules_and_says_so() -> None:
+    made = plan("t5-3b", "4x8 V100-32 nvlink2 ib-100x4", tp=1, pp=1, zero_stage=2, global_size=64)
+    assert {rank.ranks for rank in made.memory} == {32}
+    # 2 + 2/32 (4 where several micro-batches are summed) + 12/32 bytes of each parameter.
+    shares = 2 + (4 if made.setup.accumulation > 1 else 2) / 32 + 12 / 32
+    assert made.heaviest.model_states == pytest.approx(shares * made.parameters, rel=0.01)
+    assert "published rules" in made.caution
+    assert "published rules" in str(made)
+
+
+def test_what_memory_was_never_compared_with_is_named() -> None:
+    assert "memory" not in gpt3().caution
+    assert "selective checkpointing was not compared with the engine" in gpt3(checkpointing="selective").caution

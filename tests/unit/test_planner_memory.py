@@ -11,10 +11,11 @@ import pytest
 
 from speedlab.config import ModelConfig, RunConfig
 from speedlab.layout import Layout
-from speedlab.planner.activations import Sizes
+from speedlab.planner.activation_sizes import Sizes
 from speedlab.planner.activations_stage import held, step_peak, walk
 from speedlab.planner.formula import parameter_count
-from speedlab.planner.memory import CATEGORIES, flat_elements, memory_timeline, predict_memory
+from speedlab.planner.memory import flat_elements, memory_timeline, predict_memory
+from speedlab.planner.rank_memory import CATEGORIES
 from speedlab.planner.setup import ModelShape, Setup
 from speedlab.telemetry.records import CATEGORIES as LEDGER
 
@@ -145,7 +146,7 @@ def test_refusals_name_the_numbers() -> None:
     with pytest.raises(ValueError, match=r"cut 3 \+ 3 is not the model's 12 blocks"):
         predict_memory(setup(layout=Layout(pp=2), cut=(3, 3)))
     with pytest.raises(ValueError, match="decoders only"):
-        predict_memory(setup(shape=replace(setup().shape, decoder_layers=12)))
+        memory_timeline(setup(shape=replace(setup().shape, decoder_layers=12)))
 
 
 def test_thousands_of_ranks_take_milliseconds() -> None:

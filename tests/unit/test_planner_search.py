@@ -13,11 +13,13 @@ import pytest
 from speedlab.layout import Layout
 from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import efficiency_of
-from speedlab.planner.memory import RankMemory, predict_memory
+from speedlab.planner.memory import predict_memory
 from speedlab.planner.presets import cluster, model
+from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search import (
     USABLE,
     cheapest_change,
+    differences,
     held_bytes,
     largest_model,
     search,
@@ -196,3 +198,12 @@ def test_a_machines_own_memory_can_be_asked() -> None:
     assert search(SHAPE, small(20), global_size=16, memory=none_fits) == []
     assert asked
     assert cheapest_change(asked[0], small(20), memory=none_fits) == []
+
+
+def test_two_changes_of_one_thing_are_told_as_one() -> None:
+    before = Setup(shape=SHAPE, layout=Layout(dp=4), zero_stage=0, dtype="bfloat16", micro_size=16, accumulation=1)
+    after = replace(before, layout=Layout(dp=1, tp=4), micro_size=4, accumulation=16, sequence_parallel=True)
+    assert differences(before, after) == "micro-batch 16 → 4; tp 1 → 4; sequence parallel"
+    for change in cheapest_change(before, small(6)):
+        names = [word.partition(" → ")[0].rpartition(" ")[0] for word in change.words.split("; ")]
+        assert len(names) == len(set(names)), change.words
