@@ -190,7 +190,8 @@ class Advance:
                 error.notes = out_of_memory_lines(error, self._folder, self._cluster.devices)
             self.errors.append(error)
         status = self._folder.read_status()
-        if error is not None and status.state not in RESTING:
+        # When one rank fails the others are interrupted; to the one that writes the status this looks like a pause.
+        if error is not None and status.state not in RESTING - {RunState.PAUSED}:
             status = replace(status, state=RunState.FAILED, text=str(error)[:_TEXT_LIMIT])
         ignored = bool(self._given) and status.command < self._given[0].number
         if error is not None or ignored:
