@@ -15,25 +15,25 @@ from typing import Any
 from speedlab.config import RunConfig
 
 MODELS: dict[str, dict[str, Any]] = {
-    "rotary": {"layers": 4, "hidden": 64, "heads": 4, "ffn_hidden": 256, "vocab_size": 1003, "context": 64},
+    "rotary": {"layers": 4, "hidden": 256, "heads": 4, "ffn_hidden": 1024, "vocab_size": 2003, "context": 128},
     "gpt2": {
         "layers": 5,
-        "hidden": 48,
+        "hidden": 128,
         "heads": 4,
-        "ffn_hidden": 192,
-        "vocab_size": 509,
-        "context": 80,
+        "ffn_hidden": 512,
+        "vocab_size": 1509,
+        "context": 160,
         "position": "learned",
         "norm": "layer",
         "bias": True,
     },
     "dropping": {
         "layers": 4,
-        "hidden": 64,
-        "heads": 8,
-        "ffn_hidden": 128,
-        "vocab_size": 300,
-        "context": 64,
+        "hidden": 128,
+        "heads": 4,
+        "ffn_hidden": 256,
+        "vocab_size": 1200,
+        "context": 128,
         "position": "learned",
         "norm": "layer",
         "bias": True,
@@ -43,11 +43,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "wide head": {
         "layers": 4,
-        "hidden": 96,
-        "heads": 8,
-        "ffn_hidden": 384,
-        "vocab_size": 4096,
-        "context": 64,
+        "hidden": 128,
+        "heads": 4,
+        "ffn_hidden": 512,
+        "vocab_size": 8192,
+        "context": 128,
         "tied": False,
         "loss": "full",
     },
@@ -80,7 +80,7 @@ _FORMS = [("float32", "none"), ("bfloat16", "block"), ("bfloat16", "none"), ("fl
 _ROUNDS = 3
 """How often each layout and stage is measured, each time with another model, precision and batch."""
 
-LENGTH = 64
+LENGTH = 128
 """Tokens of a sequence."""
 
 
@@ -96,7 +96,7 @@ class GridCase:
 def grid() -> Iterator[GridCase]:
     """All cases, those of few ranks first."""
     models, forms = cycle(MODELS), cycle(_FORMS)
-    sizes, sums = cycle((1, 2, 4)), cycle((1, 2, 1, 3))
+    sizes, sums = cycle((2, 4, 8)), cycle((1, 2, 1, 3))
     for ranks, parallel, stages in _LAYOUTS:
         for stage in stages:
             for _ in range(_ROUNDS):
@@ -120,7 +120,7 @@ def _case(
         model=MODELS[model],
         data={"sequence_length": LENGTH, "tokenizer": "bytes"},
         parallel=parallel,
-        zero={"stage": stage, "bucket_bytes": 2**18},
+        zero={"stage": stage, "bucket_bytes": 2**22},
         precision=dtype,
         batch={"micro_size": micro_size, "accumulation": accumulation},
         activation={"checkpointing": checkpointing},

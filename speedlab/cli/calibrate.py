@@ -88,19 +88,13 @@ def calibration_text(found: Calibration) -> str:
     lines = [f"{found.machine}: measured {when}", ""]
     lines += [f"  {name}: {value:,.1f}" for name, value in found.rates.items()]
     header = ("engines", "dtype", "threads", "matmul GFLOP/s", "attention GFLOP/s", "GB/s", "link GB/s", "kernel µs")
-    rows = [
-        (
-            str(each.engines),
-            each.dtype,
-            str(each.threads),
-            f"{each.matmul_flops / 1e9:.1f}",
-            f"{each.attention_flops / 1e9:.1f}",
-            f"{each.memory_bytes_per_second / 1e9:.1f}",
-            f"{each.link_bytes_per_second / 1e9:.1f}" if each.engines > 1 else "–",
-            f"{each.kernel_seconds * 1e6:.1f}",
-        )
-        for each in found.constants
-    ]
+    rows = []
+    for each in found.constants:
+        rates = each.rates_of("rotary")
+        giga = (rates.matmul_flops / 1e9, rates.attention_flops / 1e9, rates.memory_bytes / 1e9)
+        link = f"{each.link_bytes_per_second / 1e9:.1f}" if each.engines > 1 else "–"
+        numbers = (*(f"{rate:.1f}" for rate in giga), link, f"{rates.kernel_seconds * 1e6:.1f}")
+        rows.append((str(each.engines), each.dtype, str(each.threads), *numbers))
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines += ["", *("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in (header, *rows))]
     remainder, behind = found.process_remainder()

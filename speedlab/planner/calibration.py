@@ -8,8 +8,8 @@ Predictions on this machine come from `Calibration.predict`:
 
 1. The formulas, with the constants that were measured with as many engines working at once.
 2. Measured factors on parts; the engine's own time for what it does around kernels (`engine_events`).
-3. Engines that share cores: one that waits lends its core to the others, so what stands still costs only what exceeds
-   the work of all.
+3. Engines that share cores: one that waits lends its core to the others, so that a pipeline's step takes what all
+   have to do, or what the slowest takes with a core of its own, whichever is longer.
 4. What measured runs have taught, one factor for each class of parts, bounded.
 """
 
@@ -21,11 +21,12 @@ from dataclasses import dataclass, field, replace
 
 from speedlab.planner.devices import DeviceSpec, Machines
 from speedlab.planner.efficiency import Efficiency
+from speedlab.planner.kernels import Rates
 from speedlab.planner.links import Link
 from speedlab.planner.setup import Setup
-from speedlab.planner.timing import StepTime, blocks_by_rank, predict_time
+from speedlab.planner.timing import StepTime, balance, blocks_by_rank, predict_time
 
-VERSION = 1
+VERSION = 2
 """Of the file; another one is refused, because constants mean something in the formulas of their time only."""
 
 CLASSES = {
@@ -46,11 +47,9 @@ class Constants:
     engines: int
     dtype: str
     threads: int
-    matmul_flops: float
-    attention_flops: float
-    memory_bytes_per_second: float
-    """Of elementwise kernels and matrix operands, much of which are in caches."""
-    kernel_seconds: float
+    rates: dict[str, Rates] = field(hash=False)
+    """By kind of block (`kind_of`; there is always 'rotary') and of logits (`logits_of`). Memory's rate is that of
+    elementwise kernels and matrix operands, much of which are in caches."""
     link_bytes_per_second: float
     link_seconds: float
     message_bytes_per_second: float
@@ -58,11 +57,12 @@ class Constants:
     """The engine's own time, for each event that `engine_events` counts."""
     factors: dict[str, float] = field(hash=False)
     """Part of a step -> measured over what the formulas give with the constants above."""
-    own_rates: dict[str, tuple[float, float]] = field(hash=False)
-    """Kind of block or of logits (`kind_of`, `logits_of`) -> (memory's bytes/s, seconds of a kernel); those of 'rotary'
-    blocks stand above."""
     block_error: float
-    """Median of |fitted / measured - 1| over the blocks that set the first four rates."""
+    """Median of |fitted / measured - 1| over the blocks that set their rates."""
+
+    def rates_of(self, kind: str) -> Rates:
+        """Those of 'rotary' blocks for a kind that was not measured."""
+        return self.rates.get(kind, self.rates["rotary"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,16 +120,17 @@ class Calibration:
             raise ValueError(f"{self.machine} was measured in {known}, not in {dtype}; choose one of these")
         return min(found, key=lambda constants: (abs(math.log(constants.engines / engines)), -constants.engines))
 
-    def machines(self, engines: int, dtype: str = "float32") -> Machines:
-        """This machine as one host of `engines` devices, with the link that was measured in `dtype`."""
+    def machines(self, engines: int, dtype: str = "float32", kind: str = "rotary") -> Machines:
+        """This machine as one host of `engines` devices, with the link that was measured in `dtype`, and the rates of
+        one kind of block."""
         here = self.of(engines, dtype)
         dtypes = {constants.dtype for constants in self.constants}
         return Machines(
             device=DeviceSpec(
                 name=self.device,
                 memory_bytes=self.memory_bytes // engines,
-                peak_flops={name: self.of(engines, name).matmul_flops for name in sorted(dtypes)},
-                memory_bytes_per_second=here.memory_bytes_per_second,
+                peak_flops={name: self.of(engines, name).rates_of(kind).matmul_flops for name in sorted(dtypes)},
+                memory_bytes_per_second=here.rates_of(kind).memory_bytes,
             ),
             per_host=engines,
             in_host=Link(
@@ -144,13 +145,14 @@ class Calibration:
         of every dtype."""
         return replace(self.shares(engines, dtype), calibration=self)
 
-    def shares(self, engines: int, dtype: str) -> Efficiency:
-        """Shares of the rates of `machines(engines, dtype)` for the formulas alone: all are 1 but attention's and that
-        of messages. Nothing overlaps between engines on processors."""
+    def shares(self, engines: int, dtype: str, kind: str = "rotary") -> Efficiency:
+        """Shares of the rates of `machines(engines, dtype, kind)` for the formulas alone: all are 1 but attention's and
+        that of messages. Nothing overlaps between engines on processors."""
         here = self.of(engines, dtype)
+        rates = here.rates_of(kind)
         return replace(
-            Efficiency.measured(kernel_seconds=here.kernel_seconds),
-            attention=here.attention_flops / here.matmul_flops,
+            Efficiency.measured(kernel_seconds=rates.kernel_seconds, drawn_seconds=rates.drawn_seconds),
+            attention=rates.attention_flops / rates.matmul_flops,
             messages=here.message_bytes_per_second / here.link_bytes_per_second,
         )
 
@@ -162,9 +164,15 @@ class Calibration:
         engines = setup.layout.world_size
         here = self.of(engines, setup.dtype)
         time = predict_time(setup, self.machines(engines, setup.dtype), self.shares(engines, setup.dtype))
-        parts = corrected(self._with_own_rates(time.parts, setup, here), setup, here)
+        parts = corrected(self._with_own_rates(time.parts, setup), setup, here)
         sharing = max(1.0, engines / self.cores) if self.cores else 1.0
-        parts["bubble"] = _standing_still(parts, time.parts, sharing)
+        balanced = 1.0
+        if sharing > 1 and setup.layout.pp > 1:
+            kind = kind_of(setup)
+            balanced = balance(
+                setup, self.machines(engines, setup.dtype, kind), self.shares(engines, setup.dtype, kind)
+            )
+        share_cores(parts, time.parts, sharing, balanced)
         if learned:
             for name, members in CLASSES.items():
                 factor, _ = self.learned(name)
@@ -174,18 +182,13 @@ class Calibration:
             doubts.append(f"{engines} engines were not measured here; rates are those of {here.engines}")
         return replace(time, parts=parts, caution="; ".join(doubts))
 
-    def _with_own_rates(self, parts: dict[str, float], setup: Setup, here: Constants) -> dict[str, float]:
+    def _with_own_rates(self, parts: dict[str, float], setup: Setup) -> dict[str, float]:
         """`parts` with those of the setup's own kind of block and of logits."""
-        engines, found = setup.layout.world_size, dict(parts)
+        engines, dtype, found = setup.layout.world_size, setup.dtype, dict(parts)
         computed = as_computed(setup, self.device)
         for kind, names in ((kind_of(setup), ("forward", "backward", "recompute")), (logits_of(setup), ("logits",))):
-            if kind not in here.own_rates:
-                continue
-            memory, kernel = here.own_rates[kind]
-            own = replace(here, memory_bytes_per_second=memory, kernel_seconds=kernel)
-            only = replace(self, constants=(own,))
-            time = predict_time(computed, only.machines(engines, setup.dtype), only.shares(engines, setup.dtype))
-            found |= {part: time.parts[part] for part in names}
+            own = predict_time(computed, self.machines(engines, dtype, kind), self.shares(engines, dtype, kind))
+            found |= {part: own.parts[part] for part in names}
         return found
 
     def learned(self, name: str) -> tuple[float, int]:
@@ -226,9 +229,10 @@ def corrected(parts: Mapping[str, float], setup: Setup, here: Constants) -> dict
     return found
 
 
-EVENTS = ("step", "micro-batch", "block", "gather", "message", "sum")
+EVENTS = ("step", "micro-batch", "block", "gather", "message", "sum", "scatter")
 """What the engine does of itself: once a step; for a micro-batch; for a block of a micro-batch; for a unit that is
-gathered or reduced; for an activation that is sent or received; for a sum over tensor-parallel ranks."""
+gathered or reduced; for an activation that is sent or received; for a sum over tensor-parallel ranks, or in its place
+a gather and scatter of the sequence."""
 
 
 def engine_events(setup: Setup) -> dict[str, float]:
@@ -242,23 +246,32 @@ def engine_events(setup: Setup) -> dict[str, float]:
     gathers = {0: 0, 3: 2 * turns}.get(setup.zero_stage, 1)
     reductions = turns if setup.zero_stage >= 2 and layout.pp == 1 else 1
     chunks = setup.chunks if setup.schedule in ("interleaved", "zero-bubble") else 1
+    sums = 2 * passes * blocks * turns if layout.tp > 1 else 0
+    # With a cut sequence tensor-parallel ranks have terms of the norms' gradients.
+    norms = units * reductions if layout.tp > 1 and setup.sequence_parallel else 0
     return {
         "step": 1,
         "micro-batch": turns,
         "block": blocks * turns,
-        "gather": units * (gathers + reductions) if layout.dp > 1 else 0,
+        "gather": (units * (gathers + reductions) if layout.dp > 1 else 0) + norms,
         "message": 2 * chunks * turns if layout.pp > 1 else 0,
-        "sum": 2 * passes * blocks * turns if layout.tp > 1 else 0,
+        "sum": 0 if setup.sequence_parallel else sums,
+        "scatter": sums if setup.sequence_parallel else 0,
     }
 
 
-def _standing_still(parts: Mapping[str, float], before: Mapping[str, float], sharing: float) -> float:
-    """Seconds in which a pipeline stands still, when `sharing` engines work on each core.
+_TURNS = ("forward", "backward", "recompute", "logits", "tensor parallel", "pipeline messages")
+"""Parts that a micro-batch has on each pipeline rank."""
 
-    The formulas' bubble is a share of what a micro-batch takes; all rates were measured with every engine at work, so
-    an engine alone on its core is `sharing` times as fast.
+
+def share_cores(parts: dict[str, float], before: Mapping[str, float], sharing: float, balanced: float) -> None:
+    """Correct `parts`, in place, for a pipeline whose engines stand still, when `sharing` engines work on each core.
+
+    The formulas' bubble is a share of what micro-batches take on the slowest rank, in `before`; all rates were measured
+    with every engine at work, so an engine alone on its core is `sharing` times as fast. `balanced`: the mean over the
+    slowest rank; where cores are shared, parts are those of the mean.
     """
-    turns = ("forward", "backward", "recompute", "logits", "tensor parallel", "pipeline messages")
-    working, predicted = (sum(found[part] for part in turns) for found in (parts, before))
-    still = before["bubble"] * working / predicted if predicted else 0.0
-    return max(0.0, (working + still) / sharing - working)
+    slowest, predicted = (sum(found[part] for part in _TURNS) for found in (parts, before))
+    critical = slowest * (1 + (before["bubble"] / predicted if predicted else 0.0)) / sharing
+    parts.update((part, parts[part] * balanced) for part in _TURNS)
+    parts["bubble"] = max(0.0, critical - slowest * balanced)

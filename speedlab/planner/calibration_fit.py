@@ -1,11 +1,11 @@
 """From times that were measured to the constants of the planner's formulas. No torch.
 
-The formulas are linear in seconds per FLOP of matrix products, per FLOP of attention, per byte, and per kernel. What
-they count of a case is therefore found by asking them with one of these at 1 and the others at 0; least squares of
-relative errors over all cases then give the four, none below what a bare product and a bare copy reach. Blocks set
-them; heads and other kinds of blocks have bytes and kernels of their own; updates and sums of tensor-parallel ranks
-become factors; whole steps of tiny models set the engine's own
-time. No run, and no case of `bench steptimes`, is among what is fitted.
+The formulas are linear in seconds per FLOP of matrix products, per FLOP of attention, per byte, per kernel, and per
+random number. What they count of a case is therefore found by asking them with one of these at 1 and the others at 0;
+least squares of relative errors over all cases then give the five, none below what a bare product and a bare copy
+reach. Each kind of block sets its own; heads have bytes and kernels of their own; updates and sums of tensor-parallel
+ranks become factors; whole steps of small models set the engine's own time, and those of larger ones a factor on all
+computing. No run, and no case of `bench steptimes`, is among what is fitted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from speedlab.planner.calibration import EVENTS, Calibration, Constants, as_computed, engine_events, kind_of, logits_of
+from speedlab.planner.calibration import (
+    CLASSES,
+    EVENTS,
+    Calibration,
+    Constants,
+    as_computed,
+    engine_events,
+    kind_of,
+    logits_of,
+)
 from speedlab.planner.collectives import Ring
 from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import Efficiency
@@ -65,19 +74,24 @@ class Samples:
     threads: int
     dtype: str
     blocks: Sequence[BlockTime]
+    """The first one is a block of the models of `steps`."""
     heads: Sequence[SetupTime]
     update_seconds: float
     """Of one parameter: the gradient's norm, AdamW, the narrow copy."""
     byte_seconds: float
     """Of a byte that is copied within the caches: no kernel moves one faster."""
     flop_seconds: float
-    """Of a FLOP of a product of matrices within the caches: no kernel computes one faster."""
+    """Of a FLOP of a bare product of matrices: no kernel computes one faster."""
     collectives: Sequence[CollectiveTime]
+    row_seconds: float
+    """Of a row of blocks on all engines at once, which says how much slower they are where they share cores."""
     steps: Sequence[SetupTime]
     """Whole steps of models so small that the engine's own time shows, in different depths and layouts."""
+    larger_steps: Sequence[SetupTime]
+    """Whole steps of models whose kernels take most of the time."""
 
     def shared(self, sharing: float) -> Samples:
-        """The same kernels where `sharing` engines take turns on each core: each takes that much longer."""
+        """The same kernels where engines take turns on each core: each takes `sharing` times as long."""
         return replace(
             self,
             blocks=[
@@ -90,33 +104,77 @@ class Samples:
         )
 
 
+def fit_all(samples: Sequence[Samples], calibration: Calibration) -> list[Constants]:
+    """The constants of each of `samples`. The engine's own time, which whole steps in one dtype tell, is that of all
+    dtypes."""
+    found = [fit_constants(each, calibration) for each in samples]
+    own = {each.engines: each.event_seconds for each in found if each.event_seconds}
+    found = [replace(each, event_seconds=own.get(each.engines, {})) for each in found]
+    return [_in_training(s, constants, calibration) for s, constants in zip(samples, found, strict=True)]
+
+
+def _in_training(samples: Samples, found: Constants, calibration: Calibration) -> Constants:
+    """With a factor on all computing: kernels are slower in a training, between other tensors, than by themselves."""
+    here = replace(calibration, constants=(found,), runs=())
+    ratios = []
+    for step in samples.larger_steps:
+        parts = here.predict(step.setup).parts
+        computing = sum(parts[part] for part in CLASSES["computing"])
+        ratios.append((step.seconds - (sum(parts.values()) - computing)) / computing)
+    if not ratios:
+        return found
+    factor = max(0.5, statistics.geometric_mean(max(ratio, 0.1) for ratio in ratios))
+    return replace(found, factors={**found.factors, **dict.fromkeys(CLASSES["computing"], factor)})
+
+
 def fit_constants(samples: Samples, calibration: Calibration) -> Constants:
     """The constants that `samples` give; `calibration` says what the machine is."""
-    cases = _block_cases([block for block in samples.blocks if kind_of(block.setup) == "rotary"], calibration.device)
-    least = (samples.flop_seconds, samples.flop_seconds, samples.byte_seconds, 0.0)
-    each = nonnegative([count for count, _ in cases], [seconds for _, seconds in cases], least)
-    flop, attention, byte, kernel = each
     link = _fit_link(samples)
+    rates, misses = _all_rates(samples, calibration.device)
     found = Constants(
         engines=samples.engines,
         dtype=samples.dtype,
         threads=samples.threads,
-        matmul_flops=_rate(flop),
-        attention_flops=_rate(attention),
-        memory_bytes_per_second=_rate(byte),
-        kernel_seconds=kernel,
+        rates=rates,
         link_bytes_per_second=link.bytes_per_second,
         link_seconds=link.latency_seconds,
         message_bytes_per_second=_message_rate(samples, link),
         event_seconds={},
         factors={},
-        own_rates=_all_own_rates(samples, (flop, attention), calibration.device),
-        block_error=statistics.median(
-            abs(sum(a * b for a, b in zip(count, each, strict=True)) / seconds - 1) for count, seconds in cases
-        ),
+        block_error=statistics.median(misses),
     )
     found = replace(found, factors=_factors(samples, found, link, calibration))
     return _with_own_time(samples, found, calibration)
+
+
+def _all_rates(samples: Samples, device: str) -> tuple[dict[str, Rates], list[float]]:
+    """(rates by kind of block and of logits, |fitted / measured - 1| of all blocks)."""
+    least = (samples.flop_seconds, samples.flop_seconds, samples.byte_seconds, 0.0, 0.0)
+    rates: dict[str, Rates] = {}
+    misses: list[float] = []
+    for kind in sorted({kind_of(block.setup) for block in samples.blocks}):
+        cases = _block_cases([block for block in samples.blocks if kind_of(block.setup) == kind], device)
+        each = fit([count for count, _ in cases], [seconds for _, seconds in cases], least=least)
+        rates[kind] = _rates(each, samples.dtype)
+        misses += [abs(sum(a * b for a, b in zip(count, each, strict=True)) / s - 1) for count, s in cases]
+    return rates | _logit_rates(samples, rates["rotary"]), misses
+
+
+def _rates(seconds: Sequence[float], dtype: str) -> Rates:
+    """From seconds per FLOP of products and of attention, per byte, per kernel, and per random number."""
+    flop, attention, byte, kernel, drawn = seconds
+    return Rates(
+        matmul_flops=_rate(flop),
+        attention_flops=_rate(attention),
+        memory_bytes=_rate(byte),
+        element_bytes=_width(dtype),
+        kernel_seconds=kernel,
+        drawn_seconds=drawn,
+    )
+
+
+def _width(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
 
 
 def _block_cases(blocks: Sequence[BlockTime], device: str) -> list[tuple[tuple[float, ...], float]]:
@@ -129,45 +187,41 @@ def _block_cases(blocks: Sequence[BlockTime], device: str) -> list[tuple[tuple[f
     return found
 
 
-def _all_own_rates(samples: Samples, products: tuple[float, float], device: str) -> dict[str, tuple[float, float]]:
-    """(bytes/s, seconds of a kernel) of other kinds of blocks, and of logits; matrix products take what they take in
-    all."""
+def _logit_rates(samples: Samples, blocks: Rates) -> dict[str, Rates]:
+    """Of each kind of logits: bytes and kernels of their own; products of matrices take what they take in `blocks`."""
     cases: dict[str, list[tuple[tuple[float, ...], float]]] = {}
-    for kind in sorted({kind_of(block.setup) for block in samples.blocks} - {"rotary"}):
-        cases[kind] = _block_cases([block for block in samples.blocks if kind_of(block.setup) == kind], device)
     for head in samples.heads:
 
         def both(rates: Rates, setup: Setup = head.setup) -> float:
             return head_pass(setup, rates).forward + head_pass(setup, rates).backward
 
         cases.setdefault(logits_of(head.setup), []).append((counts(both, head.setup), head.seconds))
-    return {kind: _own_rates(own, products, samples.byte_seconds) for kind, own in cases.items()}
-
-
-def _own_rates(
-    cases: Sequence[tuple[tuple[float, ...], float]], products: tuple[float, float], byte_seconds: float
-) -> tuple[float, float]:
-    relative = np.array([[count[2] / time, count[3] / time] for count, time in cases])
-    known = np.array([(count[0] * products[0] + count[1] * products[1]) / time for count, time in cases])
-    low = np.array([byte_seconds, 0.0])
-    byte, kernel = low + _above_zero(relative, 1 - known - relative @ low)
-    return _rate(float(byte)), float(kernel)
+    found = {}
+    for kind, own in cases.items():
+        known = [count[0] / blocks.matmul_flops for count, _ in own]
+        byte, kernel = fit([count[2:4] for count, _ in own], [s for _, s in own], known, (samples.byte_seconds, 0.0))
+        found[kind] = replace(blocks, memory_bytes=_rate(byte), kernel_seconds=kernel)
+    return found
 
 
 def counts(seconds_of: Callable[[Rates], float], setup: Setup) -> tuple[float, ...]:
-    """(FLOP of matrix products, FLOP of attention, bytes, kernels) that a formula counts."""
-    free = {"matmul_flops": math.inf, "attention_flops": math.inf, "memory_bytes": math.inf, "kernel_seconds": 0.0}
-    width = 4 if setup.dtype == "float32" else 2
-    return tuple(seconds_of(Rates(element_bytes=width, **{**free, name: 1.0})) for name in free)
+    """(FLOP of matrix products, FLOP of attention, bytes, kernels, random numbers) that a formula counts."""
+    free = {"matmul_flops": math.inf, "attention_flops": math.inf, "memory_bytes": math.inf}
+    free |= {"kernel_seconds": 0.0, "drawn_seconds": 0.0}
+    return tuple(seconds_of(Rates(element_bytes=_width(setup.dtype), **{**free, name: 1.0})) for name in free)
 
 
-def nonnegative(
-    rows: Sequence[Sequence[float]], seconds: Sequence[float], least: Sequence[float] | None = None
+def fit(
+    rows: Sequence[Sequence[float]],
+    seconds: Sequence[float],
+    known: Sequence[float] | None = None,
+    least: Sequence[float] | None = None,
 ) -> list[float]:
-    """The x >= `least` (else 0) with the least squares of (row · x / seconds - 1)."""
+    """The x >= `least` with the least squares of ((known + row · x) / seconds - 1); both are 0 where left out."""
     relative = np.array([[value / time for value in row] for row, time in zip(rows, seconds, strict=True)])
     low = np.zeros(relative.shape[1]) if least is None else np.array(least)
-    return [float(value) for value in low + _above_zero(relative, 1 - relative @ low)]
+    wanted = 1 - np.array(np.zeros(len(rows)) if known is None else known) / np.array(seconds)
+    return [float(value) for value in low + _above_zero(relative, wanted - relative @ low)]
 
 
 def _above_zero(relative: np.ndarray, wanted: np.ndarray) -> list[float]:
@@ -201,7 +255,7 @@ def _fit_link(samples: Samples) -> Ring:
         (_collective(_ring(samples.engines, 1.0, 0.0), time), _collective(_ring(samples.engines, math.inf, 1.0), time))
         for time in measured
     ]
-    byte, message = nonnegative(rows, [time.seconds for time in measured])
+    byte, message = fit(rows, [time.seconds for time in measured])
     return _ring(samples.engines, _rate(byte), message)
 
 
@@ -247,9 +301,13 @@ def _described(found: Constants, calibration: Calibration) -> tuple[Machines, Ef
 def _with_own_time(samples: Samples, found: Constants, calibration: Calibration) -> Constants:
     """With what whole small steps take beyond all predicted parts, shared out to the engine's events."""
     here = replace(calibration, constants=(found,), runs=())
+    # A small block is not always as the rates of all blocks say, and here it is known.
+    first = samples.blocks[0]
+    fitted = block_pass(first.setup, found.rates_of(kind_of(first.setup)))
+    known = {"forward": first.forward / fitted.forward, "backward": first.backward / fitted.backward}
     rows, rest = [], []
     for step in samples.steps:
-        parts = here.predict(step.setup).parts
+        parts = {part: s * known.get(part, 1.0) for part, s in here.predict(step.setup).parts.items()}
         events = engine_events(step.setup)
         rows.append([events[name] / step.seconds for name in EVENTS])
         rest.append(1 - sum(parts.values()) / step.seconds)

@@ -18,6 +18,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from speedlab.hardware import available_cores
 from speedlab.planner.calibration import VERSION, Calibration, Constants
+from speedlab.planner.kernels import Rates
 
 _LIMIT_BYTES = 2**20
 _AGAIN = "run `speedlab calibrate` to measure this machine again"
@@ -106,6 +107,11 @@ def _check(found: Calibration, source: Path) -> None:
     if not found.constants:
         raise CalibrationError(f"{source}: it has no constants; {_AGAIN}")
     for constants in found.constants:
+        if "rotary" not in constants.rates:
+            raise CalibrationError(
+                f"{source}: rates of rotary blocks of {constants.engines} engines in {constants.dtype} are missing; "
+                f"{_AGAIN}"
+            )
         wrong = [(name, value) for name, value in _numbers(constants) if not 0 < value < 1e21]
         if wrong:
             name, value = wrong[0]
@@ -118,15 +124,17 @@ def _check(found: Calibration, source: Path) -> None:
             raise CalibrationError(f"{source}: run {run.name!r} has times that are not above 0; {_AGAIN}")
 
 
-_MAY_BE_ZERO = ("kernel_seconds", "link_seconds", "block_error")
+_MAY_BE_ZERO = ("link_seconds", "block_error")
+_RATE_MAY_BE_ZERO = ("kernel_seconds", "drawn_seconds")
 
 
 def _numbers(constants: Constants) -> list[tuple[str, float]]:
     """Names and values of all that must be above zero, and of what may be zero but is below."""
     values = {**asdict(constants), **constants.factors}
-    values |= {f"memory of {kind}": memory for kind, (memory, _) in constants.own_rates.items()}
     zero = {name: values[name] for name in _MAY_BE_ZERO} | constants.event_seconds
-    zero |= {f"kernel of {kind}": kernel for kind, (_, kernel) in constants.own_rates.items()}
+    for kind, rates in constants.rates.items():
+        for name, value in asdict(rates).items():
+            (zero if name in _RATE_MAY_BE_ZERO else values)[f"{name} of {kind}"] = value
     return [
         (name, value)
         for name, value in {**values, **zero}.items()
@@ -138,6 +146,6 @@ def _adapter() -> TypeAdapter[Calibration]:
     return TypeAdapter(Calibration)
 
 
-for _part in (Calibration, Constants):
+for _part in (Calibration, Constants, Rates):
     # Of standard dataclasses pydantic takes its rules from this attribute.
     _part.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False, strict=False)  # type: ignore[attr-defined]

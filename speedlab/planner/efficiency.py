@@ -33,6 +33,8 @@ class Efficiency:
     """Of data-parallel communication that runs beside kernels, how much is for nothing; the rest slows them down."""
     kernel_seconds: float
     """Fixed time of a kernel on the device."""
+    drawn_seconds: float = 0.0
+    """Of a random number for dropout, on processors."""
     host_link: float = 0.8
     """Of the bandwidth of the link to the host's memory."""
     host_adam_seconds: float = 0.25e-9
@@ -43,7 +45,7 @@ class Efficiency:
     """Of a machine that was measured: its `Calibration`, whose `predict(setup)` knows more than these shares say."""
 
     @classmethod
-    def measured(cls, *, kernel_seconds: float, overlap: float = 0.0) -> Efficiency:
+    def measured(cls, *, kernel_seconds: float, drawn_seconds: float = 0.0, overlap: float = 0.0) -> Efficiency:
         """For a machine whose rates were measured, so that the device's peaks are what is reached."""
         return cls(
             matmul=1,
@@ -54,6 +56,7 @@ class Efficiency:
             messages=1,
             overlap=overlap,
             kernel_seconds=kernel_seconds,
+            drawn_seconds=drawn_seconds,
             host_link=1,
         )
 

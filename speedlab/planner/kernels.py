@@ -38,6 +38,8 @@ class Rates:
     memory_bytes: float
     element_bytes: int
     kernel_seconds: float
+    drawn_seconds: float = 0.0
+    """Of a random number for dropout, beside what its kernel moves; nothing on GPUs."""
 
     @classmethod
     def of(cls, device: DeviceSpec, efficiency: Efficiency, dtype: str) -> Rates:
@@ -48,6 +50,7 @@ class Rates:
             memory_bytes=device.memory_bytes_per_second * efficiency.memory,
             element_bytes=4 if dtype == "float32" else 2,
             kernel_seconds=efficiency.kernel_seconds,
+            drawn_seconds=efficiency.drawn_seconds,
         )
 
     def matmul(self, m: float, n: float, k: float, count: float = 1) -> float:
@@ -79,9 +82,10 @@ def block_pass(setup: Setup, rates: Rates, *, cross: bool = False) -> Pass:
     backward = sum(rates.matmul(m, k, n) + rates.matmul(k, n, m) for m, n, k in products)
     core = _attention(setup, rates)
     between = _between_layers(setup, rates, tokens, ffn, queries + values)
+    drawn = 2 * _whole_tokens(setup) * hidden * rates.drawn_seconds if shape.dropout else 0.0
     times = 2 if cross else 1
     return Pass(
-        forward=forward + times * core.forward + between,
+        forward=forward + times * core.forward + between + drawn,
         backward=backward + times * core.backward + 2 * between,
         core=times * core.forward,
     )
@@ -106,21 +110,29 @@ def _attention(setup: Setup, rates: Rates) -> Pass:
     forward = scores * (2 * element + (2 * element + mask if mask else 0))
     backward = scores * (3 * element + (2 * element + mask if mask else 0))
     kernels = 2 if mask else 1
+    drawn = scores * mask * rates.drawn_seconds
     return Pass(
-        forward=two + rates.elementwise(forward, kernels), backward=2 * two + rates.elementwise(backward, kernels)
+        forward=two + rates.elementwise(forward, kernels) + drawn,
+        backward=2 * two + rates.elementwise(backward, kernels),
     )
 
 
 def _between_layers(setup: Setup, rates: Rates, tokens: float, ffn: float, rotated: float) -> float:
     """Seconds of norms, sums, dropout, the activation function and rotary positions of one block's forward."""
     shape, element = setup.shape, rates.element_bytes
-    whole = tokens / setup.layout.tp if setup.sequence_parallel else tokens
+    whole = _whole_tokens(setup)
     mask = 1 if shape.dropout else 0
     norms = 2 * 2 * element * whole * shape.hidden
     sums = 2 * (3 * element + mask) * whole * shape.hidden
     activation = (3 if shape.gated else 2) * element * tokens * ffn
     rotary = 2 * element * tokens * rotated if shape.position == "rotary" else 0
     return rates.elementwise(norms + sums + activation + rotary, 6 if rotary else 5)
+
+
+def _whole_tokens(setup: Setup) -> float:
+    """Tokens between the layers on one tensor-parallel rank."""
+    tokens = setup.micro_size * setup.shape.sequence_length
+    return tokens / setup.layout.tp if setup.sequence_parallel else tokens
 
 
 def head_pass(setup: Setup, rates: Rates) -> Pass:

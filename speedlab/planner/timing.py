@@ -113,11 +113,11 @@ def predict_time(setup: Setup, machines: Machines, efficiency: Efficiency) -> St
         return replace(efficiency.calibration.predict(setup), machines=machines)
     rates = Rates.of(machines.device, efficiency, setup.dtype)
     groups = rings(setup.layout, machines, efficiency)
-    turn = _slowest_turn(setup, rates, groups, efficiency.overlap)
+    turns = _turns(setup, rates, groups, efficiency.overlap)
+    turn = max(turns, key=lambda turn: sum(turn.values()))
     micro_batches = setup.accumulation
-    share = bubble_share(setup.schedule, pp=setup.layout.pp, chunks=setup.chunks, micro_batches=micro_batches)
     parts = {part: micro_batches * seconds for part, seconds in turn.items()}
-    parts["bubble"] = sum(parts.values()) * share / (1 - share)
+    parts["bubble"] = sum(parts.values()) * _standing_still(setup, turns)
     exposed, hidden = _data_parallel(setup, groups, turn, efficiency)
     parts["data parallel"] = exposed
     parts["optimizer"], parts["offload"] = _update(setup, machines, rates, efficiency)
@@ -130,8 +130,27 @@ def predict_time(setup: Setup, machines: Machines, efficiency: Efficiency) -> St
     )
 
 
-def _slowest_turn(setup: Setup, rates: Rates, groups: Rings, overlap: float) -> dict[str, float]:
-    """Seconds by part of one micro-batch on the pipeline rank that takes longest."""
+def _standing_still(setup: Setup, turns: list[dict[str, float]]) -> float:
+    """What the slowest pipeline rank waits in a step, over what it works: it stands still while the first micro-batch
+    is on the other ranks, who take less than itself."""
+    pp = setup.layout.pp
+    if pp == 1:
+        return 0.0
+    share = bubble_share(setup.schedule, pp=pp, chunks=setup.chunks, micro_batches=setup.accumulation)
+    seconds = [sum(turn.values()) for turn in turns]
+    return share / (1 - share) * (sum(seconds) / max(seconds) - 1) / (pp - 1)
+
+
+def balance(setup: Setup, machines: Machines, efficiency: Efficiency) -> float:
+    """What a micro-batch takes on the pipeline ranks in the mean, over what it takes on the slowest one."""
+    rates = Rates.of(machines.device, efficiency, setup.dtype)
+    groups = rings(setup.layout, machines, efficiency)
+    turns = [sum(turn.values()) for turn in _turns(setup, rates, groups, efficiency.overlap)]
+    return sum(turns) / len(turns) / max(turns)
+
+
+def _turns(setup: Setup, rates: Rates, groups: Rings, overlap: float) -> list[dict[str, float]]:
+    """Seconds by part of one micro-batch on each pipeline rank, the last one first."""
     shape, layout = setup.shape, setup.layout
     block, head = block_pass(setup, rates), head_pass(setup, rates)
     cross = block_pass(setup, rates, cross=True) if shape.decoder_layers else block
@@ -143,11 +162,11 @@ def _slowest_turn(setup: Setup, rates: Rates, groups: Rings, overlap: float) -> 
         of_decoder = min(count, max(0, decoders - after))
         after += count
         turns.append(_turn(setup, groups, block, count - of_decoder, cross, of_decoder, head, rank == layout.pp - 1))
-    slowest = max(turns, key=lambda turn: sum(turn.values()))
     for axis, part in (("tp", "tensor parallel"), ("pp", "pipeline messages")):
         if axis in setup.overlap:
-            slowest[part] *= 1 - overlap
-    return slowest
+            for turn in turns:
+                turn[part] *= 1 - overlap
+    return turns
 
 
 def _turn(

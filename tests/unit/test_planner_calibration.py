@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,9 @@ from speedlab.planner.calibration_fit import (
     Samples,
     SetupTime,
     counts,
+    fit,
+    fit_all,
     fit_constants,
-    nonnegative,
 )
 from speedlab.planner.calibration_learn import learn
 from speedlab.planner.collectives import Ring
@@ -48,21 +49,20 @@ def setup_of(shape: ModelShape = SHAPE, *, pp: int = 1, dp: int = 1, tp: int = 1
     return Setup(shape=shape, layout=Layout(pp=pp, dp=dp, tp=tp), **values)
 
 
+RATES = Rates(matmul_flops=5e10, attention_flops=2e10, memory_bytes=8e9, element_bytes=4, kernel_seconds=1e-5)
+
+
 def constants(**changes) -> Constants:
     values = {
         "engines": 2,
         "dtype": "float32",
         "threads": 1,
-        "matmul_flops": 5e10,
-        "attention_flops": 2e10,
-        "memory_bytes_per_second": 8e9,
-        "kernel_seconds": 1e-5,
+        "rates": {"rotary": RATES},
         "link_bytes_per_second": 4e9,
         "link_seconds": 3e-5,
         "message_bytes_per_second": 2e9,
         "event_seconds": {"step": 1e-3},
         "factors": {},
-        "own_rates": {},
         "block_error": 0.01,
     }
     return Constants(**{**values, **changes})
@@ -87,20 +87,22 @@ def calibration(*found: Constants, **changes) -> Calibration:
 
 def test_counts_are_those_of_a_block_by_hand():
     setup = setup_of()
-    flop, attention, nbytes, kernels = counts(lambda rates: block_pass(setup, rates).forward, setup)
+    flop, attention, nbytes, kernels, drawn = counts(lambda rates: block_pass(setup, rates).forward, setup)
     tokens, hidden = 2 * 64, 64
     assert flop == 2 * tokens * 12 * hidden**2  # qkv, out, up and down: 3 + 1 + 4 + 4 squares
     assert attention == pytest.approx(4 * 2 * 64 * 64 * hidden / 2)  # scores and values, half of them masked
     assert nbytes > 4 * 12 * hidden**2  # at least the weights are read
     assert kernels >= 5
+    assert drawn == 0, "nothing is dropped"
 
 
 def test_least_squares_keep_above_zero_and_above_the_least():
     rows = [(1.0, 0.0), (0.0, 1.0), (1.0, 1.0)]
-    assert nonnegative(rows, [2.0, 3.0, 5.0]) == pytest.approx([2, 3])
+    assert fit(rows, [2.0, 3.0, 5.0]) == pytest.approx([2, 3])
     # A negative slope is what plain least squares would give for the second.
-    assert nonnegative([(1.0, 1.0), (1.0, 2.0), (1.0, 3.0)], [3.0, 2.0, 1.5])[1] == 0
-    assert nonnegative(rows, [2.0, 3.0, 5.0], (0.0, 4.0))[1] == pytest.approx(4)
+    assert fit([(1.0, 1.0), (1.0, 2.0), (1.0, 3.0)], [3.0, 2.0, 1.5])[1] == 0
+    assert fit(rows, [2.0, 3.0, 5.0], least=(0.0, 4.0))[1] == pytest.approx(4)
+    assert fit(rows, [2.0, 3.0, 5.0], known=[1.0, 1.0, 2.0]) == pytest.approx([1, 2])
 
 
 SHAPES = [
@@ -142,7 +144,9 @@ def made_samples(rates: Rates, ring: Ring, own: dict[str, float], **changes) -> 
             *(CollectiveTime(name="sum", nbytes=n, seconds=1.5 * ring.all_reduce(n)) for n in (10**4, 10**6)),
             CollectiveTime(name="send", nbytes=10**6, seconds=ring.latency_seconds + 10**6 / 1e9),
         ],
+        row_seconds=1.0,
         steps=(),
+        larger_steps=(),
         **changes,
     )
     fitted = calibration(fit_constants(samples, calibration()))
@@ -160,15 +164,13 @@ def test_a_machine_that_is_as_the_formulas_say_is_found():
     ring = Ring(ranks=2, bytes_per_second=3e9, latency_seconds=4e-5, crosses_hosts=False)
     own = {"step": 2e-3, "block": 3e-4, "gather": 5e-5}
     found = fit_constants(made_samples(rates, ring, own), calibration())
-    assert found.matmul_flops == pytest.approx(4e10, rel=1e-6)
-    assert found.attention_flops == pytest.approx(1.5e10, rel=1e-6)
-    assert found.memory_bytes_per_second == pytest.approx(6e9, rel=1e-6)
-    assert found.kernel_seconds == pytest.approx(2e-5, rel=1e-6)
+    assert asdict(found.rates["rotary"]) == pytest.approx(asdict(rates), rel=1e-6, abs=1e-12)
     assert found.link_bytes_per_second == pytest.approx(3e9, rel=1e-6)
     assert found.link_seconds == pytest.approx(4e-5, rel=1e-6)
     assert found.message_bytes_per_second == pytest.approx(1e9, rel=1e-6)
     for kind in ("logits chunked", "logits full"):
-        assert found.own_rates[kind] == pytest.approx((3e9, 4e-5), rel=1e-6)
+        assert found.rates[kind].memory_bytes == pytest.approx(3e9, rel=1e-6)
+        assert found.rates[kind].kernel_seconds == pytest.approx(4e-5, rel=1e-6)
     assert found.factors["optimizer"] == pytest.approx(3)
     assert found.factors["tensor parallel"] == pytest.approx(1.5)
     assert found.block_error == pytest.approx(0, abs=1e-9)
@@ -178,7 +180,7 @@ def test_a_machine_that_is_as_the_formulas_say_is_found():
 
 def test_other_kinds_of_blocks_have_their_own_time_between_products():
     rates = Rates(matmul_flops=4e10, attention_flops=1e10, memory_bytes=6e9, element_bytes=4, kernel_seconds=2e-5)
-    slower = replace(rates, memory_bytes=1.5e9, kernel_seconds=5e-5)
+    slower = replace(rates, memory_bytes=1.5e9, kernel_seconds=5e-5, drawn_seconds=8e-9)
     ring = Ring(ranks=2, bytes_per_second=3e9, latency_seconds=4e-5, crosses_hosts=False)
     samples = made_samples(rates, ring, {})
     dropping = [replace(shape, dropout=0.1, position="learned") for shape in SHAPES]
@@ -189,8 +191,9 @@ def test_other_kinds_of_blocks_have_their_own_time_between_products():
         for shape, each in zip(dropping, blocks, strict=True)
     ]
     found = fit_constants(replace(samples, blocks=[*samples.blocks, *more]), calibration())
-    assert found.own_rates["dropping"] == pytest.approx((1.5e9, 5e-5), rel=1e-6)
-    assert found.kernel_seconds == pytest.approx(2e-5, rel=1e-6), "the others are left as they are"
+    assert found.rates["dropping"].memory_bytes == pytest.approx(1.5e9, rel=1e-6)
+    assert found.rates["dropping"].drawn_seconds == pytest.approx(8e-9, rel=1e-6)
+    assert found.rates["rotary"].kernel_seconds == pytest.approx(2e-5, rel=1e-6), "the others are left as they are"
     predicted = calibration(found).predict(setup_of(dropping[0]))
     assert predicted.parts["forward"] == pytest.approx(SHAPE.layers * blocks[0].forward)
     rotary = calibration(found).predict(setup_of(SHAPES[0]))
@@ -202,8 +205,8 @@ def test_shared_cores_stretch_kernels_and_not_collectives():
     ring = Ring(ranks=2, bytes_per_second=3e9, latency_seconds=4e-5, crosses_hosts=False)
     samples = made_samples(rates, ring, {})
     found = fit_constants(samples.shared(2), calibration())
-    assert found.matmul_flops == pytest.approx(2e10, rel=1e-6)
-    assert found.kernel_seconds == pytest.approx(4e-5, rel=1e-6)
+    assert found.rates["rotary"].matmul_flops == pytest.approx(2e10, rel=1e-6)
+    assert found.rates["rotary"].kernel_seconds == pytest.approx(4e-5, rel=1e-6)
     assert found.link_bytes_per_second == pytest.approx(3e9, rel=1e-6)
 
 
@@ -221,7 +224,8 @@ def test_what_predict_time_is_given_asks_the_calibration():
 
 
 def test_factors_of_parts_count():
-    here = calibration(constants(factors={"optimizer": 2.0}, own_rates={"logits full": (8e9 / 3, 1e-5)}))
+    slower = replace(RATES, memory_bytes=8e9 / 3)
+    here = calibration(constants(factors={"optimizer": 2.0}, rates={"rotary": RATES, "logits full": slower}))
     before, after = calibration().predict(setup_of()), here.predict(setup_of())
     logits = 2 * 64 * 1000  # made, read twice, read and written backward in float32, beside operands and results
     assert after.parts["logits"] - before.parts["logits"] > logits * 6 * 4 * (3 - 1) / 8e9
@@ -230,12 +234,52 @@ def test_factors_of_parts_count():
 
 
 def test_a_pipeline_whose_ranks_share_cores_does_not_wait_for_free():
-    setup = setup_of(pp=4, accumulation=4)
+    setup = setup_of(replace(SHAPE, layers=400, vocab_size=1), pp=4, accumulation=4)
     alone = calibration(constants(engines=4), cores=4).predict(setup)
     shared = calibration(constants(engines=4), cores=1).predict(setup)
     working = sum(alone.parts[part] for part in ("forward", "backward", "logits", "pipeline messages"))
-    assert alone.parts["bubble"] == pytest.approx(working * 3 / 4)  # (pp - 1) / micro-batches
+    assert alone.parts["bubble"] == pytest.approx(working * 3 / 4, rel=0.01)  # (pp - 1) / micro-batches
     assert shared.parts["bubble"] == 0  # Four take turns on one core: all of it is busy all the time.
+
+
+def test_where_cores_are_shared_an_uneven_pipeline_takes_what_the_mean_or_the_slowest_alone_takes():
+    wide = setup_of(replace(SHAPE, vocab_size=20000), pp=4, accumulation=8)
+    alone = calibration(constants(engines=4), cores=4).predict(wide)
+    shared = calibration(constants(engines=4), cores=2).predict(wide)
+    turns = ("forward", "backward", "logits", "pipeline messages")
+    slowest, mean = (sum(each.parts[part] for part in turns) for each in (alone, shared))
+    assert mean < slowest, "only the last rank has the head"
+    critical = (slowest + alone.parts["bubble"]) / 2  # with a core of its own, twice as fast as measured
+    assert shared.parts["bubble"] == pytest.approx(max(0.0, critical - mean))
+    assert shared.parts["bubble"] > 0
+
+
+def test_what_is_dropped_is_drawn_once_forward_and_again_where_it_is_recomputed():
+    drawing = replace(RATES, drawn_seconds=1e-7)
+    shape = replace(SHAPE, dropout=0.1, position="learned")
+    here = calibration(constants(rates={"rotary": RATES, "dropping": drawing}))
+    before, after = (each.predict(setup_of(shape, checkpointing="block")) for each in (calibration(), here))
+    drawn = 1e-7 * SHAPE.layers * (2 * 4 * 64 * 64 + 2 * 2 * 64 * 64)  # probabilities; two times tokens × hidden
+    for part, times in (("forward", 1), ("recompute", 1), ("backward", 0)):
+        assert after.parts[part] - before.parts[part] == pytest.approx(times * drawn, abs=1e-12), part
+
+
+def test_computing_is_as_slow_as_in_a_training():
+    rates = Rates(matmul_flops=4e10, attention_flops=1e10, memory_bytes=6e9, element_bytes=4, kernel_seconds=2e-5)
+    ring = Ring(ranks=2, bytes_per_second=3e9, latency_seconds=4e-5, crosses_hosts=False)
+    samples = made_samples(rates, ring, {"block": 1e-4})
+    (bare,) = fit_all([samples], calibration())
+    whole = setup_of(replace(SHAPE, layers=7), dp=2, zero_stage=1)
+    parts = calibration(bare).predict(whole).parts
+    computing = sum(parts[part] for part in CLASSES["computing"])
+    seconds = sum(parts.values()) + 0.3 * computing
+    without = replace(samples, steps=())
+    larger = [SetupTime(setup=whole, seconds=seconds)]
+    found, other = fit_all([replace(samples, larger_steps=larger), without], calibration())
+    assert calibration(found).predict(whole).step_seconds == pytest.approx(seconds)
+    assert [found.factors[part] for part in CLASSES["computing"]] == pytest.approx([1.3] * 4)
+    assert other.event_seconds == found.event_seconds, "the engine's own time is that of all dtypes"
+    assert "forward" not in other.factors
 
 
 def test_events_of_the_engine_by_hand():
@@ -244,6 +288,9 @@ def test_events_of_the_engine_by_hand():
     assert events["gather"] == 5 * (2 * 3 + 3)  # 4 blocks and the root: two gathers and a reduction a micro-batch
     assert events["sum"] == events["message"] == 0
     assert engine_events(setup_of(tp=2, checkpointing="block"))["sum"] == 2 * 3 * 4
+    cut = engine_events(setup_of(tp=2, sequence_parallel=True, zero_stage=2, accumulation=3))
+    assert (cut["sum"], cut["scatter"]) == (0, 2 * 2 * 4 * 3)
+    assert cut["gather"] == 5 * 3  # the norms' gradients of each unit, for each micro-batch
     assert engine_events(setup_of(pp=2, accumulation=4))["message"] == 8
 
 
@@ -355,13 +402,20 @@ def test_the_file_is_where_other_caches_are(monkeypatch: pytest.MonkeyPatch, tmp
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
-        (lambda data: data.update(version=99), "version 99, but this SpeedLab reads 1"),
+        (lambda data: data.update(version=99), "version 99, but this SpeedLab reads 2"),
         (lambda data: data.update(machine="another, Z80, 1 core"), "measured on 'another, Z80, 1 core', but this is"),
         (lambda data: data.update(surprise=1), "surprise"),
         (lambda data: data.pop("cores"), "cores"),
         (lambda data: data.update(constants=[]), "no constants"),
-        (lambda data: data["constants"][0].update(matmul_flops=-1), "matmul_flops of 2 engines in float32 is -1"),
-        (lambda data: data["constants"][0].update(matmul_flops=0), "must be above 0"),
+        (
+            lambda data: data["constants"][0]["rates"]["rotary"].update(matmul_flops=-1),
+            "matmul_flops of rotary of 2",
+        ),
+        (lambda data: data["constants"][0]["rates"]["rotary"].update(memory_bytes=0), "must be above 0"),
+        (
+            lambda data: data["constants"][0].update(rates={}),
+            "rates of rotary blocks of 2 engines",
+        ),
         (lambda data: data["constants"][0].update(link_seconds=-1e-3), "link_seconds"),
         (lambda data: data["constants"][0]["event_seconds"].update(step=-1.0), "step of 2 engines"),
         (lambda data: data["constants"][0]["factors"].update(optimizer=0.0), "optimizer of 2 engines"),
@@ -401,4 +455,5 @@ def test_nothing_is_infinite():
     ring = Ring(ranks=2, bytes_per_second=3e9, latency_seconds=0.0, crosses_hosts=False)
     found = fit_constants(made_samples(rates, ring, {}), calibration())
     numbers = [value for value in vars(found).values() if isinstance(value, float)]
+    numbers += [value for rates in found.rates.values() for value in vars(rates).values()]
     assert all(math.isfinite(value) for value in numbers)

@@ -11,6 +11,7 @@ from speedlab.config import ConfigError, RunConfig
 from speedlab.planner import calibration_store as store
 from speedlab.planner.calibration import Calibration, Constants
 from speedlab.planner.formula import parameter_count
+from speedlab.planner.kernels import Rates
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import Event, Ledger, StepRecord
 from speedlab.telemetry.writer import RecordWriter
@@ -28,16 +29,16 @@ HERE = Calibration(
             engines=2,
             dtype="float32",
             threads=1,
-            matmul_flops=5e10,
-            attention_flops=5e10,
-            memory_bytes_per_second=8e9,
-            kernel_seconds=1e-5,
+            rates={
+                "rotary": Rates(
+                    matmul_flops=5e10, attention_flops=5e10, memory_bytes=8e9, element_bytes=4, kernel_seconds=1e-5
+                )
+            },
             link_bytes_per_second=4e9,
             link_seconds=3e-5,
             message_bytes_per_second=4e9,
             event_seconds={},
             factors={},
-            own_rates={},
             block_error=0.0,
         ),
     ),

@@ -1,0 +1,316 @@
+"""What the rank processes of `speedlab calibrate` do. Each function gives the mean over the ranks, which all measure
+the same at once; on GPUs times are those between events."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from speedlab.bench.calibrate_cases import (
+    ROW,
+    SHARED_ROW,
+    BlockCase,
+    HeadCase,
+    Sizes,
+    block_model,
+    head_cases,
+    head_model,
+    larger_configs,
+    sizes_on,
+    small_configs,
+)
+from speedlab.config import RunConfig
+
+_UPDATED = 1 << 22
+"""Parameters of the update that is timed: more than caches hold."""
+
+_COLLECTIVE_BYTES = (1 << 16, 1 << 20, 1 << 23)
+_MESSAGE_BYTES = (1 << 14, 1 << 17, 1 << 20)
+"""Of flats; of activations."""
+
+_LARGE_BYTES = 1 << 26
+
+
+def begin(threads: int) -> int:
+    """Set this rank's threads; returns the bytes that its process holds with the engine loaded."""
+    import torch
+
+    import speedlab.engine  # noqa: F401  # part of what an engine's process holds
+    from speedlab.engine.memory import PeakMemory, keep_freed_memory
+
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+    return PeakMemory.resident()
+
+
+def _sizes() -> Sizes:
+    from speedlab.comm.world import own_device
+
+    return sizes_on(own_device().type)
+
+
+def measure_kernels(dtype: str, rounds: int) -> dict[str, Any]:
+    """Seconds of kernels in `dtype`, the mean over the ranks, which all measure the same at once."""
+    sizes = _sizes()
+    # Twice, at different times: what disturbs one of them must not pass for the best there is.
+    bounds = [_bounds(dtype, rounds)]
+    found: dict[str, Any] = {
+        "blocks": [_time_blocks(case, dtype, rounds) for case in sizes.blocks],
+        "heads": [_time_head(case, dtype, rounds) for case in head_cases(sizes)],
+        "update": _time_update(dtype, rounds),
+    }
+    bounds.append(_bounds(dtype, rounds))
+    flop, byte = (min(each) for each in zip(*bounds, strict=True))
+    return {**found, "flop": flop, "byte": byte}
+
+
+def _bounds(dtype: str, rounds: int) -> tuple[float, float]:
+    """(seconds of a FLOP in a bare product of matrices, of a byte in a bare copy)."""
+    sizes = _sizes()
+    product = _time_product(sizes.product, dtype, rounds) / (2 * sizes.product**3)
+    return product, _time_copy(sizes.copied_bytes, rounds) / (2 * sizes.copied_bytes)
+
+
+def measure_engines(dtype: str, rounds: int) -> dict[str, Any]:
+    """Seconds of what engines do together in `dtype`."""
+    import torch.distributed as dist
+
+    engines, sizes = dist.get_world_size(), _sizes()
+    return {
+        "row": _time_row(dtype, rounds),
+        "collectives": _time_collectives(dtype, rounds),
+        "steps": [_time_steps(config, rounds) for config in small_configs(dtype, engines)],
+        "larger steps": [_time_steps(config, rounds) for config in larger_configs(sizes, dtype)],
+    }
+
+
+def _seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each call, in turn, the mean over the ranks."""
+    import torch.distributed as dist
+
+    from speedlab.bench.interleave import interleave
+    from speedlab.comm.world import own_device
+
+    dist.barrier()
+    times = interleave(calls, rounds=rounds, device=own_device())
+    return dict(zip(calls, _over_ranks([statistics.median(times[name]) for name in calls]), strict=True))
+
+
+def _over_ranks(seconds: Sequence[float]) -> list[float]:
+    """The mean over the ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from speedlab.comm.world import own_device
+
+    total = torch.tensor(seconds, dtype=torch.float64, device=own_device())
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
+def _time_blocks(case: BlockCase, dtype: str, rounds: int) -> tuple[float, float]:
+    """Seconds of one block's forward and backward, in a row of `ROW`."""
+    import torch.distributed as dist
+
+    step = _block_step(case, dtype)
+    dist.barrier()
+    times = [step() for _ in range(2 + rounds)][2:]
+    forward, backward = _over_ranks([statistics.median(each) for each in zip(*times, strict=True)])
+    return forward / ROW, backward / ROW
+
+
+def _time_row(dtype: str, rounds: int) -> float:
+    """Seconds of the shared row one after the other, from the first rank's begin to the last one's end."""
+    import torch.distributed as dist
+
+    steps = [_block_step(case, dtype) for case in _sizes().blocks[SHARED_ROW]]
+    for step in steps:
+        step()
+    dist.barrier()
+    begin = _now()
+    for _ in range(rounds):
+        for step in steps:
+            step()
+    dist.barrier()
+    return (_now() - begin) / rounds
+
+
+def _block_step(case: BlockCase, dtype: str) -> Callable[[], tuple[float, float]]:
+    """Forward and backward through a row of blocks; gives the seconds of both."""
+    import torch
+
+    from speedlab.comm.world import own_device
+    from speedlab.models import GPT
+
+    _, hidden, _, length, micro = case
+    model = GPT(block_model(case)).to(own_device(), getattr(torch, dtype))
+    x = torch.randn(micro, length, hidden, dtype=getattr(torch, dtype), device=own_device(), requires_grad=True)
+    grad = torch.randn_like(x)
+    rotation = model.rotation(x)
+
+    def step() -> tuple[float, float]:
+        begin = _now()
+        y = x
+        for block in model.blocks:
+            y = block(y, rotation)
+        middle = _now()
+        y.backward(grad)
+        return middle - begin, _now() - middle
+
+    return step
+
+
+def _now() -> float:
+    """The time when all kernels that were started are over."""
+    import torch
+
+    from speedlab.comm.world import own_device
+
+    if own_device().type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _time_head(case: HeadCase, dtype: str, rounds: int) -> float:
+    import torch
+
+    from speedlab.comm.world import own_device
+    from speedlab.models import GPT
+
+    hidden, vocabulary, length, micro, _ = case
+    model = GPT(head_model(case)).to(own_device(), getattr(torch, dtype))
+    x = torch.randn(micro, length, hidden, dtype=getattr(torch, dtype), device=own_device(), requires_grad=True)
+    targets = torch.randint(0, vocabulary, (micro, length), device=own_device())
+
+    def step() -> None:
+        found = model.output(x, targets).loss
+        assert found is not None
+        found.backward()
+
+    return _seconds({"step": step}, rounds)["step"]
+
+
+def _time_update(dtype: str, rounds: int) -> float:
+    """Seconds of a parameter: what the engine does with a partition at the end of a step."""
+    import torch
+
+    from cuda_ops.adamw import adamw
+    from cuda_ops.grad_stats import grad_stats
+    from speedlab.comm.world import own_device
+
+    master, first, second = (torch.zeros(_UPDATED, device=own_device()) for _ in range(3))
+    gradient = torch.full((_UPDATED,), 1e-3, dtype=getattr(torch, dtype), device=own_device())
+    narrow = torch.zeros_like(gradient) if dtype != "float32" else None
+
+    def update() -> None:
+        grad_stats(gradient)
+        adamw(
+            master, gradient, first, second, narrow,
+            lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1,
+        )  # fmt: skip
+
+    return _seconds({"update": update}, rounds)["update"] / _UPDATED
+
+
+def _time_product(width: int, dtype: str, rounds: int) -> float:
+    import torch
+
+    from speedlab.comm.world import own_device
+
+    kind = getattr(torch, dtype)
+    a, b, out = (torch.zeros(width, width, dtype=kind, device=own_device()) for _ in range(3))
+    return _seconds({"product": lambda: torch.mm(a, b, out=out)}, 4 * rounds)["product"]
+
+
+def _time_copy(nbytes: int, rounds: int) -> float:
+    import torch
+
+    from speedlab.comm.world import own_device
+
+    source, target = (torch.zeros(nbytes // 4, device=own_device()) for _ in range(2))
+    return _seconds({"copy": lambda: target.copy_(source)}, 4 * rounds)["copy"]
+
+
+def _time_collectives(dtype: str, rounds: int) -> list[tuple[str, int, float]]:
+    """(name, bytes, seconds) of what engines do between them; nothing with one rank."""
+    import torch
+    import torch.distributed as dist
+
+    from speedlab.comm import Group, Traffic
+    from speedlab.comm.world import own_device
+
+    size = dist.get_world_size()
+    if size == 1:
+        return []
+    kind = getattr(torch, dtype)
+    group = Group(range(size), Traffic(), own_device())
+    found = []
+    for nbytes in _COLLECTIVE_BYTES:
+        full = group.empty(nbytes // kind.itemsize // size * size, kind).fill_(1)
+        own = full.view(size, -1)[group.index]
+
+        def gather(full: Any = full, own: Any = own) -> None:
+            group.all_gather(full, own).wait()
+            group.settle()
+
+        def scatter(full: Any = full, own: Any = own) -> None:
+            group.reduce_scatter(full, own).wait()
+            group.settle()
+
+        def reduce(full: Any = full) -> None:
+            group.all_reduce(full.zero_()).wait()
+            group.settle()
+
+        calls = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce}
+        found += [(name, full.nbytes, seconds) for name, seconds in _seconds(calls, 2 * rounds).items()]
+    for nbytes in _MESSAGE_BYTES:
+        tensor = torch.zeros(nbytes // kind.itemsize, dtype=kind, device=own_device())
+        calls = {"sum": lambda tensor=tensor: group.sum(tensor), "send": _ring_of_messages(group, tensor)}
+        found += [(name, nbytes, seconds) for name, seconds in _seconds(calls, 2 * rounds).items()]
+    return found
+
+
+def _ring_of_messages(group: Any, tensor: Any) -> Callable[[], None]:
+    """Every rank sends to the next one, and waits for what comes from the one before."""
+    import itertools
+
+    import torch
+
+    arriving, tags = torch.empty_like(tensor), itertools.count()
+
+    def call() -> None:
+        tag = next(tags)
+        sending = group.send(tensor, (group.index + 1) % group.size, tag)
+        group.receive(arriving, (group.index - 1) % group.size, tag).wait()
+        sending.wait()
+
+    return call
+
+
+def _time_steps(config: RunConfig, rounds: int) -> float:
+    """Seconds of a whole step of `config`."""
+    import torch.distributed as dist
+
+    from speedlab.bench.steptimes import training
+
+    with training(config) as step:
+        times = []
+        for _ in range(1 + rounds):
+            dist.barrier()
+            begin = _now()
+            step()
+            times.append(_now() - begin)
+        return _over_ranks([statistics.median(times[1:])])[0]
+
+
+def plain_rates(dtype: str, rounds: int) -> dict[str, float]:
+    """What people ask for first: products of matrices, copies."""
+    found = {
+        f"matrix product {width} wide, {dtype} (GFLOP/s)": 2 * width**3 / _time_product(width, dtype, rounds) / 1e9
+        for width in (_sizes().product, 4 * _sizes().product)
+    }
+    if dtype == "float32":
+        found["copy, 64 MiB (GB/s read and written)"] = 2 * _LARGE_BYTES / _time_copy(_LARGE_BYTES, rounds) / 1e9
+    return found
