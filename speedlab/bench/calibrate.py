@@ -56,7 +56,7 @@ def measure(engines: Sequence[int], *, rounds: int = 4, say: Callable[[str], obj
             say(f"{_engines(number)}: starting")
             process = max(process, ranks.call(calibrate_ranks.begin, threads))
             for dtype in DTYPES:
-                say(f"{_engines(number)}, {dtype}: collectives and small steps" + ("" if known else "; kernels"))
+                say(f"{_engines(number)}, {dtype}: collectives and whole steps" + ("" if known else "; kernels"))
                 own = ranks.call(calibrate_ranks.measure_engines, dtype, rounds)
                 if known:
                     kernels = known[dtype].shared(own["row"] / known[dtype].row_seconds)

@@ -118,10 +118,8 @@ _SMALL_RUNS = (
     (6, 3, 2, "dp"),
     (6, 1, 2, "tp"),
     (6, 1, 2, "sequence"),
-    (4, 1, 3, "pp"),
 )
-"""Whole steps of small models that set the engine's own time; under pp each rank has so many blocks. With one engine
-all axes are the same."""
+"""Whole steps of small models that set the engine's own time. With one engine all axes are the same."""
 
 
 def sizes_on(device: str) -> Sizes:
@@ -149,11 +147,10 @@ def small_configs(dtype: str, engines: int) -> list[RunConfig]:
         return []
     _, _, heads, length, _ = _SMALL_BLOCK
     cut = engines > 1 and heads % engines == 0
-    parallel = {"dp": {}, "pp": {"pp": engines}, "tp": {"tp": engines}, "sequence": {"tp": engines, "sequence": True}}
-    possible = {"dp": True, "pp": engines > 1, "tp": cut, "sequence": cut}
+    parallel = {"dp": {}, "tp": {"tp": engines}, "sequence": {"tp": engines, "sequence": True}}
     return [
         RunConfig(
-            model=_small_model(depth * (engines if axis == "pp" else 1)).model_dump(),
+            model=_small_model(depth).model_dump(),
             data={"sequence_length": length, "vocab_size": 512},
             zero=stage,
             precision=dtype,
@@ -161,7 +158,7 @@ def small_configs(dtype: str, engines: int) -> list[RunConfig]:
             batch={"micro_size": 1, "accumulation": micro_batches},
         )
         for depth, stage, micro_batches, axis in _SMALL_RUNS
-        if possible[axis]
+        if axis == "dp" or cut
     ]
 
 

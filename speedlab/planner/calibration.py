@@ -229,10 +229,10 @@ def corrected(parts: Mapping[str, float], setup: Setup, here: Constants) -> dict
     return found
 
 
-EVENTS = ("step", "micro-batch", "block", "gather", "message", "sum", "scatter")
+EVENTS = ("step", "micro-batch", "block", "gather", "sum", "scatter")
 """What the engine does of itself: once a step; for a micro-batch; for a block of a micro-batch; for a unit that is
-gathered or reduced; for an activation that is sent or received; for a sum over tensor-parallel ranks, or in its place
-a gather and scatter of the sequence."""
+gathered or reduced; for a sum over tensor-parallel ranks, or in its place a gather and scatter of the sequence.
+Messages between pipeline stages are measured by themselves: in whole steps they drown in the waits for them."""
 
 
 def engine_events(setup: Setup) -> dict[str, float]:
@@ -245,7 +245,6 @@ def engine_events(setup: Setup) -> dict[str, float]:
     # micro-batch is reduced; a pipeline reduces once a step.
     gathers = {0: 0, 3: 2 * turns}.get(setup.zero_stage, 1)
     reductions = turns if setup.zero_stage >= 2 and layout.pp == 1 else 1
-    chunks = setup.chunks if setup.schedule in ("interleaved", "zero-bubble") else 1
     sums = 2 * passes * blocks * turns if layout.tp > 1 else 0
     # With a cut sequence tensor-parallel ranks have terms of the norms' gradients.
     norms = units * reductions if layout.tp > 1 and setup.sequence_parallel else 0
@@ -254,7 +253,6 @@ def engine_events(setup: Setup) -> dict[str, float]:
         "micro-batch": turns,
         "block": blocks * turns,
         "gather": (units * (gathers + reductions) if layout.dp > 1 else 0) + norms,
-        "message": 2 * chunks * turns if layout.pp > 1 else 0,
         "sum": 0 if setup.sequence_parallel else sums,
         "scatter": sums if setup.sequence_parallel else 0,
     }
@@ -272,6 +270,7 @@ def share_cores(parts: dict[str, float], before: Mapping[str, float], sharing: f
     slowest rank; where cores are shared, parts are those of the mean.
     """
     slowest, predicted = (sum(found[part] for part in _TURNS) for found in (parts, before))
-    critical = slowest * (1 + (before["bubble"] / predicted if predicted else 0.0)) / sharing
+    waited = before["bubble"] / predicted if predicted else 0.0
+    critical = (slowest + parts["engine"]) * (1 + waited) / sharing
     parts.update((part, parts[part] * balanced) for part in _TURNS)
-    parts["bubble"] = max(0.0, critical - slowest * balanced)
+    parts["bubble"] = max(0.0, critical - slowest * balanced - parts["engine"])
