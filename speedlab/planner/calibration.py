@@ -167,12 +167,12 @@ class Calibration:
         parts = corrected(self._with_own_rates(time.parts, setup), setup, here)
         sharing = max(1.0, engines / self.cores) if self.cores else 1.0
         balanced = 1.0
-        if sharing > 1 and setup.layout.pp > 1:
+        if setup.layout.pp > 1:
             kind = kind_of(setup)
             balanced = balance(
                 setup, self.machines(engines, setup.dtype, kind), self.shares(engines, setup.dtype, kind)
             )
-        share_cores(parts, time.parts, sharing, balanced)
+        share_cores(parts, time.parts, setup.layout.pp, sharing, balanced)
         if learned:
             for name, members in CLASSES.items():
                 factor, _ = self.learned(name)
@@ -262,7 +262,7 @@ _TURNS = ("forward", "backward", "recompute", "logits", "tensor parallel", "pipe
 """Parts that a micro-batch has on each pipeline rank."""
 
 
-def share_cores(parts: dict[str, float], before: Mapping[str, float], sharing: float, balanced: float) -> None:
+def share_cores(parts: dict[str, float], before: Mapping[str, float], pp: int, sharing: float, balanced: float) -> None:
     """Correct `parts`, in place, for a pipeline whose engines stand still, when `sharing` engines work on each core.
 
     The formulas' bubble is a share of what micro-batches take on the slowest rank, in `before`; all rates were measured
@@ -270,7 +270,10 @@ def share_cores(parts: dict[str, float], before: Mapping[str, float], sharing: f
     slowest rank; where cores are shared, parts are those of the mean.
     """
     slowest, predicted = (sum(found[part] for part in _TURNS) for found in (parts, before))
-    waited = before["bubble"] / predicted if predicted else 0.0
+    # It stands still while the first micro-batch is on the other ranks, which take less than itself.
+    others = (pp * balanced - 1) / (pp - 1) if pp > 1 else 0.0
+    waited = others * before["bubble"] / predicted if predicted else 0.0
     critical = (slowest + parts["engine"]) * (1 + waited) / sharing
-    parts.update((part, parts[part] * balanced) for part in _TURNS)
-    parts["bubble"] = max(0.0, critical - slowest * balanced - parts["engine"])
+    kept = balanced if sharing > 1 else 1.0
+    parts.update((part, parts[part] * kept) for part in _TURNS)
+    parts["bubble"] = max(0.0, critical - slowest * kept - parts["engine"])

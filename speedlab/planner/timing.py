@@ -117,7 +117,8 @@ def predict_time(setup: Setup, machines: Machines, efficiency: Efficiency) -> St
     turn = max(turns, key=lambda turn: sum(turn.values()))
     micro_batches = setup.accumulation
     parts = {part: micro_batches * seconds for part, seconds in turn.items()}
-    parts["bubble"] = sum(parts.values()) * _standing_still(setup, turns)
+    share = bubble_share(setup.schedule, pp=setup.layout.pp, chunks=setup.chunks, micro_batches=micro_batches)
+    parts["bubble"] = sum(parts.values()) * share / (1 - share)
     exposed, hidden = _data_parallel(setup, groups, turn, efficiency)
     parts["data parallel"] = exposed
     parts["optimizer"], parts["offload"] = _update(setup, machines, rates, efficiency)
@@ -128,17 +129,6 @@ def predict_time(setup: Setup, machines: Machines, efficiency: Efficiency) -> St
         hidden_seconds=hidden,
         caution=_caution(setup, machines, efficiency),
     )
-
-
-def _standing_still(setup: Setup, turns: list[dict[str, float]]) -> float:
-    """What the slowest pipeline rank waits in a step, over what it works: it stands still while the first micro-batch
-    is on the other ranks, who take less than itself."""
-    pp = setup.layout.pp
-    if pp == 1:
-        return 0.0
-    share = bubble_share(setup.schedule, pp=pp, chunks=setup.chunks, micro_batches=setup.accumulation)
-    seconds = [sum(turn.values()) for turn in turns]
-    return share / (1 - share) * (sum(seconds) / max(seconds) - 1) / (pp - 1)
 
 
 def balance(setup: Setup, machines: Machines, efficiency: Efficiency) -> float:

@@ -255,6 +255,15 @@ def test_where_cores_are_shared_an_uneven_pipeline_takes_what_the_mean_or_the_sl
     assert shared.parts["bubble"] > 0
 
 
+def test_the_slowest_rank_waits_only_while_the_others_have_the_first_micro_batch():
+    here = calibration(constants(event_seconds={}))
+    found = here.predict(setup_of(replace(SHAPE, layers=40), pp=2, accumulation=8, cut=(39, 1)))
+    block = (found.parts["forward"] + found.parts["backward"]) / 8 / 39
+    head = here.predict(setup_of(replace(SHAPE, layers=40), dp=2)).parts["logits"]
+    assert found.parts["logits"] == 0, "the first rank is the slowest"
+    assert found.parts["bubble"] == pytest.approx(block + head + found.parts["pipeline messages"] / 8)
+
+
 def test_what_is_dropped_is_drawn_once_forward_and_again_where_it_is_recomputed():
     drawing = replace(RATES, drawn_seconds=1e-7)
     shape = replace(SHAPE, dropout=0.1, position="learned")

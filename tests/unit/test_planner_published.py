@@ -81,8 +81,7 @@ def test_the_slow_network_of_3d_parallelism() -> None:
     """A pipeline over 4 Gbit/s, of which no row set a constant: batch by batch."""
     errors = [abs(o.error) for o in published.evaluate().outcomes if o.row == "ds3-lowbw-pp16"]
     assert len(errors) == 6
-    assert max(errors) < 0.18
-    assert sorted(errors)[-2] < 0.1
+    assert max(errors) < 0.15
 
 
 def test_the_report_says_which_rows_set_constants_and_what_was_left_out() -> None:

@@ -157,22 +157,11 @@ def test_what_is_hidden_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1)])
 def test_the_bubble_is_the_theorys_share(schedule: Any, chunks: int) -> None:
-    even = replace(setup().shape, vocab_size=1)  # so that the last rank has hardly more to do than the others
-    wanted = setup(shape=even, layout=Layout(pp=4), accumulation=8, schedule=schedule, chunks=chunks)
+    wanted = setup(layout=Layout(pp=4), accumulation=8, schedule=schedule, chunks=chunks)
     found = predict_time(wanted, ideal(), IDEAL)
     passes = found.step_seconds - found.parts["optimizer"] - found.parts["data parallel"]
     share = bubble_share(schedule, pp=4, chunks=chunks, micro_batches=8)
-    assert found.parts["bubble"] / passes == pytest.approx(share, rel=0.01)
-
-
-def test_the_slowest_rank_waits_only_while_the_others_have_the_first_micro_batch() -> None:
-    wanted = setup(layout=Layout(pp=2), accumulation=8, cut=(setup().shape.layers - 1, 1))
-    found = predict_time(wanted, ideal(), IDEAL)
-    block = (found.parts["forward"] + found.parts["backward"]) / 8 / (setup().shape.layers - 1)
-    head = predict_time(setup(accumulation=1), ideal(), IDEAL).parts["logits"]
-    message = found.parts["pipeline messages"] / 8
-    assert found.parts["logits"] == 0, "the first rank is the slowest"
-    assert found.parts["bubble"] == pytest.approx(block + head + message), "what the other one takes, once"
+    assert found.parts["bubble"] / passes == pytest.approx(share)
 
 
 def test_the_slowest_pipeline_rank_counts() -> None:
