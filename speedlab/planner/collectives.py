@@ -56,7 +56,7 @@ def ring(machines: Machines, efficiency: Efficiency, *, ranks: int, stride: int,
     rather than sum or gather."""
     per_host = machines.per_host
     inside = min(ranks, max(1, per_host // stride))
-    in_host = machines.in_host.bandwidth_bytes_per_second * (efficiency.messages if messages else efficiency.in_host)
+    in_host = machines.in_host_bytes_per_second(inside) * (efficiency.messages if messages else efficiency.in_host)
     crosses = ranks * stride > per_host and ranks > inside and machines.between is not None
     if not crosses or machines.between is None:
         return Ring(

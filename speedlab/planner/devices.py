@@ -14,6 +14,9 @@ from speedlab.planner.nearest import unknown
 
 _GIB = 2**30
 
+_MESHED = 4
+"""GPUs of a host that NVLink joins without a switch (NVIDIA's boards of four)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
@@ -28,6 +31,8 @@ class DeviceSpec:
     """The link that devices of one host usually have."""
     host_link: str = "pcie4"
     """To the host's memory."""
+    unaligned_share: float = 1.0
+    """Of the peak at 16 bits, by products whose inner size does not divide by 8: without matrix units, at float32's."""
 
     def peak(self, dtype: str) -> float:
         """FLOP/s in `dtype`. Raises ValueError for a dtype that the device does not multiply."""
@@ -49,6 +54,7 @@ def _gpu(name: str, gib: float, half: float, single: float, bandwidth: float, li
         memory_bytes_per_second=bandwidth * 1e12,
         in_host=link,
         host_link=host,
+        unaligned_share=single / half,
     )
 
 
@@ -101,6 +107,14 @@ class Machines:
     def world_size(self) -> int:
         """Number of devices."""
         return self.hosts * self.per_host
+
+    def in_host_bytes_per_second(self, ranks: int) -> float:
+        """Of a ring of `ranks` devices of one host. Up to four have no switch: each pair has its own links, so that a
+        device reaches all of its bandwidth only with all others."""
+        bandwidth = self.in_host.bandwidth_bytes_per_second
+        if ranks < 2 or self.per_host > _MESHED or not self.in_host.name.startswith("nvlink"):
+            return bandwidth
+        return bandwidth * (ranks - 1) / (self.per_host - 1)
 
     @classmethod
     def parse(cls, text: str, *, price_per_device_hour: float | None = None) -> Machines:

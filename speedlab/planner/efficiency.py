@@ -62,7 +62,7 @@ class Efficiency:
 
 
 _V100 = Efficiency(
-    matmul=0.70, attention=0.35, memory=0.8, in_host=0.9, between=0.2, messages=0.6, overlap=0.6, kernel_seconds=6e-6
+    matmul=0.70, attention=0.35, memory=0.8, in_host=0.9, between=0.14, messages=0.6, overlap=0.6, kernel_seconds=6e-6
 )
 _A100 = Efficiency(
     matmul=0.78, attention=0.60, memory=0.9, in_host=0.65, between=0.3, messages=0.9, overlap=0.4, kernel_seconds=5e-6

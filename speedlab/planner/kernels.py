@@ -8,7 +8,7 @@ layers are whole on each tensor-parallel rank, unless it has its part of the seq
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from speedlab.planner.devices import DeviceSpec
 from speedlab.planner.efficiency import Efficiency
@@ -40,6 +40,8 @@ class Rates:
     kernel_seconds: float
     drawn_seconds: float = 0.0
     """Of a random number for dropout, beside what its kernel moves; nothing on GPUs."""
+    unaligned_share: float = 1.0
+    """Of `matmul_flops`, by products over heads that matrix units do not take."""
 
     @classmethod
     def of(cls, device: DeviceSpec, efficiency: Efficiency, dtype: str) -> Rates:
@@ -51,7 +53,12 @@ class Rates:
             element_bytes=4 if dtype == "float32" else 2,
             kernel_seconds=efficiency.kernel_seconds,
             drawn_seconds=efficiency.drawn_seconds,
+            unaligned_share=1.0 if dtype == "float32" else device.unaligned_share,
         )
+
+    def for_heads(self, size: int) -> Rates:
+        """For products over heads of that size. Matrix units read 16 bytes at a time, 8 elements."""
+        return self if size % 8 == 0 else replace(self, matmul_flops=self.matmul_flops * self.unaligned_share)
 
     def matmul(self, m: float, n: float, k: float, count: float = 1) -> float:
         """Seconds of `count` products of (m, k) by (k, n) in one kernel."""
@@ -104,7 +111,8 @@ def _attention(setup: Setup, rates: Rates) -> Pass:
             forward=seconds + rates.kernel_seconds, backward=_FUSED_BACKWARD * seconds + 2 * rates.kernel_seconds
         )
     scores, element = heads * length * length, rates.element_bytes
-    two = rates.matmul(length, length, size, heads) + rates.matmul(length, size, length, heads)
+    products = rates.for_heads(size)
+    two = products.matmul(length, length, size, heads) + products.matmul(length, size, length, heads)
     mask = 1 if shape.dropout else 0
     # Softmax reads and writes; dropout too, and its mask. Their backwards read what was kept besides.
     forward = scores * (2 * element + (2 * element + mask if mask else 0))

@@ -45,10 +45,12 @@ CALIBRATION = frozenset(
     }
 )
 """Rows that set constants: each by a search over round values for the smallest mean error of its device's rows, except
-that the H100's share of the network was held at 0.7 (its rows alone asked for the end of the range, 0.9).
+that the H100's share of the network was held at 0.7 (its rows alone asked for the end of the range, 0.9), and that the
+V100's is a measurement: 55 of 400 Gbit/s in an all-reduce over 16 hosts (bigscience experiments/bandwidth).
 
-The other rows are no blind test. All were in sight when it was decided what the model counts and which rows set
-constants: that hidden communication has a price, that messages have a share of their own, the bytes of a logit, which
+The other rows are no blind test, but for bs-187b, which came later. All were in sight when it was decided what the
+model counts and which rows set constants: that hidden communication has a price, that messages have a share of their
+own, the bytes of a logit, how ZeRO-3 gathered in early 2021, what heads cost that matrix units do not take, which
 networks and micro-batches are assumed where none is printed. No constant was changed for the sake of one of them."""
 
 

@@ -50,6 +50,7 @@ class System:
     """Where the row does not say."""
     measured_network: bool = False
     """Whether the bandwidth is what was measured rather than what is printed on the card."""
+    listed_gathers: bool = False
     vocab_size: int = 51200
     per_host: int = 8
     assumed: str = ""
@@ -64,12 +65,14 @@ _CAPPED = "an H100 of 500 W with slower memory, taken as H100"
 SYSTEMS = {
     "azure": System(network="ib-200x8"),
     "bs-52b": System(network="opa-100x4", per_host=4, vocab_size=50257),
+    "bs-52b-z3": System(network="opa-100x4", per_host=4, vocab_size=50257, listed_gathers=True),
     "bs-1b3": System(network="opa-100x4", per_host=4, vocab_size=50257),
     "bs-": System(network="opa-100x4", dtype="bfloat16", wide_sums=True),
     "fsdp-aws": System(network="efa-100x4", vocab_size=50000),
     "korth": _SELENE,
     "mtnlg": _SELENE,
     "sc21-t2": _SELENE,
+    "sc21-t2-zero": replace(_SELENE, listed_gathers=True),
     "sc21": replace(_SELENE, assumed="micro-batch 1, two pipeline stages a rank"),
     "llama3": replace(_LLAMA, overlap=("dp", "pp"), assumed="micro-batch 1, five pipeline stages a rank, cut unevenly"),
     "mosaic-a": replace(_FUSED, network="roce-200x8", wide_sums=False),
@@ -152,6 +155,7 @@ def build(row: Row, **changes: Any) -> Case:
         scattered_messages=system.scattered,
         wide_sums=system.wide_sums,
         overlap=system.overlap,
+        listed_gathers=system.listed_gathers,
         optimizer=OptimizerConfig(name="sgd") if "SGD" in str(layout.get("optimizer")) else OptimizerConfig(),
         offload=_offload(layout),
     )

@@ -17,19 +17,10 @@ from speedlab.planner.presets import model
 from speedlab.planner.setup import Setup
 
 MISSED = {
-    # ZeRO-3 of early 2021: 17 GB/s a host, where the same network carries three times that in 2022
-    "sc21-t2-zero-3-174.6-1536",
-    "sc21-t2-zero-3-529.6-2240",
-    "sc21-t2-zero-3-174.6-384",
-    "sc21-t2-zero-3-529.6-640",
-    "bs-52b-z3-tp1",
-    # Two tensor-parallel ranks as slow as one: not explained by anything printed
+    # As if sums between two tensor-parallel ranks of a host went at 6 GB/s: not explained by anything printed
     "bs-1b3-tp2pp1dp4mb1ck",
     "bs-1b3-tp2pp1dp4mb1nock",
-    # Perhaps because hidden 14,400 does not divide into the tiles of matrix units
-    "bs-200b-dp4-mb2",
-    # Offload: parameters and activations travel too; the host's update took 2.5 times what its paper says
-    "fsdp-aws-1t-512",
+    # The host's update took 2.5 times what its paper says, and forward twice what later ones on the same device took
     "tut-off-10b",
 }
 """Rows with full set-up whose speed is off by more than a quarter."""
@@ -38,7 +29,7 @@ MISSED = {
 def test_every_row_is_predicted_or_has_a_reason() -> None:
     found = published.evaluate()
     ids = [row["id"] for row in published.rows()]
-    assert len(ids) == len(set(ids)) == 155
+    assert len(ids) == len(set(ids)) == 159
     predicted = {outcome.row for outcome in found.outcomes}
     assert predicted | found.left_out.keys() == set(ids)
     assert not predicted & found.left_out.keys()
@@ -75,6 +66,14 @@ def test_throughput_is_within_a_tenth_in_the_middle_and_the_misses_are_known() -
     missed = {outcome.row for outcome in found.outcomes if outcome.group == "throughput" and abs(outcome.error) > 0.25}
     assert missed == MISSED
     assert not missed & published.CALIBRATION
+
+
+def test_rows_that_nobody_had_seen() -> None:
+    """Four rows that came into the table after all constants were set: 187 · 10⁹ parameters in heads that divide by 8,
+    where their neighbour of 200 has heads of 150."""
+    found = [o for o in published.evaluate().outcomes if o.row.startswith("bs-187b")]
+    assert len(found) == 8
+    assert max(abs(o.error) for o in found) < 0.10
 
 
 def test_the_slow_network_of_3d_parallelism() -> None:

@@ -152,6 +152,56 @@ def test_what_is_hidden_is_not_waited_for() -> None:
     assert hidden.step_seconds + hidden.hidden_seconds == pytest.approx(waited.step_seconds)
 
 
+def test_up_to_four_gpus_have_no_switch() -> None:
+    """Of a V100's 150 GB/s a third goes to each of three neighbours; hosts of eight, and PCIe, are as before."""
+    four = Machines.parse("4 V100-32")
+    assert [four.in_host_bytes_per_second(ranks) for ranks in (1, 2, 3, 4)] == [150e9, 50e9, 100e9, 150e9]
+    assert Machines.parse("8 V100-32").in_host_bytes_per_second(2) == 150e9
+    assert Machines.parse("4 V100-32 pcie3").in_host_bytes_per_second(2) == 15.75e9
+    assert rings(Layout(tp=2, dp=2), four, IDEAL).tp.bytes_per_second == 50e9
+
+
+def test_a_unit_is_gathered_ahead_only_where_two_and_a_gradient_fit() -> None:
+    """Four micro-batches: parameters twice in 2 bytes, gradients once in 4."""
+    wanted = setup(layout=Layout(dp=4), zero_stage=3)
+    unit = 2 * rank_parameters(wanted) / wanted.shape.layers
+    hidden = []
+    for memory in (3 * unit + 1, 3 * unit - 1):
+        machines = ideal(in_host=1e9)
+        machines = replace(machines, device=replace(machines.device, memory_bytes=int(memory)))
+        found = predict_time(wanted, machines, replace(IDEAL, overlap=0.5))
+        hidden.append(found.hidden_seconds)
+        assert found.parts["data parallel"] + found.hidden_seconds == pytest.approx(
+            4 * (2 * 2 + 4) * 3 / 4 * rank_parameters(wanted) / 1e9
+        )
+    assert hidden[0] > 0
+    assert hidden[1] == 0
+
+
+@pytest.mark.parametrize(("checkpointing", "times"), [("none", 3), ("block", 4)])
+def test_lists_are_gathered_a_matrix_at_a_time_and_waited_for(checkpointing: Any, times: int) -> None:
+    """Twelve blocks of four matrices and the table; forward, backward, gradients, and again where a block is computed
+    again. Each costs a kernel for every rank beside the ring."""
+    wanted = setup(layout=Layout(dp=4), zero_stage=3, listed_gathers=True, checkpointing=checkpointing)
+    found = predict_time(wanted, ideal(in_host=1e9), replace(IDEAL, overlap=0.5, kernel_seconds=1e-3))
+    ring = 3 / 4 * 2 * rank_parameters(wanted) / 1e9
+    assert found.parts["data parallel"] == pytest.approx(4 * times * (ring + (12 * 4 + 1) * 4 * 1e-3))
+    assert found.hidden_seconds == 0
+
+
+def test_heads_that_matrix_units_do_not_take() -> None:
+    """Two products of scores at a tenth of the rate, forward and backward; fused attention pads."""
+    aligned = ideal()
+    machines = replace(aligned, device=replace(aligned.device, unaligned_share=0.1))
+    odd = replace(setup().shape, head_size=60)
+    slow, fast = (predict_time(setup(shape=odd), each, IDEAL) for each in (machines, aligned))
+    for direction, products in (("forward", 2), ("backward", 4)):
+        flops = 4 * 12 * products * 2 * 2 * 12 * 1024 * 1024 * 60
+        assert slow.parts[direction] - fast.parts[direction] == pytest.approx(flops / 1e11 - flops / 1e12)
+    for wanted in (setup(), setup(shape=odd, attention="fused"), setup(shape=odd, dtype="float32")):
+        assert predict_time(wanted, machines, IDEAL).parts == predict_time(wanted, aligned, IDEAL).parts
+
+
 # Pipelines, the update, the whole
 
 
