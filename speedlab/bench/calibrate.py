@@ -59,7 +59,7 @@ def measure(engines: Sequence[int], *, rounds: int = 4, say: Callable[[str], obj
                 say(f"{_engines(number)}, {dtype}: collectives and whole steps" + ("" if known else "; kernels"))
                 own = ranks.call(calibrate_ranks.measure_engines, dtype, rounds)
                 if known:
-                    kernels = known[dtype].shared(own["row"] / known[dtype].row_seconds)
+                    kernels = known[dtype].shared(number / cores)
                 else:
                     kernels = _as_samples(sizes, dtype, ranks.call(calibrate_ranks.measure_kernels, dtype, rounds))
                 samples.append(_with_engines(sizes, kernels, number, threads, own))
@@ -102,7 +102,6 @@ def _as_samples(sizes: Sizes, dtype: Any, measured: dict[str, Any]) -> Samples:
         byte_seconds=measured["byte"],
         flop_seconds=measured["flop"],
         collectives=(),
-        row_seconds=0.0,
         steps=(),
         larger_steps=(),
     )
@@ -121,7 +120,6 @@ def _with_engines(sizes: Sizes, kernels: Samples, engines: int, threads: int, me
         kernels,
         engines=engines,
         threads=threads,
-        row_seconds=measured["row"],
         collectives=collectives,
         steps=of(small_configs(dtype, engines), measured["steps"]),
         larger_steps=of(larger_configs(sizes, dtype), measured["larger steps"]),

@@ -10,7 +10,6 @@ from typing import Any
 
 from speedlab.bench.calibrate_cases import (
     ROW,
-    SHARED_ROW,
     BlockCase,
     HeadCase,
     Sizes,
@@ -31,6 +30,9 @@ _MESSAGE_BYTES = (1 << 14, 1 << 17, 1 << 20)
 """Of flats; of activations."""
 
 _LARGE_BYTES = 1 << 26
+
+_TRAINING_ROUNDS = 3
+"""Of whole steps, which last longer than kernels and say more."""
 
 
 def begin(threads: int) -> int:
@@ -56,14 +58,19 @@ def measure_kernels(dtype: str, rounds: int) -> dict[str, Any]:
     sizes = _sizes()
     # Twice, at different times: what disturbs one of them must not pass for the best there is.
     bounds = [_bounds(dtype, rounds)]
-    found: dict[str, Any] = {
-        "blocks": [_time_blocks(case, dtype, rounds) for case in sizes.blocks],
-        "heads": [_time_head(case, dtype, rounds) for case in head_cases(sizes)],
-        "update": _time_update(dtype, rounds),
-    }
+    steps = [_block_step(case, dtype) for case in sizes.blocks]
+    steps += [_head_step(case, dtype) for case in head_cases(sizes)]
+    *found, (update,) = _in_rounds([*steps, _update_step(dtype)], rounds)
     bounds.append(_bounds(dtype, rounds))
     flop, byte = (min(each) for each in zip(*bounds, strict=True))
-    return {**found, "flop": flop, "byte": byte}
+    blocks, heads = found[: len(sizes.blocks)], found[len(sizes.blocks) :]
+    return {
+        "blocks": [(forward / ROW, backward / ROW) for forward, backward in blocks],
+        "heads": [seconds for (seconds,) in heads],
+        "update": update / _UPDATED,
+        "flop": flop,
+        "byte": byte,
+    }
 
 
 def _bounds(dtype: str, rounds: int) -> tuple[float, float]:
@@ -79,10 +86,9 @@ def measure_engines(dtype: str, rounds: int) -> dict[str, Any]:
 
     engines, sizes = dist.get_world_size(), _sizes()
     return {
-        "row": _time_row(dtype, rounds),
         "collectives": _time_collectives(dtype, rounds),
-        "steps": [_time_steps(config, rounds) for config in small_configs(dtype, engines)],
-        "larger steps": [_time_steps(config, rounds) for config in larger_configs(sizes, dtype)],
+        "steps": _time_trainings(small_configs(dtype, engines)),
+        "larger steps": _time_trainings(larger_configs(sizes, dtype)),
     }
 
 
@@ -110,35 +116,38 @@ def _over_ranks(seconds: Sequence[float]) -> list[float]:
     return (total / dist.get_world_size()).tolist()
 
 
-def _time_blocks(case: BlockCase, dtype: str, rounds: int) -> tuple[float, float]:
-    """Seconds of one block's forward and backward, in a row of `ROW`."""
+def _in_rounds(steps: Sequence[Callable[[], tuple[float, ...]]], rounds: int) -> list[tuple[float, ...]]:
+    """What each of `steps` says it takes, over rounds in which all have their turn, the mean over the ranks.
+
+    The machine's own speed changes within seconds. It changes for all steps of a round alike, so each round is first
+    brought to the length of the usual one.
+    """
     import torch.distributed as dist
 
-    step = _block_step(case, dtype)
-    dist.barrier()
-    times = [step() for _ in range(2 + rounds)][2:]
-    forward, backward = _over_ranks([statistics.median(each) for each in zip(*times, strict=True)])
-    return forward / ROW, backward / ROW
-
-
-def _time_row(dtype: str, rounds: int) -> float:
-    """Seconds of the shared row one after the other, from the first rank's begin to the last one's end."""
-    import torch.distributed as dist
-
-    steps = [_block_step(case, dtype) for case in _sizes().blocks[SHARED_ROW]]
+    if not steps:
+        return []
     for step in steps:
         step()
-    dist.barrier()
-    begin = _now()
+    times = []
     for _ in range(rounds):
-        for step in steps:
-            step()
-    dist.barrier()
-    return (_now() - begin) / rounds
+        dist.barrier()
+        times.append([step() for step in steps])
+    whole = [sum(sum(each) for each in turn) for turn in times]
+    usual = statistics.median(whole)
+    level = [usual / each for each in whole]
+    found = []
+    for each in zip(*times, strict=True):
+        parts = zip(*each, strict=True)
+        found.append(tuple(_over_ranks([statistics.median(_scaled(part, level)) for part in parts])))
+    return found
 
 
-def _block_step(case: BlockCase, dtype: str) -> Callable[[], tuple[float, float]]:
-    """Forward and backward through a row of blocks; gives the seconds of both."""
+def _scaled(values: Sequence[float], by: Sequence[float]) -> list[float]:
+    return [value * factor for value, factor in zip(values, by, strict=True)]
+
+
+def _block_step(case: BlockCase, dtype: str) -> Callable[[], tuple[float, ...]]:
+    """Forward and backward through a row of `ROW` blocks; gives the seconds of both."""
     import torch
 
     from speedlab.comm.world import own_device
@@ -150,7 +159,7 @@ def _block_step(case: BlockCase, dtype: str) -> Callable[[], tuple[float, float]
     grad = torch.randn_like(x)
     rotation = model.rotation(x)
 
-    def step() -> tuple[float, float]:
+    def step() -> tuple[float, ...]:
         begin = _now()
         y = x
         for block in model.blocks:
@@ -173,7 +182,8 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _time_head(case: HeadCase, dtype: str, rounds: int) -> float:
+def _head_step(case: HeadCase, dtype: str) -> Callable[[], tuple[float, ...]]:
+    """A head with its loss, forward and backward."""
     import torch
 
     from speedlab.comm.world import own_device
@@ -184,16 +194,18 @@ def _time_head(case: HeadCase, dtype: str, rounds: int) -> float:
     x = torch.randn(micro, length, hidden, dtype=getattr(torch, dtype), device=own_device(), requires_grad=True)
     targets = torch.randint(0, vocabulary, (micro, length), device=own_device())
 
-    def step() -> None:
+    def step() -> tuple[float, ...]:
+        begin = _now()
         found = model.output(x, targets).loss
         assert found is not None
         found.backward()
+        return (_now() - begin,)
 
-    return _seconds({"step": step}, rounds)["step"]
+    return step
 
 
-def _time_update(dtype: str, rounds: int) -> float:
-    """Seconds of a parameter: what the engine does with a partition at the end of a step."""
+def _update_step(dtype: str) -> Callable[[], tuple[float, ...]]:
+    """What the engine does with a partition of `_UPDATED` parameters at the end of a step."""
     import torch
 
     from cuda_ops.adamw import adamw
@@ -204,14 +216,16 @@ def _time_update(dtype: str, rounds: int) -> float:
     gradient = torch.full((_UPDATED,), 1e-3, dtype=getattr(torch, dtype), device=own_device())
     narrow = torch.zeros_like(gradient) if dtype != "float32" else None
 
-    def update() -> None:
+    def step() -> tuple[float, ...]:
+        begin = _now()
         grad_stats(gradient)
         adamw(
             master, gradient, first, second, narrow,
             lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1,
         )  # fmt: skip
+        return (_now() - begin,)
 
-    return _seconds({"update": update}, rounds)["update"] / _UPDATED
+    return step
 
 
 def _time_product(width: int, dtype: str, rounds: int) -> float:
@@ -289,20 +303,23 @@ def _ring_of_messages(group: Any, tensor: Any) -> Callable[[], None]:
     return call
 
 
-def _time_steps(config: RunConfig, rounds: int) -> float:
-    """Seconds of a whole step of `config`."""
-    import torch.distributed as dist
+def _time_trainings(configs: Sequence[RunConfig]) -> list[float]:
+    """Seconds of a whole step of each of `configs`, in turn."""
+    from contextlib import ExitStack
 
     from speedlab.bench.steptimes import training
 
-    with training(config) as step:
-        times = []
-        for _ in range(1 + rounds):
-            dist.barrier()
+    def timed(step: Callable[[], object]) -> Callable[[], tuple[float, ...]]:
+        def call() -> tuple[float, ...]:
             begin = _now()
             step()
-            times.append(_now() - begin)
-        return _over_ranks([statistics.median(times[1:])])[0]
+            return (_now() - begin,)
+
+        return call
+
+    with ExitStack() as trainings:
+        steps = [timed(trainings.enter_context(training(config))) for config in configs]
+        return [seconds for (seconds,) in _in_rounds(steps, _TRAINING_ROUNDS)]
 
 
 def plain_rates(dtype: str, rounds: int) -> dict[str, float]:

@@ -2,6 +2,11 @@
 
 The machine is calibrated first, in the same run, unless the user's calibration is asked for; no case of the grid is
 among what sets its constants, and nothing is learned from the cases.
+
+A machine that is shared with others changes its speed within minutes, by a quarter and more, which no calibration
+foresees. Each case therefore takes turns with a reference training, one of those that `speedlab calibrate` measured:
+what the reference takes now over what it is predicted to take is how slow the machine is now, and is told apart from
+the planner's error. Both errors are shown, with it and without.
 """
 
 from __future__ import annotations
@@ -29,6 +34,9 @@ VALIDATED = Path(__file__).parents[1] / "planner" / "validated_times.md"
 
 _GOAL = 0.08
 
+_TURN_SECONDS = 0.2
+"""Of a case's steps before the reference has its turn again."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -38,26 +46,48 @@ class Options:
     """Measure only cases whose name holds this text."""
     every: int = 1
     """Measure every n-th case only."""
-    seconds: float = 1.0
-    """How long each case is measured."""
+    rounds: int = 4
+    """How often each case and the reference take turns."""
     stored: bool = False
     """Use the user's calibration instead of measuring the machine first."""
     write: bool = False
     """Also write the table to the planner's `validated_times.md`. For a whole run."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Median seconds of a step, and of the reference's between times."""
+
+    step: float
+    reference: float
+    over_reference: float
+    """Median of their ratio, turn by turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Found:
-    """One case: seconds of a step."""
+    """One case."""
 
     case: str
     time: StepTime
-    measured: float
+    measured: Measured
+    reference_seconds: float
+    """What the reference's step was predicted to take, like the case's."""
+
+    @property
+    def machine(self) -> float:
+        """How much longer this machine took for the reference than was predicted: 1 where nothing changed."""
+        return self.measured.reference / self.reference_seconds
 
     @property
     def error(self) -> float:
-        """predicted / measured - 1."""
-        return self.time.step_seconds / self.measured - 1
+        """predicted / measured - 1, at the speed that the machine had at the time."""
+        return self.time.step_seconds / self.reference_seconds / self.measured.over_reference - 1
+
+    @property
+    def plain_error(self) -> float:
+        """predicted / measured - 1, with whatever the machine's speed had become."""
+        return self.time.step_seconds / self.measured.step - 1
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -73,9 +103,7 @@ def main(argv: list[str] | None = None) -> None:
             group.call(_begin, calibration.of(ranks, "float32").threads)
             for case in cases:
                 if case.ranks == ranks:
-                    setup = setup_of(case)
-                    seconds = group.call(measure, case.config, options.seconds)
-                    found.append(Found(case.name, calibration.predict(setup), seconds))
+                    found.append(_found(case, calibration, group.call(measure, case.config, options.rounds)))
                     print(f"  {case.name}: {found[-1].error:+.1%}", file=sys.stderr, flush=True)
     text = render(found)
     print(text)
@@ -89,6 +117,23 @@ def _calibrate(engines: list[int]) -> Calibration:
     return calibrate.measure(engines, say=lambda text: print(f"calibrating: {text}", file=sys.stderr, flush=True))
 
 
+def _found(case: GridCase, calibration: Calibration, measured: Measured) -> Found:
+    reference = GridCase(name="reference", ranks=case.ranks, config=reference_of(case.config))
+    return Found(
+        case=case.name,
+        time=calibration.predict(setup_of(case)),
+        measured=measured,
+        reference_seconds=calibration.predict(setup_of(reference)).step_seconds,
+    )
+
+
+def reference_of(config: RunConfig) -> RunConfig:
+    """The training beside which `config` is measured: one of the calibration's, in the same precision."""
+    from speedlab.bench.calibrate_cases import ON_PROCESSORS, larger_configs
+
+    return larger_configs(ON_PROCESSORS, config.precision.dtype)[0]
+
+
 def setup_of(case: GridCase) -> Setup:
     """The case as the planner sees it."""
     return Setup.of_config(case.config, case.ranks, dtype=case.config.precision.dtype)  # type: ignore[arg-type]  # never "auto" here
@@ -96,28 +141,34 @@ def setup_of(case: GridCase) -> Setup:
 
 def render(found: list[Found]) -> str:
     """Markdown: totals, then each case with its parts."""
-    errors = [abs(each.error) for each in found]
+    errors, plain = ([abs(error) for error in of] for of in ([f.error for f in found], [f.plain_error for f in found]))
+    machine = [each.machine for each in found]
     lines = [
         "# Step time: predicted beside measured",
         "",
-        "Made by `speedlab bench steptimes --write`: this machine calibrated, then medians of steps on CPU ranks.",
+        "Made by `speedlab bench steptimes --write`: this machine calibrated, then medians of steps on CPU ranks, each",
+        "in turns with a reference training that the calibration knows. `machine` is what the reference took over what",
+        "it was predicted to take; `error` is at that speed, `plain error` is without it.",
         "",
         f"- {len(found)} trainings",
         f"- {statistics.median(errors):.1%} off (median), {max(errors):.1%} (worst); the goal is {_GOAL:.0%} (median)",
+        f"- {statistics.median(plain):.1%} (median), {max(plain):.1%} (worst) with whatever the machine's speed had",
+        f"  become: the reference took {min(machine):.2f} to {max(machine):.2f} times what was predicted",
         "",
-        "| training (micro-batch × accumulation) | predicted ms | measured ms | error | of it computing "
-        "| communication | update | engine |",
-        "|---|---|---|---|---|---|---|---|",
+        "| training (micro-batch × accumulation) | predicted ms | measured ms | machine | error | plain error "
+        "| of it computing | communication | update | engine |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in found:
         parts = each.time.parts
         computing = sum(parts[name] for name in ("forward", "backward", "recompute", "logits"))
         updating = parts["optimizer"] + parts["offload"]
         waiting = each.time.step_seconds - computing - updating - parts["engine"]
-        numbers = [each.time.step_seconds, each.measured]
+        numbers = [each.time.step_seconds, each.measured.step]
         shares = [computing, waiting, updating, parts["engine"]]
         lines.append(
-            f"| {each.case} | {' | '.join(f'{number * 1e3:.2f}' for number in numbers)} | {each.error:+.1%} | "
+            f"| {each.case} | {' | '.join(f'{number * 1e3:.2f}' for number in numbers)} | {each.machine:.2f} | "
+            f"{each.error:+.1%} | {each.plain_error:+.1%} | "
             f"{' | '.join(f'{share * 1e3:.2f}' for share in shares)} |"
         )
     return "\n".join(lines) + "\n"
@@ -132,20 +183,28 @@ def _begin(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def measure(config: RunConfig, seconds: float) -> float:
-    """Median seconds of a step of `config` on random tokens, over `seconds`; the first steps do not count."""
-    with training(config) as step:
-        times = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - begin)
+def measure(config: RunConfig, rounds: int) -> Measured:
+    """Steps of `config` on random tokens and steps of its reference, in turn; the first of each turn does not count."""
+    with training(reference_of(config)) as reference, training(config) as step:
+        _turn(reference, 2)
         # All ranks make as many steps: those that rank 0 says.
-        for _ in range(_agreed(max(5, min(200, int(seconds / times[-1]))))):
-            begin = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - begin)
-    return statistics.median(times[3:])
+        count = _agreed(max(2, min(10, int(_TURN_SECONDS / _turn(step, 3)))))
+        turns = [(_turn(reference, 2), _turn(step, count)) for _ in range(rounds)]
+    return Measured(
+        step=statistics.median(own for _, own in turns),
+        reference=statistics.median(other for other, _ in turns),
+        over_reference=statistics.median(own / other for other, own in turns),
+    )
+
+
+def _turn(step: Callable[[], object], count: int) -> float:
+    """Median seconds of `count` steps, after one that brings the caches back."""
+    times = []
+    for _ in range(1 + count):
+        begin = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
 
 
 @contextmanager

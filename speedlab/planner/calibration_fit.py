@@ -4,8 +4,8 @@ The formulas are linear in seconds per FLOP of matrix products, per FLOP of atte
 random number. What they count of a case is therefore found by asking them with one of these at 1 and the others at 0;
 least squares of relative errors over all cases then give the five, none below what a bare product and a bare copy
 reach. Each kind of block sets its own; heads have bytes and kernels of their own; updates and sums of tensor-parallel
-ranks become factors; whole steps of small models set the engine's own time, and those of larger ones a factor on all
-computing. No run, and no case of `bench steptimes`, is among what is fitted.
+ranks become factors; whole steps of small models set the engine's own time, and those of larger ones bring the rates to
+what kernels reach in a training. No run, and no case of `bench steptimes`, is among what is fitted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from speedlab.planner.calibration import (
-    CLASSES,
     EVENTS,
     Calibration,
     Constants,
@@ -83,8 +82,6 @@ class Samples:
     flop_seconds: float
     """Of a FLOP of a bare product of matrices: no kernel computes one faster."""
     collectives: Sequence[CollectiveTime]
-    row_seconds: float
-    """Of a row of blocks on all engines at once, which says how much slower they are where they share cores."""
     steps: Sequence[SetupTime]
     """Whole steps of models so small that the engine's own time shows, in different depths and layouts."""
     larger_steps: Sequence[SetupTime]
@@ -114,17 +111,48 @@ def fit_all(samples: Sequence[Samples], calibration: Calibration) -> list[Consta
 
 
 def _in_training(samples: Samples, found: Constants, calibration: Calibration) -> Constants:
-    """With a factor on all computing: kernels are slower in a training, between other tensors, than by themselves."""
+    """With the rates that kernels have in a training, where they stand between other tensors and are slower than by
+    themselves: each kind of block has its own factor, logits the mean of all."""
     here = replace(calibration, constants=(found,), runs=())
-    ratios = []
-    for step in samples.larger_steps:
-        parts = here.predict(step.setup).parts
-        computing = sum(parts[part] for part in CLASSES["computing"])
-        ratios.append((step.seconds - (sum(parts.values()) - computing)) / computing)
-    if not ratios:
+    predicted = [here.predict(step.setup).parts for step in samples.larger_steps]
+    if not predicted:
         return found
-    factor = max(0.5, statistics.geometric_mean(max(ratio, 0.1) for ratio in ratios))
-    return replace(found, factors={**found.factors, **dict.fromkeys(CLASSES["computing"], factor)})
+    blocks = [sum(parts[part] for part in ("forward", "backward", "recompute")) for parts in predicted]
+    logits = [parts["logits"] for parts in predicted]
+    computed = [
+        step.seconds - (sum(parts.values()) - block - logit)
+        for step, parts, block, logit in zip(samples.larger_steps, predicted, blocks, logits, strict=True)
+    ]
+    mean = statistics.geometric_mean(
+        _bounded(seconds / (block + logit)) for seconds, block, logit in zip(computed, blocks, logits, strict=True)
+    )
+    factors = {
+        kind_of(step.setup): _bounded((seconds - mean * logit) / block)
+        for step, seconds, block, logit in zip(samples.larger_steps, computed, blocks, logits, strict=True)
+    }
+    rates = {**{kind: found.rates_of(kind) for kind in factors}, **found.rates}
+    return replace(
+        found,
+        rates={kind: _slower(each, factors.get(kind, mean)) for kind, each in rates.items()},
+        # The update was measured by itself, and is predicted with the rates of 'rotary'.
+        factors={**found.factors, "optimizer": found.factors["optimizer"] / factors.get("rotary", mean)},
+    )
+
+
+def _bounded(ratio: float) -> float:
+    return max(0.5, ratio)
+
+
+def _slower(rates: Rates, factor: float) -> Rates:
+    """`rates` of kernels that take `factor` times as long."""
+    return replace(
+        rates,
+        matmul_flops=rates.matmul_flops / factor,
+        attention_flops=rates.attention_flops / factor,
+        memory_bytes=rates.memory_bytes / factor,
+        kernel_seconds=rates.kernel_seconds * factor,
+        drawn_seconds=rates.drawn_seconds * factor,
+    )
 
 
 def fit_constants(samples: Samples, calibration: Calibration) -> Constants:

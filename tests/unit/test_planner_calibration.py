@@ -144,7 +144,6 @@ def made_samples(rates: Rates, ring: Ring, own: dict[str, float], **changes) -> 
             *(CollectiveTime(name="sum", nbytes=n, seconds=1.5 * ring.all_reduce(n)) for n in (10**4, 10**6)),
             CollectiveTime(name="send", nbytes=10**6, seconds=ring.latency_seconds + 10**6 / 1e9),
         ],
-        row_seconds=1.0,
         steps=(),
         larger_steps=(),
         **changes,
@@ -264,6 +263,16 @@ def test_the_slowest_rank_waits_only_while_the_others_have_the_first_micro_batch
     assert found.parts["bubble"] == pytest.approx(block + head + found.parts["pipeline messages"] / 8)
 
 
+def test_zero_bubble_saves_nothing_on_processors():
+    for device, saves in (("cpu", False), ("A100-80", True)):
+        here = replace(calibration(constants(event_seconds={})), device=device, cores=0)
+        times = [
+            here.predict(setup_of(pp=2, accumulation=4, schedule=schedule)) for schedule in ("zero-bubble", "1f1b")
+        ]
+        assert [time.setup.schedule for time in times] == ["zero-bubble", "1f1b"]
+        assert (times[0].step_seconds < times[1].step_seconds) is saves, device
+
+
 def test_what_is_dropped_is_drawn_once_forward_and_again_where_it_is_recomputed():
     drawing = replace(RATES, drawn_seconds=1e-7)
     shape = replace(SHAPE, dropout=0.1, position="learned")
@@ -274,22 +283,29 @@ def test_what_is_dropped_is_drawn_once_forward_and_again_where_it_is_recomputed(
         assert after.parts[part] - before.parts[part] == pytest.approx(times * drawn, abs=1e-12), part
 
 
-def test_computing_is_as_slow_as_in_a_training():
+def test_kernels_are_as_slow_as_in_a_training_each_kind_by_itself():
     rates = Rates(matmul_flops=4e10, attention_flops=1e10, memory_bytes=6e9, element_bytes=4, kernel_seconds=2e-5)
     ring = Ring(ranks=2, bytes_per_second=3e9, latency_seconds=4e-5, crosses_hosts=False)
     samples = made_samples(rates, ring, {"block": 1e-4})
     (bare,) = fit_all([samples], calibration())
-    whole = setup_of(replace(SHAPE, layers=7), dp=2, zero_stage=1)
-    parts = calibration(bare).predict(whole).parts
-    computing = sum(parts[part] for part in CLASSES["computing"])
-    seconds = sum(parts.values()) + 0.3 * computing
-    without = replace(samples, steps=())
-    larger = [SetupTime(setup=whole, seconds=seconds)]
-    found, other = fit_all([replace(samples, larger_steps=larger), without], calibration())
-    assert calibration(found).predict(whole).step_seconds == pytest.approx(seconds)
-    assert [found.factors[part] for part in CLASSES["computing"]] == pytest.approx([1.3] * 4)
+    wholes = [
+        setup_of(replace(SHAPE, layers=7, **kind), dp=2, zero_stage=1)
+        for kind in ({"position": "rotary"}, {"position": "learned"}, {"position": "learned", "dropout": 0.1})
+    ]
+    larger = []
+    for whole, factor in zip(wholes, (1.3, 1.1, 1.5), strict=True):
+        parts = calibration(bare).predict(whole).parts
+        computing = sum(parts[part] for part in CLASSES["computing"])
+        larger.append(SetupTime(setup=whole, seconds=sum(parts.values()) + (factor - 1) * computing))
+    found, other = fit_all([replace(samples, larger_steps=larger), replace(samples, steps=())], calibration())
+    for step in larger:
+        assert calibration(found).predict(step.setup).step_seconds == pytest.approx(step.seconds)
+    mean = (1.3 * 1.1 * 1.5) ** (1 / 3)
+    for kind in ("logits full", "logits chunked"):
+        assert found.rates[kind].memory_bytes == pytest.approx(other.rates[kind].memory_bytes / mean)
+        assert found.rates[kind].matmul_flops == pytest.approx(other.rates[kind].matmul_flops / mean)
     assert other.event_seconds == found.event_seconds, "the engine's own time is that of all dtypes"
-    assert "forward" not in other.factors
+    assert other.rates == bare.rates
 
 
 def test_events_of_the_engine_by_hand():
