@@ -100,8 +100,8 @@ class Setup:
     the update, tensor-parallel sums, messages between pipeline stages."""
     listed_gathers: bool = False
     """Whether ZeRO-3 gathers and reduces each matrix by itself, as a list of one tensor for each rank, with the device
-    idle until it is there, and again before a block is recomputed: DeepSpeed 0.3.11 to 0.3.16, of early 2021
-    (`deepspeed/runtime/zero/partition_parameters.py`). This engine gathers a unit at once, one ahead."""
+    idle until it is there, and again before a block is recomputed, as DeepSpeed's did in early 2021 (its
+    `runtime/zero/partition_parameters.py`). This engine gathers a unit at once, one ahead."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """What lives in the host's memory: optimizer states and gradients; parameters besides."""
