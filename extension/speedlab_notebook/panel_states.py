@@ -18,7 +18,7 @@ from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search import Dtype
 from speedlab.planner.setup import Setup
 from speedlab.telemetry.bars_svg import Bar, bars_svg
-from speedlab.telemetry.figure_style import COLOURS, LABELS
+from speedlab.telemetry.figure_style import LABELS, swatch
 from speedlab.telemetry.records import CATEGORIES
 from speedlab.telemetry.text import byte_unit, bytes_text, count_text
 
@@ -186,7 +186,7 @@ def _table(states: Sequence[RankMemory], stage: int) -> str:
     head = "".join(f"<th{' class=speedlab-chosen' if number == stage else ''}>{number}</th>" for number in STAGES)
     shown = [name for name in CATEGORIES if any(getattr(state, name) for state in states)]
     rows = "".join(
-        f'<tr><th><i style="background:{COLOURS[name]}"></i>{LABELS[name]}</th>{cells(name)}</tr>'
+        f'<tr><th><i style="background:{swatch(name)}"></i>{LABELS[name]}</th>{cells(name)}</tr>'
         for name in reversed(shown)
     )
     return (

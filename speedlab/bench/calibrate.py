@@ -8,7 +8,9 @@ engines would: blocks of the built-in GPT, heads with their loss, the update, co
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -45,16 +47,12 @@ def measure(engines: Sequence[int], *, rounds: int = 4, say: Callable[[str], obj
     cores = len(available_cores())
     memory = sum(gpu.capacity_bytes for gpu in gpus) if gpus else memory_bytes()[0]
     shared = {cores} if not gpus and max(engines) > cores else set[int]()
+    threads = {number: 1 if gpus else max(1, cores // number) for number in sorted({*engines, *shared})}
     samples: list[Samples] = []
-    rates: dict[str, float] = {}
-    process = 0
-    for number in sorted({*engines, *shared}):
-        taking_turns = not gpus and number > cores
-        known = {sample.dtype: sample for sample in samples if sample.engines == cores} if taking_turns else {}
-        threads = 1 if gpus else max(1, cores // number)
-        with RankSet(number) as ranks:
-            say(f"{_engines(number)}: starting")
-            process = max(process, ranks.call(calibrate_ranks.begin, threads))
+    with _started(threads, say) as (sets, process):
+        for number, ranks in sets.items():
+            taking_turns = not gpus and number > cores
+            known = {sample.dtype: sample for sample in samples if sample.engines == cores} if taking_turns else {}
             for dtype in DTYPES:
                 say(f"{_engines(number)}, {dtype}: collectives and whole steps" + ("" if known else "; kernels"))
                 own = ranks.call(calibrate_ranks.measure_engines, dtype, rounds)
@@ -62,20 +60,33 @@ def measure(engines: Sequence[int], *, rounds: int = 4, say: Callable[[str], obj
                     kernels = known[dtype].shared(number / cores)
                 else:
                     kernels = _as_samples(sizes, dtype, ranks.call(calibrate_ranks.measure_kernels, dtype, rounds))
-                samples.append(_with_engines(sizes, kernels, number, threads, own))
-                if number == 1:
-                    rates |= ranks.call(calibrate_ranks.plain_rates, dtype, rounds)
+                samples.append(_with_engines(sizes, kernels, number, threads[number], own))
+        alone = sets.get(1)
+        rates = [alone.call(calibrate_ranks.plain_rates, dtype, rounds) for dtype in DTYPES] if alone else []
     found = Calibration(
         machine=this_machine(),
         device=gpus[0].name if gpus else "cpu",
         cores=0 if gpus else cores,
         memory_bytes=memory,
         created=time.time(),
-        rates=rates,
+        rates={name: value for each in rates for name, value in each.items()},
         process_bytes=process,
         constants=(),
     )
     return replace(found, constants=tuple(fit_all(samples, found)))
+
+
+@contextmanager
+def _started(threads: Mapping[int, int], say: Callable[[str], object]) -> Iterator[tuple[dict[int, RankSet], int]]:
+    """Rank processes for each number of engines, and the bytes that one holds. They load at the same time, and sleep
+    until it is their turn."""
+    say(f"starting {sum(threads)} processes")
+    with ExitStack() as stack:
+        sets = {number: stack.enter_context(RankSet(number)) for number in threads}
+        with ThreadPoolExecutor(len(sets)) as pool:
+            held = pool.map(lambda number: sets[number].call(calibrate_ranks.begin, threads[number]), sets)
+            process = max(held)
+        yield sets, process
 
 
 def _engines(number: int) -> str:

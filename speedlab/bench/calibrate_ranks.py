@@ -38,6 +38,7 @@ _TRAINING_ROUNDS = 3
 def begin(threads: int) -> int:
     """Set this rank's threads; returns the bytes that its process holds with the engine loaded."""
     import torch
+    import torch._dynamo  # What torch loads of itself with the first optimizer.
 
     import speedlab.engine  # noqa: F401  # part of what an engine's process holds
     from speedlab.engine.memory import PeakMemory, keep_freed_memory

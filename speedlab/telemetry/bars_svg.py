@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from speedlab.telemetry.figure_style import COLOURS, LABELS
+from speedlab.telemetry.figure_style import COLOURS, LABELS, is_hatched
 from speedlab.telemetry.records import CATEGORIES
 from speedlab.telemetry.text import byte_unit, bytes_text
 
 _WIDTH, _HEIGHT = 360, 208
 _LEFT, _TOP, _FLOOR = 58, 16, 178
 _BAR = 46
+_STROKE = 5
+"""Between strokes of what is hatched."""
 _CAPACITY_IN_SIGHT = 2.5
 """The capacity line is drawn when it is at most so many times the highest bar; else the bars would be too flat."""
 
@@ -81,6 +83,16 @@ def _ticks(top: float) -> list[float]:
     return [number * step for number in range(int(top / step) + 1)]
 
 
+def _strokes(left: float, high: float, width: float, height: float) -> str:
+    """Parallel strokes across a rectangle. No pattern of the document's: another picture may have its name."""
+    offsets = range(_STROKE, int(width + height), _STROKE)
+    return "".join(
+        f"M{left + max(0.0, c - height):.1f} {high + min(c, height):.1f}"
+        f"L{left + min(c, width):.1f} {high + max(0.0, c - width):.1f}"
+        for c in offsets
+    )
+
+
 def _drawn(bar: Bar, middle: float, width: float, top: float) -> str:
     left, below, rects = middle - width / 2, 0, []
     for category in CATEGORIES:
@@ -88,11 +100,15 @@ def _drawn(bar: Bar, middle: float, width: float, top: float) -> str:
         if not count:
             continue
         high, low = _y(below + count, top), _y(below, top)
+        fill = "transparent" if is_hatched(category) else COLOURS[category]
         rects.append(
             f'<rect x="{left:.1f}" y="{high:.1f}" width="{width:g}" height="{low - high:.1f}" '
-            f'fill="{COLOURS[category]}"><title>{escape(bar.label)}: {LABELS[category]} {bytes_text(count)}</title>'
+            f'fill="{fill}"><title>{escape(bar.label)}: {LABELS[category]} {bytes_text(count)}</title>'
             "</rect>"
         )
+        if is_hatched(category):
+            strokes = _strokes(left, high, width, low - high)
+            rects.append(f'<path d="{strokes}" stroke="{COLOURS[category]}" stroke-width="1.5" pointer-events="none"/>')
         below += count
     high = _y(below, top)
     words = [(_FLOOR + 15, bar.label), (_FLOOR + 28, bar.below), (high - 4, bytes_text(bar.total))]

@@ -35,6 +35,31 @@ LABELS = {
     "outside_framework": "outside the framework",
 }
 
+_HATCHED = "outside_framework"
+"""Drawn in strokes: it is no tensor of anybody's."""
+
+
+def is_hatched(category: str) -> bool:
+    """Whether a category of the ledger is drawn in strokes rather than filled."""
+    return category == _HATCHED
+
+
+def bar_marker(category: str) -> dict[str, Any]:
+    """plotly's marker of a bar of bytes."""
+    if not is_hatched(category):
+        return {"color": COLOURS[category], "line": {"width": 0}}
+    pattern = {"shape": "/", "fgcolor": COLOURS[category], "bgcolor": "rgba(0,0,0,0)", "size": 7, "solidity": 0.25}
+    return {"color": "rgba(0,0,0,0)", "pattern": pattern, "line": {"color": COLOURS[category], "width": 1}}
+
+
+def swatch(category: str) -> str:
+    """The CSS background of a category's mark in a legend."""
+    colour = COLOURS[category]
+    if not is_hatched(category):
+        return colour
+    return f"repeating-linear-gradient(135deg, {colour} 0 1.5px, transparent 1.5px 4px)"
+
+
 PHASE_COLOURS = {
     "data": "#6B7A8F",
     "forward": COLOURS["activations"],

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from speedlab.hardware import Device
-from speedlab.telemetry.figure_style import COLOURS, LABELS, Figure, base_layout, ink_line, legend_beside, note
+from speedlab.telemetry.figure_style import LABELS, Figure, bar_marker, base_layout, ink_line, legend_beside, note
 from speedlab.telemetry.prediction import counted, error_text
 from speedlab.telemetry.records import CATEGORIES, StepRecord
 from speedlab.telemetry.series import History, total_bytes
@@ -69,7 +69,7 @@ def _bars(history: History, title: str, categories: Sequence[str], devices: Sequ
             "name": LABELS[category],
             "x": names,
             "y": values,
-            "marker": _bar_marker(category),
+            "marker": bar_marker(category),
             "hovertemplate": f"%{{x}}<br>{LABELS[category]} %{{y:.5~r}} {unit}<extra></extra>",
         }
         for category, values in zip(categories, _heights(history, categories, size), strict=True)
@@ -141,13 +141,6 @@ def _outliers(history: History) -> str:
     far = [(rank, total / middle - 1) for rank, total in totals.items() if middle and abs(total - middle) > limit]
     far.sort(key=lambda entry: -abs(entry[1]))
     return "outliers: " + ", ".join(f"rank {rank} ({share:+.0%})" for rank, share in far[:6]) if far else ""
-
-
-def _bar_marker(category: str) -> dict[str, Any]:
-    if category != "outside_framework":
-        return {"color": COLOURS[category], "line": {"width": 0}}
-    pattern = {"shape": "/", "fgcolor": COLOURS[category], "bgcolor": "rgba(0,0,0,0)", "size": 7, "solidity": 0.25}
-    return {"color": "rgba(0,0,0,0)", "pattern": pattern, "line": {"color": COLOURS[category], "width": 1}}
 
 
 def _in_sight(tops: list[int], capacities: list[int]) -> bool:

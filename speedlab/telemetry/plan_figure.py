@@ -11,10 +11,12 @@ from speedlab.telemetry.figure_style import (
     COLOURS,
     LABELS,
     Figure,
+    bar_marker,
     base_layout,
     ink_line,
     legend_beside,
     note,
+    swatch,
 )
 from speedlab.telemetry.plan_table import (
     MOST_ROWS,
@@ -108,7 +110,7 @@ def _memory_bars(plan: Plan, layout: Figure) -> list[dict[str, Any]]:
             "name": LABELS[category],
             "x": [name for name, _ in shown],
             "y": [getattr(memory, category) / size for _, memory in shown],
-            "marker": {"color": COLOURS[category], "line": {"width": 0}},
+            "marker": bar_marker(category),
             "hovertemplate": f"%{{x}}<br>{LABELS[category]} %{{y:.5~r}} {unit}<extra></extra>",
         }
         for category in CATEGORIES
@@ -138,7 +140,7 @@ def plan_html(plan: Plan) -> str:
     """The text, the bars and the table, escaped, without a script."""
     bars = [Bar(label=name, categories=memory.by_category(), chosen=True) for name, memory in shown_positions(plan)]
     used = [c for c in CATEGORIES if any(bar.categories.get(c, 0) for bar in bars)]
-    legend = "".join(f'<i style="background:{COLOURS[category]}"></i>{LABELS[category]}' for category in used)
+    legend = "".join(f'<i style="background:{swatch(category)}"></i>{LABELS[category]}' for category in used)
     first, *rest = heading(plan)
     lines = "".join(f"<div>{escape(line)}</div>" for line in rest)
     below = "".join(f"<div>{escape(line)}</div>" for line in [*speed_lines(plan), *cautions(plan)])
