@@ -43,7 +43,9 @@ class Pending:
         return self._run._until_async(self._answer, str(self)).__await__()
 
     def _answer(self) -> Event | None:
-        if (event := self.event) is not None:
+        event = self.event
+        # The status is written after the event: who asks for the run's state next shall see what the word has done.
+        if event is not None and self._run.feed.status.command >= self.number:
             if event.details.get("error"):
                 raise RunError(f"{self} was refused at step {event.step}: {event.text}")
             return event

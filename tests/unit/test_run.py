@@ -102,6 +102,7 @@ class FakeEngines:
         """A step is computed for each release; `free_running` opens it for good."""
         self.free_running = True
         self.before_end: Callable[[], None] = lambda: None
+        self.before_status: Callable[[], None] = lambda: None
         self._running = 0
         self._lock = threading.Lock()
 
@@ -188,6 +189,7 @@ class FakeEngines:
         writer.event(
             make_event(kind, status.step, command=command.number, details=details, text=f"about {command.word}")
         )
+        self.before_status()
         status = replace(status, command=command.number, state=states.get(command.word, status.state))
         folder.write_status(status)
         if command.word in ("step", "resume"):
@@ -228,7 +230,7 @@ def make(engines):
 
     yield start
     engines.free_running, engines.ignores_words, engines.busy_with_cell = True, False, False
-    engines.before_end = lambda: None
+    engines.before_end = engines.before_status = lambda: None
     for run in runs:
         if run.state in (RunState.RUNNING, RunState.STARTING):
             run.stop()
@@ -304,6 +306,21 @@ def test_words_return_at_once_and_answers_can_be_awaited(make, engines):
     assert (reshaped.kind, reshaped.details["after"]) == ("reshaped", {"zero": 3})
     assert (saved.kind, saved.details["tag"]) == ("checkpoint", "mine")
     assert (paused.kind, state) == ("paused", RunState.PAUSED)
+
+
+def test_an_answer_is_there_with_the_state_that_it_brought(make, engines):
+    """The ranks write the event first, then the status; a slow disk may stand between."""
+    written = threading.Event()
+    engines.before_status = lambda: written.wait(10)
+    run = make(name="slow-disk", steps=10**6)
+    stop = run.stop()
+    eventually(lambda: stop.event is not None)
+    assert run.state is RunState.RUNNING
+    with pytest.raises(TimeoutError):
+        stop.wait(0.1)
+    written.set()
+    assert stop.wait(10).kind == "stopped"
+    assert run.state is RunState.STOPPED
 
 
 def test_words_while_paused_and_after_the_end_submit_a_task_each_time(make, engines):
