@@ -80,7 +80,7 @@ def measure(engines: Sequence[int], *, rounds: int = 4, say: Callable[[str], obj
 def _started(threads: Mapping[int, int], say: Callable[[str], object]) -> Iterator[tuple[dict[int, RankSet], int]]:
     """Rank processes for each number of engines, and the bytes that one holds. They load at the same time, and sleep
     until it is their turn."""
-    say(f"starting {sum(threads)} processes")
+    say(f"starting the processes of {', '.join(map(str, threads))} engines")
     with ExitStack() as stack:
         sets = {number: stack.enter_context(RankSet(number)) for number in threads}
         with ThreadPoolExecutor(len(sets)) as pool:

@@ -1,7 +1,8 @@
 """`speedlab bench steptimes`: predicted step times beside measured ones, over the grid of `bench planner` on CPU ranks.
 
 The machine is calibrated first, in the same run, unless the user's calibration is asked for; no case of the grid is
-among what sets its constants, and nothing is learned from the cases.
+among what sets its constants, and nothing is learned from the cases. What is counted was decided with them in sight:
+that kinds of blocks differ in a training, and that zero-bubble saves nothing on processors.
 
 A machine that is shared with others changes its speed within minutes, by a quarter and more, which no calibration
 foresees. Each case therefore takes turns with a reference training, one of those that `speedlab calibrate` measured:

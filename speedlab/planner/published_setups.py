@@ -57,6 +57,7 @@ class System:
     """What else the family's rows leave open."""
 
 
+_V100_HOSTS = System(network="opa-100x4", per_host=4, vocab_size=50257)
 _SELENE = System(network="ib-200x8", scattered=True)
 _FUSED = System(attention="fused", dropout=0.0, dtype="bfloat16", bias=False, wide_sums=True)
 _LLAMA = replace(_FUSED, gated=True, network="roce-400x8")
@@ -64,9 +65,9 @@ _CAPPED = "an H100 of 500 W with slower memory, taken as H100"
 
 SYSTEMS = {
     "azure": System(network="ib-200x8"),
-    "bs-52b": System(network="opa-100x4", per_host=4, vocab_size=50257),
-    "bs-52b-z3": System(network="opa-100x4", per_host=4, vocab_size=50257, listed_gathers=True),
-    "bs-1b3": System(network="opa-100x4", per_host=4, vocab_size=50257),
+    "bs-52b": _V100_HOSTS,
+    "bs-52b-z3": replace(_V100_HOSTS, listed_gathers=True),
+    "bs-1b3": _V100_HOSTS,
     "bs-": System(network="opa-100x4", dtype="bfloat16", wide_sums=True),
     "fsdp-aws": System(network="efa-100x4", vocab_size=50000),
     "korth": _SELENE,
