@@ -41,7 +41,7 @@ def begin(threads: int) -> int:
     import torch._dynamo  # What torch loads of itself with the first optimizer.
 
     import speedlab.engine  # noqa: F401  # part of what an engine's process holds
-    from speedlab.engine.memory import PeakMemory, keep_freed_memory
+    from speedlab.engine.step.memory import PeakMemory, keep_freed_memory
 
     torch.set_num_threads(threads)
     keep_freed_memory()
@@ -268,15 +268,15 @@ def _time_collectives(dtype: str, rounds: int) -> list[tuple[str, int, float]]:
 
         def gather(full: Any = full, own: Any = own) -> None:
             group.all_gather(full, own).wait()
-            group.settle()
+            group.wait_until_all_read()
 
         def scatter(full: Any = full, own: Any = own) -> None:
             group.reduce_scatter(full, own).wait()
-            group.settle()
+            group.wait_until_all_read()
 
         def reduce(full: Any = full) -> None:
             group.all_reduce(full.zero_()).wait()
-            group.settle()
+            group.wait_until_all_read()
 
         calls = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce}
         found += [(name, full.nbytes, seconds) for name, seconds in _seconds(calls, 2 * rounds).items()]

@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _measure(folder: str) -> tuple[list[float], list[float]]:
     """(seconds of recording, seconds of the whole step), one of each for every step."""
-    from speedlab.engine.trainer import Trainer
+    from speedlab.engine.run.trainer import Trainer
 
     recording: list[float] = []
     total: list[float] = []

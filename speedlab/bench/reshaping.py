@@ -63,7 +63,7 @@ def _measure(folder: str, rounds: int) -> dict[str, list[float]]:
     from speedlab.comm import Group, Traffic
     from speedlab.config import RunConfig
     from speedlab.engine import Engine
-    from speedlab.engine.reshaping import rebuild
+    from speedlab.engine.run.reshaping import rebuild
     from speedlab.models import GPT
     from speedlab.planner.formula import parameter_count
     from speedlab.telemetry.shape import changed_config

@@ -93,7 +93,7 @@ def _measure(folder: str, stage: int, rounds: int) -> tuple[dict[str, list[float
     most = 0
     for round_ in range(-1, rounds):  # The first one is for warming up.
         for name, act in work.items():
-            checkpoint.settle(engine)
+            checkpoint.finish_saving(engine)
             os.sync()  # What the one before left to write shall not count for this one.
             engine.everyone.barrier()
             with _AnonymousPeak() as peak:

@@ -154,7 +154,7 @@ def bind_to_cores() -> None:
 
 def held_runs() -> dict[str, int]:
     """The runs that this engine holds: their folder, and the step they stand at."""
-    from speedlab.engine import held_runs
+    from speedlab.engine.run import held_runs
 
     return held_runs.held()
 
@@ -166,7 +166,7 @@ def rebind(environments: Sequence[Mapping[str, str]]) -> None:
     """
     import torch
 
-    from speedlab.engine import held_runs
+    from speedlab.engine.run import held_runs
 
     held_runs.release()
     reset()
@@ -187,13 +187,13 @@ def preload() -> None:
 
 def advance(folder: str, model: Any = None) -> str:
     """Carry out the run's control words and train until it pauses, ends or fails; returns the state it is left in."""
-    from speedlab.engine.held_runs import advance as go
+    from speedlab.engine.run.held_runs import advance as go
 
     return str(go(folder, model))
 
 
 def generate(folder: str, prompt: str, tokens: int, *, temperature: float = 0.8, seed: int = 0) -> str:
     """Text that the run's model writes after `prompt`; all ranks work on it."""
-    from speedlab.engine.held_runs import generate as go
+    from speedlab.engine.run.held_runs import generate as go
 
     return go(folder, prompt, tokens, temperature=temperature, seed=seed)

@@ -35,7 +35,7 @@ class GlooPeers(Transport):
             tag = self.wires.next_tag()
             self._offered[shard.data_ptr()] = tag, self._post_sends(shard, tag)
 
-    def settle(self) -> None:
+    def wait_until_all_read(self) -> None:
         sends, self._sends = self._sends, []
         for work in sends:
             work.wait()

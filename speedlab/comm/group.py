@@ -89,7 +89,7 @@ class Group:
             self.traffic.buffers.add(buffer.nbytes)
             return buffer
         buffer = idle.pop(0)
-        self.wait_free(buffer)
+        self.wait_until_read(buffer)
         return buffer
 
     def give_back(self, buffer: Tensor) -> None:
@@ -108,26 +108,26 @@ class Group:
             self._made[key] -= len(idle)
             idle.clear()
 
-    def wait_free(self, reduced: Tensor) -> None:
+    def wait_until_read(self, reduced: Tensor) -> None:
         """Wait until the peers need nothing more of a tensor whose reduction has ended on this rank."""
         transport = self._transport
         if transport is not None:
-            self._pending(lambda: transport.wait_free(reduced)).wait()
+            self._pending(lambda: transport.wait_until_read(reduced)).wait()
 
     def offer(self, shards: Sequence[Tensor]) -> None:
         """Announce the `shards` that the ranks will gather in a coming pass, each once, in an order all ranks share.
 
-        Peers then take a shard when they need it, however far this rank has come. Call `settle` before the shards
-        change.
+        Peers then take a shard when they need it, however far this rank has come. Call `wait_until_all_read` before
+        the shards change.
         """
         if self._transport is not None:
             with self._explained():
                 self._transport.offer(shards)
 
-    def settle(self) -> None:
+    def wait_until_all_read(self) -> None:
         """Wait until the peers need nothing more of what was offered or reduced; it may change afterwards."""
         if self._transport is not None:
-            self._pending(self._transport.settle).wait()
+            self._pending(self._transport.wait_until_all_read).wait()
 
     def withdraw(self) -> None:
         """Stop counting on the offers of a pass that was broken off."""
@@ -153,7 +153,7 @@ class Group:
         there.
 
         `into` may be this rank's own slice of `full`, and may be of a wider dtype. Sums are taken in rank order.
-        `full` must not be written again before `settle`.
+        `full` must not be written again before `wait_until_all_read`.
         """
         own = full.view(self.size, -1)[self.index]
         if self._transport is None or full.numel() == 0:

@@ -35,10 +35,10 @@ class Transport:
     def offer(self, shards: Sequence[Tensor]) -> None:
         """Announce `shards` that will be gathered. Nothing to do where every gather is a collective of its own."""
 
-    def settle(self) -> None:
+    def wait_until_all_read(self) -> None:
         """Wait until peers need nothing more of what this rank has offered or given to a reduction."""
 
-    def wait_free(self, buffer: Tensor) -> None:
+    def wait_until_read(self, buffer: Tensor) -> None:
         """Wait until peers need nothing more of `buffer`, which was given to a reduction that has ended here."""
 
     def withdraw(self) -> None:

@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 from speedlab.comm import Group, Traffic, World
 from speedlab.config import RunConfig
 from speedlab.engine import checkpoint
-from speedlab.engine.clock import PhaseClock
-from speedlab.engine.errors import name_module
-from speedlab.engine.memory import (
+from speedlab.engine.build.model_parts import Axes, ModelPart
+from speedlab.engine.build.wrap import BlockWrapper
+from speedlab.engine.step.clock import PhaseClock
+from speedlab.engine.step.errors import name_module
+from speedlab.engine.step.memory import (
     ActivationTrace,
     PeakMemory,
     known_storages,
@@ -26,13 +28,11 @@ from speedlab.engine.memory import (
     measure_states,
     release_freed_memory,
 )
-from speedlab.engine.optimizer import PartitionedOptimizer
-from speedlab.engine.precision import LossScale
-from speedlab.engine.stages import Axes, Stage
-from speedlab.engine.streams import Streams
-from speedlab.engine.totals import Totals, find_non_finite, sum_totals
-from speedlab.engine.whole import remember_parts, whole_state
-from speedlab.engine.wrap import BlockWrapper
+from speedlab.engine.step.optimizer import PartitionedOptimizer
+from speedlab.engine.step.precision import LossScale
+from speedlab.engine.step.random_streams import RandomStreams
+from speedlab.engine.step.totals import Totals, find_non_finite, sum_totals
+from speedlab.engine.step.whole import remember_parts, whole_state
 from speedlab.layout import Layout, Part
 from speedlab.parallel.pipeline import Pipeline, StageModule
 from speedlab.parallel.zero import Flat, Residency, Zero, forget, map_tensors, remember
@@ -54,7 +54,7 @@ class Engine:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        model_parts: Sequence[ModelPart],
         *,
         optimizer: PartitionedOptimizer,
         scheduler: Any,
@@ -68,13 +68,15 @@ class Engine:
         outside_bytes: int,
     ) -> None:
         """`stages`: this rank's pipeline stages, first one first; the whole model is one."""
-        self.stages = list(stages)
+        self.model_parts = list(model_parts)
         self.config, self.world, self.layout, self.axes = config, world, layout, axes
-        self.parts: dict[str, Part] = {name: part for stage in stages for name, part in stage.tensor.parts.items()}
+        self.parts: dict[str, Part] = {}
         """Full name of a parameter → which slice of the whole this rank's tensor is; whole ones are not in."""
-        self.duplicates = frozenset[str]().union(*(stage.duplicates for stage in stages))
+        self.duplicates = frozenset[str]().union(*(part.duplicates for part in model_parts))
         """Names of parameters of which another tensor- or pipeline-parallel rank holds the same values and answers for
         them: in checkpoints, in norms."""
+        for part in model_parts:
+            self.parts |= part.tensor.parts
         self.partitioned_optimizer, self.scheduler = optimizer, scheduler
         self.dtype, self.accumulation = dtype, accumulation
         self.clock = PhaseClock(traffic, world.device)
@@ -92,12 +94,12 @@ class Engine:
             compile=config.compile,
             device=world.device,
         )
-        self._streams = Streams(config.seed, world.device)
-        for stage in stages:
-            self._streams.attach(stage.module, stage.zero)
-            remember(stage.zero)
-            remember_parts(stage)
-        self._mutable_buffers = [buffer for stage in stages for buffer in _mutable_buffers(stage.module)]
+        self._streams = RandomStreams(config.seed, world.device)
+        for part in model_parts:
+            self._streams.attach(part.module, part.zero)
+            remember(part.zero)
+            remember_parts(part)
+        self._mutable_buffers = [buffer for part in model_parts for buffer in _mutable_buffers(part.module)]
         self._micro_step = 0
         self._sync = True
         self._losses: list[Tensor] = []
@@ -110,7 +112,7 @@ class Engine:
             return None
         parallel = self.config.parallel
         return Pipeline(
-            [cast(StageModule, stage.module) for stage in self.stages],
+            [cast(StageModule, part.module) for part in self.model_parts],
             self.zeros,
             schedule=parallel.schedule,
             layout=self.layout,
@@ -128,17 +130,17 @@ class Engine:
     @property
     def module(self) -> nn.Module:
         """The model, or this rank's first pipeline stage of it."""
-        return self.stages[0].module
+        return self.model_parts[0].module
 
     @property
     def cut(self) -> tuple[int, ...]:
         """Blocks of every pipeline stage; empty without a pipeline."""
-        return self.stages[0].cut
+        return self.model_parts[0].cut
 
     @property
     def zeros(self) -> list[Zero]:
         """What partitions the stages, one for each."""
-        return [stage.zero for stage in self.stages]
+        return [part.zero for part in self.model_parts]
 
     @property
     def group(self) -> Group:
@@ -369,7 +371,9 @@ class Engine:
                 for zero in self.zeros:
                     zero.abandon_pass()
             # An interrupt must not wait for peers: what is under way stays as it is until `reconnect`.
-            name_module(error, [stage.module for stage in self.stages], step=self.global_step + 1, rank=self.world.rank)
+            name_module(
+                error, [part.module for part in self.model_parts], step=self.global_step + 1, rank=self.world.rank
+            )
             raise
 
     def _cast(self, tensor: Tensor) -> Tensor:
@@ -396,7 +400,7 @@ class Engine:
     def reshape(self, *, zero: int) -> None:
         """Change the ZeRO stage in place, between two steps: states are cut, freed, or gathered once. Nothing is
         lost."""
-        if self._micro_step or any(zero.phase.value != "idle" for zero in self.zeros):
+        if self._micro_step or any(zero.current.value != "idle" for zero in self.zeros):
             raise RuntimeError(
                 f"reshape: micro-batch {self._micro_step + 1} of a step is under way; change the stage between two "
                 f"steps"
@@ -412,7 +416,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The module's whole state on every rank (a collective), parameters as float32 masters where they exist."""
-        return whole_state(self.stages, self.axes)
+        return whole_state(self.model_parts, self.axes)
 
     def save_checkpoint(
         self,
@@ -494,18 +498,18 @@ class Engine:
         )
 
     def _buffers(self) -> list[Tensor]:
-        return [buffer for stage in self.stages for buffer in stage.module.buffers()]
+        return [buffer for part in self.model_parts for buffer in part.module.buffers()]
 
     def train(self, mode: bool = True) -> Engine:
-        for stage in self.stages:
-            stage.module.train(mode)
+        for part in self.model_parts:
+            part.module.train(mode)
         return self
 
     def eval(self) -> Engine:
         return self.train(False)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        return itertools.chain.from_iterable(stage.module.parameters() for stage in self.stages)
+        return itertools.chain.from_iterable(part.module.parameters() for part in self.model_parts)
 
     def destroy(self, *, keep_parameters: bool = True) -> None:
         """Give everything back: hooks, flats, optimizer states. The module works on by itself, with its master values.
@@ -513,21 +517,21 @@ class Engine:
         Collective where states are partitioned. Without `keep_parameters` nothing is gathered, and parameters that are
         partitioned are lost.
         """
-        checkpoint.settle(self)
+        checkpoint.finish_saving(self)
         self._streams.detach()
         self._wrapper.undo()
-        for stage in reversed(self.stages):  # Stages of one given module share some of its modules.
-            stage.zero.detach()
-            stage.tensor.detach()
-            if stage.zero.partitioned:
-                for unit in stage.zero.units:
+        for part in reversed(self.model_parts):  # Stages of one given module share some of its modules.
+            part.zero.detach()
+            part.tensor.detach()
+            if part.zero.partitioned:
+                for unit in part.zero.units:
                     unit.release()
-            forget(stage.zero)
+            forget(part.zero)
             if keep_parameters:
-                for flat in stage.zero.flats:
+                for flat in part.zero.flats:
                     flat.give_back()
-            stage.zero.units.clear()
-            stage.zero.order.clear()
+            part.zero.units.clear()
+            part.zero.order.clear()
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
             group["params"] = []

@@ -185,7 +185,7 @@ def offered_shards() -> None:
         order = list(range(4)) if rank % 2 == 0 else [3, 1, 0, 2]
         for i in order:
             wires.all_gather(full[i], shards[i]).wait()
-        wires.settle()
+        wires.wait_until_all_read()
         for i, tensor in enumerate(full):
             assert tensor.equal(torch.cat([values_of(r, 8, seed=10 * turn + i) for r in range(size)])), (turn, i)
 

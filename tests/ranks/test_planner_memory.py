@@ -63,7 +63,7 @@ def activations_of_steps(case: GridCase) -> list[int]:
 def traced_and_measured(case: Case) -> tuple[dict[str, int], dict[str, int]]:
     """A module of the user's own: what a trace of fake tensors says, and the ledger of a third step."""
     from speedlab.config import RunConfig
-    from speedlab.engine.plan_module import plan_module
+    from speedlab.engine.build.plan_module import plan_module
 
     def inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
         return case.batch(0, 0), {}

@@ -160,7 +160,7 @@ def test_what_is_left_out_has_deepspeeds_default_and_it_is_said() -> None:
 
 def test_a_schedule_is_deepspeeds_to_a_step() -> None:
     """After the warm-up no rate is further from DeepSpeed's than its change in one step."""
-    from speedlab.engine.schedule import rate_factor
+    from speedlab.engine.build.schedule import rate_factor
 
     top, low, warmup, total = 2e-4, 1e-5, 10, 100
     linear = deepspeed.read(

@@ -4,8 +4,8 @@ Nothing overlaps with computing, because there is next to nothing to hide. The r
 a peer still reads:
 
 1. A tensor is offered when its values are final. Peers read it from then on.
-2. A rank counts what it has read (TAKEN). `settle` waits until all peers have read all that this rank has offered;
-   after it, the memory may be written again.
+2. A rank counts what it has read (TAKEN). `wait_until_all_read` waits until all peers have read all that this rank
+   has offered; after it, the memory may be written again.
 3. In an all-reduce every rank writes only its own slice of its own tensor while peers read the other slices; the sum is
    copied from its owner when that one has said that it stands there (SUMMED).
 """
@@ -46,10 +46,10 @@ class InPlace(Transport):
         for shard in shards:
             self._offered[shard.data_ptr()] = self._offer_whole(shard)[0]
 
-    def settle(self) -> None:
-        self._meeting.settle()
+    def wait_until_all_read(self) -> None:
+        self._meeting.wait_until_all_read()
 
-    def wait_free(self, buffer: Tensor) -> None:
+    def wait_until_read(self, buffer: Tensor) -> None:
         self._meeting.wait_all(Number.TAKEN, self._reduced.get(buffer.data_ptr(), -1) + 1)
 
     def withdraw(self) -> None:

@@ -208,7 +208,7 @@ class Meeting:
 
     def took(self) -> None:
         """This rank needs the tensors of one more offer no longer. It counts offers, in whatever order they are taken:
-        between two calls of `settle` every rank takes every one."""
+        between two calls of `wait_until_all_read` every rank takes every one."""
         self._taken += 1
         self.raise_own(Number.TAKEN, self._taken)
 
@@ -223,7 +223,7 @@ class Meeting:
         while self._pinned and self.reached(Number.TAKEN, self._pinned[0][0] + 1):
             self._pinned.popleft()
 
-    def settle(self) -> None:
+    def wait_until_all_read(self) -> None:
         """Wait until all peers have taken all that this rank has offered."""
         self.wait_all(Number.TAKEN, self.offered)
         self._pinned.clear()

@@ -7,12 +7,13 @@ from speedlab.engine.checkpoint.find import newest, prune
 from speedlab.engine.checkpoint.huggingface import export_hf, import_hf
 from speedlab.engine.checkpoint.read import load
 from speedlab.engine.checkpoint.saving import Saving
-from speedlab.engine.checkpoint.write import save, saving_of, settle
+from speedlab.engine.checkpoint.write import finish_saving, save, saving_of
 
 __all__ = [
     "CheckpointError",
     "Saving",
     "export_hf",
+    "finish_saving",
     "import_deepspeed",
     "import_hf",
     "load",
@@ -20,5 +21,4 @@ __all__ = [
     "prune",
     "save",
     "saving_of",
-    "settle",
 ]

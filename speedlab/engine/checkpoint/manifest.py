@@ -73,7 +73,7 @@ def describe_part(part: Part | None) -> dict[str, Any]:
 
 def modules_of(engine: Engine) -> list[nn.Module]:
     """The model, or this rank's pipeline stages of it."""
-    return [stage.module for stage in engine.stages]
+    return [stage.module for stage in engine.model_parts]
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

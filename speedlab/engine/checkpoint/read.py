@@ -23,7 +23,7 @@ from speedlab.engine.checkpoint.manifest import Source, modules_of, sources_of
 from speedlab.engine.checkpoint.pieces import Stretch, blocks, copy_blocks
 from speedlab.engine.checkpoint.random_state import restore_random
 from speedlab.engine.checkpoint.verify import newest_good, sound_manifest
-from speedlab.engine.checkpoint.write import settle
+from speedlab.engine.checkpoint.write import finish_saving
 from speedlab.parallel.zero import Flat, Slot
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def load(engine: Engine, folder: Path, tag: str | None, *, verify: bool = True) 
     Raises CheckpointError on every rank alike, before anything is changed; it names the file, what is wrong with it,
     and the newest checkpoint of the folder that is good. Without `verify` files are not hashed.
     """
-    settle(engine)
+    finish_saving(engine)
     path = folder / tag if tag else newest(folder)
     if path is None:
         raise CheckpointError(f"{folder}: holds no complete checkpoint; a complete one has a manifest.json")

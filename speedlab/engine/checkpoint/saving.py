@@ -56,14 +56,14 @@ class Saving:
     def wait(self, timeout_seconds: float | None = None) -> Path:
         """Wait for its end and return the checkpoint's path. Raises CheckpointError when it failed, TimeoutError when
         it is still under way."""
-        self.settle(timeout_seconds)
+        self.join(timeout_seconds)
         if not self.done:
             raise TimeoutError(f"{self.path} is still being saved after {timeout_seconds} s")
         if self.error is not None:
             raise self.error
         return self.path
 
-    def settle(self, timeout_seconds: float | None = None) -> None:
+    def join(self, timeout_seconds: float | None = None) -> None:
         """Wait for its end, however it ends."""
         self._thread.join(timeout_seconds)
 

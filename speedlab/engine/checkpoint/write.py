@@ -63,7 +63,7 @@ def save(
     under way is waited for first. Without `verify` nothing is hashed or brought to the disk, for folders in memory;
     without `moments` only the parameters' values are written.
     """
-    settle(engine)
+    finish_saving(engine)
     group = engine.everyone
     target, hidden = folder / tag, folder / f".{tag}.partial"
     part = _own_part(engine, hidden, verify=verify, moments=moments)
@@ -88,11 +88,11 @@ def saving_of(engine: Engine) -> Saving | None:
     return _savings.get(engine)
 
 
-def settle(engine: Engine) -> None:
+def finish_saving(engine: Engine) -> None:
     """Wait until no save of this engine is under way on this rank."""
     saving = _savings.get(engine)
     if saving is not None:
-        saving.settle()
+        saving.join()
 
 
 def _prepare(target: Path, hidden: Path, needed: int, client_state: dict[str, Any]) -> None:

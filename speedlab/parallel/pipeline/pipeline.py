@@ -30,7 +30,7 @@ from speedlab.comm import Group, Pending, Traffic
 from speedlab.layout import Layout
 from speedlab.parallel.pipeline.cut import StageModule
 from speedlab.parallel.pipeline.schedules import Action, Kind, forward_plan, training_plan
-from speedlab.parallel.pipeline.stage import Stage
+from speedlab.parallel.pipeline.stage import PipelineStage
 from speedlab.parallel.pipeline.timeline import Timeline
 from speedlab.parallel.zero import Zero
 from speedlab.telemetry.records import Span
@@ -42,7 +42,7 @@ _COMPUTED_BY = {
     Kind.RECEIVE_GRADIENT: Kind.SEND_GRADIENT,
 }
 
-Phase = Callable[[str], AbstractContextManager[object]]
+Timing = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Pipeline:
         sequence_share: int = 1,
         split_backward: bool = True,
         on_forward: Callable[[int], None] = lambda micro_batch: None,
-        phase: Phase = lambda name: nullcontext(),
+        phase: Timing = lambda name: nullcontext(),
     ) -> None:
         """Collective over the pipeline ranks of one dp and tp index.
 
@@ -93,7 +93,7 @@ class Pipeline:
         self.schedule = schedule
         split = schedule == "zero-bubble" and split_backward
         self._stages = {
-            self.index + chunk * self.pp: Stage(module, zero, split=split)
+            self.index + chunk * self.pp: PipelineStage(module, zero, split=split)
             for chunk, (module, zero) in enumerate(zip(stages, zeros, strict=True))
         }
         self._count = self.pp * len(stages)

@@ -23,7 +23,7 @@ class _Micro:
     """The activation for the stage behind, or the loss."""
 
 
-class Stage:
+class PipelineStage:
     """A stage's module, the Zero that drives it, and its micro-batches under way.
 
     `split`: whether the halves of a backward are computed apart. Where they are not, the first one does it all.

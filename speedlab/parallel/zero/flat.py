@@ -324,7 +324,7 @@ class Flat:
         self._filled = [False] * len(self.slots)
         if self._earlier is not None:
             assert self.local is not None
-            self.reduce_group.wait_free(self.local)
+            self.reduce_group.wait_until_read(self.local)
             self.update_gradient.add_(self._earlier)
             self._earlier = None
         self._give_back()

@@ -42,7 +42,7 @@ _REDUCTIONS_IN_FLIGHT = 1
 """Units whose reduction may be under way while the next unit computes; each holds a whole gradient of a unit."""
 
 
-class Phase(Enum):
+class Pass(Enum):
     """What the module is doing; decides in which order units are gathered and whether they are released after a
     forward."""
 
@@ -113,7 +113,7 @@ class Zero:
         """
         self.module, self.residency = module, residency
         self.gather_group, self.reduce_group = gather_group, reduce_group
-        self.phase = Phase.IDLE
+        self.current = Pass.IDLE
         self.around_reduction: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around what reductions take of this rank's time; a pipeline's timeline hangs here."""
         self.units: list[Unit] = []
@@ -227,9 +227,9 @@ class Zero:
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def _before_forward(self, unit: Unit, inputs: Any) -> None:
-        if unit is self.units[0] and self.phase is Phase.IDLE:
-            self._begin(Phase.FORWARD)
-        if self.phase is Phase.FORWARD and unit not in self._seen:
+        if unit is self.units[0] and self.current is Pass.IDLE:
+            self._begin(Pass.FORWARD)
+        if self.current is Pass.FORWARD and unit not in self._seen:
             self._seen.append(unit)
         if self.partitioned and unit.has_frozen and unit is not self.units[0] and torch.is_grad_enabled():
             watched = [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
@@ -243,7 +243,7 @@ class Zero:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._before_backward, unit))
-        if self.phase is Phase.BACKWARD:
+        if self.current is Pass.BACKWARD:
             return  # Recomputation inside backward: the parameters are needed at once.
         if unit is self.units[0]:
             self._end_forward()
@@ -261,14 +261,14 @@ class Zero:
             for unit in self.units:
                 if not self._stays(unit):
                     unit.release()
-        self.phase = Phase.IDLE
+        self.current = Pass.IDLE
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, sync: bool) -> None:
         """Call before `loss.backward()`. Without `sync` the gradients stay with each rank."""
         self._sync = sync
-        self.reduce_group.settle()  # Replicated gradients are about to be written over.
+        self.reduce_group.wait_until_all_read()  # Replicated gradients are about to be written over.
         if self._reduced_before:
             for flat in self.flats:
                 if flat.trainable:
@@ -276,10 +276,10 @@ class Zero:
         self._reduce_cursor = 0
         for unit in self.units:
             unit.missing = unit.trainable_count
-        self._begin(Phase.BACKWARD)
+        self._begin(Pass.BACKWARD)
 
     def _before_backward(self, unit: Unit, gradient: Tensor) -> None:
-        if self.phase is Phase.BACKWARD:
+        if self.current is Pass.BACKWARD:
             self._require(unit)  # 3
 
     def _receive(self, unit: Unit, flat: Flat, index: int, parameter: Tensor) -> None:
@@ -342,8 +342,8 @@ class Zero:
             self._finish_reductions(0)
             self._reduced_before = not leave_root
         self.unsummed = not self._sync or leave_root
-        self.gather_group.settle()  # The next thing may be an update of the shards.
-        self.phase = Phase.IDLE
+        self.gather_group.wait_until_all_read()  # The next thing may be an update of the shards.
+        self.current = Pass.IDLE
 
     def reduce_root(self) -> None:
         """Sum over the ranks what `end_backward(leave_root=True)` has left of a pass that was to be summed."""
@@ -381,10 +381,10 @@ class Zero:
 
     # ---- gathers in one order ----------------------------------------------------------------------------------------
 
-    def _begin(self, phase: Phase) -> None:
-        self.phase = phase
+    def _begin(self, phase: Pass) -> None:
+        self.current = phase
         self._cursor = 0
-        if phase is Phase.FORWARD:
+        if phase is Pass.FORWARD:
             self._seen = []
         if self.partitioned:
             # What stays gathered does so on all ranks, so all offer the same.
@@ -393,7 +393,7 @@ class Zero:
 
     def _gather_order(self) -> list[Unit]:
         """The root comes first in both directions: it is needed at both ends of a pass."""
-        return [self.units[0], *self.order[:0:-1]] if self.phase is Phase.BACKWARD else self.order
+        return [self.units[0], *self.order[:0:-1]] if self.current is Pass.BACKWARD else self.order
 
     def _require(self, unit: Unit) -> None:
         """The unit's parameters are there when this returns; the next unit's are on their way."""
@@ -418,7 +418,7 @@ class Zero:
             unit = order[self._cursor]
             unit.start_gather()
             self._cursor += 1
-            if not (self.phase is Phase.FORWARD and self._stays(unit)):
+            if not (self.current is Pass.FORWARD and self._stays(unit)):
                 unit.release()
 
     # ---- between steps -----------------------------------------------------------------------------------------------
@@ -444,11 +444,11 @@ class Zero:
             for flat in unit.flats:
                 for parameter in flat.parameters:
                     parameter.grad = None
-        if self.phase is Phase.BACKWARD:
+        if self.current is Pass.BACKWARD:
             self._finish_reductions(0)
             self.clear_gradients()
         self.gather_group.withdraw()
-        self.phase = Phase.IDLE
+        self.current = Pass.IDLE
 
     def disconnect(self) -> None:
         """Let go of the connections. Transfers under way keep their memory until `reconnect`."""
@@ -459,7 +459,7 @@ class Zero:
         """Use the present world's connections, after forgetting a pass that was cut off. Collective."""
         self.gather_group.reconnect()
         self.reduce_group.reconnect()
-        if self.phase is Phase.IDLE and not self._in_flight:
+        if self.current is Pass.IDLE and not self._in_flight:
             return
         self._in_flight.clear()
         for unit in self.units:
@@ -468,15 +468,15 @@ class Zero:
                 unit.gathers = []  # Nothing arrives any more from a world that was left.
                 unit.release()
         self.clear_gradients()
-        self.phase = Phase.IDLE
+        self.current = Pass.IDLE
 
     def place(self, residency: Residency) -> None:
         """Move every flat to another row of the residency table. Between two steps only."""
         if self.partitioned:
             for unit in self.units:
                 unit.release()
-            self.gather_group.settle()
-        self.reduce_group.settle()
+            self.gather_group.wait_until_all_read()
+        self.reduce_group.wait_until_all_read()
         for flat in self.flats:
             flat.place(residency)
         self.reduce_group.drop_buffers()

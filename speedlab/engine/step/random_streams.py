@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from speedlab.parallel.zero import Zero
 
 
-class Streams:
+class RandomStreams:
     """The hooks that seed the forwards of some modules; `detach` takes them off."""
 
     def __init__(self, seed: int, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from speedlab.comm import Group, Traffic, World
 from speedlab.comm.world import wires
 from speedlab.config import ConfigError, RunConfig
-from speedlab.engine.balance import measured_costs
+from speedlab.engine.build.balance import measured_costs
 from speedlab.layout import Layout
 from speedlab.parallel import Materializer
 from speedlab.parallel.pipeline import block_costs, cut_model, layer_counts
@@ -85,7 +85,7 @@ class Axes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagePlan:
+class ModelPartPlan:
     """A pipeline stage before it has flats: the whole model where there is no pipeline."""
 
     index: int
@@ -97,7 +97,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class ModelPart:
     """A pipeline stage on this rank, with what drives it."""
 
     index: int
@@ -110,7 +110,7 @@ class Stage:
     """Names of parameters for which another rank of the tensor or pipeline axis answers."""
 
 
-def plan_stages(
+def plan_model_parts(
     source: ModelSource,
     config: RunConfig,
     layout: Layout,
@@ -118,13 +118,13 @@ def plan_stages(
     everyone: Group,
     dtype: torch.dtype,
     tp_plan: Mapping[str, str] | None,
-) -> list[StagePlan]:
+) -> list[ModelPartPlan]:
     """This rank's pipeline stages, first one first. Collective over `everyone`.
 
     Raises ConfigError when the model cannot be cut as asked.
     """
     if layout.pp == 1:
-        return [StagePlan(index=0, module=_make(source))]
+        return [ModelPartPlan(index=0, module=_make(source))]
     count = layout.pp * config.parallel.stages_per_rank
     model = _make(source)
     try:
@@ -134,7 +134,7 @@ def plan_stages(
         ends = [_names(cut_model(_again(model, source), counts, index)) for index in (0, count - 1)]
         own = layout.coordinates(world.rank)[0]
         return [
-            StagePlan(
+            ModelPartPlan(
                 index=index,
                 module=cut_model(_again(model, source), counts, index),
                 cut=tuple(counts),
@@ -171,8 +171,8 @@ def _block_counts(
     return layer_counts(costs, stages, first=first, last=last)
 
 
-def build_stage(
-    plan: StagePlan,
+def build_model_part(
+    plan: ModelPartPlan,
     config: RunConfig,
     layout: Layout,
     world: World,
@@ -183,7 +183,7 @@ def build_stage(
     groups: Mapping[int, int],
     compute_dtype: torch.dtype,
     gradient_dtype: torch.dtype | None,
-) -> Stage:
+) -> ModelPart:
     """Flats, hooks and tensor parallelism for one pipeline stage. Collective over the ranks that hold it."""
     module = plan.module
     unit_plans = plan_units(module, units, bucket_bytes=config.zero.bucket_bytes)
@@ -212,7 +212,7 @@ def build_stage(
         shared=shared,
     )
     tensor.attach()
-    return Stage(
+    return ModelPart(
         index=plan.index,
         module=module,
         cut=plan.cut,

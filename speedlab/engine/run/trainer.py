@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from speedlab.comm import Group, Traffic, World, join, leave
 from speedlab.config import ConfigError, RunConfig
 from speedlab.data import Corpus, Sampler, prepare
+from speedlab.engine.build.initialize import initialize
 from speedlab.engine.checkpoint import CheckpointError, Saving, newest, prune
-from speedlab.engine.clock import StepCosts
-from speedlab.engine.diagnose import first_non_finite, matmul_flops
 from speedlab.engine.engine import Engine
-from speedlab.engine.errors import NonFiniteError
-from speedlab.engine.initialize import initialize
-from speedlab.engine.interrupt import Interruption
-from speedlab.engine.reshaping import Undone, rebuild
+from speedlab.engine.run.diagnose import first_non_finite, matmul_flops
+from speedlab.engine.run.interrupt import Interruption
+from speedlab.engine.run.reshaping import Undone, rebuild
+from speedlab.engine.step.clock import StepCosts
+from speedlab.engine.step.errors import NonFiniteError
 from speedlab.models import GPT
 from speedlab.planner.bubble import bubble_share
 from speedlab.planner.formula import flops_per_token

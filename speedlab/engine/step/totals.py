@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedlab.comm import Group
-from speedlab.engine.errors import NonFiniteError
+from speedlab.engine.step.errors import NonFiniteError
 from speedlab.parallel.zero import Flat
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from speedlab.comm import Group, PeerLost, join, leave
 from speedlab.config import ConfigError, RunConfig
 from speedlab.engine.engine import Engine
-from speedlab.engine.memory import release_freed_memory
+from speedlab.engine.step.memory import release_freed_memory
 from speedlab.hardware import memory_bytes
 from speedlab.layout import Layout
 from speedlab.planner.formula import ModelStates, model_states

@@ -15,7 +15,7 @@ import torch
 
 from speedlab.comm import Group, Traffic, join, leave
 from speedlab.config import ConfigError
-from speedlab.engine.trainer import ModelMaker, Trainer
+from speedlab.engine.run.trainer import ModelMaker, Trainer
 from speedlab.models import generate as generate_tokens
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import RunState

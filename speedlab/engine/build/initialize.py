@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from speedlab.comm import Group, Traffic, join
 from speedlab.config import ConfigError, RunConfig, deepspeed
 from speedlab.engine.engine import Engine
-from speedlab.engine.memory import PeakMemory, keep_freed_memory
-from speedlab.engine.optimizer import OptimizerChoice, PartitionedOptimizer, Recipe
-from speedlab.engine.precision import compute_dtype
-from speedlab.engine.schedule import make_schedule
-from speedlab.engine.stages import Axes, build_stage, plan_stages
+from speedlab.engine.step.memory import PeakMemory, keep_freed_memory
+from speedlab.engine.step.optimizer import OptimizerChoice, PartitionedOptimizer, Recipe
+from speedlab.engine.step.precision import compute_dtype
+from speedlab.engine.build.schedule import make_schedule
+from speedlab.engine.build.model_parts import Axes, build_model_part, plan_model_parts
 from speedlab.parallel.zero import UnitChoice
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
@@ -77,10 +77,10 @@ def initialize(
         _take_back(model)
     traffic = Traffic()
     axes = Axes.of(layout, world, traffic)
-    plans = plan_stages(model, config, layout, world, axes.everyone, dtype, tp_plan)
+    plans = plan_model_parts(model, config, layout, world, axes.everyone, dtype, tp_plan)
     recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer)
     stages = [
-        build_stage(
+        build_model_part(
             plan,
             config,
             layout,

@@ -19,7 +19,7 @@ from cuda_ops import gpu
 from cuda_ops.grad_stats import grad_stats
 from speedlab.comm import Pending
 from speedlab.config import ConfigError, OptimizerConfig
-from speedlab.engine.fused import FusedOptimizer, Given, fused_kind
+from speedlab.engine.step.fused import FusedOptimizer, Given, fused_kind
 from speedlab.parallel.zero import Flat, Residency
 
 _CAST_BYTES = 64 * 2**20

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from speedlab.comm import Group
-from speedlab.engine.stages import Axes, Stage
+from speedlab.engine.build.model_parts import Axes, ModelPart
 from speedlab.parallel import zero
 from speedlab.parallel.tensor import TensorParallel, put
 from speedlab.parallel.zero import Zero
 
 
 @torch.no_grad()
-def whole_state(stages: Sequence[Stage], axes: Axes) -> dict[str, Tensor]:
+def whole_state(stages: Sequence[ModelPart], axes: Axes) -> dict[str, Tensor]:
     """Parameters (float32 masters where they exist) and persistent buffers by full name. Collective over all ranks.
 
     1. Partitions come together over the dp ranks.
@@ -61,7 +61,7 @@ _tensor_of: weakref.WeakKeyDictionary[Zero, TensorParallel] = weakref.WeakKeyDic
 """Which parts of parameters a Zero partitions."""
 
 
-def remember_parts(stage: Stage) -> None:
+def remember_parts(stage: ModelPart) -> None:
     """Let `gather` know which parts of parameters this stage holds."""
     _tensor_of[stage.zero] = stage.tensor
 

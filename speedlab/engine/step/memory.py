@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from speedlab.comm.shared import arena
-from speedlab.engine.optimizer import PartitionedOptimizer
+from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.hardware import memory_bytes
 from speedlab.parallel.zero import Flat
 from speedlab.telemetry.records import Ledger
