@@ -22,6 +22,8 @@ class GlooPeers(Transport):
     """Shards are offered at the start of a pass: their sends cost no memory, and no gather then waits for how far
     another rank has come."""
 
+    ordered = False
+
     def __init__(self, wires: Wires, size: int, index: int, device: torch.device, buffers: BufferMeter) -> None:
         super().__init__(wires, size, index, device)
         self._buffers = buffers

@@ -101,12 +101,26 @@ class Group:
         """Those that were given back: between two steps, all there are."""
         return [buffer for buffers in self._idle.values() for buffer in buffers]
 
+    def trim_buffers(self) -> None:
+        """Free what was given back beyond the buffers of each kind that a pass uses in turn."""
+        for key, idle in self._idle.items():
+            surplus = idle[_BUFFERS:]
+            self.traffic.buffers.add(-sum(buffer.nbytes for buffer in surplus))
+            self._made[key] -= len(surplus)
+            del idle[_BUFFERS:]
+
     def drop_buffers(self) -> None:
         """Free what was given back."""
         for key, idle in self._idle.items():
             self.traffic.buffers.add(-sum(buffer.nbytes for buffer in idle))
             self._made[key] -= len(idle)
             idle.clear()
+
+    @property
+    def ordered(self) -> bool:
+        """Whether every gather is a collective of its own, which all ranks have to start in one order; else a rank
+        takes what its peers have offered when it needs it."""
+        return self._transport is not None and self._transport.ordered
 
     def wait_until_read(self, reduced: Tensor) -> None:
         """Wait until the peers need nothing more of a tensor whose reduction has ended on this rank."""

@@ -21,6 +21,9 @@ Finish = Callable[[], None]
 class Transport:
     """Starts collectives of one group; all its ranks start the same ones in the same order."""
 
+    ordered = True
+    """Whether this holds for gathers of what was offered, too."""
+
     def __init__(self, wires: Wires, size: int, index: int, device: torch.device) -> None:
         self.wires, self.size, self.index, self.device = wires, size, index, device
 

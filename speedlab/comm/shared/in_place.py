@@ -31,6 +31,8 @@ from speedlab.comm.world import Wires
 class InPlace(Transport):
     """Works on tensors that `empty` made; others are copied to such memory first."""
 
+    ordered = False
+
     def __init__(self, wires: Wires, size: int, index: int, device: torch.device) -> None:
         super().__init__(wires, size, index, device)
         self._meeting: Meeting = wires.group.meeting

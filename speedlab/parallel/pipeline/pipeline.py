@@ -104,7 +104,7 @@ class Pipeline:
         self._on_forward, self._phase = on_forward, phase
         self._timeline = Timeline(device)
         for number, stage in self._stages.items():
-            stage.zero.around_reduction = partial(self._timeline.span, "reduce", number)
+            stage.zero.around_reductions(partial(self._timeline.span, "reduce", number))
         self._training_plan = cache(
             lambda micro_batches: training_plan(schedule, pp=self.pp, chunks=len(stages), micro_batches=micro_batches)[
                 self.index

@@ -1,16 +1,15 @@
 """ZeRO: units, flats, residency, and the hooks that move them."""
 
-from speedlab.parallel.zero.flat import Flat, Place, Residency, Slot
+from speedlab.parallel.zero.flat import Flat, Slot
 from speedlab.parallel.zero.inspect import FlatParameter, forget, gather_partitions, name_of, remember
+from speedlab.parallel.zero.unit import Unit
 from speedlab.parallel.zero.units import UnitChoice, UnitPlan, plan_units
 from speedlab.parallel.zero.walk import map_tensors, tensors_of
-from speedlab.parallel.zero.zero import Unit, Zero
+from speedlab.parallel.zero.zero import Zero
 
 __all__ = [
     "Flat",
     "FlatParameter",
-    "Place",
-    "Residency",
     "Slot",
     "Unit",
     "UnitChoice",

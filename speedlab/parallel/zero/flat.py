@@ -1,48 +1,20 @@
-"""Flats: a unit's parameters of one dtype end to end, and where each rank keeps which part of their states.
-
-Residency is a table with a row for each ZeRO stage (arXiv:1910.02054, section 5); nothing else asks for the stage.
-"""
+"""Flats: the classes of equal rows of the placement table, each end to end in one piece of memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
 from speedlab.comm import Group, Pending
 from speedlab.layout import padded_numel, partition_range
+from speedlab.placement import Holders, Residency, Row
 
 _ALIGNMENT_BYTES = 16
 """Parameters start at multiples of this inside a flat: matrix kernels on GPUs need it."""
-
-
-class Place(Enum):
-    """Who holds a state."""
-
-    REPLICATED = "replicated"
-    """Every dp rank holds the whole flat."""
-    PARTITIONED = "partitioned"
-    """Each dp rank holds the contiguous 1/dp that it owns."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Residency:
-    """Where parameters, gradients and optimizer states of all flats live."""
-
-    stage: int
-    optimizer_states: Place
-    gradients: Place
-    parameters: Place
-
-    @classmethod
-    def of_stage(cls, stage: int, dp: int) -> Residency:
-        """The row of the table. With one rank the partition is the whole, so nothing is gathered or copied."""
-        reached = [Place.PARTITIONED if stage >= wanted and dp > 1 else Place.REPLICATED for wanted in (1, 2, 3)]
-        return cls(stage=stage, optimizer_states=reached[0], gradients=reached[1], parameters=reached[2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,54 +47,50 @@ class Flat:
     def __init__(
         self,
         name: str,
-        parameters: dict[str, tuple[nn.Parameter, int]],
+        rows: Sequence[Row],
+        parameters: Mapping[str, nn.Parameter],
         *,
-        dtype: torch.dtype,
         gather_group: Group,
         reduce_group: Group,
-        gradient_dtype: torch.dtype,
-        shared: Mapping[str, Sequence[Group]] | None = None,
+        axes: Mapping[str, Group],
     ) -> None:
-        """`parameters`: full name → (parameter, index of its optimizer group), in the order in which they shall lie.
-
-        `shared`: full name → groups over which its gradient is summed before each reduction, in turn.
+        """`rows`: of one class of the placement table, in the order in which their parameters shall lie; `parameters`:
+        by full name. `axes`: the groups over which a gradient is summed before each reduction, by the names in
+        `summed_over`.
 
         Rank 0's values count. Collective.
         """
-        self.name = name
-        self.dtype = dtype
-        self.gradient_dtype = gradient_dtype
+        first = rows[0]
+        self.name, self.trainable = name, first.trainable
+        self.dtype = dtype = _dtype(first.states["parameter"].form)
+        self.gradient_dtype = _dtype(first.states["gradient"].form) if self.trainable else dtype
         self.gather_group, self.reduce_group = gather_group, reduce_group
         self.buffers = gather_group.traffic.buffers
+        self.parameters: list[nn.Parameter] = [parameters[row.name] for row in rows]
         self.slots: list[Slot] = []
-        self.parameters: list[nn.Parameter] = []
+        self._summed_first: dict[tuple[Group, ...], list[Slot]] = {}
+        """Parameters whose gradients are summed over the same groups first; they travel together."""
         step = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
         end = 0
-        for parameter_name, (parameter, group) in parameters.items():
+        for row, parameter in zip(rows, self.parameters, strict=True):
             offset = padded_numel(end, step)
-            self.slots.append(
-                Slot(name=parameter_name, offset=offset, numel=parameter.numel(), shape=parameter.shape, group=group)
-            )
-            self.parameters.append(parameter)
-            end = offset + parameter.numel()
-        self.trainable = self.parameters[0].requires_grad
-        self._shared: dict[tuple[Group, ...], list[Slot]] = {}
-        """Parameters whose gradients are summed over the same groups first; they travel together."""
-        for slot in self.slots:
-            groups = tuple(group for group in (shared or {}).get(slot.name, ()) if group.size > 1)
+            slot = Slot(name=row.name, offset=offset, numel=parameter.numel(), shape=parameter.shape, group=row.group)
+            self.slots.append(slot)
+            groups = tuple(axes[axis] for axis in row.summed_over[:-1])
             if groups:
-                self._shared.setdefault(groups, []).append(slot)
+                self._summed_first.setdefault(groups, []).append(slot)
+            end = offset + parameter.numel()
         self.numel = end
         self.padded = padded_numel(end, gather_group.size * step)
         self.start, self.end = partition_range(self.padded, gather_group.size, gather_group.index)
-        self._own_master = trainable_in_low_precision(dtype) and self.trainable
+        self._own_master = "master" in first.states
         self.full = self._new_full()
         self.master: Tensor = self.full
         if self._own_master:
             # Made from the values given, before they are rounded to the compute dtype.
             self.master = torch.zeros(self.padded, dtype=torch.float32, device=gather_group.device)
         # What a released parameter shows: its true shape, and in the place of values NaN, in the memory of one element.
-        nothing = torch.full((1,), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=gather_group.device)
+        nothing = torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=gather_group.device)
         self._placeholders = [nothing.expand(slot.shape) for slot in self.slots]
         for parameter, slot in zip(self.parameters, self.slots, strict=True):
             with torch.no_grad():
@@ -138,6 +106,9 @@ class Flat:
         """`local`, where gradients are partitioned and some of this pass are here."""
         self._earlier: Tensor | None = None
         self._filled = [False] * len(self.slots)
+        """Which parameters have a gradient of this pass in `local`."""
+        self.used = [False] * len(self.slots)
+        """Which parameters got a gradient from this rank in this step."""
         ends = [0] + [slot.offset + slot.numel for slot in self.slots]
         starts = [slot.offset for slot in self.slots] + [self.padded]
         self._gaps = [(low, high) for low, high in zip(ends, starts, strict=True) if low < high]
@@ -148,7 +119,7 @@ class Flat:
     @property
     def state_range(self) -> tuple[int, int]:
         """[start, end) of the flat for which this rank holds master weights and moments."""
-        if self.residency.optimizer_states is Place.PARTITIONED:
+        if self.residency.optimizer_states is Holders.PARTITIONED:
             return self.start, self.end
         return 0, self.padded
 
@@ -169,21 +140,21 @@ class Flat:
         """
         before, self.residency = self.residency, residency
         was, now = before.parameters, residency.parameters
-        if was is Place.PARTITIONED and now is Place.REPLICATED:  # 1
+        if was is Holders.PARTITIONED and now is Holders.REPLICATED:  # 1
             self.full = self._new_full()
             self.gather_group.all_gather(self.full, self.shard).wait()
             self.shard = self.full[self.start : self.end]
             self._show(self._views)
         if self._own_master:  # 2
             self.master = self.move_state(self.master, before)
-        if was is Place.REPLICATED and now is Place.PARTITIONED:  # 3
+        if was is Holders.REPLICATED and now is Holders.PARTITIONED:  # 3
             self.shard = self.gather_group.empty(self.end - self.start, self.dtype).copy_(self.shard)
             self._show(self._placeholders)
             # Not where peers read it: its Storage must be one that can be emptied and filled.
             self.full = torch.empty(self.padded, dtype=self.dtype, device=self.full.device)
             self._free(self.full)
         if not self._own_master:
-            partitioned = residency.optimizer_states is Place.PARTITIONED
+            partitioned = residency.optimizer_states is Holders.PARTITIONED
             self.master = self.shard if partitioned else self.full
         self._place_gradient()  # 4
 
@@ -192,7 +163,7 @@ class Flat:
         was, now = before.optimizer_states, self.residency.optimizer_states
         if was is now:
             return state
-        if now is Place.PARTITIONED:
+        if now is Holders.PARTITIONED:
             return state[self.start : self.end].clone()
         whole = torch.empty(self.padded, dtype=state.dtype, device=state.device)
         self.gather_group.all_gather(whole, state).wait()
@@ -204,7 +175,7 @@ class Flat:
         self.gradient = self.local = None
         if not self.trainable:
             return
-        if self.residency.gradients is Place.REPLICATED:
+        if self.residency.gradients is Holders.REPLICATED:
             self.local = self.reduce_group.empty(self.padded, self.gradient_dtype).zero_()
             self.gradient = self.local[self.start : self.end]
         else:
@@ -241,7 +212,7 @@ class Flat:
 
     def whole_master(self) -> Tensor:
         """The master values whole, on every rank. Collective where they are partitioned."""
-        if self.residency.optimizer_states is Place.REPLICATED:
+        if self.residency.optimizer_states is Holders.REPLICATED:
             return self.master
         whole = torch.empty(self.padded, dtype=self.master.dtype, device=self.full.device)
         self.gather_group.all_gather(whole, self.master).wait()
@@ -258,7 +229,7 @@ class Flat:
         """The parameters of `state_range` in the compute dtype, where it is narrower than the masters'."""
         if not self._own_master:
             return None
-        return self.shard if self.residency.optimizer_states is Place.PARTITIONED else self.full
+        return self.shard if self.residency.optimizer_states is Holders.PARTITIONED else self.full
 
     @torch.no_grad()
     def publish(self, *, copied: bool = False) -> Pending | None:
@@ -268,7 +239,7 @@ class Flat:
         """
         if self.narrow is not None and not copied:
             self.narrow.copy_(self.master)
-        if self.residency.optimizer_states is Place.PARTITIONED and self.residency.parameters is Place.REPLICATED:
+        if self.residency.optimizer_states is Holders.PARTITIONED and self.residency.parameters is Holders.REPLICATED:
             return self.gather_group.all_gather(self.full, self.shard)
         return None
 
@@ -284,7 +255,7 @@ class Flat:
             view.add_(gradient)
         else:
             view.copy_(gradient)
-            self._filled[index] = True
+            self._filled[index] = self.used[index] = True
 
     @torch.no_grad()
     def reduce(self, *, accumulate: bool) -> Pending:
@@ -296,17 +267,17 @@ class Flat:
         for slot, filled in zip(self.slots, self._filled, strict=True):
             if not filled:
                 local[slot.offset : slot.offset + slot.numel].zero_()
-        for groups, slots in self._shared.items():
-            self._sum_shared(local, groups, slots)
+        for groups, slots in self._summed_first.items():
+            self._sum_first(local, groups, slots)
         assert self.gradient is not None
-        if self.residency.gradients is Place.PARTITIONED:
+        if self.residency.gradients is Holders.PARTITIONED:
             return self.reduce_group.reduce_scatter(local, self.gradient, accumulate=accumulate)
-        if self.residency.optimizer_states is Place.PARTITIONED:
+        if self.residency.optimizer_states is Holders.PARTITIONED:
             return self.reduce_group.reduce_scatter(local, self.gradient)
         return self.reduce_group.all_reduce(local)
 
     @staticmethod
-    def _sum_shared(local: Tensor, groups: tuple[Group, ...], slots: list[Slot]) -> None:
+    def _sum_first(local: Tensor, groups: tuple[Group, ...], slots: list[Slot]) -> None:
         """Sum the gradients of `slots` over `groups`, one after the other, and wait."""
         pieces = [local[slot.offset : slot.offset + slot.numel] for slot in slots]
         total = sum(slot.numel for slot in slots)
@@ -318,6 +289,16 @@ class Flat:
             for piece, summed in zip(pieces, together[:total].split([piece.numel() for piece in pieces]), strict=True):
                 piece.copy_(summed)
             group.give_back(together)
+
+    def sum_used(self) -> list[bool]:
+        """Which parameters got a gradient in this step from any rank whose terms are summed. Collective."""
+        counts = torch.tensor(self.used, dtype=torch.int64)
+        place = {slot.name: index for index, slot in enumerate(self.slots)}
+        for groups, slots in self._summed_first.items():
+            indices = [place[slot.name] for slot in slots]
+            for group in groups:
+                counts[indices] = group.sum(counts[indices])
+        return [count > 0 for count in self.reduce_group.sum(counts).tolist()]
 
     def reduced(self) -> None:
         """The reduction has finished: the passing whole is freed, if there is one."""
@@ -334,20 +315,21 @@ class Flat:
 
         Partitioned gradients have a place of their own and accumulate there.
         """
-        if self.residency.gradients is Place.REPLICATED and self._earlier is None:
+        if self.residency.gradients is Holders.REPLICATED and self._earlier is None:
             self._earlier = self.update_gradient.clone()
 
     def clear_gradient(self) -> None:
         """Forget all gradients. What comes next writes over them, so nothing needs zeroing."""
         self._earlier = None
         self._filled = [False] * len(self.slots)
+        self.used = [False] * len(self.slots)
         self._give_back()
 
     @property
     def update_gradient(self) -> Tensor:
         """The reduced gradient over `state_range`: what the optimizer uses."""
         assert self.gradient is not None
-        if self.residency.optimizer_states is Place.REPLICATED:
+        if self.residency.optimizer_states is Holders.REPLICATED:
             assert self.local is not None
             return self.local
         return self.gradient
@@ -373,6 +355,10 @@ class Flat:
     @staticmethod
     def _free(tensor: Tensor) -> None:
         tensor.untyped_storage().resize_(0)
+
+
+def _dtype(form: str) -> torch.dtype:
+    return getattr(torch, form)
 
 
 def trainable_in_low_precision(dtype: torch.dtype) -> bool:

@@ -8,8 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from speedlab.parallel.zero.flat import Flat, Place, Slot
-from speedlab.parallel.zero.zero import Unit, Zero
+from speedlab.parallel.zero.flat import Flat, Slot
+from speedlab.parallel.zero.unit import Unit
+from speedlab.parallel.zero.zero import Zero
+from speedlab.placement import Holders
 
 
 class FlatParameter(nn.Parameter):
@@ -104,7 +106,7 @@ def gather_partitions(parameter: Tensor) -> Tensor:
     """The value of a parameter whole over the dp ranks, as a new tensor. Collective over them where it is partitioned;
     one that nothing partitions is simply copied."""
     place = _find(parameter)
-    if place is None or place.flat.residency.parameters is Place.REPLICATED or place.flat.gathered:
+    if place is None or place.flat.residency.parameters is Holders.REPLICATED or place.flat.gathered:
         return parameter.detach().clone()
     place.flat.gather().wait()
     try:

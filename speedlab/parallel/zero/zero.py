@@ -10,79 +10,33 @@ The way of one step, with the numbers used below:
 5. At the end of backward the units that are left are reduced, those without gradients as zeros.
 
 Where a step has several passes (accumulation, a pipeline's micro-batches), each rank's own gradients may stay where
-they are until the last one. Gradients that copies of a parameter have in other places of the layout (`shared`) are
+they are until the last one. Gradients that copies of a parameter have in other places of the layout (`summed_over`) are
 summed over those places first, so that all copies stay the same.
 
-Every pass gathers every unit once, and every backward reduces every unit once, in one fixed order on all ranks. A rank
-that skips a unit takes part in its gather when it comes to the next one, or at the end of the pass, and what it owns
-was offered to its peers at the beginning. So ranks may take different branches without a hang. A unit that is needed
-again after its release is gathered again, out of order: there all ranks must do alike.
+Every pass gathers every unit once (`gathers.py`), and every backward reduces every unit once (`reductions.py`), in one
+order on all ranks. A unit that is needed again after its release is gathered again: there all ranks must do alike.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from enum import Enum
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.autograd.profiler import record_function
 
-from speedlab.comm import Group, Pending
-from speedlab.parallel.zero.flat import Flat, Place, Residency, trainable_in_low_precision
+from speedlab.comm import Group
+from speedlab.parallel.zero.flat import Flat
+from speedlab.parallel.zero.gathers import Gathers
+from speedlab.parallel.zero.reductions import Reductions, reductions_in_flight
+from speedlab.parallel.zero.unit import Pass, Unit
 from speedlab.parallel.zero.units import UnitPlan
 from speedlab.parallel.zero.walk import tensors_of
-
-_REDUCTIONS_IN_FLIGHT = 1
-"""Units whose reduction may be under way while the next unit computes; each holds a whole gradient of a unit."""
-
-
-class Pass(Enum):
-    """What the module is doing; decides in which order units are gathered and whether they are released after a
-    forward."""
-
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-
-class Unit:
-    """Parameters that are gathered and released together."""
-
-    def __init__(self, name: str, modules: list[nn.Module], flats: list[Flat]) -> None:
-        self.name, self.modules, self.flats = name, modules, flats
-        self.trainable_count = sum(len(flat.parameters) for flat in flats if flat.trainable)
-        self.gathers: list[Pending] | None = None
-        """The gather under way; None when the unit is released, [] when its parameters are there."""
-        self.missing = self.trainable_count
-        """Gradients that this backward pass has not produced yet."""
-        self.open_calls = 0
-        """Calls whose input gradients are still to come; counted where frozen parameters are needed to the end."""
-        self.has_frozen = any(not flat.trainable for flat in flats)
-
-    def start_gather(self) -> None:
-        if self.gathers is None:
-            self.gathers = [flat.gather() for flat in self.flats]
-
-    def finish_gather(self) -> None:
-        for pending in self.gathers or ():
-            pending.wait()
-        self.gathers = []
-
-    def release(self) -> None:
-        if self.gathers is not None:
-            self.finish_gather()
-            for flat in self.flats:
-                flat.release()
-            self.gathers = None
-
-    def __repr__(self) -> str:
-        return f"Unit({self.name}, {sum(flat.numel for flat in self.flats):,} parameters)"
+from speedlab.placement import Holders, Placement, Residency
 
 
 class Zero:
@@ -92,88 +46,78 @@ class Zero:
         self,
         module: nn.Module,
         plans: list[UnitPlan],
+        placement: Placement,
         *,
-        groups: dict[int, int],
         gather_group: Group,
         reduce_group: Group,
-        compute_dtype: torch.dtype,
-        gradient_dtype: torch.dtype | None,
+        axes: Mapping[str, Group] | None = None,
         materialize: Callable[[UnitPlan], None] | None = None,
-        residency: Residency,
-        shared: Mapping[str, Sequence[Group]] | None = None,
     ) -> None:
-        """`groups`: id of parameter → index of its optimizer group. `gradient_dtype`: None means the compute dtype.
+        """`placement`: a row for each parameter of `plans`; its flats are made, and placed where it says.
 
-        `shared`: name of a parameter → groups of ranks that hold it too, and have other terms of its gradient: these
-        are summed over each of the groups in turn before they are summed over the ranks here. A group that is on other
-        pipeline stages only goes with parameters of the root unit and `end_backward(leave_root=True)`.
+        `axes`: groups of ranks that hold some parameters too, and have other terms of their gradients, by the names in
+        `summed_over`. A group that is on other pipeline stages only goes with parameters of the root unit and
+        `end_backward(leave_root=True)`.
 
         `materialize` gives a unit that stands on `meta` its values; it is called unit by unit, so that one unit at a
         time is whole.
         """
-        self.module, self.residency = module, residency
+        self.module, self.placement = module, placement
         self.gather_group, self.reduce_group = gather_group, reduce_group
-        self.current = Pass.IDLE
-        self.around_reduction: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Entered around what reductions take of this rank's time; a pipeline's timeline hangs here."""
-        self.units: list[Unit] = []
+        units: list[Unit] = []
+        classes = placement.flats()
         for plan in plans:
-            group_of = {name: groups.get(id(p), 0) for name, p in plan.parameters.items()}
             if materialize is not None:
                 materialize(plan)
-            flats = self._make_flats(plan, group_of, compute_dtype, gradient_dtype, shared or {})
+            flats = [
+                Flat(
+                    name,
+                    rows,
+                    plan.parameters,
+                    gather_group=gather_group,
+                    reduce_group=reduce_group,
+                    axes=axes or {},
+                )
+                for name, rows in classes.items()
+                if rows[0].unit == plan.name
+            ]
             for flat in flats:
-                flat.place(residency)
-            self.units.append(Unit(plan.name, plan.modules, flats))
-        self.order = list(self.units)
-        """Units in the order of a forward pass, the root first: the order of gathers; reductions go the other way."""
-        self._seen: list[Unit] = []
-        self._cursor = 0
-        self._reduce_cursor = 0
-        self._in_flight: list[tuple[Unit, list[Pending]]] = []
-        self._reduced_before = False
-        self._sync = True
-        self.unsummed = False
-        """Whether gradients of the last backward are still with each rank."""
+                flat.place(placement.residency)
+            units.append(Unit(plan.name, plan.modules, flats))
+        self.gathers = Gathers(units, gather_group)
+        self.gathers.partitioned = placement.residency.parameters is Holders.PARTITIONED
+        self.reductions = Reductions(self.gathers, reduce_group, in_flight=reductions_in_flight(gather_group.device))
+        self._version = 0
+        """Raised whenever parameters change; a backward pass must find those of its forward."""
         self._hooks: list[Any] = []
         self._attach()
 
-    def _make_flats(
-        self,
-        plan: UnitPlan,
-        group_of: dict[str, int],
-        compute: torch.dtype,
-        gradient: torch.dtype | None,
-        shared: Mapping[str, Sequence[Group]],
-    ) -> list[Flat]:
-        """A flat for each dtype, trainable and frozen apart; parameters of one optimizer group lie side by side."""
-        parts: dict[tuple[torch.dtype, bool], dict[str, tuple[nn.Parameter, int]]] = {}
-        for name, parameter in sorted(plan.parameters.items(), key=lambda item: group_of[item[0]]):
-            dtype = compute if parameter.dtype == torch.float32 else parameter.dtype
-            parts.setdefault((dtype, parameter.requires_grad), {})[name] = (parameter, group_of[name])
-        flats = []
-        for (dtype, trainable), parameters in parts.items():
-            suffix = str(dtype).removeprefix("torch.") + ("" if trainable else "-frozen")
-            flats.append(
-                Flat(
-                    f"{plan.name}/{suffix}",
-                    parameters,
-                    dtype=dtype,
-                    gather_group=self.gather_group,
-                    reduce_group=self.reduce_group,
-                    gradient_dtype=gradient if gradient and trainable_in_low_precision(dtype) else dtype,
-                    shared=shared,
-                )
-            )
-        return flats
+    @property
+    def units(self) -> list[Unit]:
+        return self.gathers.units
 
     @property
     def flats(self) -> list[Flat]:
         return [flat for unit in self.units for flat in unit.flats]
 
     @property
+    def residency(self) -> Residency:
+        return self.placement.residency
+
+    @property
     def partitioned(self) -> bool:
-        return self.residency.parameters is Place.PARTITIONED
+        """Whether parameters are."""
+        return self.gathers.partitioned
+
+    @property
+    def current(self) -> Pass:
+        """The pass that is under way."""
+        return self.gathers.current
+
+    @property
+    def unsummed(self) -> bool:
+        """Whether gradients of the last backward are still with each rank."""
+        return self.reductions.unsummed
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
@@ -184,7 +128,7 @@ class Zero:
         def before(unit_index: int) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
                 if (zero := this()) is not None:
-                    zero._before_forward(zero.units[unit_index], (args, kwargs))
+                    zero._before_forward(zero.units[unit_index], module, (args, kwargs))
 
             return hook
 
@@ -219,68 +163,53 @@ class Zero:
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def detach(self) -> None:
-        """Take all hooks off the module."""
+        """Take all hooks off the module, and let go of the units."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
-    def _before_forward(self, unit: Unit, inputs: Any) -> None:
-        if unit is self.units[0] and self.current is Pass.IDLE:
-            self._begin(Pass.FORWARD)
-        if self.current is Pass.FORWARD and unit not in self._seen:
-            self._seen.append(unit)
-        if self.partitioned and unit.has_frozen and unit is not self.units[0] and torch.is_grad_enabled():
+    def _before_forward(self, unit: Unit, module: nn.Module, inputs: Any) -> None:
+        gathers = self.gathers
+        # Whoever entered below the root has left a pass open, which the next one ends.
+        if self.current is Pass.IDLE and unit is gathers.root or self.current is Pass.FORWARD and module is self.module:
+            gathers.begin(Pass.FORWARD)
+        gathers.met(unit)
+        if self.partitioned and unit.has_frozen and unit is not gathers.root and torch.is_grad_enabled():
             watched = [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
             if watched:
                 unit.open_calls += 1
                 register_multi_grad_hook(watched, partial(self._call_closed, unit), mode="all")
-        self._require(unit)  # 1
+        gathers.require(unit)  # 1
 
     def _after_forward(self, unit: Unit, output: Any, module_is_last: bool) -> None:
         if torch.is_grad_enabled():
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._before_backward, unit))
+                    tensor.register_hook(partial(self._before_backward, unit, self._version))
         if self.current is Pass.BACKWARD:
             return  # Recomputation inside backward: the parameters are needed at once.
-        if unit is self.units[0]:
-            self._end_forward()
-        elif self.partitioned and module_is_last and not self._stays(unit):
+        if unit is self.gathers.root:
+            self.gathers.end_forward()
+        elif self.partitioned and module_is_last and not self.gathers.stays(unit):
             unit.release()  # 2
-
-    def _stays(self, unit: Unit) -> bool:
-        return torch.is_grad_enabled() and (unit is self.units[0] or unit is self.order[-1])
-
-    def _end_forward(self) -> None:
-        """The root module has returned: take part in the gathers that this rank skipped, and release what backward
-        does not need first."""
-        self._take_part_in_rest()
-        if self.partitioned:
-            for unit in self.units:
-                if not self._stays(unit):
-                    unit.release()
-        self.current = Pass.IDLE
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, sync: bool) -> None:
         """Call before `loss.backward()`. Without `sync` the gradients stay with each rank."""
-        self._sync = sync
-        self.reduce_group.wait_until_all_read()  # Replicated gradients are about to be written over.
-        if self._reduced_before:
-            for flat in self.flats:
-                if flat.trainable:
-                    flat.set_aside()
-        self._reduce_cursor = 0
-        for unit in self.units:
-            unit.missing = unit.trainable_count
-        self._begin(Pass.BACKWARD)
+        self.reductions.begin(sync=sync)
+        self.gathers.begin(Pass.BACKWARD)
 
-    def _before_backward(self, unit: Unit, gradient: Tensor) -> None:
+    def _before_backward(self, unit: Unit, version: int, gradient: Tensor) -> None:
+        if version != self._version:
+            raise RuntimeError(
+                "backward: the parameters were changed (by a step, a load or a reshape) after the forward of this "
+                "loss; run the forward again"
+            )
         if self.current is Pass.BACKWARD:
-            self._require(unit)  # 3
+            self.gathers.require(unit)  # 3
 
     def _receive(self, unit: Unit, flat: Flat, index: int, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -289,7 +218,7 @@ class Zero:
         parameter.grad = None
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        if self._sync and self._reduce_cursor > self.backward_order.index(unit):
+        if self.reductions.is_over(unit):
             raise RuntimeError(
                 f"{flat.slots[index].name} received a second gradient in one backward pass after {unit.name} was "
                 f"reduced; "
@@ -297,11 +226,10 @@ class Zero:
             )
         flat.receive(index, gradient)
         unit.missing -= 1
-        if unit.missing == 0 and unit is not self.units[0]:
+        if unit.missing == 0 and unit is not self.gathers.root:
             if self.partitioned and not unit.has_frozen:
                 unit.release()
-            if self._sync:
-                self._reduce_ready()  # 4
+            self.reductions.advance(self.residency)  # 4
 
     def _call_closed(self, unit: Unit, gradients: Any) -> None:
         unit.open_calls -= 1
@@ -312,7 +240,7 @@ class Zero:
         """A whole backward pass that no hook drives: `compute(unit)` leaves gradients in `.grad` of its parameters."""
         self.begin_backward(sync=sync)
         for unit in self.backward_order:
-            self._require(unit)
+            self.gathers.require(unit)
             compute(unit)
             self._collect(unit)
         self.end_backward(leave_root=leave_root)
@@ -332,123 +260,58 @@ class Zero:
 
         `leave_root`: those of the root unit wait for `reduce_root`, for a caller whose ranks may not wait here.
         """
-        self._take_part_in_rest()
-        if self.partitioned:
-            for unit in self.units:
-                unit.release()
-                unit.open_calls = 0
-        if self._sync:
-            self._reduce_ready(everything=True, leave_root=leave_root)  # 5
-            self._finish_reductions(0)
-            self._reduced_before = not leave_root
-        self.unsummed = not self._sync or leave_root
+        self.gathers.end_backward()
+        for unit in self.units:
+            unit.open_calls = 0
+        self.reductions.end(self.residency, leave_root=leave_root)  # 5
         self.gather_group.wait_until_all_read()  # The next thing may be an update of the shards.
-        self.current = Pass.IDLE
+        self.gathers.current = Pass.IDLE
 
     def reduce_root(self) -> None:
         """Sum over the ranks what `end_backward(leave_root=True)` has left of a pass that was to be summed."""
-        self._reduce_ready(everything=True)
-        self._finish_reductions(0)
-        self._reduced_before, self.unsummed = True, False
+        self.reductions.end_root(self.residency)
 
     @property
     def backward_order(self) -> list[Unit]:
         """Blocks as backward meets them; the root last, because it holds what several blocks share."""
-        return [*self.order[:0:-1], self.units[0]]
+        return self.gathers.backward_order
 
-    def _reduce_ready(self, *, everything: bool = False, leave_root: bool = False) -> None:
-        order = self.backward_order
-        while self._reduce_cursor < len(order) and (everything or order[self._reduce_cursor].missing <= 0):
-            unit = order[self._reduce_cursor]
-            if unit is self.units[0] and (leave_root or not everything):
-                return  # Gradients of shared parameters may still come.
-            self._reduce_cursor += 1
-            accumulate = self._reduced_before and self.residency.gradients is Place.PARTITIONED
-            with record_function(f"speedlab::reduce {unit.name}"), self.around_reduction():
-                works = [flat.reduce(accumulate=accumulate) for flat in unit.flats if flat.trainable]
-            self._in_flight.append((unit, works))
-            self._finish_reductions(_REDUCTIONS_IN_FLIGHT)
-
-    def _finish_reductions(self, leave: int) -> None:
-        while len(self._in_flight) > leave:
-            unit, works = self._in_flight.pop(0)
-            with self.around_reduction():
-                for work in works:
-                    work.wait()
-                for flat in unit.flats:
-                    if flat.trainable:
-                        flat.reduced()
-
-    # ---- gathers in one order ----------------------------------------------------------------------------------------
-
-    def _begin(self, phase: Pass) -> None:
-        self.current = phase
-        self._cursor = 0
-        if phase is Pass.FORWARD:
-            self._seen = []
-        if self.partitioned:
-            # What stays gathered does so on all ranks, so all offer the same.
-            released = [unit for unit in self._gather_order() if unit.gathers is None]
-            self.gather_group.offer([flat.shard for unit in released for flat in unit.flats])
-
-    def _gather_order(self) -> list[Unit]:
-        """The root comes first in both directions: it is needed at both ends of a pass."""
-        return [self.units[0], *self.order[:0:-1]] if self.current is Pass.BACKWARD else self.order
-
-    def _require(self, unit: Unit) -> None:
-        """The unit's parameters are there when this returns; the next unit's are on their way."""
-        if not self.partitioned:
-            return
-        order = self._gather_order()
-        position = order.index(unit)
-        while self._cursor <= position:
-            order[self._cursor].start_gather()
-            self._cursor += 1
-        unit.start_gather()
-        unit.finish_gather()
-        if self._cursor == position + 1 < len(order):
-            order[self._cursor].start_gather()
-            self._cursor += 1
-
-    def _take_part_in_rest(self) -> None:
-        if not self.partitioned:
-            return
-        order = self._gather_order()
-        while self._cursor < len(order):
-            unit = order[self._cursor]
-            unit.start_gather()
-            self._cursor += 1
-            if not (self.current is Pass.FORWARD and self._stays(unit)):
-                unit.release()
+    def around_reductions(self, context: Callable[[], AbstractContextManager[object]]) -> None:
+        """Enter `context()` around what reductions take of this rank's time."""
+        self.reductions.around = context
 
     # ---- between steps -----------------------------------------------------------------------------------------------
 
-    def agree_on_order(self) -> None:
-        """Adopt the order in which rank 0's last forward pass met the units. Collective; call once, after a first
-        step."""
-        names = [unit.name for unit in self._seen] + [unit.name for unit in self.units if unit not in self._seen]
-        by_name = {unit.name: unit for unit in self.units}
-        order = [by_name[name] for name in self.gather_group.share(names)]
-        self.order = [self.units[0], *(unit for unit in order if unit is not self.units[0])]
+    def before_change(self) -> None:
+        """Parameters are about to change: nothing that was gathered for a pass may be taken for the new values, and no
+        loss of before can be differentiated any more. Call on all ranks."""
+        self.gathers.release_all()
+        self.gather_group.wait_until_all_read()
+        self._version += 1
+
+    def learn_order(self) -> None:
+        """After a step: from now on units are gathered ahead, in the order in which it met them. Collective the first
+        time, and free afterwards."""
+        if not self.gathers.order_is_known:
+            self.gathers.agree_on_order()
 
     def clear_gradients(self) -> None:
-        for flat in self.flats:
-            flat.clear_gradient()
-        self._reduced_before = self.unsummed = False
+        """Forget the gradients of the step, and free buffers beyond those that the next one begins with."""
+        self.reductions.clear()
+        self.reduce_group.trim_buffers()
 
     def abandon_pass(self) -> None:
-        """After an exception in forward or backward: finish what is under way and return to the state between steps."""
+        """After an exception in forward or backward: finish what is under way. Gradients that earlier micro-batches of
+        the step have left stay after a forward; after a backward, which may have added to them, they are forgotten."""
+        was = self.current
+        self.gathers.abandon()
+        for flat in self.flats:
+            for parameter in flat.parameters:
+                parameter.grad = None
         for unit in self.units:
-            if self.partitioned:
-                unit.release()
-            for flat in unit.flats:
-                for parameter in flat.parameters:
-                    parameter.grad = None
-        if self.current is Pass.BACKWARD:
-            self._finish_reductions(0)
-            self.clear_gradients()
-        self.gather_group.withdraw()
-        self.current = Pass.IDLE
+            unit.open_calls = 0
+        if was is Pass.BACKWARD:
+            self.reductions.abandon()
 
     def disconnect(self) -> None:
         """Let go of the connections. Transfers under way keep their memory until `reconnect`."""
@@ -459,27 +322,19 @@ class Zero:
         """Use the present world's connections, after forgetting a pass that was cut off. Collective."""
         self.gather_group.reconnect()
         self.reduce_group.reconnect()
-        if self.current is Pass.IDLE and not self._in_flight:
+        if self.current is Pass.IDLE and self.reductions.idle:
             return
-        self._in_flight.clear()
-        for unit in self.units:
-            unit.open_calls = 0
-            if unit.gathers is not None:
-                unit.gathers = []  # Nothing arrives any more from a world that was left.
-                unit.release()
-        self.clear_gradients()
-        self.current = Pass.IDLE
+        self.gathers.forget()
+        self.reductions.forget()
 
     def place(self, residency: Residency) -> None:
-        """Move every flat to another row of the residency table. Between two steps only."""
-        if self.partitioned:
-            for unit in self.units:
-                unit.release()
-            self.gather_group.wait_until_all_read()
+        """Move every flat to where `residency` says. Between two steps only."""
+        self.before_change()
         self.reduce_group.wait_until_all_read()
         for flat in self.flats:
             flat.place(residency)
         self.reduce_group.drop_buffers()
-        self.residency = residency
+        self.placement = self.placement.moved(residency)
+        self.gathers.partitioned = residency.parameters is Holders.PARTITIONED
         for unit in self.units:
             unit.gathers = None

@@ -1,0 +1,153 @@
+"""When units with partitioned parameters are gathered and released.
+
+Every pass gathers every unit once. Where transfers are offered by their owners (`Group.ordered` is False), a rank takes
+a unit when it needs it, and those that it did not need at the end of the pass; so ranks may take different branches. A
+collective of its own for each gather has to be started in one order by all: there a rank takes part in the gathers that
+come before the unit it needs, and lets go of them at once.
+
+The order is that in which the first step met the units. Until it is known, units are gathered when they are needed and
+nothing is gathered ahead, so that a model which calls its blocks in another order than it registers them never stands
+there whole.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from speedlab.comm import Group
+from speedlab.parallel.zero.unit import Pass, Unit
+
+
+class Gathers:
+    """The units of a module in the order of a forward pass, and which of them are here."""
+
+    def __init__(self, units: list[Unit], group: Group) -> None:
+        self.units = units
+        """The root first, then in the order in which the model registers them."""
+        self.order = list(units)
+        """In the order of a forward pass, the root first: the order of gathers; reductions go the other way."""
+        self.order_is_known = False
+        self.partitioned = False
+        """Whether there is anything to gather."""
+        self.current = Pass.IDLE
+        self._group = group
+        self._seen: list[Unit] = []
+        """Units in the order in which the present or last forward pass with gradients met them."""
+        self._left: list[Unit] = []
+        """Units whose gather of this pass has not been started, in the order of the pass."""
+
+    @property
+    def root(self) -> Unit:
+        return self.units[0]
+
+    @property
+    def backward_order(self) -> list[Unit]:
+        """Blocks as backward meets them; the root last, because it holds what several blocks share."""
+        return [*self.order[:0:-1], self.root]
+
+    def begin(self, which: Pass) -> None:
+        self.close()
+        self.current = which
+        if which is Pass.FORWARD and torch.is_grad_enabled():
+            self._seen = []
+        if self.partitioned:
+            # The root comes first in both directions: it is needed at both ends of a pass.
+            order = self.order if which is Pass.FORWARD else [self.root, *self.order[:0:-1]]
+            # What stays gathered does so on all ranks, so all offer the same.
+            self._left = [unit for unit in order if unit.gathers is None]
+            self._group.offer([flat.shard for unit in self._left for flat in unit.flats])
+
+    def met(self, unit: Unit) -> None:
+        """A forward pass has come to this unit."""
+        if self.current is Pass.FORWARD and torch.is_grad_enabled() and unit not in self._seen:
+            self._seen.append(unit)
+
+    def require(self, unit: Unit) -> None:
+        """The unit's parameters are there when this returns; the next unit's are on their way."""
+        if not self.partitioned:
+            return
+        place = self._left.index(unit) if unit in self._left else -1
+        if place >= 0:
+            skipped, following = self._left[:place], self._left[place + 1 :]
+            if self._group.ordered and self.order_is_known:
+                for other in skipped:
+                    other.start_gather()
+                    other.release()
+                skipped = []
+            self._left = skipped + following
+        else:
+            following = self._left
+        unit.start_gather()
+        unit.finish_gather()
+        if self.order_is_known and following and self._comes_next(unit, following[0]):
+            following[0].start_gather()
+            self._left.remove(following[0])
+
+    def _comes_next(self, unit: Unit, other: Unit) -> bool:
+        """Whether `other` follows `unit` in this pass, those that stayed gathered left out."""
+        order = self.order if self.current is Pass.FORWARD else [self.root, *self.order[:0:-1]]
+        between = order[order.index(unit) + 1 : order.index(other)]
+        return order.index(other) > order.index(unit) and all(each.gathers is not None for each in between)
+
+    def stays(self, unit: Unit) -> bool:
+        """Whether a forward pass leaves the unit gathered, because backward begins with it."""
+        last = self.order_is_known and unit is self.order[-1]
+        return torch.is_grad_enabled() and (unit is self.root or last)
+
+    def end_forward(self) -> None:
+        """The root module has returned: take part in the gathers that this rank skipped, and release what backward
+        does not need first."""
+        self._take_rest()
+        if self.partitioned:
+            for unit in self.units:
+                if not self.stays(unit):
+                    unit.release()
+        self.current = Pass.IDLE
+
+    def end_backward(self) -> None:
+        """Take part in what is left, and release everything. `current` stays for whoever ends the pass."""
+        self._take_rest()
+        self.release_all()
+
+    def _take_rest(self) -> None:
+        left, self._left = self._left, []
+        for unit in left:
+            unit.start_gather()
+            if not (self.current is Pass.FORWARD and self.stays(unit)):
+                unit.release()
+
+    def release_all(self) -> None:
+        """Nothing stays gathered, and a pass that somebody entered below the root and never ended is over."""
+        self.close()
+        if self.partitioned:
+            for unit in self.units:
+                unit.release()
+
+    def close(self) -> None:
+        if self.current is Pass.FORWARD:
+            self._take_rest()
+            self.current = Pass.IDLE
+
+    def agree_on_order(self) -> None:
+        """Adopt the order in which rank 0's last forward pass with gradients met the units. Collective."""
+        names = [unit.name for unit in self._seen] + [unit.name for unit in self.units if unit not in self._seen]
+        by_name = {unit.name: unit for unit in self.units}
+        order = [by_name[name] for name in self._group.share(names)]
+        self.order = [self.root, *(unit for unit in order if unit is not self.root)]
+        self.order_is_known = True
+
+    def abandon(self) -> None:
+        """After an exception in a pass: release everything and count on no offer of it."""
+        self.current, self._left = Pass.IDLE, []
+        self.release_all()
+        self._group.withdraw()
+
+    def forget(self) -> None:
+        """After the world was left in the middle of a pass: nothing arrives any more."""
+        for unit in self.units:
+            unit.open_calls = 0
+            if unit.gathers is not None:
+                unit.gathers = []
+                unit.release()
+        self._left = []
+        self.current = Pass.IDLE

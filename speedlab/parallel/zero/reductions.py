@@ -1,0 +1,119 @@
+"""When gradients of units are summed over the ranks: each unit once in a backward pass, in one order on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.autograd.profiler import record_function
+
+from speedlab.comm import Group, Pending
+from speedlab.parallel.zero.gathers import Gathers
+from speedlab.parallel.zero.unit import Unit
+from speedlab.placement import Holders, Residency
+
+
+class Reductions:
+    """The reductions of one module's gradients."""
+
+    def __init__(self, gathers: Gathers, group: Group, *, in_flight: int) -> None:
+        """`in_flight`: units whose reduction may be under way while the next unit computes; each holds a whole gradient
+        of a unit."""
+        self.around: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered around what reductions take of this rank's time; a pipeline's timeline hangs here."""
+        self.sync = True
+        """Whether the present backward pass is summed over the ranks, or leaves its gradients with each rank."""
+        self.unsummed = False
+        """Whether gradients of the last backward are still with each rank."""
+        self._gathers, self._group, self._limit = gathers, group, in_flight
+        self._reduced_before = False
+        """Whether gradients of an earlier backward pass of this step are summed already."""
+        self._order: list[Unit] = []
+        self._turn: dict[Unit, int] = {}
+        self._cursor = 0
+        self._under_way: list[tuple[Unit, list[Pending]]] = []
+
+    @property
+    def idle(self) -> bool:
+        return not self._under_way
+
+    def begin(self, *, sync: bool) -> None:
+        """A backward pass begins. Without `sync` its gradients stay with each rank."""
+        self._group.wait_until_all_read()  # Replicated gradients are about to be written over.
+        if self._reduced_before:
+            for unit in self._gathers.units:
+                for flat in unit.flats:
+                    if flat.trainable:
+                        flat.set_aside()
+        self.sync = sync
+        self._order = self._gathers.backward_order
+        self._turn = {unit: turn for turn, unit in enumerate(self._order)}
+        self._cursor = 0
+        for unit in self._order:
+            unit.missing = unit.trainable_count
+
+    def is_over(self, unit: Unit) -> bool:
+        """Whether the unit's gradients of this pass are summed, or on their way: none may come any more."""
+        return self.sync and self._cursor > self._turn[unit]
+
+    def advance(self, residency: Residency, *, everything: bool = False, leave_root: bool = False) -> None:
+        """Start the reductions that are due: of units whose gradients are all here, or of all that are left."""
+        if not self.sync:
+            return
+        while self._cursor < len(self._order) and (everything or self._order[self._cursor].missing <= 0):
+            unit = self._order[self._cursor]
+            if unit is self._gathers.root and (leave_root or not everything):
+                return  # Gradients of shared parameters may still come.
+            self._cursor += 1
+            accumulate = self._reduced_before and residency.gradients is Holders.PARTITIONED
+            with record_function(f"speedlab::reduce {unit.name}"), self.around():
+                works = [flat.reduce(accumulate=accumulate) for flat in unit.flats if flat.trainable]
+            self._under_way.append((unit, works))
+            self._finish(self._limit)
+
+    def end(self, residency: Residency, *, leave_root: bool) -> None:
+        """The backward pass is over; `leave_root`: those of the root unit wait for `end_root`."""
+        if self.sync:
+            self.advance(residency, everything=True, leave_root=leave_root)
+            self._finish(0)
+            self._reduced_before = not leave_root
+        self.unsummed = not self.sync or leave_root
+
+    def end_root(self, residency: Residency) -> None:
+        """Sum what `end(leave_root=True)` has left."""
+        self.advance(residency, everything=True)
+        self._finish(0)
+        self._reduced_before, self.unsummed = True, False
+
+    def _finish(self, leave: int) -> None:
+        while len(self._under_way) > leave:
+            unit, works = self._under_way.pop(0)
+            with self.around():
+                for work in works:
+                    work.wait()
+                for flat in unit.flats:
+                    if flat.trainable:
+                        flat.reduced()
+
+    def clear(self) -> None:
+        """The step is over, or given up: its gradients are forgotten."""
+        for unit in self._gathers.units:
+            for flat in unit.flats:
+                flat.clear_gradient()
+        self._reduced_before = self.unsummed = False
+
+    def abandon(self) -> None:
+        """After an exception in a backward pass: finish what is under way, and forget the gradients of the step."""
+        self._finish(0)
+        self.clear()
+
+    def forget(self) -> None:
+        """After the world was left: nothing that is under way ends any more."""
+        self._under_way.clear()
+        self.clear()
+
+
+def reductions_in_flight(device: torch.device) -> int:
+    """The default by device: where nothing overlaps one is enough; a GPU computes on while two are under way."""
+    return 2 if device.type == "cuda" else 1

@@ -1,0 +1,53 @@
+"""A unit, and the passes in which units come and go."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from torch import nn
+
+from speedlab.comm import Pending
+from speedlab.parallel.zero.flat import Flat
+
+
+class Pass(Enum):
+    """What the module is doing; decides in which order units are gathered and whether they are released after a
+    forward."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Unit:
+    """Parameters that are gathered and released together."""
+
+    def __init__(self, name: str, modules: list[nn.Module], flats: list[Flat]) -> None:
+        self.name, self.modules, self.flats = name, modules, flats
+        self.trainable_count = sum(len(flat.parameters) for flat in flats if flat.trainable)
+        self.gathers: list[Pending] | None = None
+        """The gather under way; None when the unit is released, [] when its parameters are there."""
+        self.missing = self.trainable_count
+        """Gradients that this backward pass has not produced yet."""
+        self.open_calls = 0
+        """Calls whose input gradients are still to come; counted where frozen parameters are needed to the end."""
+        self.has_frozen = any(not flat.trainable for flat in flats)
+
+    def start_gather(self) -> None:
+        if self.gathers is None:
+            self.gathers = [flat.gather() for flat in self.flats]
+
+    def finish_gather(self) -> None:
+        for pending in self.gathers or ():
+            pending.wait()
+        self.gathers = []
+
+    def release(self) -> None:
+        if self.gathers is not None:
+            self.finish_gather()
+            for flat in self.flats:
+                flat.release()
+            self.gathers = None
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name}, {sum(flat.numel for flat in self.flats):,} parameters)"

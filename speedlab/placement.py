@@ -1,0 +1,237 @@
+"""The placement table: a row for each parameter that a rank holds. Pure data, no torch, no processes.
+
+A row says which part of the whole the rank has, over which axes the parameter is cut and its gradient is summed, with
+which scale, who answers for it in norms and checkpoints, and for each of its states who holds it, where, and as what.
+Flats are the classes of rows that are equal in that. A ZeRO stage is a `Residency` (arXiv:1910.02054, section 5), which
+fills the columns of who and where; nothing else asks for the stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from speedlab.layout import Part
+
+
+class Holders(Enum):
+    """Who holds a state."""
+
+    REPLICATED = "replicated"
+    """Every dp rank holds the whole flat."""
+    PARTITIONED = "partitioned"
+    """Each dp rank holds the contiguous 1/dp that it owns."""
+
+
+class Where(Enum):
+    """In which memory a state lies between two uses."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Home:
+    """Who holds a state of a parameter, where, and as what: `form` is a dtype, or the name of a codec."""
+
+    holders: Holders
+    where: Where = Where.DEVICE
+    form: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residency:
+    """Who holds parameters, gradients and optimizer states (masters and moments) of all flats."""
+
+    parameters: Holders
+    gradients: Holders
+    optimizer_states: Holders
+
+    @classmethod
+    def of_stage(cls, stage: int, dp: int) -> Residency:
+        """The row of ZeRO's table. With one rank the partition is the whole, so nothing is gathered or copied.
+
+        Raises ValueError for a stage that is none.
+        """
+        if stage not in (0, 1, 2, 3):
+            raise ValueError(f"ZeRO stage {stage!r} is not one of 0, 1, 2, 3")
+        reached = [Holders.PARTITIONED if stage >= wanted and dp > 1 else Holders.REPLICATED for wanted in (1, 2, 3)]
+        return cls(optimizer_states=reached[0], gradients=reached[1], parameters=reached[2])
+
+    def of(self, state: str) -> Holders:
+        """Who holds a state, by its name in a row."""
+        return {"parameter": self.parameters, "gradient": self.gradients}.get(state, self.optimizer_states)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One parameter on one rank."""
+
+    name: str
+    """Full name in the whole model."""
+    unit: str
+    """The unit with which it is gathered and released."""
+    group: int
+    """Index of its optimizer parameter group."""
+    shape: tuple[int, ...]
+    """Of the rank's own tensor."""
+    part: Part | None = None
+    """Which part of the whole parameter that is; None: all of it."""
+    cut_over: tuple[str, ...] = ()
+    """Axes over which the parameter itself is cut, beside the partition of its flat."""
+    summed_over: tuple[str, ...]
+    """Axes over which the ranks' terms of its gradient are summed, in turn; the last one is that of its flat."""
+    scale: float = 1.0
+    """Factor on each term of the gradient, so that its sum is the mean over the global batch."""
+    answered_by: int
+    """The rank whose dp peers count it in norms and write it to checkpoints."""
+    answers: bool
+    """Whether this rank is one of them."""
+    trainable: bool = True
+    states: Mapping[str, Home]
+    """`parameter`; of trainable ones `gradient` and `moments`, and `master` where it is not the parameter itself."""
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self.shape if self.part is None else self.part.shape
+
+    @property
+    def _class(self) -> tuple[Any, ...]:
+        return self.unit, self.trainable, tuple(self.states.items())
+
+    def described(self) -> dict[str, Any]:
+        """The row as what JSON can hold."""
+        return {
+            "name": self.name,
+            "unit": self.unit,
+            "shape": list(self.shape),
+            "whole_shape": list(self.whole_shape),
+            "part": None if self.part is None else [self.part.dim, [list(pair) for pair in self.part.ranges]],
+            "cut_over": list(self.cut_over),
+            "summed_over": list(self.summed_over),
+            "scale": self.scale,
+            "answered_by": self.answered_by,
+            "trainable": self.trainable,
+            "states": {
+                state: {"holders": home.holders.value, "where": home.where.value, "form": home.form}
+                for state, home in self.states.items()
+            },
+        }
+
+
+def homes(
+    residency: Residency, *, parameter: str, gradient: str | None = None, master: str | None = None
+) -> dict[str, Home]:
+    """The states of a parameter under `residency`, from their forms. Without `gradient` it is frozen; without `master`
+    it is its own, and moments have its form."""
+    forms = {"parameter": parameter}
+    if gradient is not None:
+        forms |= {"gradient": gradient, "moments": master or parameter} | ({"master": master} if master else {})
+    return {state: Home(holders=residency.of(state), form=form) for state, form in forms.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """All rows of one rank, in the order of units and, within a unit, of the model."""
+
+    rank: int
+    residency: Residency
+    rows: tuple[Row, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {row.name: row for row in self.rows})
+
+    def __getitem__(self, name: str) -> Row:
+        return self._by_name[name]  # type: ignore[attr-defined]  # see __post_init__
+
+    def flats(self) -> dict[str, list[Row]]:
+        """The classes of equal rows by name: those that travel and live together. Rows of one optimizer group lie side
+        by side."""
+        classes: dict[tuple[Any, ...], list[Row]] = {}
+        for row in self.rows:
+            classes.setdefault(row._class, []).append(row)
+        found: dict[str, list[Row]] = {}
+        for rows in classes.values():
+            first = rows[0]
+            name = f"{first.unit}/{first.states['parameter'].form}" + ("" if first.trainable else "-frozen")
+            while name in found:  # Equal in name and form, but with other states.
+                name += "+"
+            found[name] = sorted(rows, key=lambda row: row.group)
+        return found
+
+    def moved(self, residency: Residency) -> Placement:
+        """The same parameters where `residency` has them."""
+        rows = [
+            replace(
+                row, states={state: replace(home, holders=residency.of(state)) for state, home in row.states.items()}
+            )
+            for row in self.rows
+        ]
+        return Placement(rank=self.rank, residency=residency, rows=tuple(rows))
+
+    @classmethod
+    def joined(cls, placements: Iterable[Placement]) -> Placement:
+        """The table of a rank that holds several parts of the model."""
+        several = list(placements)
+        rows = tuple(row for each in several for row in each.rows)
+        return cls(rank=several[0].rank, residency=several[0].residency, rows=rows)
+
+    def described(self) -> list[dict[str, Any]]:
+        """All rows as what JSON can hold."""
+        return [row.described() for row in self.rows]
+
+    def __str__(self) -> str:
+        return placement_table(self.described(), rank=self.rank)
+
+
+_COLUMNS = (
+    "parameter",
+    "unit",
+    "here",
+    "of",
+    "summed over",
+    "answers",
+    "parameter is",
+    "gradient",
+    "master",
+    "moments",
+)
+
+
+def placement_table(rows: Iterable[Mapping[str, Any]], *, rank: int) -> str:
+    """Rows (as `Row.described` gives them) as a plain table."""
+    lines = [_COLUMNS, *(_cells(row, rank) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _cells(row: Mapping[str, Any], rank: int) -> tuple[str, ...]:
+    cut = f" by {', '.join(row['cut_over'])}" if row["cut_over"] else ""
+    states = [_home_text(row["states"].get(state)) for state in ("parameter", "gradient", "master", "moments")]
+    if row["trainable"] and "master" not in row["states"]:
+        states[2] = "the parameter"
+    return (
+        row["name"],
+        row["unit"],
+        _shape_text(row["shape"]) + cut,
+        _shape_text(row["whole_shape"]),
+        " then ".join(row["summed_over"]) if row["trainable"] else "",
+        f"rank {row['answered_by']}" + (" and its dp peers" if row["answered_by"] == rank else ""),
+        *states,
+    )
+
+
+def _shape_text(shape: Iterable[int]) -> str:
+    return "×".join(map(str, shape)) or "1 number"
+
+
+def _home_text(home: Mapping[str, str] | None) -> str:
+    if home is None:
+        return ""
+    return f"{home['form']} {home['holders']}" + ("" if home["where"] == "device" else f" on {home['where']}")
