@@ -1,11 +1,12 @@
-"""Pure rank arithmetic: the grid `pp × dp × tp`, its peers, who owns which part of a flat, how blocks are cut into
+"""Pure rank arithmetic: the mesh of named axes, its peers, who owns which part of a flat, how blocks are cut into
 pipeline stages. No torch, no processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, product
+from math import prod
 
 _HALVINGS = 60
 
@@ -15,10 +16,36 @@ class LayoutError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """The grid of ranks. `tp` is the fastest axis, so that it stays within a host; `pp` the slowest.
+class Axis:
+    """What ranks have in common, and what not, that differ along one axis only."""
 
-    rank = (pipeline index × dp + data index) × tp + tensor index
+    name: str
+    sees_other_data: bool
+    """Whether they read other sequences of the global batch."""
+    holds_other_parameters: bool
+    """Whether they compute with other parameters, or other parts of them."""
+    meaning: str
+
+
+KINDS: dict[str, Axis] = {
+    axis.name: axis
+    for axis in (
+        Axis(name="pp", sees_other_data=False, holds_other_parameters=True, meaning="other pipeline stages"),
+        Axis(name="dp", sees_other_data=True, holds_other_parameters=False, meaning="the same model, other sequences"),
+        Axis(name="cp", sees_other_data=False, holds_other_parameters=False, meaning="other positions of a sequence"),
+        Axis(name="ep", sees_other_data=True, holds_other_parameters=True, meaning="other experts, other sequences"),
+        Axis(name="tp", sees_other_data=False, holds_other_parameters=True, meaning="other parts of the same layers"),
+    )
+}
+"""Every axis that a mesh may have, slow to fast: ranks along the last ones are neighbours and so stay within a host.
+A mesh has those for which Layout has a field of that name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The mesh of ranks. Which data a rank sees (`data_index`) and its index in a group (`index`) are two things.
+
+    rank = sum of index × stride over the axes; the stride of an axis is the product of the sizes of the faster ones
     """
 
     dp: int = 1
@@ -26,75 +53,124 @@ class Layout:
     pp: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("pp", "dp", "tp"):
-            if getattr(self, axis) < 1:
-                raise LayoutError(f"{axis} is {getattr(self, axis)}; every axis of a layout is at least 1")
+        for axis, size in self.sizes.items():
+            if size < 1:
+                raise LayoutError(f"{axis} is {size}; every axis of a layout is at least 1")
 
     @classmethod
-    def for_world(cls, world_size: int, *, dp: int | None = None, tp: int = 1, pp: int = 1) -> Layout:
+    def for_world(cls, world_size: int, *, dp: int | None = None, **others: int) -> Layout:
         """The layout of `world_size` ranks; `dp` follows from the others when it is None.
 
         Raises LayoutError when the product is not the number of ranks.
         """
-        cls(
-            dp=1 if dp is None else dp, tp=tp, pp=pp
-        )  # Each axis by itself first, so that what follows may divide by them.
+        layout = cls(dp=1 if dp is None else dp, **others)  # Each axis by itself first: what follows divides by them.
         if world_size < 1:
             raise LayoutError(f"{world_size} engines hold no rank; start at least one")
-        model_ranks = tp * pp
+        model_ranks = layout.world_size // layout.dp
         if dp is None:
             if world_size % model_ranks:
+                equation = _product({axis: size for axis, size in layout.sizes.items() if axis != "dp"})
                 raise LayoutError(
-                    f"{world_size} ranks do not divide by pp {pp} × tp {tp} = {model_ranks}; "
+                    f"{world_size} ranks do not divide by {equation} = {model_ranks}; "
                     f"use a multiple of {model_ranks} engines"
                 )
-            dp = world_size // model_ranks
-        layout = cls(dp=dp, tp=tp, pp=pp)
+            return cls(dp=world_size // model_ranks, **others)
         if layout.world_size != world_size:
             possible = (
                 f"dp {world_size // model_ranks}" if world_size % model_ranks == 0 else f"{layout.world_size} engines"
             )
             raise LayoutError(
-                f"pp {pp} × dp {dp} × tp {tp} = {layout.world_size} ranks, but there are {world_size} engines; "
-                f"{possible} would fit"
+                f"{layout} = {layout.world_size} ranks, but there are {world_size} engines; {possible} would fit"
             )
         return layout
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.pp * self.dp * self.tp
+        return prod(self.mesh_shape)
 
-    def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(pipeline index, data index, tensor index) of a rank."""
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each axis, slow to fast."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The sizes alone, as torch's DeviceMesh takes them; its dimensions are named AXES."""
+        return tuple(self.sizes.values())
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along an axis."""
+        _check_names((axis,))
+        return self.sizes[axis]
+
+    def stride(self, axis: str) -> int:
+        """By how much the ranks of neighbours along an axis differ."""
+        _check_names((axis,))
+        return prod(self.mesh_shape[AXES.index(axis) + 1 :])
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Index of a rank along each axis, slow to fast."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is not in 0..{self.world_size - 1}")
-        return rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp
+        found = {}
+        for axis, size in reversed(self.sizes.items()):
+            rank, found[axis] = divmod(rank, size)
+        return {axis: found[axis] for axis in AXES}
 
-    def rank(self, pipeline: int, data: int, tensor: int) -> int:
-        """The rank at these coordinates. Raises LayoutError when they are outside the grid."""
-        for axis, index, size in (("pp", pipeline, self.pp), ("dp", data, self.dp), ("tp", tensor, self.tp)):
+    def index(self, rank: int, axis: str) -> int:
+        """Index of a rank in its group along an axis."""
+        _check_names((axis,))
+        return self.coordinates(rank)[axis]
+
+    def rank(self, **coordinates: int) -> int:
+        """The rank at these coordinates; axes left out are 0. Raises LayoutError when they are outside the mesh."""
+        _check_names(coordinates)
+        rank = 0
+        for axis, size in self.sizes.items():
+            index = coordinates.get(axis, 0)
             if not 0 <= index < size:
                 raise LayoutError(f"{axis} index {index} is not in 0..{size - 1} of {self}")
-        return (pipeline * self.dp + data) * self.tp + tensor
+            rank = rank * size + index
+        return rank
 
-    def dp_peers(self, rank: int) -> list[int]:
-        """Ranks that hold the same part of the model as `rank` and see other data, in data order."""
-        pipeline, _, tensor = self.coordinates(rank)
-        return [self.rank(pipeline, data, tensor) for data in range(self.dp)]
+    def peers(self, rank: int, *axes: str) -> list[int]:
+        """The ranks that differ from `rank` only along these axes, itself among them, in rank order."""
+        _check_names(axes)
+        own = self.coordinates(rank)
+        spans = [range(size) if axis in axes else (own[axis],) for axis, size in self.sizes.items()]
+        return [self.rank(**dict(zip(AXES, indices, strict=True))) for indices in product(*spans)]
 
-    def tp_peers(self, rank: int) -> list[int]:
-        """Ranks that hold the other parts of the same layers and see the same data, in tensor order."""
-        pipeline, data, _ = self.coordinates(rank)
-        return [self.rank(pipeline, data, tensor) for tensor in range(self.tp)]
+    @property
+    def data_size(self) -> int:
+        """Of how many shares the global batch consists."""
+        return prod(size for axis, size in self.sizes.items() if KINDS[axis].sees_other_data)
 
-    def pp_peers(self, rank: int) -> list[int]:
-        """Ranks that hold the other pipeline stages and see the same data, first stage first."""
-        _, data, tensor = self.coordinates(rank)
-        return [self.rank(pipeline, data, tensor) for pipeline in range(self.pp)]
+    def data_index(self, rank: int) -> int:
+        """Which share of the global batch a rank sees: the same for all that differ along the other axes only."""
+        share = 0
+        for axis, index in self.coordinates(rank).items():
+            if KINDS[axis].sees_other_data:
+                share = share * self.size(axis) + index
+        return share
 
     def __str__(self) -> str:
-        return f"pp {self.pp} × dp {self.dp} × tp {self.tp}"
+        return _product(self.sizes)
+
+
+AXES: tuple[str, ...] = tuple(axis for axis in KINDS if axis in {field.name for field in fields(Layout)})
+"""The axes that a layout has today, slow to fast."""
+
+
+def _product(sizes: dict[str, int]) -> str:
+    """'pp 1 × dp 4 × tp 2'."""
+    return " × ".join(f"{axis} {size}" for axis, size in sizes.items())
+
+
+def _check_names(axes: Iterable[str]) -> None:
+    for axis in axes:
+        if axis not in AXES:
+            raise LayoutError(f"{axis!r} is no axis of a layout; its axes are {', '.join(AXES)}")
 
 
 @dataclass(frozen=True, kw_only=True)

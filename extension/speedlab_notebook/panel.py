@@ -202,7 +202,7 @@ class Panel(widgets.VBox):
         try:
             self.config = RunConfig(**self._view.form.values())
             layout = self.config.layout(len(self._devices))
-            batch = self.config.batch.resolve(layout.dp)
+            batch = self.config.batch.resolve(layout.data_size)
             self.batch_text = str(batch)
             for name in ("global_size", "micro_size", "accumulation"):
                 self.fields[f"batch.{name}"].control.placeholder = f"follows: {getattr(batch, name)}"

@@ -95,7 +95,7 @@ def live_config(run: Run, began_as: RunConfig, engines: int) -> RunConfig:
 def live_batch(running: RunConfig, engines: int) -> dict[str, Any]:
     """The batch fields of a form that shows a run: the global batch stays when the layout changes, and the number of
     micro-batches follows."""
-    batch = running.batch.resolve(running.layout(engines, built_in=False).dp)
+    batch = running.batch.resolve(running.layout(engines, built_in=False).data_size)
     return {
         "batch.global_size": batch.global_size,
         "batch.micro_size": batch.micro_size,
@@ -176,8 +176,8 @@ def _flat(config: RunConfig, engines: int) -> dict[str, Any]:
         else:
             flat[name] = value
     kept = {path: value for path, value in flat.items() if path not in _SHAPE}
-    dp = config.layout(engines, built_in=False).dp
-    return kept | {"batch.global_size": config.batch.resolve(dp).global_size}
+    shares = config.layout(engines, built_in=False).data_size
+    return kept | {"batch.global_size": config.batch.resolve(shares).global_size}
 
 
 def _shown(value: Any) -> str:

@@ -108,7 +108,7 @@ def _parallel_remarks(
     for name in ("tp", "pp", "schedule"):
         found[f"parallel.{name}"] = _greyed_text(greyed.get(f"parallel.{name}", {}))
     if config is not None and (layout := _layout(config, engines)) is not None and layout.pp > 1:
-        micro_batches = config.batch.resolve(layout.dp).accumulation
+        micro_batches = config.batch.resolve(layout.data_size).accumulation
         found["batch.accumulation"] = f"the pipeline's micro-batches: {micro_batches}"
         if micro_batches < layout.pp:
             found["batch.accumulation"] += f", fewer than its {layout.pp} ranks, so that some always wait"
@@ -130,7 +130,7 @@ def bubble_text(config: RunConfig, layout: Layout) -> str:
     """'bubble 20 % by theory, with 4 micro-batches'; '' without a pipeline."""
     if layout.pp == 1:
         return ""
-    parallel, micro_batches = config.parallel, config.batch.resolve(layout.dp).accumulation
+    parallel, micro_batches = config.parallel, config.batch.resolve(layout.data_size).accumulation
     share = bubble_share(parallel.schedule, pp=layout.pp, chunks=parallel.stages_per_rank, micro_batches=micro_batches)
     return f"bubble {100 * share:.0f} % by theory, with {micro_batches} micro-batch{'' if micro_batches == 1 else 'es'}"
 

@@ -39,7 +39,7 @@ _OPTIMIZER = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
 
 def tokens_of(name: str) -> int:
     """Tokens in a step under the layout `name`."""
-    return LAYOUTS[name].dp * _micro_batches(LAYOUTS[name]) * _MICRO_BATCH * _SEQUENCE
+    return LAYOUTS[name].data_size * _micro_batches(LAYOUTS[name]) * _MICRO_BATCH * _SEQUENCE
 
 
 def measure(name: str, *, dtype: str, backend: str, rounds: int, steps: int) -> Times:
@@ -81,7 +81,7 @@ def _prepare(contestant: str, name: str, dtype: str) -> None:
     if contestant == "limit":
         batches = _share_of_a_rank(layout)
     else:
-        batches = _batches(layout.coordinates(dist.get_rank())[1], _micro_batches(layout))
+        batches = _batches(layout.data_index(dist.get_rank()), _micro_batches(layout))
         _check_losses(f"{contestant} under {layout}", step, batches, layout, dtype)
     _prepared[contestant] = lambda: step(batches)
     for _ in range(2):
@@ -139,7 +139,7 @@ def _batches(index: int, count: int, size: int = _MICRO_BATCH) -> list[Any]:
 
 def _share_of_a_rank(layout: Layout) -> list[Any]:
     """What one of as many independent processes gets of the global batch."""
-    sequences = layout.dp * _micro_batches(layout) * _MICRO_BATCH // layout.world_size
+    sequences = layout.data_size * _micro_batches(layout) * _MICRO_BATCH // layout.world_size
     size = min(sequences, _MICRO_BATCH)
     return _batches(0, sequences // size, size)
 
@@ -160,7 +160,7 @@ def _check_losses(
     if dist.get_rank() > 0:
         return
     plain = _make("limit", layout, dtype)
-    whole = [batch for index in range(layout.dp) for batch in _batches(index, len(batches))]
+    whole = [batch for index in range(layout.data_size) for batch in _batches(index, len(batches))]
     expected = [plain(whole) or 0.0 for _ in range(_STEPS_CHECKED)]
     if any(abs(a - b) > _TOLERANCE[dtype] for a, b in zip(found, expected, strict=True)):
         raise RuntimeError(f"{who}: losses {found}, but one process has {expected}")

@@ -89,9 +89,9 @@ def of_rank(predicted: list[RankMemory], setup: Setup, rank: int) -> RankMemory:
     """What is predicted for a rank; tensor positions that hold the same are listed once."""
     from speedlab.planner.activation_sizes import Sizes
 
-    pipeline, _, tensor = setup.layout.coordinates(rank)
-    own = [each for each in predicted if each.pipeline == pipeline]
-    rows = Sizes(setup, "cpu", tensor).vocabulary
+    at = setup.layout.coordinates(rank)
+    own = [each for each in predicted if each.pipeline == at["pp"]]
+    rows = Sizes(setup, "cpu", at["tp"]).vocabulary
     return next((each for each in own if Sizes(setup, "cpu", each.tensor).vocabulary == rows), own[0])
 
 
@@ -104,7 +104,7 @@ def measure(config: RunConfig) -> list[dict[str, int]]:
 
     engine = speedlab.initialize(model=lambda: GPT(config.model), config=config)[0]
     generator = torch.Generator().manual_seed(0)
-    shape = (config.batch.resolve(engine.layout.dp).micro_size, config.data.sequence_length)
+    shape = (config.batch.resolve(engine.layout.data_size).micro_size, config.data.sequence_length)
 
     def batch() -> list[Any]:
         made = [torch.randint(config.model.vocab_size, shape, generator=generator) for _ in range(engine.accumulation)]

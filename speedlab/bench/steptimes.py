@@ -218,7 +218,7 @@ def training(config: RunConfig) -> Iterator[Callable[[], object]]:
     from speedlab.models import GPT
 
     engine, *_ = initialize(model=lambda: GPT(config.model), config=config)
-    shape = (2, config.batch.resolve(engine.layout.dp).micro_size, config.data.sequence_length)
+    shape = (2, config.batch.resolve(engine.layout.data_size).micro_size, config.data.sequence_length)
     tokens, targets = torch.randint(0, config.model.vocab_size, shape, device=engine.world.device)
     try:
         yield lambda: engine.train_batch([(tokens, targets)] * engine.accumulation)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from speedlab.config import ModelConfig
-from speedlab.layout import Layout
+from speedlab.layout import AXES, Layout
 from speedlab.models import GPT
 from speedlab.models.gpt import rotate, rotation_table
 
@@ -39,8 +39,8 @@ LossOf = Callable[[Tensor, Tensor], Tensor]
 
 def make_step(model: GPT, layout: Layout, cut: tuple[int, ...], dtype: torch.dtype, optimizer: dict[str, Any]) -> Step:
     """The step of this rank under `layout`, from the values of `model`; `cut`: blocks of each pipeline stage."""
-    mesh = init_device_mesh("cpu", (layout.pp, layout.dp, layout.tp), mesh_dim_names=("pp", "dp", "tp"))
-    index = layout.coordinates(dist.get_rank())[0]
+    mesh = init_device_mesh("cpu", layout.mesh_shape, mesh_dim_names=AXES)
+    index = layout.index(dist.get_rank(), "pp")
     part = PeerStage(model, cut, index)
     partitioned = layout.dp > 1
     if not partitioned:
@@ -94,7 +94,7 @@ def _pipelined(
     context: Callable[[], Any],
     update: _Update,
 ) -> Step:
-    index = layout.coordinates(dist.get_rank())[0]
+    index = layout.index(dist.get_rank(), "pp")
     stage = PipelineStage(part, index, layout.pp, torch.device("cpu"), group=mesh["pp"].get_group())
     schedules: dict[int, Schedule1F1B] = {}
 
@@ -222,9 +222,10 @@ def _twins(part: PeerStage, layout: Layout, mesh: DeviceMesh) -> tuple[Tensor, A
     """The copy of the tied embedding on the first or last pipeline stage, and the group of both."""
     if layout.pp == 1:
         return None
-    pairs = {(ranks[0], ranks[-1]) for ranks in map(layout.pp_peers, range(layout.world_size))}
+    lines = [layout.peers(rank, "pp") for rank in range(layout.world_size)]
+    pairs = {(line[0], line[-1]) for line in lines}
     groups = {pair: dist.new_group(list(pair)) for pair in sorted(pairs)}
-    peers = layout.pp_peers(dist.get_rank())
+    peers = lines[dist.get_rank()]
     layer = part.embedding if part.embedding is not None else part.head
     return (layer.weight, groups[peers[0], peers[-1]]) if layer is not None else None
 

@@ -46,7 +46,7 @@ def train(argv: list[str]) -> int:
     with cluster_for(options.cluster, options.engines, options.device, keep=options.keep_engines) as cluster:
         run = cluster.train(config)
         print(f"run {run.name}: {run.folder.path}", file=sys.stderr)
-        print(config.batch.resolve(config.layout(cluster.size).dp), file=sys.stderr)
+        print(config.batch.resolve(config.layout(cluster.size).data_size), file=sys.stderr)
         return follow(run)
 
 
@@ -55,7 +55,7 @@ def check_before_start(config: RunConfig, options: EngineOptions) -> None:
     if any(state.name == options.cluster for state in running_clusters()):
         return
     size = len(choose_devices(options.engines, options.device))
-    config.batch.resolve(config.layout(size).dp)
+    config.batch.resolve(config.layout(size).data_size)
     check(config.data)
     if config.name is not None and (config.folder / config.name).exists():
         raise ConfigError(

@@ -327,7 +327,7 @@ def start_run(cluster: Cluster, config: RunConfig, model: Any = None) -> Run:
     from speedlab.data import check
 
     layout = config.layout(cluster.size, built_in=model is None)
-    config.batch.resolve(layout.dp)
+    config.batch.resolve(layout.data_size)
     check(config.data)
     pids = tuple(status.pid for status in cluster.status())
     refuse_second_run(cluster, pids)

@@ -164,7 +164,7 @@ def _config(keys: Keys, engines: int | None) -> RunConfig | None:
     try:
         config = RunConfig(**keys.settings)
         if engines is not None:
-            config.batch.resolve(config.layout(engines, built_in=False).dp)
+            config.batch.resolve(config.layout(engines, built_in=False).data_size)
     except (ConfigError, LayoutError) as error:
         problems = getattr(error, "problems", ()) or [("", str(error))]
         keys.refused += [Entry(path=keys.origin_of(path, text), value=None, text=text) for path, text in problems]

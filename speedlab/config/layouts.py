@@ -108,7 +108,7 @@ def _pipeline_problem(config: RunConfig, pp: int, built_in: bool) -> str | None:
 
 def _batch_problem(config: RunConfig, layout: Layout) -> str | None:
     try:
-        config.batch.resolve(layout.dp)
+        config.batch.resolve(layout.data_size)
     except ConfigError as error:
         return str(error)
     return None

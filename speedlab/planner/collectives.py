@@ -85,9 +85,9 @@ class Rings:
 
 
 def rings(layout: Layout, machines: Machines, efficiency: Efficiency) -> Rings:
-    """tp is the fastest axis, so its ranks are neighbours; dp ranks are tp apart, pp ranks dp × tp."""
+    """Along each axis, as far apart as the layout puts its ranks."""
     return Rings(
-        dp=ring(machines, efficiency, ranks=layout.dp, stride=layout.tp),
-        tp=ring(machines, efficiency, ranks=layout.tp, stride=1),
-        pp=ring(machines, efficiency, ranks=layout.pp, stride=layout.dp * layout.tp, messages=True),
+        dp=ring(machines, efficiency, ranks=layout.dp, stride=layout.stride("dp")),
+        tp=ring(machines, efficiency, ranks=layout.tp, stride=layout.stride("tp")),
+        pp=ring(machines, efficiency, ranks=layout.pp, stride=layout.stride("pp"), messages=True),
     )

@@ -45,7 +45,8 @@ def rank_parameters(model: ModelConfig, layout: Layout, counts: Sequence[int]) -
     """
     held = []
     for rank in range(layout.world_size):
-        pipeline, _, tensor = layout.coordinates(rank)
+        at = layout.coordinates(rank)
+        pipeline, tensor = at["pp"], at["tp"]
         first, last = pipeline == 0, pipeline == (len(counts) - 1) % layout.pp
         tokens = model.vocab_size // layout.tp + (tensor < model.vocab_size % layout.tp)
         tables = int(first) + int(last) - int(first and last and model.tied)

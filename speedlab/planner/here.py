@@ -58,8 +58,8 @@ class Hardware:
         found = self.memory(setup)
         held: list[RankMemory] = []
         for rank in range(setup.layout.world_size):
-            pipeline, _, tensor = setup.layout.coordinates(rank)
-            here = [memory for memory in found if memory.pipeline == pipeline and memory.tensor <= tensor]
+            at = setup.layout.coordinates(rank)
+            here = [memory for memory in found if memory.pipeline == at["pp"] and memory.tensor <= at["tp"]]
             held.append(here[-1])
         return held
 

@@ -109,7 +109,7 @@ class Setup:
     @property
     def global_size(self) -> int:
         """Sequences of a step."""
-        return self.micro_size * self.accumulation * self.layout.dp
+        return self.micro_size * self.accumulation * self.layout.data_size
 
     @classmethod
     def of_config(cls, config: RunConfig, engines: int, *, dtype: Literal["float32", "bfloat16", "float16"]) -> Setup:
@@ -118,7 +118,7 @@ class Setup:
         Raises LayoutError or ConfigError when there is no such run.
         """
         layout = config.layout(engines)
-        batch = config.batch.resolve(layout.dp)
+        batch = config.batch.resolve(layout.data_size)
         return cls(
             shape=ModelShape.of_config(config.model, config.data.sequence_length),
             layout=layout,

@@ -26,7 +26,7 @@ def rank_states(
 
     Gradients of several micro-batches are summed in float32.
     """
-    sums = dtype != "float32" and config.batch.resolve(layout.dp).accumulation > 1
+    sums = dtype != "float32" and config.batch.resolve(layout.data_size).accumulation > 1
     found = []
     for count in parameters:
         state = model_states(count, dp=layout.dp, stage=stage, dtype=dtype, optimizer=config.optimizer)

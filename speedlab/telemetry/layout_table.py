@@ -1,4 +1,4 @@
-"""Which rank stands where in a layout: its pipeline stages and their blocks, its data and tensor index, its device."""
+"""Which rank stands where in a layout: its pipeline stages and their blocks, its indices, its device."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from speedlab.hardware import Device
-from speedlab.layout import Layout
+from speedlab.layout import AXES, Layout
 from speedlab.telemetry.table import Table
+
+_INDEXED = tuple(axis for axis in AXES if axis != "pp")  # Along pp, the stages and their blocks say more.
 
 
 class LayoutTable(Table):
@@ -15,7 +17,13 @@ class LayoutTable(Table):
 
     def head(self) -> list[str]:
         device = ["device"] if any(row["device"] for row in self) else []
-        return ["rank", "pipeline stage", "dp index", "tp index", *device, *(["host"] if self._hosts else [])]
+        return [
+            "rank",
+            "pipeline stage",
+            *(f"{axis} index" for axis in _INDEXED),
+            *device,
+            *(["host"] if self._hosts else []),
+        ]
 
     def cells(self) -> list[tuple[str, ...]]:
         shown = self.head()
@@ -25,8 +33,7 @@ class LayoutTable(Table):
                 for name, text in {
                     "rank": f"{row['rank']}",
                     "pipeline stage": _stages_text(row["stages"], row["blocks"]),
-                    "dp index": f"{row['dp']}",
-                    "tp index": f"{row['tp']}",
+                    **{f"{axis} index": f"{row[axis]}" for axis in _INDEXED},
                     "device": row["device"],
                     "host": row["host"],
                 }.items()
@@ -48,8 +55,8 @@ def layout_table(
     devices: Sequence[Device] = (),
     hosts: Sequence[str] = (),
 ) -> LayoutTable:
-    """A row for each rank: rank, stages (pipeline stages it holds), blocks (of each, first and last), dp and tp (its
-    indices), device, host.
+    """A row for each rank: rank, stages (pipeline stages it holds), blocks (of each, first and last), its index along
+    every other axis, device, host.
 
     `counts`: blocks of each pipeline stage, left out where they are not known. Stage s is on pipeline rank s mod pp,
     which holds `chunks` of them.
@@ -57,15 +64,14 @@ def layout_table(
     ends = list(accumulate(counts))
     rows = []
     for rank in range(layout.world_size):
-        pipeline, data, tensor = layout.coordinates(rank)
-        stages = tuple(range(pipeline, layout.pp * chunks, layout.pp))
+        indices = layout.coordinates(rank)
+        stages = tuple(range(indices["pp"], layout.pp * chunks, layout.pp))
         rows.append(
             {
                 "rank": rank,
                 "stages": stages,
                 "blocks": tuple((ends[stage] - counts[stage], ends[stage] - 1) for stage in stages) if counts else (),
-                "dp": data,
-                "tp": tensor,
+                **{axis: indices[axis] for axis in _INDEXED},
                 "device": devices[rank].name if rank < len(devices) else "",
                 "host": hosts[rank] if rank < len(hosts) else "",
             }

@@ -64,7 +64,7 @@ def changed_config(
     if unknown := [name for name in changes if name not in CHANGES]:
         raise ConfigError(unknown_key(unknown[0], CHANGES, {}))
     before = before or engines
-    batch = config.batch.resolve(config.layout(before, built_in=built_in).dp)
+    batch = config.batch.resolve(config.layout(before, built_in=built_in).data_size)
     parallel: dict[str, Any] = {
         name: changes[name] for name in CHANGES if name in changes and name not in ("zero", "micro_batches")
     }
@@ -77,22 +77,22 @@ def changed_config(
         return wanted
     # The layout first, and only then how the global batch is shared out in it.
     sizes: dict[str, Any] = {"global_size": batch.global_size, "micro_size": None, "accumulation": None}
-    dp = wanted.replace(batch=sizes).layout(engines, built_in=built_in).dp
-    sizes["accumulation"] = changes.get("micro_batches") or _fewest(batch, dp)
+    shares = wanted.replace(batch=sizes).layout(engines, built_in=built_in).data_size
+    sizes["accumulation"] = changes.get("micro_batches") or _fewest(batch, shares)
     wanted = wanted.replace(batch=sizes)
-    wanted.batch.resolve(dp)
+    wanted.batch.resolve(shares)
     wanted.layout(engines, built_in=built_in)  # Some schedules ask something of the number of micro-batches.
     return wanted
 
 
-def _fewest(batch: Batch, dp: int) -> int | None:
-    """The fewest micro-batches that share the global batch out to `dp` ranks and are no larger than they are now, so
+def _fewest(batch: Batch, shares: int) -> int | None:
+    """The fewest micro-batches that each of the global batch's `shares` can be cut into and that are no larger than they are now, so
     that activations take no more memory; None when the global batch does not divide."""
-    counts = range(1, batch.global_size // dp + 1)
-    return next(
-        (n for n in counts if batch.global_size % (n * dp) == 0 and batch.global_size <= n * dp * batch.micro_size),
-        None,
-    )
+    for count in range(1, batch.global_size // shares + 1):
+        parts = count * shares
+        if batch.global_size % parts == 0 and batch.global_size <= parts * batch.micro_size:
+            return count
+    return None
 
 
 def differences(running: RunConfig, wanted: RunConfig, engines: int) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def differences(running: RunConfig, wanted: RunConfig, engines: int) -> dict[str
 def shape_of(config: RunConfig, engines: int) -> dict[str, Any]:
     """What may be changed of `config` on `engines` engines, under the names of CHANGES."""
     layout, parallel = config.layout(engines, built_in=False), config.parallel
-    batch = config.batch.resolve(layout.dp)
+    batch = config.batch.resolve(layout.data_size)
     return {
         "zero": config.zero.stage,
         "tp": layout.tp,

@@ -121,10 +121,10 @@ class Rank:
     def __init__(self, case: Case) -> None:
         self.case, self.rank = case, dist.get_rank()
         self.layout = Layout.for_world(dist.get_world_size(), pp=case.pp)
-        self.index, self.dp_index, _ = self.layout.coordinates(self.rank)
+        self.index, self.dp_index = self.layout.index(self.rank, "pp"), self.layout.data_index(self.rank)
         self.traffic, device = Traffic(), torch.device("cpu")
         compute = getattr(torch, case.dtype)
-        peers, line = self.layout.dp_peers(self.rank), self.layout.pp_peers(self.rank)
+        peers, line = self.layout.peers(self.rank, "dp"), self.layout.peers(self.rank, "pp")
         groups = [Group(peers, self.traffic, device, channel=name) for name in ("gather", "reduce")]
         count = case.pp * case.chunks
         self.ends = None

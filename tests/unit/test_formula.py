@@ -81,7 +81,7 @@ def counted_by_hand(model: ModelConfig, layout: Layout, counts: list[int]) -> li
     stage_of_block = [stage for stage, count in enumerate(counts) for _ in range(count)]
     held = [0] * layout.world_size
     for rank in range(layout.world_size):
-        pipeline, _, tensor = layout.coordinates(rank)
+        at = layout.coordinates(rank)
         for name, shape in shapes.items():
             if name.startswith("blocks."):
                 stages = {stage_of_block[int(name.split(".")[1])]}
@@ -89,12 +89,12 @@ def counted_by_hand(model: ModelConfig, layout: Layout, counts: list[int]) -> li
                 stages = {len(counts) - 1}
             else:
                 stages = {0, len(counts) - 1} if model.tied and name.startswith("embedding") else {0}
-            if pipeline not in {stage % layout.pp for stage in stages}:
+            if at["pp"] not in {stage % layout.pp for stage in stages}:
                 continue
             sizes = list(shape)
             for names, dim in ((ROWS_CUT, 0), (COLUMNS_CUT, 1)):
                 if name.endswith(names):
-                    sizes[dim] = len(torch.arange(shape[dim]).tensor_split(layout.tp)[tensor])
+                    sizes[dim] = len(torch.arange(shape[dim]).tensor_split(layout.tp)[at["tp"]])
             held[rank] += torch.Size(sizes).numel()
     return held
 

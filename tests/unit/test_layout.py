@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from math import prod
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedlab.layout import Layout, LayoutError, padded_numel, partition_range
+import speedlab.layout
+from speedlab.layout import AXES, KINDS, Layout, LayoutError, padded_numel, partition_range
 
 axis = st.integers(1, 6)
 layouts = st.builds(Layout, dp=axis, tp=axis, pp=axis)
@@ -15,24 +20,116 @@ layouts = st.builds(Layout, dp=axis, tp=axis, pp=axis)
 @given(layouts)
 def test_coordinates_and_rank_undo_each_other_for_every_rank(layout: Layout) -> None:
     seen = [layout.coordinates(rank) for rank in range(layout.world_size)]
-    assert len(set(seen)) == layout.world_size == layout.pp * layout.dp * layout.tp
-    assert [layout.rank(*coordinates) for coordinates in seen] == list(range(layout.world_size))
+    assert len({tuple(coordinates.values()) for coordinates in seen}) == layout.world_size
+    assert layout.world_size == layout.pp * layout.dp * layout.tp == prod(layout.mesh_shape)
+    assert [layout.rank(**coordinates) for coordinates in seen] == list(range(layout.world_size))
+    for rank, coordinates in enumerate(seen):
+        assert coordinates == {axis: layout.index(rank, axis) for axis in AXES}
+        assert rank == sum(index * layout.stride(axis) for axis, index in coordinates.items())
 
 
 @given(layouts)
 def test_tensor_index_is_fastest_and_pipeline_index_slowest(layout: Layout) -> None:
-    assert [layout.coordinates(rank) for rank in range(layout.world_size)] == sorted(
-        (p, d, t) for p in range(layout.pp) for d in range(layout.dp) for t in range(layout.tp)
-    )
+    assert [layout.coordinates(rank) for rank in range(layout.world_size)] == [
+        {"pp": p, "dp": d, "tp": t} for p in range(layout.pp) for d in range(layout.dp) for t in range(layout.tp)
+    ]
 
 
-@given(layouts, st.data())
-def test_dp_peers_differ_in_data_index_only_and_agree_on_the_group(layout: Layout, data: st.DataObject) -> None:
+@given(layouts)
+def test_sizes_are_named_from_slow_to_fast(layout: Layout) -> None:
+    assert AXES == ("pp", "dp", "tp")
+    assert list(layout.sizes.items()) == [("pp", layout.pp), ("dp", layout.dp), ("tp", layout.tp)]
+    assert layout.mesh_shape == (layout.pp, layout.dp, layout.tp)
+    assert [layout.size(axis) for axis in AXES] == list(layout.mesh_shape)
+
+
+@given(layouts, st.sets(st.sampled_from(AXES)))
+def test_peers_partition_the_ranks(layout: Layout, axes: set[str]) -> None:
+    groups = {tuple(layout.peers(rank, *axes)) for rank in range(layout.world_size)}
+    assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+    for group in groups:
+        assert list(group) == sorted(group)
+        assert len(group) == prod(layout.size(axis) for axis in axes)
+        assert all(layout.peers(rank, *axes) == list(group) for rank in group)
+
+
+@given(layouts, st.sets(st.sampled_from(AXES)), st.data())
+def test_peers_differ_along_the_named_axes_only(layout: Layout, axes: set[str], data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, layout.world_size - 1))
-    pipeline, _, tensor = layout.coordinates(rank)
-    peers = layout.dp_peers(rank)
-    assert [layout.coordinates(peer) for peer in peers] == [(pipeline, d, tensor) for d in range(layout.dp)]
-    assert all(layout.dp_peers(peer) == peers for peer in peers)
+    own = layout.coordinates(rank)
+    for peer in layout.peers(rank, *axes):
+        assert {axis for axis, index in layout.coordinates(peer).items() if index != own[axis]} <= axes
+
+
+@given(layouts, st.sampled_from(AXES))
+def test_a_rank_is_at_its_own_index_among_its_peers(layout: Layout, axis: str) -> None:
+    for rank in range(layout.world_size):
+        assert layout.peers(rank, axis)[layout.index(rank, axis)] == rank
+
+
+@given(layouts)
+def test_all_axes_together_reach_every_rank_and_none_reaches_only_itself(layout: Layout) -> None:
+    last = layout.world_size - 1
+    assert layout.peers(last, *AXES) == list(range(layout.world_size))
+    assert layout.peers(last) == [last]
+
+
+@given(layouts)
+def test_data_index_is_the_same_along_tensor_and_pipeline_axes_and_counts_the_shares(layout: Layout) -> None:
+    assert layout.data_size == layout.dp
+    for rank in range(layout.world_size):
+        seen = {layout.data_index(peer) for peer in layout.peers(rank, "pp", "tp")}
+        assert seen == {layout.index(rank, "dp")}
+        assert sorted(map(layout.data_index, layout.peers(rank, "dp"))) == list(range(layout.data_size))
+
+
+def test_an_axis_says_who_sees_other_data_and_who_holds_other_parameters() -> None:
+    said = {axis.name: (axis.sees_other_data, axis.holds_other_parameters) for axis in KINDS.values()}
+    assert said == {
+        "pp": (False, True),
+        "dp": (True, False),
+        "cp": (False, False),
+        "ep": (True, True),
+        "tp": (False, True),
+    }
+    assert list(KINDS) == ["pp", "dp", "cp", "ep", "tp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wider(Layout):
+    """With the axes that are to come."""
+
+    cp: int = 1
+    ep: int = 1
+
+
+@given(
+    st.builds(
+        Wider,
+        dp=st.integers(1, 3),
+        tp=st.integers(1, 3),
+        pp=st.integers(1, 3),
+        cp=st.integers(1, 3),
+        ep=st.integers(1, 3),
+    )
+)
+def test_axes_to_come_need_only_a_field(layout: Wider) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speedlab.layout, "AXES", tuple(KINDS))
+        assert layout.mesh_shape == (layout.pp, layout.dp, layout.cp, layout.ep, layout.tp)
+        assert layout.data_size == layout.dp * layout.ep
+        for rank in range(layout.world_size):
+            assert layout.rank(**layout.coordinates(rank)) == rank
+            shares = [layout.data_index(peer) for peer in layout.peers(rank, "dp", "ep")]
+            assert shares == list(range(layout.data_size))
+            assert {layout.data_index(peer) for peer in layout.peers(rank, "pp", "cp", "tp")} == {
+                layout.data_index(rank)
+            }
+        assert Wider.for_world(layout.world_size, **{a: n for a, n in layout.sizes.items() if a != "dp"}) == layout
+
+
+def test_every_field_of_a_layout_is_an_axis() -> None:
+    assert {field.name for field in fields(Layout)} == set(AXES)
 
 
 @given(axis, axis, axis)
@@ -42,7 +139,7 @@ def test_dp_follows_from_the_number_of_engines(dp: int, tp: int, pp: int) -> Non
 
 def test_one_rank_is_its_own_peer() -> None:
     assert Layout.for_world(1) == Layout()
-    assert Layout().dp_peers(0) == [0]
+    assert Layout().peers(0, "dp") == [0]
     assert str(Layout(dp=4, tp=2)) == "pp 1 × dp 4 × tp 2"
 
 
@@ -69,9 +166,26 @@ def test_what_is_outside_the_grid_has_no_rank_and_no_coordinates() -> None:
     with pytest.raises(LayoutError, match=r"rank 6 is not in 0\.\.5"):
         layout.coordinates(6)
     with pytest.raises(LayoutError, match=r"dp index 2 is not in 0\.\.1 of pp 1 × dp 2 × tp 3"):
-        layout.rank(0, 2, 0)
+        layout.rank(dp=2)
     with pytest.raises(LayoutError, match="tp index -1"):
-        layout.rank(0, 0, -1)
+        layout.rank(tp=-1)
+    assert layout.rank() == 0
+    assert layout.rank(dp=1) == 3
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda layout: layout.size("cp"),
+        lambda layout: layout.stride("cp"),
+        lambda layout: layout.index(0, "cp"),
+        lambda layout: layout.rank(cp=0),
+        lambda layout: layout.peers(0, "dp", "cp"),
+    ],
+)
+def test_an_axis_that_the_layout_does_not_have_is_refused(ask: Callable[[Layout], object]) -> None:
+    with pytest.raises(LayoutError, match="'cp' is no axis of a layout; its axes are pp, dp, tp"):
+        ask(Layout())
 
 
 @given(st.integers(0, 10_000), st.integers(1, 64))

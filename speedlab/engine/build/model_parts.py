@@ -49,12 +49,12 @@ class Axes:
     @classmethod
     def of(cls, layout: Layout, world: World, traffic: Traffic) -> Axes:
         """Collective over all ranks."""
-        peers, pipeline = layout.dp_peers(world.rank), layout.pp_peers(world.rank)
+        peers, pipeline = layout.peers(world.rank, "dp"), layout.peers(world.rank, "pp")
         ends = [pipeline[0], pipeline[-1]] if layout.pp > 1 else []
         axes = cls(
             gather=Group(peers, traffic, world.device),
             reduce=Group(peers, traffic, world.device, channel="reduce"),
-            tensor=Group(layout.tp_peers(world.rank), traffic, world.device, channel="tensor"),
+            tensor=Group(layout.peers(world.rank, "tp"), traffic, world.device, channel="tensor"),
             pipeline=Group(pipeline, traffic, world.device, channel="pipeline"),
             everyone=Group(range(layout.world_size), traffic, world.device, channel="everyone"),
             ends=Group(ends, traffic, world.device, channel="ends") if world.rank in ends else None,
@@ -132,7 +132,7 @@ def plan_model_parts(
             check_plan(model, tp_plan)  # Of what names nothing in one stage only the whole model can tell.
         counts = _block_counts(model, count, config, layout, world, everyone, dtype)
         ends = [_names(cut_model(_again(model, source), counts, index)) for index in (0, count - 1)]
-        own = layout.coordinates(world.rank)[0]
+        own = layout.index(world.rank, "pp")
         return [
             ModelPartPlan(
                 index=index,
@@ -195,7 +195,7 @@ def build_model_part(
         raise ConfigError(f"parallel.tp {layout.tp}: {error}") from None
     _move_whole(module, world)
     _set_buffers(module, axes.gather)
-    pipeline = layout.coordinates(world.rank)[0]
+    pipeline = layout.index(world.rank, "pp")
     shared: dict[str, Sequence[Group]] = {name: [axes.tensor] for name in tensor.partial}
     if axes.ends is not None:
         shared |= {name: [*shared.get(name, ()), axes.ends] for name in plan.tied}

@@ -145,10 +145,10 @@ class Trainer:
 
     def _batches(self, sampler: Sampler, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of a step: tokens and targets."""
-        micro, dp = self.batch.micro_size, self.batch.dp
+        micro, layout = self.batch.micro_size, self.layout
         for number in range(self.batch.accumulation):
             with self.engine.clock.phase("data"):
-                first = (number * dp + self.engine.group.index) * micro
+                first = (number * layout.data_size + layout.data_index(self.world.rank)) * micro
                 values = sampler.rows(step, self.batch.global_size, first, first + micro)
                 rows = torch.from_numpy(values).to(self.world.device, non_blocking=True)
             yield rows[:, :-1], rows[:, 1:]

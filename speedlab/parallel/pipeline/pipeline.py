@@ -89,7 +89,7 @@ class Pipeline:
             on_forward: called with the number of a micro-batch before each of its forwards in `train`.
             phase: entered as phase("forward") and phase("backward") around what a step's parts take.
         """
-        self.pp, self.index = layout.pp, layout.coordinates(rank)[0]
+        self.pp, self.index = layout.pp, layout.index(rank, "pp")
         self.schedule = schedule
         split = schedule == "zero-bubble" and split_backward
         self._stages = {
@@ -97,7 +97,7 @@ class Pipeline:
             for chunk, (module, zero) in enumerate(zip(stages, zeros, strict=True))
         }
         self._count = self.pp * len(stages)
-        self._group = Group(layout.pp_peers(rank), traffic, device, channel="pipeline")
+        self._group = Group(layout.peers(rank, "pp"), traffic, device, channel="pipeline")
         self._device, self._dtype = device, dtype
         self._hidden, self._sequence_share = stages[0].hidden, sequence_share
         self._shifts_targets = stages[0].shifts_targets
