@@ -13,15 +13,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from speedlab.comm import Group, Traffic, join
+from speedlab.comm import Traffic, join
 from speedlab.config import ConfigError, RunConfig, deepspeed
 from speedlab.engine.engine import Engine
 from speedlab.engine.step.memory import PeakMemory, keep_freed_memory
-from speedlab.engine.step.optimizer import OptimizerChoice, PartitionedOptimizer, Recipe
-from speedlab.engine.step.precision import compute_dtype
+from speedlab.engine.step.optimizer import PartitionedOptimizer
+from speedlab.engine.step.precision import LossScale, compute_dtype
 from speedlab.engine.build.schedule import make_schedule
-from speedlab.engine.build.model_parts import Axes, build_model_part, plan_model_parts
+from speedlab.engine.build.model_parts import build_model_part, plan_model_parts
+from speedlab.engine.build.recipe import OptimizerChoice, Recipe
+from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.zero import UnitChoice
+from speedlab.placement import Placement
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 """The engine that drives a module, so that setting up twice leaves nothing of the first behind."""
@@ -76,43 +79,45 @@ def initialize(
     if isinstance(model, nn.Module):
         _take_back(model)
     traffic = Traffic()
-    axes = Axes.of(layout, world, traffic)
-    plans = plan_model_parts(model, config, layout, world, axes.everyone, dtype, tp_plan)
+    mesh = Mesh(layout, world, traffic)
+    plans = plan_model_parts(model, config, layout, world, mesh.everyone, dtype, tp_plan)
     recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer)
-    stages = [
+    parts = [
         build_model_part(
             plan,
             config,
-            layout,
-            world,
-            axes,
+            mesh,
             tp_plan=tp_plan,
             units=units,
             groups=recipe.group_of,
             compute_dtype=dtype,
-            gradient_dtype=torch.float32 if batch.accumulation > 1 else None,
+            accumulation=batch.accumulation,
         )
         for plan in plans
     ]
-    duplicates = frozenset[str]().union(*(stage.duplicates for stage in stages))
-    partitioned = PartitionedOptimizer([flat for stage in stages for flat in stage.zero.flats], recipe, duplicates)
+    partitioned = PartitionedOptimizer(
+        [flat for part in parts for flat in part.zero.flats],
+        Placement.joined(part.zero.placement for part in parts),
+        recipe.build,
+        group_count=recipe.group_count,
+    )
     scheduler = _scheduler(lr_scheduler, optimizer, config, partitioned.inner)
     engine = Engine(
-        stages,
+        parts,
         optimizer=partitioned,
         scheduler=scheduler,
         config=config,
         world=world,
-        layout=layout,
-        axes=axes,
+        mesh=mesh,
         traffic=traffic,
+        loss_scale=LossScale(config.precision, dtype),
         dtype=dtype,
         accumulation=batch.accumulation,
         outside_bytes=outside_bytes,
     )
-    for stage in stages:
-        _engines[stage.module] = weakref.ref(engine)
-    loader = _loader(training_data, batch.micro_size, axes.gather, config.seed, collate_fn)
+    for part in parts:
+        _engines[part.module] = weakref.ref(engine)
+    loader = _loader(training_data, batch.micro_size, mesh, config.seed, collate_fn)
     return engine, partitioned.inner, loader, scheduler
 
 
@@ -144,9 +149,9 @@ def _scheduler(choice: Any, optimizer_choice: OptimizerChoice, config: RunConfig
 
 
 def _loader(
-    data: Dataset[Any] | None, micro_size: int, group: Group, seed: int, collate_fn: Callable[..., Any] | None
+    data: Dataset[Any] | None, micro_size: int, mesh: Mesh, seed: int, collate_fn: Callable[..., Any] | None
 ) -> DataLoader[Any] | None:
     if data is None:
         return None
-    sampler = DistributedSampler(data, num_replicas=group.size, rank=group.index, shuffle=True, seed=seed)
+    sampler = DistributedSampler(data, num_replicas=mesh.layout.data_size, rank=mesh.data_index, shuffle=True, seed=seed)
     return DataLoader(data, batch_size=micro_size, sampler=sampler, collate_fn=collate_fn, drop_last=True)

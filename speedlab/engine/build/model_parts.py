@@ -10,78 +10,26 @@ The visible order in which a model is made parallel, the same for every layout (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from speedlab.comm import Group, Traffic, World
-from speedlab.comm.world import wires
+from speedlab.comm import Group, World
 from speedlab.config import ConfigError, RunConfig
 from speedlab.engine.build.balance import measured_costs
+from speedlab.engine.build.placing import place_parameters
+from speedlab.engine.step.model_part import ModelPart
 from speedlab.layout import Layout
 from speedlab.parallel import Materializer
+from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.pipeline import block_costs, cut_model, layer_counts
 from speedlab.parallel.tensor import TensorParallel, check_plan, within
-from speedlab.parallel.zero import Residency, UnitChoice, UnitPlan, Zero, plan_units
+from speedlab.parallel.zero import UnitChoice, UnitPlan, Zero, plan_units
+from speedlab.placement import Residency
 
 ModelSource = nn.Module | Callable[[], nn.Module]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Axes:
-    """The groups that a rank belongs to, one for each axis of the layout."""
-
-    gather: Group
-    """dp peers: parameters come together over it."""
-    reduce: Group
-    """The same ranks: gradients are summed over it."""
-    tensor: Group
-    pipeline: Group
-    everyone: Group
-    ends: Group | None
-    """First and last pipeline rank of this dp and tp index, on these two."""
-    spare_wires: bool
-    """Whether this rank makes a group of itself where others make `ends`: all ranks must make equally many."""
-
-    @classmethod
-    def of(cls, layout: Layout, world: World, traffic: Traffic) -> Axes:
-        """Collective over all ranks."""
-        peers, pipeline = layout.peers(world.rank, "dp"), layout.peers(world.rank, "pp")
-        ends = [pipeline[0], pipeline[-1]] if layout.pp > 1 else []
-        axes = cls(
-            gather=Group(peers, traffic, world.device),
-            reduce=Group(peers, traffic, world.device, channel="reduce"),
-            tensor=Group(layout.peers(world.rank, "tp"), traffic, world.device, channel="tensor"),
-            pipeline=Group(pipeline, traffic, world.device, channel="pipeline"),
-            everyone=Group(range(layout.world_size), traffic, world.device, channel="everyone"),
-            ends=Group(ends, traffic, world.device, channel="ends") if world.rank in ends else None,
-            spare_wires=bool(ends) and world.rank not in ends,
-        )
-        axes._make_spare_wires()
-        return axes
-
-    def _make_spare_wires(self) -> None:
-        if self.spare_wires:
-            wires("ends", (dist.get_rank(),))
-
-    @property
-    def groups(self) -> list[Group]:
-        return [
-            group for group in (self.gather, self.reduce, self.tensor, self.pipeline, self.everyone, self.ends) if group
-        ]
-
-    def disconnect(self) -> None:
-        for group in self.groups:
-            group.disconnect()
-
-    def reconnect(self) -> None:
-        """In the order in which they were made, as all ranks do."""
-        for group in self.groups:
-            group.reconnect()
-        self._make_spare_wires()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,20 +42,6 @@ class ModelPartPlan:
     """Blocks of every pipeline stage."""
     tied: frozenset[str] = frozenset()
     """Names of parameters that the first and the last pipeline stage both hold."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelPart:
-    """A pipeline stage on this rank, with what drives it."""
-
-    index: int
-    module: nn.Module
-    cut: tuple[int, ...]
-    """Blocks of every pipeline stage; empty without a pipeline."""
-    tensor: TensorParallel
-    zero: Zero
-    duplicates: frozenset[str]
-    """Names of parameters for which another rank of the tensor or pipeline axis answers."""
 
 
 def plan_model_parts(
@@ -174,52 +108,46 @@ def _block_counts(
 def build_model_part(
     plan: ModelPartPlan,
     config: RunConfig,
-    layout: Layout,
-    world: World,
-    axes: Axes,
+    mesh: Mesh,
     *,
     tp_plan: Mapping[str, str] | None,
     units: UnitChoice | None,
     groups: Mapping[int, int],
     compute_dtype: torch.dtype,
-    gradient_dtype: torch.dtype | None,
+    accumulation: int,
 ) -> ModelPart:
     """Flats, hooks and tensor parallelism for one pipeline stage. Collective over the ranks that hold it."""
-    module = plan.module
+    module, layout = plan.module, mesh.layout
     unit_plans = plan_units(module, units, bucket_bytes=config.zero.bucket_bytes)
-    _same_everywhere(axes.gather, unit_plans)
+    _same_everywhere(mesh.gather, unit_plans)
     try:
         own_plan = within(tp_plan, module) if tp_plan is not None and layout.pp > 1 else tp_plan
-        tensor = TensorParallel(module, axes.tensor, plan=own_plan, sequence=config.parallel.sequence)
+        tensor = TensorParallel(module, mesh["tp"], plan=own_plan, sequence=config.parallel.sequence)
     except ValueError as error:
         raise ConfigError(f"parallel.tp {layout.tp}: {error}") from None
-    _move_whole(module, world)
-    _set_buffers(module, axes.gather)
-    pipeline = layout.index(world.rank, "pp")
-    shared: dict[str, Sequence[Group]] = {name: [axes.tensor] for name in tensor.partial}
-    if axes.ends is not None:
-        shared |= {name: [*shared.get(name, ()), axes.ends] for name in plan.tied}
+    _move_whole(module, mesh.device)
+    _set_buffers(module, mesh.gather)
+    placement = place_parameters(
+        unit_plans,
+        tensor,
+        mesh,
+        tied=plan.tied,
+        groups=groups,
+        residency=Residency.of_stage(config.zero.stage, mesh.gather.size),
+        compute_dtype=compute_dtype,
+        accumulation=accumulation,
+    )
     zero = Zero(
         module,
         unit_plans,
-        groups=dict(groups),
-        gather_group=axes.gather,
-        reduce_group=axes.reduce,
-        compute_dtype=compute_dtype,
-        gradient_dtype=gradient_dtype,
-        materialize=_values(module, tensor, world, config.seed),
-        residency=Residency.of_stage(config.zero.stage, layout.dp),
-        shared=shared,
+        placement,
+        gather_group=mesh.gather,
+        reduce_group=mesh.reduce,
+        axes=mesh.summed_first,
+        materialize=_values(module, tensor, mesh.device, config.seed),
     )
     tensor.attach()
-    return ModelPart(
-        index=plan.index,
-        module=module,
-        cut=plan.cut,
-        tensor=tensor,
-        zero=zero,
-        duplicates=tensor.duplicates | (plan.tied if pipeline else frozenset()),
-    )
+    return ModelPart(index=plan.index, module=module, cut=plan.cut, tensor=tensor, zero=zero)
 
 
 def _make(source: ModelSource) -> nn.Module:
@@ -238,10 +166,10 @@ def _names(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, _ in module.named_parameters())
 
 
-def _values(module: nn.Module, tensor: TensorParallel, world: World, seed: int) -> Callable[[UnitPlan], None]:
+def _values(module: nn.Module, tensor: TensorParallel, device: torch.device, seed: int) -> Callable[[UnitPlan], None]:
     """What gives a unit its values: made where it stands on meta, then cut to this rank's part."""
     on_meta = any(parameter.is_meta for parameter in module.parameters())
-    maker = Materializer(module, device=world.device, seed=seed) if on_meta else None
+    maker = Materializer(module, device=device, seed=seed) if on_meta else None
 
     def give(plan: UnitPlan) -> None:
         if maker is not None:
@@ -253,15 +181,15 @@ def _values(module: nn.Module, tensor: TensorParallel, world: World, seed: int) 
     return give
 
 
-def _move_whole(model: nn.Module, world: World) -> None:
+def _move_whole(model: nn.Module, device: torch.device) -> None:
     """Buffers and parameters that have values go to this rank's device; those on meta wait for their unit."""
     for parameter in model.parameters():
-        if not parameter.is_meta and parameter.device != world.device:
-            parameter.data = parameter.data.to(world.device)
+        if not parameter.is_meta and parameter.device != device:
+            parameter.data = parameter.data.to(device)
     for module in model.modules():
         for key, buffer in list(module.named_buffers(recurse=False)):
-            if not buffer.is_meta and buffer.device != world.device:
-                module._buffers[key] = buffer.to(world.device)
+            if not buffer.is_meta and buffer.device != device:
+                module._buffers[key] = buffer.to(device)
 
 
 def _set_buffers(model: nn.Module, group: Group) -> None:

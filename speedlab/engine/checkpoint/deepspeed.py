@@ -10,17 +10,15 @@ from __future__ import annotations
 import math
 import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from speedlab.engine.checkpoint.agree import all_or_none
 from speedlab.engine.checkpoint.errors import CheckpointError
-from speedlab.engine.checkpoint.read import take_whole, whole_shape
-
-if TYPE_CHECKING:
-    from speedlab.engine.engine import Engine
+from speedlab.engine.checkpoint.read import take_whole
+from speedlab.engine.step.state import TrainingState
 
 _LATEST = "latest_universal"
 _MASTER = "fp32"
@@ -28,7 +26,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OLDEST_TORCH = (2, 10)
 
 
-def import_deepspeed(folder: Path, engine: Engine, *, trust_pickle: bool = False, step: int | None = None) -> int:
+def import_deepspeed(
+    folder: Path, engine: TrainingState, *, trust_pickle: bool = False, step: int | None = None
+) -> int:
     """Take parameters and Adam's moments of a universal checkpoint into an engine of the same model, in any layout;
     returns the step that the engine then stands at. Collective.
 
@@ -43,8 +43,8 @@ def import_deepspeed(folder: Path, engine: Engine, *, trust_pickle: bool = False
     group = engine.everyone
     zero = all_or_none(group, lambda: _zero_folder(folder, trust_pickle))
     adam = any("betas" in options for options in engine.optimizer.param_groups)
-    shapes = {slot.name: whole_shape(engine, slot) for flat in engine.flats for slot in flat.slots}
-    trainable = {slot.name for flat in engine.flats if flat.trainable for slot in flat.slots}
+    shapes = {row.name: row.whole_shape for row in engine.placement.rows}
+    trainable = {row.name for row in engine.placement.rows if row.trainable}
     moments = [kind for kind in _MOMENTS if adam and all((zero / name / f"{kind}.pt").exists() for name in trainable)]
     if min(group.collect(len(moments))) < len(_MOMENTS):
         moments = []

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -22,15 +22,13 @@ from speedlab.config import ModelConfig
 from speedlab.engine.checkpoint.agree import all_or_none, on_first
 from speedlab.engine.checkpoint.architectures import Architecture, Theirs, architecture_of, shapes_of
 from speedlab.engine.checkpoint.errors import CheckpointError
-from speedlab.engine.checkpoint.manifest import modules_of, read_manifest
+from speedlab.engine.checkpoint.manifest import read_manifest
 from speedlab.engine.checkpoint.pieces import Stretch
-from speedlab.engine.checkpoint.read import Files, take_whole, whole_shape
+from speedlab.engine.checkpoint.read import Files, take_whole
 from speedlab.engine.checkpoint.tensor_file import Values, to_disk, write_tensors
 from speedlab.engine.checkpoint.verify import check_file
 from speedlab.engine.checkpoint.write import save
-
-if TYPE_CHECKING:
-    from speedlab.engine.engine import Engine
+from speedlab.engine.step.state import TrainingState
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DECIDING = (
@@ -44,7 +42,7 @@ _DECIDING = (
 
 
 def export_hf(
-    source: Engine | Path,
+    source: TrainingState | Path,
     folder: Path,
     *,
     config: Any = None,
@@ -198,7 +196,7 @@ def _floats(dtype: torch.dtype) -> bool:
 # ---- in --------------------------------------------------------------------------------------------------------------
 
 
-def import_hf(folder: Path, engine: Engine) -> None:
+def import_hf(folder: Path, engine: TrainingState) -> None:
     """Take the parameters of a folder of transformers into an engine of the same model, in any layout. Collective.
 
     The optimizer begins anew. Raises CheckpointError on every rank alike, before anything is changed, when the folder
@@ -241,9 +239,9 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     raise CheckpointError(f"{folder}: holds no {_SINGLE} and no {_INDEX}; is this a folder of transformers?")
 
 
-def _wanted(folder: Path, files: dict[str, Path], engine: Engine) -> dict[str, tuple[Theirs, list[str]]]:
+def _wanted(folder: Path, files: dict[str, Path], engine: TrainingState) -> dict[str, tuple[Theirs, list[str]]]:
     """For each parameter that this rank holds, how they hold it and under which names. Checks all shapes."""
-    shapes = {slot.name: whole_shape(engine, slot) for flat in engine.flats for slot in flat.slots}
+    shapes = {row.name: row.whole_shape for row in engine.placement.rows}
     architecture = _of_engine(engine, shapes)
     _check_config(folder / "config.json", architecture.config)
     wanted = {}
@@ -262,10 +260,10 @@ def _wanted(folder: Path, files: dict[str, Path], engine: Engine) -> dict[str, t
     return wanted
 
 
-def _of_engine(engine: Engine, shapes: dict[str, tuple[int, ...]]) -> Architecture:
-    model: Any = getattr(modules_of(engine)[0], "config", None)
+def _of_engine(engine: TrainingState, shapes: dict[str, tuple[int, ...]]) -> Architecture:
+    model: Any = getattr(engine.modules[0], "config", None)
     if hasattr(model, "model_type") and hasattr(model, "to_json_string"):
-        prefix = getattr(modules_of(engine)[0], "base_model_prefix", "")
+        prefix = getattr(engine.modules[0], "base_model_prefix", "")
         names = {name: Theirs((name,)) for name in shapes}
         return Architecture(_as_dict(model), names, f"{prefix}." if prefix else "")
     own = _built_in(model if isinstance(model, ModelConfig) else engine.config.model, shapes)

@@ -18,17 +18,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from speedlab.config import ModelConfig
 from speedlab.engine.checkpoint.errors import CheckpointError
 from speedlab.engine.checkpoint.pieces import Stretch
+from speedlab.engine.step.state import TrainingState
 from speedlab.layout import Part
-
-if TYPE_CHECKING:
-    from speedlab.engine.engine import Engine
 
 FORMAT = "speedlab-checkpoint"
 VERSION = 2
@@ -71,24 +69,19 @@ def describe_part(part: Part | None) -> dict[str, Any]:
     return {} if part is None else {"part": {"dim": part.dim, "ranges": [list(pair) for pair in part.ranges]}}
 
 
-def modules_of(engine: Engine) -> list[nn.Module]:
-    """The model, or this rank's pipeline stages of it."""
-    return [stage.module for stage in engine.model_parts]
-
-
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def common_of(engine: Engine, client_state: dict[str, Any]) -> dict[str, Any]:
+def common_of(engine: TrainingState, client_state: dict[str, Any]) -> dict[str, Any]:
     """What all ranks would say alike."""
     layout = engine.layout
-    model: Any = getattr(modules_of(engine)[0], "config", None)
+    model: Any = getattr(engine.modules[0], "config", None)
     common = {
         "format": FORMAT,
         "version": VERSION,
         "step": engine.global_step,
         "zero_stage": engine.zero_stage,
-        "layout": {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp},
+        "layout": layout.sizes,
         "loss_scale": engine.loss_scale.state_dict(),
         "schedule": _plain(engine.scheduler.state_dict()) if hasattr(engine.scheduler, "state_dict") else None,
         "groups": [
@@ -113,11 +106,6 @@ def manifest_of(common: dict[str, Any], reports: list[dict[str, Any]]) -> dict[s
             entry["states"].update(own["states"])
             entry["scalars"] = entry["scalars"] or own["scalars"]
             entry["slices"] += own["slices"]
-    # A rank whose partition holds nothing of an optimizer group does not know its step; all groups step together.
-    known = next((entry["scalars"] for entry in parameters.values() if entry["scalars"]), {})
-    for entry in parameters.values():
-        if entry["trainable"] and not entry["scalars"]:
-            entry["scalars"] = known
     manifest = {
         **common,
         "files": {report["name"]: {"bytes": report["bytes"], "sha256": report["sha256"]} for report in reports},

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,18 +19,17 @@ from torch import Tensor
 
 from speedlab.engine.checkpoint.errors import CheckpointError
 from speedlab.engine.checkpoint.find import newest
-from speedlab.engine.checkpoint.manifest import Source, modules_of, sources_of
+from speedlab.engine.checkpoint.manifest import Source, sources_of
 from speedlab.engine.checkpoint.pieces import Stretch, blocks, copy_blocks
 from speedlab.engine.checkpoint.random_state import restore_random
 from speedlab.engine.checkpoint.verify import newest_good, sound_manifest
 from speedlab.engine.checkpoint.write import finish_saving
+from speedlab.engine.step.optimizer import Scalars
+from speedlab.engine.step.state import TrainingState
 from speedlab.parallel.zero import Flat, Slot
 
-if TYPE_CHECKING:
-    from speedlab.engine.engine import Engine
 
-
-def load(engine: Engine, folder: Path, tag: str | None, *, verify: bool = True) -> tuple[Path, dict[str, Any]]:
+def load(engine: TrainingState, folder: Path, tag: str | None, *, verify: bool = True) -> tuple[Path, dict[str, Any]]:
     """Bring the engine to the state of a checkpoint; returns (its path, the client state). Collective.
 
     Raises CheckpointError on every rank alike, before anything is changed; it names the file, what is wrong with it,
@@ -50,24 +49,19 @@ def load(engine: Engine, folder: Path, tag: str | None, *, verify: bool = True) 
     return path, manifest["client_state"]
 
 
-def held(engine: Engine, flat: Flat) -> Iterator[tuple[Slot, Stretch, slice]]:
+def held(engine: TrainingState, flat: Flat) -> Iterator[tuple[Slot, Stretch, slice]]:
     """What this rank holds of the flat's parameters: (slot, stretch, where it lies in the flat's states)."""
     low, high = flat.state_range
+    placement = engine.placement
     for slot in flat.slots:
         first, last = max(slot.offset, low), min(slot.offset + slot.numel, high)
         if first < last:
-            stretch = Stretch(engine.parts.get(slot.name), first - slot.offset, last - slot.offset)
+            stretch = Stretch(placement[slot.name].part, first - slot.offset, last - slot.offset)
             yield slot, stretch, slice(first - low, last - low)
 
 
-def whole_shape(engine: Engine, slot: Slot) -> tuple[int, ...]:
-    """Shape of the whole parameter of which this rank holds a slot."""
-    part = engine.parts.get(slot.name)
-    return tuple(slot.shape) if part is None else part.shape
-
-
 def take_whole(
-    engine: Engine,
+    engine: TrainingState,
     whole: Callable[[str, str], Tensor],
     moments: Collection[str] = (),
     scalars: Mapping[str, float] | None = None,
@@ -77,26 +71,25 @@ def take_whole(
 
     The optimizer begins with these moments and `scalars`, or anew when there are none. Collective.
     """
+    engine.before_change()
     states: dict[str, dict[str, Tensor]] = {}
-    counts: dict[str, dict[int, dict[str, Any]]] = {}
+    counts: dict[str, Scalars] = {}
+    placement = engine.placement
     for flat in engine.flats:
         own = empty_states(engine, flat, sorted(moments)) if flat.trainable else {}
         for slot, stretch, place in held(engine, flat):
-            shape = whole_shape(engine, slot)
+            shape = placement[slot.name].whole_shape
             everything = Stretch(None, 0, math.prod(shape))
             for kind, state in {"master": flat.master, **own}.items():
                 values = whole(slot.name, kind).reshape(-1)
                 copy_blocks(blocks(shape, everything, stretch), values, state[place])
         if flat.trainable:
             states[flat.name] = own
-            groups = {slot.group for slot in flat.slots}
-            counts[flat.name] = {
-                group: {key: torch.tensor(value) for key, value in (scalars or {}).items()} for group in groups
-            }
+            counts[flat.name] = {slot.name: dict(scalars or {}) if moments else None for slot in flat.slots}
     adopt(engine, states, counts)
 
 
-def adopt(engine: Engine, states: dict[str, dict[str, Tensor]], scalars: dict[str, dict[int, dict[str, Any]]]) -> None:
+def adopt(engine: TrainingState, states: dict[str, dict[str, Tensor]], scalars: Mapping[str, Scalars]) -> None:
     """The masters have new values: parameters follow on all ranks, and the optimizer takes these states (as
     `PartitionedOptimizer.rebuild` has them)."""
     for flat in engine.flats:
@@ -106,7 +99,7 @@ def adopt(engine: Engine, states: dict[str, dict[str, Tensor]], scalars: dict[st
     engine.partitioned_optimizer.rebuild(states, scalars)
 
 
-def empty_states(engine: Engine, flat: Flat, kinds: list[str]) -> dict[str, Tensor]:
+def empty_states(engine: TrainingState, flat: Flat, kinds: list[str]) -> dict[str, Tensor]:
     """A tensor over the flat's state range for each kind of state; those that are there are used again."""
     low, high = flat.state_range
     present = engine.partitioned_optimizer.states_of(flat)
@@ -156,9 +149,10 @@ class Files:
 
 
 @torch.no_grad()
-def _load_flats(engine: Engine, files: Files, manifest: dict[str, Any]) -> None:
+def _load_flats(engine: TrainingState, files: Files, manifest: dict[str, Any]) -> None:
+    engine.before_change()
     states: dict[str, dict[str, Tensor]] = {}
-    scalars: dict[str, dict[int, dict[str, Any]]] = {}
+    scalars: dict[str, Scalars] = {}
     entries = manifest["parameters"]
     for flat in engine.flats:
         kinds = sorted({kind for slot in flat.slots for kind in entries[slot.name]["states"]} - {"master"})
@@ -170,8 +164,9 @@ def _load_flats(engine: Engine, files: Files, manifest: dict[str, Any]) -> None:
                 files.copy(entry, kind, stretch, own[kind][place])
         if flat.trainable:
             states[flat.name] = own
+            # What has no moments was never updated.
             scalars[flat.name] = {
-                slot.group: {key: torch.tensor(value) for key, value in entries[slot.name]["scalars"].items()}
+                slot.name: entries[slot.name]["scalars"] if entries[slot.name]["states"].keys() - {"master"} else None
                 for slot in flat.slots
             }
     adopt(engine, states, scalars)
@@ -186,7 +181,7 @@ def _load_flats(engine: Engine, files: Files, manifest: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def _load_rest(engine: Engine, files: Files, manifest: dict[str, Any]) -> None:
+def _load_rest(engine: TrainingState, files: Files, manifest: dict[str, Any]) -> None:
     """Buffers, random states, scaler, schedule and the step."""
     names = list(manifest["files"])
     same_ranks = len(names) == engine.everyone.size
@@ -203,9 +198,9 @@ def _load_rest(engine: Engine, files: Files, manifest: dict[str, Any]) -> None:
     engine.updating = False
 
 
-def _load_buffers(engine: Engine, files: Files, names: list[str]) -> None:
+def _load_buffers(engine: TrainingState, files: Files, names: list[str]) -> None:
     """Every rank wrote those of its own pipeline stages: each buffer comes from the first file that has it."""
-    missing = {key: buffer for module in modules_of(engine) for key, buffer in module.named_buffers()}
+    missing = {key: buffer for module in engine.modules for key, buffer in module.named_buffers()}
     for name in names:
         if not missing:
             return

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from speedlab.comm import Group
 from speedlab.engine.checkpoint.agree import all_or_none
 from speedlab.engine.checkpoint.errors import CheckpointError
 from speedlab.engine.checkpoint.find import complete_ones
 from speedlab.engine.checkpoint.manifest import MANIFEST, read_manifest, sources_of
 from speedlab.engine.checkpoint.tensor_file import hash_of
-
-if TYPE_CHECKING:
-    from speedlab.comm import Group
-    from speedlab.engine.engine import Engine
+from speedlab.engine.step.state import TrainingState
 
 
-def sound_manifest(engine: Engine, path: Path, *, verify: bool = True) -> dict[str, Any]:
+def sound_manifest(engine: TrainingState, path: Path, *, verify: bool = True) -> dict[str, Any]:
     """The manifest of a checkpoint that is whole and of this model. Collective; the ranks share out the files.
 
     Raises CheckpointError on every rank alike, naming the file and what is wrong with it.
@@ -30,7 +28,7 @@ def sound_manifest(engine: Engine, path: Path, *, verify: bool = True) -> dict[s
     return manifest
 
 
-def newest_good(engine: Engine, folder: Path, damaged: Path) -> str:
+def newest_good(engine: TrainingState, folder: Path, damaged: Path) -> str:
     """What to tell a person who has a damaged checkpoint: which one is good. Collective."""
     names = [path.name for path in complete_ones(folder)] if engine.everyone.index == 0 else None
     for name in reversed(engine.everyone.share(names)):
@@ -44,12 +42,8 @@ def newest_good(engine: Engine, folder: Path, damaged: Path) -> str:
     return f"{folder} holds no other that is good"
 
 
-def _check_model(engine: Engine, file: Path, manifest: dict[str, Any]) -> None:
-    own = {
-        slot.name: list(engine.parts[slot.name].shape if slot.name in engine.parts else slot.shape)
-        for flat in engine.flats
-        for slot in flat.slots
-    }
+def _check_model(engine: TrainingState, file: Path, manifest: dict[str, Any]) -> None:
+    own = {row.name: list(row.whole_shape) for row in engine.placement.rows}
     known = own.keys()
     if engine.layout.pp > 1:
         known = {name for names in engine.everyone.collect(sorted(own)) for name in names}

@@ -15,14 +15,14 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from speedlab.engine.checkpoint.agree import all_or_none, on_first
 from speedlab.engine.checkpoint.errors import CheckpointError
-from speedlab.engine.checkpoint.manifest import MANIFEST, common_of, describe_part, manifest_of, modules_of
+from speedlab.engine.checkpoint.manifest import MANIFEST, common_of, describe_part, manifest_of
 from speedlab.engine.checkpoint.random_state import random_tensors, random_words
 from speedlab.engine.checkpoint.saving import (
     Saving,
@@ -35,20 +35,19 @@ from speedlab.engine.checkpoint.saving import (
     write_report,
 )
 from speedlab.engine.checkpoint.tensor_file import Values, to_disk, write_tensors
+from speedlab.engine.step.state import TrainingState
 from speedlab.parallel.zero import Flat, Slot
-
-if TYPE_CHECKING:
-    from speedlab.engine.engine import Engine
+from speedlab.placement import Placement
 
 _MARGIN_BYTES = 2**20
 """Room that must stay free beside the checkpoint itself: headers, manifest, the file system's own needs."""
 
-_savings: weakref.WeakKeyDictionary[Engine, Saving] = weakref.WeakKeyDictionary()
+_savings: weakref.WeakKeyDictionary[TrainingState, Saving] = weakref.WeakKeyDictionary()
 """The last save in the background of each engine."""
 
 
 def save(
-    engine: Engine,
+    engine: TrainingState,
     folder: Path,
     tag: str,
     client_state: dict[str, Any],
@@ -83,12 +82,12 @@ def save(
     return target
 
 
-def saving_of(engine: Engine) -> Saving | None:
+def saving_of(engine: TrainingState) -> Saving | None:
     """The engine's last save in the background, under way or ended."""
     return _savings.get(engine)
 
 
-def finish_saving(engine: Engine) -> None:
+def finish_saving(engine: TrainingState) -> None:
     """Wait until no save of this engine is under way on this rank."""
     saving = _savings.get(engine)
     if saving is not None:
@@ -176,47 +175,50 @@ def _when_here(copy: Tensor) -> Any:
     return arrived
 
 
-def _own_part(engine: Engine, hidden: Path, *, verify: bool, moments: bool) -> RankPart:
+def _own_part(engine: TrainingState, hidden: Path, *, verify: bool, moments: bool) -> RankPart:
     """This rank's partition of every state of every flat, without what other ranks answer for; its buffers and random
     states."""
     rank = engine.everyone.index
     name = f"rank-{rank}.safetensors"
     tensors: dict[str, Values] = {}
     parameters: dict[str, Any] = {}
+    placement = engine.placement
     for flat in engine.flats:
         states = {"master": flat.master}
         if moments and flat.trainable:
             states |= engine.partitioned_optimizer.states_of(flat)
-        stretches = list(_own_stretches(flat, engine.duplicates))
+        stretches = list(_own_stretches(flat, placement))
         for kind, state in states.items():
             tensors[f"{flat.name}/{kind}"] = _values(state.detach(), flat, stretches)
         described = {kind: str(state.dtype).removeprefix("torch.") for kind, state in states.items()}
-        scalars = engine.partitioned_optimizer.scalars_of(flat) if moments and flat.trainable else {}
+        histories = engine.partitioned_optimizer.scalars_of(flat) if moments and flat.trainable else {}
         offset = 0
         for slot, low, high in stretches:
-            part = engine.parts.get(slot.name)
+            row, history = placement[slot.name], histories.get(slot.name)
             parameters[slot.name] = {
-                "shape": list(part.shape if part is not None else slot.shape),
+                "shape": list(row.whole_shape),
                 "trainable": flat.trainable,
-                "states": described,
-                "scalars": {k: float(v) for k, v in scalars.get(slot.group, {}).items() if v is not None},
+                # One that was never updated has no moments, whatever its neighbours have.
+                "states": described if history is not None else {"master": described["master"]},
+                "scalars": history or {},
                 "slices": [
-                    {"file": name, "flat": flat.name, "start": low, "end": high, "offset": offset} | describe_part(part)
+                    {"file": name, "flat": flat.name, "start": low, "end": high, "offset": offset}
+                    | describe_part(row.part)
                 ],
             }
             offset += high - low
-    buffers = {key: buffer for module in modules_of(engine) for key, buffer in module.named_buffers()}
+    buffers = {key: buffer for module in engine.modules for key, buffer in module.named_buffers()}
     tensors |= {f"buffer/{key}": Values.of(buffer) for key, buffer in buffers.items()}
     tensors |= {key: Values.of(state) for key, state in random_tensors(engine.world.device).items()}
     report = {"name": name, "random": random_words(), "parameters": parameters, "buffers": _persistent(engine)}
     return RankPart(hidden=hidden, rank=rank, size=engine.everyone.size, tensors=tensors, report=report, verify=verify)
 
 
-def _own_stretches(flat: Flat, duplicates: frozenset[str]) -> Iterator[tuple[Slot, int, int]]:
+def _own_stretches(flat: Flat, placement: Placement) -> Iterator[tuple[Slot, int, int]]:
     """(slot, start and end in its parameter) of what this rank owns of the flat and answers for."""
     for slot in flat.slots:
         low, high = max(slot.offset, flat.start), min(slot.offset + slot.numel, flat.end)
-        if low < high and slot.name not in duplicates:
+        if low < high and placement[slot.name].answers:
             yield slot, low - slot.offset, high - slot.offset
 
 
@@ -234,11 +236,11 @@ def _values(state: Tensor, flat: Flat, stretches: list[tuple[Slot, int, int]]) -
     return Values((numel,), state.dtype, [state[start:end] for start, end in runs])
 
 
-def _persistent(engine: Engine) -> list[str]:
+def _persistent(engine: TrainingState) -> list[str]:
     """Names of the buffers that belong to the module's state."""
     return [
         f"{prefix}.{key}" if prefix else key
-        for stage in modules_of(engine)
+        for stage in engine.modules
         for prefix, module in stage.named_modules()
         for key, _ in module.named_buffers(recurse=False)
         if key not in module._non_persistent_buffers_set

@@ -20,11 +20,12 @@ _NOT_FUSED = ("amsgrad", "maximize", "capturable", "differentiable")
 @dataclass(frozen=True)
 class Given:
     """What a segment's update uses beside its master: `gradient` in any floating dtype, multiplied by `factor`; `copy`
-    takes the new values in the compute dtype, where that is narrower."""
+    takes the new values in the compute dtype, where that is narrower. `then` is called when they are there."""
 
     gradient: Tensor
     copy: Tensor | None
     factor: float
+    then: Callable[[], None] | None = None
 
 
 class FusedOptimizer(Optimizer):
@@ -34,11 +35,12 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update every segment that something was given for."""
-        for group in self.param_groups:
-            for segment in group["params"]:
-                if segment in self.given:
-                    self._update(segment, group, self.given[segment])
+        """Update every segment that something was given for, in that order."""
+        group_of = {segment: group for group in self.param_groups for segment in group["params"]}
+        for segment, given in self.given.items():
+            self._update(segment, group_of[segment], given)
+            if given.then is not None:
+                given.then()
 
     def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
         raise NotImplementedError

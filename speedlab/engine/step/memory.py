@@ -149,8 +149,10 @@ def keep_freed_memory() -> None:
         library.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-def release_freed_memory() -> None:
-    """Give freed memory back to the system now."""
+def release_freed_memory(device: torch.device) -> None:
+    """Give freed memory back to the system and the device now."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

@@ -2,151 +2,66 @@
 
 The optimizer sees one-dimensional float32 segments of master weights instead of parameters. Its state tensors of a
 segment's shape are kept end to end in one tensor for each flat, so that they can be cut, gathered and written like it.
+
+A parameter that no rank used in a step is left alone, as plain torch leaves one without a gradient: its segment is cut
+out, and from then on has a history of its own (its count of steps, or no state yet).
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from cuda_ops import gpu
 from cuda_ops.grad_stats import grad_stats
 from speedlab.comm import Pending
-from speedlab.config import ConfigError, OptimizerConfig
-from speedlab.engine.step.fused import FusedOptimizer, Given, fused_kind
-from speedlab.parallel.zero import Flat, Residency
+from speedlab.engine.step.fused import FusedOptimizer, Given
+from speedlab.engine.step.segments import Segment, cut, elementwise, has_kernels, owned_ranges
+from speedlab.parallel.zero import Flat
+from speedlab.placement import Holders, Placement, Residency
 
 _CAST_BYTES = 64 * 2**20
 """Gradients in low precision are widened for the update in pieces of this many bytes."""
 
-_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "Lamb")
-
-OptimizerChoice = type[Optimizer] | Callable[..., Optimizer] | Optimizer | None
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Elements [start, end) of a flat that one optimizer group updates; `master` is a view of the flat's master."""
-
-    start: int
-    end: int
-    group: int
-    master: Tensor
-
-
-class Recipe:
-    """How to make the user's optimizer once there are segments, and which parameter is in which of its groups.
-
-    Nothing but ids of parameters is kept of the model, so that a model on meta can be materialised in between.
-    """
-
-    def __init__(self, choice: OptimizerChoice, models: Iterable[nn.Module], config: OptimizerConfig) -> None:
-        """`models`: the pipeline stages of this rank, or the whole model."""
-        trainable = [p for model in models for p in model.parameters() if p.requires_grad]
-        self._instance: Optimizer | None = None
-        self._is_theirs = False
-        self._make: Callable[[list[dict[str, Any]], bool], Optimizer]
-        if choice is None:
-            matrices = [p for p in trainable if p.ndim >= 2]
-            others = [p for p in trainable if p.ndim < 2]
-            groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-            groups = [group for group in groups if group["params"]]
-            kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.SGD
-            self._make = lambda segments, fusible: _construct(kind, segments, config, fusible)
-        elif isinstance(choice, type):
-            groups = [{"params": trainable}]
-            self._make = lambda segments, fusible: _construct(choice, segments, config, fusible)
-        else:
-            instance = choice if isinstance(choice, Optimizer) else choice(trainable)
-            if not isinstance(instance, Optimizer):
-                raise ConfigError(
-                    f"optimizer: the callable returned {type(instance).__name__}, not a torch.optim.Optimizer"
-                )
-            if instance.state:
-                raise ConfigError(
-                    "optimizer: it already has state; initialise first, and load state through load_checkpoint"
-                )
-            groups = [dict(group) for group in instance.param_groups]
-            self._instance, self._is_theirs = instance, isinstance(choice, Optimizer)
-        name = type(self._instance).__name__ if self._instance is not None else getattr(choice, "__name__", "")
-        if name in _NOT_ELEMENTWISE:
-            raise ConfigError(
-                f"optimizer: {name} does not update each element by itself, so its states cannot be partitioned; use "
-                f"AdamW or SGD"
-            )
-        known = {id(p) for p in trainable}
-        strangers = sum(id(p) not in known for group in groups for p in group["params"])
-        if strangers:
-            raise ConfigError(
-                f"optimizer: {strangers} of its parameters are not trainable parameters of the model; build it from "
-                f"model.parameters()"
-            )
-        self.group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
-        self._options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        left_out = len(known) - len(self.group_of)
-        if left_out:
-            # torch would silently never train them; as parameters of no group they are trained by nobody here either.
-            raise ConfigError(
-                f"optimizer: {left_out} trainable parameters are in none of its groups; add them or set "
-                f"requires_grad=False"
-            )
-
-    def build(self, segments: list[list[Tensor]]) -> Optimizer:
-        """The optimizer over `segments` (a list for each group). An instance that the user made stays the same object;
-        what a callable made may be replaced by our fused class of the same kind."""
-        groups = [{"params": tensors, **options} for tensors, options in zip(segments, self._options, strict=True)]
-        fusible = all(_has_kernels(tensor) for tensors in segments for tensor in tensors)
-        if self._instance is None:
-            return self._make(groups, fusible)
-        fused = fused_kind(type(self._instance), self._options) if fusible and not self._is_theirs else None
-        if fused is not None:
-            return fused(groups)
-        for group, tensors in zip(self._instance.param_groups, segments, strict=True):
-            group["params"] = tensors
-        return self._instance
-
-
-def _construct(
-    kind: type[Optimizer], segments: list[dict[str, Any]], config: OptimizerConfig, fusible: bool
-) -> Optimizer:
-    fused = fused_kind(kind, [_arguments_for(kind, config)]) if fusible else None
-    chosen: Callable[..., Optimizer] = fused or kind
-    return chosen(segments, **_arguments_for(chosen, config))
-
-
-def _arguments_for(kind: Callable[..., Optimizer], config: OptimizerConfig) -> dict[str, Any]:
-    """The fields of `config` that this optimizer's constructor takes, and its fused kernel where it has one."""
-    accepted = inspect.signature(kind).parameters
-    arguments = {key: value for key, value in config.model_dump(exclude={"name"}).items() if key in accepted}
-    if "fused" in accepted:
-        arguments["fused"] = True
-    return arguments
+Scalars = dict[str, dict[str, float] | None]
+"""Of the parameters of a flat of which this rank has states: their states that are not elementwise ('step'), by full
+name; None for one that was never updated."""
 
 
 class PartitionedOptimizer:
     """The optimizer over what this rank owns. `inner` is the torch optimizer that schedulers and users see."""
 
-    def __init__(self, flats: list[Flat], recipe: Recipe, duplicates: Collection[str] = ()) -> None:
-        """`duplicates`: names of parameters whose gradients another rank counts in the norm."""
+    def __init__(
+        self,
+        flats: list[Flat],
+        placement: Placement,
+        build: Callable[[list[list[Tensor]]], Optimizer],
+        *,
+        group_count: int,
+    ) -> None:
+        """`build` makes the inner optimizer of the segments of each of its groups."""
         self.flats = [flat for flat in flats if flat.trainable]
-        self._group_count = len(recipe._options)
-        self._counted = {flat.name: _owned_ranges(flat, duplicates) for flat in self.flats}
+        self._group_count = group_count
+        others = {row.name for row in placement.rows if not row.answers}
+        self._counted = {flat.name: owned_ranges(flat, others) for flat in self.flats}
         """For each flat, the ranges [start, end) of it whose gradients this rank counts, of those in its partition."""
-        self._segments = {flat.name: _cut(flat) for flat in self.flats}
-        self.inner = recipe.build(self._by_group())
+        self._begins: dict[str, set[int]] = {flat.name: set() for flat in self.flats}
+        """Slots before which a flat is cut, because their histories differ."""
+        self._segments = {flat.name: cut(flat) for flat in self.flats}
+        self.inner = build(self._by_group())
         self._states: dict[str, dict[str, Tensor]] = {flat.name: {} for flat in self.flats}
         """For each flat, its elementwise states (name → tensor over the flat's state range)."""
+        self._adopted: set[Tensor] = set()
+        """Masters of segments whose elementwise states are views of those."""
 
     def forget(self) -> None:
         """Drop every tensor; the optimizer is of no use afterwards."""
         self._segments.clear()
         self._states.clear()
+        self._adopted.clear()
         self.flats.clear()
 
     def _by_group(self) -> list[list[Tensor]]:
@@ -176,27 +91,53 @@ class PartitionedOptimizer:
         ]
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
 
+    # ---- the update --------------------------------------------------------------------------------------------------
+
     @torch.no_grad()
-    def step(self, factor: float = 1.0) -> None:
-        """Multiply gradients by `factor`, update the masters, and bring the parameters of all ranks up to date."""
-        pending = self._step_fused(factor) if isinstance(self.inner, FusedOptimizer) else self._step_plain(factor)
+    def step(self, factor: float = 1.0, unused: Mapping[str, Collection[int]] | None = None) -> None:
+        """Multiply gradients by `factor`, update the masters, and bring the parameters of all ranks up to date.
+
+        `unused`: for flats by name, the slots that no rank used; they and their states stay as they are.
+        """
+        unused = unused or {}
+        for flat in self.flats:
+            self._cut_out(flat, unused.get(flat.name, ()))
+        fused = isinstance(self.inner, FusedOptimizer)
+        pending = self._step_fused(factor, unused) if fused else self._step_plain(factor, unused)
         for work in pending:
             work.wait()
         self._adopt_states()
 
-    def _step_fused(self, factor: float) -> list[Pending]:
+    def _used(self, flat: Flat, unused: Mapping[str, Collection[int]]) -> list[Segment]:
+        left_out = unused.get(flat.name, ())
+        return [segment for segment in self._segments[flat.name] if segment.first not in left_out]
+
+    def _step_fused(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Pending]:
         assert isinstance(self.inner, FusedOptimizer)
+        pending: list[Pending] = []
+
+        def publish(flat: Flat) -> None:
+            if (work := flat.publish(copied=True)) is not None:
+                pending.append(work)
+
         for flat in self.flats:
             gradient, narrow, base = flat.update_gradient, flat.narrow, flat.state_range[0]
-            for segment in self._segments[flat.name]:
+            segments = self._used(flat, unused)
+            for segment in segments:
                 here = slice(segment.start - base, segment.end - base)
-                copy = None if narrow is None else narrow[here]
-                self.inner.given[segment.master] = Given(gradient[here], copy, factor)
+                # Parameters of a flat are on their way to the other ranks while the next flat is updated.
+                then = (lambda flat=flat: publish(flat)) if segment is segments[-1] else None
+                self.inner.given[segment.master] = Given(
+                    gradient[here], None if narrow is None else narrow[here], factor, then
+                )
         self.inner.step()
         self.inner.given.clear()
-        return [work for flat in self.flats if (work := flat.publish(copied=True)) is not None]
+        for flat in self.flats:
+            if not self._used(flat, unused):
+                publish(flat)  # Nothing of it is here or was used, but on other ranks it may be.
+        return pending
 
-    def _step_plain(self, factor: float) -> list[Pending]:
+    def _step_plain(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Pending]:
         scaled_inside = factor != 1.0 and bool(getattr(self.inner, "_step_supports_amp_scaling", False))
         if scaled_inside:
             # A fused kernel divides by a scale on the way; it is handed over as torch's GradScaler does.
@@ -211,7 +152,7 @@ class PartitionedOptimizer:
                 if factor != 1.0 and not scaled_inside:
                     gradient.mul_(factor)
                 base = flat.state_range[0]
-                for segment in self._segments[flat.name]:
+                for segment in self._used(flat, unused):
                     segment.master.grad = gradient[segment.start - base : segment.end - base]
             self.inner.step()
             for flat in flats:
@@ -238,103 +179,128 @@ class PartitionedOptimizer:
         if piece:
             yield piece
 
+    # ---- states ------------------------------------------------------------------------------------------------------
+
     def _adopt_states(self) -> None:
         """Lay states that the optimizer has newly made end to end, one tensor for each flat; the optimizer keeps
         views."""
         for flat in self.flats:
-            segments = self._segments[flat.name]
-            for key, value in list(self.inner.state.get(segments[0].master, {}).items()) if segments else ():
-                if not _elementwise(value, segments[0]) or key in self._states[flat.name]:
+            states, base = self._states[flat.name], flat.state_range[0]
+            for segment in self._segments[flat.name]:
+                own = self.inner.state.get(segment.master, {})
+                if segment.master in self._adopted or not own:
                     continue
-                parts = [self.inner.state[segment.master][key] for segment in segments]
-                whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-                self._states[flat.name][key] = whole
-                self._hand_out(flat, key, whole)
+                self._adopted.add(segment.master)
+                for key in [key for key, value in own.items() if elementwise(value, segment)]:
+                    if key not in states and segment.master.shape == flat.master.shape:
+                        states[key] = own[key]  # It is the whole already.
+                        continue
+                    whole = states.setdefault(key, torch.zeros_like(flat.master, dtype=own[key].dtype))
+                    here = whole[segment.start - base : segment.end - base]
+                    own[key] = here.copy_(own[key])
 
-    def _hand_out(self, flat: Flat, key: str, whole: Tensor) -> None:
-        base = flat.state_range[0]
-        for segment in self._segments[flat.name]:
-            self.inner.state[segment.master][key] = whole[segment.start - base : segment.end - base]
+    def _cut_out(self, flat: Flat, unused: Collection[int]) -> None:
+        """From now on the slots `unused`, and those between them, have histories of their own."""
+        begins = self._begins[flat.name]
+        new = {
+            index
+            for index in range(1, len(flat.slots))
+            if (index in unused) != (index - 1 in unused) and index not in begins
+        }
+        if not new:
+            return
+        scalars = self.scalars_of(flat)
+        begins |= new
+        self._renew([flat], {flat.name: scalars})
 
-    def scalars_of(self, flat: Flat) -> dict[int, dict[str, Any]]:
-        """For each optimizer group of `flat`, the states that are not elementwise ('step')."""
-        found: dict[int, dict[str, Any]] = {}
+    def scalars_of(self, flat: Flat) -> Scalars:
+        """The states that are not elementwise, of each parameter of `flat` that has some of its states here."""
+        found: Scalars = {}
         for segment in self._segments[flat.name]:
-            state = self.inner.state.get(segment.master, {})
-            found[segment.group] = {key: value for key, value in state.items() if not _elementwise(value, segment)}
+            state = self.inner.state.get(segment.master)
+            own = {k: float(v) for k, v in (state or {}).items() if v is not None and not elementwise(v, segment)}
+            for slot in flat.slots[segment.first : segment.last]:
+                if max(slot.offset, segment.start) < min(slot.offset + slot.numel, segment.end):
+                    found[slot.name] = dict(own) if state else None
         return found
 
-    def rebuild(self, flat_states: dict[str, dict[str, Tensor]], scalars: dict[str, dict[int, dict[str, Any]]]) -> None:
+    def rebuild(self, flat_states: dict[str, dict[str, Tensor]], scalars: Mapping[str, Scalars]) -> None:
         """After flats have moved or were loaded: segments over the new masters, with the given states.
 
-        `flat_states`: flat name → state name → tensor over the flat's present state range; `scalars` as `scalars_of`
-        gives
-        them. A group that had no segment here before takes the scalars of any other: all groups step together.
+        `flat_states`: flat name → state name → tensor over the flat's present state range; `scalars`: flat name → as
+        `scalars_of` gives them.
         """
-        self._segments = {flat.name: _cut(flat) for flat in self.flats}
+        self._states = flat_states
+        for flat in self.flats:
+            own = scalars.get(flat.name, {})
+            names = [slot.name for slot in flat.slots]
+            # One that has nothing here goes with its neighbour.
+            histories = [own[name] for name in names if name in own]
+            known = iter(histories)
+            last = histories[0] if histories else None
+            each = [(last := next(known)) if name in own else last for name in names]
+            self._begins[flat.name] = {index for index in range(1, len(each)) if each[index] != each[index - 1]}
+        self.inner.state.clear()
+        self._adopted.clear()
+        self._renew(self.flats, scalars)
+
+    def _renew(self, flats: list[Flat], scalars: Mapping[str, Scalars]) -> None:
+        """Segments of `flats` anew, with views of the states that are there, and these scalars."""
+        for flat in flats:
+            for segment in self._segments[flat.name]:
+                self.inner.state.pop(segment.master, None)
+                self._adopted.discard(segment.master)
+            self._segments[flat.name] = cut(flat, self._begins[flat.name])
         for group, tensors in zip(self.inner.param_groups, self._by_group(), strict=True):
             group["params"] = tensors
-        self.inner.state.clear()
-        self._states = flat_states
-        common = next((state for groups in scalars.values() for state in groups.values() if state), {})
-        for flat in self.flats:
+        for flat in flats:
+            base, own = flat.state_range[0], scalars.get(flat.name, {})
             for segment in self._segments[flat.name]:
-                own = scalars.get(flat.name, {}).get(segment.group) or common
-                copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in own.items()}
-                if copied or flat_states[flat.name]:
-                    self.inner.state[segment.master].update(copied)
-            for key, whole in flat_states[flat.name].items():
-                self._hand_out(flat, key, whole)
+                names = [slot.name for slot in flat.slots[segment.first : segment.last] if slot.name in own]
+                history = own[names[0]] if names else None
+                if history is None:
+                    continue
+                state = self.inner.state[segment.master]
+                options = self.inner.param_groups[segment.group]
+                state.update({key: _scalar(value, options, segment.master) for key, value in history.items()})
+                for key, whole in self._states[flat.name].items():
+                    state[key] = whole[segment.start - base : segment.end - base]
+                self._adopted.add(segment.master)
 
     def move(self, before: Residency) -> None:
         """Follow flats that were placed elsewhere; `before` is where they were. Collective when states come
         together."""
         scalars = {flat.name: self.scalars_of(flat) for flat in self.flats}
+        kinds = {flat.name: sorted(self._states[flat.name]) for flat in self.flats}
+        if self.flats and before.optimizer_states is Holders.PARTITIONED:
+            # A rank knows nothing of parameters of which it had no part, or of which only others were ever used.
+            for theirs, their_kinds in self.flats[0].gather_group.collect([scalars, kinds]):
+                for name, own in scalars.items():
+                    own.update({key: value for key, value in theirs[name].items() if own.get(key) is None})
+                    kinds[name] = sorted({*kinds[name], *their_kinds[name]})
         moved = {
-            flat.name: {key: flat.move_state(state, before) for key, state in self._states[flat.name].items()}
+            flat.name: {kind: flat.move_state(self._state(flat, kind, before), before) for kind in kinds[flat.name]}
             for flat in self.flats
         }
         self.rebuild(moved, scalars)
 
-
-def _cut(flat: Flat) -> list[Segment]:
-    """The flat's state range, cut where its optimizer group changes."""
-    low, high = flat.state_range
-    starts: list[tuple[int, int]] = []
-    for slot in flat.slots:
-        if not starts or starts[-1][1] != slot.group:
-            starts.append((slot.offset, slot.group))
-    segments = []
-    for index, (start, group) in enumerate(starts):
-        end = starts[index + 1][0] if index + 1 < len(starts) else flat.padded
-        first, last = max(start, low), min(end, high)
-        if first < last:
-            segments.append(Segment(first, last, group, flat.master[first - low : last - low]))
-    return segments
+    def _state(self, flat: Flat, kind: str, before: Residency) -> Tensor:
+        """An elementwise state over the state range of `before`; zeros where no parameter here was ever updated."""
+        found = self._states[flat.name].get(kind)
+        if found is not None:
+            return found
+        numel = flat.end - flat.start if before.optimizer_states is Holders.PARTITIONED else flat.padded
+        return torch.zeros(numel, dtype=flat.master.dtype, device=flat.master.device)
 
 
-def _owned_ranges(flat: Flat, duplicates: Collection[str]) -> list[tuple[int, int]]:
-    """The flat's partition without the parameters in `duplicates`; neighbours are one range."""
-    ranges, start = [], flat.start
-    for slot in flat.slots:
-        if slot.name in duplicates:
-            ranges.append((start, slot.offset))
-            start = max(start, slot.offset + slot.numel)
-    ranges.append((start, flat.end))
-    return [(low, min(high, flat.end)) for low, high in ranges if low < min(high, flat.end)]
+def _scalar(value: float, options: Mapping[str, Any], master: Tensor) -> Tensor:
+    """A count as torch's optimizers keep it: on the host, but on the device for kernels that read it there."""
+    on_device = options.get("fused") or options.get("capturable")
+    return torch.tensor(value, dtype=torch.float32, device=master.device if on_device else "cpu")
 
 
 def _squares(flat: Flat, gradient: Tensor) -> Tensor:
-    if _has_kernels(flat.master):
+    if has_kernels(flat.master):
         return grad_stats(gradient)[0]
     wide = torch.float32 if gradient.dtype.itemsize < 8 else torch.float64
     return torch.linalg.vector_norm(gradient, dtype=wide).double().square()
-
-
-def _has_kernels(master: Tensor) -> bool:
-    """Whether cuda_ops updates such masters here: float32, on a CPU or where the compiler for GPUs is installed."""
-    return master.dtype is torch.float32 and (master.device.type == "cpu" or gpu.available())
-
-
-def _elementwise(value: Any, segment: Segment) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 1 and value.shape == segment.master.shape

@@ -25,25 +25,37 @@ class Totals:
     signals: tuple[float, ...]
     """Sums over ranks of the numbers that were given to `step`."""
     finite: bool
+    unused: int
+    """Of how many of their parameters the ranks together got no gradient."""
 
 
 def sum_totals(
-    everyone: Group, losses: Sequence[Tensor], squares: Tensor, *, scale: float, signals: Sequence[float]
+    everyone: Group,
+    losses: Sequence[Tensor],
+    squares: Tensor,
+    *,
+    scale: float,
+    signals: Sequence[float],
+    unused: int,
 ) -> Totals:
     """`losses`: of this rank's micro-batches, as far as they count; `squares`: the sum over its own elements of the
-    gradient, which is `scale` times too large."""
+    gradient, which is `scale` times too large; `unused`: of how many parameters it got no gradient."""
     device = squares.device
-    loss = torch.stack([loss.double() for loss in losses]).sum() if losses else torch.zeros((), dtype=torch.float64)
-    numbers = [torch.tensor(float(s), dtype=torch.float64, device=device) for s in (len(losses), *signals)]
-    vector = torch.stack([squares, loss.to(device), *numbers])
+    # What the host knows goes to the device in one copy, which does not wait.
+    known = torch.tensor([len(losses), unused, *signals], dtype=torch.float64).to(device, non_blocking=True)
+    measured = [squares, torch.stack([loss.double() for loss in losses]).sum()] if losses else [squares]
+    vector = torch.zeros(2 + len(known), dtype=torch.float64, device=device)
+    vector[: len(measured)] = torch.stack(measured)
+    vector[2:] = known
     # The one point of a step where the host waits for the device: clipping, the overflow decision and the control
     # words of the run need these numbers before the update.
-    total, loss_sum, count, *summed = everyone.sum_scalars(vector).tolist()
+    total, loss_sum, count, left_alone, *summed = everyone.sum_scalars(vector).tolist()
     return Totals(
         loss=loss_sum / max(1.0, count),
         grad_norm=math.sqrt(total) / scale if total >= 0 else math.nan,
         signals=tuple(summed),
         finite=math.isfinite(total),
+        unused=int(left_alone),
     )
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from speedlab.comm import Group
-from speedlab.engine.build.model_parts import Axes, ModelPart
+from speedlab.engine.step.model_part import ModelPart
 from speedlab.parallel import zero
 from speedlab.parallel.tensor import TensorParallel, put
 from speedlab.parallel.zero import Zero
 
 
 @torch.no_grad()
-def whole_state(stages: Sequence[ModelPart], axes: Axes) -> dict[str, Tensor]:
+def whole_state(model_parts: Sequence[ModelPart], pipeline: Group) -> dict[str, Tensor]:
     """Parameters (float32 masters where they exist) and persistent buffers by full name. Collective over all ranks.
 
     1. Partitions come together over the dp ranks.
@@ -25,17 +25,17 @@ def whole_state(stages: Sequence[ModelPart], axes: Axes) -> dict[str, Tensor]:
     3. Every pipeline rank sends its stages to the others.
     """
     state: dict[str, Tensor] = {}
-    for stage in stages:
-        state |= {name: buffer.detach().clone() for name, buffer in _persistent_buffers(stage.module)}
-        for flat in stage.zero.flats:
+    for part in model_parts:
+        state |= {name: buffer.detach().clone() for name, buffer in _persistent_buffers(part.module)}
+        for flat in part.zero.flats:
             master = flat.whole_master()  # 1
             for slot in flat.slots:
                 own = master[slot.offset : slot.offset + slot.numel].view(slot.shape)
-                state[slot.name] = _join_parts(stage.tensor, slot.name, own)  # 2
-        for name, parameter in stage.module.named_parameters(remove_duplicate=False):
+                state[slot.name] = _join_parts(part.tensor, slot.name, own)  # 2
+        for name, parameter in part.module.named_parameters(remove_duplicate=False):
             if name not in state:  # A second name of a shared parameter.
-                state[name] = next(state[other] for other, p in stage.module.named_parameters() if p is parameter)
-    return _exchange(state, axes.pipeline)  # 3
+                state[name] = next(state[other] for other, p in part.module.named_parameters() if p is parameter)
+    return _exchange(state, pipeline)  # 3
 
 
 @overload
@@ -61,9 +61,9 @@ _tensor_of: weakref.WeakKeyDictionary[Zero, TensorParallel] = weakref.WeakKeyDic
 """Which parts of parameters a Zero partitions."""
 
 
-def remember_parts(stage: ModelPart) -> None:
-    """Let `gather` know which parts of parameters this stage holds."""
-    _tensor_of[stage.zero] = stage.tensor
+def remember_parts(part: ModelPart) -> None:
+    """Let `gather` know which parts of parameters this rank holds."""
+    _tensor_of[part.zero] = part.tensor
 
 
 def _join_parts(tensor: TensorParallel, name: str, own: Tensor) -> Tensor:

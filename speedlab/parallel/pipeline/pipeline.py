@@ -26,8 +26,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from speedlab.comm import Group, Pending, Traffic
-from speedlab.layout import Layout
+from speedlab.comm import Group, Pending
 from speedlab.parallel.pipeline.cut import StageModule
 from speedlab.parallel.pipeline.schedules import Action, Kind, forward_plan, training_plan
 from speedlab.parallel.pipeline.stage import PipelineStage
@@ -66,30 +65,26 @@ class Pipeline:
         self,
         stages: Sequence[StageModule],
         zeros: Sequence[Zero],
+        group: Group,
         *,
         schedule: str,
-        layout: Layout,
-        rank: int,
-        device: torch.device,
         dtype: torch.dtype,
-        traffic: Traffic,
         sequence_share: int = 1,
         split_backward: bool = True,
         on_forward: Callable[[int], None] = lambda micro_batch: None,
         phase: Timing = lambda name: nullcontext(),
     ) -> None:
-        """Collective over the pipeline ranks of one dp and tp index.
-
-        Args:
-            stages: this rank's, first one first: stage s of the model is on pipeline rank s % pp. Each with its Zero.
-            dtype: of activations between stages.
-            sequence_share: activations between stages are (B, T / sequence_share, C).
-            split_backward: whether zero-bubble computes the halves of a backward apart. Say no where blocks are
-                recomputed in backward or compiled: there, either half would do the work of both.
-            on_forward: called with the number of a micro-batch before each of its forwards in `train`.
-            phase: entered as phase("forward") and phase("backward") around what a step's parts take.
+        """Args:
+        stages: this rank's, first one first: stage s of the model is on pipeline rank s % pp. Each with its Zero.
+        group: the pipeline ranks of this rank's dp and tp index. Whoever made it reconnects it.
+        dtype: of activations between stages.
+        sequence_share: activations between stages are (B, T / sequence_share, C).
+        split_backward: whether zero-bubble computes the halves of a backward apart. Say no where blocks are
+            recomputed in backward or compiled: there, either half would do the work of both.
+        on_forward: called with the number of a micro-batch before each of its forwards in `train`.
+        phase: entered as phase("forward") and phase("backward") around what a step's parts take.
         """
-        self.pp, self.index = layout.pp, layout.index(rank, "pp")
+        self.pp, self.index = group.size, group.index
         self.schedule = schedule
         split = schedule == "zero-bubble" and split_backward
         self._stages = {
@@ -97,12 +92,12 @@ class Pipeline:
             for chunk, (module, zero) in enumerate(zip(stages, zeros, strict=True))
         }
         self._count = self.pp * len(stages)
-        self._group = Group(layout.peers(rank, "pp"), traffic, device, channel="pipeline")
-        self._device, self._dtype = device, dtype
+        self._group = group
+        self._device, self._dtype = group.device, dtype
         self._hidden, self._sequence_share = stages[0].hidden, sequence_share
         self._shifts_targets = stages[0].shifts_targets
         self._on_forward, self._phase = on_forward, phase
-        self._timeline = Timeline(device)
+        self._timeline = Timeline(group.device)
         for number, stage in self._stages.items():
             stage.zero.around_reductions(partial(self._timeline.span, "reduce", number))
         self._training_plan = cache(
@@ -110,7 +105,7 @@ class Pipeline:
                 self.index
             ]
         )
-        self._first_tag = 0
+        self._first_tag = self._next_tag = 0
         self._arriving: dict[tuple[Kind, int, int], tuple[Tensor, Pending]] = {}
         self._leaving: dict[tuple[Kind, int, int], Pending] = {}
         """Sends whose tensors must stay. On shared memory none: a message is copied when it is sent."""
@@ -144,12 +139,13 @@ class Pipeline:
         inputs = _parts(tokens, micro_batches)
         labels = _parts(tokens if self._shifts_targets else targets, micro_batches)
         step = _Step(inputs, labels, self._activation_shape(inputs[0]), scale)
+        self._take_tags(micro_batches)
         last = {a.stage: a for a in plan if a.kind in self._last_kinds(a.stage)}
         self._timeline.begin()
         try:
             for action in plan:  # 1
                 self._carry_out(action, step, sync=action == last[action.stage])
-            self._finish_sends(micro_batches)
+            self._finish_sends()
             with self._phase("backward"):
                 for stage in self._stages.values():  # 3
                     stage.zero.reduce_root()
@@ -219,6 +215,7 @@ class Pipeline:
         if targets is not None:
             labels = _parts(tokens if self._shifts_targets else targets, micro_batches)
         shape = self._activation_shape(inputs[0])
+        self._take_tags(micro_batches)
         results: list[Tensor] = []
         made: dict[int, Tensor] = {}
         try:
@@ -234,7 +231,7 @@ class Pipeline:
                     self._receive(action, shape)
                 else:
                     self._send(action, made.pop(number), shape)
-            self._finish_sends(micro_batches)
+            self._finish_sends()
         except Exception:
             self.abandon()
             raise
@@ -283,12 +280,16 @@ class Pipeline:
                     sent.wait()
         return place
 
-    def _finish_sends(self, micro_batches: int) -> None:
+    def _take_tags(self, micro_batches: int) -> None:
+        """Tags of this step's own, however it ends: what a broken one has left is never taken for another's."""
+        self._first_tag = self._next_tag
+        self._next_tag = (self._first_tag + 2 * self._count * micro_batches) % _TAGS
+
+    def _finish_sends(self) -> None:
         with self._phase("backward"), self._timeline.span("send"):
             for pending in self._leaving.values():
                 pending.wait()
         self._leaving.clear()
-        self._first_tag = (self._first_tag + 2 * self._count * micro_batches) % _TAGS
 
     def abandon(self) -> None:
         """After an exception: drop what is under way and all gradients of the step, on this rank."""
@@ -298,16 +299,11 @@ class Pipeline:
             stage.zero.abandon_pass()
             stage.forget()
 
-    def disconnect(self) -> None:
-        """Let go of the connections between pipeline ranks."""
-        self._group.disconnect()
-
     def reconnect(self) -> None:
-        """Use the present world's connections, as the Zeros must; a step that was cut off is forgotten. Collective."""
-        self._group.reconnect()
+        """The group and the Zeros have the present world's connections; a step that was cut off is forgotten."""
         self._arriving.clear()
         self._leaving.clear()
-        self._first_tag = 0
+        self._first_tag = self._next_tag = 0
         for stage in self._stages.values():
             stage.forget()
 

@@ -58,7 +58,8 @@ class TensorParallel:
         """Full parameter name → what this rank holds of it; only those that are cut."""
         self.partial: frozenset[str] = frozenset()
         """Parameters that are whole on each rank but whose gradients are not: sum these over the group."""
-        self._shared: set[str] = set()
+        self._sharers: dict[str, int] = {}
+        """Full parameter name → the first of the ranks that hold the same part of it, where there are several."""
         self._model = model
         self._changes: list[Change] = []
         self._undo: list[tuple[nn.Module, str, Any]] = []
@@ -68,13 +69,10 @@ class TensorParallel:
             self._names = {id(parameter): name for name, parameter in model.named_parameters()}
             self._plan(model, find_plan(model) if plan is None else plan)
 
-    @property
-    def duplicates(self) -> frozenset[str]:
-        """Parameters that this rank holds but for which a rank before it answers, in norms and checkpoints."""
-        if self.group.index == 0:
-            return frozenset()
-        whole = {name for name, _ in self._model.named_parameters()} - self.parts.keys()
-        return frozenset(whole | self._shared)
+    def first_holder(self, name: str) -> int:
+        """The first of the ranks (an index in the group) that hold what this rank holds of a parameter: it answers for
+        it in norms and checkpoints."""
+        return self._sharers.get(name, self.group.index) if name in self.parts else 0
 
     # ---- planning ----------------------------------------------------------------------------------------------------
 
@@ -186,8 +184,8 @@ class TensorParallel:
                 f"plan: {name} is shared by several layers and cut along dimension {self.parts[name].dim} for one and "
                 f"{dim} for another; cut them alike"
             )
-        if index % sharers:
-            self._shared.add(name)
+        if sharers > 1:
+            self._sharers[name] = index - index % sharers
         return part
 
     # ---- carrying out ------------------------------------------------------------------------------------------------

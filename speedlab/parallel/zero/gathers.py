@@ -119,6 +119,10 @@ class Gathers:
     def release_all(self) -> None:
         """Nothing stays gathered, and a pass that somebody entered below the root and never ended is over."""
         self.close()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Release what is here, and speak to nobody."""
         if self.partitioned:
             for unit in self.units:
                 unit.release()

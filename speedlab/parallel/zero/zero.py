@@ -173,7 +173,8 @@ class Zero:
     def _before_forward(self, unit: Unit, module: nn.Module, inputs: Any) -> None:
         gathers = self.gathers
         # Whoever entered below the root has left a pass open, which the next one ends.
-        if self.current is Pass.IDLE and unit is gathers.root or self.current is Pass.FORWARD and module is self.module:
+        entered = module is self.module and self.current is Pass.FORWARD
+        if entered or (unit is gathers.root and self.current is Pass.IDLE):
             gathers.begin(Pass.FORWARD)
         gathers.met(unit)
         if self.partitioned and unit.has_frozen and unit is not gathers.root and torch.is_grad_enabled():

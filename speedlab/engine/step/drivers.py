@@ -1,0 +1,222 @@
+"""What computes a step's micro-batches: the whole model on this rank, or the stages of a pipeline. One interface."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from speedlab.engine.step.clock import PhaseClock
+from speedlab.engine.step.state import TrainingState
+from speedlab.engine.step.step import Step
+from speedlab.parallel.pipeline import Pipeline, StageModule
+from speedlab.parallel.zero import map_tensors
+from speedlab.placement import Holders
+from speedlab.telemetry.records import Span
+
+Batch = tuple[Tensor, Tensor]
+"""Tokens and targets of a micro-batch, (B, T) int64 each."""
+
+
+class PipelineOutput(NamedTuple):
+    """What the engine's call gives under a pipeline. `logits`: (B, T, V)."""
+
+    logits: Tensor
+
+
+class Driver(Protocol):
+    """Computes forwards and backwards of this rank; gradients end in the flats, summed when they are due."""
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module gives for these arguments."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of a micro-batch's loss."""
+        ...
+
+    def train(self, batches: Sequence[Batch]) -> None:
+        """Forward and backward of all micro-batches of a step."""
+        ...
+
+    def evaluate(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+        """The loss of a micro-batch, without gradients; [] where another rank of the pipeline has it."""
+        ...
+
+    def update(self) -> AbstractContextManager[object]:
+        """To be entered around the optimizer's update."""
+        ...
+
+    @property
+    def timeline(self) -> list[Span]:
+        """What this rank did in the last step, in order; [] without a pipeline."""
+        ...
+
+    @property
+    def began(self) -> float:
+        """When it began, in seconds since the epoch; 0 without a pipeline."""
+        ...
+
+    def abandon(self) -> bool:
+        """After an exception: drop what is under way. Whether gradients of earlier micro-batches were lost with it."""
+        ...
+
+    def reconnect(self) -> None:
+        """A step that was cut off is forgotten."""
+        ...
+
+
+class WholeModel:
+    """Every rank holds the model's forward."""
+
+    began = 0.0
+    timeline: list[Span] = []  # noqa: RUF012  # nothing ever writes to it
+
+    def __init__(self, state: TrainingState, step: Step, clock: PhaseClock, *, dtype: torch.dtype) -> None:
+        """`dtype`: what floating-point inputs are cast to."""
+        self._state, self._step, self._clock, self._dtype = state, step, clock, dtype
+        (self._zero,) = state.zeros
+        self._module = state.module
+        self._running_statistics = [b for module in state.modules for b in _running_statistics(module)]
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for buffer in self._running_statistics:
+            self._state.group.broadcast(buffer)
+        args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
+        self._step.begin_micro_batch()
+        with self._clock.phase("forward"):
+            return self._module(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        partitioned = self._zero.residency.gradients is Holders.PARTITIONED
+        due = self._step.sync and (self._step.at_boundary or partitioned)
+        with self._clock.phase("backward"):
+            self._zero.begin_backward(sync=due)
+            (loss * self._step.scale).backward()
+            self._zero.end_backward()
+        self._step.ended_backward([loss])
+
+    def train(self, batches: Sequence[Batch]) -> None:
+        for number, (tokens, targets) in enumerate(batches, 1):
+            self.backward(self._loss(tokens, targets))
+            if number < len(batches):
+                self._step.ended_micro_batch()
+
+    def evaluate(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+        return [self._loss(tokens, targets)]
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        device = self._state.world.device
+        if tensor.device != device:
+            tensor = tensor.to(device, non_blocking=True)
+        return tensor.to(self._dtype) if tensor.dtype == torch.float32 else tensor
+
+    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        # Hugging Face models shift the labels themselves, and some of them ask for whole memory.
+        named = {"targets": targets} if takes_targets(self._module) else {"labels": tokens.contiguous()}
+        return self.forward((tokens,), named).loss
+
+    def update(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def abandon(self) -> bool:
+        was = self._zero.current.value == "backward"
+        self._zero.abandon_pass()
+        return was
+
+    def reconnect(self) -> None:
+        pass  # The Zero, which knows its passes, does it.
+
+
+class PipelineStages:
+    """No rank holds the model's forward: a step is one call."""
+
+    def __init__(
+        self, state: TrainingState, step: Step, clock: PhaseClock, *, dtype: torch.dtype, split_backward: bool
+    ) -> None:
+        """`split_backward`: see `Pipeline`."""
+        self._state, self._step = state, step
+        parallel, mesh = state.config.parallel, state.mesh
+        self._group = mesh["pp"]
+        self._pipeline = Pipeline(
+            [cast(StageModule, module) for module in state.modules],
+            state.zeros,
+            self._group,
+            schedule=parallel.schedule,
+            dtype=dtype,
+            sequence_share=mesh.layout.tp if parallel.sequence else 1,
+            split_backward=split_backward,
+            on_forward=step.begin_micro_batch,
+            phase=clock.phase,
+        )
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineOutput:
+        """Logits of tokens, on every rank and without gradients."""
+        layout = self._state.layout
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"under {layout} no rank holds the whole model; train with engine.train_batch(batches), and call "
+                "the engine for logits in torch.no_grad()"
+            )
+        tokens = args[0] if args else kwargs.get("input_ids", kwargs.get("tokens"))
+        if not isinstance(tokens, Tensor) or len(args) + len(kwargs) != 1:
+            raise TypeError(
+                f"under {layout} the engine is called with tokens alone, (B, T) int64; losses are those of "
+                "engine.evaluate(batches)"
+            )
+        device = self._state.world.device
+        made = self._pipeline.evaluate(tokens.to(device))
+        group = self._group
+        described = [list(made[0].shape), str(made[0].dtype).removeprefix("torch.")] if made else None
+        shape, dtype = group.share(described, group.size - 1)
+        logits = made[0] if made else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        group.broadcast(logits, group.size - 1)
+        return PipelineOutput(logits)
+
+    def backward(self, loss: Tensor) -> None:
+        raise RuntimeError(f"under {self._state.layout} a step is one call: engine.train_batch(batches)")
+
+    def train(self, batches: Sequence[Batch]) -> None:
+        device = self._state.world.device
+        tokens, targets = (torch.cat(parts).to(device) for parts in zip(*batches, strict=True))
+        step = self._step
+        step.ended_backward(self._pipeline.train(tokens, targets, micro_batches=step.accumulation, scale=step.scale))
+        step.micro_step = step.accumulation - 1
+
+    def evaluate(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+        device = self._state.world.device
+        return self._pipeline.evaluate(tokens.to(device), targets.to(device))
+
+    def update(self) -> AbstractContextManager[object]:
+        return self._pipeline.update()
+
+    @property
+    def timeline(self) -> list[Span]:
+        return self._pipeline.timeline
+
+    @property
+    def began(self) -> float:
+        return self._pipeline.began
+
+    def abandon(self) -> bool:
+        self._pipeline.abandon()
+        return True
+
+    def reconnect(self) -> None:
+        self._pipeline.reconnect()
+
+
+def takes_targets(module: nn.Module) -> bool:
+    """Whether its forward has a parameter `targets`, as ours; Hugging Face's take `labels` and shift them."""
+    return "targets" in inspect.signature(module.forward).parameters
+
+
+def _running_statistics(module: nn.Module) -> list[Tensor]:
+    """Of batch norms, which follow rank 0 as under DistributedDataParallel."""
+    norms = [m for m in module.modules() if isinstance(m, _NormBase)]
+    return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]

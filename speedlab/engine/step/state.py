@@ -1,0 +1,111 @@
+"""What a step changes on one rank, and what it stands on: all that a checkpoint writes and reads."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedlab.comm import Group, Traffic, World
+from speedlab.config import RunConfig
+from speedlab.engine.step.model_part import ModelPart
+from speedlab.engine.step.optimizer import PartitionedOptimizer
+from speedlab.engine.step.precision import LossScale
+from speedlab.layout import Layout
+from speedlab.parallel.mesh import Mesh
+from speedlab.parallel.zero import Flat, Zero
+from speedlab.placement import Placement
+
+
+class TrainingState:
+    """A rank's parts of the model, their flats and optimizer, the loss scale and the number of the step."""
+
+    def __init__(
+        self,
+        model_parts: Sequence[ModelPart],
+        *,
+        optimizer: PartitionedOptimizer,
+        scheduler: Any,
+        config: RunConfig,
+        world: World,
+        mesh: Mesh,
+        traffic: Traffic,
+        loss_scale: LossScale,
+        dtype: torch.dtype,
+    ) -> None:
+        """`model_parts`: this rank's pipeline stages, first one first; the whole model is one."""
+        self.model_parts = list(model_parts)
+        self.partitioned_optimizer, self.scheduler = optimizer, scheduler
+        self.config, self.world, self.mesh, self.traffic = config, world, mesh, traffic
+        self.loss_scale, self.dtype = loss_scale, dtype
+        self.zero_stage: int = config.zero.stage
+        """The row of ZeRO's table that the flats are placed by. It is told, and asked by nothing here."""
+        self.global_step = 0
+        self.updating = False
+        """True from the first changed parameter to the end of a step: an interrupt then leaves ranks that differ."""
+
+    @property
+    def placement(self) -> Placement:
+        """The placement table of this rank."""
+        return Placement.joined(zero.placement for zero in self.zeros)
+
+    @property
+    def layout(self) -> Layout:
+        return self.mesh.layout
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, or this rank's first pipeline stage of it."""
+        return self.model_parts[0].module
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The model, or this rank's pipeline stages of it."""
+        return [part.module for part in self.model_parts]
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """Blocks of every pipeline stage; empty without a pipeline."""
+        return self.model_parts[0].cut
+
+    @property
+    def zeros(self) -> list[Zero]:
+        """What partitions the model parts, one for each."""
+        return [part.zero for part in self.model_parts]
+
+    @property
+    def flats(self) -> list[Flat]:
+        """All flats of this rank."""
+        return [flat for zero in self.zeros for flat in zero.flats]
+
+    @property
+    def group(self) -> Group:
+        """Ranks that hold the same part of the model and see other data."""
+        return self.mesh.gather
+
+    @property
+    def everyone(self) -> Group:
+        """All ranks of the layout."""
+        return self.mesh.everyone
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The torch optimizer over this rank's partitions; schedulers hang on it."""
+        return self.partitioned_optimizer.inner
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return itertools.chain.from_iterable(module.parameters() for module in self.modules)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All buffers of this rank's parts of the model."""
+        return [buffer for module in self.modules for buffer in module.buffers()]
+
+    def before_change(self) -> None:
+        """Parameters are about to change, by an update or a load: nothing of a pass before may live on. Collective."""
+        for zero in self.zeros:
+            zero.before_change()

@@ -1,0 +1,157 @@
+"""A step: micro-batches, what their gradients are multiplied with, and the update that ends them.
+
+1. Each micro-batch is announced (`begin_micro_batch`) and, once its backward has ended, counted (`ended_micro_batch`).
+2. `end` takes one reduction of a few numbers over the ranks: the gradient's norm, the loss, signals, and how many
+   parameters somebody did not use.
+3. A gradient that is not finite ends the step without an update.
+4. Parameters that no rank used are left alone; all others are updated, clipped together.
+5. Whatever happens, the state is one between two steps afterwards (`reset`), or `updating` says that it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from speedlab.engine.step.random_streams import RandomStreams
+from speedlab.engine.step.state import TrainingState
+from speedlab.engine.step.totals import Totals, find_non_finite, sum_totals
+
+Update = Callable[[], AbstractContextManager[object]]
+
+
+class Step:
+    """Where this rank stands in its step."""
+
+    def __init__(
+        self, state: TrainingState, streams: RandomStreams, *, accumulation: int, around_update: Update
+    ) -> None:
+        """`around_update`: entered around what the end of a step takes."""
+        self.accumulation = accumulation
+        self.micro_step = 0
+        """Micro-batches of the present step that have ended."""
+        self.sync = True
+        """Whether gradients are summed over the ranks when they are due."""
+        self.totals: Totals | None = None
+        """Of the last step."""
+        self._state, self._streams = state, streams
+        self._losses: list[Tensor] = []
+        self._around_update = around_update
+
+    @property
+    def scale(self) -> float:
+        """Factor on the loss of a micro-batch, so that gradients are means over the global batch."""
+        return self._state.loss_scale.value / (self.accumulation * self._state.layout.data_size)
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the present micro-batch is the last one of its step."""
+        return self.micro_step + 1 >= self.accumulation
+
+    @property
+    def under_way(self) -> bool:
+        """Whether some of a step's micro-batches have ended, or some of its gradients are here."""
+        return bool(self.micro_step or self._losses)
+
+    def refuse_after_cut_update(self) -> None:
+        """Raises RuntimeError where an update was cut off in the middle."""
+        if self._state.updating:
+            raise RuntimeError(
+                f"the update of step {self._state.global_step + 1} was cut off and has changed some parameters only; "
+                "go back with load_checkpoint"
+            )
+
+    def refuse_inside(self, what: str) -> None:
+        """Raises RuntimeError inside a step."""
+        if self.under_way or any(zero.current.value == "backward" for zero in self._state.zeros):
+            raise RuntimeError(
+                f"{what}: micro-batch {self.micro_step + 1} of {self.accumulation} of a step is under way; do it "
+                "between two steps"
+            )
+
+    # ---- micro-batches -----------------------------------------------------------------------------------------------
+
+    def begin_micro_batch(self, index: int | None = None) -> None:  # 1
+        """The next forward is of this rank's micro-batch `index` of the step, by default of the present one."""
+        number = self.micro_step if index is None else index
+        layout = self._state.layout
+        place = number * layout.data_size + self._state.mesh.data_index
+        self._streams.begin(self._state.global_step, place)
+
+    def ended_backward(self, losses: Sequence[Tensor]) -> None:
+        """Gradients of these losses, one of a micro-batch each, are in the flats."""
+        self._losses += [loss.detach() for loss in losses]
+
+    def ended_micro_batch(self) -> None:
+        self.micro_step += 1
+
+    def reset(self) -> None:
+        """Forget what the step has gathered: losses, gradients, the count."""
+        for zero in self._state.zeros:
+            zero.clear_gradients()
+        self._losses.clear()
+        self.micro_step = 0
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def end(self, signals: Sequence[float], clip_norm: float | None) -> bool:
+        """Update the parameters. True when they were updated. Raises NonFiniteError when the gradient is not finite and
+        a smaller loss scale cannot help."""
+        state = self._state
+        if any(zero.unsummed for zero in state.zeros):
+            raise RuntimeError(
+                "step: the last backward ran inside no_sync; one backward outside has to come before a step"
+            )
+        with self._around_update():
+            try:
+                self.totals = totals = self._sum_totals(signals)  # 2
+                if not totals.finite:
+                    self._overflow()  # 3
+                    return False
+                unused = self._unused() if totals.unused else {}
+                state.before_change()
+            except Exception:
+                self.reset()
+                raise
+            state.updating = True
+            state.partitioned_optimizer.step(self._factor(totals, clip_norm), unused)  # 4
+            for zero in state.zeros:
+                zero.learn_order()
+            self.reset()  # 5
+        state.global_step += 1
+        state.loss_scale.update(overflow=False)
+        state.updating = False
+        if state.scheduler is not None:
+            state.scheduler.step()
+        return True
+
+    def _factor(self, totals: Totals, clip_norm: float | None) -> float:
+        factor = 1.0 / self._state.loss_scale.value
+        if clip_norm is not None and totals.grad_norm > clip_norm:
+            factor *= clip_norm / (totals.grad_norm + 1e-6)
+        return factor
+
+    def _sum_totals(self, signals: Sequence[float]) -> Totals:
+        state = self._state
+        squares = state.partitioned_optimizer.sum_of_squares().double().to(state.world.device)
+        losses = self._losses if state.mesh["tp"].index == 0 else []  # Those of its tensor peers are the same.
+        unused = sum(not used for flat in state.partitioned_optimizer.flats for used in flat.used)
+        return sum_totals(state.everyone, losses, squares, scale=state.loss_scale.value, signals=signals, unused=unused)
+
+    def _unused(self) -> dict[str, set[int]]:
+        """Slots of flats by name that no rank has used in this step. Collective."""
+        flats = self._state.partitioned_optimizer.flats
+        return {flat.name: {i for i, used in enumerate(flat.sum_used()) if not used} for flat in flats}
+
+    def _overflow(self) -> None:
+        """Skip the update; float16 goes on with a smaller scale, anything else stops."""
+        state, error = self._state, None
+        if state.loss_scale.exhausted:
+            flats = state.partitioned_optimizer.flats
+            error = find_non_finite(state.everyone, self._losses, flats, step=state.global_step + 1)
+        state.loss_scale.update(overflow=True)
+        self.reset()
+        if error is not None:
+            raise error

@@ -1,0 +1,82 @@
+"""The mesh of a layout as one rank sees it: a group of ranks for each named axis."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from speedlab.comm import Group, Traffic, World
+from speedlab.comm.world import wires
+from speedlab.layout import AXES, Layout
+
+ENDS = "ends"
+"""The first and the last pipeline rank of one dp and tp index, which both hold tied embeddings. No axis of the mesh,
+but gradients are summed over it."""
+
+
+class Mesh:
+    """This rank's groups. `mesh["tp"]` are the ranks that differ from it along tp only."""
+
+    def __init__(self, layout: Layout, world: World, traffic: Traffic) -> None:
+        """Collective over all ranks."""
+        rank, device = world.rank, world.device
+        self.layout, self.rank, self.device = layout, rank, device
+        self.axes = {axis: Group(layout.peers(rank, axis), traffic, device, channel=axis) for axis in AXES}
+        self.gather = self.axes["dp"]
+        """The ranks that hold the same part of the model: parameters come together over it."""
+        self.reduce = Group(self.gather.ranks, traffic, device, channel="reduce")
+        """The same ranks: gradients are summed over it, in an order of its own."""
+        self.everyone = Group(range(layout.world_size), traffic, device, channel="everyone")
+        line = self.axes["pp"].ranks
+        ends = [line[0], line[-1]] if layout.pp > 1 else []
+        self.ends = Group(ends, traffic, device, channel=ENDS) if rank in ends else None
+        self._lacks_ends = bool(ends) and rank not in ends
+        self._make_spare_wires()
+
+    def __getitem__(self, axis: str) -> Group:
+        return self.axes[axis]
+
+    @property
+    def data_index(self) -> int:
+        """Which share of the global batch this rank sees."""
+        return self.layout.data_index(self.rank)
+
+    @property
+    def summed_first(self) -> dict[str, Group]:
+        """Groups over which terms of a gradient are summed before those of the dp ranks, by the names that rows of the
+        placement table have for them."""
+        found = {"tp": self.axes["tp"]}
+        return found if self.ends is None else found | {ENDS: self.ends}
+
+    @property
+    def groups(self) -> list[Group]:
+        """All, in the order in which they were made."""
+        return [*self.axes.values(), self.reduce, self.everyone, *([self.ends] if self.ends is not None else [])]
+
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """The same as torch's DeviceMesh, on the same connections, for what stands beside the engine (DTensor, FSDP).
+        Collective over all ranks the first time, as axes of one rank get groups of their own."""
+        groups = [wires(axis, tuple(group.ranks)).group for axis, group in self.axes.items()]
+        ranks = torch.arange(self.layout.world_size).view(self.layout.mesh_shape)
+        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=AXES)
+
+    def _make_spare_wires(self) -> None:
+        # Every rank must make equally many groups, or torch names them differently.
+        if self._lacks_ends:
+            wires(ENDS, (dist.get_rank(),))
+
+    def disconnect(self) -> None:
+        """Let go of all connections."""
+        for group in self.groups:
+            group.disconnect()
+        self.__dict__.pop("device_mesh", None)
+
+    def reconnect(self) -> None:
+        """Use the present world's connections. Collective, in the order in which the groups were made."""
+        for group in self.groups:
+            group.reconnect()
+        self._make_spare_wires()
