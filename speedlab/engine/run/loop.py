@@ -35,6 +35,8 @@ class Loop:
         costs = engine.clock.take()
         assert engine.totals is not None
         word, interrupted = engine.totals.signals
+        if interrupted:
+            interruption.heard()  # The run stops behind this step; what is due before may take its time.
         done = engine.global_step
         self._reporter.record(costs, heldout=self._evaluate_if_due(done), traced=traced)
         self.report_saving()
