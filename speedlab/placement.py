@@ -123,13 +123,11 @@ class Row:
         }
 
 
-def homes(
-    residency: Residency, *, parameter: str, gradient: str | None = None, master: str | None = None
-) -> dict[str, Home]:
+def homes(residency: Residency, *, parameter: str, gradient: str = "", master: str = "") -> dict[str, Home]:
     """The states of a parameter under `residency`, from their forms. Without `gradient` it is frozen; without `master`
     it is its own, and moments have its form."""
     forms = {"parameter": parameter}
-    if gradient is not None:
+    if gradient:
         forms |= {"gradient": gradient, "moments": master or parameter} | ({"master": master} if master else {})
     return {state: Home(holders=residency.of(state), form=form) for state, form in forms.items()}
 

@@ -84,7 +84,8 @@ def _extra_bytes(step: Callable[[], None], device: torch.device) -> int:
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
     else:
-        release_freed_memory()  # What stays with the process until it is needed again would hide what a step takes.
+        # What stays with the process until it is needed again would hide what a step takes.
+        release_freed_memory(device)
         before = PeakMemory.resident()
     peak.take()
     step()

@@ -320,7 +320,7 @@ def covered(tensor: TensorParallel, group: Group, whole: nn.Module) -> list[str]
     wrong = []
     for name, parameter in whole.named_parameters():
         owners = torch.zeros(parameter.shape)
-        if name not in tensor.duplicates:
+        if tensor.first_holder(name) == tensor.group.index:
             part = tensor.parts.get(name)
             if part is None:
                 owners += 1

@@ -28,7 +28,8 @@ from speedlab.config import ModelConfig
 from speedlab.layout import Layout, layer_counts
 from speedlab.models import GPT
 from speedlab.parallel.pipeline import Pipeline, cut_model
-from speedlab.parallel.zero import Residency, Zero, plan_units
+from speedlab.parallel.zero import Zero, plan_units
+from speedlab.placement import Placement, Residency, Row, homes
 
 VOCABULARY, LENGTH, MICRO = 29, 7, 2
 ALLOWED = {"float64": (2e-6, 1e-10), "float32": (2e-6, 2e-4), "bfloat16": (2e-4, 0.01)}
@@ -136,7 +137,7 @@ class Rank:
             {name for name, _ in cut_model(made(case), case.counts, index).named_parameters()}
             for index in (0, count - 1)
         ]
-        shared = {name: [self.ends] for name in names[0] & names[1] if self.ends}
+        tied = names[0] & names[1] if self.ends else set()
         self.modules: list[Any] = [
             cut_model(made(case), case.counts, index) for index in range(self.index, count, case.pp)
         ]
@@ -144,13 +145,10 @@ class Rank:
             Zero(
                 module,
                 plan_units(module),
-                groups={},
+                self.placement(module, tied),
                 gather_group=groups[0],
                 reduce_group=groups[1],
-                compute_dtype=compute,
-                gradient_dtype=torch.float32,
-                residency=Residency.of_stage(case.stage, self.layout.dp),
-                shared=shared,
+                axes={"ends": self.ends} if self.ends else {},
             )
             for module in self.modules
         ]
@@ -159,19 +157,37 @@ class Rank:
                 for unit in zero.units[1:]:
                     for module in unit.modules:
                         module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+        self.line = Group(line, self.traffic, device, channel="pp")
         self.pipeline = Pipeline(
             self.modules,
             self.zeros,
+            self.line,
             schedule=case.schedule,
-            layout=self.layout,
-            rank=self.rank,
-            device=device,
             dtype=compute,
-            traffic=self.traffic,
             split_backward=not case.checkpointing,
         )
         self.flats = [flat for zero in self.zeros for flat in zero.flats]
         self.momenta = [torch.zeros_like(flat.master) for flat in self.flats]
+
+    def placement(self, module: nn.Module, tied: set[str]) -> Placement:
+        """Parameters in the compute dtype, float32 masters and gradients."""
+        residency = Residency.of_stage(self.case.stage, self.layout.dp)
+        master = {} if self.case.dtype == "float32" else {"master": "float32"}
+        rows = [
+            Row(
+                name=name,
+                unit=plan.name,
+                group=0,
+                shape=tuple(p.shape),
+                summed_over=("ends", "dp") if name in tied else ("dp",),
+                answered_by=self.rank,
+                answers=True,
+                states=homes(residency, parameter=self.case.dtype, gradient="float32", **master),
+            )
+            for plan in plan_units(module)
+            for name, p in plan.parameters.items()
+        ]
+        return Placement(rank=self.rank, residency=residency, rows=tuple(rows))
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         micros = [batch(step, k * self.layout.dp + self.dp_index) for k in range(self.case.micro_batches)]
@@ -194,12 +210,12 @@ class Rank:
             zero.clear_gradients()
 
     def disconnect(self) -> None:
-        for part in (*self.zeros, self.pipeline, self.ends):
+        for part in (*self.zeros, self.line, self.ends):
             if part is not None:
                 part.disconnect()
 
     def reconnect(self) -> None:
-        for part in (*self.zeros, self.ends, self.pipeline):
+        for part in (*self.zeros, self.ends, self.line, self.pipeline):
             if part is not None:
                 part.reconnect()
 

@@ -233,9 +233,9 @@ def train_without_sync(case: Case) -> tuple[Trajectory, list[int]]:
                 last = micro == case.accumulation - 1
                 with contextlib.nullcontext() if last else engine.no_sync():
                     loss = engine(*case.batch(step, micro * engine.world.size + engine.world.rank))
-                    engine._traffic.take()
+                    engine.traffic.take()
                     engine.backward(loss)
-                    counts = engine._traffic.take()[0]
+                    counts = engine.traffic.take()[0]
                     sent.append(counts.get("reduce_scatter", 0) + counts.get("all_reduce", 0))
                 assert engine.is_gradient_accumulation_boundary() == last
                 engine.step()
@@ -312,7 +312,7 @@ def train_counting(case: Case) -> tuple[Trajectory, dict[str, int]]:
             path.losses.append(engine_step(engine, case, step))
             path.norms.append(engine.global_grad_norm)
         finish(path, engine)
-        return path, {name: count for name, count in engine._traffic.take()[0].items() if count}
+        return path, {name: count for name, count in engine.traffic.take()[0].items() if count}
 
 
 def test_copy_of_the_model_trains_apart(two: Pool, stage: int) -> None:

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from speedlab.config import ConfigError, RunConfig
-from speedlab.engine.engine import takes_targets
+from speedlab.engine.step.drivers import takes_targets
 from speedlab.engine.step.memory import ActivationTrace
-from speedlab.engine.step.optimizer import Recipe
+from speedlab.engine.build.recipe import Recipe
 from speedlab.engine.step.precision import compute_dtype
 from speedlab.engine.build.wrap import BlockWrapper
 from speedlab.parallel.zero import UnitChoice, Zero, map_tensors, plan_units

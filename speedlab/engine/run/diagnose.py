@@ -47,7 +47,7 @@ def first_non_finite(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]]) -
     """Run the given micro-batches' forwards again and name the first module with an output that is not finite, on this
     rank. Collective."""
     found: list[str] = []
-    named = [(name, module) for stage in engine.model_parts for name, module in stage.module.named_modules()]
+    named = [(name, module) for part in engine.modules for name, module in part.named_modules()]
     names = {id(module): name or type(module).__name__ for name, module in named}
 
     def look(module: nn.Module, args: object, output: object) -> None:

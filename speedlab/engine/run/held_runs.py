@@ -15,7 +15,8 @@ import torch
 
 from speedlab.comm import Group, Traffic, join, leave
 from speedlab.config import ConfigError
-from speedlab.engine.run.trainer import ModelMaker, Trainer
+from speedlab.engine.run.trainer import Trainer
+from speedlab.engine.run.training import ModelMaker
 from speedlab.models import generate as generate_tokens
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import RunState
@@ -74,11 +75,11 @@ def generate(
         raise ConfigError(f"{path.name}: this engine does not hold the run; resume it first")
     trainer = _trainers[path]
     trainer.reconnect()
-    engine = trainer.engine
-    ids = trainer.corpus.tokenizer.encode(prompt) or [0]
-    start = torch.tensor([ids], dtype=torch.int64, device=trainer.world.device)
+    engine, tokenizer = trainer.engine, trainer.training.corpus.tokenizer
+    ids = tokenizer.encode(prompt) or [0]
+    start = torch.tensor([ids], dtype=torch.int64, device=trainer.training.world.device)
     engine.eval()
     with torch.no_grad():
         out = generate_tokens(engine, start, tokens, temperature=temperature, seed=seed)
     engine.train()
-    return trainer.corpus.tokenizer.decode(np.asarray(out[0].cpu()).tolist())
+    return tokenizer.decode(np.asarray(out[0].cpu()).tolist())

@@ -5,22 +5,30 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
 PATIENCE_SECONDS = 1.2
 """How long after SIGINT the present step may still take before KeyboardInterrupt is raised in the middle of it."""
 
+_REPEAT_SECONDS = 1.0
+"""A signal that comes sooner after the last one is the same request: the cluster repeats it, twice a second, while a
+rank still works."""
+
 
 class Interruption:
-    """While active, SIGINT sets `asked`; `PATIENCE_SECONDS` later it raises KeyboardInterrupt, unless the block has
-    ended.
+    """While active, SIGINT sets `asked`; `PATIENCE_SECONDS` later it raises KeyboardInterrupt, unless all ranks have
+    `heard` of it or the block has ended.
 
-    A rank that stops between two steps, together with the others, leaves a state from which all can go on.
+    A rank that stops between two steps, together with the others, leaves a state from which all can go on. What follows
+    the step, as a save, may then take its time; only another request is forced again.
     """
 
     def __init__(self) -> None:
         self.asked = False
+        self._last = float("-inf")
+        """When the last signal came, or a peer's was heard of."""
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interruption:
@@ -30,15 +38,27 @@ class Interruption:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._before:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        self._disarm()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
 
+    def heard(self) -> None:
+        """All ranks know that one of them was asked, and will stop: nothing has to be forced any more."""
+        self._disarm()
+        self._last = time.monotonic()  # The own signal may come after a peer's was heard of.
+        self.asked = False
+
+    def _disarm(self) -> None:
+        if self._before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            return  # The cluster repeats signals that an engine may have missed.
+        now = time.monotonic()
+        repeated = now - self._last < _REPEAT_SECONDS
+        self._last = now
+        if self.asked or repeated:
+            return
         self.asked = True
         signal.setitimer(signal.ITIMER_REAL, PATIENCE_SECONDS)
 

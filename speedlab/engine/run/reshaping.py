@@ -72,7 +72,7 @@ def rebuild(
         control.barrier()
         if control.index == 0:
             shutil.rmtree(place, ignore_errors=True)
-    release_freed_memory()
+    release_freed_memory(made.world.device)
     return made, through
 
 

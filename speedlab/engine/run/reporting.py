@@ -1,0 +1,129 @@
+"""What a rank says of its run: a record of each step, and, from the first rank, events and the status."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from speedlab.engine.run.diagnose import matmul_flops
+from speedlab.engine.run.training import Training
+from speedlab.engine.step.clock import StepCosts
+from speedlab.planner.bubble import bubble_share
+from speedlab.telemetry.records import Event, StepRecord
+from speedlab.telemetry.writer import RecordWriter
+
+
+class Reporter:
+    """Writes to the run folder between `open` and `close`. It changes nothing of the training."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._writer: RecordWriter | None = None
+        self.last_command = training.folder.read_status().command
+        """Number of the last control word that was answered."""
+
+    def open(self) -> None:
+        training = self._training
+        self._writer = RecordWriter(training.folder, training.world.rank, stream_hz=training.config.telemetry.stream_hz)
+        # A client may have given up on words after a failure; they must not be carried out late.
+        self.last_command = max(self.last_command, training.folder.read_status().command)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    # ---- what every rank writes --------------------------------------------------------------------------------------
+
+    def record(self, costs: StepCosts, *, heldout: float | None, traced: bool) -> None:
+        """Write the record of the step that has just ended."""
+        training, engine = self._training, self._training.engine
+        assert engine.totals is not None
+        assert self._writer is not None
+        tokens = training.batch.global_size * training.config.data.sequence_length
+        self._writer.write(
+            StepRecord(
+                step=engine.global_step,
+                rank=training.world.rank,
+                time=time.time(),
+                loss=engine.totals.loss,
+                learning_rate=float(engine.optimizer.param_groups[0]["lr"]),
+                grad_norm=engine.totals.grad_norm,
+                loss_scale=engine.loss_scale.value,
+                zero_stage=engine.zero_stage,
+                tokens=tokens,
+                flops=training.flops_per_token * tokens / training.world.size,
+                seconds=costs.seconds,
+                phases=costs.phases,
+                sent_bytes=costs.sent_bytes,
+                kernels=costs.kernels,
+                ledger=engine.ledger(),
+                heldout_loss=heldout,
+                traced=traced,
+                began=engine.began,
+                timeline=engine.timeline,
+            )
+        )
+
+    # ---- what the first rank writes for all --------------------------------------------------------------------------
+
+    def event(self, kind: str, text: str, command: int | None = None, **details: Any) -> None:
+        """Something happened at the present step; `command`: the number of the control word that it answers."""
+        if self._training.world.rank == 0 and self._writer is not None:
+            step = self._training.engine.global_step
+            self._writer.event(
+                Event(kind=kind, step=step, time=time.time(), text=text, command=command, details=details)
+            )
+
+    def status(self, text: str = "") -> None:
+        """Write the present state, step and last control word."""
+        training = self._training
+        if training.world.rank == 0:
+            status = replace(
+                training.folder.read_status(),
+                state=training.state,
+                step=training.engine.global_step,
+                steps=training.config.steps,
+                command=self.last_command,
+                text=text,
+            )
+            training.folder.write_status(status)
+
+    def answer(self, number: int, kind: str, text: str, **details: Any) -> None:
+        """Control word `number` is done, or refused: its event first, then the status that counts it."""
+        self.last_command = number
+        self.event(kind, text, command=number, **details)
+        self.status()
+
+    def started(self) -> None:
+        """The run begins, or goes on in new engines: what it is made of. Collective."""
+        training, layout = self._training, self._training.layout
+        engine = training.engine
+        peak = matmul_flops(training.world.device, engine.dtype)
+        details: dict[str, Any] = {
+            "parameters": training.parameters,
+            "dtype": str(engine.dtype).removeprefix("torch."),
+            "optimizer": training.config.optimizer.name,
+            "pp": layout.pp,
+            "dp": layout.dp,
+            "tp": layout.tp,
+            "zero": engine.zero_stage,
+            "peak_flops": sum(training.control.collect(peak)),
+            "batch": str(training.batch),
+        }
+        text = f"{details['parameters']:,} parameters, {details['dtype']}, {layout}, {training.batch}"
+        if layout.pp > 1:
+            details["cut"] = engine.cut
+            text += f", bubble {_bubble(training):.0%} in theory"
+        self.event("started", text, **details)
+
+
+def _bubble(training: Training) -> float:
+    """The share of a step in which a pipeline rank has nothing to do, in theory."""
+    parallel = training.config.parallel
+    return bubble_share(
+        parallel.schedule,
+        pp=training.layout.pp,
+        chunks=parallel.stages_per_rank,
+        micro_batches=training.batch.accumulation,
+    )

@@ -1,0 +1,159 @@
+"""What one rank holds of a run: its configuration, data and engine, and whether it goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speedlab.comm import Group, Traffic, World, join, leave
+from speedlab.config import ConfigError, RunConfig
+from speedlab.data import Corpus, Sampler, prepare
+from speedlab.engine.build.initialize import initialize
+from speedlab.engine.engine import Engine
+from speedlab.engine.run.reshaping import Undone, rebuild
+from speedlab.models import GPT
+from speedlab.planner.formula import flops_per_token
+from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.records import RunState
+from speedlab.telemetry.shape import differences, present_config
+
+ModelMaker = Callable[[], nn.Module]
+
+
+class Training:
+    """A run as it is built on this rank. The loop moves it on, control words change it, reports tell of it."""
+
+    def __init__(self, folder: RunFolder, model: ModelMaker | None) -> None:
+        """Collective. `model` makes the user's own module; None takes the GPT of the configuration."""
+        self.folder, self._model = folder, model
+        self.world: World = join()
+        self._take_shape(present_config(folder.config, folder.read_events(), self.world.size))
+        self.control = Group(range(self.world.size), Traffic(), self.world.device, channel="control")
+        self.corpus: Corpus = self._on_all_ranks(self._prepare_data)
+        self.train_rows = Sampler(self.corpus.train, self.config.data.sequence_length, self.config.seed)
+        self.heldout_rows = Sampler(self.corpus.heldout, self.config.data.sequence_length, self.config.seed)
+        self.engine: Engine = self._build(self.config)
+        self.parameters = self._count_parameters()
+        """Of the whole model."""
+        self.flops_per_token = self._flops_per_token()
+        self.state = RunState.PAUSED
+        self.budget: int | None = None
+        """Steps left before the run pauses by itself; None when it does not."""
+        self.trace_next = True
+        """Whether the next step measures its activations: they are new, or of another shape."""
+
+    @property
+    def built_in(self) -> bool:
+        """Whether the model is the GPT of the configuration."""
+        return self._model is None
+
+    @property
+    def shape_text(self) -> str:
+        return f"zero stage {self.config.zero.stage}, {self.layout}"
+
+    def batches(self, sampler: Sampler, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches of a step: tokens and targets."""
+        micro, shares = self.batch.micro_size, self.layout.data_size
+        for number in range(self.batch.accumulation):
+            with self.engine.clock.phase("data"):
+                first = (number * shares + self.engine.mesh.data_index) * micro
+                values = sampler.rows(step, self.batch.global_size, first, first + micro)
+                rows = torch.from_numpy(values).to(self.world.device, non_blocking=True)
+            yield rows[:, :-1], rows[:, 1:]
+
+    def evaluate(self) -> float:
+        """Mean loss over the configured number of held-out batches; the same rows at every call. Collective."""
+        return self.engine.evaluate(
+            pair for batch in range(self.config.eval.batches) for pair in self.batches(self.heldout_rows, batch)
+        )
+
+    def move_to(self, wanted: RunConfig) -> str:
+        """Go on in the shape of `wanted`; returns through what the state went. Collective. Raises what `rebuild`
+        raises."""
+        through = "in place"
+        if differences(self.config, wanted, self.world.size).keys() <= {"zero"}:
+            self.engine.reshape(zero=wanted.zero.stage)
+        else:
+            through = self._rebuild(wanted)
+        self._take_shape(wanted)
+        self.trace_next = True
+        return through
+
+    def disconnect(self) -> None:
+        """Close this rank's connections: peers that wait for it fail at once instead of at the timeout."""
+        self.engine.disconnect()
+        self.control.disconnect()
+        leave()
+
+    def reconnect(self) -> None:
+        """Join the world anew where it was left. Collective."""
+        self.world = join()
+        self.control.reconnect()
+        self.engine.reconnect()
+
+    def close(self) -> None:
+        self.engine.destroy(keep_parameters=False)
+
+    # ---- building ----------------------------------------------------------------------------------------------------
+
+    def _build(self, config: RunConfig) -> Engine:
+        return initialize(model=self._model or self._make_gpt, config=config)[0]
+
+    def _make_gpt(self) -> nn.Module:
+        return GPT(self.config.model)
+
+    def _rebuild(self, wanted: RunConfig) -> str:
+        try:
+            engine, through = rebuild(
+                self.engine,
+                wanted,
+                self.parameters,
+                build=self._build,
+                control=self.control,
+                folder=self.folder.path,
+            )
+        except Undone as undone:
+            self.engine, self.world = undone.engine, join()
+            raise
+        self.engine = engine
+        return through
+
+    def _take_shape(self, config: RunConfig) -> None:
+        """The layout, ZeRO stage and micro-batches are those of `config` from now on."""
+        self.config = config
+        self.layout = config.layout(self.world.size, built_in=False)
+        self.batch = config.batch.resolve(self.layout.dp)
+
+    def _prepare_data(self) -> Corpus:
+        quiet = self.world.rank != 0
+        corpus = prepare(self.config.data, progress=(lambda *_: None) if quiet else print)
+        corpus.check_vocabulary(self.config.model.vocab_size)
+        for tokens, name in ((corpus.train, "the training text"), (corpus.heldout, "the held-out text")):
+            Sampler(tokens, self.config.data.sequence_length, 0, name=name)  # Raises when it is too short.
+        return corpus
+
+    def _count_parameters(self) -> int:
+        """Of the whole model: each rank counts those for which no other answers."""
+        own = sum(math.prod(row.shape) for row in self.engine.placement.rows if row.answers)
+        return sum(self.control.collect(own)) // self.layout.dp
+
+    def _flops_per_token(self) -> float:
+        if self.built_in:
+            return flops_per_token(self.config.model, self.config.data.sequence_length)
+        return 6.0 * self.parameters
+
+    def _on_all_ranks(self, work: Callable[[], Any]) -> Any:
+        """Run `work` on every rank; a ConfigError of one is raised on all, so that none waits for the others."""
+        result, problem = None, None
+        try:
+            result = work()
+        except ConfigError as error:
+            problem = str(error)
+        problems = [text for text in self.control.collect(problem) if text]
+        if problems:
+            raise ConfigError(problems[0])
+        return result

@@ -1,0 +1,100 @@
+"""SIGINT during training: asked first, forced when nobody hears of it, and forgotten once somebody has."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from speedlab.engine.run import interrupt
+from speedlab.engine.run.interrupt import Interruption
+
+
+@pytest.fixture(autouse=True)
+def usual_handlers() -> Iterator[None]:
+    """Whatever a test leaves behind, the next one has the usual ones."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)}
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def armed() -> bool:
+    return signal.getitimer(signal.ITIMER_REAL)[0] > 0
+
+
+def ask(times: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGINT at each of these moments, in seconds."""
+    for moment in times:
+        monkeypatch.setattr(interrupt.time, "monotonic", lambda moment=moment: moment)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def busy(seconds: float) -> None:
+    """Work that does not look for signals."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def test_what_nobody_hears_of_is_forced(monkeypatch):
+    monkeypatch.setattr(interrupt, "PATIENCE_SECONDS", 0.05)
+    with pytest.raises(KeyboardInterrupt, match="did not end in time"), Interruption() as interruption:
+        ask([100.0], monkeypatch)
+        assert interruption.asked
+        busy(5)
+    assert not armed()
+
+
+def test_a_long_save_after_an_interrupt_that_was_heard_is_not_broken_off(monkeypatch):
+    monkeypatch.setattr(interrupt, "PATIENCE_SECONDS", 0.05)
+    with Interruption() as interruption:
+        ask([100.0], monkeypatch)
+        assert armed()
+        interruption.heard()
+        assert not armed()
+        assert not interruption.asked
+        busy(0.2)
+
+
+def test_the_clusters_repeats_are_the_same_request(monkeypatch):
+    """It sends the signal again while a rank still works, and a save after the step is such work."""
+    with Interruption() as interruption:
+        ask([100.0], monkeypatch)
+        interruption.heard()
+        ask([100.25, 100.5, 101.0], monkeypatch)
+        assert not interruption.asked
+        assert not armed()
+
+
+def test_another_interrupt_is_asked_and_forced_again(monkeypatch):
+    monkeypatch.setattr(interrupt, "PATIENCE_SECONDS", 0.05)
+    with pytest.raises(KeyboardInterrupt), Interruption() as interruption:
+        ask([100.0], monkeypatch)
+        interruption.heard()
+        ask([110.0], monkeypatch)
+        assert interruption.asked
+        busy(5)
+
+
+def test_a_peers_interrupt_that_is_heard_first_leaves_the_own_signal_a_repeat(monkeypatch):
+    """All ranks get the signal, not at once: the step may carry a peer's before the own one comes."""
+    with Interruption() as interruption:
+        monkeypatch.setattr(interrupt.time, "monotonic", lambda: 100.0)
+        interruption.heard()
+        ask([100.1], monkeypatch)
+        assert not interruption.asked
+        assert not armed()
+
+
+def test_handlers_are_those_from_before(monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    with Interruption():
+        ask([100.0], monkeypatch)
+        assert signal.getsignal(signal.SIGINT) != before
+    assert signal.getsignal(signal.SIGINT) == before
+    assert not armed()
