@@ -45,19 +45,17 @@ class Block(nn.Module):
 
 
 class Probe(nn.Module):
-    """Three blocks, registered in another order than they are called, between an embedding and a head tied to it.
+    """Blocks that are called in another order than they are registered, between an embedding and a head tied to it.
 
     `branches`: the first token says whether block 0, and whether `side`, take part: see `batch`. `scalars`: the scale
     of the logits and the blocks' gains have no dimension, else one.
     """
 
-    ORDER = (2, 0, 1)
-
-    def __init__(self, *, branches: bool = True, scalars: bool = True) -> None:
+    def __init__(self, *, branches: bool = True, scalars: bool = True, order: tuple[int, ...] = (2, 0, 1)) -> None:
         super().__init__()
-        self.branches = branches
+        self.branches, self.order = branches, order
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(scalars=scalars) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(scalars=scalars) for _ in order)
         self.side = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
@@ -71,7 +69,7 @@ class Probe(nn.Module):
         failing, self.fails_in = (self.fails if self.fails_in == 0 else None), self.fails_in - 1
         first = int(tokens[0, 0]) if self.branches else 3
         x = self.embedding(tokens)
-        for index in self.ORDER:
+        for index in self.order:
             if index == 0 and not first & 1:
                 continue
             x = self.blocks[index](x)
@@ -106,6 +104,38 @@ def straight() -> nn.Module:
 def branching() -> nn.Module:
     """With branches, without scalars."""
     return seeded(lambda: Probe(scalars=False))
+
+
+def turned_round() -> nn.Module:
+    """Six blocks, the last one called first."""
+    return seeded(lambda: Probe(branches=False, scalars=False, order=(5, 4, 3, 2, 1, 0)))
+
+
+class Mixture(nn.Module):
+    """Each token goes to one of sixteen experts, so that a micro-batch of 14 tokens leaves some without any."""
+
+    EXPERTS = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.router = nn.Linear(WIDTH, self.EXPERTS, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(self.EXPERTS))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Output:
+        tokens, targets = tokens.flatten(), targets.flatten()  # (N,), as the experts see them
+        x = self.embedding(tokens)
+        weights, chosen = self.router(x).softmax(-1), tokens % self.EXPERTS
+        y = x
+        for index in chosen.unique().tolist():
+            rows = (chosen == index).nonzero().flatten()
+            y = y.index_add(0, rows, weights[rows, index : index + 1] * torch.tanh(self.experts[index](x[rows])))
+        return Output(F.cross_entropy(self.head(y), targets))
+
+
+def mixture() -> nn.Module:
+    return seeded(Mixture)
 
 
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:

@@ -57,7 +57,10 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Sequence:
-    """What `carry_out` does. `instance`: the optimizer is given as an object of the caller's, not as a callable."""
+    """What `carry_out` does. `instance`: the optimizer is given as an object of the caller's, not as a callable.
+
+    `tensor`: all ranks are tensor-parallel peers, and see the same data.
+    """
 
     calls: list[Call]
     stage: int = 0
@@ -65,12 +68,15 @@ class Sequence:
     optimizer: str = "sgd"
     instance: bool = False
     clip_norm: float | None = None
+    tensor: bool = False
     build: Callable[[], nn.Module] = field(default=probe)
 
     def __repr__(self) -> str:
         calls = ", ".join(repr(call) for call in self.calls if call.name != "nothing")
         fields = f"stage={self.stage}, accumulation={self.accumulation}, optimizer={self.optimizer!r}"
-        more = f"instance={self.instance}, clip_norm={self.clip_norm}, build={self.build.__name__}"
+        more = (
+            f"instance={self.instance}, clip_norm={self.clip_norm}, tensor={self.tensor}, build={self.build.__name__}"
+        )
         return f"Sequence({fields}, {more}, calls=[{calls}])"
 
     def engine(self, model: nn.Module) -> Any:
@@ -79,11 +85,18 @@ class Sequence:
             "precision": {"dtype": "float32"},
             "batch": {"micro_size": 2, "accumulation": self.accumulation},
             "clip_norm": self.clip_norm,
+            "parallel": {"tp": dist.get_world_size() if self.tensor else 1},
         }
         make: Any = OPTIMIZERS[self.optimizer]
         if self.instance:
             make = make([p for p in model.parameters() if p.requires_grad])
-        return speedlab.initialize(model=model, optimizer=make, config=config)[0]
+        plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"} if self.tensor else None
+        return speedlab.initialize(model=model, optimizer=make, config=config, tp_plan=plan)[0]
+
+    @property
+    def data_place(self) -> tuple[int, int]:
+        """How many ranks see different data, and which of them this one is."""
+        return (1, 0) if self.tensor else (dist.get_world_size(), dist.get_rank())
 
 
 # ---- the plain loop --------------------------------------------------------------------------------------------------
@@ -244,7 +257,7 @@ class Ours:
         self.sequence, self.folder = sequence, folder
         self.model: Any = sequence.build()
         self.engine = sequence.engine(self.model)
-        self.size, self.rank = dist.get_world_size(), dist.get_rank()
+        self.size, self.rank = sequence.data_place
         self.pending: Tensor | None = None
         self.fed = False
         self.tags: list[str] = []
@@ -365,7 +378,7 @@ def carry_out(sequence: Sequence, folder: Path) -> list[str]:
 
     Later calls are made nevertheless: the other ranks wait for them. `folder`: an empty one, the same on all ranks.
     """
-    ours, plain = Ours(sequence, folder), Plain(sequence, dist.get_world_size(), dist.get_rank())
+    ours, plain = Ours(sequence, folder), Plain(sequence, *sequence.data_place)
     found: list[str] = []
     try:
         for index, call in enumerate(sequence.calls):
@@ -375,9 +388,9 @@ def carry_out(sequence: Sequence, folder: Path) -> list[str]:
             expected, seen = getattr(plain, call.name)(call), getattr(ours, call.name)(call)
             wrong = [*differences("it gave", seen, expected), *compare(ours, plain, updated=plain.global_step > before)]
             if wrong and not found:
-                found = [f"rank {ours.rank}, after call {index}, {call!r}:", *wrong[:6]]
+                found = [f"rank {dist.get_rank()}, after call {index}, {call!r}:", *wrong[:6]]
     except Exception as error:
-        error.add_note(f"rank {ours.rank} in call {index}, {call!r}; before that: {found or 'no difference'}")
+        error.add_note(f"rank {dist.get_rank()} in call {index}, {call!r}; before that: {found or 'no difference'}")
         raise
     finally:
         ours.engine.destroy(keep_parameters=False)
