@@ -60,6 +60,8 @@ class Probe(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
+        with torch.no_grad():
+            self.embedding.weight.mul_(0.3)  # As a head it would begin with losses at which steps of SGD go astray.
         self.logit_scale = nn.Parameter(torch.full(() if scalars else (1,), 1.3))
         self.fails: str | None = None
         self.fails_in = 0
@@ -126,7 +128,7 @@ class Mixture(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Output:
         tokens, targets = tokens.flatten(), targets.flatten()  # (N,), as the experts see them
         x = self.embedding(tokens)
-        weights, chosen = self.router(x).softmax(-1), tokens % self.EXPERTS
+        weights, chosen = self.router(x).sigmoid(), tokens % self.EXPERTS
         y = x
         for index in chosen.unique().tolist():
             rows = (chosen == index).nonzero().flatten()

@@ -1,4 +1,4 @@
-"""The state of a step is exact: what looks changes nothing, what breaks leaves nothing, what nobody used stays as it is.
+"""The state of a step is exact: what looks changes nothing, what breaks leaves nothing, what nobody used stays.
 
 Each rule is a sequence of calls beside the plain loop of `ranks.sequences`, compared after every call, on two ranks at
 every stage of ZeRO.
@@ -29,7 +29,7 @@ from speedlab.layout import Layout
 
 PLACES = [(0, "shared"), (1, "shared"), (2, "shared"), (3, "shared"), (3, "gloo")]
 
-at_every_stage = pytest.mark.parametrize(("stage", "backend"), PLACES, ids=lambda value: str(value))
+at_every_stage = pytest.mark.parametrize(("stage", "backend"), PLACES, ids=str)
 
 
 @pytest.fixture
@@ -57,8 +57,11 @@ CHANGES = {
     "step": [*trained(0, 1), Call("backward", 31), DROPPED, Call("step"), Call("look", 3, "no_grad")],
     "load": [*trained(0, 1), Call("save"), *trained(1, 1), DROPPED, Call("load"), Call("look", 3, "no_grad")],
     "load, then backward": [*trained(0, 1), Call("save"), *trained(1, 1), DROPPED, Call("load"), *trained(2, 2)],
-    "reshape": [*trained(0, 1), DROPPED, Call("reshape", 1), Call("look", 3, "no_grad"), *trained(1, 1), DROPPED]
-    + [Call("reshape", 3), *trained(2, 1), DROPPED, Call("reshape", 2), Call("look", 7, "gradients"), *trained(3, 1)],
+    "reshape": [
+        *[*trained(0, 1), DROPPED, Call("reshape", 1), Call("look", 3, "no_grad")],
+        *[*trained(1, 1), DROPPED, Call("reshape", 3), *trained(2, 1)],
+        *[DROPPED, Call("reshape", 2), Call("look", 7, "gradients"), *trained(3, 1)],
+    ],
 }
 
 
@@ -162,7 +165,8 @@ def test_pipeline_step_after_a_broken_one(pool_of: PoolOf, plain, backend: str, 
 
 # ---- what nobody used ------------------------------------------------------------------------------------------------
 
-USES = [EVERYBODY, NOBODY, ONLY_RANK_0, NOBODY, NOBODY, ONLY_RANK_1, EVERYBODY, NOBODY]
+USES = [EVERYBODY, NOBODY, ONLY_RANK_0, NOBODY, NOBODY, NOBODY, NOBODY, ONLY_RANK_1, EVERYBODY, NOBODY, NOBODY, NOBODY]
+"""Who uses the branches in which micro-batch. By twos: some of them, nobody, and one rank in the second only."""
 
 
 @at_every_stage
@@ -178,8 +182,9 @@ def test_parameters_that_no_rank_used(exact, optimizer: str, instance: bool, acc
 
 @at_every_stage
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_experts_that_saw_no_token(exact, optimizer: str) -> None:
-    exact(Sequence(build=mixture, optimizer=optimizer, clip_norm=0.3, calls=trained(0, 6)))
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_experts_that_saw_no_token(exact, optimizer: str, accumulation: int) -> None:
+    exact(Sequence(build=mixture, optimizer=optimizer, accumulation=accumulation, calls=trained(0, 6)))
 
 
 @at_every_stage
@@ -227,7 +232,7 @@ TEN_STEPS = [
     Call("look", 7, "gradients"),
     *[Call("train_batch", 16 * number + use) for number, use in enumerate([NOBODY, 15, 12, NOBODY, 3])],  # 10
 ]
-"""Some parameters used in some steps only, looks with gradients, a micro-batch tried again, a load before a backward."""
+"""Some parameters used in some steps only, looks with gradients, a step tried again, a load after a forward."""
 
 
 @at_every_stage
@@ -320,7 +325,7 @@ NORM = (8 * 1000.0**2) ** 0.5
 @pytest.mark.parametrize("kind", ["instance", "callable"])
 @pytest.mark.parametrize("config", [{"zero": 2}, {"zero_optimization": {"stage": 2}}, None], ids=str)
 def test_nothing_is_done_that_nobody_asked_for(two: Pool, config: Any, kind: str) -> None:
-    """No clipping, no schedule, no decay with the caller's own optimizer, where the configuration does not name them."""
+    """With the caller's own optimizer no clipping, schedule or decay, where the configuration does not name them."""
     for seen in two.run(given, config, kind):
         assert seen["norm"] == pytest.approx(NORM, rel=1e-6)
         assert seen["moved"] == pytest.approx(LARGE, rel=1e-6)
