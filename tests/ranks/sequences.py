@@ -207,7 +207,9 @@ class Plain:
 
     def fail(self, call: Call) -> str:
         """A micro-batch that raises. `how`: (where, on which rank or None for all, whether inside train_batch)."""
-        self.forget_step()
+        self.pending = None
+        if loses_the_step(call):
+            self.forget_step()
         here = call.how[1] is None or call.how[1] % self.size == self.rank
         return "ZeroDivisionError" if here else ELSEWHERE
 
@@ -310,7 +312,9 @@ class Ours:
 
     def fail(self, call: Call) -> str:
         where, who, inside = call.how
-        self.pending, self.fed = None, False
+        self.pending = None
+        if loses_the_step(call):
+            self.fed = False
         here = who is None or who % self.size == self.rank
         after = self.sequence.accumulation - 1 if inside else 0
         seen = ELSEWHERE
@@ -358,6 +362,13 @@ class Ours:
         dist.all_reduce(total)
         share = self.size if self.engine.zero_stage == 0 else 1  # Replicated ones were counted on every rank.
         return dict(zip(sorted(own), (total / share).tolist(), strict=True))
+
+
+def loses_the_step(call: Call) -> bool:
+    """An exception in a forward changes nothing; one in a backward, which may have added to gradients, and one of a
+    single rank, after which all meet anew, give up the step."""
+    where, who, inside = call.how
+    return where == "backward" or who is not None or inside
 
 
 def unless_refused(act: Callable[[], Any], word: str) -> Any:

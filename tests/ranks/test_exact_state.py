@@ -102,9 +102,10 @@ def test_save_and_reshape_inside_a_step_are_refused(exact) -> None:
 @at_every_stage
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("who", [None, 1], ids=["all ranks", "one rank, then all reconnect"])
-def test_exception_abandons_the_step(exact, where: str, who: int | None) -> None:
-    """An exception in the third micro-batch of a step takes the step back to its beginning: the next three make one
-    update, with nothing of the two before."""
+def test_exception_in_a_micro_batch(exact, where: str, who: int | None) -> None:
+    """An exception in a forward leaves the step as it was: the micro-batch can be run again. One in a backward, and one
+    of a single rank, takes the step back to its beginning: the next three make one update, with nothing of the two
+    before."""
     calls = [*trained(0, 5), Call("fail", 3, (where, who, False)), *trained(6, 3), *trained(9, 3)]
     exact(Sequence(build=straight, accumulation=3, clip_norm=0.3, calls=calls))
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from speedlab.comm import Traffic, join
-from speedlab.config import ConfigError, RunConfig, deepspeed
+from speedlab.config import ConfigError, RunConfig, ScheduleConfig, deepspeed
 from speedlab.engine.engine import Engine
 from speedlab.engine.step.memory import PeakMemory, keep_freed_memory
 from speedlab.engine.step.optimizer import PartitionedOptimizer
@@ -50,13 +50,15 @@ def initialize(
         args: ignored; it stands where DeepSpeed's signature has it. Likewise `model_parameters`.
         model: a module with equal parameters on all ranks (rank 0's count), or a callable that makes one. The callable
             runs under the meta device, and parameters are made unit by unit: use it for models that do not fit whole.
-        optimizer: an elementwise torch optimizer as class (arguments come from `config.optimizer`), as callable of the
-        list of
-            trainable parameters, or as an instance over them; None makes the one that the configuration names.
+        optimizer: an elementwise torch optimizer as class (with the arguments that `config.optimizer` names, and else
+            the class's own defaults), as callable of the list of trainable parameters, or as an instance over them;
+            None makes the one that the configuration describes.
         training_data: a dataset; the returned loader gives each rank its share in micro-batches.
         lr_scheduler: a torch scheduler, or a callable that makes one of the optimizer; None makes the configuration's
             when the optimizer too comes from it, and else none. `engine.step` steps it.
-        config: RunConfig, a dict of its fields, or the path of a JSON or YAML file; of DeepSpeed's keys, too.
+        config: RunConfig, a dict of its fields, or the path of a JSON or YAML file; of DeepSpeed's keys, too. A
+            RunConfig counts with all its defaults; of the others, gradients are clipped and a schedule is followed
+            only where they name `clip_norm` and `schedule`.
         units: which modules are gathered together; None chooses repeated blocks.
         tp_plan: how layers are cut over tensor-parallel ranks, as in Hugging Face's plans: pattern of module names →
             style. None takes the one that the model brings along.
@@ -122,15 +124,20 @@ def initialize(
 
 
 def _config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:
-    if config is None:
-        return RunConfig()
+    """The caller's configuration. A RunConfig counts with its defaults, which the caller could see; anything else is
+    taken at its word: what it does not name, clipping and a schedule, is not done."""
     if isinstance(config, RunConfig):
         return config
-    if isinstance(config, str | Path):
-        return RunConfig.load(config)
-    if isinstance(config, Mapping):
-        return RunConfig.from_deepspeed(dict(config)) if deepspeed.recognises(config) else RunConfig(**config)
-    raise ConfigError(f"config: expected a RunConfig, a dict or a path, not {type(config).__name__}")
+    if config is None:
+        named = RunConfig()
+    elif isinstance(config, str | Path):
+        named = RunConfig.load(config)
+    elif isinstance(config, Mapping):
+        named = RunConfig.from_deepspeed(dict(config)) if deepspeed.recognises(config) else RunConfig(**config)
+    else:
+        raise ConfigError(f"config: expected a RunConfig, a dict or a path, not {type(config).__name__}")
+    unasked = {"clip_norm": None, "schedule": ScheduleConfig(kind="constant", warmup_steps=0)}
+    return named.model_copy(update={key: value for key, value in unasked.items() if key not in named.model_fields_set})
 
 
 def _take_back(model: nn.Module) -> None:
