@@ -183,33 +183,19 @@ class Placement:
         return [row.described() for row in self.rows]
 
     def __str__(self) -> str:
-        return placement_table(self.described(), rank=self.rank)
+        lines = [HEAD, *(cells(row, self.rank) for row in self.described())]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        )
 
 
-_COLUMNS = (
-    "parameter",
-    "unit",
-    "here",
-    "of",
-    "summed over",
-    "answers",
-    "parameter is",
-    "gradient",
-    "master",
-    "moments",
-)
+HEAD = ("parameter", "unit", "here", "of", "summed over", "answers", "parameter is", "gradient", "master", "moments")
+"""The columns of a printed table."""
 
 
-def placement_table(rows: Iterable[Mapping[str, Any]], *, rank: int) -> str:
-    """Rows (as `Row.described` gives them) as a plain table."""
-    lines = [_COLUMNS, *(_cells(row, rank) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
-
-
-def _cells(row: Mapping[str, Any], rank: int) -> tuple[str, ...]:
+def cells(row: Mapping[str, Any], rank: int) -> tuple[str, ...]:
+    """A row, as `Row.described` gives it, of what `rank` holds, as text in the order of HEAD."""
     cut = f" by {', '.join(row['cut_over'])}" if row["cut_over"] else ""
     states = [_home_text(row["states"].get(state)) for state in ("parameter", "gradient", "master", "moments")]
     if row["trainable"] and "master" not in row["states"]:

@@ -167,7 +167,11 @@ COMMANDS: Mapping[str, Command] = {
         Command(
             name="layout",
             description="which rank stands where: pipeline stages and their blocks, data and tensor index, device",
-            example="%speedlab layout",
+            example="%speedlab layout --parameters",
+            options=(
+                Option(name="parameters", description="a row for each parameter: who holds its states, where, as what"),
+                Option(name="rank", value="N", number=True, description="whose parameters; 0 when left out"),
+            ),
             takes="run",
         ),
         Command(

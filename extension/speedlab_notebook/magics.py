@@ -282,15 +282,17 @@ def _report(shell: InteractiveShell, run: str | None = None) -> None:
     display({"text/plain": f"report: {path}", "text/html": f"report: {_link(path)}"}, raw=True)
 
 
-def _layout(shell: InteractiveShell, run: str | None = None) -> None:
+def _layout(shell: InteractiveShell, run: str | None = None, parameters: bool = False, rank: int = 0) -> None:
     from IPython.display import display
 
     from speedlab_notebook.at_hand import run_at_hand
 
     found = run_at_hand(shell, run)
     config = found.present_config
-    print(f"{found.name}: {config.layout(len(found.feed.status.rank_pids), built_in=False)}")
-    display(found.layout_table())
+    layout = config.layout(len(found.feed.status.rank_pids), built_in=False)
+    print(f"{found.name}: {layout}, ZeRO stage {config.zero.stage}" + (f", rank {rank}" if parameters else ""))
+    with _telling(f"reading the layout of {found.name!r}"):
+        display(found.placement(rank) if parameters else found.layout_table())
 
 
 def _trace(

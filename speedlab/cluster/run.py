@@ -36,6 +36,7 @@ from speedlab.planner import parameter_count, stage_blocks
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import RunFolder, find_runs_text, require_space
 from speedlab.telemetry.layout_table import LayoutTable, layout_table
+from speedlab.telemetry.placement_table import PlacementTable, placement_of
 from speedlab.telemetry.records import Event, RunState, StepRecord
 from speedlab.telemetry.shape import CHANGES, changed_config, present_config
 from speedlab.telemetry.trace import write_trace
@@ -126,6 +127,13 @@ class Run:
             counts = stage_blocks(config.model, layout.pp * chunks)
         devices = self.cluster.devices if self.cluster is not None else ()
         return layout_table(layout, counts, chunks=chunks, devices=devices, hosts=[platform.node()] * len(devices))
+
+    def placement(self, rank: int = 0) -> PlacementTable:
+        """One row for each parameter that `rank` holds: which part of the whole, how its gradient comes together, who
+        answers for it, and who holds each of its states, where, and as what. As the run stands, also while it trains.
+
+        Raises RunFolderError for a rank that the run has not."""
+        return placement_of(self.folder, rank)
 
     def trace(self, path: str | os.PathLike[str], step: int | None = None) -> int:
         """Write the pipeline's timeline of `step`, or of the newest step, to `path`, as a Chrome trace that

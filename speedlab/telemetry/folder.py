@@ -27,6 +27,7 @@ CONTROL_WORDS = ("pause", "resume", "step", "stop", "save", "reshape")
 _CONFIG_LIMIT_BYTES = 2**20
 _STATUS_LIMIT_BYTES = 2**18
 _WORD_LIMIT_BYTES = 2**14
+_PLACEMENT_BYTES = 2**28
 
 
 class RunFolderError(RuntimeError):
@@ -155,6 +156,22 @@ class RunFolder:
             with contextlib.suppress(ValueError, TypeError):
                 events.append(Event.from_json(line))
         return events
+
+    def write_placement(self, rank: int, rows: list[dict[str, Any]]) -> None:
+        """What `rank` holds now: the rows of its placement table."""
+        folder = self.path / "placement"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        write_atomically(folder / f"rank-{rank}.json", json.dumps({"rows": rows}))
+
+    def read_placement(self, rank: int) -> list[dict[str, Any]]:
+        """What was last written of `rank`. Raises RunFolderError when nothing was."""
+        path = self.path / "placement" / f"rank-{rank}.json"
+        found = read_object(path, _PLACEMENT_BYTES, missing={}).get("rows")
+        if not isinstance(found, list):
+            ranks = sorted(int(file.stem.removeprefix("rank-")) for file in path.parent.glob("rank-*.json"))
+            told = f"ranks {ranks[0]} to {ranks[-1]} have" if ranks else "no rank has yet, as the run has not started"
+            raise RunFolderError(f"{self.name}: rank {rank} has told of no placement; {told}")
+        return found
 
     def post(self, word: str, **arguments: Any) -> int:
         """Ask something of the run; returns the word's number. Safe when several clients post at once.
