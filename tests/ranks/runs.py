@@ -59,3 +59,8 @@ def as_engine(run: str) -> Iterator[None]:
 def trainer_of(run: str) -> Trainer:
     """What this rank holds of the run, after its first advance."""
     return held_runs._trainers[Path(run)]
+
+
+def own_rank() -> int:
+    """Of this process, inside `as_engine`."""
+    return int(os.environ["RANK"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,15 +13,17 @@ from unittest.mock import patch
 import pytest
 
 from ranks.pool import Pool
-from ranks.runs import as_engine, new_run, trainer_of
+from ranks.runs import as_engine, new_run, own_rank, trainer_of
+from speedlab.config import ConfigError
 from speedlab.engine.engine import Engine
-from speedlab.engine.run import held_runs, interrupt
+from speedlab.engine.run import held_runs, interrupt, training, words
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import Event, RunState
+from speedlab.telemetry.writer import RecordWriter
 
 
 @pytest.fixture
-def world(two: Pool) -> Any:
+def world(two: Pool) -> Iterator[Pool]:
     """Two ranks that may leave their world: the pool's own is made anew behind them."""
     yield two
     two.new_group()
@@ -29,23 +33,52 @@ def events(run: str, kind: str) -> list[Event]:
     return [event for event in RunFolder(run).read_events() if event.kind == kind]
 
 
+def post(run: str, *commands: tuple[str, dict[str, Any]]) -> None:
+    for word, arguments in commands:
+        RunFolder(run).post(word, **arguments)
+
+
+def advance(run: str, model: Callable[[], Any] | None = None) -> str:
+    """The state in which an advance leaves the run, or what it raises."""
+    try:
+        return held_runs.advance(run, model)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def broken(
+    owner: Any, name: str, error: Exception, *, rank: int = 1, first: int = 0, last: int = 1000
+) -> Iterator[None]:
+    """On `rank`, calls number `first` to `last` of `owner.name` raise."""
+    works, calls = getattr(owner, name), []
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if first < len(calls) <= last + 1:
+            raise error
+        return works(*args, **kwargs)
+
+    with patch.object(owner, name, fails) if own_rank() == rank else contextlib.nullcontext():
+        yield
+
+
 # ---- interrupts ------------------------------------------------------------------------------------------------------
 
 
 def interrupted_before_a_long_save(run: str) -> tuple[str, int, bool]:
-    """SIGINT in the first step; the save that is due after it takes longer than a step may."""
-    save = Engine.save_checkpoint
-    armed: list[float] = []
+    """SIGINT in the first step; the save that is due after it may take its time."""
+    save, train = Engine.save_checkpoint, Engine.train_batch
+    left: list[float] = []
 
     def asked_in_the_step(engine: Engine, *args: Any, **kwargs: Any) -> float:
         os.kill(os.getpid(), signal.SIGINT)
         return train(engine, *args, **kwargs)
 
     def long_save(engine: Engine, *args: Any, **kwargs: Any) -> Path:
-        armed.append(signal.getitimer(signal.ITIMER_REAL)[0])
+        left.append(signal.getitimer(signal.ITIMER_REAL)[0])
         return save(engine, *args, **kwargs)
 
-    train = Engine.train_batch
     with (
         as_engine(run),
         patch.object(Engine, "train_batch", asked_in_the_step),
@@ -53,7 +86,7 @@ def interrupted_before_a_long_save(run: str) -> tuple[str, int, bool]:
         patch.object(interrupt, "PATIENCE_SECONDS", 30.0),
     ):
         state = held_runs.advance(run)
-        return state, trainer_of(run).engine.global_step, armed == [0.0]
+        return state, trainer_of(run).engine.global_step, left == [0.0]
 
 
 def test_an_interrupt_that_was_heard_does_not_break_off_the_save_behind_the_step(world: Pool, tmp_path) -> None:
@@ -61,3 +94,163 @@ def test_an_interrupt_that_was_heard_does_not_break_off_the_save_behind_the_step
     assert world.run(interrupted_before_a_long_save, run) == [("paused", 1, True)] * 2
     assert [event.text for event in events(run, "checkpoint")] == ["step-000001"]
     assert RunFolder(run).read_status().state is RunState.PAUSED
+
+
+# ---- control words ---------------------------------------------------------------------------------------------------
+
+
+def advance_once(run: str) -> tuple[str, int]:
+    with as_engine(run):
+        return advance(run), trainer_of(run).engine.global_step
+
+
+def test_arguments_are_checked_before_anything_is_done(world: Pool, tmp_path) -> None:
+    run = new_run(tmp_path)
+    wrong: list[tuple[str, dict[str, Any], str]] = [
+        ("pause", {"now": True}, "pause: it takes no 'now'"),
+        ("step", {"n": "3"}, "step: n is '3'; it is a whole number of at least 1"),
+        ("step", {"n": True}, "step: n is True; it is a whole number of at least 1"),
+        ("resume", {"step": -1}, "resume: step is -1; it is a whole number of at least 0"),
+        ("resume", {"stepp": 1}, "resume: unknown key 'stepp'; the nearest known key is 'step'"),
+        ("save", {"tag": "../up"}, "save: tag is '../up'; it is the name of a folder: letters, digits, '-' and '_'"),
+        ("reshape", {"zero": "three"}, "reshape: zero is 'three'; it is a whole number of at least 0"),
+        ("reshape", {"cut": 2}, "reshape: cut is 2; it is a list of blocks for each pipeline stage"),
+    ]
+    post(run, ("pause", {}), *((word, arguments) for word, arguments, _ in wrong), ("step", {"n": 2}))
+    assert world.run(advance_once, run) == [("paused", 2)] * 2
+    assert [event.text for event in events(run, "warning")] == [text for _, _, text in wrong]
+    assert all(event.details["error"] is True for event in events(run, "warning"))
+
+
+def with_words_that_fail_on_one_rank(run: str) -> tuple[str, int, int]:
+    """A plan that one rank alone cannot make, and a save that fails on one rank while the other waits for it."""
+    with (
+        as_engine(run),
+        broken(words, "changed_config", TypeError("no such thing"), rank=0),
+        broken(Engine, "save_checkpoint", OSError("disk on fire")),
+    ):
+        state = advance(run)
+        return state, trainer_of(run).engine.global_step, trainer_of(run).engine.zero_stage
+
+
+def test_a_word_that_fails_on_one_rank_is_refused_by_all_and_the_run_goes_on(world: Pool, tmp_path) -> None:
+    run = new_run(tmp_path, zero=1)
+    post(run, ("pause", {}), ("reshape", {"zero": 2}), ("save", {}), ("step", {"n": 2}))
+    assert world.run(with_words_that_fail_on_one_rank, run) == [("paused", 2, 1)] * 2
+    assert [event.text for event in events(run, "warning")] == [
+        "reshape: rank 0: TypeError: no such thing",
+        "save: rank 1: OSError: disk on fire",
+    ]
+
+
+def with_a_load_that_fails_on_one_rank(run: str) -> list[Any]:
+    """The other has loaded when it hears of it; what is asked for next finds the ranks at the last checkpoint."""
+    with as_engine(run):
+        found: list[Any] = [advance(run)]
+        for word, problem in (("save", None), ("resume", ValueError("bad sector")), ("step", None)):
+            trainer = trainer_of(run)
+            if own_rank() == 0:
+                post(run, (word, {"resume": {"step": 1}}.get(word, {})))
+            trainer.training.control.barrier()
+            with broken(Engine, "load_checkpoint", problem) if problem else contextlib.nullcontext():
+                found.append(advance(run))
+            found.append((trainer.engine.global_step, trainer.training.whole))
+        return [*found, trainer_of(run).engine.global_step]
+
+
+def test_a_load_that_fails_on_one_rank_fails_the_run_which_goes_on_from_its_checkpoint(world: Pool, tmp_path) -> None:
+    run = new_run(tmp_path)
+    post(run, ("pause", {}), ("step", {"n": 1}))
+    failed = "Parted: rank 1: ValueError: bad sector"
+    assert (
+        world.run(with_a_load_that_fails_on_one_rank, run)
+        == [["paused", "paused", (1, True), failed, (1, False), "paused", (1, False), 2]] * 2
+    )
+
+
+# ---- building --------------------------------------------------------------------------------------------------------
+
+
+def built_with_problems(run: str) -> list[str]:
+    """One rank finds the data unfit, cannot read them, cannot make the model; then all is well."""
+    with as_engine(run):
+        found = []
+        for problem in (ConfigError("too short"), OSError("unreadable")):
+            with broken(training, "prepare", problem):
+                found.append(advance(run))
+        for problem in (ConfigError("no such layer"), MemoryError("no room")):
+            with broken(training, "GPT", problem):
+                found.append(advance(run))
+        return [*found, advance(run)]
+
+
+def test_a_rank_that_cannot_build_the_run_does_not_leave_the_others_waiting(world: Pool, tmp_path) -> None:
+    run = new_run(tmp_path, steps=1)
+    first, second = world.run(built_with_problems, run)
+    assert first == [
+        "Refusal: rank 1: too short",
+        "PeerLost: rank 1: OSError: unreadable",
+        "Parted: rank 1: no such layer",
+        "Parted: rank 1: MemoryError: no room",
+        "paused",
+    ]
+    assert second == [first[0], "OSError: unreadable", *first[2:]]
+
+
+# ---- beside the step -------------------------------------------------------------------------------------------------
+
+
+def with_a_record_that_cannot_be_written(run: str, rank: int) -> str:
+    with as_engine(run), broken(RecordWriter, "write", OSError("no space"), rank=rank, first=1):
+        return advance(run)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_write_its_record_fails_the_run_on_all(world: Pool, tmp_path, rank: int) -> None:
+    run = new_run(tmp_path)
+    outcomes = world.run(with_a_record_that_cannot_be_written, run, rank)
+    assert outcomes[rank] == "OSError: no space"
+    assert outcomes[1 - rank].startswith("PeerLost")
+    assert RunFolder(run).read_status().state is RunState.FAILED
+
+
+def with_an_event_that_cannot_be_written(run: str) -> str:
+    """The disk is full for the first rank, which cannot say of its failure either."""
+    with as_engine(run), broken(RecordWriter, "event", OSError("no space"), rank=0, first=1):
+        return advance(run)
+
+
+def test_a_failure_that_cannot_be_written_down_is_still_raised_on_all(world: Pool, tmp_path) -> None:
+    run = new_run(tmp_path, steps=1)
+    first, second = world.run(with_an_event_that_cannot_be_written, run)
+    assert first == "OSError: no space"
+    assert second in ("finished", "PeerLost")  # It may have ended before.
+
+
+def with_periodic_saves_that_fail(run: str) -> str:
+    with as_engine(run), broken(Engine, "save_checkpoint", OSError("disk on fire")):
+        return advance(run)
+
+
+def test_a_periodic_save_that_fails_on_one_rank_does_not_cost_the_run(world: Pool, tmp_path) -> None:
+    run = new_run(tmp_path, steps=2, checkpoint={"every_steps": 1})
+    assert world.run(with_periodic_saves_that_fail, run) == ["finished"] * 2
+    assert [event.text for event in events(run, "warning")] == ["checkpoint: rank 1: OSError: disk on fire"] * 2
+
+
+# ---- changes of layout -----------------------------------------------------------------------------------------------
+
+
+def with_a_layout_that_one_rank_cannot_build(run: str) -> tuple[str, int, int]:
+    """The model of the first engine is made, and that of the third, which goes on as the first did."""
+    with as_engine(run), broken(training, "GPT", MemoryError("no room"), first=1, last=1):
+        return advance(run), trainer_of(run).engine.global_step, trainer_of(run).engine.layout.tp
+
+
+def test_a_layout_that_one_rank_cannot_build_is_taken_back(world: Pool, tmp_path) -> None:
+    run = new_run(tmp_path)
+    post(run, ("pause", {}), ("reshape", {"tp": 2}), ("step", {"n": 1}))
+    assert world.run(with_a_layout_that_one_rank_cannot_build, run) == [("paused", 1, 1)] * 2
+    assert [event.text for event in events(run, "warning")] == [
+        "reshape: rank 1: MemoryError: no room; the run goes on under pp 1 × dp 2 × tp 1 as before"
+    ]

@@ -41,12 +41,22 @@ def busy(seconds: float) -> None:
         pass
 
 
-def test_what_nobody_hears_of_is_forced(monkeypatch):
-    monkeypatch.setattr(interrupt, "PATIENCE_SECONDS", 0.05)
-    with pytest.raises(KeyboardInterrupt, match="did not end in time"), Interruption() as interruption:
-        ask([100.0], monkeypatch)
+def wait_to_be_forced(moments: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked at the first moment and heard of before each later one; then nobody hears."""
+    with Interruption() as interruption:
+        ask(moments[:1], monkeypatch)
+        for moment in moments[1:]:
+            interruption.heard()
+            ask([moment], monkeypatch)
         assert interruption.asked
         busy(5)
+
+
+@pytest.mark.parametrize("moments", [[100.0], [100.0, 110.0]])
+def test_what_nobody_hears_of_is_forced_the_second_time_too(monkeypatch, moments):
+    monkeypatch.setattr(interrupt, "PATIENCE_SECONDS", 0.05)
+    with pytest.raises(KeyboardInterrupt, match="did not end in time"):
+        wait_to_be_forced(moments, monkeypatch)
     assert not armed()
 
 
@@ -71,14 +81,15 @@ def test_the_clusters_repeats_are_the_same_request(monkeypatch):
         assert not armed()
 
 
-def test_another_interrupt_is_asked_and_forced_again(monkeypatch):
+def test_what_must_not_be_broken_off_is_not_and_the_request_stays(monkeypatch):
     monkeypatch.setattr(interrupt, "PATIENCE_SECONDS", 0.05)
-    with pytest.raises(KeyboardInterrupt), Interruption() as interruption:
-        ask([100.0], monkeypatch)
-        interruption.heard()
-        ask([110.0], monkeypatch)
+    with Interruption() as interruption:
+        with interruption.held():
+            ask([100.0], monkeypatch)
+            busy(0.2)
+            monkeypatch.setattr(interrupt, "PATIENCE_SECONDS", 60.0)
         assert interruption.asked
-        busy(5)
+        assert armed()
 
 
 def test_a_peers_interrupt_that_is_heard_first_leaves_the_own_signal_a_repeat(monkeypatch):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from speedlab.comm import Group, Traffic, join, leave
-from speedlab.config import ConfigError
+from speedlab.engine.run.agreement import Parted, Refusal, agreed
 from speedlab.engine.run.trainer import Trainer
 from speedlab.engine.run.training import ModelMaker
 from speedlab.models import generate as generate_tokens
@@ -28,16 +28,14 @@ _trainers: dict[Path, Trainer] = {}
 def advance(folder: str | os.PathLike[str], model: ModelMaker | None = None) -> str:
     """Bring a run forward on this rank, until it pauses or ends; returns its state. Called on all ranks by the
     cluster."""
-    run = RunFolder(folder)
-    trainer = _trainers.get(run.path)
     world = join()
     everywhere = Group(range(world.size), Traffic(), world.device, channel="control")
-    if all(everywhere.collect(trainer is not None)):
+    run = agreed(everywhere, lambda: RunFolder(folder))
+    trainer = _trainers.get(run.path)
+    if all(everywhere.collect(trainer is not None and trainer.training.whole)):
         assert trainer is not None
-        trainer.reconnect()
         return str(trainer.advance())
     # A rank whose engine was restarted holds nothing of the run: all build it anew, from the newest checkpoint.
-    release()
     trainer = _build(run, model)
     _trainers[run.path] = trainer
     return str(trainer.advance())
@@ -56,13 +54,14 @@ def release() -> None:
 
 def _build(run: RunFolder, model: ModelMaker | None) -> Trainer:
     try:
+        release()
         return Trainer(run, model)
     except BaseException as error:
-        # Nothing was trained: the folder says why, and no rank waits for this one.
+        if not isinstance(error, Refusal | Parted):  # These come to all ranks; else no rank shall wait for this one.
+            leave()
+        # Nothing was trained: the folder says why.
         if os.environ.get("RANK", "0") == "0":
             run.write_status(replace(run.read_status(), state=RunState.FAILED, text=f"{type(error).__name__}: {error}"))
-        if not isinstance(error, ConfigError):
-            leave()
         raise
 
 
@@ -70,11 +69,30 @@ def generate(
     folder: str | os.PathLike[str], prompt: str, tokens: int = 100, temperature: float = 0.8, seed: int = 0
 ) -> str:
     """Text that the run's model writes after `prompt`. All ranks take part; each returns the same text."""
-    path = RunFolder(folder).path
-    if path not in _trainers:
-        raise ConfigError(f"{path.name}: this engine does not hold the run; resume it first")
-    trainer = _trainers[path]
-    trainer.reconnect()
+    trainer = _held_by_all(folder)
+    try:
+        trainer.reconnect()
+        return _write(trainer, prompt, tokens, temperature, seed)
+    except BaseException as error:
+        if not isinstance(error, Refusal):
+            trainer.training.disconnect()
+        raise
+
+
+def _held_by_all(folder: str | os.PathLike[str]) -> Trainer:
+    """What this rank holds of a run. Collective. Raises Refusal when a rank does not hold it, or not whole."""
+    world = join()
+    everywhere = Group(range(world.size), Traffic(), world.device, channel="control")
+    run = agreed(everywhere, lambda: RunFolder(folder))
+    trainer = _trainers.get(run.path)
+    holding = everywhere.collect(trainer is not None and trainer.training.whole)
+    if trainer is None or not all(holding):
+        without = ", ".join(str(rank) for rank, held in enumerate(holding) if not held)
+        raise Refusal(f"{run.name}: the engine of rank {without} does not hold the run; resume it first")
+    return trainer
+
+
+def _write(trainer: Trainer, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     engine, tokenizer = trainer.engine, trainer.training.corpus.tokenizer
     ids = tokenizer.encode(prompt) or [0]
     start = torch.tensor([ids], dtype=torch.int64, device=trainer.training.world.device)

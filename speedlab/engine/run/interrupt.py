@@ -6,6 +6,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -29,9 +31,11 @@ class Interruption:
         self.asked = False
         self._last = float("-inf")
         """When the last signal came, or a peer's was heard of."""
+        self._holding = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interruption:
+        self.asked = False
         if threading.current_thread() is threading.main_thread():
             for number, handler in ((signal.SIGINT, self._ask), (signal.SIGALRM, self._force)):
                 self._before[number] = signal.signal(number, handler)
@@ -49,6 +53,22 @@ class Interruption:
         self._last = time.monotonic()  # The own signal may come after a peer's was heard of.
         self.asked = False
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, nothing is forced: what is under way has to come to its end, or be taken back. A request that comes
+        meanwhile is forced only afterwards."""
+        self._holding = True
+        try:
+            yield
+        finally:
+            self._holding = False
+            if self.asked:
+                self._arm()
+
+    def _arm(self) -> None:
+        if self._before:
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE_SECONDS)
+
     def _disarm(self) -> None:
         if self._before:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -60,7 +80,8 @@ class Interruption:
         if self.asked or repeated:
             return
         self.asked = True
-        signal.setitimer(signal.ITIMER_REAL, PATIENCE_SECONDS)
+        self._arm()
 
     def _force(self, number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt("the step did not end in time")
+        if not self._holding:
+            raise KeyboardInterrupt("the step did not end in time")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from speedlab.engine.checkpoint import CheckpointError, Saving, prune
-from speedlab.engine.run.interrupt import Interruption
+from speedlab.engine.run.agreement import Parted, together
 from speedlab.engine.run.reporting import Reporter
 from speedlab.engine.run.training import Training
 from speedlab.telemetry.records import RunState
@@ -19,7 +19,7 @@ class Loop:
         self._saving: Saving | None = None
         """A save in the background that was not told of yet."""
 
-    def step(self, interruption: Interruption) -> bool:
+    def step(self) -> bool:
         """One optimizer step and what is due after it. True when a control word waits."""
         training, engine = self._training, self._training.engine
         step = engine.global_step
@@ -30,13 +30,13 @@ class Loop:
             # Words are read at the last moment before the reduction that carries them: a later one waits a step.
             engine.train_batch(
                 training.batches(training.train_rows, step),
-                signals=lambda: (float(self._word_waits()), float(interruption.asked)),
+                signals=lambda: (float(self._word_waits()), float(training.interruption.asked)),
             )
         costs = engine.clock.take()
         assert engine.totals is not None
         word, interrupted = engine.totals.signals
         if interrupted:
-            interruption.heard()  # The run stops behind this step; what is due before may take its time.
+            training.interruption.heard()  # The run stops behind this step; what is due before may take its time.
         done = engine.global_step
         self._reporter.record(costs, heldout=self._evaluate_if_due(done), traced=traced)
         self.report_saving()
@@ -82,10 +82,11 @@ class Loop:
         every = training.config.checkpoint.every_steps
         if not every or step % every:
             return
+        folder = training.folder.path / "checkpoints"
         try:
-            training.engine.save_checkpoint(training.folder.path / "checkpoints", wait=False)
-        except CheckpointError as error:
-            self._reporter.event("warning", f"checkpoint: {error}")  # A full disk must not cost the run.
+            together(training, lambda: training.engine.save_checkpoint(folder, wait=False))
+        except Parted as parted:
+            self._reporter.event("warning", f"checkpoint: {parted}")  # A full disk must not cost the run.
             return
         self._saving = training.engine.saving
 

@@ -20,6 +20,8 @@ class Reporter:
     def __init__(self, training: Training) -> None:
         self._training = training
         self._writer: RecordWriter | None = None
+        self._untold: list[Event] = []
+        """What happened while the folder was closed."""
         self.last_command = training.folder.read_status().command
         """Number of the last control word that was answered."""
 
@@ -28,10 +30,14 @@ class Reporter:
         self._writer = RecordWriter(training.folder, training.world.rank, stream_hz=training.config.telemetry.stream_hz)
         # A client may have given up on words after a failure; they must not be carried out late.
         self.last_command = max(self.last_command, training.folder.read_status().command)
+        while self._untold:
+            self._writer.event(self._untold[0])
+            self._untold.pop(0)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
     # ---- what every rank writes --------------------------------------------------------------------------------------
 
@@ -69,11 +75,14 @@ class Reporter:
 
     def event(self, kind: str, text: str, command: int | None = None, **details: Any) -> None:
         """Something happened at the present step; `command`: the number of the control word that it answers."""
-        if self._training.world.rank == 0 and self._writer is not None:
-            step = self._training.engine.global_step
-            self._writer.event(
-                Event(kind=kind, step=step, time=time.time(), text=text, command=command, details=details)
-            )
+        if self._training.world.rank != 0:
+            return
+        step = self._training.engine.global_step
+        event = Event(kind=kind, step=step, time=time.time(), text=text, command=command, details=details)
+        if self._writer is None:
+            self._untold.append(event)
+        else:
+            self._writer.event(event)
 
     def status(self, text: str = "") -> None:
         """Write the present state, step and last control word."""

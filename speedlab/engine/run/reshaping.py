@@ -15,9 +15,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from speedlab.comm import Group, PeerLost, join, leave
-from speedlab.config import ConfigError, RunConfig
+from speedlab.comm import Group
+from speedlab.config import RunConfig
 from speedlab.engine.engine import Engine
+from speedlab.engine.run.agreement import Bare, Parted, Refusal, agreed, together
 from speedlab.engine.step.memory import release_freed_memory
 from speedlab.hardware import memory_bytes
 from speedlab.layout import Layout
@@ -34,7 +35,7 @@ _TAG = "state"
 Build = Callable[[RunConfig], Engine]
 
 
-class Undone(ConfigError):  # noqa: N818  # what happened, not what is wrong
+class Undone(Refusal):  # what happened, not what is wrong
     """A change of layout that failed and was taken back; `engine` goes on as the one before did."""
 
     def __init__(self, engine: Engine, message: str) -> None:
@@ -53,7 +54,7 @@ def rebuild(
         build: makes an engine of a configuration, collectively.
         folder: of the run, where the state goes when it has no room in memory.
 
-    Raises ConfigError when the new layout does not fit, with nothing changed, and Undone when it could not be built.
+    Raises Refusal when the new layout does not fit, with nothing changed, and Undone when it could not be built.
     """
     refuse_what_does_not_fit(engine, config, parameters, control)
     before = engine.config
@@ -62,14 +63,12 @@ def rebuild(
         engine.save_checkpoint(place, _TAG, verify=False)
         engine.destroy(keep_parameters=False)
         try:
-            made = _build_from(place, config, build)
-            control.barrier()  # If another rank failed, this one learns of it here.
-        except Exception as error:
-            problem = _meet_anew(error, control)
-            made = _build_from(place, before, build)
-            raise Undone(made, f"{problem}; the run goes on under {made.layout} as before") from None
+            made = together(Bare(control), lambda: _build_from(place, config, build))
+        except Parted as parted:
+            made = together(Bare(control), lambda: _build_from(place, before, build))
+            raise Undone(made, f"{parted}; the run goes on under {made.layout} as before") from None
     finally:
-        control.barrier()
+        # Whoever comes here with an engine knows that all have read; without one there is nothing to wait for.
         if control.index == 0:
             shutil.rmtree(place, ignore_errors=True)
     release_freed_memory(made.world.device)
@@ -77,13 +76,13 @@ def rebuild(
 
 
 def refuse_what_does_not_fit(engine: Engine, config: RunConfig, parameters: int, control: Group) -> None:
-    """Raises ConfigError on every rank when the model states of `config` are more than some rank can hold."""
+    """Raises Refusal on every rank when the model states of `config` are more than some rank can hold."""
     layout = config.layout(control.size, built_in=False)
     states = _states(engine, config, layout, parameters)
-    capacity = engine.ledger().capacity_bytes
+    capacity = agreed(control, lambda: engine.ledger().capacity_bytes)
     smallest = min(control.collect(capacity))
     if states.total > smallest:
-        raise ConfigError(
+        raise Refusal(
             f"{layout} at ZeRO stage {config.zero.stage} needs {states.total / 2**30:.2f} GiB of model states on a "
             f"rank, and the smallest has {smallest / 2**30:.2f} GiB; raise zero, tp or pp"
         )
@@ -101,26 +100,22 @@ def _build_from(place: Path, config: RunConfig, build: Build) -> Engine:
     return engine
 
 
-def _meet_anew(error: Exception, control: Group) -> str:
-    """All ranks leave and join again, wherever they stood; returns what went wrong first."""
-    control.disconnect()
-    leave()
-    join()
-    control.reconnect()
-    reports = control.collect([isinstance(error, PeerLost), f"{type(error).__name__}: {error}"])
-    return sorted(reports)[0][1]
-
-
 def _place(engine: Engine, control: Group, folder: Path) -> tuple[Path, str]:
     """A new folder for the state: in memory when the ranks are on one host that has room for it."""
-    needed = sum(control.collect(sum(state.nbytes for state in _kept(engine))))
+    kept = agreed(control, lambda: sum(state.nbytes for state in _kept(engine)))
+    needed = sum(control.collect(kept))
     hosts = control.collect(os.uname().nodename)
-    roomy = _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _ROOM * needed
-    roomy = roomy and memory_bytes()[1] > _ROOM * needed and len(set(hosts)) == 1
+    roomy = agreed(control, lambda: _has_room(needed)) and len(set(hosts)) == 1
     through = "memory" if all(control.collect(roomy)) else "run folder"
     parent = _IN_MEMORY if through == "memory" else folder
     name = control.share(f"speedlab-{os.getpid()}-{engine.global_step}")
     return parent / name, through
+
+
+def _has_room(needed: int) -> bool:
+    """Whether so many bytes have room in memory, and in its file system."""
+    on_disk = _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _ROOM * needed
+    return on_disk and memory_bytes()[1] > _ROOM * needed
 
 
 def _kept(engine: Engine) -> list[Tensor]:

@@ -6,17 +6,20 @@ trainer.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
+
 from speedlab.config import ConfigError
 from speedlab.engine.checkpoint import newest
 from speedlab.engine.engine import Engine
+from speedlab.engine.run.agreement import Parted, Refusal, agreed
 from speedlab.engine.run.diagnose import first_non_finite
-from speedlab.engine.run.interrupt import Interruption
 from speedlab.engine.run.loop import Loop
 from speedlab.engine.run.reporting import Reporter
 from speedlab.engine.run.training import ModelMaker, Training
 from speedlab.engine.run.words import carry_out_pending
 from speedlab.engine.step.errors import NonFiniteError
-from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.folder import RunFolder, RunFolderError
 from speedlab.telemetry.records import RunState
 
 
@@ -36,16 +39,19 @@ class Trainer:
         return self.training.engine
 
     def advance(self) -> RunState:
-        """Carry out control words and train until the run pauses, ends or fails. All ranks return the same state."""
+        """Carry out control words and train until the run pauses, ends or fails. Collective; all ranks return the same
+        state. Whatever one of them raises ends the advance of all."""
         training = self.training
-        self.reporter.open()
         try:
-            with Interruption() as interruption:
-                if not self._started:
+            self.reporter.open()
+            with training.interruption:
+                if self._started:
+                    self.reconnect()
+                else:
                     self._start()
                 carry_out_pending(training, self.reporter)
                 while training.state is RunState.RUNNING:
-                    if self._loop.step(interruption):
+                    if self._loop.step():
                         carry_out_pending(training, self.reporter)
                 self._loop.report_saving(wait=True)
             return training.state
@@ -62,10 +68,10 @@ class Trainer:
         steps = training.control.collect([training.engine.global_step, training.engine.updating])
         if len({step for step, _ in steps}) == 1 and not any(updating for _, updating in steps):
             return
-        kept = newest(self.folder.path / "checkpoints")
+        kept = self._newest()
         if kept is None:
             training.state = RunState.FAILED
-            raise ConfigError(
+            raise Refusal(
                 f"the ranks were interrupted in the middle of an update and stand at steps {[s for s, _ in steps]}; "
                 "there is no checkpoint to go back to: start the run again, with checkpoint.every_steps set"
             )
@@ -79,17 +85,10 @@ class Trainer:
         """Go to the state the folder tells of: from the newest checkpoint when it has steps behind it, else from the
         start."""
         training = self.training
-        status = self.folder.read_status()
-        kept = newest(self.folder.path / "checkpoints")
-        records = self.folder.path / "records" / "rank-0.jsonl"
+        kept = self._newest()
         if kept is not None:
             training.engine.load_checkpoint(kept.parent, kept.name)
-        elif records.exists() and records.stat().st_size:
-            raise ConfigError(
-                f"{self.folder.name}: its engines were restarted and do not hold its state, and it has no checkpoint; "
-                "start it again under another name, with checkpoint.every_steps set"
-            )
-        if status.state in (RunState.STARTING, RunState.RUNNING):
+        if agreed(training.control, lambda: self._look(kept)) in (RunState.STARTING, RunState.RUNNING):
             training.state = RunState.RUNNING
         self.reporter.started()
         if training.engine.global_step == 0 and training.config.eval.every_steps:
@@ -97,28 +96,54 @@ class Trainer:
         self.reporter.status()
         self._started = True
 
+    def _look(self, kept: Path | None) -> RunState:
+        """What the folder says of the state. Raises ConfigError when it tells of steps that nobody kept."""
+        records = self.folder.path / "records" / "rank-0.jsonl"
+        if kept is None and records.exists() and records.stat().st_size:
+            raise ConfigError(
+                f"{self.folder.name}: its engines do not hold its state, because they were restarted or cut off in the "
+                "middle of a change, and it has no checkpoint; start it again under another name, with "
+                "checkpoint.every_steps set"
+            )
+        return self.folder.read_status().state
+
+    def _newest(self) -> Path | None:
+        """The newest checkpoint, as the first rank sees the folder. Collective."""
+        folder = self.folder.path / "checkpoints"
+        kept = agreed(self.training.control, lambda: newest(folder))
+        name = self.training.control.share(kept.name if kept else None)
+        return folder / name if name else None
+
     # ---- failing -----------------------------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
-        """Say what happened, leave the world so that no rank waits for this one, and keep the state for a look."""
+        """Leave the world, so that no rank waits for this one, say what happened, and keep the state for a look."""
         paused = isinstance(error, KeyboardInterrupt)
         self.training.state = RunState.PAUSED if paused else RunState.FAILED
         if isinstance(error, NonFiniteError):
             self._explain_non_finite(error)
-        self.reporter.event("interrupted" if paused else "failed", str(error) or type(error).__name__)
-        self.reporter.status("" if paused else f"{type(error).__name__}: {error}")
-        if not isinstance(error, NonFiniteError | ConfigError):
+        elif not isinstance(error, Refusal | Parted):  # These come to all ranks, which are connected.
             self.training.disconnect()
+        # What went wrong may be that nothing can be written; the cluster then tells of the error itself.
+        with suppress(OSError, RunFolderError):
+            self.reporter.event("interrupted" if paused else "failed", str(error) or type(error).__name__)
+            self.reporter.status("" if paused else f"{type(error).__name__}: {error}")
 
     def _explain_non_finite(self, error: NonFiniteError) -> None:
         """Run the step's micro-batches once more and name the first module whose output was not finite, by rank."""
         training, engine = self.training, self.engine
-        found = first_non_finite(engine, training.batches(training.train_rows, engine.global_step))
-        more = [
+        try:
+            found = first_non_finite(engine, training.batches(training.train_rows, engine.global_step))
+            reports = training.control.collect(found)
+        except Exception as more:  # The error itself is what has to be told.
+            error.add_note(f"which module it was could not be found: {type(more).__name__}: {more}")
+            training.disconnect()
+            return
+        told = [
             f"the first output that is not finite is that of {name} on rank {rank}"
-            for rank, name in enumerate(training.control.collect(found))
+            for rank, name in enumerate(reports)
             if name
         ]
         kept = newest(self.folder.path / "checkpoints")
-        more.append(f"the last good checkpoint is {kept.name}" if kept else "the run has no checkpoint yet")
-        error.args = (f"{error}; {'; '.join(more)}",)
+        told.append(f"the last good checkpoint is {kept.name}" if kept else "the run has no checkpoint yet")
+        error.args = (f"{error}; {'; '.join(told)}",)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from speedlab.comm import Group, Traffic, World, join, leave
-from speedlab.config import ConfigError, RunConfig
+from speedlab.config import RunConfig
 from speedlab.data import Corpus, Sampler, prepare
 from speedlab.engine.build.initialize import initialize
 from speedlab.engine.engine import Engine
+from speedlab.engine.run.agreement import Bare, agreed, together
+from speedlab.engine.run.interrupt import Interruption
 from speedlab.engine.run.reshaping import Undone, rebuild
 from speedlab.models import GPT
 from speedlab.planner.formula import flops_per_token
@@ -31,12 +32,12 @@ class Training:
         """Collective. `model` makes the user's own module; None takes the GPT of the configuration."""
         self.folder, self._model = folder, model
         self.world: World = join()
-        self._take_shape(present_config(folder.config, folder.read_events(), self.world.size))
         self.control = Group(range(self.world.size), Traffic(), self.world.device, channel="control")
-        self.corpus: Corpus = self._on_all_ranks(self._prepare_data)
+        agreed(self.control, self._read_folder)
+        self.corpus: Corpus = agreed(self.control, self._prepare_data)
         self.train_rows = Sampler(self.corpus.train, self.config.data.sequence_length, self.config.seed)
         self.heldout_rows = Sampler(self.corpus.heldout, self.config.data.sequence_length, self.config.seed)
-        self.engine: Engine = self._build(self.config)
+        self.engine: Engine = together(Bare(self.control), lambda: self._build(self.config))
         self.parameters = self._count_parameters()
         """Of the whole model."""
         self.flops_per_token = self._flops_per_token()
@@ -45,11 +46,19 @@ class Training:
         """Steps left before the run pauses by itself; None when it does not."""
         self.trace_next = True
         """Whether the next step measures its activations: they are new, or of another shape."""
+        self.interruption = Interruption()
+        self.changing = False
+        """True while a control word changes the engine's state: if it is cut off, the ranks may differ."""
 
     @property
     def built_in(self) -> bool:
         """Whether the model is the GPT of the configuration."""
         return self._model is None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the engine holds the state of some step; else the run can only go on from a checkpoint."""
+        return not self.changing and bool(self.engine.flats)
 
     @property
     def shape_text(self) -> str:
@@ -91,12 +100,14 @@ class Training:
 
     def reconnect(self) -> None:
         """Join the world anew where it was left. Collective."""
-        self.world = join()
-        self.control.reconnect()
-        self.engine.reconnect()
+        with self.interruption.held():  # Half a process group would stay for ever.
+            self.world = join()
+            self.control.reconnect()
+            self.engine.reconnect()
 
     def close(self) -> None:
-        self.engine.destroy(keep_parameters=False)
+        if self.engine.flats:  # Else a change of layout was cut off between two engines.
+            self.engine.destroy(keep_parameters=False)
 
     # ---- building ----------------------------------------------------------------------------------------------------
 
@@ -108,19 +119,23 @@ class Training:
 
     def _rebuild(self, wanted: RunConfig) -> str:
         try:
-            engine, through = rebuild(
-                self.engine,
-                wanted,
-                self.parameters,
-                build=self._build,
-                control=self.control,
-                folder=self.folder.path,
-            )
+            with self.interruption.held():
+                engine, through = rebuild(
+                    self.engine,
+                    wanted,
+                    self.parameters,
+                    build=self._build,
+                    control=self.control,
+                    folder=self.folder.path,
+                )
         except Undone as undone:
             self.engine, self.world = undone.engine, join()
             raise
         self.engine = engine
         return through
+
+    def _read_folder(self) -> None:
+        self._take_shape(present_config(self.folder.config, self.folder.read_events(), self.world.size))
 
     def _take_shape(self, config: RunConfig) -> None:
         """The layout, ZeRO stage and micro-batches are those of `config` from now on."""
@@ -145,15 +160,3 @@ class Training:
         if self.built_in:
             return flops_per_token(self.config.model, self.config.data.sequence_length)
         return 6.0 * self.parameters
-
-    def _on_all_ranks(self, work: Callable[[], Any]) -> Any:
-        """Run `work` on every rank; a ConfigError of one is raised on all, so that none waits for the others."""
-        result, problem = None, None
-        try:
-            result = work()
-        except ConfigError as error:
-            problem = str(error)
-        problems = [text for text in self.control.collect(problem) if text]
-        if problems:
-            raise ConfigError(problems[0])
-        return result

@@ -1,100 +1,227 @@
-"""Control words: what a person may ask of a run, as a table of words and what each does, on all ranks alike."""
+"""Control words: what a person may ask of a run, as a table of words, their arguments, and what each does.
+
+1. Rank 0 reads the mailbox; all ranks act on what it read.
+2. The table says which arguments a word takes and of what kind they are; this is checked before anything else.
+3. What can be wrong with them is looked for on every rank, without meeting the others. If one finds something, all
+   answer the same, and nothing has happened.
+4. The word is carried out, by all together. If that fails on one rank, all meet anew. Where the word has changed
+   nothing, it is refused and the run goes on; else the ranks may differ, and the run fails.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from speedlab.config import ConfigError
-from speedlab.engine.checkpoint import CheckpointError
+from speedlab.config.errors import unknown_key
+from speedlab.engine.run.agreement import Parted, Refusal, agreed, together
 from speedlab.engine.run.reporting import Reporter
 from speedlab.engine.run.training import Training
 from speedlab.telemetry.folder import Command
 from speedlab.telemetry.records import RunState
-from speedlab.telemetry.shape import changed_config, shape_of
+from speedlab.telemetry.shape import CHANGES, changed_config, shape_of
 
 
 class Answer(NamedTuple):
     """What a word has done: the event that says so."""
 
     kind: str
-    text: str = ""
-    details: dict[str, Any] = {}  # noqa: RUF012  # of a tuple; read only
+    text: str
+    details: Mapping[str, Any] = {}
+
+
+Action = Callable[[], Answer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Argument:
+    """What a word takes under one name. None stands for an argument that is not given."""
+
+    says: str
+    fits: Callable[[Any], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """`plan` looks, on one rank and without changing anything, at whether the word can be carried out, and returns how;
+    it raises ConfigError. `changes`: whether an action that fails may leave ranks that differ."""
+
+    plan: Callable[..., Action]
+    arguments: Mapping[str, Argument]
+    changes: bool = False
 
 
 def carry_out_pending(training: Training, reporter: Reporter) -> None:
-    """Every control word that waits, in order; rank 0 reads the mailbox, all act on what it read. Collective."""
+    """Every control word that waits, in order. Collective."""
     commands = None
     if training.world.rank == 0:
         waiting = training.folder.pending(reporter.last_command)
         commands = [[command.number, command.word, command.arguments] for command in waiting]
     for number, word, arguments in training.control.share(commands):
-        if training.state in (RunState.STOPPED, RunState.FINISHED) and word not in ("save", "stop"):
-            reporter.answer(number, "warning", f"{word}: the run is {training.state.value}", error=True)
-            continue
         _carry_out(training, reporter, Command(number=number, word=word, arguments=arguments))
 
 
 def _carry_out(training: Training, reporter: Reporter, command: Command) -> None:
     start = time.perf_counter()
     try:
-        answer = WORDS[command.word](training, **command.arguments)
-    except (CheckpointError, ConfigError, ValueError, TypeError) as error:
-        reporter.answer(command.number, "warning", f"{command.word}: {error}", error=True)
+        answer = _act(training, command)
+    except Refusal as refusal:
+        reporter.answer(command.number, "warning", f"{command.word}: {refusal}", error=True)
         return
     reporter.answer(command.number, answer.kind, answer.text, **answer.details, seconds=time.perf_counter() - start)
 
 
-def _pause(training: Training) -> Answer:
-    training.state = RunState.PAUSED
-    return Answer("paused", f"after step {training.engine.global_step}")
+def _act(training: Training, command: Command) -> Answer:
+    """Raises Refusal, on all ranks alike, when nothing was changed, and Parted when the ranks may differ."""
+    word = WORDS[command.word]
+    if training.state in (RunState.STOPPED, RunState.FINISHED) and command.word not in ("save", "stop"):
+        raise Refusal(f"the run is {training.state.value}")
+    problem = _problem(word, command.arguments)
+    if problem is not None:
+        raise Refusal(problem)
+    action = agreed(training.control, lambda: _planned(word, training, command.arguments))
+    training.changing = word.changes
+    try:
+        answer = together(training, action)
+    except Refusal:
+        training.changing = False
+        raise
+    except Parted as parted:
+        if word.changes and not parted.alike:
+            raise
+        training.changing = False
+        raise Refusal(str(parted)) from parted
+    training.changing = False
+    return answer
 
 
-def _resume(training: Training, step: int | None = None) -> Answer:
-    text = ""
-    if step is not None:
-        path, _ = training.engine.load_checkpoint(training.folder.path / "checkpoints", f"step-{step:06d}")
-        text = f"from {path.name}"
-    training.state, training.budget = RunState.RUNNING, None
-    return Answer("resumed", text)
+def _planned(word: Word, training: Training, arguments: Mapping[str, Any]) -> Action:
+    try:
+        return word.plan(training, **arguments)
+    except ConfigError:
+        raise
+    except Exception as error:  # Nothing was changed, so whatever it is, the run can go on.
+        raise ConfigError(f"{type(error).__name__}: {error}") from error
 
 
-def _step(training: Training, n: int = 1) -> Answer:
-    if not isinstance(n, int) or n < 1:
-        raise ValueError(f"step: n is {n!r}; it is a whole number of at least 1")
-    training.state, training.budget = RunState.RUNNING, n
-    return Answer("resumed", f"for {n} step{'s' if n > 1 else ''}")
+def _problem(word: Word, arguments: Mapping[str, Any]) -> str | None:
+    for name, value in arguments.items():
+        if name not in word.arguments:
+            return unknown_key(name, tuple(word.arguments), {}) if word.arguments else f"it takes no {name!r}"
+        known = word.arguments[name]
+        if value is not None and not known.fits(value):
+            return f"{name} is {value!r}; it is {known.says}"
+    return None
 
 
-def _stop(training: Training) -> Answer:
-    if training.state is not RunState.FINISHED:
-        training.state = RunState.STOPPED
-    return Answer("stopped", f"after step {training.engine.global_step}")
+# ---- the words -------------------------------------------------------------------------------------------------------
 
 
-def _save(training: Training, tag: str | None = None) -> Answer:
-    if tag is not None and (not tag or Path(tag).name != tag or tag.startswith(".")):
-        raise ValueError(f"tag {tag!r} cannot name a folder; use letters, digits, '-' and '_'")
-    path = training.engine.save_checkpoint(training.folder.path / "checkpoints", tag)
-    return Answer("checkpoint", path.name, {"bytes": sum(file.stat().st_size for file in path.iterdir())})
+def _pause(training: Training) -> Action:
+    def pause() -> Answer:
+        training.state = RunState.PAUSED
+        return Answer("paused", f"after step {training.engine.global_step}")
+
+    return pause
 
 
-def _reshape(training: Training, **changes: Any) -> Answer:
+def _resume(training: Training, step: int | None = None) -> Action:
+    folder = training.folder.path / "checkpoints"
+    if step is not None and not (folder / f"step-{step:06d}").is_dir():
+        raise ConfigError(f"there is no checkpoint {folder / f'step-{step:06d}'}")
+
+    def resume() -> Answer:
+        text = ""
+        if step is not None:
+            path, _ = training.engine.load_checkpoint(folder, f"step-{step:06d}")
+            text = f"from {path.name}"
+        training.state, training.budget = RunState.RUNNING, None
+        return Answer("resumed", text)
+
+    return resume
+
+
+def _step(training: Training, n: int | None = None) -> Action:
+    count = n or 1
+
+    def step() -> Answer:
+        training.state, training.budget = RunState.RUNNING, count
+        return Answer("resumed", f"for {count} step{'s' if count > 1 else ''}")
+
+    return step
+
+
+def _stop(training: Training) -> Action:
+    def stop() -> Answer:
+        if training.state is not RunState.FINISHED:
+            training.state = RunState.STOPPED
+        return Answer("stopped", f"after step {training.engine.global_step}")
+
+    return stop
+
+
+def _save(training: Training, tag: str | None = None) -> Action:
+    target = training.folder.path / "checkpoints" / (tag or f"step-{training.engine.global_step:06d}")
+    if target.exists():
+        raise ConfigError(f"{target} exists already and is never overwritten; give another tag or move it away")
+
+    def save() -> Answer:
+        path = training.engine.save_checkpoint(target.parent, target.name)
+        return Answer("checkpoint", path.name, {"bytes": sum(file.stat().st_size for file in path.iterdir())})
+
+    return save
+
+
+def _reshape(training: Training, **changes: Any) -> Action:
     size = training.world.size
     wanted = changed_config(training.config, size, built_in=training.built_in, **changes)
     before, named = shape_of(training.config, size), training.shape_text
-    through = training.move_to(wanted)
-    details = {"before": before, "after": shape_of(training.config, size), "through": through}
-    return Answer("reshaped", f"{named} → {training.shape_text}", details)
+
+    def reshape() -> Answer:
+        through = training.move_to(wanted)
+        details = {"before": before, "after": shape_of(training.config, size), "through": through}
+        return Answer("reshaped", f"{named} → {training.shape_text}", details)
+
+    return reshape
 
 
-WORDS: dict[str, Callable[..., Answer]] = {
-    "pause": _pause,
-    "resume": _resume,
-    "step": _step,
-    "stop": _stop,
-    "save": _save,
-    "reshape": _reshape,
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def _whole(least: int) -> Argument:
+    return Argument(
+        says=f"a whole number of at least {least}",
+        fits=lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least,
+    )
+
+
+def _names_a_folder(tag: Any) -> bool:
+    return isinstance(tag, str) and bool(tag) and Path(tag).name == tag and not tag.startswith(".")
+
+
+_CHANGE = {
+    "zero": _whole(0),
+    "schedule": Argument(says="the name of a schedule", fits=lambda value: isinstance(value, str)),
+    "sequence": Argument(says="true or false", fits=lambda value: isinstance(value, bool)),
+    "cut": Argument(
+        says="a list of blocks for each pipeline stage",
+        fits=lambda value: isinstance(value, list) and all(_whole(0).fits(count) for count in value),
+    ),
 }
+
+WORDS: dict[str, Word] = {
+    "pause": Word(plan=_pause, arguments={}),
+    "resume": Word(plan=_resume, arguments={"step": _whole(0)}, changes=True),
+    "step": Word(plan=_step, arguments={"n": _whole(1)}),
+    "stop": Word(plan=_stop, arguments={}),
+    "save": Word(
+        plan=_save,
+        arguments={"tag": Argument(says="the name of a folder: letters, digits, '-' and '_'", fits=_names_a_folder)},
+    ),
+    "reshape": Word(plan=_reshape, arguments={name: _CHANGE.get(name, _whole(1)) for name in CHANGES}, changes=True),
+}
+"""Of `telemetry.folder.CONTROL_WORDS`, each."""
