@@ -190,6 +190,11 @@ class Part:
         return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
 
 
+def share_of(count: int, size: int, index: int) -> tuple[int, int]:
+    """[start, end) of the share of `count` things that rank `index` of `size` has: none differs by more than one."""
+    return count * index // size, count * (index + 1) // size
+
+
 def padded_numel(numel: int, dp: int) -> int:
     """Length of a flat of `numel` elements once it divides by `dp`."""
     return -(-numel // dp) * dp

@@ -17,8 +17,7 @@ import tyro
 from speedlab.bench.planner_cases import GridCase, grid
 from speedlab.bench.ranks import RankSet
 from speedlab.config import RunConfig
-from speedlab.planner.memory import predict_memory
-from speedlab.planner.rank_memory import RankMemory
+from speedlab.planner.memory import memory_by_rank, predict_memory
 from speedlab.planner.setup import Setup
 
 VALIDATED = Path(__file__).parents[1] / "planner" / "validated.md"
@@ -78,21 +77,11 @@ def main(argv: list[str] | None = None) -> None:
 def compare(case: GridCase, ledgers: list[dict[str, int]]) -> list[Found]:
     """Each rank's measured ledger beside what is predicted for its place in the layout."""
     setup = Setup.of_config(case.config, case.ranks, dtype=case.config.precision.dtype)  # type: ignore[arg-type]  # never "auto" here
-    predicted = predict_memory(setup, device="cpu")
+    predicted = memory_by_rank(setup, predict_memory(setup, device="cpu"))
     return [
-        Found(case.name, rank, of_rank(predicted, setup, rank).by_category(), ledger)
-        for rank, ledger in enumerate(ledgers)
+        Found(case.name, rank, memory.by_category(), ledger)
+        for rank, (memory, ledger) in enumerate(zip(predicted, ledgers, strict=True))
     ]
-
-
-def of_rank(predicted: list[RankMemory], setup: Setup, rank: int) -> RankMemory:
-    """What is predicted for a rank; tensor positions that hold the same are listed once."""
-    from speedlab.planner.activation_sizes import Sizes
-
-    at = setup.layout.coordinates(rank)
-    own = [each for each in predicted if each.pipeline == at["pp"]]
-    rows = Sizes(setup, "cpu", at["tp"]).vocabulary
-    return next((each for each in own if Sizes(setup, "cpu", each.tensor).vocabulary == rows), own[0])
 
 
 def measure(config: RunConfig) -> list[dict[str, int]]:

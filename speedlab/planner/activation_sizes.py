@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from speedlab.layout import share_of
 from speedlab.planner.setup import Setup
 
 Device = Literal["cpu", "cuda"]
@@ -115,8 +116,8 @@ class Sizes:
     @cached_property
     def vocabulary(self) -> int:
         """Rows of the token table on this rank."""
-        count = self.setup.shape.vocab_size
-        return count * (self.tensor + 1) // self.tp - count * self.tensor // self.tp
+        start, end = share_of(self.setup.shape.vocab_size, self.tp, self.tensor)
+        return end - start
 
     @cached_property
     def table(self) -> int:

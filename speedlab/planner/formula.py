@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from speedlab.config import ModelConfig, OptimizerConfig
-from speedlab.layout import Layout
+from speedlab.layout import Layout, share_of
 from speedlab.planner.setup import ModelShape
 from speedlab.planner.shapes import block_weights, norm_elements, position_elements, shape_parameters, stage_counts
 
@@ -48,11 +48,11 @@ def rank_parameters(model: ModelConfig, layout: Layout, counts: Sequence[int]) -
         at = layout.coordinates(rank)
         pipeline, tensor = at["pp"], at["tp"]
         first, last = pipeline == 0, pipeline == (len(counts) - 1) % layout.pp
-        tokens = model.vocab_size // layout.tp + (tensor < model.vocab_size % layout.tp)
+        start, end = share_of(model.vocab_size, layout.tp, tensor)
         tables = int(first) + int(last) - int(first and last and model.tied)
         held.append(
             sum(counts[pipeline :: layout.pp]) * block_parameters(model, tp=layout.tp)
-            + tables * tokens * model.hidden
+            + tables * (end - start) * model.hidden
             + (position_elements(_shape(model)) if first else 0)
             + (norm_elements(_shape(model)) if last else 0)
         )

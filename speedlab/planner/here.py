@@ -15,7 +15,7 @@ from speedlab.planner.calibration import Calibration
 from speedlab.planner.devices import DEVICES, DeviceSpec, Machines
 from speedlab.planner.efficiency import Efficiency, efficiency_of
 from speedlab.planner.links import IN_HOST, Link, parse_link
-from speedlab.planner.memory import predict_memory
+from speedlab.planner.memory import memory_by_rank, predict_memory
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import Setup
 from speedlab.planner.timing import StepTime, predict_time
@@ -54,14 +54,8 @@ class Hardware:
         return _memory(setup, self.kind, self.process_bytes)
 
     def by_rank(self, setup: Setup) -> list[RankMemory]:
-        """What each rank holds: of positions that hold the same, `memory` has the first."""
-        found = self.memory(setup)
-        held: list[RankMemory] = []
-        for rank in range(setup.layout.world_size):
-            at = setup.layout.coordinates(rank)
-            here = [memory for memory in found if memory.pipeline == at["pp"] and memory.tensor <= at["tp"]]
-            held.append(here[-1])
-        return held
+        """What each rank holds."""
+        return memory_by_rank(setup, self.memory(setup))
 
     def time(self, setup: Setup) -> StepTime:
         """How long a step of `setup` takes. Raises ValueError."""

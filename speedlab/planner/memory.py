@@ -64,6 +64,21 @@ def predict_memory(
     return found
 
 
+def memory_by_rank(setup: Setup, positions: Sequence[RankMemory]) -> list[RankMemory]:
+    """What each rank holds, by rank, from the `positions` that `predict_memory` lists: one of those that hold as much
+    stands for all of them."""
+    rows = [Sizes(setup, "cpu", tensor).vocabulary for tensor in range(setup.layout.tp)]
+    of_pipeline: dict[int, dict[int, RankMemory]] = {}
+    for memory in positions:
+        of_pipeline.setdefault(memory.pipeline, {})[rows[memory.tensor]] = memory
+    found = []
+    for rank in range(setup.layout.world_size):
+        at = setup.layout.coordinates(rank)
+        alike = of_pipeline[at["pp"]]
+        found.append(alike.get(rows[at["tp"]]) or next(iter(alike.values())))
+    return found
+
+
 def memory_timeline(
     setup: Setup, position: tuple[int, int] = (0, 0), *, device: Device = "cuda"
 ) -> list[tuple[str, dict[str, int]]]:

@@ -86,8 +86,8 @@ def changed_config(
 
 
 def _fewest(batch: Batch, shares: int) -> int | None:
-    """The fewest micro-batches that each of the global batch's `shares` can be cut into and that are no larger than
-    they are now, so that activations take no more memory; None when the global batch does not divide."""
+    """The fewest micro-batches that each of the global batch's `shares` divides into and that are no larger than they
+    are now, so that activations take no more memory; None when the global batch does not divide."""
     for count in range(1, batch.global_size // shares + 1):
         parts = count * shares
         if batch.global_size % parts == 0 and batch.global_size <= parts * batch.micro_size:

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from ranks import models
 from speedlab.comm import Group, Traffic
 from speedlab.config import ModelConfig
+from speedlab.layout import share_of
 from speedlab.models import GPT, generate
 from speedlab.parallel.tensor import TensorParallel, put, take
 from speedlab.parallel.tensor.loss import vocabulary_cross_entropy
-from speedlab.parallel.tensor.parts import share_of
 
 Arguments = dict[str, Any]
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from speedlab.config import MODEL_PRESETS, ModelConfig, OptimizerConfig
 from speedlab.layout import Layout
 from speedlab.models import GPT
+from speedlab.parallel.tensor.parts import cut_along
 from speedlab.planner import explain_stage, flops_per_token, model_states, parameter_count, rank_parameters
 
 
@@ -94,7 +95,7 @@ def counted_by_hand(model: ModelConfig, layout: Layout, counts: list[int]) -> li
             sizes = list(shape)
             for names, dim in ((ROWS_CUT, 0), (COLUMNS_CUT, 1)):
                 if name.endswith(names):
-                    sizes[dim] = len(torch.arange(shape[dim]).tensor_split(layout.tp)[at["tp"]])
+                    sizes[dim] = cut_along(shape, dim, layout.tp, at["tp"]).own_shape[dim]
             held[rank] += torch.Size(sizes).numel()
     return held
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speedlab.parallel.tensor.parts import cut_along, put, share_of, take
+from speedlab.layout import share_of
+from speedlab.parallel.tensor.parts import cut_along, put, take
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from speedlab.layout import Layout
 from speedlab.planner.activation_sizes import Sizes
 from speedlab.planner.activations_stage import held, step_peak, walk
 from speedlab.planner.formula import parameter_count
-from speedlab.planner.memory import flat_elements, memory_timeline, predict_memory
+from speedlab.planner.memory import flat_elements, memory_by_rank, memory_timeline, predict_memory
 from speedlab.planner.rank_memory import CATEGORIES
 from speedlab.planner.setup import ModelShape, Setup
 from speedlab.telemetry.records import CATEGORIES as LEDGER
@@ -131,6 +131,22 @@ def test_an_uneven_vocabulary_has_two_kinds_of_ranks() -> None:
     found = predict_memory(setup(shape=replace(setup().shape, vocab_size=1003), layout=Layout(tp=4)))
     assert sorted(rank.ranks for rank in found) == [1, 3]
     assert found[0].parameters != found[1].parameters
+
+
+def test_every_rank_gets_what_its_own_position_holds() -> None:
+    """Of 1,002 rows, four ranks have 250, 251, 250 and 251: the list of positions has two, and the third rank is like
+    the first."""
+    uneven = setup(shape=replace(setup().shape, vocab_size=1002), layout=Layout(pp=3, dp=2, tp=4))
+    first, held = memory_by_rank(uneven, predict_memory(uneven)), []
+    for rank, memory in enumerate(first):
+        at = uneven.layout.coordinates(rank)
+        assert memory.pipeline == at["pp"]
+        held.append(memory.parameters)
+    pattern = [held[0], held[1], held[0], held[1]]
+    assert held[0] < held[1]
+    assert held[:8] == pattern * 2
+    assert len(set(held[8:16])) == 1  # Blocks only: all alike.
+    assert held[16:20] == held[20:] == [held[16], held[17]] * 2
 
 
 def test_what_is_offloaded_is_in_the_hosts_memory() -> None:

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from speedlab.comm import Group
-from speedlab.layout import Part
-from speedlab.parallel.tensor.parts import put, share_of, take
+from speedlab.layout import Part, share_of
+from speedlab.parallel.tensor.parts import put, take
 
 TOKENS = 1
 

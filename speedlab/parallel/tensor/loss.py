@@ -22,7 +22,7 @@ from torch.autograd import Function
 
 from cuda_ops.linear_cross_entropy import default_chunk, exponentials
 from speedlab.comm import Group
-from speedlab.parallel.tensor.parts import share_of
+from speedlab.layout import share_of
 
 IGNORED = -100
 """A target that does not count."""

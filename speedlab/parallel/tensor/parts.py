@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speedlab.layout import Part
-
-
-def share_of(count: int, size: int, index: int) -> tuple[int, int]:
-    """[start, end) of the share of `count` things that rank `index` of `size` has: none differs by more than one."""
-    return count * index // size, count * (index + 1) // size
+from speedlab.layout import Part, share_of
 
 
 def cut_along(shape: torch.Size, dim: int, size: int, index: int, *, packed: int = 1, step: int = 1) -> Part:
