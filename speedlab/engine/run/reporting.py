@@ -108,6 +108,7 @@ class Reporter:
         """The run begins, or goes on in new engines: what it is made of. Collective."""
         training, layout = self._training, self._training.layout
         engine = training.engine
+        training.tell_placement()
         peak = matmul_flops(training.world.device, engine.dtype)
         details: dict[str, Any] = {
             "parameters": training.parameters,

@@ -89,8 +89,13 @@ class Training:
         else:
             through = self._rebuild(wanted)
         self._take_shape(wanted)
+        self.tell_placement()
         self.trace_next = True
         return through
+
+    def tell_placement(self) -> None:
+        """Write to the run folder who holds which state of this rank's parameters."""
+        self.folder.write_placement(self.world.rank, self.engine.placement.described())
 
     def disconnect(self) -> None:
         """Close this rank's connections: peers that wait for it fail at once instead of at the timeout."""
