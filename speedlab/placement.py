@@ -24,6 +24,10 @@ class Holders(Enum):
     PARTITIONED = "partitioned"
     """Each dp rank holds the contiguous 1/dp that it owns."""
 
+    def share(self, count: int, dp: int) -> int:
+        """How many of `count` elements, or bytes, each of `dp` ranks holds; a part of one counts whole."""
+        return count if self is Holders.REPLICATED else -(-count // dp)
+
 
 class Where(Enum):
     """In which memory a state lies between two uses."""

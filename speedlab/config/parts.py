@@ -78,6 +78,12 @@ class ZeroConfig(Part):
         ge=1,
         description="Neighbouring repeated blocks are gathered and reduced together up to this many bytes",
     )
+    reductions_in_flight: int | None = Field(
+        default=None,
+        ge=1,
+        description="Units whose gradients may be summed at once, each a whole gradient; 1 on CPUs and 2 on GPUs when "
+        "left out",
+    )
 
 
 class PrecisionConfig(Part):

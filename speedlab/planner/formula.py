@@ -8,6 +8,7 @@ from typing import Literal
 
 from speedlab.config import ModelConfig, OptimizerConfig
 from speedlab.layout import Layout, share_of
+from speedlab.placement import Residency
 from speedlab.planner.setup import ModelShape
 from speedlab.planner.shapes import block_weights, norm_elements, position_elements, shape_parameters, stage_counts
 
@@ -126,9 +127,10 @@ def model_states(
         raise ValueError(f"dp {dp} must be at least 1, and the number of parameters {parameters} at least 0")
     config = OptimizerConfig.model_validate({"name": optimizer}) if isinstance(optimizer, str) else optimizer
     moments = 2 if config.name == "adamw" else int(config.momentum > 0)
-    optimizer_share = -(-parameters // dp) if _stage(stage) >= 1 else parameters
-    gradient_share = -(-parameters // dp) if stage >= 2 else parameters
-    parameter_share = -(-parameters // dp) if stage >= 3 else parameters
+    residency = Residency.of_stage(stage, dp)
+    optimizer_share = residency.optimizer_states.share(parameters, dp)
+    gradient_share = residency.gradients.share(parameters, dp)
+    parameter_share = residency.parameters.share(parameters, dp)
     compute_bytes = _DTYPE_BYTES[dtype]
     return ModelStates(
         stage=stage,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from speedlab.layout import padded_numel
+from speedlab.placement import Holders, Residency
 from speedlab.planner.activation_sizes import DTYPE_BYTES, Device, Sizes
 from speedlab.planner.activations_stage import Pass, held, step_peak, walk
 from speedlab.planner.megatron_rules import memory_by_rules
@@ -256,13 +257,13 @@ def _gradient_bytes(setup: Setup) -> int:
 
 def _with_states(rank: RankMemory, setup: Setup, stages: Sequence[Flats]) -> RankMemory:
     elements = sum(flats.root + sum(flats.units) for flats in stages)
-    part = elements // setup.layout.dp
-    stage, low = setup.zero_stage, DTYPE_BYTES[setup.dtype] < _FLOAT32
-    owned = part if stage >= 1 else elements
+    dp, low = setup.layout.dp, DTYPE_BYTES[setup.dtype] < _FLOAT32
+    residency = Residency.of_stage(setup.zero_stage, dp)
+    owned = residency.optimizer_states.share(elements, dp)
     moments = 2 if setup.optimizer.name == "adamw" else int(setup.optimizer.momentum > 0)
     states = {
-        "parameters": DTYPE_BYTES[setup.dtype] * (part if stage >= 3 else elements),
-        "gradients": _gradient_bytes(setup) * (part if stage >= 2 else elements),
+        "parameters": DTYPE_BYTES[setup.dtype] * residency.parameters.share(elements, dp),
+        "gradients": _gradient_bytes(setup) * residency.gradients.share(elements, dp),
         "master_weights": _FLOAT32 * owned if low else 0,
         "optimizer_moments": moments * _FLOAT32 * owned,
     }
@@ -280,10 +281,11 @@ def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: i
     stages = [Flats(setup, cut, number, tensor) for number in numbers]
     width, dp, pp = _gradient_bytes(setup), setup.layout.dp, setup.layout.pp
     total = 0
-    if setup.zero_stage >= 2 and dp > 1:
+    residency = Residency.of_stage(setup.zero_stage, dp)
+    if residency.gradients is Holders.PARTITIONED:
         kinds = Counter(width * size for flats in stages for size in (flats.root, *flats.units) if size)
         total += borrowed_bytes(kinds, kept=pp > 1)
-    if setup.zero_stage >= 3 and dp > 1:
+    if residency.parameters is Holders.PARTITIONED:
         element = DTYPE_BYTES[setup.dtype]
         total += gathered_bytes([(element * f.root, [element * size for size in f.units]) for f in stages])
     sizes = {padded_numel(size, setup.layout.tp) for flats in stages for size in flats.partial()}

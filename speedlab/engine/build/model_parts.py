@@ -144,6 +144,7 @@ def build_model_part(
         gather_group=mesh.gather,
         reduce_group=mesh.reduce,
         axes=mesh.summed_first,
+        reductions_in_flight=config.zero.reductions_in_flight,
         materialize=_values(module, tensor, mesh.device, config.seed),
     )
     tensor.attach()

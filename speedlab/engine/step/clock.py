@@ -67,11 +67,15 @@ class PhaseClock:
                 late.append((name, before, after))
         self._events = late
         sent, waits = self._traffic.take()
-        phases = {name: max(0.0, seconds - waits.get(name, 0.0)) for name, seconds in self._seconds.items()}
-        phases["communication"] = sum(waits.values())
+        # A wait may be known before the phase around it is: it is taken out of that when it comes.
+        to_come = {name for name, *_ in late}
+        left = {
+            name: self._seconds[name] - waits.get(name, 0.0) for name in {*self._seconds, *(waits.keys() & to_come)}
+        }
+        phases = {name: max(0.0, seconds) for name, seconds in left.items()} | {"communication": sum(waits.values())}
+        self._seconds = defaultdict(float, {n: seconds for n, seconds in left.items() if seconds < 0 and n in to_come})
         now = time.perf_counter()
         wall, self._since = now - self._since, now
-        self._seconds = defaultdict(float)
         kernels = {
             name: {"calls": use.calls, "bytes": use.nbytes, "seconds": use.seconds}
             for name, use in meter.take().items()

@@ -19,20 +19,22 @@ class _Label(NamedTuple):
 
 
 class Timeline:
-    """Marks of when a rank turned to something else: by the clock on CPUs, by events on a GPU, which nothing waits for
-    until `spans` is asked."""
+    """Marks of when a rank turned to something else: by the clock on CPUs, by events on a GPU, which nothing waits
+    for."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._under_way: list[_Label] = []
         self._marks: list[tuple[float | torch.cuda.Event, _Label | None]] = []
+        self._last: list[Span] = []
         self.began = 0.0
         """Seconds since the epoch."""
 
     def begin(self) -> None:
         """Start anew; spans are counted from here."""
+        self._keep_what_has_passed()
         self._under_way.clear()
-        self._marks.clear()
+        self._marks = []
         self.began = time.time()
         self._mark(None)
 
@@ -56,17 +58,22 @@ class Timeline:
         self._marks.append((stamp, label))
 
     def spans(self) -> list[Span]:
-        """The spans of the last step, in order. On a GPU it waits for the end of that step."""
+        """The spans of the last step, in order; on a GPU that has not come to its end, those of the step before."""
+        self._keep_what_has_passed()
+        return self._last
+
+    def _keep_what_has_passed(self) -> None:
+        """Marks become spans once the last of them has passed."""
         if not self._marks:
-            return []
+            return
         origin, last = self._marks[0][0], self._marks[-1][0]
-        if isinstance(last, torch.cuda.Event):
-            last.synchronize()
-        found: list[Span] = []
-        for (start, label), (end, _) in zip(self._marks, self._marks[1:], strict=False):
-            if label is not None:
-                found.append(Span(*label, _between(origin, start), _between(start, end)))
-        return found
+        if isinstance(last, torch.cuda.Event) and not last.query():
+            return
+        self._last = [
+            Span(*label, _between(origin, start), _between(start, end))
+            for (start, label), (end, _) in zip(self._marks, self._marks[1:], strict=False)
+            if label is not None
+        ]
 
 
 def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:

@@ -114,6 +114,6 @@ class Reductions:
         self.clear()
 
 
-def reductions_in_flight(device: torch.device) -> int:
-    """The default by device: where nothing overlaps one is enough; a GPU computes on while two are under way."""
+def default_in_flight(device: torch.device) -> int:
+    """By device: where nothing overlaps one is enough; a GPU computes on while two are under way."""
     return 2 if device.type == "cuda" else 1

@@ -32,7 +32,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from speedlab.comm import Group
 from speedlab.parallel.zero.flat import Flat
 from speedlab.parallel.zero.gathers import Gathers
-from speedlab.parallel.zero.reductions import Reductions, reductions_in_flight
+from speedlab.parallel.zero.reductions import Reductions, default_in_flight
 from speedlab.parallel.zero.unit import Pass, Unit
 from speedlab.parallel.zero.units import UnitPlan
 from speedlab.parallel.zero.walk import tensors_of
@@ -51,6 +51,7 @@ class Zero:
         gather_group: Group,
         reduce_group: Group,
         axes: Mapping[str, Group] | None = None,
+        reductions_in_flight: int | None = None,
         materialize: Callable[[UnitPlan], None] | None = None,
     ) -> None:
         """`placement`: a row for each parameter of `plans`; its flats are made, and placed where it says.
@@ -58,6 +59,8 @@ class Zero:
         `axes`: groups of ranks that hold some parameters too, and have other terms of their gradients, by the names in
         `summed_over`. A group that is on other pipeline stages only goes with parameters of the root unit and
         `end_backward(leave_root=True)`.
+
+        `reductions_in_flight`: units whose gradients may be summed at once; None takes what suits the device.
 
         `materialize` gives a unit that stands on `meta` its values; it is called unit by unit, so that one unit at a
         time is whole.
@@ -86,7 +89,8 @@ class Zero:
             units.append(Unit(plan.name, plan.modules, flats))
         self.gathers = Gathers(units, gather_group)
         self.gathers.partitioned = placement.residency.parameters is Holders.PARTITIONED
-        self.reductions = Reductions(self.gathers, reduce_group, in_flight=reductions_in_flight(gather_group.device))
+        in_flight = reductions_in_flight or default_in_flight(gather_group.device)
+        self.reductions = Reductions(self.gathers, reduce_group, in_flight=in_flight)
         self._version = 0
         """Raised whenever parameters change; a backward pass must find those of its forward."""
         self._hooks: list[Any] = []

@@ -1,0 +1,67 @@
+"""Times of a step by phase, with events of a GPU that pass when the test says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from speedlab.comm import Traffic
+from speedlab.engine.step import clock
+from speedlab.engine.step.clock import PhaseClock
+
+
+class Event:
+    """One of a made-up GPU: `now` is its time in milliseconds, `passed` until when it has come."""
+
+    now, passed = 0.0, 0.0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at = -1.0
+
+    def record(self) -> None:
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return self.at <= Event.passed
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at - self.at
+
+
+@pytest.fixture
+def gpu_clock(monkeypatch: pytest.MonkeyPatch) -> tuple[PhaseClock, Traffic]:
+    monkeypatch.setattr(clock.torch.cuda, "Event", Event)
+    Event.now = Event.passed = 0.0
+    traffic, device = Traffic(), torch.device("cuda")
+    return PhaseClock(traffic, device), traffic
+
+
+def test_a_wait_that_is_known_before_its_phase(gpu_clock) -> None:
+    """The optimizer phase of 10 ms, with a wait of 4 ms in it, of which only the wait has passed at the first look: the
+    phase comes with the second, without the wait, and nothing is lost."""
+    phases, traffic = gpu_clock
+
+    def wait() -> None:
+        Event.now += 4.0
+
+    with phases.phase("optimizer"):
+        Event.now = 2.0
+        traffic.waited(wait, torch.device("cuda"))
+        Event.now = 10.0
+    Event.passed = 7.0
+    first = phases.take().phases
+    Event.passed = 10.0
+    second = phases.take().phases
+    assert first["communication"] == pytest.approx(4e-3)
+    assert first["optimizer"] == 0.0
+    assert second["optimizer"] == pytest.approx(6e-3)
+    assert second["communication"] == 0.0
+    assert phases.take().phases.get("optimizer", 0.0) == 0.0
+
+
+def test_waits_outside_all_phases_are_communication_only(gpu_clock) -> None:
+    phases, traffic = gpu_clock
+    traffic.waited(lambda: setattr(Event, "now", 3.0), torch.device("cuda"))
+    Event.passed = 3.0
+    assert phases.take().phases == {"communication": pytest.approx(3e-3)}
+    assert phases.take().phases == {"communication": 0.0}
