@@ -9,7 +9,8 @@
 
 The rules, which `Plain` states: a call that only looks changes nothing, wherever it comes. A step's gradient is the
 mean over the micro-batches of all ranks; a parameter that none of them used is left alone, as torch does. An exception
-in forward or backward abandons the whole step. What belongs between two steps is refused inside one.
+in a forward changes nothing, one in a backward abandons the whole step. What belongs between two steps is refused
+inside one.
 """
 
 from __future__ import annotations
