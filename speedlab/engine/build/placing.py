@@ -1,0 +1,74 @@
+"""Filling the placement table: from units, tensor parallelism and the layout to a row for each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from speedlab.layout import Layout
+from speedlab.parallel.mesh import ENDS, Mesh
+from speedlab.parallel.tensor import TensorParallel
+from speedlab.parallel.zero import UnitPlan
+from speedlab.parallel.zero.flat import trainable_in_low_precision
+from speedlab.placement import Placement, Residency, Row, homes
+
+
+def place_parameters(
+    plans: Sequence[UnitPlan],
+    tensor: TensorParallel,
+    mesh: Mesh,
+    *,
+    tied: frozenset[str],
+    groups: Mapping[int, int],
+    residency: Residency,
+    compute_dtype: torch.dtype,
+    accumulation: int,
+) -> Placement:
+    """The rows of one pipeline stage on this rank; its parameters are still whole, and may be on meta.
+
+    Args:
+        tied: names of parameters that the first and the last pipeline stage both hold.
+        groups: id of a parameter → index of its optimizer group.
+        accumulation: micro-batches of a step. The gradients of several are summed in float32.
+    """
+    layout = mesh.layout
+    rows = []
+    for plan in plans:
+        for name, parameter in plan.parameters.items():
+            part = tensor.parts.get(name)
+            first = (("tp",) if name in tensor.partial else ()) + ((ENDS,) if name in tied else ())
+            holder = _answering(layout, mesh.rank, tensor.first_holder(name), name in tied)
+            form = compute_dtype if parameter.dtype == torch.float32 else parameter.dtype
+            rows.append(
+                Row(
+                    name=name,
+                    unit=plan.name,
+                    group=groups.get(id(parameter), 0),
+                    shape=tuple(parameter.shape) if part is None else part.own_shape,
+                    part=part,
+                    cut_over=() if part is None else ("tp",),
+                    summed_over=(*first, "dp"),
+                    scale=1.0 / (accumulation * layout.data_size),
+                    answered_by=holder,
+                    answers=holder == mesh.rank,
+                    trainable=parameter.requires_grad,
+                    states=homes(residency, **_forms(form, parameter.requires_grad, several=accumulation > 1)),
+                )
+            )
+    return Placement(rank=mesh.rank, residency=residency, rows=tuple(rows))
+
+
+def _answering(layout: Layout, rank: int, tensor_index: int, tied: bool) -> int:
+    """The rank, of this rank's dp index, that answers for a parameter."""
+    place = layout.coordinates(rank) | {"tp": tensor_index}
+    return layout.rank(**(place | {"pp": 0} if tied else place))
+
+
+def _forms(dtype: torch.dtype, trainable: bool, *, several: bool) -> dict[str, str]:
+    name = str(dtype).removeprefix("torch.")
+    if not trainable:
+        return {"parameter": name}
+    if not trainable_in_low_precision(dtype):
+        return {"parameter": name, "gradient": name}
+    return {"parameter": name, "gradient": "float32" if several else name, "master": "float32"}

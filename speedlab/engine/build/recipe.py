@@ -1,0 +1,117 @@
+"""The user's optimizer: how to make it once there are segments, and which parameter is in which of its groups."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer, SGD
+
+from speedlab.config import ConfigError, OptimizerConfig
+from speedlab.engine.step.fused import fused_kind
+from speedlab.engine.step.segments import has_kernels
+
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "Lamb")
+
+OptimizerChoice = type[Optimizer] | Callable[..., Optimizer] | Optimizer | None
+
+
+class Recipe:
+    """How to make the user's optimizer once there are segments, and which parameter is in which of its groups.
+
+    Nothing but ids of parameters is kept of the model, so that a model on meta can be materialised in between.
+    """
+
+    def __init__(self, choice: OptimizerChoice, models: Iterable[nn.Module], config: OptimizerConfig) -> None:
+        """`models`: the pipeline stages of this rank, or the whole model."""
+        trainable = [p for model in models for p in model.parameters() if p.requires_grad]
+        self._instance: Optimizer | None = None
+        self._is_theirs = False
+        self._make: Callable[[list[dict[str, Any]], bool], Optimizer]
+        if choice is None:
+            matrices = [p for p in trainable if p.ndim >= 2]
+            others = [p for p in trainable if p.ndim < 2]
+            groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+            groups = [group for group in groups if group["params"]]
+            kind = AdamW if config.name == "adamw" else SGD
+            options = config.model_dump(exclude={"name"})
+            self._make = lambda segments, fusible: _construct(kind, segments, options, fusible)
+        elif isinstance(choice, type):
+            groups = [{"params": trainable}]
+            # The class's own defaults hold for what the configuration does not name.
+            named = config.model_dump(include=config.model_fields_set - {"name"})
+            self._make = lambda segments, fusible: _construct(choice, segments, named, fusible)
+        else:
+            instance = choice if isinstance(choice, Optimizer) else choice(trainable)
+            if not isinstance(instance, Optimizer):
+                raise ConfigError(
+                    f"optimizer: the callable returned {type(instance).__name__}, not a torch.optim.Optimizer"
+                )
+            if instance.state:
+                raise ConfigError(
+                    "optimizer: it already has state; initialise first, and load state through load_checkpoint"
+                )
+            groups = [dict(group) for group in instance.param_groups]
+            self._instance, self._is_theirs = instance, isinstance(choice, Optimizer)
+        name = type(self._instance).__name__ if self._instance is not None else getattr(choice, "__name__", "")
+        if name in _NOT_ELEMENTWISE:
+            raise ConfigError(
+                f"optimizer: {name} does not update each element by itself, so its states cannot be partitioned; use "
+                f"AdamW or SGD"
+            )
+        known = {id(p) for p in trainable}
+        strangers = sum(id(p) not in known for group in groups for p in group["params"])
+        if strangers:
+            raise ConfigError(
+                f"optimizer: {strangers} of its parameters are not trainable parameters of the model; build it from "
+                f"model.parameters()"
+            )
+        self.group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+        self._options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        left_out = len(known) - len(self.group_of)
+        if left_out:
+            # torch would silently never train them; as parameters of no group they are trained by nobody here either.
+            raise ConfigError(
+                f"optimizer: {left_out} trainable parameters are in none of its groups; add them or set "
+                f"requires_grad=False"
+            )
+
+    @property
+    def group_count(self) -> int:
+        """How many groups the optimizer has."""
+        return len(self._options)
+
+    def build(self, segments: list[list[Tensor]]) -> Optimizer:
+        """The optimizer over `segments` (a list for each group). An instance that the user made stays the same object;
+        what a callable made may be replaced by our fused class of the same kind."""
+        groups = [{"params": tensors, **options} for tensors, options in zip(segments, self._options, strict=True)]
+        fusible = all(has_kernels(tensor) for tensors in segments for tensor in tensors)
+        if self._instance is None:
+            return self._make(groups, fusible)
+        fused = fused_kind(type(self._instance), self._options) if fusible and not self._is_theirs else None
+        if fused is not None:
+            return fused(groups)
+        for group, tensors in zip(self._instance.param_groups, segments, strict=True):
+            group["params"] = tensors
+        return self._instance
+
+
+def _construct(
+    kind: type[Optimizer], segments: list[dict[str, Any]], options: dict[str, Any], fusible: bool
+) -> Optimizer:
+    fused = fused_kind(kind, [_arguments_for(kind, options)]) if fusible else None
+    chosen: Callable[..., Optimizer] = fused or kind
+    return chosen(segments, **_arguments_for(chosen, options))
+
+
+def _arguments_for(kind: Callable[..., Optimizer], options: dict[str, Any]) -> dict[str, Any]:
+    """The `options` that this optimizer's constructor takes, and its fused kernel where it has one."""
+    accepted = inspect.signature(kind).parameters
+    arguments = {key: value for key, value in options.items() if key in accepted}
+    if "fused" in accepted:
+        arguments["fused"] = True
+    return arguments
+
+
