@@ -26,10 +26,11 @@ from typing import Any
 
 import numpy as np
 
+from speedlab.display.figure_style import Figure
 from speedlab.hardware import Device
-from speedlab.telemetry.figure_style import Figure, event_marks
 from speedlab.telemetry.figures import anatomy_by_rank_figure, header
 from speedlab.telemetry.folder import Status
+from speedlab.telemetry.marks import event_marks
 from speedlab.telemetry.memory_figure import memory_figure, states_are_small, states_figure
 from speedlab.telemetry.pipeline_figure import pipeline_figure
 from speedlab.telemetry.records import StepRecord

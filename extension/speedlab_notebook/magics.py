@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speedlab_notebook import commands
+import speedlab_notebook.commands as commands
 from speedlab_notebook.at_hand import run_names
 from speedlab_notebook.ranks_cell import ranks_cell
 
@@ -139,7 +139,7 @@ def _start(
     backend: str | None = None,
 ) -> None:
     from speedlab.cluster import Cluster
-    from speedlab.telemetry.text import seconds_text
+    from speedlab.display.text import seconds_text
 
     count = "engines" if engines is None else f"{engines} engine{'s' if engines > 1 else ''}"
     ran_before = name in _names_running()
@@ -169,16 +169,16 @@ def _status(shell: InteractiveShell, name: str | None = None) -> None:
 
 
 def _panel(shell: InteractiveShell, run: str | None = None) -> None:
-    from speedlab_notebook import panel
     from speedlab_notebook.at_hand import active_runs, cluster_at_hand, held_run, run_at_hand
+    from speedlab_notebook.panel import show as show_panel
 
     if run is None and not _names_running():
-        panel.show(None, held_run(shell))  # It predicts without engines, and says how to start them.
+        show_panel(None, held_run(shell))  # It predicts without engines, and says how to start them.
         return
     cluster = cluster_at_hand(shell)
     wanted = run is not None or held_run(shell) is not None or bool(active_runs(cluster))
     found = run_at_hand(shell, run) if wanted else None
-    panel.show(found.cluster or cluster if found is not None else cluster, found)
+    show_panel(found.cluster or cluster if found is not None else cluster, found)
 
 
 def _plan(shell: InteractiveShell, **words: Any) -> None:
@@ -197,17 +197,18 @@ def _plan(shell: InteractiveShell, **words: Any) -> None:
 
 
 def _dash(shell: InteractiveShell, run: str | None = None) -> None:
-    from speedlab_notebook import dashboard
     from speedlab_notebook.at_hand import run_at_hand
+    from speedlab_notebook.dashboard import show as show_dashboard
 
-    dashboard.show(run_at_hand(shell, run))
+    show_dashboard(run_at_hand(shell, run))
 
 
 def _attach(shell: InteractiveShell, run: str | None = None) -> None:
     from speedlab.cluster import Cluster, attach
     from speedlab.cluster.known_runs import RunError
-    from speedlab_notebook import dashboard, panel
     from speedlab_notebook.at_hand import push_run
+    from speedlab_notebook.dashboard import show as show_dashboard
+    from speedlab_notebook.panel import show as show_panel
 
     try:
         found = attach(run)
@@ -217,15 +218,15 @@ def _attach(shell: InteractiveShell, run: str | None = None) -> None:
         cluster = Cluster.attach()
         shell.push({"cluster": cluster})
         print(f"{_described(cluster)} · it has no run yet · it is `cluster`")
-        panel.show(cluster, None)
+        show_panel(cluster, None)
         return
     push_run(shell, found)
     if found.cluster is None:
         print(f"{found!r} · its engines are gone, so it can only be looked at · it is `run`")
     else:
         print(f"{_described(found.cluster)} · {found!r} · they are `cluster` and `run`")
-        panel.show(found.cluster, found)
-    dashboard.show(found)
+        show_panel(found.cluster, found)
+    show_dashboard(found)
 
 
 def _interrupt(shell: InteractiveShell, name: str | None = None) -> None:

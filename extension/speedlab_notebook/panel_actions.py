@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from speedlab.config import RunConfig
+from speedlab.display.text import bytes_text, count_text, seconds_text
+from speedlab.telemetry.marks import STATE_MARKS
 from speedlab.telemetry.records import Event, RunState
 from speedlab.telemetry.shape import CHANGES, differences, present_config, shape_of
-from speedlab.telemetry.text import STATE_MARKS, bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
     from speedlab.cluster import Run

@@ -14,7 +14,7 @@ import ipywidgets as widgets
 import traitlets
 
 from speedlab.config import MODEL_PRESETS, RunConfig
-from speedlab.telemetry.text import bytes_text
+from speedlab.display.text import bytes_text
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Model & data": ("model", "data"),

@@ -9,6 +9,9 @@ from itertools import groupby
 from typing import Literal
 
 from speedlab.config import BatchConfig, ConfigError, ParallelConfig, RunConfig
+from speedlab.display.bars_svg import Bar, bars_svg
+from speedlab.display.figure_style import LABELS, swatch
+from speedlab.display.text import byte_unit, bytes_text, count_text
 from speedlab.hardware import Device
 from speedlab.layout import LayoutError
 from speedlab.planner import explain_stage
@@ -17,10 +20,7 @@ from speedlab.planner.plan import Plan, plan_setup
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search import Dtype
 from speedlab.planner.setup import Setup
-from speedlab.telemetry.bars_svg import Bar, bars_svg
-from speedlab.telemetry.figure_style import LABELS, swatch
 from speedlab.telemetry.records import CATEGORIES
-from speedlab.telemetry.text import byte_unit, bytes_text, count_text
 
 STAGES = (0, 1, 2, 3)
 

@@ -308,7 +308,7 @@ def _time_trainings(configs: Sequence[RunConfig]) -> list[float]:
     """Seconds of a whole step of each of `configs`, in turn."""
     from contextlib import ExitStack
 
-    from speedlab.bench.steptimes import training
+    from speedlab.bench.training import training
 
     def timed(step: Callable[[], object]) -> Callable[[], tuple[float, ...]]:
         def call() -> tuple[float, ...]:

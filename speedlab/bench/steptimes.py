@@ -15,8 +15,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ import tyro
 
 from speedlab.bench.planner_cases import GridCase, grid
 from speedlab.bench.ranks import RankSet
+from speedlab.bench.training import training
 from speedlab.config import RunConfig
 from speedlab.planner import calibration_store
 from speedlab.planner.calibration import Calibration
@@ -206,25 +206,6 @@ def _turn(step: Callable[[], object], count: int) -> float:
         step()
         times.append(time.perf_counter() - begin)
     return statistics.median(times[1:])
-
-
-@contextmanager
-def training(config: RunConfig) -> Iterator[Callable[[], object]]:
-    """A step of `config` on this rank, which is taken apart afterwards."""
-    import torch
-    import torch.distributed as dist
-
-    from speedlab.engine import initialize
-    from speedlab.models import GPT
-
-    engine, *_ = initialize(model=lambda: GPT(config.model), config=config)
-    shape = (2, config.batch.resolve(engine.layout.data_size).micro_size, config.data.sequence_length)
-    tokens, targets = torch.randint(0, config.model.vocab_size, shape, device=engine.world.device)
-    try:
-        yield lambda: engine.train_batch([(tokens, targets)] * engine.accumulation)
-    finally:
-        engine.destroy(keep_parameters=False)
-        dist.barrier()
 
 
 def _agreed(count: int) -> int:

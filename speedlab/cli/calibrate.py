@@ -11,8 +11,8 @@ from typing import Annotated
 
 import tyro
 
-from speedlab.cluster.known_runs import folder_named
 from speedlab.cluster.learning import learn_from
+from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError
 from speedlab.planner import calibration_store
 from speedlab.planner.calibration import CLASSES, Calibration

@@ -21,9 +21,9 @@ from speedlab.cli.progress import progress_line
 from speedlab.cluster import Cluster, ClusterError, Run
 from speedlab.cluster.home import running_clusters
 from speedlab.config import ConfigError
+from speedlab.display.text import seconds_text
 from speedlab.telemetry.folder import RunFolder, RunFolderError
 from speedlab.telemetry.records import RunState
-from speedlab.telemetry.text import seconds_text
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode

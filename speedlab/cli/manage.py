@@ -12,11 +12,12 @@ import tyro
 
 from speedlab.cluster import Cluster, ClusterError, Run
 from speedlab.cluster.home import running_clusters
-from speedlab.cluster.known_runs import folder_named, known_folders, runs_here
-from speedlab.config import ConfigError, RunConfig, annotated_yaml, deepspeed
+from speedlab.cluster.known_runs import known_folders, runs_here
+from speedlab.cluster.reattach import folder_named
+from speedlab.config import ConfigError, RunConfig, annotated_yaml
+from speedlab.display.text import bytes_text, seconds_text
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import RunState
-from speedlab.telemetry.text import bytes_text, seconds_text
 
 _FLAGS = (tyro.conf.FlagCreatePairsOff,)
 
@@ -54,7 +55,7 @@ def _from_deepspeed(options: ConfigOptions) -> int:
     assert options.from_deepspeed is not None
     if options.config is not None:
         raise ConfigError(f"give one configuration: {options.config}, or --from-deepspeed {options.from_deepspeed}")
-    reading = deepspeed.read(options.from_deepspeed, engines=options.engines, ignore=options.ignore)
+    reading = RunConfig.deepspeed_reading(options.from_deepspeed, engines=options.engines, ignore=options.ignore)
     if reading.accepted is None or options.json:
         # JSON has no comments, and of a file that was refused there is nothing else to print.
         print(reading, file=sys.stderr)

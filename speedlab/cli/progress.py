@@ -7,8 +7,8 @@ import sys
 import time
 from typing import TextIO
 
+from speedlab.display.text import count_text, seconds_text
 from speedlab.telemetry.feed import Feed
-from speedlab.telemetry.text import count_text, seconds_text
 
 _REDRAW_SECONDS = 0.2
 _PLAIN_SECONDS = 10.0

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from speedlab.cluster.known_runs import folder_named
+from speedlab.cluster.reattach import folder_named
 from speedlab.telemetry.trace import write_trace
 
 

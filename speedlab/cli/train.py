@@ -19,8 +19,8 @@ from speedlab.cluster.home import running_clusters
 from speedlab.cluster.run import RunError
 from speedlab.config import ConfigError, RunConfig
 from speedlab.data import check
+from speedlab.display.text import bytes_text
 from speedlab.telemetry.records import RunState
-from speedlab.telemetry.text import bytes_text
 
 _POLL_SECONDS = 0.2
 

@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from speedlab.cluster.cluster import Cluster
     from speedlab.cluster.connection import EngineStatus
     from speedlab.cluster.errors import ClusterError, RankError, RemoteFailure
+    from speedlab.cluster.reattach import attach
     from speedlab.cluster.results import RankResults
-    from speedlab.cluster.run import Run, attach
+    from speedlab.cluster.run import Run
 
 __all__ = ["Cluster", "ClusterError", "EngineStatus", "RankError", "RankResults", "RemoteFailure", "Run", "attach"]
 
@@ -22,7 +23,7 @@ _HOMES = {
     "RemoteFailure": "errors",
     "RankResults": "results",
     "Run": "run",
-    "attach": "run",
+    "attach": "reattach",
 }
 """The modules of the names; imported when first used, so that an engine process does not import the kernel's side."""
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speedlab.cluster import remote
+import speedlab.cluster.remote as remote
 from speedlab.cluster.errors import DIED, ClusterError, RankError
 from speedlab.cluster.out_of_memory import out_of_memory_lines
 from speedlab.telemetry.folder import Command, RunFolder, RunFolderError, Status

@@ -15,7 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speedlab.cluster import processes, remote, start
+import speedlab.cluster.processes as processes
+import speedlab.cluster.remote as remote
+import speedlab.cluster.start as start
 from speedlab.cluster.connection import Connection, EngineStatus
 from speedlab.cluster.devices import choose_devices
 from speedlab.cluster.errors import ClusterError

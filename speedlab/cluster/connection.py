@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from speedlab.cluster import processes, remote, start
+import speedlab.cluster.processes as processes
+import speedlab.cluster.remote as remote
+import speedlab.cluster.start as start
 from speedlab.cluster.errors import ClusterError, name_ranks
 from speedlab.cluster.home import ClusterState, EngineEntry, Home
 from speedlab.cluster.output import OutputHub

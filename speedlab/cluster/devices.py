@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speedlab import hardware
+import speedlab.hardware as hardware
 from speedlab.cluster.errors import ClusterError
 from speedlab.hardware import Device
 

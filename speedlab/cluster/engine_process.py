@@ -13,7 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from speedlab.cluster import remote, wires
+import speedlab.cluster.remote as remote
+import speedlab.cluster.wires as wires
 
 _CONTROLLER_SECONDS = 60.0
 _POLL_SECONDS = 0.02

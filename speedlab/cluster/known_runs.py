@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ from speedlab.telemetry.folder import (
     RunFolder,
     RunFolderError,
     find_runs,
-    find_runs_text,
     read_object,
     write_atomically,
 )
@@ -75,23 +73,6 @@ def saved_step(folder: RunFolder) -> int | None:
         except (OSError, ValueError, KeyError, TypeError):
             continue  # Damaged: the engine, which would have to read it, refuses it, too.
     return max(steps, default=None)
-
-
-def folder_named(name: str | os.PathLike[str]) -> RunFolder:
-    """The run folder at the path `name`, or of that name in ./runs or among the runs of a running cluster."""
-    from speedlab.cluster.cluster import Cluster
-
-    for path in (Path(name), Path("runs") / name):
-        if (path / "config.json").is_file():
-            return RunFolder(path)
-    try:
-        known = remembered_runs(Cluster.attach())
-    except ClusterError:
-        known = []
-    for path in known:
-        if path.name == str(name) and path.is_dir():
-            return RunFolder(path)
-    raise RunError(f"there is no run {str(name)!r}; runs in {find_runs_text(Path('runs').resolve())}")
 
 
 def refuse_second_run(cluster: Cluster, pids: tuple[int, ...]) -> None:

@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from speedlab.cluster.errors import DIED, RankError, RemoteFailure
+from speedlab.display.figure_style import LABELS
+from speedlab.display.text import bytes_text
 from speedlab.hardware import Device
 from speedlab.planner import parameter_count
 from speedlab.planner.here import hardware_here
 from speedlab.planner.plan import plan_setup
 from speedlab.planner.setup import Setup
 from speedlab.telemetry.feed import Feed
-from speedlab.telemetry.figure_style import LABELS
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import CATEGORIES, Ledger
 from speedlab.telemetry.shape import present_config
-from speedlab.telemetry.text import bytes_text
 
 _KINDS = frozenset({"MemoryError", "OutOfMemoryError", "_ArrayMemoryError"})
 _SIGNS = ("out of memory", "can't allocate memory", "Cannot allocate memory")

@@ -130,12 +130,12 @@ def reset() -> None:
     if distributed is None or not distributed.is_available():
         return
     if distributed.is_initialized():
-        from speedlab import comm
-        from speedlab.cluster import wires
+        import speedlab.cluster.wires as wires
+        from speedlab.comm import leave
 
         # A collective may still go on in the background, and leaving would wait for it.
         wires.cut()
-        comm.leave()
+        leave()
     # Groups are named by a counter, which leaving sets back, but a join that was cut off does not. Ranks whose counters
     # differ would wait for each other under different names.
     distributed.distributed_c10d._world.group_count = 0

@@ -17,7 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speedlab.cluster import processes, remote, start
+import speedlab.cluster.processes as processes
+import speedlab.cluster.remote as remote
+import speedlab.cluster.start as start
 from speedlab.cluster.advance import RESTING
 from speedlab.cluster.connection import Connection
 from speedlab.cluster.devices import devices_for

@@ -14,27 +14,19 @@ import shutil
 import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from speedlab.cluster import remote
+import speedlab.cluster.remote as remote
 from speedlab.cluster.advance import RESTING, Advance
-from speedlab.cluster.errors import ClusterError, RankError
-from speedlab.cluster.known_runs import (
-    RunError,
-    folder_named,
-    known_folders,
-    refuse_second_run,
-    remember_run,
-    runs_here,
-)
+from speedlab.cluster.errors import RankError
+from speedlab.cluster.known_runs import RunError, refuse_second_run, remember_run
 from speedlab.cluster.words import Pending, Step
 from speedlab.config import ConfigError, RunConfig
 from speedlab.planner import parameter_count, stage_blocks
 from speedlab.telemetry.feed import Feed
-from speedlab.telemetry.folder import RunFolder, find_runs_text, require_space
+from speedlab.telemetry.folder import RunFolder, require_space
 from speedlab.telemetry.layout_table import LayoutTable, layout_table
 from speedlab.telemetry.placement_table import PlacementTable, placement_of
 from speedlab.telemetry.records import Event, RunState, StepRecord
@@ -350,39 +342,6 @@ def start_run(cluster: Cluster, config: RunConfig, model: Any = None) -> Run:
         shutil.rmtree(folder.path)  # Nothing has run in it; its name is free again.
         raise
     remember_run(cluster, folder.path)
-    return run
-
-
-def attach(name: str | os.PathLike[str] | None = None) -> Run:
-    """The handle of a run that was started elsewhere: by an earlier kernel, or by `speedlab train`.
-
-    `name` is a run's name or folder. Without it, the run of the running cluster that is training, else its newest one.
-    A named run whose engines are gone is opened to be looked at. Raises ClusterError when no cluster is running,
-    RunError when there is no such run.
-    """
-    from speedlab.cluster.cluster import Cluster
-
-    if name is None:
-        cluster = Cluster.attach()
-        pids = {status.pid for status in cluster.status()}
-        folders = [folder for folder in known_folders(cluster) if runs_here(folder, cluster, pids)]
-        if not folders:
-            raise RunError(f"cluster {cluster.name!r} has no run; runs in {find_runs_text(Path('runs').resolve())}")
-        folders.sort(key=lambda folder: (folder.read_status().state not in RESTING, folder.read_status().updated))
-        return _reattached(folders[-1], cluster)
-    folder = folder_named(name)
-    try:
-        cluster = Cluster.attach(folder.read_status().cluster or None)
-    except ClusterError:
-        return Run(folder)
-    here = runs_here(folder, cluster, {status.pid for status in cluster.status()})
-    return _reattached(folder, cluster) if here else Run(folder)
-
-
-def _reattached(folder: RunFolder, cluster: Cluster) -> Run:
-    run = Run(folder, cluster)
-    assert run._advance is not None
-    run._advance.start_if_needed()  # The kernel that posted the last word may have died before it could send it on.
     return run
 
 

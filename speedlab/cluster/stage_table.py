@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from speedlab.config import RunConfig
+from speedlab.display.table import Table
+from speedlab.display.text import bytes_text, count_text, seconds_text
 from speedlab.hardware import Device, cpu_fast_dtype
 from speedlab.layout import Layout
 from speedlab.planner import parameters_by_rank, rank_states
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.records import Event, StepRecord
 from speedlab.telemetry.shape import present_config, shape_after
-from speedlab.telemetry.table import Table
-from speedlab.telemetry.text import bytes_text, count_text, seconds_text
 
 _STATES = ("parameters", "gradients", "optimizer")
 

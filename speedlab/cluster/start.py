@@ -16,7 +16,8 @@ from typing import Any
 
 import ipyparallel
 
-from speedlab.cluster import processes, remote
+import speedlab.cluster.processes as processes
+import speedlab.cluster.remote as remote
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, EngineEntry, Home
 from speedlab.cluster.launchers import DeviceEngineLauncher, DeviceEngineSetLauncher, device_fields

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from speedlab.cluster import processes
+import speedlab.cluster.processes as processes
 from speedlab.cluster.errors import ClusterError, name_ranks
 from speedlab.cluster.home import ClusterState, EngineEntry
 from speedlab.cluster.wires import CUT_SIGNAL

@@ -1,6 +1,6 @@
 """DeepSpeed's JSON in and out.
 
-`read` says of every key of a DeepSpeed file what became of it:
+`read`, which users know as `RunConfig.deepspeed_reading`, says of every key of a DeepSpeed file what became of it:
 
 - honoured: it has its meaning here, as the field that is named with it (or it asks for what always happens);
 - ignored, with the reason: it changes neither what is computed nor what fits;
@@ -18,21 +18,20 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speedlab.config.deepspeed_keys import Entry, Keys
 from speedlab.config.deepspeed_rules import RULES
 from speedlab.config.deepspeed_schema import FEATURES, TOP_LEVEL
 from speedlab.config.deepspeed_text import parse
 from speedlab.config.errors import ConfigError
-from speedlab.config.run import RunConfig
 from speedlab.layout import LayoutError
+
+if TYPE_CHECKING:
+    from speedlab.config.run import RunConfig
 
 FEATURE_NAMES = tuple(sorted({feature.name for feature in FEATURES.values()} | {"optimizer", "schedule"}))
 """What `ignore` may name."""
-
-_OWN = frozenset(RunConfig.model_fields)
-_TOP_LEVEL_TEXT = re.compile(rf'"(?:{"|".join(sorted(TOP_LEVEL - _OWN))})"\s*:')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +81,7 @@ class Reading:
 
 def read(
     source: str | Path | Mapping[str, Any],
+    kind: type[RunConfig],
     *,
     engines: int | None = None,
     training_args: Mapping[str, Any] | None = None,
@@ -89,6 +89,7 @@ def read(
 ) -> Reading:
     """Read a DeepSpeed configuration: a path, the text itself (it starts with '{' or a comment), or a dict.
 
+    `kind`: what the configuration becomes. It comes as an argument, because its methods read and write through here.
     `engines`: the batch equation and the layout are checked for so many ranks. `training_args`: arguments of Hugging
     Face's TrainingArguments by name (`args.to_dict()`), which fill "auto" as the Trainer does; `hidden_size` beside
     them, the model's, fills the bucket sizes. `ignore`: names of features to go on without.
@@ -98,11 +99,11 @@ def read(
     if strangers:
         raise ConfigError(f"ignore: {strangers[0]!r} is no feature; known: {', '.join(FEATURE_NAMES)}")
     data, name, warnings = _data(source)
-    keys = Keys(data, training_args, ignore, warnings)
+    keys = Keys(data, training_args, ignore, warnings, kind())
     for rule in RULES:
         rule(keys)
     keys.finish()
-    config = _config(keys, engines)
+    config = _config(keys, kind, engines)
     return Reading(
         source=name,
         honoured=tuple(keys.honoured),
@@ -114,17 +115,16 @@ def read(
     )
 
 
-def recognises(source: str | Path | Mapping[Any, Any]) -> bool:
+def recognises(source: str | Path | Mapping[Any, Any], kind: type[RunConfig]) -> bool:
     """Whether a file or a dict is DeepSpeed's rather than SpeedLab's, by its first-level keys.
 
     It is when one of them is DeepSpeed's only, and none is SpeedLab's only. A JSON file that is broken is, when a key
     of DeepSpeed's only stands in it.
     """
     if isinstance(source, Mapping):
-        own = source.keys() & (_OWN - TOP_LEVEL)
-        shared = source.get("optimizer")
-        theirs = source.keys() & (TOP_LEVEL - _OWN) or (isinstance(shared, Mapping) and "type" in shared)
-        return bool(theirs) and not own
+        fields, shared = kind.model_fields.keys(), source.get("optimizer")
+        theirs = source.keys() & (TOP_LEVEL - fields) or (isinstance(shared, Mapping) and "type" in shared)
+        return bool(theirs) and not source.keys() & (fields - TOP_LEVEL)
     path = Path(source)
     if path.suffix in (".yaml", ".yml"):
         return False
@@ -133,9 +133,10 @@ def recognises(source: str | Path | Mapping[Any, Any]) -> bool:
     except (OSError, UnicodeDecodeError):
         return False
     try:
-        return recognises(parse(text).data)
+        return recognises(parse(text).data, kind)
     except ConfigError:
-        return bool(_TOP_LEVEL_TEXT.search(text))
+        theirs = "|".join(sorted(TOP_LEVEL - kind.model_fields.keys()))
+        return re.search(rf'"(?:{theirs})"\s*:', text) is not None
 
 
 def _data(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str, list[str]]:
@@ -159,10 +160,10 @@ def _data(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str, 
     return parsed.data, str(path), list(parsed.warnings)
 
 
-def _config(keys: Keys, engines: int | None) -> RunConfig | None:
+def _config(keys: Keys, kind: type[RunConfig], engines: int | None) -> RunConfig | None:
     """The configuration; None, with what was refused added to `keys`, when there is none."""
     try:
-        config = RunConfig(**keys.settings)
+        config = kind(**keys.settings)
         if engines is not None:
             config.batch.resolve(config.layout(engines, built_in=False).data_size)
     except (ConfigError, LayoutError) as error:

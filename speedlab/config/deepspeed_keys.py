@@ -6,12 +6,14 @@ import difflib
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speedlab.config.deepspeed_auto import AUTO, TRAINER_DEFAULTS, disagreement
 from speedlab.config.deepspeed_schema import FEATURES, HONOURED, IGNORED, LEGACY, OFFLOAD, SECTIONS, Feature
 from speedlab.config.errors import ConfigError
-from speedlab.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from speedlab.config.run import RunConfig
 
 _SHOWN = 60
 """At most this many characters of a value are repeated."""
@@ -48,6 +50,7 @@ class Keys:
         training_args: Mapping[str, Any] | None,
         ignored_features: Collection[str],
         warnings: list[str],
+        defaults: RunConfig,
     ) -> None:
         self.settings: dict[str, Any] = {}
         self.honoured: list[Entry] = []
@@ -55,6 +58,7 @@ class Keys:
         self.refused: list[Entry] = []
         self.assumed: list[str] = []
         self.warnings = warnings
+        self._defaults = defaults
         self._left: dict[str, Any] = {}
         self._written: dict[str, str] = {}
         self._values: dict[str, Any] = {}
@@ -144,7 +148,7 @@ class Keys:
             return None
         value = self._left.pop(path)
         if value == "auto":
-            default = f", {field} {_default(field)!r}" if field else ""
+            default = f", {field} {self._default(field)!r}" if field else ""
             why = "SpeedLab's default" if self._args is None else "training_args do not say it; SpeedLab's default"
             self._automatic.append(self._written[path])
             self._add(self.honoured, path, f"{why}{default}")
@@ -154,6 +158,12 @@ class Keys:
         except (TypeError, ValueError, OverflowError):
             self.refuse(path, f"expected {kind.__doc__}, not {_short(value)}")
             return None
+
+    def _default(self, field: str) -> Any:
+        value: Any = self._defaults
+        for name in field.split("."):
+            value = getattr(value, name)
+        return value
 
     # What became of them
 
@@ -289,13 +299,6 @@ def section(value: Any) -> Mapping[str, Any]:
     """keys and values in { }"""
     if not isinstance(value, Mapping):
         raise TypeError(value)
-    return value
-
-
-def _default(field: str) -> Any:
-    value: Any = RunConfig()
-    for name in field.split("."):
-        value = getattr(value, name)
     return value
 
 

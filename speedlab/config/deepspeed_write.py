@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speedlab.config.batch import DEFAULT_MICRO_SIZE
 from speedlab.config.deepspeed_rules import STATIC_WINDOW
-from speedlab.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from speedlab.config.run import RunConfig
 
 _RATE_DIGITS = 9
 """Fewer than a floor is read with, so that writing it again gives the same digits."""
 
 
-def to_deepspeed(config: RunConfig) -> dict[str, Any]:
+def as_deepspeed(config: RunConfig) -> dict[str, Any]:
     """All of `config` that DeepSpeed's keys can say.
 
     They cannot say: model, data, seed, dp, the pipeline's schedule and cut, sequence parallelism, evaluation,

@@ -10,9 +10,12 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from speedlab.config import layouts, text
 from speedlab.config.batch import BatchConfig
+from speedlab.config.deepspeed import Reading, recognises
+from speedlab.config.deepspeed import read as read_deepspeed
+from speedlab.config.deepspeed_write import as_deepspeed
 from speedlab.config.errors import ConfigError
+from speedlab.config.layouts import resolve
 from speedlab.config.model import ModelConfig
 from speedlab.config.part import Part
 from speedlab.config.parts import (
@@ -27,6 +30,7 @@ from speedlab.config.parts import (
     TelemetryConfig,
     ZeroConfig,
 )
+from speedlab.config.text import is_yaml, read, yaml_text
 from speedlab.layout import Layout
 
 SHORT_FORMS: dict[str, tuple[str, type | tuple[type, ...]]] = {
@@ -113,7 +117,7 @@ class RunConfig(Part):
 
         Without `built_in` the model is somebody's own, and rules about `model` are left out.
         """
-        return layouts.resolve(self, world_size, built_in=built_in)
+        return resolve(self, world_size, built_in=built_in)
 
     def replace(self, **changes: Any) -> RunConfig:
         """A copy with some fields changed. A part may be given by its short form or as a dict of only the fields that
@@ -135,12 +139,10 @@ class RunConfig(Part):
 
         A JSON file whose keys are DeepSpeed's is read as `from_deepspeed` does.
         """
-        from speedlab.config import deepspeed  # It needs this module.
-
         path = Path(path)
-        if deepspeed.recognises(path):
+        if recognises(path, cls):
             return cls.from_deepspeed(path)
-        data = text.read(path)
+        data = read(path)
         try:
             return cls(**{str(key): value for key, value in data.items()})
         except ConfigError as error:
@@ -155,25 +157,34 @@ class RunConfig(Part):
         training_args: Mapping[str, Any] | None = None,
         ignore: Collection[str] = (),
     ) -> RunConfig:
-        """The configuration that a DeepSpeed file or dict describes; `deepspeed.read` tells of every key what became
+        """The configuration that a DeepSpeed file or dict describes; `deepspeed_reading` tells of every key what became
         of it, and of the arguments.
 
         Raises ConfigError, one line for each key that is refused. Warns of what a reader of the file may not expect.
         """
-        from speedlab.config import deepspeed  # It needs this module.
-
-        reading = deepspeed.read(source, engines=engines, training_args=training_args, ignore=ignore)
+        reading = cls.deepspeed_reading(source, engines=engines, training_args=training_args, ignore=ignore)
         config = reading.config
         if reading.warnings:
             before = f"{reading.source}: " if reading.source else "DeepSpeed configuration: "
             warnings.warn("\n".join(before + text for text in reading.warnings), UserWarning, stacklevel=2)
         return config
 
+    @classmethod
+    def deepspeed_reading(
+        cls,
+        source: str | Path | Mapping[str, Any],
+        *,
+        engines: int | None = None,
+        training_args: Mapping[str, Any] | None = None,
+        ignore: Collection[str] = (),
+    ) -> Reading:
+        """What became of every key of a DeepSpeed file, text or dict, and the configuration, if nothing was refused.
+        Print it, or see `speedlab.config.deepspeed.read`, which takes the same arguments."""
+        return read_deepspeed(source, cls, engines=engines, training_args=training_args, ignore=ignore)
+
     def to_deepspeed(self) -> dict[str, Any]:
         """This configuration as DeepSpeed's JSON: all that its keys can say. They say nothing of model and data."""
-        from speedlab.config.deepspeed_write import to_deepspeed  # It needs this module.
-
-        return to_deepspeed(self)
+        return as_deepspeed(self)
 
     def to_json(self) -> str:
         """Every field, as JSON."""
@@ -181,12 +192,12 @@ class RunConfig(Part):
 
     def to_yaml(self) -> str:
         """Every field, as YAML; `text.annotated_yaml` has the descriptions too."""
-        return text.yaml_text(self.model_dump(mode="json"))
+        return yaml_text(self.model_dump(mode="json"))
 
     def save(self, path: str | Path) -> None:
         """Write JSON or, for .yaml and .yml, YAML."""
         path = Path(path)
-        path.write_text(self.to_yaml() if text.is_yaml(path) else self.to_json(), encoding="utf-8")
+        path.write_text(self.to_yaml() if is_yaml(path) else self.to_json(), encoding="utf-8")
 
 
 def _expanded(data: Mapping[Any, Any]) -> dict[Any, Any]:

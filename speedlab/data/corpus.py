@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+import speedlab.data.files as found
 from speedlab.config import ConfigError, DataConfig
-from speedlab.data import files as found
 from speedlab.data.cache import (
     Progress,
     default_cache,

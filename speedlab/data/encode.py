@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+import speedlab.data.files as found
 from speedlab.config import ConfigError, DataConfig
-from speedlab.data import files as found
 from speedlab.data.cache import Progress
 from speedlab.data.files import NotTextError, TextFile, describe
 from speedlab.data.tokenizer import Tokenizer, train_bpe

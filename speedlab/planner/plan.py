@@ -1,30 +1,29 @@
 """A plan: what a training holds on each rank, how long it takes, and what it costs. Everything before anything runs.
 
 `plan` takes a model and machines by name or as objects, predicts memory (memory.py) and time (timing.py), and returns a
-`Plan`, which shows itself as text, as a table and as figures.
+`Plan`, which shows itself as text and as a table (plan_table.py), and as figures (plan_figure.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from speedlab.config import RunConfig, ZeroConfig
+from speedlab.display.figure_style import Figure
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner import presets
 from speedlab.planner.caution import caution
 from speedlab.planner.devices import Machines
 from speedlab.planner.here import Hardware
+from speedlab.planner.plan_figure import found_html, plan_figure, plan_html
+from speedlab.planner.plan_table import PlanTable, found_text, plan_table, plan_text
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search import Candidate, Change, Dtype, Target, cheapest_change, fast_dtype, search
 from speedlab.planner.setup import ModelShape, Setup
 from speedlab.planner.shapes import check_shape, shape_parameters
 from speedlab.planner.timing import StepTime
-
-if TYPE_CHECKING:
-    from speedlab.telemetry.figure_style import Figure
-    from speedlab.telemetry.plan_table import PlanTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,19 +98,13 @@ class Plan:
 
     def table(self) -> PlanTable:
         """Bytes by category, a row for each position that holds something else."""
-        from speedlab.telemetry.plan_table import plan_table
-
         return plan_table(self)
 
     def figure(self) -> Figure:
         """Memory by position with the capacity line, beside what a step's time is made of: for plotly."""
-        from speedlab.telemetry.plan_figure import plan_figure
-
         return plan_figure(self)
 
     def __str__(self) -> str:
-        from speedlab.telemetry.plan_table import plan_text
-
         return plan_text(self)
 
     def __repr__(self) -> str:
@@ -125,8 +118,6 @@ class Plan:
             printer.text(line)
 
     def _repr_html_(self) -> str:
-        from speedlab.telemetry.plan_figure import plan_html
-
         return plan_html(self)
 
 
@@ -161,15 +152,11 @@ class Found:
         return cls(asked=asked, candidates=tuple(candidates))
 
     def __str__(self) -> str:
-        from speedlab.telemetry.plan_table import found_text
-
         return found_text(self)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from speedlab.telemetry.plan_figure import found_html
-
         return found_html(self)
 
 

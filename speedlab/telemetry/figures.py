@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from speedlab.display.figure_style import Figure, plain
+from speedlab.display.text import count_text, seconds_text
 from speedlab.hardware import Device
-from speedlab.telemetry.figure_style import Figure, plain
 from speedlab.telemetry.folder import Status
+from speedlab.telemetry.marks import STATE_MARKS
 from speedlab.telemetry.memory_figure import memory_figure, states_are_small, states_figure
 from speedlab.telemetry.pipeline_figure import pipeline_figure
 from speedlab.telemetry.prediction import error_text
@@ -28,7 +30,6 @@ from speedlab.telemetry.step_figures import (
     loss_figure,
     throughput_figure,
 )
-from speedlab.telemetry.text import STATE_MARKS, count_text, seconds_text
 from speedlab.telemetry.timeline import timeline_of
 
 __all__ = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from speedlab.display.table import Table
 from speedlab.hardware import Device
 from speedlab.layout import AXES, Layout
-from speedlab.telemetry.table import Table
 
 _INDEXED = tuple(axis for axis in AXES if axis != "pp")  # Along pp, the stages and their blocks say more.
 

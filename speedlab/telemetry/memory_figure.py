@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from speedlab.display.figure_style import LABELS, Figure, bar_marker, base_layout, ink_line, legend_beside, note
+from speedlab.display.text import byte_unit, bytes_text
 from speedlab.hardware import Device
-from speedlab.telemetry.figure_style import LABELS, Figure, bar_marker, base_layout, ink_line, legend_beside, note
 from speedlab.telemetry.prediction import counted, error_text
 from speedlab.telemetry.records import CATEGORIES, StepRecord
 from speedlab.telemetry.series import History, total_bytes
-from speedlab.telemetry.text import byte_unit, bytes_text
 
 MOST_RANKS = 16
 """Beyond this many ranks, minimum, median and maximum are drawn instead."""

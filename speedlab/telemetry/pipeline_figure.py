@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from speedlab.display.figure_style import PHASE_COLOURS, Figure, base_layout
 from speedlab.hardware import Device
-from speedlab.telemetry.figure_style import PHASE_COLOURS, Figure, base_layout
 from speedlab.telemetry.records import Span
 from speedlab.telemetry.timeline import Lane, Timeline
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from speedlab import __version__
+from speedlab.display.text import bytes_text, count_text, seconds_text
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.figures import History, figures, header, plain
 from speedlab.telemetry.folder import RunFolder, write_atomically
-from speedlab.telemetry.text import bytes_text, count_text, seconds_text
 
 _TEMPLATE = Path(__file__).with_name("report_template.html")
 

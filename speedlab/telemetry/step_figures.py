@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from speedlab.hardware import Device
-from speedlab.telemetry.figure_style import (
+from speedlab.display.figure_style import (
     ACCENT,
     INK,
     PHASE_COLOURS,
@@ -18,9 +17,10 @@ from speedlab.telemetry.figure_style import (
     curve,
     float32,
     legend_beside,
-    over_steps,
     second_axis,
 )
+from speedlab.hardware import Device
+from speedlab.telemetry.marks import over_steps
 from speedlab.telemetry.memory_figure import rank_names, shown_ranks
 from speedlab.telemetry.records import PHASES
 from speedlab.telemetry.series import BARS, POINTS, History, bucket_extremes, bucket_last, bucket_mean, stride

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from speedlab.display.text import bytes_text
 from speedlab.planner.formula import model_states, parameter_count
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.records import RunState
-from speedlab.telemetry.text import bytes_text
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from speedlab.telemetry.bars_svg import Bar, bars_svg
-from speedlab.telemetry.figure_style import COLOURS, bar_marker, swatch
+from speedlab.display.bars_svg import Bar, bars_svg
+from speedlab.display.figure_style import COLOURS, bar_marker, swatch
 
 MIB = 2**20
 

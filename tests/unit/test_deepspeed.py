@@ -26,7 +26,7 @@ def dug(config: RunConfig, field: str):
 
 
 def refusals(source, **arguments) -> dict[str, str]:
-    return {entry.path: entry.text for entry in deepspeed.read(source, **arguments).refused}
+    return {entry.path: entry.text for entry in RunConfig.deepspeed_reading(source, **arguments).refused}
 
 
 def params(kind: str, **values) -> dict:
@@ -142,13 +142,13 @@ def params(kind: str, **values) -> dict:
     ],
 )
 def test_a_key_that_has_a_meaning_here_is_honoured(data, expected) -> None:
-    reading = deepspeed.read({**BATCH, **data} if "train_batch_size" not in data else data)
+    reading = RunConfig.deepspeed_reading({**BATCH, **data} if "train_batch_size" not in data else data)
     assert not reading.refused
     assert {field: dug(reading.config, field) for field in expected} == expected
 
 
 def test_what_is_left_out_has_deepspeeds_default_and_it_is_said() -> None:
-    reading = deepspeed.read({**BATCH, "optimizer": {"type": "AdamW"}})
+    reading = RunConfig.deepspeed_reading({**BATCH, "optimizer": {"type": "AdamW"}})
     config = reading.config
     assert (config.zero.stage, config.precision.dtype, config.clip_norm) == (0, "float32", None)
     assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.weight_decay) == (1e-3, (0.9, 0.999), 0.0)
@@ -163,7 +163,7 @@ def test_a_schedule_is_deepspeeds_to_a_step() -> None:
     from speedlab.engine.build.schedule import rate_factor
 
     top, low, warmup, total = 2e-4, 1e-5, 10, 100
-    linear = deepspeed.read(
+    linear = RunConfig.deepspeed_reading(
         {
             **BATCH,
             "scheduler": params(
@@ -176,7 +176,7 @@ def test_a_schedule_is_deepspeeds_to_a_step() -> None:
             ),
         }
     ).config
-    cosine = deepspeed.read(
+    cosine = RunConfig.deepspeed_reading(
         {
             **BATCH,
             "optimizer": params("AdamW", lr=top),
@@ -201,7 +201,7 @@ def test_every_known_key_without_effect_has_a_reason(path) -> None:
     for name in reversed(path.split(".")):
         value = {name: value}
     assert isinstance(value, dict)
-    reading = deepspeed.read({**BATCH, **value})
+    reading = RunConfig.deepspeed_reading({**BATCH, **value})
     entry = next(entry for entry in (*reading.ignored, *reading.refused) if entry.path == path)
     assert entry.text
     assert path == "gradient_allreduce_op" or not reading.refused
@@ -271,7 +271,7 @@ def test_what_changes_training_or_memory_is_refused_unless_the_caller_goes_witho
     assert refused[path].endswith(f'; to go on without it, ignore "{name}"')
     with pytest.raises(ConfigError, match=path):
         RunConfig.from_deepspeed({**BATCH, **data})
-    without = deepspeed.read({**BATCH, **data}, ignore={name})
+    without = RunConfig.deepspeed_reading({**BATCH, **data}, ignore={name})
     assert without.config is not None
     assert any(entry.path == path and "you asked" in entry.text for entry in without.ignored)
 
@@ -288,7 +288,7 @@ def test_offload_counts_only_at_the_stages_where_it_acts() -> None:
 
 
 def test_one_bit_adam_without_its_bits_keeps_its_numbers() -> None:
-    config = deepspeed.read(
+    config = RunConfig.deepspeed_reading(
         {**BATCH, "optimizer": params("ZeroOneAdam", lr=4e-4, weight_decay=0.01)}, ignore={"optimizer"}
     ).config
     assert (config.optimizer.name, config.optimizer.lr, config.optimizer.weight_decay) == ("adamw", 4e-4, 0.01)
@@ -347,17 +347,19 @@ def test_a_slip_is_refused_under_the_key_as_it_is_written(data, path, text) -> N
 
 
 def test_unknown_keys_are_ignored_with_a_warning_and_remarks_without() -> None:
-    reading = deepspeed.read({**BATCH, "my_key": 1, "_remark": "x", "zero_optimization": {"verbose": True}})
+    reading = RunConfig.deepspeed_reading(
+        {**BATCH, "my_key": 1, "_remark": "x", "zero_optimization": {"verbose": True}}
+    )
     assert reading.config is not None
     assert {entry.path for entry in reading.ignored} >= {"my_key", "_remark", "zero_optimization.verbose"}
     assert [text.partition(":")[0] for text in reading.warnings] == ["my_key", "zero_optimization.verbose"]
 
 
 def test_two_names_of_one_key() -> None:
-    reading = deepspeed.read({**BATCH, "bfloat16": {"enabled": True}, "bf16": {"enabled": False}})
+    reading = RunConfig.deepspeed_reading({**BATCH, "bfloat16": {"enabled": True}, "bf16": {"enabled": False}})
     assert reading.config.precision.dtype == "float32"
     assert reading.warnings == ("bf16.enabled and bfloat16.enabled are two names of one key; bf16.enabled counts",)
-    other_order = deepspeed.read({**BATCH, "bf16": {"enabled": False}, "bfloat16": {"enabled": True}})
+    other_order = RunConfig.deepspeed_reading({**BATCH, "bf16": {"enabled": False}, "bfloat16": {"enabled": True}})
     assert other_order.config == reading.config
 
 
@@ -368,7 +370,7 @@ def test_older_names_lead_to_names_of_today() -> None:
 
 def test_the_batch_equation_is_checked_for_a_number_of_engines() -> None:
     data = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
-    assert deepspeed.read(data, engines=4).config.batch.global_size == 24
+    assert RunConfig.deepspeed_reading(data, engines=4).config.batch.global_size == 24
     text = refusals(data, engines=3)["train_batch_size"]
     assert "global 24 = micro 3 × accumulation 2 × dp 3 does not hold; the right side is 18" in text
     assert list(refusals({**BATCH, "tensor_parallel": {"autotp_size": 3}}, engines=4)) == ["layout"]
@@ -397,7 +399,7 @@ AUTOMATIC = {
 
 
 def test_auto_without_arguments_is_speedlabs_default_and_it_is_said() -> None:
-    reading = deepspeed.read(AUTOMATIC)
+    reading = RunConfig.deepspeed_reading(AUTOMATIC)
     config, plain = reading.config, RunConfig()
     assert (config.optimizer, config.batch, config.clip_norm) == (plain.optimizer, plain.batch, plain.clip_norm)
     assert (config.precision, config.zero.bucket_bytes) == (plain.precision, plain.zero.bucket_bytes)
@@ -420,7 +422,7 @@ def test_auto_is_filled_from_training_arguments() -> None:
         "hidden_size": 100,
         "output_dir": "x",
     }
-    reading = deepspeed.read(AUTOMATIC, training_args=args)
+    reading = RunConfig.deepspeed_reading(AUTOMATIC, training_args=args)
     config = reading.config
     assert (config.batch.micro_size, config.batch.accumulation, config.batch.global_size) == (2, 3, None)
     assert (config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.betas) == (2e-4, 0.02, (0.9, 0.95))
@@ -431,7 +433,7 @@ def test_auto_is_filled_from_training_arguments() -> None:
 
 
 def test_arguments_that_are_not_given_have_the_trainers_default() -> None:
-    reading = deepspeed.read(AUTOMATIC, training_args={"fp16": True})
+    reading = RunConfig.deepspeed_reading(AUTOMATIC, training_args={"fp16": True})
     assert (reading.config.optimizer.lr, reading.config.batch.micro_size) == (5e-5, 8)
     assert reading.config.precision.dtype == "float16"
     (warning,) = reading.warnings
@@ -440,12 +442,12 @@ def test_arguments_that_are_not_given_have_the_trainers_default() -> None:
 
 
 def test_a_number_that_is_not_the_arguments_is_said() -> None:
-    reading = deepspeed.read({**BATCH, "gradient_clipping": 0.5}, training_args={"max_grad_norm": 1.0})
+    reading = RunConfig.deepspeed_reading({**BATCH, "gradient_clipping": 0.5}, training_args={"max_grad_norm": 1.0})
     assert reading.config.clip_norm == 0.5
     assert reading.warnings == (
         "gradient_clipping is 0.5 and training_args.max_grad_norm is 1.0; the file counts, the Trainer refuses both",
     )
-    assert deepspeed.read({**BATCH, "gradient_clipping": 0.5}, training_args={}).warnings == ()
+    assert RunConfig.deepspeed_reading({**BATCH, "gradient_clipping": 0.5}, training_args={}).warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -457,7 +459,7 @@ def test_a_number_that_is_not_the_arguments_is_said() -> None:
 )
 def test_training_arguments_that_are_none_are_refused(args, message) -> None:
     with pytest.raises(ConfigError) as caught:
-        deepspeed.read(AUTOMATIC, training_args=args)
+        RunConfig.deepspeed_reading(AUTOMATIC, training_args=args)
     assert str(caught.value) == message
 
 
@@ -476,7 +478,7 @@ def test_a_file_is_recognised_by_its_keys(tmp_path) -> None:
     def written(text: str, name: str = "x.json") -> bool:
         path = tmp_path / name
         path.write_text(text)
-        return deepspeed.recognises(path)
+        return deepspeed.recognises(path, RunConfig)
 
     assert written('{"train_batch_size": 8, // yes\n}')
     assert written('{"optimizer": {"type": "Adam"}}')
@@ -486,7 +488,7 @@ def test_a_file_is_recognised_by_its_keys(tmp_path) -> None:
     assert not written('{"optimizer": {"lr": 1}}')
     assert not written("{}")
     assert not written("train_batch_size: 8", "x.yaml")
-    assert not deepspeed.recognises(tmp_path / "absent.json")
+    assert not deepspeed.recognises(tmp_path / "absent.json", RunConfig)
 
 
 def test_load_takes_a_deepspeed_file_and_warns_once(tmp_path) -> None:
@@ -522,9 +524,9 @@ def test_a_broken_or_refused_file_is_named(tmp_path) -> None:
 
 
 def test_text_is_read_like_a_file_and_unknown_features_are_refused() -> None:
-    assert deepspeed.read('// mine\n{"train_batch_size": 8}').config.batch.global_size == 8
+    assert RunConfig.deepspeed_reading('// mine\n{"train_batch_size": 8}').config.batch.global_size == 8
     with pytest.raises(ConfigError, match=r"^ignore: 'ofload' is no feature; known: amp, "):
-        deepspeed.read(BATCH, ignore={"ofload"})
+        RunConfig.deepspeed_reading(BATCH, ignore={"ofload"})
 
 
 def test_the_terminal_prints_configuration_and_lists(tmp_path, capsys, monkeypatch) -> None:
@@ -589,7 +591,7 @@ CONFIGS = st.fixed_dictionaries(
 def test_what_is_written_is_read_and_written_again_the_same(data) -> None:
     config = RunConfig(**data)
     written = config.to_deepspeed()
-    reading = deepspeed.read(json.loads(json.dumps(written)))
+    reading = RunConfig.deepspeed_reading(json.loads(json.dumps(written)))
     again = reading.config
     assert again.to_deepspeed() == written
     assert (again.zero.stage, again.clip_norm, again.activation) == (
@@ -610,4 +612,4 @@ def test_what_is_written_is_read_and_written_again_the_same(data) -> None:
 
 def test_a_constant_loss_scale_comes_back_constant() -> None:
     fp16 = {"enabled": True, "loss_scale": 128.0}
-    assert deepspeed.read({**BATCH, "fp16": fp16}).config.to_deepspeed()["fp16"] == fp16
+    assert RunConfig.deepspeed_reading({**BATCH, "fp16": fp16}).config.to_deepspeed()["fp16"] == fp16

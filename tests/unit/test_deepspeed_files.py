@@ -315,15 +315,15 @@ def test_no_public_file_is_without_expectation() -> None:
 
 def hold(path: Path, expected: Expected) -> None:
     """The file does what is expected of it, through every door."""
-    assert deepspeed.recognises(path)
+    assert deepspeed.recognises(path, RunConfig)
     if isinstance(expected, Broken):
         with pytest.raises(ConfigError) as caught:
-            deepspeed.read(path)
+            RunConfig.deepspeed_reading(path)
         start = f"{path}: not valid JSON at line {expected.line}, column {expected.column}: "
         assert str(caught.value).startswith(start)
         assert expected.text in str(caught.value)
         return
-    reading = deepspeed.read(path)
+    reading = RunConfig.deepspeed_reading(path)
     assert all(entry.text and entry.path for entry in (*reading.honoured, *reading.ignored, *reading.refused))
     if isinstance(expected, Refused):
         assert tuple(entry.path for entry in reading.refused) == expected.paths
@@ -332,7 +332,7 @@ def hold(path: Path, expected: Expected) -> None:
         assert str(caught.value).startswith(f"{path}: {expected.paths[0]}: ")
         if not expected.ignore:
             return
-        reading = deepspeed.read(path, ignore=expected.ignore)
+        reading = RunConfig.deepspeed_reading(path, ignore=expected.ignore)
     else:
         assert len(reading.warnings) == len(expected.warnings), reading.warnings
         for said, start in zip(reading.warnings, expected.warnings, strict=True):
@@ -340,7 +340,7 @@ def hold(path: Path, expected: Expected) -> None:
     config = reading.config
     assert {name: dug(config, name) for name in expected.fields} == expected.fields
     written = config.to_deepspeed()
-    assert deepspeed.read(written).config.to_deepspeed() == written
+    assert RunConfig.deepspeed_reading(written).config.to_deepspeed() == written
 
 
 def dug(config: RunConfig, name: str) -> Any:

@@ -10,10 +10,11 @@ import plotly.graph_objects as go
 import pytest
 from telemetry_samples import make_event, make_record
 
+from speedlab.display.figure_style import COLOURS, INK
+from speedlab.display.text import byte_unit, bytes_text, count_text, seconds_text
 from speedlab.hardware import cpu_devices
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.telemetry import series
-from speedlab.telemetry.figure_style import COLOURS, INK
 from speedlab.telemetry.figures import (
     History,
     anatomy_by_rank_figure,
@@ -32,7 +33,6 @@ from speedlab.telemetry.memory_figure import states_are_small
 from speedlab.telemetry.prediction import Prediction
 from speedlab.telemetry.records import CATEGORIES, PHASES, Ledger, RunState
 from speedlab.telemetry.step_figures import Cut, loss_values
-from speedlab.telemetry.text import byte_unit, bytes_text, count_text, seconds_text
 
 MIB = 2**20
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from telemetry_samples import make_folder, make_record, pipeline_records
 
+from speedlab.display.figure_style import PHASE_COLOURS, plain
 from speedlab.hardware import cpu_devices
-from speedlab.telemetry.figure_style import PHASE_COLOURS, plain
 from speedlab.telemetry.figures import History, figures, overview_figure
 from speedlab.telemetry.pipeline_figure import MOST_BARS, MOST_LANES, pipeline_figure
 from speedlab.telemetry.records import Span

@@ -12,14 +12,14 @@ import pytest
 
 from speedlab import cli
 from speedlab.config import ConfigError, RunConfig
+from speedlab.display.figure_style import plain
 from speedlab.hardware import Device
 from speedlab.planner import calibration_store
 from speedlab.planner.here import hardware_here
 from speedlab.planner.memory import predict_memory
 from speedlab.planner.plan import plan
+from speedlab.planner.plan_table import plan_table
 from speedlab.planner.request import PlanRequest, count
-from speedlab.telemetry.figure_style import plain
-from speedlab.telemetry.plan_table import plan_table
 
 CLUSTER = "128x8 A100-80 nvlink3 ib-200x8"
 GPT3 = ["gpt3-175b", "--machines", CLUSTER, "--tp", "8", "--pp", "16", "--zero", "1", "--global", "1536"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from speedlab.config import ModelConfig, RunConfig
+from speedlab.display.figure_style import COLOURS
 from speedlab.layout import Layout
 from speedlab.planner.activation_sizes import Sizes
 from speedlab.planner.activations_stage import held, step_peak, walk
@@ -35,7 +36,7 @@ def setup(**changes: Any) -> Setup:
 
 
 def test_categories_are_the_ledgers() -> None:
-    assert CATEGORIES == LEDGER
+    assert CATEGORIES == LEDGER == tuple(COLOURS)
 
 
 def test_flats_are_aligned_and_divide() -> None:

@@ -21,7 +21,8 @@ from speedlab.cluster import remote
 from speedlab.cluster.advance import Claim
 from speedlab.cluster.errors import ClusterError, RankError, RemoteFailure
 from speedlab.cluster.known_runs import RunError, remembered_runs
-from speedlab.cluster.run import Run, attach, start_run
+from speedlab.cluster.reattach import attach
+from speedlab.cluster.run import Run, start_run
 from speedlab.config import ConfigError, RunConfig
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner import parameter_count
@@ -210,9 +211,8 @@ def engines(tmp_path, monkeypatch):
     data.check = lambda config: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "speedlab.data", data)
     fake = FakeEngines(tmp_path / "cluster")
-    cluster_module = types.ModuleType("speedlab.cluster.cluster")
-    cluster_module.Cluster = types.SimpleNamespace(attach=lambda name=None: fake)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "speedlab.cluster.cluster", cluster_module)
+    found = types.SimpleNamespace(attach=lambda name=None: fake)
+    monkeypatch.setattr("speedlab.cluster.reattach.Cluster", found)
     # The processes of these ranks do not exist; nothing here should take them for dead.
     monkeypatch.setattr("speedlab.cluster.run.psutil.pid_exists", lambda pid: True)
     return fake

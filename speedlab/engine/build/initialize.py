@@ -133,7 +133,8 @@ def _config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunCon
     elif isinstance(config, str | Path):
         named = RunConfig.load(config)
     elif isinstance(config, Mapping):
-        named = RunConfig.from_deepspeed(dict(config)) if deepspeed.recognises(config) else RunConfig(**config)
+        theirs = deepspeed.recognises(config, RunConfig)
+        named = RunConfig.from_deepspeed(dict(config)) if theirs else RunConfig(**config)
     else:
         raise ConfigError(f"config: expected a RunConfig, a dict or a path, not {type(config).__name__}")
     unasked = {"clip_norm": None, "schedule": ScheduleConfig(kind="constant", warmup_steps=0)}

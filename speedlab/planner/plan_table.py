@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from speedlab.display.figure_style import LABELS
+from speedlab.display.table import Table
+from speedlab.display.text import byte_unit, bytes_text, count_text, seconds_text
+from speedlab.planner.rank_memory import CATEGORIES, RankMemory
 from speedlab.planner.search import describe
 from speedlab.planner.shapes import shape_parameters
-from speedlab.telemetry.figure_style import LABELS
-from speedlab.telemetry.records import CATEGORIES
-from speedlab.telemetry.table import Table
-from speedlab.telemetry.text import byte_unit, bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
     from speedlab.planner.plan import Found, Plan
-    from speedlab.planner.rank_memory import RankMemory
 
 MOST_ROWS = 12
 """Positions that the text shows; `Plan.table()` has all."""

@@ -1,18 +1,6 @@
-"""Numbers and states as people read them. GiB is 1024³; a unit stands beside every number."""
+"""Numbers as people read them. GiB is 1024³; a unit stands beside every number."""
 
 from __future__ import annotations
-
-from speedlab.telemetry.records import RunState
-
-STATE_MARKS = {
-    RunState.STARTING: "○",
-    RunState.RUNNING: "●",
-    RunState.PAUSED: "‖",
-    RunState.FINISHED: "■",
-    RunState.STOPPED: "■",
-    RunState.FAILED: "✕",
-}
-"""A shape beside the word, so that the state does not hang on a colour."""
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 

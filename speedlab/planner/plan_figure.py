@@ -5,9 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from speedlab.planner.timing import PARTS
-from speedlab.telemetry.bars_svg import Bar, bars_svg
-from speedlab.telemetry.figure_style import (
+from speedlab.display.bars_svg import Bar, bars_svg
+from speedlab.display.figure_style import (
     COLOURS,
     LABELS,
     Figure,
@@ -18,7 +17,8 @@ from speedlab.telemetry.figure_style import (
     note,
     swatch,
 )
-from speedlab.telemetry.plan_table import (
+from speedlab.display.text import byte_unit, bytes_text, seconds_text
+from speedlab.planner.plan_table import (
     MOST_ROWS,
     cautions,
     found_lines,
@@ -29,8 +29,8 @@ from speedlab.telemetry.plan_table import (
     speed_lines,
     telling,
 )
-from speedlab.telemetry.records import CATEGORIES
-from speedlab.telemetry.text import byte_unit, bytes_text, seconds_text
+from speedlab.planner.rank_memory import CATEGORIES
+from speedlab.planner.timing import PARTS
 
 if TYPE_CHECKING:
     from speedlab.planner.plan import Found, Plan

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from speedlab.telemetry.figure_style import COLOURS, LABELS, is_hatched
-from speedlab.telemetry.records import CATEGORIES
-from speedlab.telemetry.text import byte_unit, bytes_text
+from speedlab.display.figure_style import COLOURS, LABELS, is_hatched
+from speedlab.display.text import byte_unit, bytes_text
 
 _WIDTH, _HEIGHT = 360, 208
 _LEFT, _TOP, _FLOOR = 58, 16, 178
@@ -95,7 +94,7 @@ def _strokes(left: float, high: float, width: float, height: float) -> str:
 
 def _drawn(bar: Bar, middle: float, width: float, top: float) -> str:
     left, below, rects = middle - width / 2, 0, []
-    for category in CATEGORIES:
+    for category in COLOURS:
         count = bar.categories.get(category, 0)
         if not count:
             continue

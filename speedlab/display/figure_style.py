@@ -6,14 +6,9 @@ reader's own text colour is called "ink" (a trace's `meta`, a shape's `name`), a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
 from typing import Any
 
 import numpy as np
-
-from speedlab.telemetry.records import CATEGORIES, Event
-from speedlab.telemetry.shape import change_mark
 
 Figure = dict[str, Any]
 
@@ -27,10 +22,11 @@ COLOURS = {
     "other_framework": "#999999",
     "outside_framework": "#999999",
 }
-"""Okabe and Ito's palette: told apart by colour-blind readers, legible on light and on dark."""
+"""Of the ledger's categories, in the order in which they are stacked. Okabe and Ito's palette: told apart by
+colour-blind readers, legible on light and on dark."""
 
 LABELS = {
-    **{category: category.replace("_", " ") for category in CATEGORIES},
+    **{category: category.replace("_", " ") for category in COLOURS},
     "other_framework": "other framework memory",
     "outside_framework": "outside the framework",
 }
@@ -72,19 +68,6 @@ PHASE_COLOURS = {
 
 ACCENT = "#D55E00"
 INK = "#808080"
-
-_EVENT_MARKS = {
-    "reshaped": "▼",
-    "checkpoint": "◆",
-    "paused": "‖",
-    "resumed": "▶",
-    "interrupted": "✕",
-    "failed": "✕",
-    "warning": "▲",
-    "stopped": "■",
-    "finished": "■",
-}
-_MOST_MARKS = 40
 
 
 def base_layout(title: str, unit: str) -> Figure:
@@ -176,37 +159,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return value
-
-
-def over_steps(layout: Figure, events: Sequence[Event]) -> None:
-    layout["xaxis"] |= {"title": {"text": "step", "standoff": 4}, "rangemode": "tozero"}
-    layout |= event_marks(events)
-
-
-def event_marks(events: Sequence[Event]) -> Figure:
-    """Shapes and annotations that mark a run's events on a step axis; the hover text says what happened."""
-    shown = [event for event in events if event.kind in _EVENT_MARKS][-_MOST_MARKS:]
-    shapes, annotations = [], []
-    for event in shown:
-        change = f" {change_mark(event)}" if event.kind == "reshaped" else ""
-        line = {"color": INK, "width": 1, "dash": "dot"}
-        shapes.append(
-            {"type": "line", "x0": event.step, "x1": event.step, "yref": "paper", "y0": 0, "y1": 1, "line": line}
-            | {"layer": "below", "opacity": 0.7, "name": "ink"}
-        )
-        annotations.append(
-            {
-                "text": f"{_EVENT_MARKS[event.kind]}{change}".rstrip(),
-                "x": event.step,
-                "y": 1,
-                "yref": "paper",
-                "yanchor": "bottom",
-                "showarrow": False,
-                "font": {"size": 11},
-                "hovertext": escape(f"{event.kind} at step {event.step}: {event.text}"),
-            }
-        )
-    return {"shapes": shapes, "annotations": annotations}
 
 
 def legend_beside(layout: Figure) -> None:

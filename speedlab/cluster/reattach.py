@@ -1,0 +1,59 @@
+"""Finding a run again that was started elsewhere: its folder by name, and the engines that hold its state."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from speedlab.cluster.advance import RESTING
+from speedlab.cluster.cluster import Cluster
+from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.known_runs import RunError, known_folders, remembered_runs, runs_here
+from speedlab.cluster.run import Run
+from speedlab.telemetry.folder import RunFolder, find_runs_text
+
+
+def attach(name: str | os.PathLike[str] | None = None) -> Run:
+    """The handle of a run that was started elsewhere: by an earlier kernel, or by `speedlab train`.
+
+    `name` is a run's name or folder. Without it, the run of the running cluster that is training, else its newest one.
+    A named run whose engines are gone is opened to be looked at. Raises ClusterError when no cluster is running,
+    RunError when there is no such run.
+    """
+    if name is None:
+        cluster = Cluster.attach()
+        pids = {status.pid for status in cluster.status()}
+        folders = [folder for folder in known_folders(cluster) if runs_here(folder, cluster, pids)]
+        if not folders:
+            raise RunError(f"cluster {cluster.name!r} has no run; runs in {find_runs_text(Path('runs').resolve())}")
+        folders.sort(key=lambda folder: (folder.read_status().state not in RESTING, folder.read_status().updated))
+        return _reattached(folders[-1], cluster)
+    folder = folder_named(name)
+    try:
+        cluster = Cluster.attach(folder.read_status().cluster or None)
+    except ClusterError:
+        return Run(folder)
+    here = runs_here(folder, cluster, {status.pid for status in cluster.status()})
+    return _reattached(folder, cluster) if here else Run(folder)
+
+
+def _reattached(folder: RunFolder, cluster: Cluster) -> Run:
+    run = Run(folder, cluster)
+    assert run._advance is not None
+    run._advance.start_if_needed()  # The kernel that posted the last word may have died before it could send it on.
+    return run
+
+
+def folder_named(name: str | os.PathLike[str]) -> RunFolder:
+    """The run folder at the path `name`, or of that name in ./runs or among the runs of a running cluster."""
+    for path in (Path(name), Path("runs") / name):
+        if (path / "config.json").is_file():
+            return RunFolder(path)
+    try:
+        known = remembered_runs(Cluster.attach())
+    except ClusterError:
+        known = []
+    for path in known:
+        if path.name == str(name) and path.is_dir():
+            return RunFolder(path)
+    raise RunError(f"there is no run {str(name)!r}; runs in {find_runs_text(Path('runs').resolve())}")

@@ -1,0 +1,1 @@
+"""How numbers are shown: units, tables, colours, bars. Of nothing in particular: it imports nothing of ours."""

@@ -1,0 +1,64 @@
+"""Signs for what a run is and what happens to it: beside the word for its state, and over the steps of a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from speedlab.display.figure_style import INK, Figure
+from speedlab.telemetry.records import Event, RunState
+from speedlab.telemetry.shape import change_mark
+
+STATE_MARKS = {
+    RunState.STARTING: "○",
+    RunState.RUNNING: "●",
+    RunState.PAUSED: "‖",
+    RunState.FINISHED: "■",
+    RunState.STOPPED: "■",
+    RunState.FAILED: "✕",
+}
+"""A shape beside the word, so that the state does not hang on a colour."""
+
+_EVENT_MARKS = {
+    "reshaped": "▼",
+    "checkpoint": "◆",
+    "paused": "‖",
+    "resumed": "▶",
+    "interrupted": "✕",
+    "failed": "✕",
+    "warning": "▲",
+    "stopped": "■",
+    "finished": "■",
+}
+_MOST_MARKS = 40
+
+
+def over_steps(layout: Figure, events: Sequence[Event]) -> None:
+    layout["xaxis"] |= {"title": {"text": "step", "standoff": 4}, "rangemode": "tozero"}
+    layout |= event_marks(events)
+
+
+def event_marks(events: Sequence[Event]) -> Figure:
+    """Shapes and annotations that mark a run's events on a step axis; the hover text says what happened."""
+    shown = [event for event in events if event.kind in _EVENT_MARKS][-_MOST_MARKS:]
+    shapes, annotations = [], []
+    for event in shown:
+        change = f" {change_mark(event)}" if event.kind == "reshaped" else ""
+        line = {"color": INK, "width": 1, "dash": "dot"}
+        shapes.append(
+            {"type": "line", "x0": event.step, "x1": event.step, "yref": "paper", "y0": 0, "y1": 1, "line": line}
+            | {"layer": "below", "opacity": 0.7, "name": "ink"}
+        )
+        annotations.append(
+            {
+                "text": f"{_EVENT_MARKS[event.kind]}{change}".rstrip(),
+                "x": event.step,
+                "y": 1,
+                "yref": "paper",
+                "yanchor": "bottom",
+                "showarrow": False,
+                "font": {"size": 11},
+                "hovertext": escape(f"{event.kind} at step {event.step}: {event.text}"),
+            }
+        )
+    return {"shapes": shapes, "annotations": annotations}
