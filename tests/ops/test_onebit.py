@@ -19,8 +19,8 @@ from cuda_ops.onebit import (
 )
 
 SUM_ROUNDINGS = 32
-"""Of a chunk's mean: two orders of adding 2^14 numbers and more in 16 streams and more, in each of which errors of either
-sign add up as the root of 2^10."""
+"""Of a chunk's mean: two orders of adding 2^14 numbers and more in 16 streams and more, in each of which errors of
+either sign add up as the root of 2^10."""
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [0, 1, 7, 8, 9, 15, 16, 17, 511, 513, CHUNK - 1, CHUNK, CHUNK + 1, 20 * CHUNK + 13]
 
@@ -69,7 +69,7 @@ def test_average_as_defined(size, ranks, dtype) -> None:
     out, expected = torch.full((size,), 7.0, dtype=dtype), torch.empty(size, dtype=dtype)
     onebit_average(packed, scales, out)
     onebit_average_reference(packed, scales, expected)
-    # Ours divides each scale and adds, torch adds and divides: 2 * ranks roundings in float32 of sums below 1, then one.
+    # Ours divides each scale and adds, torch adds and divides: 2 * ranks roundings in float32 below 1, then one.
     narrow = 0 if dtype is torch.float32 else 2
     slack = 2 * ranks * unit(torch.float32) / unit(dtype)
     assert_rounded(out, expected, roundings=narrow + slack, scale=1.0 if dtype is torch.float32 else slack)
