@@ -50,9 +50,7 @@ def test_gradients_and_copies_of_other_dtypes(grad_dtype, copy_dtype) -> None:
     adamw(param, grad, exp_avg, exp_avg_sq, copy, **NUMBERS, step=3, factor=0.5)
     adamw_reference(expected[0], grad, *expected[1:], **NUMBERS, step=3, factor=0.5)
     for mine, right in zip((param, exp_avg, exp_avg_sq), expected, strict=True):
-        assert_rounded(
-            mine, right, roundings=6, scale=4.0
-        )  # Updates are up to 4: moments here are no means of gradients.
+        assert_rounded(mine, right, roundings=6, scale=4.0)  # Updates are as great: these moments are random.
     if copy is not None:
         assert torch.equal(copy, param.to(copy_dtype))
 
