@@ -277,6 +277,16 @@ def test_targets_out_of_range(value) -> None:
         linear_cross_entropy(hidden, weight, targets)
 
 
+@pytest.mark.parametrize("value", [-1, 90, 1 << 40])
+def test_where_nobody_looks_targets_out_of_range_are_ignored(value) -> None:
+    hidden, weight, targets = (each.detach() for each in example(50, 90))
+    targets[7:9] = value
+    results = module._by_torch(hidden, weight, targets, -100, 16, True, True)
+    targets[7:9] = -100
+    expected = module._by_torch(hidden, weight, targets, -100, 16, True, True)
+    assert all(torch.equal(one, two) for one, two in zip(results, expected, strict=True))
+
+
 def test_bad_input_is_refused_by_name() -> None:
     hidden, weight, targets = (each.detach() for each in example(20, 100))
     with pytest.raises(ValueError, match=r"hidden: strides are"):
