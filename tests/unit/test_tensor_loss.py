@@ -1,4 +1,4 @@
-"""The loss over parts of the vocabulary: which targets count. With more ranks: tests/ranks/test_tensor.py."""
+"""The loss over parts of the vocabulary: targets that count, what chunks cost. More: tests/ranks/test_tensor.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from cuda_ops.linear_cross_entropy import linear_cross_entropy
+from speedlab.parallel.tensor import loss as loss_module
 from speedlab.parallel.tensor.loss import _Loss, vocabulary_cross_entropy
 
 
@@ -42,3 +44,27 @@ def test_where_nobody_looks_targets_out_of_range_are_ignored() -> None:
         results.append([loss.detach(), *(each.grad for each in own)])
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [0.02, 0.5])
+def test_sixteen_chunks_lose_no_more_than_full_logits(dtype, scale, monkeypatch) -> None:
+    draw = torch.Generator().manual_seed(4)
+    hidden = torch.randn(1024, 64, generator=draw).to(dtype)
+    weight = (torch.randn(500, 64, generator=draw) * scale).to(dtype).requires_grad_()
+    targets = torch.randint(500, (1024,), generator=draw)
+    wide = weight.detach().double().requires_grad_()
+    F.cross_entropy(hidden.double() @ wide.t(), targets).backward()
+    assert wide.grad is not None
+    monkeypatch.setattr(loss_module, "default_chunk", lambda tokens, vocabulary, dtype: tokens // 16)
+    errors = []
+    for loss in (
+        F.cross_entropy(F.linear(hidden, weight).float(), targets) * 1024,  # A scale, as float16 needs it.
+        vocabulary_cross_entropy(hidden, weight, targets, group(1, 0), 500) * 1024,
+    ):
+        weight.grad = None
+        loss.backward()
+        assert weight.grad is not None
+        errors.append(((weight.grad.double() / 1024 - wide.grad).norm() / wide.grad.norm()).item())
+    full, ours = errors
+    assert ours <= 1.1 * full
