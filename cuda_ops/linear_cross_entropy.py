@@ -11,14 +11,20 @@ N tokens, C hidden size, V vocabulary. On CPUs, for each chunk of n tokens:
 3. loss = reference + log(sum) - target's logit; and sum is taken from the target's e.
 4. That is the gradient but for a factor 1 / (sum · count) for each token, which is cheaper multiplied into vectors of
    length C than into V logits: grad_hidden = factor · (eᵀ weight), grad_weight += e (factor · hidden).
+5. With 16-bit floats and several chunks grad_weight is summed in float32, V · C · 4 bytes until it is rounded, once. A
+   chunk's product comes rounded from torch; against that stands that what belongs to the targets, by far the greatest,
+   is added exactly. So the error is that of full logits, or a few percent more.
 
-Elsewhere (CUDA; float16, which CPUs do not multiply fast) the same chunks go through torch's operations.
+Elsewhere (CUDA; float16, which CPUs do not multiply fast) the same chunks go through torch's operations. On CUDA the
+host never waits: nothing is asked whose answer, or whose shape, depends on values. Their products go into the float32
+sums unrounded.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,6 +34,7 @@ from cuda_ops.elements import load, store
 from cuda_ops.exponential import LOG2_E, exp2
 from cuda_ops.library import register, register_autograd
 from cuda_ops.meter import meter
+from cuda_ops.reduce import sum_at
 from cuda_ops.tensors import FLOATS, array, check
 from cuda_ops.threads import share
 
@@ -54,11 +61,15 @@ def linear_cross_entropy(
     Args:
         hidden: (N, C) float32, bfloat16 or float16.
         weight: (V, C), of the same dtype.
-        targets: (N,) int64 in [0, V), or `ignore_index`, which does not count; where none counts the loss is NaN.
+        targets: (N,) int64 in [0, V), or `ignore_index`, which does not count; where none counts the loss is NaN. On
+            CPUs others are refused; on CUDA, where a look would wait for the device, they do not count either.
         chunk: tokens at a time; left out, a tenth of N, or more where that is little.
 
-    Raises ValueError for wrong dtypes, shapes, strides, devices, and (on CPUs; on GPUs torch's own assertion fails)
-    targets out of range; RuntimeError when gradients are asked for a second time.
+    Beside a chunk's logits and the gradients it takes V · C · 4 bytes while it runs, where `weight` is of 16 bits and
+    wants a gradient, and there are several chunks: they are summed in float32.
+
+    Raises ValueError for wrong dtypes, shapes, strides, devices, and (on CPUs) targets out of range; RuntimeError when
+    gradients are asked for a second time.
     """
     grad = torch.is_grad_enabled()
     tokens = default_chunk(len(hidden), weight.shape[0], hidden.dtype) if chunk is None else chunk
@@ -163,29 +174,29 @@ def _cpu(
     need_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check(hidden, weight, targets, chunk)
-    _check_range(targets, weight.shape[0], ignore_index)
+    check_range(targets, weight.shape[0], ignore_index)
     if hidden.dtype is torch.float16:
         return _by_torch(hidden, weight, targets, ignore_index, chunk, need_hidden, need_weight)
-    counted = targets != ignore_index
-    count = counted.sum()
-    grad_hidden, grad_weight = _new_gradients(hidden, weight, need_hidden, need_weight)
+    ignored = uncounted(targets, weight.shape[0], ignore_index)
+    count = len(targets) - ignored.sum()
+    grad_hidden, total = _new_gradients(hidden, weight, need_hidden, need_weight, chunk)
     rows = weight.shape[0] if need_hidden or need_weight else min(weight.shape[0], _BLOCK)
     memory = hidden.new_empty(rows * min(chunk, len(targets)))
     loss = torch.zeros((), dtype=torch.float64)
     for low in range(0, len(targets), chunk):
-        inputs, labels, used = (each[low : low + chunk] for each in (hidden, targets, counted))
+        inputs, labels, left_out = (rows_from(each, low, chunk) for each in (hidden, targets, ignored))
         e = memory[: rows * len(labels)].view(rows, len(labels))  # (V, n), or one block of it
         base, sums, picked = exponentials(inputs, weight, labels, e)
-        loss += torch.where(used, base + sums.log() - picked, 0).sum()
-        columns = used.nonzero().flatten()
+        loss += (base + sums.log() - picked).masked_fill(left_out, 0).sum()
+        at_targets = (picked - base).float().exp()
         if need_hidden or need_weight:
-            e[labels[columns], columns] = ((picked - base).float().exp() - sums)[columns].to(e.dtype)
-        factors = torch.where(used, 1 / (sums * count), 0)[:, None]
+            replace_targets(e, labels, at_targets - sums)
+        factors = (1 / (sums * count)).masked_fill(left_out, 0).unsqueeze(1)
         if need_hidden:
-            torch.mm(e.t(), weight, out=grad_hidden[low : low + chunk]).mul_(factors)
+            torch.mm(e.t(), weight, out=rows_from(grad_hidden, low, chunk)).mul_(factors)
         if need_weight:
-            grad_weight.addmm_(e, (inputs * factors).to(e.dtype), beta=0 if low == 0 else 1)
-    return (loss / count).float(), grad_hidden, grad_weight, torch.ones(())
+            add_chunk(total, e, inputs, factors, labels, at_targets, sums, first=low == 0)
+    return (loss / count).float(), grad_hidden, total.to(weight.dtype), torch.ones(())
 
 
 def _by_torch(
@@ -198,35 +209,110 @@ def _by_torch(
     need_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check(hidden, weight, targets, chunk)
-    counted = targets != ignore_index
-    count = counted.sum()
+    ignored = uncounted(targets, weight.shape[0], ignore_index)
+    count = len(targets) - ignored.sum()
     one = torch.ones((), device=hidden.device)
     # Most gradients of a mean over many tokens would be zero in float16: there it stays a sum until the backward pass.
     share_of_token, left = (one, 1 / count.clamp(min=1)) if hidden.dtype is torch.float16 else (1 / count, one)
-    grad_hidden, grad_weight = _new_gradients(hidden, weight, need_hidden, need_weight)
+    grad_hidden, total = _new_gradients(hidden, weight, need_hidden, need_weight, chunk)
     loss = torch.zeros((), device=hidden.device)
     for low in range(0, len(targets), chunk):
-        inputs, used = hidden[low : low + chunk], counted[low : low + chunk]
-        labels = torch.where(used, targets[low : low + chunk], 0)[:, None]
+        inputs, labels, left_out = (rows_from(each, low, chunk) for each in (hidden, targets, ignored))
+        labels = labels.masked_fill(left_out, 0).unsqueeze(1)
         log_p = torch.log_softmax(inputs @ weight.t(), dim=1, dtype=torch.float32)  # (n, V)
-        loss -= torch.where(used, log_p.gather(1, labels)[:, 0], 0).sum()
+        loss -= log_p.gather(1, labels).squeeze(1).masked_fill(left_out, 0).sum()
         if not (need_hidden or need_weight):
             continue
-        factors = torch.where(used, share_of_token, 0)[:, None]
+        factors = share_of_token.expand(len(inputs)).masked_fill(left_out, 0).unsqueeze(1)
         gradient = log_p.exp_().scatter_add_(1, labels, -torch.ones_like(factors)).mul_(factors).to(hidden.dtype)
         if need_hidden:
-            torch.mm(gradient, weight, out=grad_hidden[low : low + chunk])
+            torch.mm(gradient, weight, out=rows_from(grad_hidden, low, chunk))
         if need_weight:
-            grad_weight.addmm_(gradient.t(), inputs, beta=0 if low == 0 else 1)
-    return loss / count, grad_hidden, grad_weight, left
+            add_product(total, gradient.t(), inputs, first=low == 0)
+    return loss / count, grad_hidden, total.to(weight.dtype), left
 
 
-def _new_gradients(hidden: Tensor, weight: Tensor, need_hidden: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
+def uncounted(targets: Tensor, vocabulary: int, ignore_index: int) -> Tensor:
+    """(N,) bool: where a target does not count in the loss: `ignore_index`, and what is no row of the vocabulary."""
+    return (targets == ignore_index) | (targets < 0) | (targets >= vocabulary)
+
+
+def replace_targets(e: Tensor, rows: Tensor, values: Tensor) -> None:
+    """e[rows[j], j] = values[j] for each column j of `e` (V, n) where row `rows`[j] is one of `e`'s; others stay.
+
+    Written for all columns, with what is there where nothing is to be replaced: to find those that are would make the
+    host wait for a GPU.
+    """
+    nearest = rows.clamp(0, e.shape[0] - 1)
+    present = e.gather(0, nearest.unsqueeze(0))
+    e.scatter_(0, nearest.unsqueeze(0), torch.where(nearest == rows, values.to(e.dtype), present))
+
+
+def sum_dtype(weight: Tensor, tokens: int, chunk: int) -> torch.dtype:
+    """In which the gradient of `weight` is summed over chunks: float32 for 16-bit floats if there are several."""
+    return torch.float32 if tokens > chunk and weight.dtype in FLOATS else weight.dtype
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    """total (V, C) += left (V, n) right (n, C), where `first` instead of what it held; float32, or of their dtype."""
+    beta = 0 if first else 1
+    if total.dtype is left.dtype:
+        total.addmm_(left, right, beta=beta)
+        return
+    if total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+        return
+    for low in range(0, len(total), _BLOCK):  # torch has no such product on CPUs; a block's stays in the cache.
+        target, rows = rows_from(total, low, _BLOCK), rows_from(left, low, _BLOCK)
+        if left.dtype is torch.float16:  # which CPUs do not multiply fast in any way
+            target.addmm_(rows.float(), right.float(), beta=beta)
+            continue
+        product = (rows @ right).view(-1)
+        address = np.array([product.data_ptr()])
+        sum_at(address, array(product[:0]), array(target.view(-1)), divisor=1, accumulate=not first, floating=True)
+
+
+def add_chunk(
+    total: Tensor, e: Tensor, hidden: Tensor, factors: Tensor, rows: Tensor, at: Tensor, sums: Tensor, *, first: bool
+) -> None:
+    """total (V, C) += e (factors · hidden), step 5, for a chunk of n tokens on a CPU. Changes `e`.
+
+    Args:
+        e: (V, n), with `at` - `sums` at the targets (`replace_targets`).
+        factors: (n, 1).
+        rows: (n,) int64, of the targets.
+        at: (n,) exponentials at the targets.
+        sums: (n,) of all exponentials.
+    """
+    scaled = (hidden * factors).to(e.dtype)
+    if total.dtype is e.dtype:
+        add_product(total, e, scaled, first=first)
+        return
+    # A token that is rarer than one in a chunk has little in the product but what stands at targets.
+    rare = at * len(hidden) < sums
+    replace_targets(e, rows, torch.where(rare, at, at - sums))
+    add_product(total, e, scaled, first=first)
+    columns = ((rows >= 0) & (rows < len(e))).nonzero().flatten()
+    exact = (at - sums)[columns].unsqueeze(1) * factors[columns] * hidden[columns]
+    entered = e[rows[columns], columns].float().unsqueeze(1) * scaled[columns]
+    total.index_add_(0, rows[columns], (exact - entered).float())
+
+
+def rows_from(tensor: Tensor, low: int, count: int) -> Tensor:
+    """Up to `count` rows of `tensor` from `low` on."""
+    return tensor.narrow(0, low, min(count, tensor.shape[0] - low))
+
+
+def _new_gradients(
+    hidden: Tensor, weight: Tensor, need_hidden: bool, need_weight: bool, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Memory for the gradient of `hidden`, and for the sum of that of `weight`."""
     grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
     if not need_weight:
         return grad_hidden, weight.new_empty(0)
     # Without tokens there is no chunk to write it.
-    return grad_hidden, torch.empty_like(weight) if len(hidden) else torch.zeros_like(weight)
+    new = torch.empty_like if len(hidden) else torch.zeros_like
+    return grad_hidden, new(weight, dtype=sum_dtype(weight, len(hidden), chunk))
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> None:
@@ -237,7 +323,8 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> None:
         raise ValueError(f"chunk: {chunk}, expected 1 or more tokens at a time")
 
 
-def _check_range(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
+def check_range(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
+    """Raise ValueError where a target is neither a row of the vocabulary nor `ignore_index`. Waits for the device."""
     wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
     if wrong.any():
         first = int(wrong.nonzero()[0])
@@ -258,7 +345,8 @@ def _fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check(hidden, weight, targets, chunk)
     scalar = hidden.new_empty((), dtype=torch.float32)
-    return scalar, *_new_gradients(hidden, weight, need_hidden, need_weight), torch.empty_like(scalar)
+    grad_hidden, total = _new_gradients(hidden, weight, need_hidden, need_weight, chunk)
+    return scalar, grad_hidden, total.to(weight.dtype), torch.empty_like(scalar)
 
 
 _loss = register(

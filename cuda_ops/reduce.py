@@ -1,6 +1,6 @@
 """The sum of n buffers into one, in their order: what a reduction between ranks computes. CPU only; NCCL has its own.
 
-Sums of 16-bit floats are taken in float32 and rounded once.
+Sums of 16-bit floats are taken in float32 and rounded once; float64 is summed and divided in float64.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ def sum_floats(
     overlaps, LLVM runs a loop without vectors.)
     """
     number = addresses.shape[0]
-    factor = np.float32(1) / np.float32(divisor)
     total = sums_like(like, _BLOCK)
     for low in range(start, stop, _BLOCK):
         width = min(_BLOCK, stop - low)
@@ -83,7 +82,7 @@ def sum_floats(
                 total[i] += load(other, i)
         if divisor != 1:
             for i in range(width):
-                total[i] *= factor
+                total[i] /= np.float32(divisor)  # Exact in float32, so that float64 stays what it is.
         if accumulate:
             for i in range(width):
                 total[i] += load(target, i)

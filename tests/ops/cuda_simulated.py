@@ -59,7 +59,8 @@ def install() -> None:
     gpu.launch = launch
 
 
-def same(got: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float = 1e-6) -> None:
+def same(got: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float = 16 * 2**-24) -> None:
+    """Sixteen roundings in float32 at most, of values about 1."""
     torch.testing.assert_close(list(got), list(expected), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from rounding import assert_rounded, unit
 from torch._subclasses import FakeTensorMode
 
 from cuda_ops.blockquant import (
@@ -62,7 +63,10 @@ def test_sums_as_defined(size, ranks, bits, dtype) -> None:
         out, expected = torch.full((size,), 7.0, dtype=dtype), torch.empty(size, dtype=dtype)
         block_dequantize_sum(quantized, scales, out, average=average)
         block_dequantize_reference(quantized, scales, expected, average=average)
-        torch.testing.assert_close(out, expected, rtol=1e-6 if dtype is torch.float32 else 1e-2, atol=1e-5)
+        # A product and a sum for each rank, of terms below 5, on either side, and one rounding to a narrower dtype.
+        slack = 4 * ranks * unit(torch.float32) / unit(dtype)
+        narrow = 0 if dtype is torch.float32 else 2
+        assert_rounded(out, expected, roundings=narrow + slack, scale=5.0 * slack / (narrow + slack))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -117,7 +121,8 @@ def test_the_ends_of_the_range(value, bits) -> None:
     out = torch.empty(256)
     block_dequantize(quantized, scales, out)
     tiny = torch.finfo(torch.float32).tiny
-    torch.testing.assert_close(out, values, rtol=1e-6, atol=LEVELS[bits] * tiny)
+    # A scale is rounded, and the product; where it would be denormal it is zero, and so is all that comes out.
+    torch.testing.assert_close(out, values, rtol=2 * unit(torch.float32), atol=LEVELS[bits] * tiny)
 
 
 def test_the_same_bits_on_any_number_of_threads(set_threads) -> None:
@@ -171,4 +176,5 @@ def test_registration() -> None:
         return out / 2
 
     compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(values, torch.empty(100)), values, rtol=0, atol=0.02)
+    half_a_level = 0.5001 * float(values.abs().max()) / LEVELS[8]
+    torch.testing.assert_close(compiled(values, torch.empty(100)), values, rtol=0, atol=half_a_level)

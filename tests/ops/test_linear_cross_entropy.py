@@ -85,6 +85,42 @@ def test_many_chunks_cost_little_accuracy(dtype) -> None:
     assert_near(weight.grad, grad_weight, 2 * TOLERANCE[dtype])
 
 
+def drawn(tokens: int, vocabulary: int, scale: float, mean: float, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Hidden vectors with a `mean` in common, and targets as often as the model expects: what training ends in."""
+    draw = torch.Generator().manual_seed(tokens)
+    hidden = (torch.randn(tokens, 64, generator=draw) + mean).to(dtype)
+    weight = (torch.randn(vocabulary, 64, generator=draw) * scale).to(dtype)
+    targets = (hidden.float() @ weight.float().t()).softmax(1).multinomial(1, generator=draw).squeeze(1)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "scale", "mean"),
+    [
+        (1024, 500, 0.1, 0.0),
+        (2048, 2000, 0.02, 0.0),
+        (512, 1000, 0.5, 0.0),
+        (1600, 300, 0.1, 1.0),
+        (1600, 300, 0.5, 1.0),
+    ],
+)
+def test_sixteen_chunks_lose_no_more_than_full_logits(tokens, vocabulary, scale, mean, dtype) -> None:
+    hidden, weight, targets = drawn(tokens, vocabulary, scale, mean, dtype)
+    _, _, right = exact(hidden, weight, targets)
+    errors = []
+    for loss in (
+        linear_cross_entropy_reference(hidden, weight, targets) * 1024,  # A scale, as float16 needs it.
+        linear_cross_entropy(hidden, weight, targets, chunk=tokens // 16) * 1024,
+    ):
+        weight.grad = None
+        loss.backward()
+        assert weight.grad is not None
+        errors.append(((weight.grad.double() / 1024 - right).norm() / right.norm()).item())
+    full, ours = errors
+    assert ours <= 1.1 * full
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.25, 3.0, 65536.0])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_the_incoming_gradient_scales_gradients(dtype, scale) -> None:
@@ -275,6 +311,16 @@ def test_targets_out_of_range(value) -> None:
     targets[13] = value
     with pytest.raises(ValueError, match=rf"targets: {value} at position 13, expected 0 to 99"):
         linear_cross_entropy(hidden, weight, targets)
+
+
+@pytest.mark.parametrize("value", [-1, 90, 1 << 40])
+def test_where_nobody_looks_targets_out_of_range_are_ignored(value) -> None:
+    hidden, weight, targets = (each.detach() for each in example(50, 90))
+    targets[7:9] = value
+    results = module._by_torch(hidden, weight, targets, -100, 16, True, True)
+    targets[7:9] = -100
+    expected = module._by_torch(hidden, weight, targets, -100, 16, True, True)
+    assert all(torch.equal(one, two) for one, two in zip(results, expected, strict=True))
 
 
 def test_bad_input_is_refused_by_name() -> None:

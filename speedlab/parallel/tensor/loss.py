@@ -9,7 +9,8 @@ As `cuda_ops.linear_cross_entropy`, a chunk of n tokens at a time, gradients mad
 3. The probabilities are e · exp(base - logarithm): the factor is multiplied into vectors of length C. Where it would
    leave float32, because another rank has the great logits, the chunk is done again with the logarithm as base; where
    torch's operations do the work of the kernel, they are always multiplied into e.
-4. grad_hidden is this rank's part of a sum, which the caller takes; grad_weight is that of its own rows.
+4. grad_hidden is this rank's part of a sum, which the caller takes; grad_weight is that of its own rows, and is summed
+   over chunks as there: in float32 for 16-bit floats.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from cuda_ops.linear_cross_entropy import default_chunk, exponentials
+from cuda_ops.linear_cross_entropy import (
+    add_chunk,
+    add_product,
+    check_range,
+    default_chunk,
+    exponentials,
+    replace_targets,
+    rows_from,
+    sum_dtype,
+    uncounted,
+)
 from speedlab.comm import Group
 from speedlab.layout import share_of
 
@@ -40,19 +51,14 @@ def vocabulary_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, gr
     Args:
         hidden: (N, C) floats, the same on all ranks; its gradients are to be summed over them.
         weight: (V / tp, C), the rank's share of the rows; of the same dtype.
-        targets: (N,) int64 in [0, V), or -100, which does not count; where none counts the loss is NaN.
+        targets: (N,) int64 in [0, V), or -100, which does not count; where none counts the loss is NaN. On CPUs
+            others are refused; on CUDA, where a look would wait for the device, they do not count either.
         vocabulary: V.
 
-    Raises ValueError for targets out of range (on CPUs; a GPU is not waited for, and there they count as ignored rows).
+    Raises ValueError for targets out of range (on CPUs).
     """
     if targets.is_cpu:
-        wrong = (targets != IGNORED) & ((targets < 0) | (targets >= vocabulary))
-        if wrong.any():
-            first = int(wrong.nonzero()[0])
-            raise ValueError(
-                f"targets: {int(targets[first])} at position {first}, expected 0 to {vocabulary - 1}, the rows of the "
-                f"head's weight, or {IGNORED}"
-            )
+        check_range(targets, vocabulary, IGNORED)
     grad = torch.is_grad_enabled()
     needed = grad and hidden.requires_grad, grad and weight.requires_grad
     return _Loss.apply(hidden, weight, targets, group, vocabulary, needed)
@@ -69,39 +75,33 @@ class _Loss(Function):
         vocabulary: int,
         needed: tuple[bool, bool],
     ) -> Tensor:
-        counted = targets != IGNORED
+        ignored = uncounted(targets, vocabulary, IGNORED)
         # In float16 most gradients of a mean over many tokens would be zero: there it is a sum until the backward pass.
-        count = counted.sum()
+        count = len(targets) - ignored.sum()
         ctx.left = 1 / count.clamp(min=1) if hidden.dtype is torch.float16 else None
-        weight_of_token = 1.0 if hidden.dtype is torch.float16 else 1 / count
-        grads = [torch.zeros_like(each) if need else None for each, need in zip((hidden, weight), needed, strict=True)]
+        share_of_token = torch.ones_like(count) if hidden.dtype is torch.float16 else 1 / count
         rows = targets - share_of(vocabulary, group.size, group.index)[0]
         # The widest share, so that all ranks have the same chunks.
         chunk = default_chunk(len(hidden), -(-vocabulary // group.size), hidden.dtype)
+        grad_hidden = torch.zeros_like(hidden) if needed[0] else None
+        total = torch.zeros_like(weight, dtype=sum_dtype(weight, len(hidden), chunk)) if needed[1] else None
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for low in range(0, len(hidden), chunk):
-            inputs, labels, used = (each[low : low + chunk] for each in (hidden, rows, counted))
+            inputs, labels, left_out = (rows_from(each, low, chunk) for each in (hidden, rows, ignored))
             e, base, sums, picked = _exponentials(inputs, weight, labels, keep=any(needed))  # 1
             own = torch.stack((base + sums.double().log(), picked.double()))
-            every = group.gather_along(own[None], 0)  # (tp, 2, n)  # 2
-            logarithm = every[:, 0].logsumexp(0)
-            loss += torch.where(used, logarithm - every[:, 1].sum(0), 0).sum()
+            logarithms, logits = group.gather_along(own.unsqueeze(1), 1).unbind()  # (tp, n) each  # 2
+            logarithm = logarithms.logsumexp(0)
+            loss += (logarithm - logits.sum(0)).masked_fill(left_out, 0).sum()
             if not any(needed):
                 continue
-            if not _by_kernel(hidden):  # 3
-                e, base = (e * (base - logarithm).exp().float()).to(hidden.dtype), logarithm
-            elif ((logarithm - base) > _LARGEST_EXPONENT).any():
+            if _by_kernel(hidden) and ((logarithm - base) > _LARGEST_EXPONENT).any():  # 3
                 e, base, sums, picked = _exponentials(inputs, weight, labels, keep=True, base=logarithm)
-            columns = ((labels >= 0) & (labels < len(weight))).nonzero().flatten()
-            ones = ((picked - base).exp() - (logarithm - base).exp())[columns]
-            e[labels[columns], columns] = ones.to(e.dtype)
-            factors = torch.where(used, (base - logarithm).exp() * weight_of_token, 0).float()[:, None]
-            grad_hidden, grad_weight = grads  # 4
-            if grad_hidden is not None:
-                torch.mm(e.t(), weight, out=grad_hidden[low : low + chunk]).mul_(factors)
-            if grad_weight is not None:
-                grad_weight.addmm_(e, (inputs * factors).to(e.dtype))
-        ctx.save_for_backward(*grads)
+            shares = share_of_token.expand(len(inputs)).masked_fill(left_out, 0)
+            into = None if grad_hidden is None else rows_from(grad_hidden, low, chunk)
+            add = _gradients_by_kernel if _by_kernel(hidden) else _gradients_by_torch
+            add(inputs, weight, labels, e, base, logarithm, picked, shares, into, total, low == 0)  # 4
+        ctx.save_for_backward(grad_hidden, None if total is None else total.to(weight.dtype))
         return (loss / count).float()
 
     @staticmethod
@@ -123,9 +123,55 @@ def _exponentials(
     logits = (weight @ hidden.t()).float()
     greatest = logits.amax(0)
     e = (logits - greatest).exp()
-    inside = (rows >= 0) & (rows < len(weight))
-    picked = logits.gather(0, rows.clamp(0, len(weight) - 1)[None])[0]
-    return e, greatest.double(), e.sum(0), torch.where(inside, picked, 0)
+    nearest = rows.clamp(0, len(weight) - 1)
+    picked = logits.gather(0, nearest.unsqueeze(0)).squeeze(0)
+    return e, greatest.double(), e.sum(0), picked.masked_fill(nearest != rows, 0)
+
+
+def _gradients_by_kernel(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: Tensor,
+    e: Tensor,
+    base: Tensor,
+    logarithm: Tensor,
+    picked: Tensor,
+    shares: Tensor,
+    into: Tensor | None,
+    total: Tensor | None,
+    first: bool,
+) -> None:
+    """Step 4 for a chunk: `into` (n, C) gets the gradient of `hidden`, `total` (V / tp, C) adds that of `weight`.
+    `shares` (n,): of a token in the mean."""
+    at_targets, sums = (picked - base).exp(), (logarithm - base).exp()
+    replace_targets(e, rows, at_targets - sums)
+    factors = ((base - logarithm).exp() * shares).float().unsqueeze(1)
+    if into is not None:
+        torch.mm(e.t(), weight, out=into).mul_(factors)
+    if total is not None:
+        add_chunk(total, e, hidden, factors, rows, at_targets, sums, first=first)
+
+
+def _gradients_by_torch(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: Tensor,
+    e: Tensor,
+    base: Tensor,
+    logarithm: Tensor,
+    picked: Tensor,
+    shares: Tensor,
+    into: Tensor | None,
+    total: Tensor | None,
+    first: bool,
+) -> None:
+    """As above, without the kernel: factors go into `e` before it is rounded."""
+    gradient = (e * ((base - logarithm).exp() * shares).float()).to(hidden.dtype)
+    replace_targets(gradient, rows, ((picked - logarithm).exp() - 1) * shares)
+    if into is not None:
+        torch.mm(gradient.t(), weight, out=into)
+    if total is not None:
+        add_product(total, gradient, hidden, first=first)
 
 
 def _by_kernel(hidden: Tensor) -> bool:
