@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from speedlab.bench import ours
@@ -120,6 +119,8 @@ def _ddp(model: nn.Module, dtype: torch.dtype, group: dist.ProcessGroup | None) 
 def _zero_redundancy(model: nn.Module, dtype: torch.dtype, group: dist.ProcessGroup | None) -> Step:
     """torch's ZeRO-1. It has no masters: in bfloat16 it updates bfloat16 weights, which is less work than the others
     do."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # Here: torch warns of itself when this is imported.
+
     wrapped = DistributedDataParallel(model.to(dtype), process_group=group, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(),
