@@ -5,15 +5,16 @@ All ranks begin together; times are those of the slowest rank.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tyro
 
+from speedlab.bench.interleave import Times, row, take_turns
 from speedlab.bench.ranks import run_on_ranks
 from speedlab.bench.table import Row, report
 
@@ -29,7 +30,7 @@ class Options:
     """Numbers of rank processes, one thread each."""
     megabytes: int = 64
     """Size of the large tensors, MB of the whole."""
-    rounds: int = 9
+    rounds: int = 10
     """Interleaved rounds; medians are taken over them."""
     json: Path | None = None
     """Also write one JSON record for each row to this file."""
@@ -41,27 +42,29 @@ def main(argv: list[str] | None = None) -> None:
     for ranks in options.ranks:
         print(f"{ranks} ranks ...", file=sys.stderr, flush=True)
         for (name, nbytes), times in run_on_ranks(_measure, ranks, options.megabytes, options.rounds).items():
-            rows.append(_row(f"{name} {_size(nbytes)} float32, {ranks} ranks", times))
+            rows.append(row(f"{name} {_size(nbytes)} float32, {ranks} ranks", times, peer="gloo"))
     report(rows, options.json)
 
 
-def _measure(megabytes: int, rounds: int) -> dict[tuple[str, int], dict[str, list[float]]]:
+def _measure(megabytes: int, rounds: int) -> dict[tuple[str, int], Times]:
     """Seconds of one call, by (collective, bytes) and backend."""
     import torch.distributed as dist
 
     groups = {"ours": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
-    results: dict[tuple[str, int], dict[str, list[float]]] = {}
+
+    def time_calls(call: Callable[[object], object], calls: int, backend: str) -> float:
+        dist.barrier(group=groups["gloo"])
+        start = time.perf_counter()
+        for _ in range(calls):
+            call(groups[backend])
+        return (time.perf_counter() - start) / calls
+
+    results: dict[tuple[str, int], Times] = {}
     for nbytes, calls in ((_SMALL_BYTES, _SMALL_CALLS), (megabytes * 10**6, 1)):
         for name, call in _calls(nbytes).items():
-            times: dict[str, list[float]] = {backend: [] for backend in groups}
-            for number in range(-1, rounds):
-                for backend in list(groups)[:: 1 if number % 2 else -1]:
-                    dist.barrier(group=groups["gloo"])
-                    start = time.perf_counter()
-                    for _ in range(calls):
-                        call(groups[backend])
-                    if number >= 0:  # The round before is for warming up.
-                        times[backend].append((time.perf_counter() - start) / calls)
+            for backend in groups:
+                time_calls(call, calls, backend)  # For warming up.
+            times = take_turns(list(groups), rounds, partial(time_calls, call, calls))
             results[name, nbytes] = {backend: _slowest(own) for backend, own in times.items()}
     return results
 
@@ -90,20 +93,6 @@ def _calls(nbytes: int) -> dict[str, Callable[[object], object]]:
         "reduce_scatter": lambda group: scatter_sum(part, whole, group=group),
         "all_gather": lambda group: gather_whole(whole, part, group=group),
     }
-
-
-def _row(case: str, times: dict[str, list[float]]) -> Row:
-    ours, gloo = times["ours"], times["gloo"]
-    return Row(
-        case=case,
-        ours=statistics.median(ours) * 1e3,
-        unit="ms",
-        peer_name="gloo",
-        peer=statistics.median(gloo) * 1e3,
-        ratio=statistics.median(b / a for a, b in zip(ours, gloo, strict=True)),
-        n=len(ours),
-        spread=(max(ours) - min(ours)) / statistics.median(ours),
-    )
 
 
 def _size(nbytes: int) -> str:

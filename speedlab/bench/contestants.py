@@ -1,6 +1,8 @@
-"""The training steps that `bench step` compares: one model, one batch, and a different way to keep ranks in step.
+"""The training steps that `bench step` compares with ours: one model, one batch, and a different way to keep ranks in
+step.
 
-All use the full logits and torch's cross-entropy, but "shipped", which is what a user of SpeedLab gets.
+Every peer has what ours has: the same allocator setting, torch's fused AdamW in one pass, gradients that are dropped
+instead of zeroed. All use the full logits and torch's cross-entropy.
 """
 
 from __future__ import annotations
@@ -14,27 +16,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from speedlab.bench import ours
+from speedlab.bench.contest import AS_INSTALLED
 from speedlab.bench.table import missing
 from speedlab.comm.shared import BACKEND, register
-from speedlab.config import ModelConfig, RunConfig
-from speedlab.engine import initialize
 from speedlab.models import GPT
 
 Step = Callable[[Tensor, Tensor], None]
 """One optimizer step on tokens (B, T) and targets (B, T)."""
 
-MODEL = ModelConfig(layers=6, hidden=384, heads=6, ffn_hidden=1536, vocab_size=16384, context=128, loss="full")
-"""17 million parameters, 6.3 of them in the tied embedding."""
-
-SHIPPED = MODEL.model_copy(update={"loss": "chunked"})
-
-_LR = 1e-3
-
-_OURS = ("ours", "shipped", "DeepSpeed")
-"""Who uses the default group, which is gloo for DeepSpeed: it takes no other."""
+_LR = ours.LEARNING_RATE
 
 
 def names() -> list[str]:
@@ -43,8 +36,9 @@ def names() -> list[str]:
     peers = ["DDP", "ZeroRedundancyOptimizer", "FSDP2 kept", "FSDP2 resharded"]
     on_ours = [f"{peer} on shared" for peer in ("DDP", "FSDP2 kept", "FSDP2 resharded")]
     deepspeed = [f"DeepSpeed {stage}" for stage in range(4)] if not missing() else []
-    ours = [f"{kind} {stage}" for kind in ("ours", "shipped") for stage in range(4)]
-    return ["limit", *peers, *on_ours, *deepspeed, *ours]
+    own = [f"{kind} {stage}" for kind in ("ours", "shipped") for stage in range(4)]
+    as_installed = [f"{name} {AS_INSTALLED}" for name in ("limit", "DDP")]
+    return ["limit", *peers, *on_ours, *deepspeed, *own, *as_installed]
 
 
 def is_ours(name: str) -> bool:
@@ -52,22 +46,22 @@ def is_ours(name: str) -> bool:
     return name.split()[0] in ("ours", "shipped")
 
 
-def make(name: str, dtype: torch.dtype) -> Step:
-    """Build a contestant on this rank; models start from the same values everywhere."""
-    torch.manual_seed(0)
-    kind, *variant = name.split()
-    model = GPT(SHIPPED if kind == "shipped" else MODEL)
-    group = _group(BACKEND if variant[-1:] == ["shared"] else "gloo") if kind not in ("limit", *_OURS) else None
+def build(name: str, dtype_name: str) -> Callable[[], None]:
+    """The step of a peer on this rank and its batch."""
+    dtype = getattr(torch, dtype_name)
+    model = ours.model_of(name)
+    kind, *variant = name.removesuffix(AS_INSTALLED).split()
+    # DeepSpeed uses the default group, which is gloo: it takes no other.
+    group = _group(BACKEND if variant[-1:] == ["shared"] else "gloo") if kind not in ("limit", "DeepSpeed") else None
     makers: dict[str, Callable[[], Step]] = {
         "limit": lambda: _alone(model, dtype),
         "DDP": lambda: _ddp(model, dtype, group),
         "ZeroRedundancyOptimizer": lambda: _zero_redundancy(model, dtype, group),
         "FSDP2": lambda: _fsdp(model, dtype, group, reshard=variant[0] == "resharded"),
         "DeepSpeed": lambda: _deepspeed(model, dtype, int(variant[0])),
-        "ours": lambda: _ours(model, dtype, int(variant[0])),
-        "shipped": lambda: _ours(model, dtype, int(variant[0])),
     }
-    return makers[kind]()
+    step, (tokens, targets) = makers[kind](), ours.batch()
+    return lambda: step(tokens, targets)
 
 
 @cache
@@ -125,8 +119,17 @@ def _ddp(model: nn.Module, dtype: torch.dtype, group: dist.ProcessGroup | None) 
 def _zero_redundancy(model: nn.Module, dtype: torch.dtype, group: dist.ProcessGroup | None) -> Step:
     """torch's ZeRO-1. It has no masters: in bfloat16 it updates bfloat16 weights, which is less work than the others
     do."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # Here: torch warns of itself when this is imported.
+
     wrapped = DistributedDataParallel(model.to(dtype), process_group=group, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, lr=_LR, fused=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        process_group=group,
+        parameters_as_bucket_view=True,  # Parameters travel together, not one by one.
+        lr=_LR,
+        fused=True,
+    )
 
     def step(tokens: Tensor, targets: Tensor) -> None:
         wrapped(tokens, targets).loss.backward()
@@ -162,8 +165,9 @@ def _deepspeed(model: nn.Module, dtype: torch.dtype, stage: int) -> Step:
     import deepspeed  # type: ignore[import-not-found]  # a peer, only where somebody installed it
 
     config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": _LR, "torch_adam": True}},
+        "train_micro_batch_size_per_gpu": ours.MICRO_BATCH,
+        # torch's AdamW, to which DeepSpeed hands on what it does not know: fused, or each tensor takes a dozen passes.
+        "optimizer": {"type": "AdamW", "params": {"lr": _LR, "torch_adam": True, "fused": True}},
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": dtype == torch.bfloat16},
     }
@@ -174,24 +178,3 @@ def _deepspeed(model: nn.Module, dtype: torch.dtype, stage: int) -> Step:
         engine.step()
 
     return step
-
-
-def _ours(model: nn.Module, dtype: torch.dtype, stage: int) -> Step:
-    config = RunConfig(
-        zero=stage,
-        precision=str(dtype).removeprefix("torch."),
-        batch={"micro_size": 4},
-        clip_norm=None,
-        optimizer={"lr": _LR},
-    )
-    engine, *_ = initialize(model=model, optimizer=torch.optim.AdamW, config=config)
-
-    def step(tokens: Tensor, targets: Tensor) -> None:
-        engine.backward(engine(tokens, targets).loss)
-        engine.step()
-
-    return step
-
-
-def barrier() -> None:
-    dist.barrier()

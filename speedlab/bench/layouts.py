@@ -1,20 +1,22 @@
 """`speedlab bench step --layout`: a training step under tensor and pipeline parallelism, ours and torch's own.
 
-Both train the 17M-parameter GPT on the same collectives, with the same cut of its blocks, 1F1B, and the full logits
-with torch's cross-entropy; "shipped" is what a user of SpeedLab gets, whose loss is computed in chunks. The limit is as
-many independent processes of plain torch, which share the same global batch out. Before anything is timed, the losses
-of each are held against those of one process.
+Both train the 17M-parameter GPT on the same collectives, with the same cut of its blocks, 1F1B, the same allocator
+setting, and the same loss: torch's cross-entropy of the full logits, over parts of the vocabulary by `loss_parallel`
+where these are cut. "shipped" is what a user of SpeedLab gets, whose loss is computed in chunks. The limit is as many
+independent processes of plain torch, which share the same global batch out. Before anything is timed, the losses of
+each are held against those of one process.
 """
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+from speedlab.bench.contest import BEFORE, Contestant, hold
 from speedlab.bench.interleave import Times
-from speedlab.bench.ranks import RankSet
+from speedlab.bench.ranks import KEPT_MEMORY, RankSet
 from speedlab.layout import Layout
 
 LAYOUTS = {
@@ -24,8 +26,6 @@ LAYOUTS = {
     "dp2-tp2": Layout(dp=2, tp=2),
     "pp2-dp2": Layout(pp=2, dp=2),
 }
-
-CONTESTANTS = ("limit", "torch", "ours", "shipped")
 
 _CUTS = {1: (6,), 2: (5, 1)}
 """Blocks of each pipeline stage: the head multiplies as much as three and a half blocks."""
@@ -42,24 +42,30 @@ def tokens_of(name: str) -> int:
     return LAYOUTS[name].data_size * _micro_batches(LAYOUTS[name]) * _MICRO_BATCH * _SEQUENCE
 
 
-def measure(name: str, *, dtype: str, backend: str, rounds: int, steps: int) -> Times:
-    """Seconds of a step by contestant, one number for each round.
+def peers_of(contestant: str) -> tuple[str, ...]:
+    """Whom a contestant is shown beside; "" is nobody."""
+    known = {"torch": ("limit",), "ours": (BEFORE + "ours", "torch"), "shipped": (BEFORE + "shipped", "torch")}
+    return known.get(contestant, ("",))
 
-    Ours run in processes of their own: `initialize` sets the allocator, which must not help the others. Raises
-    RuntimeError when a contestant does not train as one process does.
+
+def measure(name: str, *, dtype: str, backend: str, rounds: int, steps: int, against: Path | None = None) -> Times:
+    """Seconds of a step by contestant, one number for each round. `against`: the checkout of "before".
+
+    Raises RuntimeError when a contestant does not train as one process does.
     """
-    layout = LAYOUTS[name]
-    with RankSet(layout.world_size, backend) as plain, RankSet(layout.world_size, backend) as own:
-        place = {contestant: own if contestant in ("ours", "shipped") else plain for contestant in CONTESTANTS}
-        for contestant in CONTESTANTS:
-            place[contestant].call(_prepare, contestant, name, dtype)
-        seconds: Times = {contestant: [] for contestant in CONTESTANTS}
-        for number in range(rounds):
-            turn = number % len(CONTESTANTS)
-            for contestant in CONTESTANTS[turn:] + CONTESTANTS[:turn]:
-                seconds[contestant].append(place[contestant].call(_time, contestant, steps))
-            print(f"  {name}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    return seconds
+    size = LAYOUTS[name].world_size
+    with ExitStack() as stack:
+        plain = stack.enter_context(RankSet(size, backend, environment=KEPT_MEMORY))
+        own = stack.enter_context(RankSet(size, backend))
+        places = {"limit": plain, "torch": plain, "ours": own, "shipped": own}
+        if against is not None:
+            before = stack.enter_context(RankSet(size, backend, project=against))
+            places |= {BEFORE + "ours": before, BEFORE + "shipped": before}
+        entered = {
+            contestant: Contestant(ranks=ranks, build=_build, arguments=(contestant.removeprefix(BEFORE), name, dtype))
+            for contestant, ranks in places.items()
+        }
+        return hold(entered, rounds=rounds, steps=steps, label=name)
 
 
 def _micro_batches(layout: Layout) -> int:
@@ -68,12 +74,9 @@ def _micro_batches(layout: Layout) -> int:
 
 # ---- in a rank process -----------------------------------------------------------------------------------------------
 
-_prepared: dict[str, Callable[[], object]] = {}
-"""The contestants that stand ready, each as its step on this rank's batches."""
 
-
-def _prepare(contestant: str, name: str, dtype: str) -> None:
-    """Build a contestant on this rank, and see that it trains as one process does."""
+def _build(contestant: str, name: str, dtype: str) -> Callable[[], object]:
+    """The step of a contestant on this rank and its batches, once it was seen to train as one process does."""
     import torch.distributed as dist
 
     layout = LAYOUTS[name]
@@ -83,36 +86,32 @@ def _prepare(contestant: str, name: str, dtype: str) -> None:
     else:
         batches = _batches(layout.data_index(dist.get_rank()), _micro_batches(layout))
         _check_losses(f"{contestant} under {layout}", step, batches, layout, dtype)
-    _prepared[contestant] = lambda: step(batches)
-    for _ in range(2):
-        _prepared[contestant]()
+    return lambda: step(batches)
 
 
 def _make(contestant: str, layout: Layout, dtype: str) -> Callable[[Any], float | None]:
     import torch
 
     from speedlab.bench import torch_layouts
-    from speedlab.bench.contestants import MODEL, SHIPPED
-    from speedlab.models import GPT
+    from speedlab.bench.ours import model_of
 
-    torch.manual_seed(0)
-    model = GPT(SHIPPED if contestant == "shipped" else MODEL)
+    model = model_of(contestant)
     compute = getattr(torch, dtype)
     if contestant == "limit":
         return torch_layouts.make_plain_step(model, compute, _OPTIMIZER)
     if contestant == "torch":
         return torch_layouts.make_step(model, layout, _CUTS[layout.pp], compute, _OPTIMIZER)
-    return _ours(model, layout, dtype)
+    return _ours(model, layout, dtype, full_logits=contestant == "ours")
 
 
-def _ours(model: Any, layout: Layout, dtype: str) -> Callable[[Any], float | None]:
+def _ours(model: Any, layout: Layout, dtype: str, *, full_logits: bool) -> Callable[[Any], float | None]:
     import torch
 
-    from speedlab.config import RunConfig
-    from speedlab.engine import initialize
+    import speedlab
+    from speedlab.bench import torch_layouts
 
     cut = {"cut": _CUTS[layout.pp]} if layout.pp > 1 else {}
-    config = RunConfig(
+    config = speedlab.RunConfig(
         model=model.config.model_dump(),
         data={"sequence_length": _SEQUENCE},
         parallel={"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, **cut},
@@ -122,15 +121,25 @@ def _ours(model: Any, layout: Layout, dtype: str) -> Callable[[Any], float | Non
         clip_norm=None,
         optimizer=_OPTIMIZER,
     )
-    engine, *_ = initialize(model=model, optimizer=torch.optim.AdamW, config=config)
-    return engine.train_batch
+    engine: Any = speedlab.initialize(model=model, optimizer=torch.optim.AdamW, config=config)[0]
+    if layout.tp == 1 or not full_logits:
+        return engine.train_batch
+    # Cut layers come with the chunked loss; here both sides shall compute the same one.
+    mesh = torch_layouts.make_mesh(layout)["tp"]
+    engine.module.prediction.loss = torch_layouts.full_loss_over(mesh)
+
+    def step(batches: Any) -> float:
+        with torch_layouts.loss_parallel():
+            return engine.train_batch(batches)
+
+    return step
 
 
 def _batches(index: int, count: int, size: int = _MICRO_BATCH) -> list[Any]:
     """`count` micro-batches of `size` sequences for the data-parallel rank `index`."""
     import torch
 
-    from speedlab.bench.contestants import MODEL
+    from speedlab.bench.ours import MODEL
 
     generator = torch.Generator().manual_seed(index)
     shape = (2, size, _SEQUENCE)
@@ -164,15 +173,3 @@ def _check_losses(
     expected = [plain(whole) or 0.0 for _ in range(_STEPS_CHECKED)]
     if any(abs(a - b) > _TOLERANCE[dtype] for a, b in zip(found, expected, strict=True)):
         raise RuntimeError(f"{who}: losses {found}, but one process has {expected}")
-
-
-def _time(contestant: str, steps: int) -> float:
-    """Seconds of a step, over `steps` of them between two barriers."""
-    import torch.distributed as dist
-
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(steps):
-        _prepared[contestant]()
-    dist.barrier()
-    return (time.perf_counter() - start) / steps

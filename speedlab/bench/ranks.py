@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 _ENVIRONMENT = {
@@ -19,6 +21,10 @@ _ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore::FutureWarning",  # Peers call torch's functions by names of yesterday.
 }
 
+KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+"""What `initialize` asks of glibc's allocator, as glibc reads it from the environment: processes that have it keep
+freed memory as engines do."""
+
 
 def run_on_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
     """Run `work(*arguments)` on `ranks` new processes that have joined one world; returns rank 0's result."""
@@ -28,19 +34,30 @@ def run_on_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
 
 class RankSet:
     """`ranks` processes of one world, which sleep between calls: several sets can take turns in one run, each with
-    settings of its own. A context manager; its end is theirs. `backend`: of their world, as in `comm.join`."""
+    settings of its own. A context manager; its end is theirs.
 
-    def __init__(self, ranks: int, backend: str | None = None) -> None:
+    `backend`: of their world, as in `comm.join`. `environment`: more variables. `project`: another checkout of the
+    project, whose packages these processes import; only `speedlab.bench` is the present one.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        backend: str | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+        project: Path | None = None,
+    ) -> None:
         context = get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
-        with _environment():  # Inherited: threads must be set before a process loads torch.
+        # Inherited: threads must be set before a process loads torch, the allocator before it starts.
+        with _environment({**_ENVIRONMENT, **(environment or {})}):
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_serve, args=(rank, ranks, backend, self._folder.name, theirs), daemon=True
-                )
+                arguments = rank, ranks, backend, self._folder.name, project, theirs
+                process = context.Process(target=_serve, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
                 self._processes.append(process)
@@ -79,9 +96,9 @@ class RankSet:
 
 
 @contextmanager
-def _environment() -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    os.environ.update(_ENVIRONMENT)
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -92,7 +109,25 @@ def _environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _serve(rank: int, ranks: int, backend: str | None, folder: str, connection: Connection) -> None:
+def _import_from(project: Path) -> None:
+    """From now on this process imports `speedlab` and `cuda_ops` from another checkout, but `speedlab.bench` from here:
+    so the same code measures both. Raises RuntimeError where there is no such package."""
+    bench = sys.modules["speedlab.bench"]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("speedlab", "cuda_ops")]:
+        del sys.modules[name]
+    sys.modules["speedlab.bench"] = bench
+    sys.path.insert(0, str(project))
+    import speedlab
+
+    if project not in Path(speedlab.__file__).parents:
+        raise RuntimeError(f"{project} has no package speedlab; {speedlab.__file__} was found instead")
+
+
+def _serve(
+    rank: int, ranks: int, backend: str | None, folder: str, project: Path | None, connection: Connection
+) -> None:
+    if project is not None:
+        _import_from(project)
     import torch
 
     from speedlab.comm import join, leave

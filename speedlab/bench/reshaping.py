@@ -6,7 +6,6 @@ memory, of the slowest rank.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
 import time
@@ -16,8 +15,9 @@ from typing import Any
 
 import tyro
 
+from speedlab.bench.interleave import row
 from speedlab.bench.ranks import run_on_ranks
-from speedlab.bench.table import Row, report
+from speedlab.bench.table import report
 
 _WAY: tuple[dict[str, Any], ...] = (
     {"tp": 2, "pp": 2, "zero": 1},
@@ -47,12 +47,10 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{options.ranks} ranks ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         times = run_on_ranks(_measure, options.ranks, folder, options.rounds)
-    report([_row(f"{name}, {options.ranks} ranks", seconds) for name, seconds in times.items()], options.json)
-
-
-def _row(case: str, seconds: list[float]) -> Row:
-    middle = statistics.median(seconds)
-    return Row(case=case, ours=middle, unit="s", n=len(seconds), spread=(max(seconds) - min(seconds)) / middle)
+    rows = [
+        row(f"{name}, {options.ranks} ranks", times, own=name, unit="s", value=lambda second: second) for name in times
+    ]
+    report(rows, options.json)
 
 
 def _measure(folder: str, rounds: int) -> dict[str, list[float]]:

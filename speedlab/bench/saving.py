@@ -1,13 +1,14 @@
 """`speedlab bench saving`: checkpoints beside a plain write of the same bytes, and what they take of a step's time and
 memory.
 
-All ranks begin together; times are those of the slowest rank.
+All ranks begin together; times are those of the slowest rank. The order turns, and nothing is deleted while time runs:
+what one round has written goes before the next begins.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
+import shutil
 import sys
 import tempfile
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 
 import tyro
 
+from speedlab.bench.interleave import Times, row, take_turns
 from speedlab.bench.ranks import run_on_ranks
 from speedlab.bench.table import Row, report
 
@@ -36,7 +38,7 @@ class Options:
     """ZeRO stage."""
     folder: Path = Path(tempfile.gettempdir())
     """Where to write; on the disk that is to be measured."""
-    rounds: int = 5
+    rounds: int = 6
     """Interleaved rounds; medians are taken over them."""
     json: Path | None = None
     """Also write one JSON record for each row to this file."""
@@ -53,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     report(rows, options.json)
 
 
-def _measure(folder: str, stage: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+def _measure(folder: str, stage: int, rounds: int) -> tuple[Times, dict[str, int]]:
     """Seconds by what was done, slowest rank; and bytes: of all ranks' tensors, of the largest unit, and the most that
     a load took beside what was there."""
     import torch
@@ -71,39 +73,40 @@ def _measure(folder: str, stage: int, rounds: int) -> tuple[dict[str, list[float
     own = [state[flat.start - flat.state_range[0] : flat.end - flat.state_range[0]]
            for flat in engine.flats
            for state in (flat.master, *engine.partitioned_optimizer.states_of(flat).values())]  # fmt: skip
-    rank, place = engine.world.rank, Path(folder)
-
-    def plain(round_: int) -> None:
-        _plain_write(place / f"plain-{round_}-{rank}", own)
-
-    def behind(round_: int) -> None:
-        checkpoint.save(engine, place, f"behind-{round_}", {}, wait=False)
-
-    def copy(round_: int) -> None:
-        [state.clone() for state in own]
-
-    work: dict[str, Callable[[int], Any]] = {
-        "save": lambda round_: checkpoint.save(engine, place, f"whole-{round_}", {}),
-        "plain write": plain,
-        "stall": behind,
-        "copy": copy,
-        "load": lambda round_: checkpoint.load(engine, place, f"whole-{round_}"),
+    place, here, rank = Path(folder), Path(folder) / "round", engine.world.rank
+    checkpoint.save(engine, place, "first", {})
+    work: dict[str, Callable[[], Any]] = {
+        "save": lambda: checkpoint.save(engine, here, "whole", {}),
+        "plain write": lambda: _plain_write(here / f"plain-{rank}", own),
+        "stall": lambda: checkpoint.save(engine, here, "behind", {}, wait=False),
+        "copy": lambda: [state.clone() for state in own],
+        "load": lambda: checkpoint.load(engine, place, "first"),
     }
-    times: dict[str, list[float]] = {name: [] for name in work}
     most = 0
-    for round_ in range(-1, rounds):  # The first one is for warming up.
-        for name, act in work.items():
-            checkpoint.finish_saving(engine)
-            os.sync()  # What the one before left to write shall not count for this one.
-            engine.everyone.barrier()
-            with _AnonymousPeak() as peak:
-                start = time.perf_counter()
-                act(round_)
-                seconds = time.perf_counter() - start
-            slowest = max(engine.everyone.collect(seconds))
-            if round_ >= 0:
-                times[name].append(slowest)
-                most = max(most, peak.extra_bytes if name == "load" else 0)
+
+    def act(name: str) -> float:
+        nonlocal most
+        os.sync()  # What the one before left to write shall not count for this one.
+        engine.everyone.barrier()
+        with _AnonymousPeak() as peak:
+            start = time.perf_counter()
+            work[name]()
+            seconds = time.perf_counter() - start
+        most = max(most, peak.extra_bytes if name == "load" else 0)
+        checkpoint.finish_saving(engine)
+        return max(engine.everyone.collect(seconds))
+
+    def clean(_: int = 0) -> None:
+        engine.everyone.barrier()
+        if rank == 0:
+            shutil.rmtree(here, ignore_errors=True)
+            here.mkdir()
+        engine.everyone.barrier()
+
+    clean()
+    take_turns(list(work), 1, act, after=clean)  # For warming up.
+    most = 0
+    times = take_turns(list(work), rounds, act, after=clean)
     nbytes = sum(engine.everyone.collect(sum(state.nbytes for state in own)))
     facts = {"bytes": nbytes, "unit": max(flat.full.nbytes for flat in engine.flats)}
     facts["load"] = max(engine.everyone.collect(most))
@@ -118,7 +121,6 @@ def _plain_write(file: Path, states: list[Any]) -> None:
             while len(left):
                 left = left[stream.write(left) :]
         os.fsync(stream.fileno())
-    file.unlink()
 
 
 class _AnonymousPeak:
@@ -153,27 +155,17 @@ def _anonymous_bytes() -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
-def _rows(case: str, times: dict[str, list[float]], facts: dict[str, int]) -> list[Row]:
+def _rows(case: str, times: Times, facts: dict[str, int]) -> list[Row]:
     megabytes = facts["bytes"] / 1e6
 
-    def row(what: str, ours: str, unit: str, peer: str, value: Callable[[float], float]) -> Row:
-        own, theirs = times[ours], times[peer]
-        return Row(
-            case=f"{what}, {megabytes:,.0f} MB, {case}",
-            ours=value(statistics.median(own)),
-            unit=unit,
-            peer_name=peer,
-            peer=value(statistics.median(theirs)),
-            ratio=statistics.median(b / a for a, b in zip(own, theirs, strict=True)),
-            n=len(own),
-            spread=(max(own) - min(own)) / statistics.median(own),
-        )
+    def speed(seconds: float) -> float:
+        return megabytes / seconds
 
-    loading = statistics.median(times["load"])
+    what = f"{megabytes:,.0f} MB, {case}"
     return [
-        row("save", "save", "MB/s", "plain write", lambda seconds: megabytes / seconds),
-        row("stall of a save in the background", "stall", "ms", "copy", lambda seconds: seconds * 1e3),
-        Row(case=f"load, hashed, {case}", ours=megabytes / loading, unit="MB/s", n=len(times["load"])),
+        row(f"save, {what}", times, own="save", peer="plain write", unit="MB/s", value=speed),
+        row(f"stall of a save in the background, {what}", times, own="stall", peer="copy"),
+        row(f"load, hashed, {case}", times, own="load", unit="MB/s", value=speed),
         Row(
             case=f"memory that loading takes, {case}",
             ours=facts["load"] / 2**20,

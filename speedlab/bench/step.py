@@ -1,15 +1,16 @@
 """`speedlab bench step`: tokens per second of a training step, ours and the peers', interleaved in one run.
 
 The limit is as many independent processes of plain torch, without communication. Each round runs every contestant for a
-few steps between two barriers; shares and ratios are medians over rounds of times measured in the same round.
+few steps between two barriers; shares and ratios are those of times measured in the same round: median (least..most).
+
+Limit and peers run with the allocator setting that our engines ask for; lines "as installed" are those of torch without
+it. `--against PATH` puts the engine of another checkout of the project into the same rounds, as "before".
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,11 +18,10 @@ from typing import Annotated, Literal
 import tyro
 
 from speedlab.bench import layouts
-from speedlab.bench.interleave import Times
-from speedlab.bench.ranks import RankSet
+from speedlab.bench.contest import AS_INSTALLED, BEFORE, KEPT, Contestant, hold, project_at
+from speedlab.bench.interleave import Times, row
+from speedlab.bench.ranks import KEPT_MEMORY, RankSet
 from speedlab.bench.table import Row, missing, report
-
-_MICRO_BATCH, _SEQUENCE = 4, 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +32,15 @@ class Options:
     """Rank processes, one thread each."""
     dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
     """Compute dtypes to measure."""
-    rounds: int = 7
+    rounds: int = 8
     """Interleaved rounds; medians are taken over them."""
     steps: int = 3
     """Steps of each contestant in a round."""
     only: Annotated[tuple[str, ...], tyro.conf.arg(name="only")] = field(default=())
-    """Contestants to measure, for instance 'limit' 'FSDP2 kept' 'ours 2'; all when left out."""
+    """Contestants to measure, for instance 'limit' 'FSDP2 kept' 'ours 2'; all when left out. Not with --layout."""
+    against: Path | None = None
+    """Another checkout of the project: its engine runs beside this one, as "before". Peers are then left out unless
+    --only names them."""
     layout: tuple[Literal["tp2", "pp2", "pp2-tp2", "dp2-tp2", "pp2-dp2"], ...] = ()
     """Layouts to measure instead, beside torch's DTensor, pipelining and FSDP2; the number of ranks is the layout's."""
     backend: Literal["shared", "gloo"] = "shared"
@@ -48,11 +51,13 @@ class Options:
 
 def main(argv: list[str] | None = None) -> None:
     options = tyro.cli(Options, args=argv, prog="speedlab bench step")
+    against = project_at(options.against)
     if options.layout:
-        report([row for dtype in options.dtypes for row in _layout_rows(dtype, options)], options.json)
+        report([row for dtype in options.dtypes for row in _layout_rows(dtype, options, against)], options.json)
         return
     for peer in missing():
         print(f"not installed, left out: {peer} (make bench installs it)", file=sys.stderr)
+    wanted = _wanted(options)
     rows: list[Row] = []
     for dtype in options.dtypes:
         print(
@@ -60,75 +65,73 @@ def main(argv: list[str] | None = None) -> None:
             file=sys.stderr,
             flush=True,
         )
-        rows += _rows(dtype, options, _measure(options, dtype))
+        rows += _rows(dtype, options.ranks, _measure(wanted, dtype, options, against))
     report(rows, options.json)
 
 
-def _measure(options: Options, dtype: str) -> Times:
-    """Seconds of a step by contestant, one number for each round.
-
-    Ours run in processes of their own: `initialize` sets the allocator, which must not help the others.
-    """
+def _wanted(options: Options) -> list[str]:
     from speedlab.bench import contestants
 
-    wanted = [name for name in contestants.names() if not options.only or name in options.only]
-    ours = {name for name in wanted if contestants.is_ours(name)}
-    with RankSet(options.ranks, "gloo") as plain, RankSet(options.ranks) as own:
-        place = {name: own if name in ours else plain for name in wanted}
+    known = contestants.names()
+    unknown = [name for name in options.only if name not in known]
+    if unknown:
+        print(f"speedlab bench step: no contestant {unknown[0]!r}; there are {', '.join(known)}", file=sys.stderr)
+        sys.exit(2)
+    if options.only:
+        return [name for name in known if name in options.only]
+    return [name for name in known if options.against is None or name == "limit" or contestants.is_ours(name)]
+
+
+def _measure(wanted: list[str], dtype: str, options: Options, against: Path | None) -> Times:
+    """Seconds of a step by contestant, one number for each round. What has another setting or another checkout has
+    processes of its own; ours set the allocator themselves, in `initialize`."""
+    from speedlab.bench import contestants, ours
+
+    with ExitStack() as stack:
+        sets: dict[str, RankSet] = {}
+
+        def ranks_of(kind: str) -> RankSet:
+            if kind not in sets:
+                settings = {
+                    KEPT: {"backend": "gloo", "environment": KEPT_MEMORY},
+                    AS_INSTALLED: {"backend": "gloo"},
+                    "ours": {},
+                    BEFORE: {"project": against},
+                }[kind]
+                sets[kind] = stack.enter_context(RankSet(options.ranks, **settings))
+            return sets[kind]
+
+        entered: dict[str, Contestant] = {}
         for name in wanted:
-            place[name].call(_prepare, name, dtype)
-        seconds: Times = {name: [] for name in wanted}
-        for number in range(options.rounds):
-            for name in wanted[number % len(wanted) :] + wanted[: number % len(wanted)]:
-                seconds[name].append(place[name].call(_time, name, options.steps))
-            print(f"  round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
-    return seconds
+            own = contestants.is_ours(name)
+            build = ours.build if own else contestants.build
+            kind = "ours" if own else _allocator(name)
+            entered[name] = Contestant(ranks=ranks_of(kind), build=build, arguments=(name, dtype))
+            if own and against:
+                entered[BEFORE + name] = Contestant(ranks=ranks_of(BEFORE), build=build, arguments=(name, dtype))
+        return hold(entered, rounds=options.rounds, steps=options.steps, label=dtype)
 
 
-_prepared: dict[str, Callable[[], None]] = {}
-"""In a rank process: the contestants that stand ready, each as its step on this rank's batch."""
+def _allocator(name: str) -> str:
+    return AS_INSTALLED if name.endswith(AS_INSTALLED) else KEPT
 
 
-def _prepare(name: str, dtype: str) -> None:
-    """Build a contestant on this rank and make two steps, which are not measured."""
-    import torch
-    import torch.distributed as dist
-
-    from speedlab.bench import contestants
-
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    shape = (_MICRO_BATCH, _SEQUENCE)
-    tokens, targets = (torch.randint(0, contestants.MODEL.vocab_size, shape, generator=generator) for _ in range(2))
-    step = contestants.make(name, getattr(torch, dtype))
-    _prepared[name] = lambda: step(tokens, targets)
-    for _ in range(2):
-        _prepared[name]()
-
-
-def _time(name: str, steps: int) -> float:
-    """Seconds of a step, over `steps` of them between two barriers."""
-    import torch.distributed as dist
-
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(steps):
-        _prepared[name]()
-    dist.barrier()
-    return (time.perf_counter() - start) / steps
-
-
-def _layout_rows(dtype: str, options: Options) -> list[Row]:
+def _layout_rows(dtype: str, options: Options, against: Path | None) -> list[Row]:
     rows = []
     for name in options.layout:
         ranks = layouts.LAYOUTS[name].world_size
         print(f"{dtype}: {name} on {options.backend}, {ranks} ranks", file=sys.stderr, flush=True)
         seconds = layouts.measure(
-            name, dtype=dtype, backend=options.backend, rounds=options.rounds, steps=options.steps
+            name, dtype=dtype, backend=options.backend, rounds=options.rounds, steps=options.steps, against=against
         )
         tokens = layouts.tokens_of(name)
         case = f"step {dtype} {ranks} ranks: {name} on {options.backend}"
-        rows.append(_row(case, tokens, seconds, "torch", "limit"))
-        rows += [_row(case, tokens, seconds, own, "torch") for own in ("ours", "shipped")]
+        rows += [
+            _row(case, tokens, seconds, contestant, peer)
+            for contestant in seconds
+            for peer in layouts.peers_of(contestant)
+            if not peer or peer in seconds
+        ]
     return rows
 
 
@@ -141,37 +144,33 @@ _PEERS = {
 """The peers that hold the same states where we do; FSDP2 is shown beside every stage."""
 
 
-def _rows(dtype: str, options: Options, seconds: dict[str, list[float]]) -> list[Row]:
-    tokens = options.ranks * _MICRO_BATCH * _SEQUENCE
-    limit = seconds.get("limit")
+def _rows(dtype: str, ranks: int, seconds: Times) -> list[Row]:
+    from speedlab.bench import ours
+
     rows = []
-
-    def row(name: str, peer: str = "") -> Row:
-        return _row(f"step {dtype} {options.ranks} ranks:", tokens, seconds, name, peer)
-
     for name in seconds:
-        if not name.startswith("ours"):
+        kind, *stage = name.split()
+        peers: list[str] = []
+        if kind == "ours":
+            peers = [BEFORE + name, *_PEERS[int(stage[0])], "FSDP2 kept", "FSDP2 resharded"]
+        elif kind == "shipped":
             # What is shipped stands beside the limit, which is plain torch without communication.
-            rows.append(row(name, "limit" if name.startswith("shipped") and limit else ""))
-            continue
-        stage = int(name.split()[1])
-        peers = dict.fromkeys((*_PEERS[stage], "FSDP2 kept", "FSDP2 resharded"))
-        rows += [row(name, peer) for peer in peers if peer in seconds] or [row(name)]
+            peers = [BEFORE + name, "limit"]
+        found = [peer for peer in dict.fromkeys(peers) if peer in seconds] or [""]
+        tokens = ranks * ours.MICRO_BATCH * ours.SEQUENCE
+        rows += [_row(f"step {dtype} {ranks} ranks:", tokens, seconds, name, peer) for peer in found]
     return rows
 
 
 def _row(case: str, tokens: int, seconds: Times, name: str, peer: str = "") -> Row:
     """`tokens`: of one step over all ranks."""
-    own, against, limit = seconds[name], seconds.get(peer), seconds.get("limit")
-    speeds = [tokens / value for value in own]
-    return Row(
-        case=f"{case} {name}",
-        ours=statistics.median(speeds),
+    return row(
+        f"{case} {name}",
+        seconds,
+        own=name,
+        peer=peer,
+        floor="limit" if "limit" in seconds else "",
         unit="tokens/s",
-        peer_name=peer,
-        peer=tokens / statistics.median(against) if against else None,
-        ratio=statistics.median(b / a for a, b in zip(own, against, strict=True)) if against else None,
-        limit_share=statistics.median(b / a for a, b in zip(own, limit, strict=True)) if limit else None,
-        n=len(own),
-        spread=(max(speeds) - min(speeds)) / statistics.median(speeds),
+        value=lambda second: tokens / second,
+        allocator=_allocator(name),
     )

@@ -15,12 +15,24 @@ class Row:
     case: str
     ours: float
     unit: str
+    allocator: str = ""
+    """What the C library's allocator does with freed memory in the processes of `ours`, where it matters."""
     peer_name: str = ""
     peer: float | None = None
     ratio: float | None = None
+    """Median over the rounds; `ratio_range`: the smallest and the largest."""
+    ratio_range: tuple[float, float] | None = None
     limit_share: float | None = None
+    """Median over the rounds; `limit_range`: the smallest and the largest."""
+    limit_range: tuple[float, float] | None = None
     n: int = 0
     spread: float | None = None
+
+
+_RANGES = {"ratio": "ratio_range", "limit_share": "limit_range"}
+"""Columns that have their range in the same cell."""
+
+_TEXTS = ("case", "unit", "allocator", "peer_name")
 
 
 def missing() -> list[str]:
@@ -29,14 +41,15 @@ def missing() -> list[str]:
 
 
 def render(rows: list[Row]) -> str:
-    """The rows as a text table, columns aligned."""
-    header = [field.name for field in fields(Row)]
-    lines = [header, *([_cell(getattr(row, name)) for name in header] for row in rows)]
+    """The rows as a text table, columns aligned. The allocator has a column where a row says something of it."""
+    left_out = {*_RANGES.values(), *(() if any(row.allocator for row in rows) else ("allocator",))}
+    header = [field.name for field in fields(Row) if field.name not in left_out]
+    lines = [header, *([_cell_of(row, name) for name in header] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if i in (0, 2, 3) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(width) if name in _TEXTS else cell.rjust(width)
+            for name, cell, width in zip(header, line, widths, strict=True)
         )
         for line in lines
     )
@@ -47,6 +60,12 @@ def report(rows: list[Row], file: Path | None) -> None:
     print(render(rows))
     if file is not None:
         file.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+
+
+def _cell_of(row: Row, name: str) -> str:
+    text = _cell(getattr(row, name))
+    limits = getattr(row, _RANGES[name]) if name in _RANGES else None
+    return text if limits is None else f"{text} ({_cell(limits[0])}..{_cell(limits[1])})"
 
 
 def _cell(value: object) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from speedlab.config import ModelConfig
@@ -37,9 +37,14 @@ LossOf = Callable[[Tensor, Tensor], Tensor]
 """The mean loss of logits (B, T, V) and targets (B, T)."""
 
 
+def make_mesh(layout: Layout) -> DeviceMesh:
+    """All ranks, by the axes of `layout`. Collective."""
+    return init_device_mesh("cpu", layout.mesh_shape, mesh_dim_names=AXES)
+
+
 def make_step(model: GPT, layout: Layout, cut: tuple[int, ...], dtype: torch.dtype, optimizer: dict[str, Any]) -> Step:
     """The step of this rank under `layout`, from the values of `model`; `cut`: blocks of each pipeline stage."""
-    mesh = init_device_mesh("cpu", layout.mesh_shape, mesh_dim_names=AXES)
+    mesh = make_mesh(layout)
     index = layout.index(dist.get_rank(), "pp")
     part = PeerStage(model, cut, index)
     partitioned = layout.dp > 1
@@ -216,6 +221,18 @@ def _loss_over(mesh: DeviceMesh | None) -> LossOf:
         return loss.to_local()
 
     return loss_of
+
+
+def full_loss_over(mesh: DeviceMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The loss of what the head gets, `x` (B, T, C), the rank's rows of its `weight` (V / tp, C) and `targets` (B, T),
+    by the operations that a head under ColwiseParallel and `_loss_over` take. Inside `loss_parallel`."""
+    loss_of = _loss_over(mesh)
+
+    def loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+        return loss_of(F.linear(x, weight), targets)
+
+    return loss
 
 
 def _twins(part: PeerStage, layout: Layout, mesh: DeviceMesh) -> tuple[Tensor, Any] | None:
