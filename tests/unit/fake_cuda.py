@@ -17,6 +17,7 @@ An operation whose number of results depends on values (nonzero) gives the most 
 from __future__ import annotations
 
 import json
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -48,13 +49,13 @@ _SYNCHRONISE = {
     _aten._local_scalar_dense.default,
     _aten.nonzero.default,
     _aten.masked_select.default,
-    _aten._unique2.default,
-    _aten.unique_consecutive.default,
     _aten.equal.default,
 }
-"""Operations after which the host knows a value of the device."""
+"""Operations after which the host knows a value of the device, or how many there are."""
 
-_MADE_UP_SIZE = {_aten.nonzero.default, _aten.masked_select.default}
+
+_FEW = 16
+"""Numbers that the driver takes along with the call, pinned or not: no transfer of them is listed."""
 
 
 class FakeCudaError(AssertionError):
@@ -74,31 +75,35 @@ class Wait:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective: c10d's name of it, what carries it ("nccl" or "gloo"), of which group, bytes, and on which lines."""
+    """A collective: c10d's name of it, what carries it ("nccl" or "gloo"), of which group and how many ranks."""
 
     name: str
     wires: str
     group: str
+    ranks: int
+    dtype: torch.dtype | None
     nbytes: int
     lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        what = f"{self.name} of {self.nbytes} bytes of {self.dtype} over {self.ranks} ranks by {self.wires}"
+        return f"{what} at {' < '.join(self.lines)}"
 
 
 @dataclass
 class Seen:
-    """What the rank did since `clear`."""
+    """What the rank did since the last `take`."""
 
     waits: list[Wait] = field(default_factory=list)
     pageable: list[Wait] = field(default_factory=list)
     """Copies between the device and host memory that is not pinned, which were meant not to wait."""
     collectives: list[Collective] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    """Names of collectives and of our kernels, as they were started."""
+    shapes: set[tuple[int, ...]] = field(default_factory=set)
+    """Of every tensor that was made on the GPU."""
     emptied: int = 0
     """Calls of torch.cuda.empty_cache."""
-
-    def clear(self) -> None:
-        self.waits.clear()
-        self.pageable.clear()
-        self.collectives.clear()
-        self.emptied = 0
 
 
 class FakeEvent:
@@ -161,6 +166,7 @@ class FakeGpu(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen = Seen()
+        self._thread = threading.get_ident()
         self.enqueued = self.passed = 0
         self.meta_is_cuda = False
         """Whether "meta" is what C++ thinks of our tensors: wherever no model is built on it."""
@@ -174,9 +180,15 @@ class FakeGpu(TorchDispatchMode):
         self.enqueued += 1
         return self.enqueued
 
+    def take(self) -> Seen:
+        """What was seen since the last call."""
+        seen, self.seen = self.seen, Seen()
+        return seen
+
     def wait(self, what: str) -> None:
         self.passed = self.enqueued
-        self.seen.waits.append(Wait(what, _lines()))
+        if threading.get_ident() == self._thread:  # Other threads, as that of a save, hold up nobody.
+            self.seen.waits.append(Wait(what, _lines()))
 
     def is_pinned(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata in self._pinned
@@ -189,7 +201,8 @@ class FakeGpu(TorchDispatchMode):
         if source.numel() == 0 or (non_blocking and self.is_pinned(source)):
             return
         if non_blocking:
-            self.seen.pageable.append(Wait(f"{name} to the device", _lines()))
+            if source.numel() > _FEW:
+                self.seen.pageable.append(Wait(f"{name} to the device", _lines()))
         else:
             self.wait(f"{name} to the device")
 
@@ -253,22 +266,29 @@ class FakeGpu(TorchDispatchMode):
             args = self._index(func, args)
         elif func in _SYNCHRONISE:
             self.wait(func._opname)
-            if func is _aten._local_scalar_dense.default:
-                return {torch.bool: True}.get(args[0].dtype, 1 if not args[0].dtype.is_floating_point else 1.0)
-            if func is _aten.equal.default:
-                return True
-            if func is _aten.nonzero.default:
-                return func_on(CUDA, torch.empty, (args[0].numel(), args[0].dim()), dtype=torch.int64)
-            if func is _aten.masked_select.default:
-                return func_on(CUDA, torch.empty, (args[0].numel(),), dtype=args[0].dtype)
+            return self._made_up(func, args[0])
         elif func._opname.startswith("_fused_") and host:
             raise FakeCudaError(f"{func._opname} was given a CPU tensor: illegal memory access on a GPU")
         self.enqueue()
+        if func.namespace == "cuda_ops":
+            self.seen.order.append(func._opname)
         made = func(*args, **kwargs)
         for leaf in tree_leaves(made):
-            if isinstance(leaf, FakeTensor) and leaf.fake_device.type != "cuda":
-                raise FakeCudaError(f"{func} made a tensor on {leaf.fake_device}")
+            if isinstance(leaf, FakeTensor):
+                self.seen.shapes.add(tuple(leaf.shape))
+                if leaf.fake_device.type != "cuda":
+                    raise FakeCudaError(f"{func} made a tensor on {leaf.fake_device}")
         return made
+
+    def _made_up(self, func: Any, tensor: FakeTensor) -> Any:
+        """What the host reads, or on the GPU as many results as there may be."""
+        if func is _aten._local_scalar_dense.default:
+            return True if tensor.dtype is torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
+        if func is _aten.nonzero.default:
+            return torch.empty((tensor.numel(), tensor.dim()), dtype=torch.int64, device=CUDA)
+        if func is _aten.masked_select.default:
+            return torch.empty(tensor.numel(), dtype=tensor.dtype, device=CUDA)
+        return True  # equal
 
     def asked_device(self, kwargs: dict[str, Any], ours: list[FakeTensor]) -> torch.device | None:
         device = kwargs.get("device")
@@ -304,7 +324,7 @@ class FakeGpu(TorchDispatchMode):
         for place, index in enumerate(made):
             if index is not None and not isinstance(index, FakeTensor):
                 self._to_device(index, "an index", non_blocking=False)
-                made[place] = func_on(CUDA, torch.empty, index.shape, dtype=index.dtype)
+                made[place] = torch.empty(index.shape, dtype=index.dtype, device=CUDA)
         if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
             if not writes_one:
                 self.wait("indexing by a mask")
@@ -316,7 +336,7 @@ class FakeGpu(TorchDispatchMode):
     def _all_of(self, index: Tensor) -> list[Tensor]:
         if index.dtype not in (torch.bool, torch.uint8):
             return [index]
-        return [func_on(CUDA, torch.empty, (index.numel(),), dtype=torch.int64) for _ in range(index.dim())]
+        return [torch.empty(index.numel(), dtype=torch.int64, device=CUDA) for _ in range(index.dim())]
 
     # ---- collectives ---------------------------------------------------------------------------------------------
 
@@ -334,8 +354,18 @@ class FakeGpu(TorchDispatchMode):
             if not tensor.is_contiguous():
                 raise FakeCudaError(f"{func._opname} of a tensor that is not contiguous")
         wires = "nccl" if on_gpu else "gloo"
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        self.seen.collectives.append(Collective(func._opname, wires, group.group_name, nbytes, _lines()))
+        self.seen.order.append(func._opname)
+        self.seen.collectives.append(
+            Collective(
+                name=func._opname,
+                wires=wires,
+                group=group.group_name,
+                ranks=group.size(),
+                dtype=tensors[0].dtype if tensors else None,
+                nbytes=sum(tensor.nbytes for tensor in tensors),
+                lines=_lines(),
+            )
+        )
         if on_gpu:
             self.enqueue()
         work = FakeWork().boxed()
@@ -347,10 +377,6 @@ _SHARE, _COLLECT = Group.share, Group.collect
 
 _backend_of: dict[str, str] = {}
 """Name of a group → the backend that it was asked for with."""
-
-
-def func_on(device: torch.device, make: Any, *args: Any, **kwargs: Any) -> Any:
-    return make(*args, device=device, **kwargs)
 
 
 def _is_group(script: Any) -> bool:
@@ -410,7 +436,7 @@ def _leave() -> None:
 
 
 def _patches(gpu: FakeGpu, fake: FakeTensorMode) -> Iterator[Any]:
-    cuda = torch.cuda
+    cuda, put = torch.cuda, mock.patch.object
     constants = {
         "is_available": True,
         "is_initialized": True,
@@ -428,22 +454,29 @@ def _patches(gpu: FakeGpu, fake: FakeTensorMode) -> Iterator[Any]:
         "_is_in_bad_fork": False,
     }
     for name, value in constants.items():
-        yield mock.patch.object(cuda, name, lambda *args, value=value, **kwargs: value)
-    for name in ("_lazy_init", "set_device", "reset_peak_memory_stats", "set_rng_state", "manual_seed", "manual_seed_all"):
-        yield mock.patch.object(cuda, name, lambda *args, **kwargs: None)
+        yield put(cuda, name, lambda *args, value=value, **kwargs: value)
+    for name in (
+        "_lazy_init",
+        "set_device",
+        "reset_peak_memory_stats",
+        "set_rng_state",
+        "manual_seed",
+        "manual_seed_all",
+    ):
+        yield put(cuda, name, lambda *args, **kwargs: None)
     state = torch.zeros(16, dtype=torch.uint8)
     properties = SimpleNamespace(name="a GPU that is made up", total_memory=80 * GIB, major=9, minor=0)
-    yield mock.patch.object(cuda, "get_rng_state", lambda *args: state.clone())  # The host keeps it.
-    yield mock.patch.object(cuda, "get_device_properties", lambda *args: properties)
-    yield mock.patch.object(cuda, "memory_stats", lambda *args: Counter())
-    yield mock.patch.object(cuda, "Event", _Kind(FakeEvent, gpu))
-    yield mock.patch.object(cuda, "Stream", _Kind(FakeStream, gpu))
+    yield put(cuda, "get_rng_state", lambda *args: state.clone())  # The host keeps it.
+    yield put(cuda, "get_device_properties", lambda *args: properties)
+    yield put(cuda, "memory_stats", lambda *args: Counter())
+    yield put(cuda, "Event", _Kind(FakeEvent, gpu))
+    yield put(cuda, "Stream", _Kind(FakeStream, gpu))
     for name in ("current_stream", "default_stream", "stream"):
-        yield mock.patch.object(cuda, name, lambda *args: FakeStream(gpu))
-    yield mock.patch.object(cuda, "synchronize", lambda *args: gpu.wait("torch.cuda.synchronize"))
-    yield mock.patch.object(cuda, "empty_cache", lambda: setattr(gpu.seen, "emptied", gpu.seen.emptied + 1))
-    yield mock.patch.object(Tensor, "is_pinned", lambda tensor, *args: gpu.is_pinned(tensor))
-    yield mock.patch.object(Tensor, "pin_memory", lambda tensor, *args: gpu.pin(tensor.clone()))
+        yield put(cuda, name, lambda *args: FakeStream(gpu))
+    yield put(cuda, "synchronize", lambda *args: gpu.wait("torch.cuda.synchronize"))
+    yield put(cuda, "empty_cache", lambda: setattr(gpu.seen, "emptied", gpu.seen.emptied + 1))
+    yield put(Tensor, "is_pinned", lambda tensor, *args: gpu.is_pinned(tensor))
+    yield put(Tensor, "pin_memory", lambda tensor, *args: gpu.pin(tensor.clone()))
     yield from _tensor_patches(gpu)
     yield from _group_patches()
 
