@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from speedlab.display.table import Table
 from speedlab.placement import HEAD, cells
 from speedlab.telemetry.folder import RunFolder
-from speedlab.telemetry.table import Table
 
 
 class PlacementTable(Table):

@@ -1,1 +1,1 @@
-"""What builds an engine: the model's parts on this rank, their units and values, the optimizer's groups, the schedule."""
+"""What builds an engine: the model's parts on this rank, the placement table, the optimizer's groups, the schedule."""

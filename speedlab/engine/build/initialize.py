@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from speedlab.comm import Traffic, join
 from speedlab.config import ConfigError, RunConfig, ScheduleConfig, deepspeed
+from speedlab.engine.build.model_parts import build_model_part, plan_model_parts
+from speedlab.engine.build.recipe import OptimizerChoice, Recipe
+from speedlab.engine.build.schedule import make_schedule
 from speedlab.engine.engine import Engine
 from speedlab.engine.step.memory import PeakMemory, keep_freed_memory
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.engine.step.precision import LossScale, compute_dtype
-from speedlab.engine.build.schedule import make_schedule
-from speedlab.engine.build.model_parts import build_model_part, plan_model_parts
-from speedlab.engine.build.recipe import OptimizerChoice, Recipe
 from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.zero import UnitChoice
 from speedlab.placement import Placement
@@ -161,5 +161,7 @@ def _loader(
 ) -> DataLoader[Any] | None:
     if data is None:
         return None
-    sampler = DistributedSampler(data, num_replicas=mesh.layout.data_size, rank=mesh.data_index, shuffle=True, seed=seed)
+    sampler = DistributedSampler(
+        data, num_replicas=mesh.layout.data_size, rank=mesh.data_index, shuffle=True, seed=seed
+    )
     return DataLoader(data, batch_size=micro_size, sampler=sampler, collate_fn=collate_fn, drop_last=True)

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from speedlab.config import ConfigError, RunConfig
+from speedlab.engine.build.recipe import Recipe
+from speedlab.engine.build.wrap import BlockWrapper
 from speedlab.engine.step.drivers import takes_targets
 from speedlab.engine.step.memory import ActivationTrace
-from speedlab.engine.build.recipe import Recipe
 from speedlab.engine.step.precision import compute_dtype
-from speedlab.engine.build.wrap import BlockWrapper
 from speedlab.parallel.zero import UnitChoice, Zero, map_tensors, plan_units
 from speedlab.parallel.zero.flat import trainable_in_low_precision
 from speedlab.planner.memory import borrowed_bytes, flat_elements, gathered_bytes

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer, SGD
+from torch.optim import SGD, AdamW, Optimizer
 
 from speedlab.config import ConfigError, OptimizerConfig
 from speedlab.engine.step.fused import fused_kind
@@ -113,5 +113,3 @@ def _arguments_for(kind: Callable[..., Optimizer], options: dict[str, Any]) -> d
     if "fused" in accepted:
         arguments["fused"] = True
     return arguments
-
-
