@@ -172,7 +172,8 @@ class Rank:
     def placement(self, module: nn.Module, tied: set[str]) -> Placement:
         """Parameters in the compute dtype, float32 masters and gradients."""
         residency = Residency.of_stage(self.case.stage, self.layout.dp)
-        master = {} if self.case.dtype == "float32" else {"master": "float32"}
+        low = self.case.dtype not in ("float32", "float64")
+        master, gradient = ({"master": "float32"}, "float32") if low else ({}, self.case.dtype)
         rows = [
             Row(
                 name=name,
@@ -182,7 +183,7 @@ class Rank:
                 summed_over=("ends", "dp") if name in tied else ("dp",),
                 answered_by=self.rank,
                 answers=True,
-                states=homes(residency, parameter=self.case.dtype, gradient="float32", **master),
+                states=homes(residency, parameter=self.case.dtype, gradient=gradient, **master),
             )
             for plan in plan_units(module)
             for name, p in plan.parameters.items()

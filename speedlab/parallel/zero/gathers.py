@@ -12,6 +12,8 @@ there whole.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from speedlab.comm import Group
@@ -35,6 +37,8 @@ class Gathers:
         """Units in the order in which the present or last forward pass with gradients met them."""
         self._left: list[Unit] = []
         """Units whose gather of this pass has not been started, in the order of the pass."""
+        self._following: dict[Unit, Unit] = {}
+        """The unit behind each in the present pass: its gather is started while that one computes."""
 
     @property
     def root(self) -> Unit:
@@ -55,6 +59,7 @@ class Gathers:
             order = self.order if which is Pass.FORWARD else [self.root, *self.order[:0:-1]]
             # What stays gathered does so on all ranks, so all offer the same.
             self._left = [unit for unit in order if unit.gathers is None]
+            self._following = dict(pairwise(order))
             self._group.offer([flat.shard for unit in self._left for flat in unit.flats])
 
     def met(self, unit: Unit) -> None:
@@ -66,28 +71,19 @@ class Gathers:
         """The unit's parameters are there when this returns; the next unit's are on their way."""
         if not self.partitioned:
             return
-        place = self._left.index(unit) if unit in self._left else -1
-        if place >= 0:
-            skipped, following = self._left[:place], self._left[place + 1 :]
+        if unit in self._left:
             if self._group.ordered and self.order_is_known:
-                for other in skipped:
+                while self._left[0] is not unit:
+                    other = self._left.pop(0)
                     other.start_gather()
                     other.release()
-                skipped = []
-            self._left = skipped + following
-        else:
-            following = self._left
+            self._left.remove(unit)
         unit.start_gather()
         unit.finish_gather()
-        if self.order_is_known and following and self._comes_next(unit, following[0]):
-            following[0].start_gather()
-            self._left.remove(following[0])
-
-    def _comes_next(self, unit: Unit, other: Unit) -> bool:
-        """Whether `other` follows `unit` in this pass, those that stayed gathered left out."""
-        order = self.order if self.current is Pass.FORWARD else [self.root, *self.order[:0:-1]]
-        between = order[order.index(unit) + 1 : order.index(other)]
-        return order.index(other) > order.index(unit) and all(each.gathers is not None for each in between)
+        following = self._following.get(unit)
+        if self.order_is_known and following in self._left:
+            self._left.remove(following)
+            following.start_gather()
 
     def stays(self, unit: Unit) -> bool:
         """Whether a forward pass leaves the unit gathered, because backward begins with it."""
