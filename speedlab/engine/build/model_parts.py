@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from speedlab.comm import Group, Traffic, World
-from speedlab.comm.world import wires
+from speedlab.comm.wires import wires
 from speedlab.config import ConfigError, RunConfig
 from speedlab.engine.build.balance import measured_costs
 from speedlab.layout import Layout

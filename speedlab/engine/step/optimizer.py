@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from cuda_ops import gpu
 from cuda_ops.grad_stats import grad_stats
-from speedlab.comm import Pending
+from speedlab.comm import Transfer
 from speedlab.config import ConfigError, OptimizerConfig
 from speedlab.engine.step.fused import FusedOptimizer, Given, fused_kind
 from speedlab.parallel.zero import Flat, Residency
@@ -184,7 +184,7 @@ class PartitionedOptimizer:
             work.wait()
         self._adopt_states()
 
-    def _step_fused(self, factor: float) -> list[Pending]:
+    def _step_fused(self, factor: float) -> list[Transfer]:
         assert isinstance(self.inner, FusedOptimizer)
         for flat in self.flats:
             gradient, narrow, base = flat.update_gradient, flat.narrow, flat.state_range[0]
@@ -196,13 +196,13 @@ class PartitionedOptimizer:
         self.inner.given.clear()
         return [work for flat in self.flats if (work := flat.publish(copied=True)) is not None]
 
-    def _step_plain(self, factor: float) -> list[Pending]:
+    def _step_plain(self, factor: float) -> list[Transfer]:
         scaled_inside = factor != 1.0 and bool(getattr(self.inner, "_step_supports_amp_scaling", False))
         if scaled_inside:
             # A fused kernel divides by a scale on the way; it is handed over as torch's GradScaler does.
             scale = torch.full((), 1.0 / factor, device=self.flats[0].full.device if self.flats else "cpu")
             self.inner.grad_scale = scale  # type: ignore[attr-defined]  # see the line above
-        pending: list[Pending] = []
+        pending: list[Transfer] = []
         for flats in self._pieces():
             for flat in flats:
                 gradient = flat.update_gradient

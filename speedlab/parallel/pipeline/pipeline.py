@@ -26,7 +26,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from speedlab.comm import Group, Pending, Traffic
+from speedlab.comm import Group, Traffic, Transfer
 from speedlab.layout import Layout
 from speedlab.parallel.pipeline.cut import StageModule
 from speedlab.parallel.pipeline.schedules import Action, Kind, forward_plan, training_plan
@@ -111,8 +111,8 @@ class Pipeline:
             ]
         )
         self._first_tag = 0
-        self._arriving: dict[tuple[Kind, int, int], tuple[Tensor, Pending]] = {}
-        self._leaving: dict[tuple[Kind, int, int], Pending] = {}
+        self._arriving: dict[tuple[Kind, int, int], tuple[Tensor, Transfer]] = {}
+        self._leaving: dict[tuple[Kind, int, int], Transfer] = {}
         """Sends whose tensors must stay. On shared memory none: a message is copied when it is sent."""
 
     @property

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.autograd.profiler import record_function
 
-from speedlab.comm import Group, Pending
+from speedlab.comm import Group, Transfer
 from speedlab.parallel.zero.flat import Flat, Place, Residency, trainable_in_low_precision
 from speedlab.parallel.zero.units import UnitPlan
 from speedlab.parallel.zero.walk import tensors_of
@@ -57,7 +57,7 @@ class Unit:
     def __init__(self, name: str, modules: list[nn.Module], flats: list[Flat]) -> None:
         self.name, self.modules, self.flats = name, modules, flats
         self.trainable_count = sum(len(flat.parameters) for flat in flats if flat.trainable)
-        self.gathers: list[Pending] | None = None
+        self.gathers: list[Transfer] | None = None
         """The gather under way; None when the unit is released, [] when its parameters are there."""
         self.missing = self.trainable_count
         """Gradients that this backward pass has not produced yet."""
@@ -130,7 +130,7 @@ class Zero:
         self._seen: list[Unit] = []
         self._cursor = 0
         self._reduce_cursor = 0
-        self._in_flight: list[tuple[Unit, list[Pending]]] = []
+        self._in_flight: list[tuple[Unit, list[Transfer]]] = []
         self._reduced_before = False
         self._sync = True
         self.unsummed = False
