@@ -1,4 +1,4 @@
-"""Where optimizers keep their count of updates: a kernel that reads it on a GPU fails when a load left it on the host."""
+"""Where optimizers keep their count of updates: a kernel that reads it on a GPU fails when it is on the host."""
 
 from __future__ import annotations
 
