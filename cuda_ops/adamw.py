@@ -178,10 +178,49 @@ def _cuda(
     factor: float,
 ) -> None:
     _check(param, grad, exp_avg, exp_avg_sq, copy, step)
-    numbers = tuple(constants(lr, beta1, beta2, eps, weight_decay, step, factor))
-    tensors = (param, grad, exp_avg, exp_avg_sq, param[:0] if copy is None else copy)
     with meter.record("adamw", _nbytes(param, grad, copy), param.device):
+        if not gpu.available():
+            _by_torch(param, grad, exp_avg, exp_avg_sq, copy, lr, beta1, beta2, eps, weight_decay, step, factor)
+            return
+        numbers = tuple(constants(lr, beta1, beta2, eps, weight_decay, step, factor))
+        tensors = (param, grad, exp_avg, exp_avg_sq, param.narrow(0, 0, 0) if copy is None else copy)
         gpu.launch(_update_cuda, gpu.blocks_for(param.numel()), *tensors, numbers, device=param.device)
+
+
+def _by_torch(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    copy: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    factor: float,
+) -> None:
+    """By torch's fused kernel."""
+    count = torch.full((), float(step), device=param.device)  # Where the kernel reads it.
+    for p, g, m, v in gpu.pieces(param, grad, exp_avg, exp_avg_sq):
+        torch._fused_adamw_(
+            [p],
+            [gpu.widened(g, factor)],
+            [m],
+            [v],
+            [],
+            [count],
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+        )
+    if copy is not None:
+        torch._foreach_copy_([copy], [param])
 
 
 def _fake(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, copy: Tensor | None, *numbers: Any) -> None:

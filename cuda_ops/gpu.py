@@ -1,12 +1,14 @@
 """Kernels on NVIDIA GPUs: compiled when the first tensor on one comes, launched on torch's current stream.
 
+Without numba-cuda, which is an extra, what a training step needs goes through torch's fused kernels: `kernels_in_use`.
+
 Nothing here is imported from numba.cuda before a launch, so that a machine without it pays nothing. A kernel is a plain
 function of its module that uses the module's name `cuda`, which the first launch fills in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -18,13 +20,35 @@ from torch import Tensor
 THREADS = 256
 """Threads of a block, unless a kernel says otherwise: a whole number of blocks fills every GPU since sm_80."""
 
+_PIECE = 1 << 24
+"""Elements of `pieces`: 64 MiB in float32."""
+
 _BITS = {torch.bfloat16: "<u2", torch.float16: "<i2", torch.float32: "<f4", torch.int8: "|i1", torch.uint8: "|u1"}
 """Elements as kernels see them, as in `tensors.array`."""
 
 
+@cache
 def available() -> bool:
     """Whether the compiler for GPU kernels is installed."""
     return find_spec("numba_cuda") is not None
+
+
+def kernels_in_use(device: torch.device) -> str:
+    """By whose kernels `adamw`, `sgd_momentum` and `grad_stats` work on `device`: "numba cpu", "numba-cuda", or, where
+    that is not installed, "torch fused"."""
+    if device.type != "cuda":
+        return "numba cpu"
+    return "numba-cuda" if available() else "torch fused"
+
+
+def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Flats of one length in pieces that are worth a kernel of torch's, and whose widened copies take little memory."""
+    return zip(*(tensor.split(_PIECE) for tensor in tensors), strict=True)
+
+
+def widened(grad: Tensor, factor: float) -> Tensor:
+    """`grad` · `factor` in float32, for kernels of torch's, which want parameters and gradients of one dtype."""
+    return grad if grad.dtype is torch.float32 and factor == 1 else grad.float() * factor
 
 
 @cache

@@ -129,10 +129,21 @@ def _cpu(grad: Tensor) -> Tensor:
 def _cuda(grad: Tensor) -> Tensor:
     _check(grad)
     with meter.record("grad_stats", grad.nbytes, grad.device):
+        if not gpu.available():
+            return _by_torch(grad)
         blocks = min(gpu.blocks_for(grad.numel()), _MOST_BLOCKS)
         partial = grad.new_empty((2, blocks), dtype=torch.float32)
-        gpu.launch(_sum_cuda, blocks, grad, partial[0], partial[1], device=grad.device)
+        gpu.launch(_sum_cuda, blocks, grad, *partial.unbind(), device=grad.device)
         return partial.sum(dim=1, dtype=torch.float64)
+
+
+def _by_torch(grad: Tensor) -> Tensor:
+    """In two reads of `grad`, a piece at a time."""
+    norms, counts = [], []
+    for (piece,) in gpu.pieces(grad):
+        norms.append(torch.linalg.vector_norm(piece, dtype=torch.float32))
+        counts.append(piece.isfinite().logical_not().sum())
+    return torch.stack([torch.stack(norms).double().square().sum(), torch.stack(counts).sum().double()])
 
 
 def _fake(grad: Tensor) -> Tensor:

@@ -175,11 +175,46 @@ def _cuda(
     factor: float,
 ) -> None:
     _check(param, grad, momentum_buffer, copy)
-    numbers = gpu.float32s(factor, weight_decay, momentum, 1 - dampening, lr)
-    tensors = (param, grad, momentum_buffer, param[:0] if copy is None else copy)
-    blocks = gpu.blocks_for(param.numel())
     with meter.record("sgd_momentum", _nbytes(param, grad, copy), param.device):
+        if not gpu.available():
+            numbers = (lr, momentum, dampening, weight_decay, nesterov, first, factor)
+            _by_torch(param, grad, momentum_buffer, copy, *numbers)
+            return
+        numbers = gpu.float32s(factor, weight_decay, momentum, 1 - dampening, lr)
+        tensors = (param, grad, momentum_buffer, param.narrow(0, 0, 0) if copy is None else copy)
+        blocks = gpu.blocks_for(param.numel())
         gpu.launch(_update_cuda, blocks, *tensors, numbers, first, nesterov, device=param.device)
+
+
+def _by_torch(
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    copy: Tensor | None,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    first: bool,
+    factor: float,
+) -> None:
+    """By torch's fused kernel."""
+    for p, g, m in gpu.pieces(param, grad, momentum_buffer):
+        torch._fused_sgd_(
+            [p],
+            [gpu.widened(g, factor)],
+            [m],
+            weight_decay=weight_decay,
+            momentum=momentum,
+            lr=lr,
+            dampening=dampening,
+            nesterov=nesterov,
+            maximize=False,
+            is_first_step=first,
+        )
+    if copy is not None:
+        torch._foreach_copy_([copy], [param])
 
 
 def _fake(param: Tensor, grad: Tensor, momentum_buffer: Tensor, copy: Tensor | None, *numbers: Any) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from cuda_ops.linear_cross_entropy import linear_cross_entropy
 from cuda_ops.tensors import FLOATS
@@ -55,15 +56,33 @@ class Embedding(nn.Embedding):
 
 class Attend(nn.Module):
     """Causal attention of any number of heads, probabilities dropped in training: q, k, v (B, H, T, D) each -> the
-    same."""
+    same.
+
+    What a head drops depends on one number, which is drawn from torch's generator on the host, and on the head's own
+    number: whoever has some of the heads only (`first_head` on) draws nothing for the others, and a head's scores are
+    those of no other. Each kind of device has a generator of its own, and drops other elements.
+    """
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
+        self.first_head = 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        if not self.training or self.dropout == 0:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        with unset_fake_temporarily():  # A plan's fake tensors have no values, and need none of this one.
+            seed = int(torch.randint(1 << 62, ())) + self.first_head
+        heads = zip(*(each.split(1, dim=1) for each in (q, k, v)), strict=True)
+        with torch.random.fork_rng([q.device] if q.is_cuda else []):
+            return torch.cat([self._drop_one(*head, seed=seed + number) for number, head in enumerate(heads)], dim=1)
+
+    def _drop_one(self, q: Tensor, k: Tensor, v: Tensor, *, seed: int) -> Tensor:
+        """Attention of one head, (B, 1, T, D) each, whose generator starts from `seed`."""
+        torch.default_generator.manual_seed(seed)
+        if q.is_cuda:
+            torch.cuda.manual_seed(seed)  # On the host: nothing waits.
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
 
 
 class Attention(nn.Module):

@@ -172,7 +172,7 @@ def keeps_probabilities(s: Sizes) -> bool:
     """Whether attention of this set-up works through whole probabilities."""
     if s.setup.attention == "plain":
         return True
-    return s.setup.shape.dropout > 0 and (s.device == "cpu" or s.tp > 1)
+    return s.setup.shape.dropout > 0 and s.device == "cpu"
 
 
 def attend_forward(t: Tally, s: Sizes) -> None:
@@ -202,16 +202,12 @@ def _whole_attention(t: Tally, s: Sizes) -> None:
     q, pair, dropout = s.heads, s.pair, s.setup.shape.dropout > 0
     wide, p = _math_sizes(s)
     t.take(3 * wide)  # Queries and keys scaled, values, contiguous.
-    if s.tp > 1 and dropout:
-        with t.passing(p, s.tp * p):  # Scores, and the mask of all heads.
-            t.take(3 * p)
-    else:
-        with t.passing(4 * wide if s.low else wide):
-            t.take(p)
-            t.touch(p)
-            if dropout:
-                t.take(p, p)
-                t.touch(p // 2 if s.low else 0, 2 * wide)
+    with t.passing(4 * wide if s.low else wide):
+        t.take(p)
+        t.touch(p)
+        if dropout:
+            t.take(p, p)
+            t.touch(p // 2 if s.low else 0, 2 * wide)
     if s.setup.checkpointing == "selective":
         t.free(p * (3 if dropout else 1))
     t.take(q)

@@ -6,7 +6,8 @@ Fake tensors on a device "cuda" stand for a GPU: they have no values, so that an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +21,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cuda_ops import adamw, blockquant, gpu, grad_stats, onebit, sgd_momentum
 from cuda_ops import linear_cross_entropy as loss_module
+from cuda_ops.meter import meter
 from speedlab.parallel.tensor.loss import _Loss, vocabulary_cross_entropy
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -91,6 +94,44 @@ def test_arithmetic_with_numbers_is_no_waiting() -> None:
 
 def assert_on_gpu(*tensors: Any) -> None:
     assert [each.device.type for each in tensors] == ["cuda"] * len(tensors)
+
+
+def on_gpu(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(size, dtype=dtype, device="cuda")
+
+
+UPDATE = (0.1, 0.9, 0.99, 1e-8, 0.1, 3, 0.5)
+MOMENTUM = (0.1, 0.9, 0.0, 0.1, True, False, 0.5)
+OPERATIONS: dict[str, Callable[[torch.dtype], Any]] = {
+    "adamw": lambda dtype: adamw._cuda(on_gpu(9), on_gpu(9, dtype), on_gpu(9), on_gpu(9), on_gpu(9, dtype), *UPDATE),
+    "adamw, no copy": lambda dtype: adamw._cuda(on_gpu(9), on_gpu(9, dtype), on_gpu(9), on_gpu(9), None, *UPDATE),
+    "sgd": lambda dtype: sgd_momentum._cuda(on_gpu(9), on_gpu(9, dtype), on_gpu(9), on_gpu(9, dtype), *MOMENTUM),
+    "grad_stats": lambda dtype: grad_stats._cuda(on_gpu(9, dtype)),
+}
+PACKED: dict[str, Callable[[torch.dtype], Any]] = {
+    "onebit_pack": lambda dtype: onebit._cuda_pack(on_gpu(40, dtype), on_gpu(40), 16),
+    "block_quantize": lambda dtype: blockquant._cuda_quantize(on_gpu(70, dtype), 8, 32),
+}
+
+
+@pytest.fixture
+def unmeasured(monkeypatch) -> None:
+    """Kernels are neither launched nor timed: that takes a GPU."""
+    monkeypatch.setattr(gpu, "launch", lambda *_, **__: None)
+    monkeypatch.setattr(meter, "record", lambda *_: nullcontext())
+    monkeypatch.setattr(torch, "_fused_sgd_", lambda *_, **__: None)  # The one kernel of which torch has no fake.
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("kernels", "name"),
+    [*product(["numba-cuda", "torch fused"], OPERATIONS), *product(["numba-cuda"], PACKED)],
+)
+def test_operations_over_flats(name, kernels, dtype, unmeasured, monkeypatch) -> None:
+    monkeypatch.setattr(gpu, "available", lambda: kernels == "numba-cuda")
+    with gpu_without_values():
+        results = (OPERATIONS | PACKED)[name](dtype)
+        assert_on_gpu(*(each for each in tree_leaves(results) if each is not None))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

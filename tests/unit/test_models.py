@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from speedlab.config import MODEL_PRESETS, ModelConfig
 from speedlab.models import GPT, GPTOutput, generate
-from speedlab.models.gpt import rotate, rotation_table
+from speedlab.models.gpt import Attend, rotate, rotation_table
 
 SMALL = {"layers": 2, "hidden": 48, "heads": 4, "ffn_hidden": 96, "vocab_size": 101, "context": 32}
 GPT2_LIKE = {"position": "learned", "norm": "layer", "tied": True, "bias": True}
@@ -230,6 +231,38 @@ def test_checkpointed_blocks_give_the_same_gradients(kind, monkeypatch):
     saved(tokens, targets).loss.backward()
     for a, b in zip(plain.parameters(), saved.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
+
+
+def test_a_head_drops_by_its_own_number_whoever_has_it():
+    whole, some = Attend(0.3), Attend(0.3)
+    some.first_head = 2
+    q, k, v = torch.randn(3, 2, 6, 16, 8, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(3)
+    expected, state = whole(q, k, v), torch.get_rng_state()
+    torch.manual_seed(3)
+    assert torch.equal(some(q[:, 2:4], k[:, 2:4], v[:, 2:4]), expected[:, 2:4])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(whole(q, k, v), expected)
+    same = torch.ones(2, 6, 16, 8)
+    dropped = whole(same, same, same)[:, :, :, 0]
+    assert all(not torch.equal(dropped[:, 0], dropped[:, head]) for head in range(1, 6))
+    assert whole.eval()(same, same, same).allclose(same)
+
+
+def test_attention_never_draws_for_more_than_one_head():
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if "bernoulli" in str(func):
+                self.elements = max(self.elements, result.numel())
+            return result
+
+    q = torch.randn(2, 6, 16, 8)
+    with Largest() as largest:
+        Attend(0.3)(q, q, q)
+    assert largest.elements == 2 * 16 * 16
 
 
 def test_dropout_acts_in_training_only():

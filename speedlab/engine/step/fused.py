@@ -63,7 +63,7 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):
     def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
         state = self.state[segment]
         if not state:
-            state["step"] = torch.zeros(())
+            state["step"] = torch.zeros((), device=step_device(self, group, segment))
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(segment), torch.zeros_like(segment)
         state["step"] += 1
         adamw(
@@ -77,7 +77,7 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):
             beta2=group["betas"][1],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            step=int(state["step"]),  # On the host, as torch keeps it.
+            step=int(state["step"]),  # On the host, so that nothing waits: `step_device`.
             factor=given.factor,
         )
 
@@ -107,6 +107,13 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
             first=first,
             factor=given.factor,
         )
+
+
+def step_device(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> torch.device:
+    """Where `optimizer` keeps its count of updates ("step") of a `parameter` in its `group`, also after a load: beside the
+    parameter where a kernel reads it there (torch's own `fused` or `capturable`), else on the host."""
+    beside = not isinstance(optimizer, FusedOptimizer) and (group.get("fused") or group.get("capturable"))
+    return parameter.device if beside else torch.device("cpu")
 
 
 def fused_kind(kind: type[Optimizer], options: Iterable[Mapping[str, Any]]) -> Callable[..., Optimizer] | None:

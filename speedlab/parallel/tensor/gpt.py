@@ -1,5 +1,5 @@
-"""What the built-in GPT needs beside cut layers: head and loss over parts of the vocabulary, dropout as in one process,
-and sequence parallelism.
+"""What the built-in GPT needs beside cut layers: head and loss over parts of the vocabulary, dropout as in one process
+(each head drops by its own number, so a rank draws for its own heads only), and sequence parallelism.
 
 Sequence parallelism (arXiv:2205.05198): between the cut layers each rank has T / tp of the tokens,
 
@@ -11,12 +11,10 @@ Sequence parallelism (arXiv:2205.05198): between the cut layers each rank has T 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -84,8 +82,9 @@ class BuiltIn:
             yield Change(model.prediction, "loss", lambda _: self._loss)
         for block in model.blocks:
             attention = block.attention
-            if attention.qkv in self._cut and attention.attend.dropout > 0:
-                yield Change(attention.attend, "forward", partial(self._dropping_attention, attention.attend))
+            if attention.qkv in self._cut:
+                first = self._group.index * (model.config.heads // self._group.size)
+                yield Change(attention.attend, "first_head", lambda _, first=first: first)
         if self._sequence:
             yield Change(model.dropout, "forward", lambda _: partial(self._enter, model.dropout))
             for block in model.blocks:
@@ -111,23 +110,6 @@ class BuiltIn:
         return gather_tokens(x, self._group) if self._sequence else copy(x, self._group)  # 4
 
     # ---- dropout as in one process -----------------------------------------------------------------------------------
-
-    def _dropping_attention(
-        self, module: Any, forward: Callable[[Tensor, Tensor, Tensor], Tensor]
-    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        size, index = self._group.size, self._group.index
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if not module.training:
-                return forward(q, k, v)
-            batch, heads, length, head_size = q.shape
-            later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-            scores = (q @ k.transpose(-2, -1) / math.sqrt(head_size)).masked_fill(later, -math.inf)
-            mask = draw_mask((batch, heads * size, length, length), module.dropout, q)
-            own = mask[:, index * heads : (index + 1) * heads]
-            return masked_dropout(scores.softmax(dim=-1), module.dropout, own) @ v
-
-        return attend
 
     def _drop_tokens(self, module: nn.Dropout, x: Tensor) -> Tensor:
         if not module.training or module.p == 0:
