@@ -284,3 +284,38 @@ def test_what_has_room_for_its_states_but_not_for_a_step_is_refused(
     assert world.run(with_little_memory, run, room) == [("paused", micro_batches)] * 2
     refused = [event.text.partition(" would hold")[0] for event in events(run, "warning")]
     assert refused == ([] if micro_batches == 1 else ["reshape: pp 1 × dp 2 × tp 1 at ZeRO stage 1"])
+
+
+# ---- interrupts in the middle of something ---------------------------------------------------------------------------
+
+
+def interrupted_in(run: str, name: str) -> list[Any]:
+    """Forced on both ranks in the middle of `Engine.name`; then a step more."""
+    works, calls = getattr(Engine, name), []
+
+    def forced(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt("the step did not end in time")
+        return works(engine, *args, **kwargs)
+
+    with as_engine(run), patch.object(Engine, name, forced):
+        found: list[Any] = []
+        try:
+            held_runs.advance(run)
+        except KeyboardInterrupt:
+            found.append(str(trainer_of(run).training.state))
+        if own_rank() == 0:
+            post(run, ("step", {"n": 1}))
+        trainer = trainer_of(run)
+        return [*found, advance(run), trainer_of(run) is trainer, trainer_of(run).engine.global_step]
+
+
+@pytest.mark.parametrize("name", ["save_checkpoint", "evaluate"])
+def test_an_interrupt_in_the_middle_of_what_follows_a_step_leaves_its_state_whole(
+    world: Pool, tmp_path, name: str
+) -> None:
+    run = new_run(tmp_path, checkpoint={"every_steps": 1}, eval={"every_steps": 1})
+    before = 0 if name == "evaluate" else 1  # The first evaluation comes before the first step.
+    assert world.run(interrupted_in, run, name) == [["paused", "paused", True, before + 1]] * 2
+    assert [event.step for event in events(run, "interrupted")] == [before]
