@@ -86,9 +86,8 @@ def _measure(folder: str, rounds: int) -> dict[str, list[float]]:
             config = changed_config(config, world.size, **change)
             control.barrier()
             start = time.perf_counter()
-            engine, _ = rebuild(
-                engine, config, parameter_count(config.model), build=build, control=control, folder=Path(folder)
-            )
+            states = 16 * parameter_count(config.model) * world.size
+            engine, _ = rebuild(engine, config, states=states, build=build, control=control, folder=Path(folder))
             slowest = max(control.collect(time.perf_counter() - start))
             if round_ >= 0:
                 times.setdefault(f"{before} → {engine.layout}, zero {engine.zero_stage}", []).append(slowest)

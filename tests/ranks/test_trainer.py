@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,8 +18,10 @@ from ranks.runs import as_engine, new_run, own_rank, trainer_of
 from speedlab.config import ConfigError
 from speedlab.engine.engine import Engine
 from speedlab.engine.run import held_runs, interrupt, training, words
+from speedlab.planner import predicted_peaks
 from speedlab.telemetry.folder import RunFolder
-from speedlab.telemetry.records import Event, RunState
+from speedlab.telemetry.records import Event, Ledger, RunState
+from speedlab.telemetry.shape import changed_config
 from speedlab.telemetry.writer import RecordWriter
 
 
@@ -254,3 +257,65 @@ def test_a_layout_that_one_rank_cannot_build_is_taken_back(world: Pool, tmp_path
     assert [event.text for event in events(run, "warning")] == [
         "reshape: rank 1: MemoryError: no room; the run goes on under pp 1 × dp 2 × tp 1 as before"
     ]
+
+
+def with_little_memory(run: str, room: float) -> tuple[str, int]:
+    """Ranks that can hold the states of larger micro-batches, and `room` of what a step of them needs besides."""
+    config = changed_config(RunFolder(run).config, 2, micro_batches=1)
+    peaks = predicted_peaks(config, 2, capacity_bytes=[1, 1], dtype="float32", device="cpu")
+    assert peaks is not None
+    memory = peaks.memory[0]
+    capacity = memory.model_states + round(room * (memory.total - memory.model_states))
+    ledger = Engine.ledger
+
+    def little(engine: Engine) -> Ledger:
+        return replace(ledger(engine), capacity_bytes=capacity, other_framework=0, outside_framework=0)
+
+    with as_engine(run), patch.object(Engine, "ledger", little):
+        return advance(run), trainer_of(run).engine.accumulation
+
+
+@pytest.mark.parametrize(("room", "micro_batches"), [(0.95, 16), (1.0, 1)])
+def test_what_has_room_for_its_states_but_not_for_a_step_is_refused(
+    world: Pool, tmp_path, room: float, micro_batches: int
+) -> None:
+    run = new_run(tmp_path, zero=1, batch={"global_size": 32, "micro_size": 1})
+    post(run, ("pause", {}), ("reshape", {"micro_batches": 1}), ("step", {"n": 1}))
+    assert world.run(with_little_memory, run, room) == [("paused", micro_batches)] * 2
+    refused = [event.text.partition(" would hold")[0] for event in events(run, "warning")]
+    assert refused == ([] if micro_batches == 1 else ["reshape: pp 1 × dp 2 × tp 1 at ZeRO stage 1"])
+
+
+# ---- interrupts in the middle of something ---------------------------------------------------------------------------
+
+
+def interrupted_in(run: str, name: str) -> list[Any]:
+    """Forced on both ranks in the middle of `Engine.name`; then a step more."""
+    works, calls = getattr(Engine, name), []
+
+    def forced(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt("the step did not end in time")
+        return works(engine, *args, **kwargs)
+
+    with as_engine(run), patch.object(Engine, name, forced):
+        found: list[Any] = []
+        try:
+            held_runs.advance(run)
+        except KeyboardInterrupt:
+            found.append(str(trainer_of(run).training.state))
+        if own_rank() == 0:
+            post(run, ("step", {"n": 1}))
+        trainer = trainer_of(run)
+        return [*found, advance(run), trainer_of(run) is trainer, trainer_of(run).engine.global_step]
+
+
+@pytest.mark.parametrize("name", ["save_checkpoint", "evaluate"])
+def test_an_interrupt_in_the_middle_of_what_follows_a_step_leaves_its_state_whole(
+    world: Pool, tmp_path, name: str
+) -> None:
+    run = new_run(tmp_path, checkpoint={"every_steps": 1}, eval={"every_steps": 1})
+    before = 0 if name == "evaluate" else 1  # The first evaluation comes before the first step.
+    assert world.run(interrupted_in, run, name) == [["paused", "paused", True, before + 1]] * 2
+    assert [event.step for event in events(run, "interrupted")] == [before]

@@ -1,9 +1,10 @@
 """Moving a run that is on to another layout, between two steps, on the same engines.
 
-1. What can be known before is checked: whether the model states of the new layout fit each rank.
-2. Every rank writes what it owns as a checkpoint without hashes: in memory where it fits, else in the run folder.
-3. The engine ends, and one of the new layout is built and reads what it owns now.
-4. If that fails on any rank, all meet anew and build the old layout from the same checkpoint: the run goes on.
+1. Every rank writes what it owns as a checkpoint without hashes: in memory where it fits, else in the run folder.
+2. The engine ends, and one of the new layout is built and reads what it owns now.
+3. If that fails on any rank, all meet anew and build the old layout from the same checkpoint: the run goes on.
+
+Whether the new layout fits the ranks is known before (`fitting`).
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from speedlab.engine.engine import Engine
 from speedlab.engine.run.agreement import Bare, Parted, Refusal, agreed, together
 from speedlab.engine.step.memory import release_freed_memory
 from speedlab.hardware import memory_bytes
-from speedlab.layout import Layout
-from speedlab.planner.formula import ModelStates, model_states
 
 _IN_MEMORY = Path("/dev/shm")
 """A file system in memory; Linux has it."""
@@ -44,21 +43,20 @@ class Undone(Refusal):  # what happened, not what is wrong
 
 
 def rebuild(
-    engine: Engine, config: RunConfig, parameters: int, *, build: Build, control: Group, folder: Path
+    engine: Engine, config: RunConfig, *, states: int, build: Build, control: Group, folder: Path
 ) -> tuple[Engine, str]:
     """An engine for `config` in the state of `engine`, which ends; and through what its state went: "memory" or "run
     folder". Collective over `control`.
 
     Args:
-        parameters: of the whole model.
+        states: bytes of model states that all ranks together will hold.
         build: makes an engine of a configuration, collectively.
         folder: of the run, where the state goes when it has no room in memory.
 
-    Raises Refusal when the new layout does not fit, with nothing changed, and Undone when it could not be built.
+    Whether the new layout fits is the caller's to know. Raises Undone when it could not be built.
     """
-    refuse_what_does_not_fit(engine, config, parameters, control)
     before = engine.config
-    place, through = _place(engine, control, folder)
+    place, through = _place(engine, states, control, folder)
     try:
         engine.save_checkpoint(place, _TAG, verify=False)
         engine.destroy(keep_parameters=False)
@@ -75,35 +73,19 @@ def rebuild(
     return made, through
 
 
-def refuse_what_does_not_fit(engine: Engine, config: RunConfig, parameters: int, control: Group) -> None:
-    """Raises Refusal on every rank when the model states of `config` are more than some rank can hold."""
-    layout = config.layout(control.size, built_in=False)
-    states = _states(engine, config, layout, parameters)
-    capacity = agreed(control, lambda: engine.ledger().capacity_bytes)
-    smallest = min(control.collect(capacity))
-    if states.total > smallest:
-        raise Refusal(
-            f"{layout} at ZeRO stage {config.zero.stage} needs {states.total / 2**30:.2f} GiB of model states on a "
-            f"rank, and the smallest has {smallest / 2**30:.2f} GiB; raise zero, tp or pp"
-        )
-
-
-def _states(engine: Engine, config: RunConfig, layout: Layout, parameters: int) -> ModelStates:
-    dtype = str(engine.dtype).removeprefix("torch.")
-    share = -(-parameters // (layout.tp * layout.pp))
-    return model_states(share, dp=layout.dp, stage=config.zero.stage, dtype=dtype, optimizer=config.optimizer)
-
-
 def _build_from(place: Path, config: RunConfig, build: Build) -> Engine:
     engine = build(config)
     engine.load_checkpoint(place, _TAG, verify=False)
     return engine
 
 
-def _place(engine: Engine, control: Group, folder: Path) -> tuple[Path, str]:
-    """A new folder for the state: in memory when the ranks are on one host that has room for it."""
+def _place(engine: Engine, states: int, control: Group, folder: Path) -> tuple[Path, str]:
+    """A new folder for the state: in memory when the ranks are on one host that has room for it, first beside the
+    present engine, then beside the `states` of the one that reads it."""
     kept = agreed(control, lambda: sum(state.nbytes for state in _kept(engine)))
     needed = sum(control.collect(kept))
+    if engine.world.device.type == "cpu":
+        needed += max(0, states - sum(control.collect(agreed(control, lambda: engine.ledger().model_states))))
     hosts = control.collect(os.uname().nodename)
     roomy = agreed(control, lambda: _has_room(needed)) and len(set(hosts)) == 1
     through = "memory" if all(control.collect(roomy)) else "run folder"
@@ -114,8 +96,8 @@ def _place(engine: Engine, control: Group, folder: Path) -> tuple[Path, str]:
 
 def _has_room(needed: int) -> bool:
     """Whether so many bytes have room in memory, and in its file system."""
-    on_disk = _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _ROOM * needed
-    return on_disk and memory_bytes()[1] > _ROOM * needed
+    in_files = _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _ROOM * needed
+    return in_files and memory_bytes()[1] > _ROOM * needed
 
 
 def _kept(engine: Engine) -> list[Tensor]:

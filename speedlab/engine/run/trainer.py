@@ -45,9 +45,8 @@ class Trainer:
         try:
             self.reporter.open()
             with training.interruption:
-                if self._started:
-                    self.reconnect()
-                else:
+                self.reconnect()
+                if not self._started:
                     self._start()
                 carry_out_pending(training, self.reporter)
                 while training.state is RunState.RUNNING:

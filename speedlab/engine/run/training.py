@@ -14,6 +14,7 @@ from speedlab.data import Corpus, Sampler, prepare
 from speedlab.engine.build.initialize import initialize
 from speedlab.engine.engine import Engine
 from speedlab.engine.run.agreement import Bare, agreed, together
+from speedlab.engine.run.fitting import held_now, refuse_what_does_not_fit
 from speedlab.engine.run.interrupt import Interruption
 from speedlab.engine.run.reshaping import Undone, rebuild
 from speedlab.models import GPT
@@ -81,13 +82,17 @@ class Training:
         )
 
     def move_to(self, wanted: RunConfig) -> str:
-        """Go on in the shape of `wanted`; returns through what the state went. Collective. Raises what `rebuild`
-        raises."""
+        """Go on in the shape of `wanted`; returns through what the state went. Collective.
+
+        Raises Refusal when it does not fit the ranks, with nothing changed, and what `rebuild` raises.
+        """
+        held = held_now(self.engine, self.config, self.parameters, self.control, built_in=self.built_in)
+        peaks = refuse_what_does_not_fit(held, wanted)
         through = "in place"
         if differences(self.config, wanted, self.world.size).keys() <= {"zero"}:
             self.engine.reshape(zero=wanted.zero.stage)
         else:
-            through = self._rebuild(wanted)
+            through = self._rebuild(wanted, sum(memory.model_states for memory in peaks.memory))
         self._take_shape(wanted)
         self.tell_placement()
         self.trace_next = True
@@ -122,13 +127,13 @@ class Training:
     def _make_gpt(self) -> nn.Module:
         return GPT(self.config.model)
 
-    def _rebuild(self, wanted: RunConfig) -> str:
+    def _rebuild(self, wanted: RunConfig, states: int) -> str:
         try:
             with self.interruption.held():
                 engine, through = rebuild(
                     self.engine,
                     wanted,
-                    self.parameters,
+                    states=states,
                     build=self._build,
                     control=self.control,
                     folder=self.folder.path,
