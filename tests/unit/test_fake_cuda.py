@@ -193,7 +193,7 @@ def sessions(reason: str = "", fails: Callable[[Session], bool] = bool) -> Any:
 
 
 def waits_more(session: Session) -> bool:
-    return session.layout.pp > 1 or (session.layout.tp > 1 and session.loss == "chunked")
+    return session.layout.pp > 1 or session.layout.tp > 1
 
 
 def today(reason: str) -> Any:
@@ -262,9 +262,9 @@ def test_at_most_three_communicators(session: Session) -> None:
 def test_gathers_start_as_each_piece_is_updated(session: Session) -> None:
     """The first gather after the update is started before the last piece is updated."""
     for name, seen in report_of(session).of("step").items():
-        stage = session.stage if name.split()[1] in "01" and "at" not in name else int(name.split()[-1])
-        updates = [place for place, operation in enumerate(seen.order) if operation == "adamw"]
-        if stage in (1, 2) and updates:
+        stage = int(name.split()[-1]) if " at " in name else session.stage
+        if stage in (1, 2) and session.optimizer is None:
+            updates = [place for place, operation in enumerate(seen.order) if operation == "adamw"]
             assert "_allgather_base_" in seen.order[updates[0] : updates[-1]], name
 
 
@@ -313,7 +313,6 @@ def test_the_optimizers_time_is_not_lost() -> None:
         assert every == pytest.approx(sum(again.clock.take().phases.values()))
 
 
-@today("counters stay on the CPU after a load")
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_loaded_state_is_where_the_optimizer_wants_it(stage, tmp_path) -> None:
     """torch's fused AdamW reads `step` on the GPU."""
@@ -422,7 +421,7 @@ def test_pinned_memory_is_read_when_the_copy_is_there(gpu) -> None:
     assert place.sum() == 4
     assert len(gpu.take().waits) == 1
     torch.empty(4, device=CUDA).copy_(place, non_blocking=True)
-    torch.empty(4, device=CUDA).copy_(torch.empty(4), non_blocking=True)
+    torch.empty(64, device=CUDA).copy_(torch.empty(64), non_blocking=True)
     seen = gpu.take()
     assert (len(seen.waits), len(seen.pageable)) == (0, 1)
 
