@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedlab.engine import checkpoint
+import speedlab.engine.checkpoint as checkpoint
 from speedlab.engine.build.wrap import BlockWrapper
 from speedlab.engine.step.clock import PhaseClock
 from speedlab.engine.step.drivers import Batch, Driver, PipelineStages, WholeModel

@@ -177,22 +177,14 @@ DOORS = {
 }
 """(file, file that it may need although that one needs it, too) -> the function in which it does."""
 
-KNOWN_CIRCLES: dict[frozenset[str], str] = {
-    frozenset({"speedlab.engine", "speedlab.engine.build.initialize", "speedlab.engine.engine"}): "the engine's rooms",
-}
-"""Circles that are there -> whose work ends them. Nothing is added here."""
-
 
 def test_no_file_needs_itself_by_way_of_others() -> None:
     graph = import_graph(sources())
     for module, behind in DOORS:
         assert behind in graph[module], f"{module} has no door to {behind} any more; take it from DOORS"
         graph[module].remove(behind)
-    found = circles(graph)
-    new = [shortest_way(graph, group) for group in found if frozenset(group) not in KNOWN_CIRCLES]
-    assert not new, "\n".join(new)
-    ended = [" ".join(sorted(group)) for group in KNOWN_CIRCLES.keys() - set(map(frozenset, found))]
-    assert not ended, f"no circle any more; take it from KNOWN_CIRCLES: {ended}"
+    found = [shortest_way(graph, group) for group in circles(graph)]
+    assert not found, "\n".join(found)
 
 
 def test_everything_imported_is_declared() -> None:

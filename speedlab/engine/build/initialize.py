@@ -72,7 +72,7 @@ def initialize(
     gc.collect()  # What an earlier set-up of a notebook cell left behind may still be held by cycles.
     world = join(device)
     layout = config.layout(world.size, built_in=False)
-    batch = config.batch.resolve(layout.dp)
+    batch = config.batch.resolve(layout.data_size)
     dtype = compute_dtype(config.precision, world.device)
     if world.device.type == "cpu":
         keep_freed_memory()

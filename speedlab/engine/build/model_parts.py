@@ -98,7 +98,7 @@ def _block_counts(
             raise ValueError(f"cut {cut} does not give {len(costs)} blocks to {stages} pipeline stages; leave it out")
         return counts
     if config.parallel.balance == "time":
-        micro_size = config.batch.resolve(layout.dp).micro_size
+        micro_size = config.batch.resolve(layout.data_size).micro_size
         length = config.data.sequence_length
         measured = measured_costs(model, micro_size=micro_size, length=length, dtype=dtype, device=world.device)
         costs, first, last = everyone.share(measured)  # One rank's measurement, or they would cut differently.

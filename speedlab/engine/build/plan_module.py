@@ -63,7 +63,7 @@ def plan_module(
             f"plan_module: {layout} cuts the model, and a module is traced whole; set tp and pp to 1, or plan the "
             f"built-in GPT by its shape"
         )
-    batch = config.batch.resolve(layout.dp)
+    batch = config.batch.resolve(layout.data_size)
     dtype = compute_dtype(config.precision, torch.device("cpu"))
     with FakeTensorMode():
         module = _fake(source)

@@ -13,13 +13,13 @@ from typing import Any
 
 from speedlab.comm import Group
 from speedlab.config import ConfigError, RunConfig
+from speedlab.display.text import bytes_text
 from speedlab.engine.engine import Engine
 from speedlab.engine.run.agreement import Refusal, agreed
 from speedlab.layout import LayoutError
 from speedlab.planner import Peaks, parameter_count, parameters_by_rank, predicted_peaks, rank_states
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.telemetry.shape import changed_config
-from speedlab.telemetry.text import bytes_text
 
 _CHANGES_NAMED = 3
 """How many changes that would fit are told."""

@@ -151,7 +151,7 @@ class Training:
         """The layout, ZeRO stage and micro-batches are those of `config` from now on."""
         self.config = config
         self.layout = config.layout(self.world.size, built_in=False)
-        self.batch = config.batch.resolve(self.layout.dp)
+        self.batch = config.batch.resolve(self.layout.data_size)
 
     def _prepare_data(self) -> Corpus:
         quiet = self.world.rank != 0

@@ -10,7 +10,6 @@ out, and from then on has a history of its own (its count of steps, or no state 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 
 from cuda_ops.grad_stats import grad_stats
 from speedlab.comm import Transfer
-from speedlab.engine.step.fused import FusedOptimizer, Given
+from speedlab.engine.step.fused import FusedOptimizer, Given, step_device
 from speedlab.engine.step.segments import Segment, cut, elementwise, has_kernels, owned_ranges
 from speedlab.parallel.zero import Flat
 from speedlab.placement import Holders, Placement, Residency
@@ -262,7 +261,9 @@ class PartitionedOptimizer:
                     continue
                 state = self.inner.state[segment.master]
                 options = self.inner.param_groups[segment.group]
-                state.update({key: _scalar(value, options, segment.master) for key, value in history.items()})
+                device = step_device(self.inner, options, segment.master)
+                # Made where it is needed: nothing is copied, and nothing waits.
+                state.update({key: torch.full((), value, device=device) for key, value in history.items()})
                 for key, whole in self._states[flat.name].items():
                     state[key] = whole[segment.start - base : segment.end - base]
                 self._adopted.add(segment.master)
@@ -291,12 +292,6 @@ class PartitionedOptimizer:
             return found
         numel = flat.end - flat.start if before.optimizer_states is Holders.PARTITIONED else flat.padded
         return torch.zeros(numel, dtype=flat.master.dtype, device=flat.master.device)
-
-
-def _scalar(value: float, options: Mapping[str, Any], master: Tensor) -> Tensor:
-    """A count as torch's optimizers keep it: on the host, but on the device for kernels that read it there."""
-    on_device = options.get("fused") or options.get("capturable")
-    return torch.tensor(value, dtype=torch.float32, device=master.device if on_device else "cpu")
 
 
 def _squares(flat: Flat, gradient: Tensor) -> Tensor:
