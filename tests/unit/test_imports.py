@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "models": frozenset({"config", "cuda_ops"}),
     "comm": frozenset({"layout", "cuda_ops"}),
     "parallel": BASE | {"comm", "models", "telemetry", "cuda_ops"},
-    "engine": BASE | {"parallel", "comm", "models", "data", "telemetry", "planner", "cuda_ops"},
+    "engine": BASE | {"parallel", "comm", "models", "data", "telemetry", "planner", "display", "cuda_ops"},
     "bench": EVERYTHING,
     "cli": EVERYTHING | {"bench"},
     "cuda_ops": frozenset(),

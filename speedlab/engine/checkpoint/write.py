@@ -42,6 +42,9 @@ from speedlab.placement import Placement
 _MARGIN_BYTES = 2**20
 """Room that must stay free beside the checkpoint itself: headers, manifest, the file system's own needs."""
 
+_pinned: weakref.WeakKeyDictionary[TrainingState, dict[str, Tensor]] = weakref.WeakKeyDictionary()
+"""Of each engine on a GPU, the pinned memory through which its tensors leave the device in every save."""
+
 _savings: weakref.WeakKeyDictionary[TrainingState, Saving] = weakref.WeakKeyDictionary()
 """The last save in the background of each engine."""
 
@@ -70,7 +73,8 @@ def save(
     needed = sum(group.collect(part.nbytes))
     on_first(group, lambda: _prepare(target, hidden, needed, client_state))  # 1
     if not wait:
-        _savings[engine] = _in_background(part.copied(), target, common, needed)
+        copies = part.copied(_pinned.setdefault(engine, {}))
+        _savings[engine] = _in_background(copies, target, common, needed)
         return target
     try:
         all_or_none(group, part.write)  # 2
@@ -139,16 +143,19 @@ class RankPart:
         nbytes, digest = write_tensors(self.hidden / name, self.tensors, verify=self.verify)
         write_report(report_file(self.hidden, self.rank), {**self.report, "bytes": nbytes, "sha256": digest})
 
-    def copied(self) -> RankPart:
-        """The same over copies in the host's memory; those of a GPU are on their way, and waited for when written."""
+    def copied(self, pinned: dict[str, Tensor]) -> RankPart:
+        """The same over copies in the host's memory; those of a GPU are on their way, and waited for when written.
+
+        `pinned`: memory of earlier saves, used again and added to: pinning it would hold the device up."""
         copies = {}
         for key, values in self.tensors.items():
             pieces = [piece for piece in values.pieces if isinstance(piece, Tensor)]
-            copy = torch.empty(
-                sum(piece.numel() for piece in pieces),
-                dtype=values.dtype,
-                pin_memory=any(piece.is_cuda for piece in pieces),
-            )
+            numel, on_device = sum(piece.numel() for piece in pieces), any(piece.is_cuda for piece in pieces)
+            copy = pinned.get(key)
+            if copy is None or copy.numel() != numel or copy.dtype != values.dtype:
+                copy = torch.empty(numel, dtype=values.dtype, pin_memory=on_device)
+            if on_device:
+                pinned[key] = copy
             _fetch(pieces, copy)
             copies[key] = Values(values.shape, values.dtype, [_when_here(copy)])
         return RankPart(**{**self.__dict__, "tensors": copies})

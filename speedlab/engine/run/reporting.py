@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from cuda_ops.gpu import kernels_in_use
 from speedlab.engine.run.diagnose import matmul_flops
 from speedlab.engine.run.training import Training
 from speedlab.engine.step.clock import StepCosts
@@ -114,6 +115,7 @@ class Reporter:
             "parameters": training.parameters,
             "dtype": str(engine.dtype).removeprefix("torch."),
             "optimizer": training.config.optimizer.name,
+            "kernels": kernels_in_use(training.world.device),
             "pp": layout.pp,
             "dp": layout.dp,
             "tp": layout.tp,

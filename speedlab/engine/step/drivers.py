@@ -111,9 +111,7 @@ class WholeModel:
         return [self._loss(tokens, targets)]
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        device = self._state.world.device
-        if tensor.device != device:
-            tensor = tensor.to(device, non_blocking=True)
+        tensor = self._state.to_device(tensor)
         return tensor.to(self._dtype) if tensor.dtype == torch.float32 else tensor
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -169,12 +167,11 @@ class PipelineStages:
                 f"under {layout} the engine is called with tokens alone, (B, T) int64; losses are those of "
                 "engine.evaluate(batches)"
             )
-        device = self._state.world.device
-        made = self._pipeline.evaluate(tokens.to(device))
-        group = self._group
+        state, group = self._state, self._group
+        made = self._pipeline.evaluate(state.to_device(tokens))
         described = [list(made[0].shape), str(made[0].dtype).removeprefix("torch.")] if made else None
         shape, dtype = group.share(described, group.size - 1)
-        logits = made[0] if made else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        logits = made[0] if made else torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
         group.broadcast(logits, group.size - 1)
         return PipelineOutput(logits)
 
@@ -182,15 +179,14 @@ class PipelineStages:
         raise RuntimeError(f"under {self._state.layout} a step is one call: engine.train_batch(batches)")
 
     def train(self, batches: Sequence[Batch]) -> None:
-        device = self._state.world.device
-        tokens, targets = (torch.cat(parts).to(device) for parts in zip(*batches, strict=True))
+        tokens, targets = (self._state.to_device(torch.cat(parts)) for parts in zip(*batches, strict=True))
         step = self._step
         step.ended_backward(self._pipeline.train(tokens, targets, micro_batches=step.accumulation, scale=step.scale))
         step.micro_step = step.accumulation - 1
 
     def evaluate(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
-        device = self._state.world.device
-        return self._pipeline.evaluate(tokens.to(device), targets.to(device))
+        state = self._state
+        return self._pipeline.evaluate(state.to_device(tokens), state.to_device(targets))
 
     def update(self) -> AbstractContextManager[object]:
         return self._pipeline.update()

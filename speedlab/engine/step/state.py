@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedlab.comm import Group, Traffic, World
+from speedlab.comm import Group, HostCopies, Traffic, World
 from speedlab.config import RunConfig
 from speedlab.engine.step.model_part import ModelPart
 from speedlab.engine.step.optimizer import PartitionedOptimizer
@@ -42,11 +42,23 @@ class TrainingState:
         self.partitioned_optimizer, self.scheduler = optimizer, scheduler
         self.config, self.world, self.mesh, self.traffic = config, world, mesh, traffic
         self.loss_scale, self.dtype = loss_scale, dtype
+        self._copies = HostCopies(world.device, traffic)
         self.zero_stage: int = config.zero.stage
         """The row of ZeRO's table that the flats are placed by. It is told, and asked by nothing here."""
         self.global_step = 0
         self.updating = False
         """True from the first changed parameter to the end of a step: an interrupt then leaves ranks that differ."""
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """An input on this rank's device. From the host it comes through pinned memory, which nothing waits for."""
+        if tensor.device == self.world.device:
+            return tensor
+        if tensor.device.type != "cpu":
+            return tensor.to(self.world.device, non_blocking=True)
+        source = tensor.contiguous()
+        made = torch.empty_like(source, device=self.world.device)
+        self._copies.to_device(source, made).wait()
+        return made
 
     @property
     def placement(self) -> Placement:
