@@ -18,16 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from speedlab.bench import ours
 from speedlab.bench.contest import AS_INSTALLED
 from speedlab.bench.table import missing
+from speedlab.bench.workload import LEARNING_RATE, MICRO_BATCH, batch, model_of
 from speedlab.comm.shared import BACKEND, register
 from speedlab.models import GPT
 
 Step = Callable[[Tensor, Tensor], None]
 """One optimizer step on tokens (B, T) and targets (B, T)."""
-
-_LR = ours.LEARNING_RATE
 
 
 def names() -> list[str]:
@@ -49,7 +47,7 @@ def is_ours(name: str) -> bool:
 def build(name: str, dtype_name: str) -> Callable[[], None]:
     """The step of a peer on this rank and its batch."""
     dtype = getattr(torch, dtype_name)
-    model = ours.model_of(name)
+    model = model_of(name)
     kind, *variant = name.removesuffix(AS_INSTALLED).split()
     # DeepSpeed uses the default group, which is gloo: it takes no other.
     group = _group(BACKEND if variant[-1:] == ["shared"] else "gloo") if kind not in ("limit", "DeepSpeed") else None
@@ -60,7 +58,7 @@ def build(name: str, dtype_name: str) -> Callable[[], None]:
         "FSDP2": lambda: _fsdp(model, dtype, group, reshard=variant[0] == "resharded"),
         "DeepSpeed": lambda: _deepspeed(model, dtype, int(variant[0])),
     }
-    step, (tokens, targets) = makers[kind](), ours.batch()
+    step, (tokens, targets) = makers[kind](), batch()
     return lambda: step(tokens, targets)
 
 
@@ -78,7 +76,7 @@ class _Masters:
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self._parameters = parameters
         self._masters = [p.detach().float() if p.dtype != torch.float32 else p for p in parameters]
-        self._optimizer = torch.optim.AdamW(self._masters, lr=_LR, fused=True)
+        self._optimizer = torch.optim.AdamW(self._masters, lr=LEARNING_RATE, fused=True)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -127,7 +125,7 @@ def _zero_redundancy(model: nn.Module, dtype: torch.dtype, group: dist.ProcessGr
         torch.optim.AdamW,
         process_group=group,
         parameters_as_bucket_view=True,  # Parameters travel together, not one by one.
-        lr=_LR,
+        lr=LEARNING_RATE,
         fused=True,
     )
 
@@ -150,7 +148,7 @@ def _fsdp(model: GPT, dtype: torch.dtype, group: dist.ProcessGroup | None, *, re
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step(tokens: Tensor, targets: Tensor) -> None:
         model(tokens, targets).loss.backward()
@@ -165,9 +163,9 @@ def _deepspeed(model: nn.Module, dtype: torch.dtype, stage: int) -> Step:
     import deepspeed  # type: ignore[import-not-found]  # a peer, only where somebody installed it
 
     config = {
-        "train_micro_batch_size_per_gpu": ours.MICRO_BATCH,
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
         # torch's AdamW, to which DeepSpeed hands on what it does not know: fused, or each tensor takes a dozen passes.
-        "optimizer": {"type": "AdamW", "params": {"lr": _LR, "torch_adam": True, "fused": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "torch_adam": True, "fused": True}},
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": dtype == torch.bfloat16},
     }

@@ -1,5 +1,5 @@
 """Our own training steps in `bench step`: the same code runs this checkout's engine and that of another one, so it uses
-nothing but public names."""
+nothing of the project but public names."""
 
 from __future__ import annotations
 
@@ -7,36 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
 
 import speedlab
-from speedlab.config import ModelConfig
-from speedlab.models import GPT
-
-MODEL = ModelConfig(layers=6, hidden=384, heads=6, ffn_hidden=1536, vocab_size=16384, context=128, loss="full")
-"""17 million parameters, 6.3 of them in the tied embedding."""
-
-SHIPPED = MODEL.model_copy(update={"loss": "chunked"})
-"""The same with the loss that a user of SpeedLab gets."""
-
-MICRO_BATCH, SEQUENCE = 4, 128
-
-LEARNING_RATE = 1e-3
-
-
-def model_of(kind: str) -> GPT:
-    """The model of a contestant, with the same values on every rank and in every checkout."""
-    torch.manual_seed(0)
-    return GPT(SHIPPED if kind == "shipped" else MODEL)
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    """Tokens and targets (B, T) of this rank."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    shape = (2, MICRO_BATCH, SEQUENCE)
-    tokens, targets = torch.randint(0, MODEL.vocab_size, shape, generator=generator)
-    return tokens, targets
+from speedlab.bench.cut_loss import loss_of_head
+from speedlab.bench.layout_case import OPTIMIZER, LayoutCase
+from speedlab.bench.workload import LEARNING_RATE, MICRO_BATCH, SEQUENCE, batch, model_of
 
 
 def build(name: str, dtype: str) -> Callable[[], object]:
@@ -57,3 +34,27 @@ def build(name: str, dtype: str) -> Callable[[], object]:
         engine.step()
 
     return step
+
+
+def build_under(kind: str, case: LayoutCase) -> Callable[[], object]:
+    """The step of "ours" or "shipped" under a layout."""
+    model = model_of(kind)
+    cut = {"cut": case.cut} if len(case.cut) > 1 else {}
+    config = speedlab.RunConfig(
+        model=model.config.model_dump(),
+        data={"sequence_length": SEQUENCE},
+        parallel={axis: case.sizes[axis] for axis in ("dp", "tp", "pp")} | cut,
+        zero=2,
+        precision=case.dtype,
+        batch={"micro_size": MICRO_BATCH, "accumulation": case.accumulation},
+        clip_norm=None,
+        optimizer=OPTIMIZER,
+    )
+    engine: Any = speedlab.initialize(model=model, optimizer=torch.optim.AdamW, config=config)[0]
+    step: Callable[[Any], float] = engine.train_batch
+    if kind == "ours" and case.sizes["tp"] > 1:
+        # Cut layers come with the chunked loss; here both sides shall compute the same one.
+        mesh = init_device_mesh("cpu", tuple(case.sizes.values()), mesh_dim_names=tuple(case.sizes))
+        engine.module.prediction.loss = loss_of_head(mesh["tp"])
+        step = loss_parallel()(step)
+    return case.checked(kind, step)

@@ -145,7 +145,7 @@ _PEERS = {
 
 
 def _rows(dtype: str, ranks: int, seconds: Times) -> list[Row]:
-    from speedlab.bench import ours
+    from speedlab.bench.workload import MICRO_BATCH, SEQUENCE
 
     rows = []
     for name in seconds:
@@ -157,7 +157,7 @@ def _rows(dtype: str, ranks: int, seconds: Times) -> list[Row]:
             # What is shipped stands beside the limit, which is plain torch without communication.
             peers = [BEFORE + name, "limit"]
         found = [peer for peer in dict.fromkeys(peers) if peer in seconds] or [""]
-        tokens = ranks * ours.MICRO_BATCH * ours.SEQUENCE
+        tokens = ranks * MICRO_BATCH * SEQUENCE
         rows += [_row(f"step {dtype} {ranks} ranks:", tokens, seconds, name, peer) for peer in found]
     return rows
 

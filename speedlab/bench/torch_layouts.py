@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
+from speedlab.bench.cut_loss import LossOf, loss_over
 from speedlab.config import ModelConfig
 from speedlab.layout import AXES, Layout
 from speedlab.models import GPT
@@ -33,18 +34,10 @@ Batches = Sequence[tuple[Tensor, Tensor]]
 Step = Callable[[Batches], float | None]
 """One optimizer step; returns the mean loss of this rank's micro-batches on ranks that know it."""
 
-LossOf = Callable[[Tensor, Tensor], Tensor]
-"""The mean loss of logits (B, T, V) and targets (B, T)."""
-
-
-def make_mesh(layout: Layout) -> DeviceMesh:
-    """All ranks, by the axes of `layout`. Collective."""
-    return init_device_mesh("cpu", layout.mesh_shape, mesh_dim_names=AXES)
-
 
 def make_step(model: GPT, layout: Layout, cut: tuple[int, ...], dtype: torch.dtype, optimizer: dict[str, Any]) -> Step:
     """The step of this rank under `layout`, from the values of `model`; `cut`: blocks of each pipeline stage."""
-    mesh = make_mesh(layout)
+    mesh = init_device_mesh("cpu", layout.mesh_shape, mesh_dim_names=AXES)
     index = layout.index(dist.get_rank(), "pp")
     part = PeerStage(model, cut, index)
     partitioned = layout.dp > 1
@@ -55,7 +48,7 @@ def make_step(model: GPT, layout: Layout, cut: tuple[int, ...], dtype: torch.dty
     if partitioned:
         _shard(part, mesh["dp"], dtype)
     update = _Update(part, optimizer, twins=_twins(part, layout, mesh))
-    loss_of = _loss_over(mesh["tp"] if layout.tp > 1 else None)
+    loss_of = loss_over(mesh["tp"] if layout.tp > 1 else None)
     context = loss_parallel if layout.tp > 1 else nullcontext
     if layout.pp > 1:
         return _pipelined(part, layout, mesh, loss_of, context, update)
@@ -67,7 +60,7 @@ def make_plain_step(model: GPT, dtype: torch.dtype, optimizer: dict[str, Any]) -
     """The plain loop of one process."""
     model.to(dtype)
     update = _Update(model, optimizer, twins=None)
-    return _accumulating(lambda tokens: model(tokens).logits, _loss_over(None), nullcontext, update, lambda last: None)
+    return _accumulating(lambda tokens: model(tokens).logits, loss_over(None), nullcontext, update, lambda last: None)
 
 
 def _accumulating(
@@ -207,32 +200,6 @@ def _shard(part: PeerStage, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     for block in part.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     fully_shard(part, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-
-
-def _loss_over(mesh: DeviceMesh | None) -> LossOf:
-    """Mean cross-entropy of logits, which are of this rank's share of the vocabulary where there is a `mesh`."""
-
-    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-        logits = logits.float().flatten(0, 1)
-        if mesh is None:
-            return F.cross_entropy(logits, targets.flatten())
-        loss = F.cross_entropy(DTensor.from_local(logits, mesh, [Shard(-1)]), targets.flatten())
-        assert isinstance(loss, DTensor)
-        return loss.to_local()
-
-    return loss_of
-
-
-def full_loss_over(mesh: DeviceMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The loss of what the head gets, `x` (B, T, C), the rank's rows of its `weight` (V / tp, C) and `targets` (B, T),
-    by the operations that a head under ColwiseParallel and `_loss_over` take. Inside `loss_parallel`."""
-    loss_of = _loss_over(mesh)
-
-    def loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-        return loss_of(F.linear(x, weight), targets)
-
-    return loss
 
 
 def _twins(part: PeerStage, layout: Layout, mesh: DeviceMesh) -> tuple[Tensor, Any] | None:

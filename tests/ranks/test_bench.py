@@ -14,7 +14,6 @@ from torch import Tensor
 from ranks.pool import Pool
 from speedlab.bench import contest, layouts, step
 from speedlab.bench.ranks import KEPT_MEMORY, RankSet
-from speedlab.layout import Layout
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,7 +100,10 @@ def test_both_versions_take_turns_in_one_run(checkout, capsys) -> None:
 
 def full_loss() -> tuple[list[Tensor], list[Tensor]]:
     """(loss, gradients of x and of this rank's rows) over parts of the vocabulary, and the same in one process."""
-    from speedlab.bench import torch_layouts
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    from speedlab.bench.cut_loss import loss_of_head
 
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=generator) for shape in ((2, 3, 8), (10, 8)))
@@ -109,8 +111,8 @@ def full_loss() -> tuple[list[Tensor], list[Tensor]]:
     size, rank = dist.get_world_size(), dist.get_rank()
     own = weight.chunk(size)[rank].clone()
     inputs = x.clone().requires_grad_(), own.requires_grad_()
-    loss_of = torch_layouts.full_loss_over(torch_layouts.make_mesh(Layout(tp=size))["tp"])
-    with torch_layouts.loss_parallel():
+    loss_of = loss_of_head(init_device_mesh("cpu", (size,)))
+    with loss_parallel():
         loss = loss_of(*inputs, targets)
         loss.backward()
     whole = x.clone().requires_grad_(), weight.clone().requires_grad_()
