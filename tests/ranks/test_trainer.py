@@ -319,3 +319,22 @@ def test_an_interrupt_in_the_middle_of_what_follows_a_step_leaves_its_state_whol
     before = 0 if name == "evaluate" else 1  # The first evaluation comes before the first step.
     assert world.run(interrupted_in, run, name) == [["paused", "paused", True, before + 1]] * 2
     assert [event.step for event in events(run, "interrupted")] == [before]
+
+
+def interrupted_in_an_update(run: str) -> list[Any]:
+    """One rank was in the middle of an update; going back fails on the other, and then works."""
+    with as_engine(run):
+        found: list[Any] = [advance(run)]
+        trainer = trainer_of(run)
+        trainer.engine.updating = own_rank() == 0
+        with broken(Engine, "load_checkpoint", OSError("bad sector")):
+            found += [advance(run).partition(":")[0], trainer.training.whole]
+        return [*found, advance(run), trainer_of(run).training.whole, trainer_of(run).engine.global_step]
+
+
+def test_going_back_that_fails_on_one_rank_is_begun_anew(world: Pool, tmp_path) -> None:
+    run = new_run(tmp_path, checkpoint={"every_steps": 1})
+    post(run, ("pause", {}), ("step", {"n": 1}))
+    first, second = world.run(interrupted_in_an_update, run)
+    assert first == ["paused", "PeerLost", False, "paused", True, 1]
+    assert second == ["paused", "OSError", False, "paused", True, 1]

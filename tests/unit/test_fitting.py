@@ -59,9 +59,9 @@ def test_states_that_fit_do_not_make_a_peak_that_does() -> None:
 def test_what_a_process_holds_beside_tensors_counts() -> None:
     config = wanted(zero=0)
     peak = max(peaks_of(held(1), config).peak_bytes)
-    assert refuse_what_does_not_fit(held(peak + 50, beside=[0, 50, 0, 0]), config).fits
-    with pytest.raises(Refusal, match=r"on rank 1 at the peak .* outside framework 51 B"):
-        refuse_what_does_not_fit(held(peak + 50, beside=[0, 51, 0, 0]), config)
+    assert refuse_what_does_not_fit(held(peak + 50 * MIB, beside=[0, 50 * MIB, 0, 0]), config).fits
+    with pytest.raises(Refusal, match=r"on rank 1 at the peak .* outside framework 51\.0 MiB"):
+        refuse_what_does_not_fit(held(peak + 50 * MIB, beside=[0, 51 * MIB, 0, 0]), config)
 
 
 def test_a_change_that_holds_less_than_now_is_never_refused() -> None:

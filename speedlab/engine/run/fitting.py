@@ -83,13 +83,13 @@ def refuse_what_does_not_fit(held: Held, wanted: RunConfig) -> Peaks:
     rank = peaks.tightest
     layout = wanted.layout(held.size, built_in=False)
     parts = sorted(((count, name) for name, count in peaks.memory[rank].by_category().items()), reverse=True)
-    most = ", ".join(f"{name.replace('_', ' ')} {bytes_text(count)}" for count, name in parts if count > 0)
+    most = ", ".join(f"{name.replace('_', ' ')} {_mib(count)}" for count, name in parts if count > 0)
     how = "" if held.known else _HOW
     fitting = [_words(change) for change in _changes_that_fit(held, wanted)]
     advice = f"what would fit: {'; '.join(fitting)}" if fitting else "take more engines"
     raise Refusal(
-        f"{layout} at ZeRO stage {wanted.zero.stage} would hold {bytes_text(peaks.peak_bytes[rank])} on rank {rank} at "
-        f"the peak of a step, which has {bytes_text(held.capacity[rank])}: {most}{how}; {advice}"
+        f"{layout} at ZeRO stage {wanted.zero.stage} would hold {_mib(peaks.peak_bytes[rank])} on rank {rank} at "
+        f"the peak of a step, which has {_mib(held.capacity[rank])}: {most}{how}; {advice}"
     )
 
 
@@ -162,6 +162,10 @@ def _fits(held: Held, wanted: RunConfig, change: dict[str, Any]) -> bool:
         return peaks_of(held, changed_config(wanted, held.size, built_in=held.built_in, **change)).fits
     except (ConfigError, LayoutError):
         return False
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
 
 
 def _words(change: dict[str, Any]) -> str:

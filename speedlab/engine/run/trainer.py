@@ -74,7 +74,9 @@ class Trainer:
                 f"the ranks were interrupted in the middle of an update and stand at steps {[s for s, _ in steps]}; "
                 "there is no checkpoint to go back to: start the run again, with checkpoint.every_steps set"
             )
+        training.changing = True
         training.engine.load_checkpoint(kept.parent, kept.name)
+        training.changing = False
         self.reporter.event("warning", f"went back to {kept.name}: the interrupt came in the middle of an update")
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ class Training:
         """Whether the next step measures its activations: they are new, or of another shape."""
         self.interruption = Interruption()
         self.changing = False
-        """True while a control word changes the engine's state: if it is cut off, the ranks may differ."""
+        """True while the engine's state is exchanged for another: if that is cut off, the ranks may differ."""
 
     @property
     def built_in(self) -> bool:
@@ -104,13 +104,14 @@ class Training:
 
     def disconnect(self) -> None:
         """Close this rank's connections: peers that wait for it fail at once instead of at the timeout."""
-        self.engine.disconnect()
-        self.control.disconnect()
-        leave()
+        with self.interruption.held():  # Half a process group would stay for ever.
+            self.engine.disconnect()
+            self.control.disconnect()
+            leave()
 
     def reconnect(self) -> None:
         """Join the world anew where it was left. Collective."""
-        with self.interruption.held():  # Half a process group would stay for ever.
+        with self.interruption.held():
             self.world = join()
             self.control.reconnect()
             self.engine.reconnect()
