@@ -111,6 +111,15 @@ def test_exception_in_a_micro_batch(exact, where: str, who: int | None) -> None:
 
 
 @at_every_stage
+@pytest.mark.parametrize("who", [0, 1])
+def test_exception_of_one_rank_before_the_first_step(exact, who: int) -> None:
+    """The other rank may have come to the end of its forward: after `reconnect` both hold the same gathered."""
+    exact(
+        Sequence(build=straight, calls=[Call("fail", 0, ("forward", who, False)), Call("forward", 1), *trained(0, 2)])
+    )
+
+
+@at_every_stage
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_exception_in_train_batch_abandons_the_step(exact, where: str) -> None:
     calls = [Call("train_batch", 15), Call("fail", 3, (where, None, True)), Call("train_batch", 31), *trained(0, 4)]
