@@ -37,7 +37,7 @@ def exact(pool_of: PoolOf, stage: int, backend: str, tmp_path: Path):
     """`exact(sequence)`: carry it out at this stage; no rank may see a difference from the plain loop."""
 
     def run(sequence: Sequence) -> None:
-        wrong = pool_of(2, backend).run(carry_out, replace(sequence, stage=stage), tmp_path, timeout=40)
+        wrong = pool_of(2, backend).run(carry_out, replace(sequence, stage=stage), tmp_path, timeout=90)
         assert wrong == [[], []], "\n".join(line for lines in wrong for line in lines)
 
     return run

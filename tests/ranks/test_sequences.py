@@ -68,6 +68,8 @@ def check(ranks: Pool, examples: int, seconds: float = 30.0) -> None:
             wrong = ranks.run(carry_out, sequence, Path(folder), timeout=seconds)
         assert wrong == [[]] * ranks.size, "\n".join(line for lines in wrong for line in lines)
 
+    with tempfile.TemporaryDirectory(prefix="speedlab-sequence-") as folder:
+        ranks.run(carry_out, Sequence(calls=[]), Path(folder), timeout=180)  # Kernels may have to be compiled first.
     run()
 
 
