@@ -37,7 +37,7 @@ def exact(pool_of: PoolOf, stage: int, backend: str, tmp_path: Path):
     """`exact(sequence)`: carry it out at this stage; no rank may see a difference from the plain loop."""
 
     def run(sequence: Sequence) -> None:
-        wrong = pool_of(2, backend).run(carry_out, replace(sequence, stage=stage), tmp_path, timeout=40)
+        wrong = pool_of(2, backend).run(carry_out, replace(sequence, stage=stage), tmp_path, timeout=90)
         assert wrong == [[], []], "\n".join(line for lines in wrong for line in lines)
 
     return run
@@ -108,6 +108,15 @@ def test_exception_in_a_micro_batch(exact, where: str, who: int | None) -> None:
     before."""
     calls = [*trained(0, 5), Call("fail", 3, (where, who, False)), *trained(6, 3), *trained(9, 3)]
     exact(Sequence(build=straight, accumulation=3, clip_norm=0.3, calls=calls))
+
+
+@at_every_stage
+@pytest.mark.parametrize("who", [0, 1])
+def test_exception_of_one_rank_before_the_first_step(exact, who: int) -> None:
+    """The other rank may have come to the end of its forward: after `reconnect` both hold the same gathered."""
+    exact(
+        Sequence(build=straight, calls=[Call("fail", 0, ("forward", who, False)), Call("forward", 1), *trained(0, 2)])
+    )
 
 
 @at_every_stage
