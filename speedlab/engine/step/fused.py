@@ -108,8 +108,8 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
 
 
 def step_device(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> torch.device:
-    """Where `optimizer` keeps its count of updates ("step") of a `parameter` in its `group`, also after a load: beside the
-    parameter where a kernel reads it there (torch's own `fused` or `capturable`), else on the host."""
+    """Where `optimizer` keeps its count of updates ("step") of a `parameter` in its `group`, also after a load: beside
+    the parameter where a kernel reads it there (torch's own `fused` or `capturable`), else on the host."""
     beside = not isinstance(optimizer, FusedOptimizer) and (group.get("fused") or group.get("capturable"))
     return parameter.device if beside else torch.device("cpu")
 
