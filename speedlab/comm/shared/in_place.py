@@ -23,7 +23,7 @@ from cuda_ops.meter import meter
 from cuda_ops.reduce import sum_at
 from cuda_ops.tensors import array
 from speedlab.comm.shared.meeting import Meeting, Number
-from speedlab.comm.shared.segments import arena
+from speedlab.comm.shared.memory import arena
 from speedlab.comm.transport import Finish, Transport
 from speedlab.comm.world import Wires
 
@@ -93,7 +93,7 @@ class InPlace(Transport):
     def _offer_whole(self, tensor: Tensor) -> tuple[int, Tensor]:
         """(number of the offer, the memory that peers read): `tensor` itself, or a copy if it came from elsewhere."""
         shared = tensor
-        if arena().locate(tensor.data_ptr(), tensor.nbytes) is None:
+        if arena().find(tensor.data_ptr(), tensor.nbytes) is None:
             shared = arena().empty(tensor.numel(), tensor.dtype).copy_(tensor)
         return self._meeting.offer(shared.data_ptr(), shared.nbytes), shared
 

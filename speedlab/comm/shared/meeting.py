@@ -17,8 +17,6 @@ signals are handled, and looks whether the missing peer has left, has died, or i
 from __future__ import annotations
 
 import mmap
-import os
-import select
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,10 +24,12 @@ from enum import IntEnum
 from functools import partial
 
 import numpy as np
+from torch import Tensor
 
 from cuda_ops.flags import patience_for, raise_flag, wait_for_flags
 from speedlab.comm.errors import PeerLost
-from speedlab.comm.shared.segments import Handle, PeerMemory, Segment, arena
+from speedlab.comm.shared.memory import PeerMemory, arena
+from speedlab.comm.shared.segments import Handle, Segment
 
 _LINE = 8
 """Words of a cache line: numbers that change at different times must not share one."""
@@ -77,10 +77,8 @@ class Meeting:
         self.timeout_seconds = timeout_seconds
         self._pages = [page if k == index else Segment.open(own) for k, (own, _) in enumerate(handles)]
         self._words = [segment.bytes.view(np.int64) for segment in self._pages]
-        self.memory = [None if k == index else PeerMemory(directory) for k, (_, directory) in enumerate(handles)]
+        self._memory = {k: PeerMemory.of(handles[k][1]) for k in range(self.size) if k != index}
         self.peers = [k for k in range(self.size) if k != index]
-        self._processes = {k: os.pidfd_open(handles[k][0].pid) for k in self.peers}
-        """For each peer a descriptor that becomes readable when its process ends."""
         self._spins, self._yields = patience_for(self.size, cores)
         self._offers_at = (int(Number.PEERS) + 2 * self.size) * _LINE
         self._messages_at = self._offers_at + 3 * _OFFERS
@@ -95,6 +93,8 @@ class Meeting:
         self._pinned: deque[tuple[int, np.ndarray]] = deque()
         """(number of an offer, its memory) that peers may still read, whoever else gives it up."""
         self._sent = [0] * self.size
+        self.under_way: dict[int, deque[tuple[int, Tensor]]] = {k: deque() for k in self.peers}
+        """Messages that each peer has not copied yet, as far as was looked: (number, memory), oldest first."""
 
     @staticmethod
     def page_bytes(size: int) -> int:
@@ -122,11 +122,28 @@ class Meeting:
         return _reached(self._addresses[number], value)
 
     def leave(self) -> None:
-        """Tell the peers that this rank takes part no more; those that wait for it fail at once."""
-        self.raise_own(Number.LEFT, 1)
-        for descriptor in self._processes.values():
-            os.close(descriptor)
-        self._processes = {}
+        """Tell the peers that this rank takes part no more; those that wait for it fail at once.
+
+        What it did before counts: memory that a peer may still read stays as it is until that one has, or has left.
+        """
+        if not self._has_left(self.index):
+            self.raise_own(Number.LEFT, 1)
+            if self._pinned or any(self.under_way.values()):
+                arena().keep(self, self._read_by_all)
+
+    def _has_left(self, k: int) -> bool:
+        return bool(self._words[k][int(Number.LEFT) * _LINE])
+
+    def _read_by_all(self) -> bool:
+        """Whether no peer will read anything of this rank's any more."""
+        for k in self.peers:
+            if self._has_left(k) or self._memory[k].ended:
+                continue
+            taken = not self._pinned or int(self._words[k][int(Number.TAKEN) * _LINE]) > self._pinned[-1][0]
+            fetched = not self.under_way[k] or self.fetched_by(k) > self.under_way[k][-1][0]
+            if not taken or not fetched:
+                return False
+        return True
 
     def _address(self, k: int, number: int) -> int:
         return self._pages[k].address + int(number) * _LINE * 8
@@ -145,12 +162,11 @@ class Meeting:
     def look(self, peer: int, there: Callable[[], bool], deadline: float) -> None:
         """Raise PeerLost when `peer` can no longer do what is waited for, unless it has done it (`there`)."""
         rank, waiting = self.ranks[peer], self.ranks[self.index]
-        descriptor = self._processes.get(peer)
-        if self._words[self.index][int(Number.LEFT) * _LINE]:
+        if self._has_left(self.index):
             reason = f"rank {waiting} itself left"  # While a thread of it was waiting.
-        elif self._words[peer][int(Number.LEFT) * _LINE]:
+        elif self._has_left(peer):
             reason = f"rank {rank} left"
-        elif descriptor is not None and _ended(descriptor):
+        elif self._memory[peer].ended:
             reason = f"the process of rank {rank} has ended"
         elif time.monotonic() > deadline:
             reason = f"rank {rank} did not come within {self.timeout_seconds:g} s"
@@ -167,12 +183,12 @@ class Meeting:
 
         All ranks offer in the same order, and offers of one number belong together.
         """
-        place = arena().locate(address, nbytes)
+        place = arena().find(address, nbytes)
         assert place is not None, "offered memory must come from the arena"
         self._recycle()
-        self._pinned.append((self.offered, arena().memory(place[0])))
+        self._pinned.append((self.offered, place.block))
         entry = self._offers_at + 3 * (self.offered % _OFFERS)
-        self._words[self.index][entry : entry + 3] = (*place, nbytes)
+        self._words[self.index][entry : entry + 3] = place.extent, place.offset, nbytes
         self.offered += 1
         self.raise_own(Number.OFFERED, self.offered)
         return self.offered - 1
@@ -186,25 +202,22 @@ class Meeting:
         entry = self._offers_at + 3 * (offer % _OFFERS)
         found = np.zeros(self.size, dtype=np.int64)
         for k in self.peers:
-            number, offset, offered_bytes = self._words[k][entry : entry + 3].tolist()
+            extent, offset, offered_bytes = self._words[k][entry : entry + 3].tolist()
             if offered_bytes != nbytes:
                 raise PeerLost(
                     f"rank {self.ranks[self.index]} and rank {self.ranks[k]} are out of step: one offers {nbytes} "
                     f"bytes, the other {offered_bytes}; all ranks must run the same passes"
                 )
-            found[k] = self._address_in(k, number, offset)
+            found[k] = self._address_in(k, extent, offset)
         return found
 
-    def _address_in(self, peer: int, number: int, offset: int) -> int:
-        """Where memory of `peer`'s arena stands in this process. Raises PeerLost when it is gone, with its process or
-        its group."""
-        memory = self.memory[peer]
-        assert memory is not None
+    def _address_in(self, peer: int, extent: int, offset: int) -> int:
+        """Where memory of `peer`'s arena stands in this process. Raises PeerLost when it is gone with its process."""
         try:
-            return memory.address(number, offset)
+            return self._memory[peer].address(extent, offset)
         except OSError as error:
             rank, waiting = self.ranks[peer], self.ranks[self.index]
-            raise PeerLost(f"rank {waiting} found the memory of rank {rank} gone: {error}") from None
+            raise PeerLost(f"rank {waiting} found the memory of rank {rank} gone: {error}") from error
 
     def took(self) -> None:
         """This rank needs the tensors of one more offer no longer. It counts offers, in whatever order they are taken:
@@ -227,36 +240,29 @@ class Meeting:
         """Wait until all peers have taken all that this rank has offered."""
         self.wait_all(Number.TAKEN, self.offered)
         self._pinned.clear()
-        self.trim()
-
-    def trim(self) -> None:
-        """Let go of peers' memory that they have given up."""
-        for memory in self.memory:
-            if memory is not None:
-                memory.trim()
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
-    def send(self, peer: int, address: int, nbytes: int, tag: int) -> int:
-        """Tell `peer` where a message in this rank's arena is; returns its number, from 0."""
-        place = arena().locate(address, nbytes)
+    def send(self, peer: int, buffer: Tensor, nbytes: int, tag: int) -> None:
+        """Tell `peer` where a message is: the first `nbytes` of `buffer`, memory of the arena."""
+        place = arena().find(buffer.data_ptr(), nbytes)
         assert place is not None, "sent memory must come from the arena"
         number = self._sent[peer]
         if number >= _MESSAGES:
             self.wait_one(peer, self._fetched(self.index), number - _MESSAGES + 1)
         entry = self._messages_at + (peer * _MESSAGES + number % _MESSAGES) * 4
-        self._words[self.index][entry : entry + 4] = (*place, nbytes, tag)
+        self._words[self.index][entry : entry + 4] = place.extent, place.offset, nbytes, tag
         self._sent[peer] = number + 1
+        self.under_way[peer].append((number, buffer))
         raise_flag(self._address(self.index, self._sent_to(peer)), number + 1)
-        return number
 
     def message(self, peer: int, number: int) -> tuple[int, int, int] | None:
         """(address in this process, bytes, tag) of message `number` from `peer`; None when it has not been sent."""
         if wait_for_flags(np.array([self._address(peer, self._sent_to(self.index))]), number + 1, 0, 0, False) >= 0:
             return None
         entry = self._messages_at + (self.index * _MESSAGES + number % _MESSAGES) * 4
-        segment, offset, nbytes, tag = self._words[peer][entry : entry + 4].tolist()
-        return self._address_in(peer, segment, offset), nbytes, tag
+        extent, offset, nbytes, tag = self._words[peer][entry : entry + 4].tolist()
+        return self._address_in(peer, extent, offset), nbytes, tag
 
     def fetched(self, peer: int, number: int) -> None:
         """All messages of `peer` up to `number` have been copied."""
@@ -279,12 +285,6 @@ class Meeting:
 
 def _reached(addresses: np.ndarray, value: int) -> bool:
     return wait_for_flags(addresses, value, 0, 0, False) < 0
-
-
-def _ended(descriptor: int) -> bool:
-    look = select.poll()
-    look.register(descriptor, select.POLLIN)
-    return bool(look.poll(0))
 
 
 def _staging_at(size: int) -> int:

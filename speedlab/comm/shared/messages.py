@@ -4,7 +4,6 @@ served."""
 from __future__ import annotations
 
 import time
-from collections import deque
 from ctypes import memmove
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from speedlab.comm.errors import PeerLost
 from speedlab.comm.shared.meeting import Meeting
+from speedlab.comm.shared.memory import arena
 from speedlab.comm.shared.rounds import tensor_at
-from speedlab.comm.shared.segments import arena
 
 _SMALLEST_BUFFER = 4096
 _POLL_SECONDS = 2e-4
@@ -33,9 +32,8 @@ class Mailbox:
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
-        self._buffers: dict[int, deque[tuple[int, Tensor]]] = {peer: deque() for peer in meeting.peers}
-        """Buffers of messages on their way to each peer: (number of the message, memory), oldest first."""
         self._free: list[Tensor] = []
+        """Buffers of messages that were copied."""
         self._next = dict.fromkeys(meeting.peers, 0)
         """Number of the next message to take from each peer."""
         self._expected: dict[int, list[Receive]] = {peer: [] for peer in meeting.peers}
@@ -47,8 +45,7 @@ class Mailbox:
         self._collect()
         buffer = self._buffer(tensor.nbytes)
         memmove(buffer.data_ptr(), tensor.data_ptr(), tensor.nbytes)
-        number = self._meeting.send(peer, buffer.data_ptr(), tensor.nbytes, tag)
-        self._buffers[peer].append((number, buffer))
+        self._meeting.send(peer, buffer, tensor.nbytes, tag)
 
     def expect(self, tensor: Tensor, peer: int | None, tag: int) -> Receive:
         """Note that a message for contiguous `tensor` will come; call `finish` with what this returns."""
@@ -111,7 +108,7 @@ class Mailbox:
 
     def _collect(self) -> None:
         """Buffers whose messages were fetched are free again."""
-        for peer, buffers in self._buffers.items():
+        for peer, buffers in self._meeting.under_way.items():
             fetched = self._meeting.fetched_by(peer)
             while buffers and buffers[0][0] < fetched:
                 self._free.append(buffers.popleft()[1])

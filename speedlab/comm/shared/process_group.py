@@ -27,9 +27,10 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from speedlab.comm.errors import PeerLost
 from speedlab.comm.shared.hierarchy import Hierarchy, host_of
 from speedlab.comm.shared.meeting import Meeting
+from speedlab.comm.shared.memory import arena
 from speedlab.comm.shared.messages import Mailbox
 from speedlab.comm.shared.rounds import Rounds, can_reduce
-from speedlab.comm.shared.segments import Handle, Segment, arena, host_identity
+from speedlab.comm.shared.segments import Handle, Segment, host_identity
 from speedlab.comm.shared.work import Work, Worker
 
 BACKEND = "shared"
