@@ -1,7 +1,48 @@
-"""What can go wrong between ranks."""
+"""What can go wrong between ranks, and how it is told from what goes wrong on one of them."""
 
 from __future__ import annotations
+
+import re
+
+import torch
+import torch.distributed as dist
 
 
 class PeerLost(RuntimeError):  # noqa: N818  # what happened, not a mistake made here
     """A collective ended because another rank left, died or did not come in time. The cause is on that rank."""
+
+
+_MEMORY = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory")
+_MISUSE = re.compile(r"ncclInvalid(Usage|Argument)")
+"""Errors of a backend that are this rank's own, whatever class they come as."""
+
+_NETWORK = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|reset by peer|broken pipe|pair closure"
+    r"|socket (unexpectedly )?closed|timed out|time ?out|unreachable|no route to host|communicator was aborted"
+    r"|ncclRemoteError|remote process",
+    re.IGNORECASE,
+)
+"""What gloo, NCCL and the stores say of a peer that closed its connections or does not answer."""
+
+
+def tells_of_lost_peer(error: BaseException) -> bool:
+    """Whether `error`, raised by a collective, says that another rank has left, has died or did not come.
+
+    Anything else is this rank's own, out-of-memory above all, and must be seen as what it is.
+    """
+    text = str(error)
+    if isinstance(error, PeerLost):
+        return True
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    if _MEMORY.search(text) or _MISUSE.search(text):
+        return False
+    lost = dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError
+    return isinstance(error, lost) or _NETWORK.search(text) is not None
+
+
+def reason_of(error: BaseException) -> str:
+    """The reason in a backend's words, at most 120 characters: gloo puts the place in its own source before it, and
+    guesses behind it."""
+    lines = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip()).split(". ")[0].splitlines()
+    return lines[0][:120] if lines else type(error).__name__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from speedlab.comm.errors import PeerLost
-from speedlab.comm.gloo_peers import GlooPeers
-from speedlab.comm.shared import BACKEND, SharedGroup, SpanningGroup
-from speedlab.comm.shared.in_place import InPlace
-from speedlab.comm.traffic import Pending, Traffic
-from speedlab.comm.transport import Transport, gather_whole, scatter_sum
-from speedlab.comm.world import Wires, wires
+from speedlab.comm.errors import PeerLost, reason_of, tells_of_lost_peer
+from speedlab.comm.traffic import Traffic
+from speedlab.comm.transfer import Transfer
+from speedlab.comm.transports.choose import Link, choose, link_of
+from speedlab.comm.transports.exchange import exchange, rounds_often, sum_of_slices
+from speedlab.comm.transports.torch_own import Transport, gather_whole, scatter_sum
+from speedlab.comm.wires import Wires, wires
 
 _BUFFERS = 2
 """Buffers of one kind that a pass uses: one is filled while the other is reduced and read by peers."""
@@ -54,30 +53,42 @@ class Group:
         """Take the wires of the present world. Collective over the world when they are new."""
         # A group of one needs no wires, and new_group would cost a rendezvous.
         self._wires: Wires | Any = wires(self._channel, tuple(self.ranks)) if self.size > 1 else None
-        self._transport = self._choose_transport() if self.size > 1 else None
+        self._transports: dict[str, Transport | None] = {}
+        self._links: dict[str, Link] = {}
+        """By kind of device: a group whose device is a GPU may have flats on the host too."""
+        self.transport_of(self.device)
         self.drop_buffers()
-
-    def _choose_transport(self) -> Transport:
-        if isinstance(self._wires.group, SharedGroup):
-            return InPlace(self._wires, self.size, self.index, self.device)
-        if isinstance(self._wires.group, SpanningGroup):
-            # Its collectives send over the network what must be sent, once; exchanges of all with all send more.
-            return Transport(self._wires, self.size, self.index, self.device)
-        if self.device.type == "cpu" and dist.get_backend(self._wires.group) in ("gloo", BACKEND):
-            return GlooPeers(self._wires, self.size, self.index, self.device, self.traffic.buffers)
-        return Transport(self._wires, self.size, self.index, self.device)
 
     def disconnect(self) -> None:
         """Let go of the wires, so that they close when the world is left."""
-        self._wires = self._transport = None
+        self._wires, self._transports, self._links = None, {}, {}
+
+    def link(self, kind: str) -> Link:
+        """What lies between the ranks for tensors on devices of `kind`."""
+        if kind not in self._links:
+            self._links[kind] = link_of(None if self._wires is None else self._wires.group, kind)
+        return self._links[kind]
+
+    def transport_of(self, device: torch.device) -> Transport | None:
+        """What moves flats that live on `device`; None where nothing travels."""
+        if device.type not in self._transports:
+            link = self.link(device.type)
+            made = choose(link, self._wires, self.size, self.index, device, self.traffic.buffers)
+            self._transports[device.type] = made
+        return self._transports[device.type]
+
+    @property
+    def _in_use(self) -> list[Transport]:
+        return [transport for transport in self._transports.values() if transport is not None]
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory (numel,) for a tensor that this group will send or reduce often, where that is fastest."""
-        if self._transport is None:
+        transport = self.transport_of(self.device)
+        if transport is None:
             return torch.empty(numel, dtype=dtype, device=self.device)
-        return self._transport.empty(numel, dtype)
+        return transport.empty(numel, dtype)
 
     def borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer (numel,) for a reduction; waits for the peers when all of its kind are still being read."""
@@ -124,9 +135,9 @@ class Group:
 
     def wait_until_read(self, reduced: Tensor) -> None:
         """Wait until the peers need nothing more of a tensor whose reduction has ended on this rank."""
-        transport = self._transport
+        transport = self.transport_of(reduced.device)
         if transport is not None:
-            self._pending(lambda: transport.wait_until_read(reduced)).wait()
+            self._started(lambda: transport.wait_until_read(reduced)).wait()
 
     def offer(self, shards: Sequence[Tensor]) -> None:
         """Announce the `shards` that the ranks will gather in a coming pass, each once, in an order all ranks share.
@@ -134,35 +145,38 @@ class Group:
         Peers then take a shard when they need it, however far this rank has come. Call `wait_until_all_read` before
         the shards change.
         """
-        if self._transport is not None:
-            with self._explained():
-                self._transport.offer(shards)
+        with self._explained():
+            for shard in shards:
+                transport = self.transport_of(shard.device)
+                if transport is not None:
+                    transport.offer([shard])
 
     def wait_until_all_read(self) -> None:
         """Wait until the peers need nothing more of what was offered or reduced; it may change afterwards."""
-        if self._transport is not None:
-            self._pending(self._transport.wait_until_all_read).wait()
+        for transport in self._in_use:
+            self._started(transport.wait_until_all_read).wait()
 
     def withdraw(self) -> None:
         """Stop counting on the offers of a pass that was broken off."""
-        if self._transport is not None:
-            self._transport.withdraw()
+        for transport in self._in_use:
+            transport.withdraw()
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Pending:
+    def all_gather(self, full: Tensor, shard: Tensor) -> Transfer:
         """Start to fill `full` (n × m,) with every rank's `shard` (m,), in rank order. `shard` may be its own slice of
         `full`."""
         own = full.view(self.size, -1)[self.index]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        if self._transport is None or full.numel() == 0:
+        transport = self.transport_of(full.device)
+        if transport is None or full.numel() == 0:
             return self._done()
-        self._count("all_gather", (self.size - 1) * own.nbytes)
         with record_function("speedlab::all_gather"), self._explained():
-            return self._pending(self._transport.all_gather(full, shard, own))
+            finish = transport.all_gather(full, shard, own)
+        return self._started(finish, full.device, "all_gather", (self.size - 1) * own.nbytes)
 
-    def reduce_scatter(self, full: Tensor, into: Tensor, *, accumulate: bool = False) -> Pending:
+    def reduce_scatter(self, full: Tensor, into: Tensor, *, accumulate: bool = False) -> Transfer:
         """Start to sum slice `index` of every rank's `full` (n × m,) into `into` (m,); `accumulate` adds to what is
         there.
 
@@ -170,32 +184,48 @@ class Group:
         `full` must not be written again before `wait_until_all_read`.
         """
         own = full.view(self.size, -1)[self.index]
-        if self._transport is None or full.numel() == 0:
+        transport = self.transport_of(full.device)
+        if transport is None or full.numel() == 0:
             if accumulate:
                 into.add_(own)
             elif into.data_ptr() != own.data_ptr():
                 into.copy_(own)
             return self._done()
-        self._count("reduce_scatter", (self.size - 1) * own.nbytes)
         with record_function("speedlab::reduce_scatter"), self._explained():
-            return self._pending(self._transport.reduce_scatter(full, into, accumulate))
+            finish = transport.reduce_scatter(full, into, accumulate)
+        return self._started(finish, full.device, "reduce_scatter", (self.size - 1) * own.nbytes)
 
-    def all_reduce(self, full: Tensor) -> Pending:
+    def all_reduce(self, full: Tensor) -> Transfer:
         """Start to sum `full` (n × m,) over the ranks, in place; on CPUs the same bits as a reduce-scatter and a
-        gather."""
-        if self._transport is None or full.numel() == 0:
+        gather. NCCL's sums of 16-bit floats are rounded after every term here, unlike those of all other methods."""
+        transport = self.transport_of(full.device)
+        if transport is None or full.numel() == 0:
             return self._done()
-        self._count("all_reduce", 2 * (self.size - 1) * full.nbytes // self.size)
         with record_function("speedlab::all_reduce"), self._explained():
-            return self._pending(self._transport.all_reduce(full))
+            finish = transport.all_reduce(full)
+        return self._started(finish, full.device, "all_reduce", 2 * (self.size - 1) * full.nbytes // self.size)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over ranks of any `tensor`, in a new one, with the same bits on all ranks. Waits on CPUs."""
-        total = self._sum_dtype(tensor).clone(memory_format=torch.contiguous_format)
+        total = tensor.clone(memory_format=torch.contiguous_format)
         if self.size > 1 and total.numel() > 0:
-            self._count("all_reduce", 2 * (self.size - 1) * total.nbytes // self.size)
-            self._pending(lambda: dist.all_reduce(total, group=self._wires.group)).wait()
-        return total.to(tensor.dtype)
+            summed = self._sum_wide if self._rounds_often(total) else self._sum_as_it_is
+            nbytes = 2 * (self.size - 1) * total.nbytes // self.size
+            self._started(lambda: summed(total), total.device, "all_reduce", nbytes).wait()
+        return total
+
+    def _sum_as_it_is(self, total: Tensor) -> None:
+        dist.all_reduce(total, group=self._wires.group)
+
+    def _sum_wide(self, total: Tensor) -> None:
+        """In float32, at the bytes of a sum in the tensor's own dtype: each rank sums a slice, then all gather them."""
+        flat = total.view(-1)
+        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self.size))
+        received = torch.empty_like(padded)
+        exchange(received, padded, self._wires.group)
+        own = sum_of_slices(received, self.size).to(total.dtype)
+        gather_whole(padded.view(torch.uint8), own.view(torch.uint8), group=self._wires.group)
+        flat.copy_(padded[: flat.numel()])
 
     def sum_scalars(self, values: Tensor) -> Tensor:
         """The sum over ranks of a few numbers `values` (k,), in a new tensor on the same device. Waits on CPUs."""
@@ -208,95 +238,127 @@ class Group:
         every = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         if tensor.numel() > 0:
             own = tensor.contiguous()
-            self._count("all_gather", (self.size - 1) * own.nbytes)
-            self._pending(lambda: gather_whole(every.view(-1), own.view(-1), group=self._wires.group)).wait()
+            self._started(
+                lambda: gather_whole(every.view(-1), own.view(-1), group=self._wires.group),
+                own.device,
+                "all_gather",
+                (self.size - 1) * own.nbytes,
+            ).wait()
         return torch.cat(every.unbind(), dim)
 
     def scatter_sum(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's slice, one of `size` equal ones along `dim`, of the sum of the ranks' tensors. Waits on CPUs."""
         if self.size == 1:
             return tensor
-        slices = torch.stack(self._sum_dtype(tensor).chunk(self.size, dim))
+        slices = torch.stack(tensor.chunk(self.size, dim))
         own = torch.empty_like(slices[0])
         if own.numel() > 0:
-            self._count("reduce_scatter", (self.size - 1) * own.nbytes)
-            self._pending(lambda: scatter_sum(own.view(-1), slices.view(-1), group=self._wires.group)).wait()
-        return own.to(tensor.dtype)
+            summed = self._scatter_wide if self._rounds_often(slices) else self._scatter_as_it_is
+            nbytes = (self.size - 1) * own.nbytes
+            self._started(lambda: summed(own, slices), own.device, "reduce_scatter", nbytes).wait()
+        return own
 
-    def _sum_dtype(self, tensor: Tensor) -> Tensor:
-        """As float32 where a sum of several low-precision terms would be rounded after each of them."""
-        rounds = self.size > 2 and not isinstance(self._wires.group, SharedGroup | SpanningGroup)
-        low = tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4
-        return tensor.float() if rounds and low else tensor
+    def _scatter_as_it_is(self, own: Tensor, slices: Tensor) -> None:
+        scatter_sum(own.view(-1), slices.view(-1), group=self._wires.group)
+
+    def _scatter_wide(self, own: Tensor, slices: Tensor) -> None:
+        """In float32, at the bytes of a reduction in the tensor's own dtype."""
+        received = torch.empty_like(slices)
+        exchange(received, slices, self._wires.group)
+        own.view(-1).copy_(sum_of_slices(received, self.size))
+
+    def _rounds_often(self, tensor: Tensor) -> bool:
+        """Whether torch's own sum over the ranks would be rounded after each of several narrow terms."""
+        ours = self.link(tensor.device.type) in (Link.SHARED, Link.HOSTS)
+        return not ours and rounds_often(tensor.dtype, self.size)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Copy `tensor` from the group's `source` (an index in the group) to all, in place, and wait."""
         if self.size > 1:
-            if self.index == source:
-                self._count("broadcast", tensor.nbytes)
-            self._pending(lambda: dist.broadcast(tensor, group_src=source, group=self._wires.group)).wait()
+            self._started(
+                lambda: dist.broadcast(tensor, group_src=source, group=self._wires.group),
+                tensor.device,
+                "broadcast",
+                tensor.nbytes if self.index == source else 0,
+            ).wait()
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Transfer:
         """Start to send `tensor` to `peer` (an index in the group); it must not change before `wait`.
 
         A message is received by the same `tag`. Where tags mean nothing (NCCL), two ranks must start what passes
         between them in the same order.
         """
         tensor = tensor.contiguous()
-        self._count("send", tensor.nbytes)
         with self._explained():
             work = self._wires.group.send([tensor], peer, tag)
         # The memory lives until then.
-        return self._pending(lambda: (work.wait(), tensor), over=work.is_completed)
+        finish = lambda: (work.wait(), tensor)  # noqa: E731  # one expression
+        return self._started(finish, tensor.device, "send", tensor.nbytes, over=work.is_completed)
 
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Transfer:
         """Start to fill contiguous `tensor` with what `peer` (an index in the group) sends under `tag`."""
         with self._explained():
             work = self._wires.group.recv([tensor], peer, tag)
-        return self._pending(work.wait)
+        return self._started(work.wait, tensor.device)
 
     def share(self, value: Any, source: int = 0) -> Any:
         """A small JSON value of `source`, on every rank. JSON, because nothing is ever unpickled from the network."""
         payload = json.dumps(value).encode() if self.index == source else b""
-        length = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
+        # In the host's memory: over gloo, also where flats travel over NCCL. Nothing waits for a device, and a group
+        # that does nothing else opens no communicator.
+        length = torch.tensor([len(payload)])
         self.broadcast(length, source)
-        data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        data = torch.empty(int(length), dtype=torch.uint8)
         if self.index == source:
             data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
         self.broadcast(data, source)
-        return json.loads(bytes(data.cpu().numpy()))
+        return json.loads(bytes(data.numpy()))
 
     def collect(self, value: Any) -> list[Any]:
         """Every rank's small JSON value, in rank order, on every rank."""
         return [self.share(value, source) for source in range(self.size)]
 
     def barrier(self) -> None:
-        """Wait until every rank of the group is here."""
-        self.sum_scalars(torch.zeros(1, device=self.device))
+        """Wait, on the host, until every rank of the group is here. What their devices still do is not waited for."""
+        self.sum_scalars(torch.zeros(1))
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except PeerLost:
-            raise
         except RuntimeError as error:
-            if isinstance(self._transport, InPlace):
-                raise  # It says PeerLost itself; anything else is no peer's fault.
-            # gloo puts the place in its own source before the reason, and guesses behind it.
-            reason = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip()).split(". ")[0].splitlines()
-            why = f" ({reason[0][:120]})" if reason else ""
-            raise PeerLost(f"rank {self.ranks[self.index]} waited for a peer that left{why}") from None
+            if isinstance(error, PeerLost) or not tells_of_lost_peer(error):
+                raise
+            whose = f"rank {self.ranks[self.index]} waited for a peer that left"
+            raise PeerLost(f"{whose} ({reason_of(error)})") from error
 
-    def _count(self, name: str, sent_bytes: int) -> None:
-        self.traffic.sent_bytes[name] += sent_bytes
+    def _done(self) -> Transfer:
+        return Transfer(None, self.traffic, self.device, link=Link.PROCESS.value)
 
-    def _done(self) -> Pending:
-        return Pending(None, self.traffic, self.device)
+    def _started(
+        self,
+        finish: Callable[[], Any],
+        device: torch.device | None = None,
+        name: str = "",
+        nbytes: int = 0,
+        *,
+        over: Callable[[], bool] = lambda: False,
+    ) -> Transfer:
+        """A transfer between tensors on `device` (the group's own where None), whose `finish` explains its errors."""
 
-    def _pending(self, finish: Callable[[], Any], *, over: Callable[[], bool] = lambda: False) -> Pending:
         def explained() -> None:
             with self._explained():
                 finish()
 
-        return Pending(explained, self.traffic, self.device, over=over)
+        device = device or self.device
+        return Transfer(
+            explained,
+            self.traffic,
+            device,
+            name=name,
+            link=self.link(device.type).value,
+            nbytes=nbytes,
+            # The backend's own streams run beside it; `wait` orders it after them.
+            stream=torch.cuda.current_stream(device) if device.type == "cuda" else None,
+            over=over,
+        )

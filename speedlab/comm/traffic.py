@@ -6,6 +6,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -34,10 +35,19 @@ class Traffic:
     """The phase of the step that waits are counted in; set by whoever times phases."""
     buffers: BufferMeter = field(default_factory=BufferMeter)
     sent_bytes: Counter[str] = field(default_factory=Counter)
+    link_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes since this object was made, by what they went through: shared memory, gloo, nccl, host copies."""
     wait_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
-    def waited(self, wait: Callable[[], None], device: torch.device) -> None:
+    def sent(self, name: str, link: str, nbytes: int) -> None:
+        """Count what this rank sends: under the collective's name, and under what it goes through."""
+        if nbytes:
+            if name:
+                self.sent_bytes[name] += nbytes
+            self.link_bytes[link] += nbytes
+
+    def waited(self, wait: Callable[[], Any], device: torch.device) -> None:
         """Run `wait` and count its time: by the clock on CPUs, by a pair of events on a GPU, which nothing waits
         for."""
         if device.type != "cuda":
@@ -66,34 +76,3 @@ class Traffic:
         taken = dict(self.sent_bytes), dict(self.wait_seconds)
         self.sent_bytes, self.wait_seconds = Counter(), defaultdict(float)
         return taken
-
-
-class Pending:
-    """A collective under way. `wait` must be called once; then its result is where it was asked for."""
-
-    def __init__(
-        self,
-        finish: Callable[[], None] | None,
-        traffic: Traffic,
-        device: torch.device,
-        *,
-        over: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """`over`: whether it has ended by itself already, where that can be told without waiting."""
-        self._finish, self._traffic, self._device = finish, traffic, device
-        self._over = over
-
-    @property
-    def over(self) -> bool:
-        """Whether there is nothing left to wait for, as far as can be told without waiting."""
-        return self._finish is None or self._over()
-
-    def wait(self) -> None:
-        if self._finish is not None:
-            self._traffic.waited(self.finish_uncounted, self._device)
-
-    def finish_uncounted(self) -> None:
-        """The same without counting the time, for a wait that is part of another one."""
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()

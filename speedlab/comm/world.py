@@ -8,7 +8,6 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ import torch.distributed.nn.functional
 
 from cuda_ops.warm import warm_up
 from speedlab.comm.shared import BACKEND, leave_all, register
+from speedlab.comm.wires import forget_wires
 
 TIMEOUT_SECONDS = 300.0
 """How long a collective waits for its peers before it fails."""
@@ -53,7 +53,7 @@ def join(
     if device.type == "cpu":
         warm_up(lambda line: print(line, flush=True))
     if not dist.is_initialized():
-        _wires.clear()  # Somebody else may have destroyed the world they belonged to.
+        forget_wires()  # Somebody else may have destroyed the world they belonged to.
         backend = _choose_backend(device, backend)
         folder = os.environ.get("SPEEDLAB_RENDEZVOUS")
         if folder:
@@ -80,7 +80,7 @@ def _choose_backend(device: torch.device, backend: str | None) -> str:
 
 def leave() -> None:
     """Leave the world; the next `join` makes a new one. Does nothing when this process is in none."""
-    _wires.clear()
+    forget_wires()
     leave_all()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -88,41 +88,6 @@ def leave() -> None:
 
 _joins: Counter[int] = Counter()
 """How often this process has joined, by generation of the rendezvous."""
-
-
-class Wires:
-    """The connections of some ranks, and the tags that their exchanges have used.
-
-    Every exchange has a tag of its own, so that what a broken pass left behind can never be taken for something else.
-    """
-
-    _TAGS = 2**30
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-        self._tag = 0
-
-    def next_tag(self) -> int:
-        self._tag = (self._tag + 1) % self._TAGS
-        return self._tag
-
-
-_wires: dict[tuple[str, tuple[int, ...]], Wires] = {}
-"""Process groups that exist in this world, by channel and ranks; `leave` empties it together with the world."""
-
-
-def wires(channel: str, ranks: tuple[int, ...]) -> Wires:
-    """The connections of `ranks` for `channel`, made when it is first asked for: then all of them must ask.
-
-    Ranks that belong to several groups ask for them in one order of channels, so that none waits in a circle.
-    """
-    known = _wires.get((channel, ranks))
-    if known is None or not dist.is_initialized():
-        # Only members meet, so that an axis of the layout can make its groups side by side. torch then names a group
-        # after its ranks and after how many this process has: every rank must make equally many.
-        known = Wires(dist.new_group(list(ranks), use_local_synchronization=True))
-        _wires[channel, ranks] = known
-    return known
 
 
 def own_device() -> torch.device:

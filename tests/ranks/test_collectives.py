@@ -15,6 +15,7 @@ from torch import Tensor
 from ranks.conftest import GLOO, PoolOf, on_both_backends
 from ranks.pool import Pool
 from speedlab.comm import Group, PeerLost, Traffic, join, leave
+from speedlab.comm.transports.exchange import Exchanging
 
 SIZES = [0, 1, 5, 1000]
 """Elements of a shard."""
@@ -77,6 +78,36 @@ def gather_and_scatter(dtype_name: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_values(ranks: Pool, dtype: str) -> None:
     ranks.run(gather_and_scatter, dtype)
+
+
+def sum_narrow_terms(dtype_name: str) -> dict[str, int]:
+    """What is summed over the ranks without a flat: in float32, rounded once, at the bytes of the narrow dtype. And the
+    exchange of slices that stands in for NCCL's reduce-scatter, over gloo."""
+    dtype, wires = getattr(torch, dtype_name), group()
+    size, rank = wires.size, wires.index
+    for count in (1, 7, 1000):
+        terms = [values_of(r, count, dtype) for r in range(size)]
+        assert wires.sum(terms[rank].view(1, -1)).equal(rank_sum(terms).view(1, -1)), count
+        wholes = [values_of(r, size * count, dtype, seed=1) for r in range(size)]
+        own = rank_sum(wholes).view(size, -1)[rank]
+        assert wires.scatter_sum(wholes[rank], 0).equal(own), count
+        if size > 1:
+            exchanging = Exchanging(wires._wires, size, rank, wires.device)
+            into, wide = torch.empty(count, dtype=dtype), torch.ones(count)
+            exchanging.reduce_scatter(wholes[rank], into, accumulate=False)()
+            assert into.equal(own), count
+            exchanging.reduce_scatter(wholes[rank], wide, accumulate=True)()
+            exact = 1 + sum(whole.view(size, -1)[rank].float() for whole in wholes)
+            torch.testing.assert_close(wide, exact, rtol=1e-6 if size > 2 else 2**-7, atol=1e-6 if size > 2 else 2**-7)
+    return dict(wires.traffic.take()[0])
+
+
+@on_both_backends
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_terms_are_summed_wide_at_their_own_bytes(ranks: Pool, dtype: str) -> None:
+    n = ranks.size
+    sent = {"all_reduce": sum(2 * (n - 1) * 2 * count // n for count in (1, 7, 1000)), "reduce_scatter": (n - 1) * 2016}
+    assert ranks.run(sum_narrow_terms, dtype) == [sent if n > 1 else {}] * n
 
 
 def accumulate_wider() -> None:
@@ -253,6 +284,31 @@ def test_lost_peer_is_named_at_once(ranks: Pool) -> None:
     whom = "a peer that left" if ranks.backend == "gloo" else f"rank {last} in a collective: rank {last} left"
     for rank, message in enumerate(said[:last]):
         assert message.startswith(f"rank {rank} waited for {whom}")
+
+
+def fail_alone(kind: str) -> tuple[str, str, int]:
+    """An error of this rank inside a collective: it stays what it is. What it was, and how its cause was told."""
+    wires = group()
+    error = {"memory": torch.OutOfMemoryError, "arena": MemoryError, "other": RuntimeError, "gloo": RuntimeError}[kind]
+    text = "[pair.cc:5] Connection closed by peer [::1]:5" if kind == "gloo" else "DefaultCPUAllocator: no"
+    with mock.patch.object(dist, "all_reduce", side_effect=error(text)):
+        try:
+            wires.sum(torch.zeros(4))
+        except Exception as raised:
+            return type(raised).__name__, str(raised), id(raised.__cause__) if raised.__cause__ else 0
+    return "", "", 0
+
+
+@on_both_backends
+def test_errors_that_are_no_peers_fault_stay_what_they_are(ranks: Pool) -> None:
+    if ranks.size == 1:
+        return  # It calls nothing.
+    for kind, name in (("memory", "OutOfMemoryError"), ("arena", "MemoryError"), ("other", "RuntimeError")):
+        assert ranks.run(fail_alone, kind) == [(name, "DefaultCPUAllocator: no", 0)] * ranks.size
+    for rank, (name, text, cause) in enumerate(ranks.run(fail_alone, "gloo")):
+        assert name == "PeerLost"
+        assert text == f"rank {rank} waited for a peer that left (Connection closed by peer [::1]:5)"
+        assert cause, "the backend's own error is kept"
 
 
 def join_by_rendezvous(folder: Path, times: int) -> list[tuple[int, int, float]]:

@@ -36,7 +36,7 @@ from ranks.test_shared_backend import (
 from ranks.test_shared_torch import ddp, fsdp, hybrid, pipeline, tensor_parallel
 from speedlab.comm import Group, PeerLost, Traffic
 from speedlab.comm.shared import SharedGroup, SpanningGroup
-from speedlab.comm.transport import Transport
+from speedlab.comm.transports.torch_own import Transport
 
 HOSTS = ["aabb", "abab", "aaab", "abbc"]
 """Two hosts of two ranks, in turn too; hosts of different size; three hosts."""
@@ -261,7 +261,7 @@ def test_world_that_loses_a_rank(twice_two: Pool) -> None:
 
 def transport() -> str:
     wires = Group(list(range(4)), Traffic(), torch.device("cpu"))
-    return type(wires._transport).__name__
+    return type(wires.transport_of(wires.device)).__name__
 
 
 def test_group_uses_the_collectives(twice_two: Pool) -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuda_ops.reduce import reduce
-from speedlab.comm.errors import PeerLost
+from speedlab.comm.errors import PeerLost, reason_of, tells_of_lost_peer
 from speedlab.comm.shared.rounds import PAIRWISE, Rounds
 
 
@@ -165,13 +165,14 @@ class Hierarchy:
             for work in works:
                 work.wait()
         except RuntimeError as error:
+            if not tells_of_lost_peer(error):
+                raise
             leaders = [self._names[ranks[0]] for ranks in self._hosts]
             own = leaders.pop(self._host)
-            # gloo puts the place in its own source before the reason.
-            reason = str(error).strip().splitlines()[0].rpartition("] ")[2][:160]
             raise PeerLost(
-                f"rank {own} waited for rank {', '.join(map(str, leaders))} of other hosts in a collective: {reason}"
-            ) from None
+                f"rank {own} waited for rank {', '.join(map(str, leaders))} of other hosts in a collective: "
+                f"{reason_of(error)}"
+            ) from error
 
 
 def host_of(index: int, hosts: Sequence[Sequence[int]]) -> int:

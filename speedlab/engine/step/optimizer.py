@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cuda_ops.grad_stats import grad_stats
-from speedlab.comm import Pending
+from speedlab.comm import Transfer
 from speedlab.engine.step.fused import FusedOptimizer, Given
 from speedlab.engine.step.segments import Segment, cut, elementwise, has_kernels, owned_ranges
 from speedlab.parallel.zero import Flat
@@ -112,9 +112,9 @@ class PartitionedOptimizer:
         left_out = unused.get(flat.name, ())
         return [segment for segment in self._segments[flat.name] if segment.first not in left_out]
 
-    def _step_fused(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Pending]:
+    def _step_fused(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Transfer]:
         assert isinstance(self.inner, FusedOptimizer)
-        pending: list[Pending] = []
+        pending: list[Transfer] = []
 
         def publish(flat: Flat) -> None:
             if (work := flat.publish(copied=True)) is not None:
@@ -137,13 +137,13 @@ class PartitionedOptimizer:
                 publish(flat)  # Nothing of it is here or was used, but on other ranks it may be.
         return pending
 
-    def _step_plain(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Pending]:
+    def _step_plain(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Transfer]:
         scaled_inside = factor != 1.0 and bool(getattr(self.inner, "_step_supports_amp_scaling", False))
         if scaled_inside:
             # A fused kernel divides by a scale on the way; it is handed over as torch's GradScaler does.
             scale = torch.full((), 1.0 / factor, device=self.flats[0].full.device if self.flats else "cpu")
             self.inner.grad_scale = scale  # type: ignore[attr-defined]  # see the line above
-        pending: list[Pending] = []
+        pending: list[Transfer] = []
         for flats in self._pieces():
             for flat in flats:
                 gradient = flat.update_gradient

@@ -26,7 +26,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from speedlab.comm import Group, Pending
+from speedlab.comm import Group, Transfer
 from speedlab.parallel.pipeline.cut import StageModule
 from speedlab.parallel.pipeline.schedules import Action, Kind, forward_plan, training_plan
 from speedlab.parallel.pipeline.stage import PipelineStage
@@ -106,8 +106,8 @@ class Pipeline:
             ]
         )
         self._first_tag = self._next_tag = 0
-        self._arriving: dict[tuple[Kind, int, int], tuple[Tensor, Pending]] = {}
-        self._leaving: dict[tuple[Kind, int, int], Pending] = {}
+        self._arriving: dict[tuple[Kind, int, int], tuple[Tensor, Transfer]] = {}
+        self._leaving: dict[tuple[Kind, int, int], Transfer] = {}
         """Sends whose tensors must stay. On shared memory none: a message is copied when it is sent."""
 
     @property

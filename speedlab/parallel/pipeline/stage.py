@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedlab.comm import PeerLost
 from speedlab.parallel.pipeline.cut import StageModule
 from speedlab.parallel.zero import Unit, Zero
 
@@ -87,6 +88,8 @@ class PipelineStage:
             (given, *_), self._put_off[micro_batch] = stage_backward_input(
                 [made], None if gradient is None else [gradient], [micro.given, *behind.values()], iter(others)
             )
+        except PeerLost:
+            raise
         except RuntimeError as error:
             # torch's own text only lists tensors; a PeerLost must stay one.
             raise error.__cause__ or error from None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from speedlab.comm import Group, Pending
+from speedlab.comm import Group, Transfer
 from speedlab.layout import padded_numel, partition_range
 from speedlab.placement import Holders, Residency, Row
 
@@ -185,7 +185,7 @@ class Flat:
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gather(self) -> Pending:
+    def gather(self) -> Transfer:
         """Start to fill `full` from all shards. Partitioned parameters only."""
         self._allocate(self.full)
         self._show(self._views)
@@ -232,7 +232,7 @@ class Flat:
         return self.shard if self.residency.optimizer_states is Holders.PARTITIONED else self.full
 
     @torch.no_grad()
-    def publish(self, *, copied: bool = False) -> Pending | None:
+    def publish(self, *, copied: bool = False) -> Transfer | None:
         """After an update of `master`: bring the parameters of all ranks up to date. None when nothing has to be sent.
 
         `copied`: `narrow` holds the new values already.
@@ -258,7 +258,7 @@ class Flat:
             self._filled[index] = self.used[index] = True
 
     @torch.no_grad()
-    def reduce(self, *, accumulate: bool) -> Pending:
+    def reduce(self, *, accumulate: bool) -> Transfer:
         """Start to sum the ranks' own gradients into `gradient`; parameters without one count as zero.
 
         `accumulate` adds to partitions reduced earlier in this step.

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.autograd.profiler import record_function
 
-from speedlab.comm import Group, Pending
+from speedlab.comm import Group, Transfer
 from speedlab.parallel.zero.gathers import Gathers
 from speedlab.parallel.zero.unit import Unit
 from speedlab.placement import Holders, Residency
@@ -32,7 +32,7 @@ class Reductions:
         self._order: list[Unit] = []
         self._turn: dict[Unit, int] = {}
         self._cursor = 0
-        self._under_way: list[tuple[Unit, list[Pending]]] = []
+        self._under_way: list[tuple[Unit, list[Transfer]]] = []
 
     @property
     def idle(self) -> bool:

@@ -6,7 +6,7 @@ from enum import Enum
 
 from torch import nn
 
-from speedlab.comm import Pending
+from speedlab.comm import Transfer
 from speedlab.parallel.zero.flat import Flat
 
 
@@ -25,7 +25,7 @@ class Unit:
     def __init__(self, name: str, modules: list[nn.Module], flats: list[Flat]) -> None:
         self.name, self.modules, self.flats = name, modules, flats
         self.trainable_count = sum(len(flat.parameters) for flat in flats if flat.trainable)
-        self.gathers: list[Pending] | None = None
+        self.gathers: list[Transfer] | None = None
         """The gather under way; None when the unit is released, [] when its parameters are there."""
         self.missing = self.trainable_count
         """Gradients that this backward pass has not produced yet."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from speedlab.comm.world import Wires
+from speedlab.comm.wires import Wires
 
 # torch 2.13 renamed the two; 2.11 and 2.12 have the older names only.
 gather_whole = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,0 +1,1 @@
+"""Ways for flats to travel between ranks: `choose` says which one is taken."""

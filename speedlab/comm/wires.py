@@ -1,0 +1,47 @@
+"""The connections between ranks: process groups of torch.distributed, one for each set of ranks and channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+class Wires:
+    """The connections of some ranks, and the tags that their exchanges have used.
+
+    Every exchange has a tag of its own, so that what a broken pass left behind can never be taken for something else.
+    """
+
+    _TAGS = 2**30
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self._tag = 0
+
+    def next_tag(self) -> int:
+        self._tag = (self._tag + 1) % self._TAGS
+        return self._tag
+
+
+_wires: dict[tuple[str, tuple[int, ...]], Wires] = {}
+"""Process groups that exist in this world, by channel and ranks; `leave` empties it together with the world."""
+
+
+def wires(channel: str, ranks: tuple[int, ...]) -> Wires:
+    """The connections of `ranks` for `channel`, made when it is first asked for: then all of them must ask.
+
+    Ranks that belong to several groups ask for them in one order of channels, so that none waits in a circle.
+    """
+    known = _wires.get((channel, ranks))
+    if known is None or not dist.is_initialized():
+        # Only members meet, so that an axis of the layout can make its groups side by side. torch then names a group
+        # after its ranks and after how many this process has: every rank must make equally many.
+        known = Wires(dist.new_group(list(ranks), use_local_synchronization=True))
+        _wires[channel, ranks] = known
+    return known
+
+
+def forget_wires() -> None:
+    """The world they belonged to is left, or somebody else has destroyed it."""
+    _wires.clear()
