@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from speedlab.comm import Group, Traffic, World
-from speedlab.comm.world import wires
+from speedlab.comm.wires import wires
 from speedlab.layout import AXES, Layout
 
 ENDS = "ends"
