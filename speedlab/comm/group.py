@@ -131,8 +131,7 @@ class Group:
     def ordered(self) -> bool:
         """Whether every gather is a collective of its own, which all ranks have to start in one order; else a rank
         takes what its peers have offered when it needs it."""
-        transport = self.transport_of(self.device)
-        return transport is not None and transport.ordered
+        return any(transport.ordered for transport in self._in_use)
 
     def wait_until_read(self, reduced: Tensor) -> None:
         """Wait until the peers need nothing more of a tensor whose reduction has ended on this rank."""

@@ -13,7 +13,6 @@ from typing import Any
 
 from speedlab.comm import Group
 from speedlab.config import ConfigError, RunConfig
-from speedlab.display.text import bytes_text
 from speedlab.engine.engine import Engine
 from speedlab.engine.run.agreement import Refusal, agreed
 from speedlab.layout import LayoutError
