@@ -144,7 +144,7 @@ def break_the_pipeline(case: LayoutCase, fails_in: tuple[int, int]) -> Trajector
         if fails[0] == -1:
             raise ZeroDivisionError("in this micro-batch")
 
-    engine = speedlab.initialize(model=case.build(), optimizer=case.optimizer, config=case.config())[0]
+    engine: Any = speedlab.initialize(model=case.build(), optimizer=case.optimizer, config=case.config())[0]
     try:
         hook = engine.module.register_forward_pre_hook(fail)
         for step in range(case.steps):

@@ -61,7 +61,9 @@ sequences = st.builds(
 def check(ranks: Pool, examples: int, seconds: float = 30.0) -> None:
     """So many sequences, the same ones every time, on these ranks."""
 
-    @settings(max_examples=examples, database=None, report_multiple_bugs=False, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=examples, database=None, report_multiple_bugs=False, suppress_health_check=[HealthCheck.too_slow]
+    )
     @given(sequences)
     def run(sequence: Sequence) -> None:
         with tempfile.TemporaryDirectory(prefix="speedlab-sequence-") as folder:
