@@ -103,8 +103,14 @@ class Reductions:
                 flat.clear_gradient()
         self._reduced_before = self.unsummed = False
 
-    def abandon(self) -> None:
-        """After an exception in a backward pass: finish what is under way, and forget the gradients of the step."""
+    def abandon(self, residency: Residency) -> None:
+        """After an exception in a backward pass: finish what is under way, and forget the gradients of the step.
+
+        Ranks may have come to their exceptions, or to the end, by different ways: this one takes part in what is left,
+        so that all have started the same reductions. (Where each gather is a collective of its own, peers may wait for
+        one of this rank's, and it must not wait for them.)"""
+        if not self._group.ordered:
+            self.advance(residency, everything=True)
         self._finish(0)
         self.clear()
 

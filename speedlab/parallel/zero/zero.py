@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from speedlab.comm import Group
+from speedlab.comm import Group, PeerLost
 from speedlab.parallel.zero.flat import Flat
 from speedlab.parallel.zero.gathers import Gathers
 from speedlab.parallel.zero.reductions import Reductions, default_in_flight
@@ -93,6 +93,8 @@ class Zero:
         self.reductions = Reductions(self.gathers, reduce_group, in_flight=in_flight)
         self._version = 0
         """Raised whenever parameters change; a backward pass must find those of its forward."""
+        self._broken = False
+        """Whether a peer was lost in the middle of a pass: what was under way keeps its memory until `reconnect`."""
         self._hooks: list[Any] = []
         self._attach()
 
@@ -309,14 +311,17 @@ class Zero:
         """After an exception in forward or backward: finish what is under way. Gradients that earlier micro-batches of
         the step have left stay after a forward; after a backward, which may have added to them, they are forgotten."""
         was = self.current
-        self.gathers.abandon()
         for flat in self.flats:
             for parameter in flat.parameters:
                 parameter.grad = None
         for unit in self.units:
             unit.open_calls = 0
-        if was is Pass.BACKWARD:
-            self.reductions.abandon()
+        try:
+            self.gathers.abandon()
+            if was is Pass.BACKWARD:
+                self.reductions.abandon(self.residency)
+        except PeerLost:
+            self._broken = True
 
     def disconnect(self) -> None:
         """Let go of the connections. Transfers under way keep their memory until `reconnect`."""
@@ -327,10 +332,10 @@ class Zero:
         """Use the present world's connections, after forgetting a pass that was cut off. Collective."""
         self.gather_group.reconnect()
         self.reduce_group.reconnect()
-        if self.current is Pass.IDLE and self.reductions.idle:
-            return
-        self.gathers.forget()
-        self.reductions.forget()
+        if self._broken or self.current is not Pass.IDLE or not self.reductions.idle:
+            self.gathers.forget()
+            self.reductions.forget()
+        self._broken = False
 
     def place(self, residency: Residency) -> None:
         """Move every flat to where `residency` says. Between two steps only."""
