@@ -5,6 +5,17 @@ from speedlab.comm.errors import PeerLost
 from speedlab.comm.group import Group
 from speedlab.comm.traffic import BufferMeter, Traffic
 from speedlab.comm.transfer import Transfer
-from speedlab.comm.world import World, join, leave
+from speedlab.comm.world import World, check_peers, join, leave
 
-__all__ = ["BufferMeter", "Group", "HostCopies", "PeerLost", "Traffic", "Transfer", "World", "join", "leave"]
+__all__ = [
+    "BufferMeter",
+    "Group",
+    "HostCopies",
+    "PeerLost",
+    "Traffic",
+    "Transfer",
+    "World",
+    "check_peers",
+    "join",
+    "leave",
+]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import itertools
 import json
 import os
 from collections import Counter
@@ -15,9 +17,11 @@ import torch.distributed as dist
 # Its default arguments keep the world group of the moment of its import alive, whose connections would then never
 # close. torch imports it in the first optimizer step; here, no world exists yet.
 import torch.distributed.nn.functional
+from torch.distributed import distributed_c10d
 
 from cuda_ops.warm import warm_up
 from speedlab.comm.shared import BACKEND, leave_all, register
+from speedlab.comm.watch import Watch
 from speedlab.comm.wires import forget_wires
 
 TIMEOUT_SECONDS = 300.0
@@ -64,7 +68,19 @@ def join(
             dist.init_process_group(backend, timeout=timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        if device.type == "cuda" and dist.get_world_size() > 1:
+            _look_out(dist.get_rank(), dist.get_world_size())
     return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+
+
+def _look_out(rank: int, size: int) -> None:
+    # A store that serves several worlds, as torchrun's does, still holds who has left an earlier one.
+    store = dist.PrefixStore(f"watch-{next(_looks)}", distributed_c10d._get_default_store())
+    _watches.append(Watch(store, rank, size, _abort_communicators))
+
+
+_looks = itertools.count()
+"""How often this process has looked out; equally often on all ranks that share a store."""
 
 
 def _choose_backend(device: torch.device, backend: str | None) -> str:
@@ -78,12 +94,45 @@ def _choose_backend(device: torch.device, backend: str | None) -> str:
     return chosen
 
 
-def leave() -> None:
-    """Leave the world; the next `join` makes a new one. Does nothing when this process is in none."""
+def leave(*, failed: bool = False) -> None:
+    """Leave the world; the next `join` makes a new one. Does nothing when this process is in none.
+
+    `failed`: this rank leaves in the middle of something. Peers that are blocked in a collective with it are told, and
+    communicators of NCCL are aborted; to destroy them would wait for what never ends. A lost peer is such a failure.
+    """
+    watch = _watches.pop() if _watches else None
+    if watch is not None:
+        failed = failed or watch.lost is not None
+        watch.stop(failed=failed)
     forget_wires()
     leave_all()
     if dist.is_initialized():
-        dist.destroy_process_group()
+        if watch is not None and failed:
+            distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
+
+
+_watches: list[Watch] = []
+"""One in a world of GPUs, else none. CPU ranks see for themselves who has left, by connections that close and by the
+pages of shared memory."""
+
+
+def check_peers() -> None:
+    """Raise PeerLost when a peer was lost in a world of GPUs: what came from a collective since then is garbage.
+
+    For whoever has waited for the device and is about to use what came. It looks at a field.
+    """
+    for watch in _watches:
+        watch.check()
+
+
+def _abort_communicators() -> None:
+    """End what this rank's device is blocked in. The process groups stay, and refuse to work."""
+    cuda = torch.device("cuda")
+    for group in list(distributed_c10d._world.pg_map):
+        with contextlib.suppress(RuntimeError):  # A group of the host only has no backend for it.
+            group._get_backend(cuda).abort()  # type: ignore[attr-defined]  # of ProcessGroupNCCL
 
 
 _joins: Counter[int] = Counter()

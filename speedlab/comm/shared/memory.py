@@ -222,6 +222,21 @@ class Arena:
         return Mapping(self.handle.descriptor, nbytes, self._file_bytes)
 
 
+class Process:
+    """Another process of this host. Raises ProcessLookupError when there is none of that number."""
+
+    def __init__(self, pid: int) -> None:
+        self._descriptor = os.pidfd_open(pid)  # It becomes readable when the process ends.
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        look = select.poll()
+        look.register(self._descriptor, select.POLLIN)
+        return bool(look.poll(0))
+
+
 class PeerMemory:
     """The arena of another process. Extents are mapped when they are first needed; one object serves all groups."""
 
@@ -230,9 +245,7 @@ class PeerMemory:
         self._directory = self._map(handle.nbytes, 0)
         self._entries = self._directory.bytes.view(np.int64).reshape(-1, 2)
         self._extents: dict[int, Mapping] = {}
-        self._process = os.pidfd_open(handle.pid)
-        """A descriptor that becomes readable when the process ends."""
-        weakref.finalize(self, os.close, self._process).atexit = False
+        self._process = Process(handle.pid)
 
     @classmethod
     def of(cls, handle: Handle) -> PeerMemory:
@@ -245,9 +258,7 @@ class PeerMemory:
     @property
     def ended(self) -> bool:
         """Whether the peer's process has ended."""
-        look = select.poll()
-        look.register(self._process, select.POLLIN)
-        return bool(look.poll(0))
+        return self._process.ended
 
     def address(self, extent: int, offset: int) -> int:
         """Where byte `offset` of the peer's extent stands in this process. Raises OSError when it was not mapped before
