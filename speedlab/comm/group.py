@@ -20,6 +20,7 @@ from speedlab.comm.transports.choose import Link, choose, link_of
 from speedlab.comm.transports.exchange import exchange, rounds_often, sum_of_slices
 from speedlab.comm.transports.torch_own import Transport, gather_whole, scatter_sum
 from speedlab.comm.wires import Wires, wires
+from speedlab.comm.world import check_peers
 
 _BUFFERS = 2
 """Buffers of one kind that a pass uses: one is filled while the other is reduced and read by peers."""
@@ -329,6 +330,7 @@ class Group:
         except RuntimeError as error:
             if isinstance(error, PeerLost) or not tells_of_lost_peer(error):
                 raise
+            check_peers()  # Says which rank, where that is known.
             whose = f"rank {self.ranks[self.index]} waited for a peer that left"
             raise PeerLost(f"{whose} ({reason_of(error)})") from error
 
