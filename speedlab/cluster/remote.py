@@ -135,7 +135,7 @@ def reset() -> None:
 
         # A collective may still go on in the background, and leaving would wait for it.
         wires.cut()
-        leave()
+        leave(failed=True)
     # Groups are named by a counter, which leaving sets back, but a join that was cut off does not. Ranks whose counters
     # differ would wait for each other under different names.
     distributed.distributed_c10d._world.group_count = 0

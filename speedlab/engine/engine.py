@@ -148,7 +148,7 @@ class Engine(TrainingState):
         vector = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         if counted:
             vector[0], vector[1] = torch.stack([loss.double() for loss in counted]).sum(), len(counted)
-        loss_sum, count = self.everyone.sum_scalars(vector).tolist()
+        loss_sum, count = self.everyone.sum_scalars(vector.cpu()).tolist()  # The one wait for the device.
         if not count:
             raise ValueError("evaluate: no micro-batch was given; give at least one")
         return loss_sum / count

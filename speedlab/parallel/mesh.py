@@ -27,12 +27,15 @@ class Mesh:
         self.axes = {axis: Group(layout.peers(rank, axis), traffic, device, channel=axis) for axis in AXES}
         self.gather = self.axes["dp"]
         """The ranks that hold the same part of the model: parameters come together over it."""
-        self.reduce = Group(self.gather.ranks, traffic, device, channel="reduce")
-        """The same ranks: gradients are summed over it, in an order of its own."""
+        # A device's communicators cost memory and start-up, and there gathers and reductions come in one order on all
+        # ranks: they share one.
+        self.reduce = Group(self.gather.ranks, traffic, device, channel="reduce" if device.type == "cpu" else "dp")
+        """The same ranks: gradients are summed over it, on CPUs in an order of its own."""
         self.everyone = Group(range(layout.world_size), traffic, device, channel="everyone")
         line = self.axes["pp"].ranks
         ends = [line[0], line[-1]] if layout.pp > 1 else []
-        self.ends = Group(ends, traffic, device, channel=ENDS) if rank in ends else None
+        channel = "pp" if ends == line else ENDS
+        self.ends = Group(ends, traffic, device, channel=channel) if rank in ends else None
         self._lacks_ends = bool(ends) and rank not in ends
         self._make_spare_wires()
 

@@ -32,7 +32,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
+import speedlab.comm.group as group_module
 from speedlab.comm import Group, leave
+from speedlab.comm.transports.choose import Link
 
 GIB = 2**30
 
@@ -171,5 +173,9 @@ def _group_patches() -> Iterator[Any]:
         return json.loads(json.dumps(value))
 
     yield mock.patch.object(dist, "new_group", made)
+    # The made-up backend stands for NCCL.
+    real_link = group_module.link_of
+    fabric = lambda group, kind: Link.FABRIC if group is not None and kind == "cuda" else real_link(group, kind)  # noqa: E731
+    yield mock.patch.object(group_module, "link_of", fabric)
     yield mock.patch.object(Group, "share", lambda self, value, source=0: told(value))
     yield mock.patch.object(Group, "collect", lambda self, value: [told(value) for _ in range(self.size)])

@@ -211,7 +211,7 @@ def test_every_operation_would_run(session: Session) -> None:
     assert len(report_of(session).of("step")) == 2 + len(session.stages)
 
 
-@sessions("pipelines copy their batch", lambda session: session.layout.pp > 1)
+@sessions()
 def test_the_host_waits_once_a_step(session: Session) -> None:
     waits = {name: strings(seen.waits) for name, seen in report_of(session).of("step").items()}
     assert {name: found for name, found in waits.items() if len(found) != 1} == {}
@@ -222,13 +222,13 @@ def test_records_wait_for_nothing(session: Session) -> None:
     assert strings(wait for seen in report_of(session).of("record").values() for wait in seen.waits) == []
 
 
-@sessions("batches come from pageable memory", lambda session: session.layout.pp == 1)
+@sessions()
 def test_batches_come_through_pinned_memory(session: Session) -> None:
     parts = [*report_of(session).of("step").values(), *report_of(session).of("evaluate").values()]
     assert Counter(strings(wait for seen in parts for wait in seen.pageable)) == {}
 
 
-@sessions("pipelines copy their batch", lambda session: session.layout.pp > 1)
+@sessions()
 def test_evaluation_waits_once(session: Session) -> None:
     assert len(report_of(session).of("evaluate")["evaluate"].waits) == 1, strings(
         report_of(session).parts["evaluate"].waits
@@ -247,7 +247,7 @@ def test_a_change_of_stage_gives_memory_back_to_the_device(session: Session) -> 
     assert all(seen.emptied > 0 for seen in report_of(session).of("reshape").values())
 
 
-@sessions("a communicator for each axis and purpose", lambda session: session.layout != DP)
+@sessions()
 def test_at_most_three_communicators(session: Session) -> None:
     """NCCL makes one for each group that something of the GPU travels through."""
     every = [collective for seen in report_of(session).of("").values() for collective in seen.collectives]
@@ -278,7 +278,6 @@ def test_no_mask_over_all_heads(session: Session) -> None:
     assert {shape for shape in pairs if math.prod(shape) > most} == set()
 
 
-@today("NCCL sums bfloat16")
 def test_low_precision_is_summed_in_float32() -> None:
     """Over more than two ranks, and without more bytes: NCCL would round after each of them."""
     session = Session(layout=Layout(dp=4), rank=1, stage=2, stages=(), accumulation=1)

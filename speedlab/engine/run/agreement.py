@@ -56,7 +56,7 @@ class Bare:
 
     def disconnect(self) -> None:
         self.control.disconnect()
-        leave()
+        leave(failed=True)
 
     def reconnect(self) -> None:
         join()

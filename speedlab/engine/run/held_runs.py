@@ -58,7 +58,7 @@ def _build(run: RunFolder, model: ModelMaker | None) -> Trainer:
         return Trainer(run, model)
     except BaseException as error:
         if not isinstance(error, Refusal | Parted):  # These come to all ranks; else no rank shall wait for this one.
-            leave()
+            leave(failed=True)
         # Nothing was trained: the folder says why.
         if os.environ.get("RANK", "0") == "0":
             run.write_status(replace(run.read_status(), state=RunState.FAILED, text=f"{type(error).__name__}: {error}"))

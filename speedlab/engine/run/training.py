@@ -107,7 +107,7 @@ class Training:
         with self.interruption.held():  # Half a process group would stay for ever.
             self.engine.disconnect()
             self.control.disconnect()
-            leave()
+            leave(failed=True)
 
     def reconnect(self) -> None:
         """Join the world anew where it was left. Collective."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speedlab.comm import Group
+from speedlab.comm import Group, check_peers
 from speedlab.engine.step.errors import NonFiniteError
 from speedlab.parallel.zero import Flat
 
@@ -48,8 +48,11 @@ def sum_totals(
     vector[: len(measured)] = torch.stack(measured)
     vector[2:] = known
     # The one point of a step where the host waits for the device: clipping, the overflow decision and the control
-    # words of the run need these numbers before the update.
-    total, loss_sum, count, left_alone, *summed = everyone.sum_scalars(vector).tolist()
+    # words of the run need these numbers before the update. Ranks then sum them over the host's connections, so that
+    # the group of all ranks needs none between devices.
+    own = vector.cpu()
+    check_peers()  # Where a peer has left, what should have come over the device never did.
+    total, loss_sum, count, left_alone, *summed = everyone.sum_scalars(own).tolist()
     return Totals(
         loss=loss_sum / max(1.0, count),
         grad_norm=math.sqrt(total) / scale if total >= 0 else math.nan,
