@@ -6,6 +6,8 @@ every stage of ZeRO.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -365,3 +367,24 @@ def test_clipping_that_was_asked_for(two: Pool, config: Any, limit: float) -> No
     """What a dict or DeepSpeed's JSON names; a RunConfig is taken with all its fields, its defaults too."""
     for seen in two.run(given, config, "instance"):
         assert seen["moved"] == pytest.approx([limit * 1000.0 / NORM] * 2, rel=1e-5)
+
+
+# ---- what stays behind -----------------------------------------------------------------------------------------------
+
+
+def left_behind() -> list[bool]:
+    """Whether what partitioned a model with frozen parts is still there after the engine's end."""
+    model: Any = turned_round()
+    engine = Sequence(build=turned_round, stage=3, calls=[]).engine(model)
+    step(engine, 0)
+    engine(*models.tokens(1, engine.world.rank))  # A look that no backward follows.
+    found = [weakref.ref(engine), *map(weakref.ref, engine.zeros)]
+    engine.destroy()
+    del engine
+    gc.collect()
+    return [reference() is not None for reference in found]
+
+
+def test_nothing_of_an_engine_stays_behind(two: Pool) -> None:
+    """Hooks on the inputs of blocks with frozen parameters hold the graph that holds them."""
+    assert two.run(left_behind, timeout=40) == [[False, False]] * 2

@@ -145,7 +145,7 @@ class Gathers:
     def forget(self) -> None:
         """After the world was left in the middle of a pass: nothing arrives any more."""
         for unit in self.units:
-            unit.open_calls = 0
+            unit.forget_calls()
             if unit.gathers is not None:
                 unit.gathers = []
                 unit.release()

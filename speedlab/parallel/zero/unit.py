@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from speedlab.comm import Transfer
 from speedlab.parallel.zero.flat import Flat
@@ -29,8 +30,9 @@ class Unit:
         """The gather under way; None when the unit is released, [] when its parameters are there."""
         self.missing = self.trainable_count
         """Gradients that this backward pass has not produced yet."""
-        self.open_calls = 0
-        """Calls whose input gradients are still to come; counted where frozen parameters are needed to the end."""
+        self.open_calls: list[RemovableHandle] = []
+        """Hooks on calls whose input gradients are still to come; kept where frozen parameters are needed to the
+        end."""
         self.has_frozen = any(not flat.trainable for flat in flats)
 
     def start_gather(self) -> None:
@@ -48,6 +50,13 @@ class Unit:
             for flat in self.flats:
                 flat.release()
             self.gathers = None
+
+    def forget_calls(self) -> None:
+        """No gradients will come for the calls that are open. (A hook on several tensors holds their graph, which holds
+        the hook, where no garbage collector sees it.)"""
+        for handle in self.open_calls:
+            handle.remove()
+        self.open_calls.clear()
 
     def __repr__(self) -> str:
         return f"Unit({self.name}, {sum(flat.numel for flat in self.flats):,} parameters)"

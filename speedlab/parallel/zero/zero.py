@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
 
 from speedlab.comm import Group, PeerLost
 from speedlab.parallel.zero.flat import Flat
@@ -173,6 +174,7 @@ class Zero:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._forget_calls()
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
@@ -186,8 +188,7 @@ class Zero:
         if self.partitioned and unit.has_frozen and unit is not gathers.root and torch.is_grad_enabled():
             watched = [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
             if watched:
-                unit.open_calls += 1
-                register_multi_grad_hook(watched, partial(self._call_closed, unit), mode="all")
+                self._watch_call(unit, watched)
         gathers.require(unit)  # 1
 
     def _after_forward(self, unit: Unit, output: Any, module_is_last: bool) -> None:
@@ -238,10 +239,18 @@ class Zero:
                 unit.release()
             self.reductions.advance(self.residency)  # 4
 
-    def _call_closed(self, unit: Unit, gradients: Any) -> None:
-        unit.open_calls -= 1
-        if unit.open_calls == 0 and unit.missing <= 0:
-            unit.release()
+    def _watch_call(self, unit: Unit, inputs: list[Tensor]) -> None:
+        """Release the unit when gradients of all inputs of all its calls, and those of its parameters, are there."""
+        handles: list[RemovableHandle] = []
+
+        def closed(gradients: Any) -> None:
+            handles[0].remove()
+            unit.open_calls.remove(handles[0])
+            if not unit.open_calls and unit.missing <= 0:
+                unit.release()
+
+        handles.append(register_multi_grad_hook(inputs, closed, mode="all"))
+        unit.open_calls.append(handles[0])
 
     def backward_by_unit(self, compute: Callable[[Unit], None], *, sync: bool, leave_root: bool = False) -> None:
         """A whole backward pass that no hook drives: `compute(unit)` leaves gradients in `.grad` of its parameters."""
@@ -268,8 +277,7 @@ class Zero:
         `leave_root`: those of the root unit wait for `reduce_root`, for a caller whose ranks may not wait here.
         """
         self.gathers.end_backward()
-        for unit in self.units:
-            unit.open_calls = 0
+        self._forget_calls()
         self.reductions.end(self.residency, leave_root=leave_root)  # 5
         self.gather_group.wait_until_all_read()  # The next thing may be an update of the shards.
         self.gathers.current = Pass.IDLE
@@ -292,9 +300,14 @@ class Zero:
     def before_change(self) -> None:
         """Parameters are about to change: nothing that was gathered for a pass may be taken for the new values, and no
         loss of before can be differentiated any more. Call on all ranks."""
+        self._forget_calls()
         self.gathers.release_all()
         self.gather_group.wait_until_all_read()
         self._version += 1
+
+    def _forget_calls(self) -> None:
+        for unit in self.units:
+            unit.forget_calls()
 
     def learn_order(self) -> None:
         """After a step: from now on units are gathered ahead, in the order in which it met them. Collective the first
@@ -314,8 +327,7 @@ class Zero:
         for flat in self.flats:
             for parameter in flat.parameters:
                 parameter.grad = None
-        for unit in self.units:
-            unit.open_calls = 0
+        self._forget_calls()
         try:
             self.gathers.abandon()
             if was is Pass.BACKWARD:
