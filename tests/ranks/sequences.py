@@ -215,8 +215,11 @@ class Plain:
         return "ZeroDivisionError" if here else ELSEWHERE
 
     def reshape(self, call: Call) -> str | None:
-        """To stage `data`."""
-        return REFUSED if self.in_step else None
+        """To stage `data`. A forward of before cannot be differentiated any more: what it saved has moved."""
+        if self.in_step:
+            return REFUSED
+        self.pending = None
+        return None
 
     def save(self, call: Call) -> str | None:
         if self.in_step:
@@ -341,7 +344,10 @@ class Ours:
         self.engine.reconnect()
 
     def reshape(self, call: Call) -> str | None:
-        return unless_refused(lambda: self.engine.reshape(zero=call.data), "micro-batch")
+        refused = unless_refused(lambda: self.engine.reshape(zero=call.data), "micro-batch")
+        if refused != REFUSED:
+            self.pending = None
+        return refused
 
     def save(self, call: Call) -> str | None:
         tag = f"save-{len(self.tags)}"

@@ -109,6 +109,7 @@ class Gathers:
         left, self._left = self._left, []
         for unit in left:
             unit.start_gather()
+            unit.finish_gather()  # Whoever looks at one that stays shall see its values.
             if not (self.current is Pass.FORWARD and self.stays(unit)):
                 unit.release()
 

@@ -106,7 +106,10 @@ def gather_partitions(parameter: Tensor) -> Tensor:
     """The value of a parameter whole over the dp ranks, as a new tensor. Collective over them where it is partitioned;
     one that nothing partitions is simply copied."""
     place = _find(parameter)
-    if place is None or place.flat.residency.parameters is Holders.REPLICATED or place.flat.gathered:
+    if place is None or place.flat.residency.parameters is Holders.REPLICATED:
+        return parameter.detach().clone()
+    if place.unit.gathers is not None:  # A pass has left it here, or on its way.
+        place.unit.finish_gather()
         return parameter.detach().clone()
     place.flat.gather().wait()
     try:
