@@ -291,6 +291,8 @@ class Ours:
         if not self.fed:
             self.backward(Call("backward", call.data))
         updated = unless_refused(self.engine.step, "no_sync")
+        if updated is True:
+            self.pending = None  # A forward of before the update cannot be differentiated any more.
         self.fed = updated == REFUSED
         return updated
 
