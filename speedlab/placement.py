@@ -179,6 +179,8 @@ class Placement:
     def joined(cls, placements: Iterable[Placement]) -> Placement:
         """The table of a rank that holds several parts of the model."""
         several = list(placements)
+        if len(several) == 1:
+            return several[0]
         rows = tuple(row for each in several for row in each.rows)
         return cls(rank=several[0].rank, residency=several[0].residency, rows=rows)
 

@@ -369,6 +369,29 @@ def test_clipping_that_was_asked_for(two: Pool, config: Any, limit: float) -> No
         assert seen["moved"] == pytest.approx([limit * 1000.0 / NORM] * 2, rel=1e-5)
 
 
+# ---- what goes past the engine ---------------------------------------------------------------------------------------
+
+
+def backward_past_the_engine(stage: int) -> str:
+    model: Any = straight()
+    engine = Sequence(build=straight, stage=stage, calls=[]).engine(model)
+    step(engine, 0)
+    try:
+        engine(*models.tokens(1, engine.world.rank)).loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.destroy(keep_parameters=False)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_backward_past_the_engine_is_refused(two: Pool, stage: int) -> None:
+    """Its gradients would be neither scaled nor summed."""
+    for told in two.run(backward_past_the_engine, stage, timeout=40):
+        assert "call engine.backward(loss) instead of loss.backward()" in told
+
+
 # ---- what stays behind -----------------------------------------------------------------------------------------------
 
 

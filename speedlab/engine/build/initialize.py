@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from speedlab.comm import Traffic, join
+from speedlab.comm import Traffic, World, join
 from speedlab.config import ConfigError, RunConfig, ScheduleConfig, deepspeed
+from speedlab.config.batch import Batch
 from speedlab.engine.build.model_parts import build_model_part, plan_model_parts
 from speedlab.engine.build.recipe import OptimizerChoice, Recipe
 from speedlab.engine.build.schedule import make_schedule
@@ -71,13 +72,30 @@ def initialize(
     config = _config(config)
     gc.collect()  # What an earlier set-up of a notebook cell left behind may still be held by cycles.
     world = join(device)
-    layout = config.layout(world.size, built_in=False)
-    batch = config.batch.resolve(layout.data_size)
-    dtype = compute_dtype(config.precision, world.device)
+    batch = config.batch.resolve(config.layout(world.size, built_in=False).data_size)
+    engine = _build(model, optimizer, lr_scheduler, config, world, units=units, tp_plan=tp_plan, batch=batch)
+    for module in engine.modules:
+        _engines[module] = weakref.ref(engine)
+    loader = _loader(training_data, batch.micro_size, engine.mesh, config.seed, collate_fn)
+    return engine, engine.optimizer, loader, engine.scheduler
+
+
+def _build(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: OptimizerChoice,
+    lr_scheduler: Any,
+    config: RunConfig,
+    world: World,
+    *,
+    units: UnitChoice | None,
+    tp_plan: Mapping[str, str] | None,
+    batch: Batch,
+) -> Engine:
+    """The model's parts on this rank, the optimizer over their flats, and the engine over both. Collective."""
+    layout, dtype = config.layout(world.size, built_in=False), compute_dtype(config.precision, world.device)
     if world.device.type == "cpu":
         keep_freed_memory()
     outside_bytes = PeakMemory.resident()
-
     if isinstance(model, nn.Module):
         _take_back(model)
     traffic = Traffic()
@@ -103,11 +121,10 @@ def initialize(
         recipe.build,
         group_count=recipe.group_count,
     )
-    scheduler = _scheduler(lr_scheduler, optimizer, config, partitioned.inner)
-    engine = Engine(
+    return Engine(
         parts,
         optimizer=partitioned,
-        scheduler=scheduler,
+        scheduler=_scheduler(lr_scheduler, optimizer, config, partitioned.inner),
         config=config,
         world=world,
         mesh=mesh,
@@ -117,10 +134,6 @@ def initialize(
         accumulation=batch.accumulation,
         outside_bytes=outside_bytes,
     )
-    for part in parts:
-        _engines[part.module] = weakref.ref(engine)
-    loader = _loader(training_data, batch.micro_size, mesh, config.seed, collate_fn)
-    return engine, partitioned.inner, loader, scheduler
 
 
 def _config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:

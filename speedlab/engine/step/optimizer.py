@@ -200,6 +200,8 @@ class PartitionedOptimizer:
 
     def _cut_out(self, flat: Flat, unused: Collection[int]) -> None:
         """From now on the slots `unused`, and those between them, have histories of their own."""
+        if not unused:
+            return
         begins = self._begins[flat.name]
         new = {
             index

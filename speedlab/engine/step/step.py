@@ -18,6 +18,7 @@ from torch import Tensor
 from speedlab.engine.step.random_streams import RandomStreams
 from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.totals import Totals, find_non_finite, sum_totals
+from speedlab.parallel.zero import used_by_any
 
 Update = Callable[[], AbstractContextManager[object]]
 
@@ -143,7 +144,11 @@ class Step:
     def _unused(self) -> dict[str, set[int]]:
         """Slots of flats by name that no rank has used in this step. Collective."""
         flats = self._state.partitioned_optimizer.flats
-        return {flat.name: {i for i, used in enumerate(flat.sum_used()) if not used} for flat in flats}
+        found = used_by_any(flats)
+        return {
+            flat.name: {index for index, used in enumerate(own) if not used}
+            for flat, own in zip(flats, found, strict=True)
+        }
 
     def _overflow(self) -> None:
         """Skip the update; float16 goes on with a smaller scale, anything else stops."""

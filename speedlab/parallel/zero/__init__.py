@@ -1,6 +1,6 @@
 """ZeRO: units, flats, residency, and the hooks that move them."""
 
-from speedlab.parallel.zero.flat import Flat, Slot
+from speedlab.parallel.zero.flat import Flat, Slot, used_by_any
 from speedlab.parallel.zero.inspect import FlatParameter, forget, gather_partitions, name_of, remember
 from speedlab.parallel.zero.unit import Unit
 from speedlab.parallel.zero.units import UnitChoice, UnitPlan, plan_units
@@ -22,4 +22,5 @@ __all__ = [
     "plan_units",
     "remember",
     "tensors_of",
+    "used_by_any",
 ]

@@ -68,7 +68,7 @@ class Flat:
         self.buffers = gather_group.traffic.buffers
         self.parameters: list[nn.Parameter] = [parameters[row.name] for row in rows]
         self.slots: list[Slot] = []
-        self._summed_first: dict[tuple[Group, ...], list[Slot]] = {}
+        self.summed_first: dict[tuple[Group, ...], list[Slot]] = {}
         """Parameters whose gradients are summed over the same groups first; they travel together."""
         step = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
         end = 0
@@ -78,7 +78,7 @@ class Flat:
             self.slots.append(slot)
             groups = tuple(axes[axis] for axis in row.summed_over[:-1])
             if groups:
-                self._summed_first.setdefault(groups, []).append(slot)
+                self.summed_first.setdefault(groups, []).append(slot)
             end = offset + parameter.numel()
         self.numel = end
         self.padded = padded_numel(end, gather_group.size * step)
@@ -267,7 +267,7 @@ class Flat:
         for slot, filled in zip(self.slots, self._filled, strict=True):
             if not filled:
                 local[slot.offset : slot.offset + slot.numel].zero_()
-        for groups, slots in self._summed_first.items():
+        for groups, slots in self.summed_first.items():
             self._sum_first(local, groups, slots)
         assert self.gradient is not None
         if self.residency.gradients is Holders.PARTITIONED:
@@ -289,16 +289,6 @@ class Flat:
             for piece, summed in zip(pieces, together[:total].split([piece.numel() for piece in pieces]), strict=True):
                 piece.copy_(summed)
             group.give_back(together)
-
-    def sum_used(self) -> list[bool]:
-        """Which parameters got a gradient in this step from any rank whose terms are summed. Collective."""
-        counts = torch.tensor(self.used, dtype=torch.int64)
-        place = {slot.name: index for index, slot in enumerate(self.slots)}
-        for groups, slots in self._summed_first.items():
-            indices = [place[slot.name] for slot in slots]
-            for group in groups:
-                counts[indices] = group.sum(counts[indices])
-        return [count > 0 for count in self.reduce_group.sum(counts).tolist()]
 
     def reduced(self) -> None:
         """The reduction has finished: the passing whole is freed, if there is one."""
@@ -355,6 +345,27 @@ class Flat:
     @staticmethod
     def _free(tensor: Tensor) -> None:
         tensor.untyped_storage().resize_(0)
+
+
+def used_by_any(flats: Sequence[Flat]) -> list[list[bool]]:
+    """Which parameters of each flat got a gradient in this step from any rank whose terms are summed. Collective over
+    the ranks of all those groups, in one exchange for each."""
+    if not flats:
+        return []
+    counts = torch.tensor([used for flat in flats for used in flat.used], dtype=torch.int64)
+    places: dict[tuple[Group, ...], list[int]] = {}
+    start = 0
+    for flat in flats:
+        for groups, slots in flat.summed_first.items():
+            names = {slot.name for slot in slots}
+            own = [start + index for index, slot in enumerate(flat.slots) if slot.name in names]
+            places.setdefault(groups, []).extend(own)
+        start += len(flat.slots)
+    for groups, indices in places.items():
+        for group in groups:
+            counts[indices] = group.sum(counts[indices])
+    every = iter((flats[0].reduce_group.sum(counts) > 0).tolist())
+    return [[next(every) for _ in flat.slots] for flat in flats]
 
 
 def _dtype(form: str) -> torch.dtype:
