@@ -392,6 +392,23 @@ def test_a_backward_past_the_engine_is_refused(two: Pool, stage: int) -> None:
         assert "call engine.backward(loss) instead of loss.backward()" in told
 
 
+def step_without_a_backward(stage: int) -> tuple[float | None, bool]:
+    model: Any = straight()
+    engine = Sequence(build=straight, stage=stage, optimizer="adamw", calls=[]).engine(model)
+    step(engine, 0)
+    before = engine.state_dict()
+    engine.step()
+    after = engine.state_dict()
+    engine.destroy(keep_parameters=False)
+    return engine.global_grad_norm, all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_without_a_backward_changes_nothing(two: Pool, stage: int) -> None:
+    """As torch's optimizers without gradients; what the step before has left in the flats does not count."""
+    assert two.run(step_without_a_backward, stage, timeout=40) == [(0.0, True)] * 2
+
+
 # ---- what stays behind -----------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor
 
 from speedlab.engine.step.random_streams import RandomStreams
@@ -39,6 +40,8 @@ class Step:
         """Of the last step."""
         self._state, self._streams = state, streams
         self._losses: list[Tensor] = []
+        self._fed = False
+        """Whether a backward of the present step has ended."""
         self._around_update = around_update
 
     @property
@@ -54,7 +57,7 @@ class Step:
     @property
     def under_way(self) -> bool:
         """Whether some of a step's micro-batches have ended, or some of its gradients are here."""
-        return bool(self.micro_step or self._losses)
+        return self.micro_step > 0 or self._fed
 
     def refuse_after_cut_update(self) -> None:
         """Raises RuntimeError where an update was cut off in the middle."""
@@ -84,6 +87,7 @@ class Step:
     def ended_backward(self, losses: Sequence[Tensor]) -> None:
         """Gradients of these losses, one of a micro-batch each, are in the flats."""
         self._losses += [loss.detach() for loss in losses]
+        self._fed = True
 
     def ended_micro_batch(self) -> None:
         self.micro_step += 1
@@ -93,7 +97,7 @@ class Step:
         for zero in self._state.zeros:
             zero.clear_gradients()
         self._losses.clear()
-        self.micro_step = 0
+        self.micro_step, self._fed = 0, False
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -136,9 +140,11 @@ class Step:
 
     def _sum_totals(self, signals: Sequence[float]) -> Totals:
         state = self._state
-        squares = state.partitioned_optimizer.sum_of_squares().double().to(state.world.device)
         losses = self._losses if state.mesh["tp"].index == 0 else []  # Those of its tensor peers are the same.
-        unused = sum(not used for flat in state.partitioned_optimizer.flats for used in flat.used)
+        unused = sum(flat.used.count(False) for flat in state.partitioned_optimizer.flats)
+        squares = torch.zeros((), dtype=torch.float64, device=state.world.device)
+        if self._fed:  # Else what stands there are the gradients of the step before.
+            squares += state.partitioned_optimizer.sum_of_squares()
         return sum_totals(state.everyone, losses, squares, scale=state.loss_scale.value, signals=signals, unused=unused)
 
     def _unused(self) -> dict[str, set[int]]:

@@ -226,8 +226,8 @@ class Zero:
         parameter.grad = None
         if self.current is not Pass.BACKWARD:
             raise RuntimeError(
-                f"{flat.slots[index].name} received a gradient outside engine.backward, which scales gradients and sums "
-                "them over the ranks; call engine.backward(loss) instead of loss.backward()"
+                f"{flat.slots[index].name} received a gradient outside engine.backward, which scales and sums them "
+                "over the ranks; call engine.backward(loss) instead of loss.backward()"
             )
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
