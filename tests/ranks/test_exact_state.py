@@ -10,11 +10,13 @@ import gc
 import weakref
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import speedlab
@@ -190,6 +192,57 @@ def test_parameters_that_no_rank_used(exact, optimizer: str, instance: bool, acc
     micro-batch is updated on all, with the mean over ranks."""
     calls = [Call("micro_batch", use + 16 * number) for number, use in enumerate(USES)]
     exact(Sequence(build=branching, optimizer=optimizer, instance=instance, accumulation=accumulation, calls=calls))
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        x = self.a(x).tanh()
+        return x + self.b(x) if both else x
+
+
+class Halves(nn.Module):
+    """Blocks whose second weight only some of them use: on two ranks one has nothing to update of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Half() for _ in range(4))
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x, number % 2 == step % 2)
+        return x.square().mean()
+
+
+def train_halves(stage: int) -> list[float]:
+    """How far each parameter is from that of the plain loop after each of four steps."""
+    model, plain = models.seeded(Halves), models.seeded(Halves)
+    rank, config = dist.get_rank(), {"zero": {"stage": stage, "bucket_bytes": 1}, "precision": "float32"}
+    engine = speedlab.initialize(
+        model=model, optimizer=partial(torch.optim.AdamW, lr=0.1), config=config | {"batch": {"micro_size": 2}}
+    )[0]
+    optimizer, apart = torch.optim.AdamW(plain.parameters(), lr=0.1), []
+    for number in range(4):
+        inputs = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(number))
+        engine.backward(engine(inputs[rank], number))
+        engine.step()
+        optimizer.zero_grad()
+        (sum(plain(one, number) for one in inputs) / 2).backward()
+        optimizer.step()
+        own = engine.state_dict()
+        apart.append(max(float((own[name] - p).abs().max()) for name, p in plain.named_parameters()))
+    engine.destroy(keep_parameters=False)
+    return apart
+
+
+@at_every_stage
+def test_what_one_rank_has_nothing_to_update_of(pool_of: PoolOf, stage: int, backend: str) -> None:
+    """Ranks bring updated parameters together in one order, also where one of them has updated nothing of a flat."""
+    for apart in pool_of(2, backend).run(train_halves, stage, timeout=40):
+        assert max(apart) < 2e-5
 
 
 @at_every_stage

@@ -10,6 +10,7 @@ out, and from then on has a history of its own (its count of steps, or no state 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,34 +108,47 @@ class PartitionedOptimizer:
             work.wait()
         self._adopt_states()
 
-    def _used(self, flat: Flat, unused: Mapping[str, Collection[int]]) -> list[Segment]:
-        left_out = unused.get(flat.name, ())
-        return [segment for segment in self._segments[flat.name] if segment.first not in left_out]
-
     def _step_fused(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Transfer]:
         assert isinstance(self.inner, FusedOptimizer)
         pending: list[Transfer] = []
 
-        def publish(flat: Flat) -> None:
-            if (work := flat.publish(copied=True)) is not None:
-                pending.append(work)
+        def publish(flats: list[Flat]) -> None:
+            pending.extend(work for flat in flats if (work := flat.publish(copied=True)) is not None)
 
-        for flat in self.flats:
-            gradient, narrow, base = flat.update_gradient, flat.narrow, flat.state_range[0]
-            segments = self._used(flat, unused)
+        for flats, segments in self._turns(unused):
             for segment in segments:
+                flat = flats[0]
+                base, narrow = flat.state_range[0], flat.narrow
                 here = slice(segment.start - base, segment.end - base)
                 # Parameters of a flat are on their way to the other ranks while the next flat is updated.
-                then = (lambda flat=flat: publish(flat)) if segment is segments[-1] else None
+                then = partial(publish, flats) if segment is segments[-1] else None
                 self.inner.given[segment.master] = Given(
-                    gradient[here], None if narrow is None else narrow[here], factor, then
+                    flat.update_gradient[here], None if narrow is None else narrow[here], factor, then
                 )
+            if not segments:
+                publish(flats)
         self.inner.step()
         self.inner.given.clear()
-        for flat in self.flats:
-            if not self._used(flat, unused):
-                publish(flat)  # Nothing of it is here or was used, but on other ranks it may be.
         return pending
+
+    def _turns(self, unused: Mapping[str, Collection[int]]) -> Iterator[tuple[list[Flat], list[Segment]]]:
+        """What is published together, and the segments of the first of these flats, after whose update that is done.
+
+        All ranks publish in the order of flats. Behind one that is updated here come those of which this rank has only
+        parameters that nobody used; such flats may also stand at the beginning, without segments."""
+        flats: list[Flat] = []
+        segments: list[Segment] = []
+        for flat in self.flats:
+            left_out = unused.get(flat.name, ())
+            own = [segment for segment in self._segments[flat.name] if segment.first not in left_out]
+            if own:
+                if flats:
+                    yield flats, segments
+                flats, segments = [flat], own
+            elif len(left_out) < len(flat.slots):  # Else it changes on no rank.
+                flats = [*flats, flat]
+        if flats:
+            yield flats, segments
 
     def _step_plain(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Transfer]:
         scaled_inside = factor != 1.0 and bool(getattr(self.inner, "_step_supports_amp_scaling", False))
@@ -151,7 +165,9 @@ class PartitionedOptimizer:
                 if factor != 1.0 and not scaled_inside:
                     gradient.mul_(factor)
                 base = flat.state_range[0]
-                for segment in self._used(flat, unused):
+                for segment in self._segments[flat.name]:
+                    if segment.first in unused.get(flat.name, ()):
+                        continue
                     segment.master.grad = gradient[segment.start - base : segment.end - base]
             self.inner.step()
             for flat in flats:
