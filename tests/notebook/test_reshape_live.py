@@ -77,6 +77,7 @@ def test_through_many_layouts(cluster: Cluster, plain: list[float], tmp_path: Pa
         assert event.kind == "reshaped"
         assert changes.items() <= event.details["after"].items()
         assert event.details["through"] == ("in place" if changes.keys() == {"zero"} else "memory")
+        assert_told(run)
         step = run.step
         run.step(3).wait(60)
         run.wait_until(step + 3, timeout=60)
@@ -84,6 +85,20 @@ def test_through_many_layouts(cluster: Cluster, plain: list[float], tmp_path: Pa
     run.wait(120)
     assert losses(run) == pytest.approx(plain, rel=1e-5)
     assert run.present_config.parallel.tp == 1
+
+
+def assert_told(run: Run) -> None:
+    """Every rank's placement is that of the present layout and stage."""
+    layout, stage = run.present_config.layout(SIZE), run.present_config.zero.stage
+    tables = [run.placement(rank) for rank in range(SIZE)]
+    held = {row["states"]["parameter"]["holders"] for table in tables for row in table}
+    assert held == {"partitioned" if stage == 3 and layout.dp > 1 else "replicated"}
+    cut = [row["name"] for row in tables[0] if row["cut_over"]]
+    assert bool(cut) == (layout.tp > 1)
+    blocks = {row["name"].split(".")[1] for table in tables for row in table if row["name"].startswith("blocks.")}
+    assert blocks == {"0", "1", "2", "3"}
+    answered = {rank: {row["answered_by"] for row in table} for rank, table in enumerate(tables)}
+    assert all(layout.index(other, "dp") == layout.index(rank, "dp") for rank in answered for other in answered[rank])
 
 
 def test_restarted_engines_go_on_in_the_present_layout(cluster: Cluster, plain: list[float], tmp_path: Path) -> None:
