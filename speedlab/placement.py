@@ -211,7 +211,7 @@ def cells(row: Mapping[str, Any], rank: int) -> tuple[str, ...]:
         row["unit"],
         _shape_text(row["shape"]) + cut,
         _shape_text(row["whole_shape"]),
-        " then ".join(row["summed_over"]) if row["trainable"] else "",
+        f"{' then '.join(row['summed_over'])}, × {row['scale']:g}" if row["trainable"] else "",
         f"rank {row['answered_by']}" + (" and its dp peers" if row["answered_by"] == rank else ""),
         *states,
     )

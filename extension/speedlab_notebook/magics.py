@@ -291,9 +291,10 @@ def _layout(shell: InteractiveShell, run: str | None = None, parameters: bool = 
     found = run_at_hand(shell, run)
     config = found.present_config
     layout = config.layout(len(found.feed.status.rank_pids), built_in=False)
-    print(f"{found.name}: {layout}, ZeRO stage {config.zero.stage}" + (f", rank {rank}" if parameters else ""))
     with _telling(f"reading the layout of {found.name!r}"):
-        display(found.placement(rank) if parameters else found.layout_table())
+        table = found.placement(rank) if parameters else found.layout_table()
+    print(f"{found.name}: {layout}, ZeRO stage {config.zero.stage}" + (f", rank {rank}" if parameters else ""))
+    display(table)
 
 
 def _trace(

@@ -81,7 +81,7 @@ def test_another_residency_changes_who_holds_and_nothing_else() -> None:
 
 def test_a_row_says_what_of_the_whole_is_here() -> None:
     part = Part(shape=(8, 2), dim=0, ranges=((2, 4), (6, 8)))
-    cut = row("cut", part=part, cut_over=("tp",), summed_over=("tp", "dp"), answered_by=0, answers=False)
+    cut = row("cut", part=part, cut_over=("tp",), summed_over=("tp", "dp"), scale=1 / 8, answered_by=0, answers=False)
     told = json.loads(json.dumps(cut.described()))
     assert told["whole_shape"] == [8, 2]
     assert told["part"] == [0, [[2, 4], [6, 8]]]
@@ -89,7 +89,7 @@ def test_a_row_says_what_of_the_whole_is_here() -> None:
     head, line = str(placement(cut)).splitlines()
     assert head.split()[:2] == ["parameter", "unit"]
     assert "4×2 by tp" in line
-    assert "tp then dp" in line
+    assert "tp then dp, × 0.125" in line
     assert "rank 0" in line
     assert "bfloat16 replicated" in line
     assert "float32 partitioned" in line
