@@ -194,12 +194,12 @@ def cast(batch: Batch, dtype: torch.dtype) -> Batch:
 
 
 def move_gradients(model: nn.Module, masters: dict[str, nn.Parameter]) -> None:
-    """Add the gradients of the computing copy to the masters'. One that nobody used counts as zero, as in ZeRO."""
+    """Add the gradients of the computing copy to the masters'. One that nobody used has none, and is left alone."""
     for name, p in model.named_parameters():
-        if not p.requires_grad:
+        if p.grad is None:
             continue
         master = masters[name]
-        gradient = torch.zeros_like(master) if p.grad is None else p.grad.to(master.dtype)
+        gradient = p.grad.to(master.dtype)
         master.grad = gradient if master.grad is None else master.grad + gradient
         p.grad = None
 
