@@ -11,9 +11,10 @@ N tokens, C hidden size, V vocabulary. On CPUs, for each chunk of n tokens:
 3. loss = reference + log(sum) - target's logit; and sum is taken from the target's e.
 4. That is the gradient but for a factor 1 / (sum · count) for each token, which is cheaper multiplied into vectors of
    length C than into V logits: grad_hidden = factor · (eᵀ weight), grad_weight += e (factor · hidden).
-5. With 16-bit floats and several chunks grad_weight is summed in float32, V · C · 4 bytes until it is rounded, once. A
-   chunk's product comes rounded from torch; against that stands that what belongs to the targets, by far the greatest,
-   is added exactly. So the error is that of full logits, or a few percent more.
+5. With 16-bit floats and more than two chunks grad_weight is summed in float32, V · C · 4 bytes until it is rounded,
+   once. A chunk's product comes rounded from torch; against that stands that what belongs to the targets, by far the
+   greatest, is added exactly. So the error is that of full logits, or a few percent more. (Of one or two chunks it is up
+   to 1.9 times that: e is rounded to 16 bits at the targets, and the sum of two adds a tenth to that.)
 
 Elsewhere (CUDA; float16, which CPUs do not multiply fast) the same chunks go through torch's operations. On CUDA the
 host never waits: nothing is asked whose answer, or whose shape, depends on values. Their products go into the float32
@@ -66,7 +67,7 @@ def linear_cross_entropy(
         chunk: tokens at a time; left out, a tenth of N, or more where that is little.
 
     Beside a chunk's logits and the gradients it takes V · C · 4 bytes while it runs, where `weight` is of 16 bits and
-    wants a gradient, and there are several chunks: they are summed in float32.
+    wants a gradient, and there are more than two chunks: they are summed in float32.
 
     Raises ValueError for wrong dtypes, shapes, strides, devices, and (on CPUs) targets out of range; RuntimeError when
     gradients are asked for a second time.
@@ -243,14 +244,16 @@ def replace_targets(e: Tensor, rows: Tensor, values: Tensor) -> None:
     Written for all columns, with what is there where nothing is to be replaced: to find those that are would make the
     host wait for a GPU.
     """
-    nearest = rows.clamp(0, e.shape[0] - 1)
-    present = e.gather(0, nearest.unsqueeze(0))
-    e.scatter_(0, nearest.unsqueeze(0), torch.where(nearest == rows, values.to(e.dtype), present))
+    # By indices, not by scatter_, which copies all of `e` first on a CPU.
+    nearest, columns = rows.clamp(0, e.shape[0] - 1), torch.arange(rows.shape[0], device=e.device)
+    present = e.gather(0, nearest.unsqueeze(0)).squeeze(0)
+    e.index_put_((nearest, columns), torch.where(nearest == rows, values.to(e.dtype), present))
 
 
 def sum_dtype(weight: Tensor, tokens: int, chunk: int) -> torch.dtype:
-    """In which the gradient of `weight` is summed over chunks: float32 for 16-bit floats if there are several."""
-    return torch.float32 if tokens > chunk and weight.dtype in FLOATS else weight.dtype
+    """In which the gradient of `weight` is summed over chunks: float32 for 16-bit floats, but for two chunks. Their sum
+    is rounded once more than a single product, and float32 would cost a tenth of a small model's step."""
+    return torch.float32 if tokens > 2 * chunk and weight.dtype in FLOATS else weight.dtype
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:

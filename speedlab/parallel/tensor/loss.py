@@ -10,7 +10,7 @@ As `cuda_ops.linear_cross_entropy`, a chunk of n tokens at a time, gradients mad
    leave float32, because another rank has the great logits, the chunk is done again with the logarithm as base; where
    torch's operations do the work of the kernel, they are always multiplied into e.
 4. grad_hidden is this rank's part of a sum, which the caller takes; grad_weight is that of its own rows, and is summed
-   over chunks as there: in float32 for 16-bit floats.
+   over more than two chunks as there: in float32 for 16-bit floats.
 """
 
 from __future__ import annotations
