@@ -12,8 +12,8 @@ N tokens, C hidden size, V vocabulary. On CPUs, for each chunk of n tokens:
 4. That is the gradient but for a factor 1 / (sum · count) for each token, which is cheaper multiplied into vectors of
    length C than into V logits: grad_hidden = factor · (eᵀ weight), grad_weight += e (factor · hidden).
 5. With 16-bit floats and more than two chunks grad_weight is summed in float32, V · C · 4 bytes until it is rounded,
-   once. A chunk's product comes rounded from torch; against that stands that what belongs to the targets, by far the
-   greatest, is added exactly. So the error is that of full logits, or a few percent more. (Of one or two chunks it is up
+   once. A chunk's product comes rounded from torch; against that stands that what belongs to the targets, the greatest
+   by far, is added exactly. So the error is that of full logits, or a few percent more. (Of one or two chunks it is up
    to 1.9 times that: e is rounded to 16 bits at the targets, and the sum of two adds a tenth to that.)
 
 Elsewhere (CUDA; float16, which CPUs do not multiply fast) the same chunks go through torch's operations. On CUDA the
