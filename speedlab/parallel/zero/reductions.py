@@ -70,9 +70,7 @@ class Reductions:
             with record_function(f"speedlab::reduce {unit.name}"), self.around():
                 works = [flat.reduce(accumulate=accumulate) for flat in unit.flats if flat.trainable]
             self._under_way.append((unit, works))
-            # Replicated gradients have memory of their own, so that none has to be waited for before the pass ends.
-            if residency.gradients is Holders.PARTITIONED:
-                self._finish(self._limit)
+            self._finish(self._limit)
 
     def end(self, residency: Residency, *, leave_root: bool) -> None:
         """The backward pass is over; `leave_root`: those of the root unit wait for `end_root`."""
