@@ -166,8 +166,9 @@ def known_storages(buffers: Iterable[Tensor], flats: Iterable[Flat], optimizer: 
     """Identities of the storages that other ledger categories count."""
     tensors: list[Tensor | None] = [*buffers]
     for flat in flats:
-        tensors += [flat.full, flat.shard, flat.local, flat.gradient, flat.master]
-        if flat.trainable:
+        tensors += [flat.full, flat.shard, flat.master]
+        if flat.gradient is not None:
+            tensors += flat.gradient.tensors
             tensors += optimizer.states_of(flat).values()
     return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
@@ -184,7 +185,7 @@ def measure_states(buffers: Iterable[Tensor], flats: Iterable[Flat], optimizer: 
             flat.full.untyped_storage()._cdata,
         }:
             masters += storage_bytes(flat.master)
-        gradients += storage_bytes(flat.gradient)
+        gradients += 0 if flat.gradient is None else storage_bytes(flat.gradient.partition)
     return {
         "parameters": parameters,
         "gradients": gradients,

@@ -20,7 +20,7 @@ from cuda_ops.grad_stats import grad_stats
 from speedlab.comm import Transfer
 from speedlab.engine.step.fused import FusedOptimizer, Given, step_device
 from speedlab.engine.step.segments import Segment, cut, elementwise, has_kernels, owned_ranges
-from speedlab.parallel.zero import Flat
+from speedlab.parallel.zero import Flat, Gradient
 from speedlab.placement import Holders, Placement, Residency
 
 _CAST_BYTES = 64 * 2**20
@@ -43,7 +43,8 @@ class PartitionedOptimizer:
         group_count: int,
     ) -> None:
         """`build` makes the inner optimizer of the segments of each of its groups."""
-        self.flats = [flat for flat in flats if flat.trainable]
+        self.flats = [flat for flat in flats if flat.gradient is not None]
+        self._gradients = {flat.name: flat.gradient for flat in flats if flat.gradient is not None}
         self._group_count = group_count
         others = {row.name for row in placement.rows if not row.answers}
         self._counted = {flat.name: owned_ranges(flat, others) for flat in self.flats}
@@ -63,6 +64,7 @@ class PartitionedOptimizer:
         self._states.clear()
         self._adopted.clear()
         self.flats.clear()
+        self._gradients.clear()
 
     def _by_group(self) -> list[list[Tensor]]:
         groups: list[list[Tensor]] = [[] for _ in range(self._group_count)]
@@ -70,6 +72,11 @@ class PartitionedOptimizer:
             for segment in segments:
                 groups[segment.group].append(segment.master)
         return groups
+
+    @property
+    def gradients(self) -> list[Gradient]:
+        """Of `flats`, in their order."""
+        return list(self._gradients.values())
 
     def states_of(self, flat: Flat) -> dict[str, Tensor]:
         """Elementwise states of `flat` over its state range, by name ('exp_avg', …). Empty before the first step."""
@@ -84,9 +91,8 @@ class PartitionedOptimizer:
         """Of this rank's reduced gradient partitions, as a float64 scalar on the device; each parameter counts on one
         rank of the tensor and pipeline axes."""
         squares = [
-            _squares(flat, flat.gradient[low - flat.start : high - flat.start])
+            _squares(flat, self._gradients[flat.name].partition[low - flat.start : high - flat.start])
             for flat in self.flats
-            if flat.gradient is not None
             for low, high in self._counted[flat.name]
         ]
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
@@ -123,7 +129,7 @@ class PartitionedOptimizer:
                 # Parameters of a flat are on their way to the other ranks while the next flat is updated.
                 then = partial(publish, flats) if segment is segments[-1] else None
                 self.inner.given[segment.master] = Given(
-                    flat.update_gradient[here], None if narrow is None else narrow[here], factor, then
+                    self._gradients[flat.name].update[here], None if narrow is None else narrow[here], factor, then
                 )
             if not segments:
                 publish(flats)
@@ -159,7 +165,7 @@ class PartitionedOptimizer:
         pending: list[Transfer] = []
         for flats in self._pieces():
             for flat in flats:
-                gradient = flat.update_gradient
+                gradient = self._gradients[flat.name].update
                 if gradient.dtype != flat.master.dtype:
                     gradient = gradient.to(flat.master.dtype)
                 if factor != 1.0 and not scaled_inside:
@@ -185,7 +191,7 @@ class PartitionedOptimizer:
         piece: list[Flat] = []
         held = 0
         for flat in self.flats:
-            size = flat.master.nbytes if flat.update_gradient.dtype != flat.master.dtype else 0
+            size = flat.master.nbytes if self._gradients[flat.name].dtype != flat.master.dtype else 0
             if piece and held + size > _CAST_BYTES:
                 yield piece
                 piece, held = [], 0

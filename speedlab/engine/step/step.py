@@ -141,7 +141,7 @@ class Step:
     def _sum_totals(self, signals: Sequence[float]) -> Totals:
         state = self._state
         losses = self._losses if state.mesh["tp"].index == 0 else []  # Those of its tensor peers are the same.
-        unused = sum(flat.used.count(False) for flat in state.partitioned_optimizer.flats)
+        unused = sum(gradient.used.count(False) for gradient in state.partitioned_optimizer.gradients)
         squares = torch.zeros((), dtype=torch.float64, device=state.world.device)
         if self._fed:  # Else what stands there are the gradients of the step before.
             squares += state.partitioned_optimizer.sum_of_squares()
@@ -149,11 +149,11 @@ class Step:
 
     def _unused(self) -> dict[str, set[int]]:
         """Slots of flats by name that no rank has used in this step. Collective."""
-        flats = self._state.partitioned_optimizer.flats
-        found = used_by_any(flats)
+        optimizer = self._state.partitioned_optimizer
+        found = used_by_any(optimizer.gradients)
         return {
             flat.name: {index for index, used in enumerate(own) if not used}
-            for flat, own in zip(flats, found, strict=True)
+            for flat, own in zip(optimizer.flats, found, strict=True)
         }
 
     def _overflow(self) -> None:

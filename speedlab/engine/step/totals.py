@@ -84,9 +84,10 @@ def find_non_finite(everyone: Group, losses: Sequence[Tensor], flats: Iterable[F
 
 
 def _non_finite_slots(flat: Flat) -> list[str]:
-    gradient, found = flat.gradient, []
-    if gradient is None or bool(torch.isfinite(gradient).all()):
+    found: list[str] = []
+    if flat.gradient is None or bool(torch.isfinite(flat.gradient.partition).all()):
         return found
+    gradient = flat.gradient.partition
     for slot in flat.slots:
         low, high = max(slot.offset, flat.start), min(slot.offset + slot.numel, flat.end)
         if low < high and not bool(torch.isfinite(gradient[low - flat.start : high - flat.start]).all()):

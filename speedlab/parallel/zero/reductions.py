@@ -43,9 +43,8 @@ class Reductions:
         self._group.wait_until_all_read()  # Replicated gradients are about to be written over.
         if self._reduced_before:
             for unit in self._gathers.units:
-                for flat in unit.flats:
-                    if flat.trainable:
-                        flat.set_aside()
+                for gradient in unit.gradients:
+                    gradient.set_aside()
         self.sync = sync
         self._order = self._gathers.backward_order
         self._turn = {unit: turn for turn, unit in enumerate(self._order)}
@@ -68,7 +67,7 @@ class Reductions:
             self._cursor += 1
             accumulate = self._reduced_before and residency.gradients is Holders.PARTITIONED
             with record_function(f"speedlab::reduce {unit.name}"), self.around():
-                works = [flat.reduce(accumulate=accumulate) for flat in unit.flats if flat.trainable]
+                works = [gradient.reduce(accumulate=accumulate) for gradient in unit.gradients]
             self._under_way.append((unit, works))
             self._finish(self._limit)
 
@@ -92,15 +91,14 @@ class Reductions:
             with self.around():
                 for work in works:
                     work.wait()
-                for flat in unit.flats:
-                    if flat.trainable:
-                        flat.reduced()
+                for gradient in unit.gradients:
+                    gradient.reduced()
 
     def clear(self) -> None:
         """The step is over, or given up: its gradients are forgotten."""
         for unit in self._gathers.units:
-            for flat in unit.flats:
-                flat.clear_gradient()
+            for gradient in unit.gradients:
+                gradient.clear()
         self._reduced_before = self.unsummed = False
 
     def abandon(self, residency: Residency) -> None:

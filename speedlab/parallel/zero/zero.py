@@ -237,7 +237,8 @@ class Zero:
                 f"reduced; "
                 "use torch.utils.checkpoint with use_reentrant=False, or put the module in a unit of its own"
             )
-        flat.receive(index, gradient)
+        assert flat.gradient is not None  # Only what trains has hooks.
+        flat.gradient.receive(index, gradient)
         unit.missing -= 1
         if unit.missing == 0 and unit is not self.gathers.root:
             if self.partitioned and not unit.has_frozen:
@@ -273,7 +274,7 @@ class Zero:
 
     def _collect(self, unit: Unit) -> None:
         for flat in unit.flats:
-            for index, parameter in enumerate(flat.parameters):
+            for index, parameter in enumerate(flat.parameters if flat.trainable else ()):
                 self._receive(unit, flat, index, parameter)
 
     def end_backward(self, *, leave_root: bool = False) -> None:
