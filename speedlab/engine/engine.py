@@ -17,6 +17,7 @@ from torch import Tensor
 import speedlab.engine.checkpoint as checkpoint
 from speedlab.engine.build.wrap import BlockWrapper
 from speedlab.engine.step.clock import PhaseClock
+from speedlab.engine.step.communicating import check_whole_gradients
 from speedlab.engine.step.drivers import Batch, Driver, PipelineStages, WholeModel
 from speedlab.engine.step.errors import name_module
 from speedlab.engine.step.looking import Looking
@@ -207,9 +208,10 @@ class Engine(TrainingState):
         self._step.refuse_inside("reshape")
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"reshape: zero is {zero}; it is 0, 1, 2 or 3")
-        before = self.zeros[0].residency
+        before, wanted = self.zeros[0].residency, Residency.of_stage(zero, self.group.size)
+        check_whole_gradients(type(self.optimizer), wanted, zero)
         for part in self.zeros:
-            part.place(Residency.of_stage(zero, self.group.size))
+            part.place(wanted)
         self.partitioned_optimizer.move(before)
         self.zero_stage = zero
         release_freed_memory(self.world.device)

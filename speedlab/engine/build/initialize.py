@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,12 +21,15 @@ from speedlab.engine.build.model_parts import build_model_part, plan_model_parts
 from speedlab.engine.build.recipe import OptimizerChoice, Recipe
 from speedlab.engine.build.schedule import make_schedule
 from speedlab.engine.engine import Engine
+from speedlab.engine.step.communicating import check_whole_gradients, kept_by
 from speedlab.engine.step.memory import PeakMemory, keep_freed_memory
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.engine.step.precision import LossScale, compute_dtype
 from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.zero import UnitChoice
-from speedlab.placement import Placement
+from speedlab.placement import Placement, Residency
+
+log = logging.getLogger("speedlab.engine")
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 """The engine that drives a module, so that setting up twice leaves nothing of the first behind."""
@@ -102,6 +106,7 @@ def _build(
     mesh = Mesh(layout, world, traffic)
     plans = plan_model_parts(model, config, layout, world, mesh.everyone, dtype, tp_plan)
     recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer)
+    _check_communicating(recipe.kind, config, mesh)
     parts = [
         build_model_part(
             plan,
@@ -112,6 +117,7 @@ def _build(
             groups=recipe.group_of,
             compute_dtype=dtype,
             accumulation=batch.accumulation,
+            kept=kept_by(recipe.kind),
         )
         for plan in plans
     ]
@@ -152,6 +158,16 @@ def _config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunCon
         raise ConfigError(f"config: expected a RunConfig, a dict or a path, not {type(config).__name__}")
     unasked = {"clip_norm": None, "schedule": ScheduleConfig(kind="constant", warmup_steps=0)}
     return named.model_copy(update={key: value for key, value in unasked.items() if key not in named.model_fields_set})
+
+
+def _check_communicating(kind: type[Optimizer], config: RunConfig, mesh: Mesh) -> None:
+    """Of optimizers that sum gradients themselves: what cannot be is refused, and what will not be is said."""
+    try:
+        check_whole_gradients(kind, Residency.of_stage(config.zero.stage, mesh.gather.size), config.zero.stage)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if kept_by(kind) is not None and config.clip_norm is not None and mesh.rank == 0:
+        log.warning("clip_norm %g: not in steps whose gradients %s sums itself", config.clip_norm, kind.__name__)
 
 
 def _take_back(model: nn.Module) -> None:

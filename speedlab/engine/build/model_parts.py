@@ -115,8 +115,12 @@ def build_model_part(
     groups: Mapping[int, int],
     compute_dtype: torch.dtype,
     accumulation: int,
+    kept: Mapping[str, str] | None,
 ) -> ModelPart:
-    """Flats, hooks and tensor parallelism for one pipeline stage. Collective over the ranks that hold it."""
+    """Flats, hooks and tensor parallelism for one pipeline stage. Collective over the ranks that hold it.
+
+    `kept`: see `place_parameters`.
+    """
     module, layout = plan.module, mesh.layout
     unit_plans = plan_units(module, units, bucket_bytes=config.zero.bucket_bytes)
     _same_everywhere(mesh.gather, unit_plans)
@@ -136,6 +140,7 @@ def build_model_part(
         residency=Residency.of_stage(config.zero.stage, mesh.gather.size),
         compute_dtype=compute_dtype,
         accumulation=accumulation,
+        kept=kept,
     )
     zero = Zero(
         module,

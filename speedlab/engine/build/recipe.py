@@ -35,13 +35,15 @@ class Recipe:
             others = [p for p in trainable if p.ndim < 2]
             groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
             groups = [group for group in groups if group["params"]]
-            kind = AdamW if config.name == "adamw" else SGD
+            kind: type[Optimizer] = AdamW if config.name == "adamw" else SGD
             options = config.model_dump(exclude={"name"})
             self._make = lambda segments, fusible: _construct(kind, segments, options, fusible)
         elif isinstance(choice, type):
+            kind = choice
             groups = [{"params": trainable}]
             # The class's own defaults hold for what the configuration does not name.
             named = config.model_dump(include=config.model_fields_set - {"name"})
+            _refuse_unknown(choice, named)
             self._make = lambda segments, fusible: _construct(choice, segments, named, fusible)
         else:
             instance = choice if isinstance(choice, Optimizer) else choice(trainable)
@@ -53,9 +55,11 @@ class Recipe:
                 raise ConfigError(
                     "optimizer: it already has state; initialise first, and load state through load_checkpoint"
                 )
-            groups = [dict(group) for group in instance.param_groups]
+            groups, kind = [dict(group) for group in instance.param_groups], type(instance)
             self._instance, self._is_theirs = instance, isinstance(choice, Optimizer)
-        name = type(self._instance).__name__ if self._instance is not None else getattr(choice, "__name__", "")
+        self.kind = kind
+        """Class of the optimizer."""
+        name = kind.__name__
         if name in _NOT_ELEMENTWISE:
             raise ConfigError(
                 f"optimizer: {name} does not update each element by itself, so its states cannot be partitioned; use "
@@ -106,10 +110,22 @@ def _construct(
     return chosen(segments, **_arguments_for(chosen, options))
 
 
+def _takes(kind: Callable[..., Optimizer], key: str) -> bool:
+    parameters = inspect.signature(kind).parameters
+    return key in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def _refuse_unknown(kind: type[Optimizer], named: Iterable[str]) -> None:
+    for key in named:
+        if not _takes(kind, key):
+            known = ", ".join(name for name in inspect.signature(kind).parameters if name != "params")
+            raise ConfigError(f"optimizer.{key}: {kind.__name__} takes no {key}; it takes {known}")
+
+
 def _arguments_for(kind: Callable[..., Optimizer], options: dict[str, Any]) -> dict[str, Any]:
     """The `options` that this optimizer's constructor takes, and its fused kernel where it has one."""
     accepted = inspect.signature(kind).parameters
-    arguments = {key: value for key, value in options.items() if key in accepted}
+    arguments = {key: value for key, value in options.items() if _takes(kind, key)}
     if "fused" in accepted:
         arguments["fused"] = True
     return arguments

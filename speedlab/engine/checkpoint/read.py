@@ -96,6 +96,8 @@ def adopt(engine: TrainingState, states: dict[str, dict[str, Tensor]], scalars: 
         published = flat.publish()
         if published is not None:
             published.wait()
+        if flat.gradient is not None:
+            flat.gradient.forget_kept()
     engine.partitioned_optimizer.rebuild(states, scalars)
 
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from cuda_ops.grad_stats import grad_stats
 from speedlab.comm import Transfer
+from speedlab.engine.step.communicating import Communicating, sums_itself
 from speedlab.engine.step.fused import FusedOptimizer, Given, step_device
 from speedlab.engine.step.segments import Segment, cut, elementwise, has_kernels, owned_ranges
 from speedlab.parallel.zero import Flat, Gradient
@@ -46,9 +47,8 @@ class PartitionedOptimizer:
         self.flats = [flat for flat in flats if flat.gradient is not None]
         self._gradients = {flat.name: flat.gradient for flat in flats if flat.gradient is not None}
         self._group_count = group_count
-        others = {row.name for row in placement.rows if not row.answers}
-        self._counted = {flat.name: owned_ranges(flat, others) for flat in self.flats}
-        """For each flat, the ranges [start, end) of it whose gradients this rank counts, of those in its partition."""
+        self._others = {row.name for row in placement.rows if not row.answers}
+        """Parameters that other tensor or pipeline ranks count."""
         self._begins: dict[str, set[int]] = {flat.name: set() for flat in self.flats}
         """Slots before which a flat is cut, because their histories differ."""
         self._segments = {flat.name: cut(flat) for flat in self.flats}
@@ -82,19 +82,16 @@ class PartitionedOptimizer:
         """Elementwise states of `flat` over its state range, by name ('exp_avg', …). Empty before the first step."""
         return self._states[flat.name]
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of all elementwise states."""
-        return sum(state.nbytes for states in self._states.values() for state in states.values())
-
     def sum_of_squares(self) -> Tensor:
-        """Of this rank's reduced gradient partitions, as a float64 scalar on the device; each parameter counts on one
+        """Of the gradients that this rank counts, as a float64 scalar on the device; each parameter counts on one
         rank of the tensor and pipeline axes."""
-        squares = [
-            _squares(flat, self._gradients[flat.name].partition[low - flat.start : high - flat.start])
-            for flat in self.flats
-            for low, high in self._counted[flat.name]
-        ]
+        squares = []
+        for flat, gradient in zip(self.flats, self.gradients, strict=True):
+            start, values = gradient.counted
+            for low, high in owned_ranges(flat, (start, start + values.numel()), self._others):
+                own = _squares(flat, values[low - start : high - start])
+                # Terms that nobody has summed: so their norm is the sum's where all ranks have the same.
+                squares.append(own * gradient.group.size if gradient.left_to_optimizer else own)
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
 
     # ---- the update --------------------------------------------------------------------------------------------------
@@ -108,6 +105,11 @@ class PartitionedOptimizer:
         unused = unused or {}
         for flat in self.flats:
             self._cut_out(flat, unused.get(flat.name, ()))
+        if sums_itself(self.inner):
+            assert isinstance(self.inner, Communicating)  # See `sums_itself`.
+            for gradient in self.gradients:
+                self.inner.exchange(gradient, factor)
+            factor = 1.0
         fused = isinstance(self.inner, FusedOptimizer)
         pending = self._step_fused(factor, unused) if fused else self._step_plain(factor, unused)
         for work in pending:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from speedlab.engine.step.communicating import sums_itself
 from speedlab.engine.step.random_streams import RandomStreams
 from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.totals import Totals, find_non_finite, sum_totals
@@ -43,6 +45,8 @@ class Step:
         self._fed = False
         """Whether a backward of the present step has ended."""
         self._around_update = around_update
+        for zero in state.zeros:
+            zero.reductions.left_to_optimizer = partial(sums_itself, state.optimizer)
 
     @property
     def scale(self) -> float:
@@ -134,6 +138,8 @@ class Step:
 
     def _factor(self, totals: Totals, clip_norm: float | None) -> float:
         factor = 1.0 / self._state.loss_scale.value
+        if sums_itself(self._state.optimizer):
+            return factor
         if clip_norm is not None and totals.grad_norm > clip_norm:
             factor *= clip_norm / (totals.grad_norm + 1e-6)
         return factor

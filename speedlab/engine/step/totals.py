@@ -85,11 +85,13 @@ def find_non_finite(everyone: Group, losses: Sequence[Tensor], flats: Iterable[F
 
 def _non_finite_slots(flat: Flat) -> list[str]:
     found: list[str] = []
-    if flat.gradient is None or bool(torch.isfinite(flat.gradient.partition).all()):
+    if flat.gradient is None:
         return found
-    gradient = flat.gradient.partition
+    start, gradient = flat.gradient.counted
+    if bool(torch.isfinite(gradient).all()):
+        return found
     for slot in flat.slots:
-        low, high = max(slot.offset, flat.start), min(slot.offset + slot.numel, flat.end)
-        if low < high and not bool(torch.isfinite(gradient[low - flat.start : high - flat.start]).all()):
+        low, high = max(slot.offset, start), min(slot.offset + slot.numel, start + gradient.numel())
+        if low < high and not bool(torch.isfinite(gradient[low - start : high - start]).all()):
             found.append(slot.name)
     return found

@@ -97,6 +97,7 @@ class Flat:
                 dtype=_dtype(first.states["gradient"].form),
                 group=reduce_group,
                 summed_first=summed_first,
+                kept={state: _dtype(home.form) for state, home in first.states.items() if home.holders is Holders.OWN},
             )
         self.residency = Residency.of_stage(0, 1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -31,13 +31,19 @@ class Gradient:
         dtype: torch.dtype,
         group: Group,
         summed_first: dict[tuple[Group, ...], list[Slot]],
+        kept: Mapping[str, torch.dtype],
     ) -> None:
         """`padded`: elements of the flat; `partition`: [start, end) of it that this rank sums. `summed_first`: slots
-        whose terms are summed over the same groups before those of `group`; they travel together."""
+        whose terms are summed over the same groups before those of `group`; they travel together. `kept`: what this
+        rank has for itself beside the gradient."""
         self.slots, self.dtype, self.summed_first = slots, dtype, summed_first
         self.used = [False] * len(slots)
         """Which parameters got a gradient from this rank in this step."""
         self.own: Tensor | None = None
+        self.left_to_optimizer = False
+        """Whether the sum over `group` of the present step is the optimizer's to take, from whole gradients."""
+        self.kept = {name: torch.zeros(padded, dtype=each, device=group.device) for name, each in kept.items()}
+        """What the optimizer keeps beside the gradient from step to step, over the whole flat (an error feedback)."""
         self.group, self._padded = group, padded
         self._start, self._end = partition
         self._residency = Residency.of_stage(0, 1)
@@ -73,9 +79,18 @@ class Gradient:
         return self.own
 
     @property
+    def counted(self) -> tuple[int, Tensor]:
+        """What this rank counts in norms, and the place in the flat where that begins: the partition, or all of its own
+        terms, where nobody has summed them yet."""
+        if self.left_to_optimizer:
+            assert self.own is not None  # See `left_to_optimizer`.
+            return 0, self.own
+        return self._start, self.partition
+
+    @property
     def tensors(self) -> list[Tensor]:
         """What it holds now, the borrowed whole included."""
-        return [self.partition] if self.own is None else [self.partition, self.own]
+        return [self.partition, *self.kept.values(), *([] if self.own is None else [self.own])]
 
     # ---- a pass ------------------------------------------------------------------------------------------------------
 
@@ -91,8 +106,8 @@ class Gradient:
             self._filled[index] = self.used[index] = True
 
     @torch.no_grad()
-    def reduce(self, *, accumulate: bool) -> Transfer:
-        """Start to sum the ranks' own terms; parameters without one count as zero.
+    def reduce(self, *, accumulate: bool) -> Transfer | None:
+        """Start to sum the ranks' own terms; parameters without one count as zero. None when nothing is under way.
 
         `accumulate` adds to partitions summed earlier in this step.
         """
@@ -102,6 +117,8 @@ class Gradient:
                 own[slot.range].zero_()
         for groups, slots in self.summed_first.items():
             self._sum_first(own, groups, slots)
+        if self.left_to_optimizer:
+            return None
         if self._residency.gradients is Holders.PARTITIONED:
             return self.group.reduce_scatter(own, self.partition, accumulate=accumulate)
         if self._residency.optimizer_states is Holders.PARTITIONED:
@@ -128,7 +145,7 @@ class Gradient:
         if self._earlier is not None:
             assert self.own is not None
             self.group.wait_until_read(self.own)
-            self.update.add_(self._earlier)
+            self._summed.add_(self._earlier)
             self._earlier = None
         self._give_back()
 
@@ -138,7 +155,7 @@ class Gradient:
         Partitioned gradients have a place of their own and accumulate there.
         """
         if self._residency.gradients is Holders.REPLICATED and self._earlier is None:
-            self._earlier = self.update.clone()
+            self._earlier = self._summed.clone()
 
     def clear(self) -> None:
         """Forget everything of this step. What comes next writes over it, so nothing needs zeroing."""
@@ -146,6 +163,16 @@ class Gradient:
         self._filled = [False] * len(self.slots)
         self.used = [False] * len(self.slots)
         self._give_back()
+
+    @property
+    def _summed(self) -> Tensor:
+        """Where a pass leaves its sum, of replicated gradients."""
+        return self.update if not self.left_to_optimizer else self._whole()
+
+    def forget_kept(self) -> None:
+        """The parameters are others now: what was kept for the old ones would mislead."""
+        for tensor in self.kept.values():
+            tensor.zero_()
 
     def _whole(self) -> Tensor:
         if self.own is None:

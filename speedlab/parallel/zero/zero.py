@@ -69,7 +69,6 @@ class Zero:
         self.module, self.placement = module, placement
         self.gather_group, self.reduce_group = gather_group, reduce_group
         units: list[Unit] = []
-        classes = placement.flats()
         for plan in plans:
             if materialize is not None:
                 materialize(plan)
@@ -82,7 +81,7 @@ class Zero:
                     reduce_group=reduce_group,
                     axes=axes or {},
                 )
-                for name, rows in classes.items()
+                for name, rows in placement.flats.items()
                 if rows[0].unit == plan.name
             ]
             for flat in flats:
