@@ -1,0 +1,92 @@
+"""What loops written for plain torch do to a model and its optimizer, by habit: it works here as there, or is refused in
+words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+import speedlab
+from ranks import models
+from ranks.pool import Pool
+
+STAGES = [0, 1, 2, 3]
+WIDTH = models.WIDTH
+
+
+class Block(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.up, self.dropout, self.down = nn.Linear(WIDTH, 17), nn.Dropout(p), nn.Linear(17, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.dropout(torch.tanh(self.up(x))))
+
+
+class Net(nn.Module):
+    """(B, C) → the loss, with a block that is called twice. `checkpointing`: the model's own, by torch's function."""
+
+    def __init__(self, p: float = 0.0, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(Block(p) for _ in range(3))
+        self.checkpointing = checkpointing
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in (self.blocks[0], *self.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+        return self.last(x).square().mean()
+
+
+def net(*args: Any) -> Any:
+    return models.seeded(Net, *args)
+
+
+def points(step: int) -> Tensor:
+    """This rank's micro-batch of a step, (B, C)."""
+    return models.points(step, dist.get_rank())[0]
+
+
+def sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def engine_of(model: Any, stage: int, *, dtype: str = "float32", optimizer: Any = sgd, **arguments: Any) -> Any:
+    config = {
+        "zero": {"stage": stage, "bucket_bytes": 1},
+        "precision": {"dtype": dtype},
+        "batch": {"micro_size": 6},
+    }
+    return speedlab.initialize(model=model, optimizer=optimizer, config=config, **arguments)[0]
+
+
+def train(engine: Any, step: int) -> float:
+    """A step; returns the norm of its gradient."""
+    engine.backward(engine(points(step)))
+    engine.step()
+    return engine.global_grad_norm
+
+
+# ---- the model's own checkpointing -----------------------------------------------------------------------------------
+
+
+def norms_with_dropout(stage: int, checkpointing: bool) -> list[float]:
+    engine = engine_of(net(0.5, checkpointing), stage)
+    try:
+        return [train(engine, step) for step in range(3)]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_own_checkpointing_drops_what_the_forward_dropped(two: Pool, stage: int) -> None:
+    """A block that is computed again draws the mask of its forward, also where it is called twice; else its gradients
+    would be those of another network."""
+    assert two.run(norms_with_dropout, stage, True) == two.run(norms_with_dropout, stage, False)
