@@ -90,3 +90,25 @@ def test_own_checkpointing_drops_what_the_forward_dropped(two: Pool, stage: int)
     """A block that is computed again draws the mask of its forward, also where it is called twice; else its gradients
     would be those of another network."""
     assert two.run(norms_with_dropout, stage, True) == two.run(norms_with_dropout, stage, False)
+
+
+def generator_after_a_failed_forward(stage: int) -> bool:
+    """Whether it is as it was before."""
+    engine, before = engine_of(model := net(0.5), stage), torch.get_rng_state()
+    hook = model.blocks[2].register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            engine(points(0))
+        hook.remove()
+        return before.equal(torch.get_rng_state())
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_an_exception_in_a_forward_leaves_the_generator(two: Pool) -> None:
+    """Blocks draw from seeds of their own; the caller's random numbers go on where they were."""
+    assert two.run(generator_after_a_failed_forward, 0) == [True, True]

@@ -37,7 +37,7 @@ class RandomStreams:
         """Seed the root and every block of `module`, whose units are `zero`'s."""
         blocks = {id(block) for unit in zero.units[1:] for block in unit.modules}
         self._hooks.append(module.register_forward_pre_hook(self._enter, prepend=True))
-        self._hooks.append(module.register_forward_hook(self._leave))
+        self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
         this = weakref.ref(zero)  # The module must not keep a destroyed engine alive.
 
         def seed_for(name: str) -> Callable[..., None]:
