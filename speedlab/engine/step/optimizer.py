@@ -57,9 +57,17 @@ class PartitionedOptimizer:
         """For each flat, its elementwise states (name → tensor over the flat's state range)."""
         self._adopted: set[Tensor] = set()
         """Masters of segments whose elementwise states are views of those."""
+        self._updating = False
+        """Whether the inner optimizer's step is ours."""
+        self._hooks = [
+            self.inner.register_step_pre_hook(self._refuse_others),
+            self.inner.register_load_state_dict_post_hook(self._loaded),
+        ]
 
     def forget(self) -> None:
         """Drop every tensor; the optimizer is of no use afterwards."""
+        for hook in self._hooks:
+            hook.remove()
         self._segments.clear()
         self._states.clear()
         self._adopted.clear()
@@ -135,8 +143,7 @@ class PartitionedOptimizer:
                 )
             if not segments:
                 publish(flats)
-        self.inner.step()
-        self.inner.given.clear()
+        self._step_inner()
         return pending
 
     def _turns(self, unused: Mapping[str, Collection[int]]) -> Iterator[tuple[list[Flat], list[Segment]]]:
@@ -164,29 +171,57 @@ class PartitionedOptimizer:
             # A fused kernel divides by a scale on the way; it is handed over as torch's GradScaler does.
             scale = torch.full((), 1.0 / factor, device=self.flats[0].full.device if self.flats else "cpu")
             self.inner.grad_scale = scale  # type: ignore[attr-defined]  # see the line above
+        try:
+            return self._step_pieces(None if scaled_inside else factor, unused)
+        finally:
+            if scaled_inside:
+                del self.inner.grad_scale  # type: ignore[attr-defined]  # as above
+
+    def _step_pieces(self, factor: float | None, unused: Mapping[str, Collection[int]]) -> list[Transfer]:
+        """`factor`: None where the inner optimizer scales by itself."""
         pending: list[Transfer] = []
         for flats in self._pieces():
             for flat in flats:
                 gradient = self._gradients[flat.name].update
                 if gradient.dtype != flat.master.dtype:
                     gradient = gradient.to(flat.master.dtype)
-                if factor != 1.0 and not scaled_inside:
+                if factor is not None and factor != 1.0:
                     gradient.mul_(factor)
                 base = flat.state_range[0]
                 for segment in self._segments[flat.name]:
                     if segment.first in unused.get(flat.name, ()):
                         continue
                     segment.master.grad = gradient[segment.start - base : segment.end - base]
-            self.inner.step()
+            self._step_inner()
             for flat in flats:
                 for segment in self._segments[flat.name]:
                     segment.master.grad = None
                 published = flat.publish()
                 if published is not None:
                     pending.append(published)
-        if scaled_inside:
-            del self.inner.grad_scale  # type: ignore[attr-defined]  # as above
         return pending
+
+    def _step_inner(self) -> None:
+        self._updating = True
+        try:
+            self.inner.step()
+        finally:
+            self._updating = False
+            if isinstance(self.inner, FusedOptimizer):
+                self.inner.given.clear()  # It holds gradients; those of an update that failed must not stay.
+
+    def _refuse_others(self, *_: object) -> None:
+        """A hook on the inner optimizer's step: who calls it past the engine would update nothing."""
+        if not self._updating:
+            raise RuntimeError(
+                "optimizer.step(): the gradients are with the engine, which scales and sums them over the ranks; call "
+                "engine.step() instead"
+            )
+
+    def _loaded(self, *_: object) -> None:
+        """A hook behind the inner optimizer's load_state_dict: its new states go where flats have theirs."""
+        self._adopted.clear()
+        self._adopt_states()
 
     def _pieces(self) -> Iterator[list[Flat]]:
         """All flats at once, or in pieces where a widened copy of the gradients has to be made."""

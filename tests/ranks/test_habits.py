@@ -1,0 +1,197 @@
+"""What loops written for plain torch do by habit to a model and its optimizer: it works here as there, or is refused
+in words."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+import speedlab
+from ranks import models
+from ranks.pool import Pool
+
+STAGES = [0, 1, 2, 3]
+WIDTH = models.WIDTH
+
+
+class Block(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.up, self.dropout, self.down = nn.Linear(WIDTH, 17), nn.Dropout(p), nn.Linear(17, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.dropout(torch.tanh(self.up(x))))
+
+
+class Net(nn.Module):
+    """(B, C) → the loss, with a block that is called twice. `checkpointing`: the model's own, by torch's function."""
+
+    def __init__(self, p: float = 0.0, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(Block(p) for _ in range(3))
+        self.checkpointing = checkpointing
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in (self.blocks[0], *self.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+        return self.last(x).square().mean()
+
+
+def net(*args: Any) -> Any:
+    return models.seeded(Net, *args)
+
+
+def points(step: int) -> Tensor:
+    """This rank's micro-batch of a step, (B, C)."""
+    return models.points(step, dist.get_rank())[0]
+
+
+def sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def engine_of(
+    model: Any, stage: int, *, dtype: str = "float32", optimizer: Any = sgd, clip_norm: float | None = None
+) -> Any:
+    config = {
+        "clip_norm": clip_norm,
+        "zero": {"stage": stage, "bucket_bytes": 1},
+        "precision": {"dtype": dtype},
+        "batch": {"micro_size": 6},
+    }
+    return speedlab.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def train(engine: Any, step: int) -> float:
+    """A step; returns the norm of its gradient."""
+    engine.backward(engine(points(step)))
+    engine.step()
+    return engine.global_grad_norm
+
+
+# ---- the model's own checkpointing -----------------------------------------------------------------------------------
+
+
+def norms_with_dropout(stage: int, checkpointing: bool) -> list[float]:
+    engine = engine_of(net(0.5, checkpointing), stage)
+    try:
+        return [train(engine, step) for step in range(3)]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_own_checkpointing_drops_what_the_forward_dropped(two: Pool, stage: int) -> None:
+    """A block that is computed again draws the mask of its forward, also where it is called twice; else its gradients
+    would be those of another network."""
+    assert two.run(norms_with_dropout, stage, True) == two.run(norms_with_dropout, stage, False)
+
+
+def generator_after_a_failed_forward(stage: int) -> bool:
+    """Whether it is as it was before."""
+    engine, before = engine_of(model := net(0.5), stage), torch.get_rng_state()
+    hook = model.blocks[2].register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            engine(points(0))
+        hook.remove()
+        return before.equal(torch.get_rng_state())
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_an_exception_in_a_forward_leaves_the_generator(two: Pool) -> None:
+    """Blocks draw from seeds of their own; the caller's random numbers go on where they were."""
+    assert two.run(generator_after_a_failed_forward, 0) == [True, True]
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+def adam(parameters: Any) -> Optimizer:
+    """Not one of ours: torch's own step."""
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def step_past_the_engine(stage: int, optimizer: Any) -> str:
+    engine = engine_of(net(), stage, optimizer=optimizer)
+    try:
+        engine.backward(engine(points(0)))
+        engine.optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.destroy(keep_parameters=False)
+    return ""
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adam])
+def test_a_step_of_the_optimizer_past_the_engine_is_refused(two: Pool, optimizer: Any) -> None:
+    """It has no gradients and would do nothing, for ever."""
+    for told in two.run(step_past_the_engine, 2, optimizer):
+        assert "call engine.step() instead" in told
+
+
+def norms_around_a_failed_update(optimizer: Any, folder: Path, fails: bool) -> list[float]:
+    """Three steps; before the last one the second is taken back by a load, and before that its update may fail."""
+    engine = engine_of(net(), 1, optimizer=optimizer, clip_norm=0.01)
+    try:
+        norms = [train(engine, 0)]
+        engine.save_checkpoint(folder, "one")
+        rate = engine.optimizer.param_groups[0]["lr"]
+        if fails:
+            engine.optimizer.param_groups[0]["lr"] = "fast"
+            with pytest.raises((TypeError, ValueError)):
+                train(engine, 1)
+        engine.optimizer.param_groups[0]["lr"] = rate
+        engine.load_checkpoint(folder, "one")
+        return [*norms, train(engine, 1), train(engine, 2)]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def fused_adam(parameters: Any) -> Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01, fused=True)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adam, fused_adam])
+def test_a_load_after_an_update_that_failed(two: Pool, tmp_path: Path, optimizer: Any) -> None:
+    """Nothing that the failed one was given is left."""
+    expected = two.run(norms_around_a_failed_update, optimizer, tmp_path / "fine", False)
+    assert two.run(norms_around_a_failed_update, optimizer, tmp_path / "failed", True) == expected
+
+
+def norms_after_a_load(folder: Path, through_the_optimizer: bool) -> list[float]:
+    """Of steps after a checkpoint; before it the optimizer may have been given its own state again."""
+    engine = engine_of(net(), 1)
+    try:
+        train(engine, 0)
+        if through_the_optimizer:
+            engine.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
+        train(engine, 1)
+        engine.save_checkpoint(folder, "two")
+        engine.load_checkpoint(folder, "two")
+        engine.reshape(zero=0)
+        return [train(engine, 2), train(engine, 3)]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def test_state_that_the_optimizer_is_given(two: Pool, tmp_path: Path) -> None:
+    """`optimizer.load_state_dict` makes new tensors: checkpoints and changes of stage see those."""
+    expected = two.run(norms_after_a_load, tmp_path / "a", False)
+    assert two.run(norms_after_a_load, tmp_path / "b", True) == expected
