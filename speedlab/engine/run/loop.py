@@ -85,6 +85,7 @@ class Loop:
         every = training.config.checkpoint.every_steps
         if not every or step % every:
             return
+        self.report_saving(wait=True)  # The next save waits for it anyway, and would take its place.
         folder = training.folder.path / "checkpoints"
         try:
             together(training, lambda: training.engine.save_checkpoint(folder, wait=False))
