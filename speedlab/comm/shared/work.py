@@ -14,11 +14,17 @@ from speedlab.comm.errors import PeerLost
 
 
 class Work(dist._Work):
-    """One collective or message. `finish` does what is left of it, when somebody waits."""
+    """One collective or message. `finish` does what is left of it, when somebody waits; `there`: whether that would
+    not wait any more."""
 
-    def __init__(self, result: list[Any], finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        result: list[Any],
+        finish: Callable[[], None] | None = None,
+        there: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__()
-        self._result, self._finish = result, finish
+        self._result, self._finish, self._there = result, finish, there
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
 
@@ -35,7 +41,7 @@ class Work(dist._Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._finish is None
+        return self._finish is None or self._there()
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
