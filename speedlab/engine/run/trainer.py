@@ -42,9 +42,9 @@ class Trainer:
         """Carry out control words and train until the run pauses, ends or fails. Collective; all ranks return the same
         state. Whatever one of them raises ends the advance of all."""
         training = self.training
-        try:
-            self.reporter.open()
-            with training.interruption:
+        with training.interruption:
+            try:
+                self.reporter.open()
                 self.reconnect()
                 if not self._started:
                     self._start()
@@ -53,12 +53,13 @@ class Trainer:
                     if self._loop.step():
                         carry_out_pending(training, self.reporter)
                 self._loop.report_saving(wait=True)
-            return training.state
-        except BaseException as error:
-            self._fail(error)
-            raise
-        finally:
-            self.reporter.close()
+                return training.state
+            except BaseException as error:
+                training.interruption.heard()  # The cluster's repeats shall not cut off what has to follow.
+                self._fail(error)
+                raise
+            finally:
+                self.reporter.close()
 
     def reconnect(self) -> None:
         """Join the world anew where it was left, and make sure that all ranks stand at the same step. Collective."""
