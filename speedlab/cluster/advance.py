@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import speedlab.cluster.remote as remote
 from speedlab.cluster.errors import DIED, ClusterError, RankError
@@ -45,14 +45,13 @@ _TEXT_LIMIT = 2000
 class Advance:
     """The task of one run on the ranks of `cluster`, as seen from one handle."""
 
-    def __init__(self, folder: RunFolder, cluster: Cluster, model: Any = None) -> None:
+    def __init__(self, folder: RunFolder, cluster: Cluster) -> None:
         self.errors: list[RankError] = []
         """What the ranks raised, oldest first."""
         self.trouble: Exception | None = None
         """Why a waiting word could not be sent to the ranks; None again with the next word."""
         self._folder = folder
         self._cluster = cluster
-        self._model = model
         self._lock = threading.RLock()
         self._claim = Claim(folder.path / "control" / "advance.lock")
         self._task: RankResults | None = None
@@ -149,7 +148,7 @@ class Advance:
     def _submit(self) -> None:
         self._given = self._waiting()
         try:
-            task = self._cluster.submit(remote.advance, str(self._folder.path), self._model)
+            task = self._cluster.submit(remote.advance, str(self._folder.path))
         except BaseException:
             self._claim.release()
             raise

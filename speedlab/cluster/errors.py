@@ -14,6 +14,10 @@ from typing import Any
 class ClusterError(RuntimeError):
     """The cluster cannot do what was asked; the message says what it has, what was asked and what to do."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the message says all, and the frames would be ours."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 INTERRUPTED = "KeyboardInterrupt"
 """Kind of the failure of a rank that was interrupted."""

@@ -22,6 +22,7 @@ import speedlab.cluster.remote as remote
 from speedlab.cluster.advance import RESTING, Advance
 from speedlab.cluster.errors import RankError
 from speedlab.cluster.known_runs import RunError, refuse_second_run, remember_run
+from speedlab.cluster.own_model import keep, packed_model, try_own_model
 from speedlab.cluster.words import Pending, Step
 from speedlab.config import ConfigError, RunConfig
 from speedlab.planner import parameter_count, stage_blocks
@@ -46,13 +47,13 @@ class Run:
     """A run on a cluster, or, without one, the record of a run to look at."""
 
     def __init__(
-        self, folder: RunFolder | str | os.PathLike[str], cluster: Cluster | None = None, *, model: Any = None
+        self, folder: RunFolder | str | os.PathLike[str], cluster: Cluster | None = None, *, own_model: bool = False
     ):
         self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
         self.cluster = cluster
         self.feed = Feed(self.folder)
-        self._own_model = model is not None
-        self._advance = Advance(self.folder, cluster, model) if cluster is not None else None
+        self._own_model = own_model
+        self._advance = Advance(self.folder, cluster) if cluster is not None else None
         self.feed.poll()
 
     # What it is doing
@@ -317,30 +318,33 @@ class Run:
         return f"<b>{html.escape(self.name)}</b> · {html.escape(text)}"
 
 
-def start_run(cluster: Cluster, config: RunConfig, model: Any = None) -> Run:
-    """Start a new run on all ranks of `cluster`; returns at once.
+def start_run(cluster: Cluster, config: RunConfig, **given: Any) -> Run:
+    """Start a new run on all ranks of `cluster`; returns when it has begun.
 
-    `model` is a function that builds an nn.Module; None takes the built-in GPT of the configuration. Everything that
-    can be wrong is looked for before anything is written or sent: raises ConfigError, LayoutError, RunFolderError or
-    ClusterError.
+    `given`: `model`, `loss` and `tp_plan`, as far as the user gave them. Everything that can be wrong is looked for
+    before the run takes its name: raises ConfigError, LayoutError, RunFolderError or ClusterError.
     """
     from speedlab.data import check
 
-    layout = config.layout(cluster.size, built_in=model is None)
+    own_model = "model" in given
+    layout = config.layout(cluster.size, built_in=not own_model)
     config.batch.resolve(layout.data_size)
     check(config.data)
     pids = tuple(status.pid for status in cluster.status())
     refuse_second_run(cluster, pids)
     require_space(config.folder, _SPARE_BYTES + config.steps * cluster.size * _RECORD_BYTES)
-    folder = RunFolder.create(_with_absolute_sources(config))
-    try:
-        folder.write_status(replace(folder.read_status(), cluster=cluster.name, rank_pids=pids))
-        run = Run(folder, cluster, model=model)
-        assert run._advance is not None
-        run._advance.start()
-    except BaseException:
-        shutil.rmtree(folder.path)  # Nothing has run in it; its name is free again.
-        raise
+    with packed_model(cluster, given) as packed:
+        try_own_model(cluster, config, packed)
+        folder = RunFolder.create(_with_absolute_sources(config))
+        try:
+            folder.write_status(replace(folder.read_status(), cluster=cluster.name, rank_pids=pids))
+            keep(packed, folder.path)
+            run = Run(folder, cluster, own_model=own_model)
+            assert run._advance is not None
+            run._advance.start()
+        except BaseException:
+            shutil.rmtree(folder.path)  # Nothing has run in it; its name is free again.
+            raise
     remember_run(cluster, folder.path)
     return run
 

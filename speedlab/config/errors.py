@@ -33,6 +33,10 @@ class ConfigError(ValueError):
         super().__init__(message or "\n".join(f"{path}: {text}" if path else text for path, text in problems))
         self.problems = tuple(problems)
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the message says all, and the frames would be ours."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 def unknown_key(key: str, own: Collection[str], inner: Mapping[str, Sequence[str]]) -> str:
     """What to say of a key that is not one of `own`; `inner` maps the keys inside the parts to their paths."""

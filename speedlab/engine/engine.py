@@ -21,6 +21,7 @@ from speedlab.engine.step.communicating import check_whole_gradients
 from speedlab.engine.step.drivers import Batch, Driver, PipelineStages, WholeModel
 from speedlab.engine.step.errors import name_module
 from speedlab.engine.step.looking import Looking
+from speedlab.engine.step.losses import LossFunction
 from speedlab.engine.step.memory import release_freed_memory
 from speedlab.engine.step.random_streams import RandomStreams
 from speedlab.engine.step.state import TrainingState
@@ -41,8 +42,11 @@ class Engine(TrainingState):
     `speedlab.initialize`.
     """
 
-    def __init__(self, *args: Any, accumulation: int, outside_bytes: int, **kwargs: Any) -> None:
-        """`args`, `kwargs`: of TrainingState. `outside_bytes`: what the process held before."""
+    def __init__(
+        self, *args: Any, accumulation: int, outside_bytes: int, loss: LossFunction | None = None, **kwargs: Any
+    ) -> None:
+        """`args`, `kwargs`: of TrainingState. `outside_bytes`: what the process held before. `loss`: as for
+        `initialize`."""
         super().__init__(*args, **kwargs)
         device, config = self.world.device, self.config
         self.clock = PhaseClock(self.traffic, device)
@@ -51,7 +55,7 @@ class Engine(TrainingState):
         checkpointing = config.activation.checkpointing == "block"
         self._driver: Driver
         if self.layout.pp == 1:
-            self._driver = WholeModel(self, self._step, self.clock, dtype=self.dtype)
+            self._driver = WholeModel(self, self._step, self.clock, dtype=self.dtype, loss=loss)
         else:
             # Where a block computes its forward anew or is compiled, either half of a backward would do all of it.
             split = not checkpointing and not config.compile
@@ -108,7 +112,9 @@ class Engine(TrainingState):
         exception the state is that between two steps.
 
         Args:
-            batches: `accumulation` pairs of tokens and targets, (B, T) int64 each. Ranks of one dp index give the same.
+            batches: `accumulation` micro-batches: pairs of tokens and targets, (B, T) int64 each; dicts of the model's
+                keyword arguments, as Hugging Face's; or whatever the `loss` of `initialize` takes. A pipeline takes
+                pairs. Ranks of one dp index give the same.
             signals: asked at the last moment for what `step` takes.
 
         Returns the mean loss over the global batch. Raises ValueError for another number of micro-batches, and
@@ -140,9 +146,9 @@ class Engine(TrainingState):
         self.eval()
         losses: list[Tensor] = []
         try:
-            for tokens, targets in batches:
+            for batch in batches:
                 with self._guard():
-                    losses += self._driver.evaluate(tokens, targets)
+                    losses += self._driver.evaluate(batch)
         finally:
             self.train(was_training)
         counted = losses if self.mesh["tp"].index == 0 else []  # Those of its tensor peers are the same.

@@ -22,6 +22,13 @@ class Materializer:
             for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 self._holders[id(parameter)].append((name, module, key))
 
+    def check(self) -> None:
+        """Raise ValueError naming a module that stands on meta and cannot initialise itself."""
+        for name, module in self.model.named_modules():
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            if any(tensor.device.type == "meta" for tensor in own):
+                self._initialiser(name, module)
+
     def parameters(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Real parameters in the place of those in `named` (full name → parameter on meta), initialised by their
         modules.

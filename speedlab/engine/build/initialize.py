@@ -6,7 +6,6 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +14,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from speedlab.comm import Traffic, World, join
-from speedlab.config import ConfigError, RunConfig, ScheduleConfig, deepspeed
+from speedlab.config import ConfigError, GivenConfig, RunConfig, ScheduleConfig, config_of
 from speedlab.config.batch import Batch
 from speedlab.engine.build.model_parts import build_model_part, plan_model_parts
 from speedlab.engine.build.recipe import OptimizerChoice, Recipe
 from speedlab.engine.build.schedule import make_schedule
 from speedlab.engine.engine import Engine
 from speedlab.engine.step.communicating import check_whole_gradients, kept_by
+from speedlab.engine.step.losses import LossFunction, refuse_loss_of_pipeline
 from speedlab.engine.step.memory import PeakMemory, keep_freed_memory
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.engine.step.precision import LossScale, compute_dtype
@@ -42,8 +42,9 @@ def initialize(
     model_parameters: Any = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
-    config: RunConfig | Mapping[str, Any] | str | Path | None = None,
+    config: GivenConfig | None = None,
     *,
+    loss: LossFunction | None = None,
     units: UnitChoice | None = None,
     tp_plan: Mapping[str, str] | None = None,
     collate_fn: Callable[..., Any] | None = None,
@@ -64,6 +65,9 @@ def initialize(
         config: RunConfig, a dict of its fields, or the path of a JSON or YAML file; of DeepSpeed's keys, too. A
             RunConfig counts with all its defaults; of the others, gradients are clipped and a schedule is followed
             only where they name `clip_norm` and `schedule`.
+        loss: `loss(model, batch)`, which calls the model and gives the mean loss of a micro-batch: what `train_batch`
+            and `evaluate` compute of their batches, whatever these are. Without it a forward takes (tokens, targets) or
+            a dict of keyword arguments, and gives the loss or an output with `.loss`.
         units: which modules are gathered together; None chooses repeated blocks.
         tp_plan: how layers are cut over tensor-parallel ranks, as in Hugging Face's plans: pattern of module names →
             style. None takes the one that the model brings along.
@@ -76,8 +80,10 @@ def initialize(
     config = _config(config)
     gc.collect()  # What an earlier set-up of a notebook cell left behind may still be held by cycles.
     world = join(device)
-    batch = config.batch.resolve(config.layout(world.size, built_in=False).data_size)
-    engine = _build(model, optimizer, lr_scheduler, config, world, units=units, tp_plan=tp_plan, batch=batch)
+    layout = config.layout(world.size, built_in=False)
+    refuse_loss_of_pipeline(loss, layout)
+    batch = config.batch.resolve(layout.data_size)
+    engine = _build(model, optimizer, lr_scheduler, config, world, loss=loss, units=units, tp_plan=tp_plan, batch=batch)
     for module in engine.modules:
         _engines[module] = weakref.ref(engine)
     loader = _loader(training_data, batch.micro_size, engine.mesh, config.seed, collate_fn)
@@ -91,6 +97,7 @@ def _build(
     config: RunConfig,
     world: World,
     *,
+    loss: LossFunction | None,
     units: UnitChoice | None,
     tp_plan: Mapping[str, str] | None,
     batch: Batch,
@@ -139,23 +146,16 @@ def _build(
         dtype=dtype,
         accumulation=batch.accumulation,
         outside_bytes=outside_bytes,
+        loss=loss,
     )
 
 
-def _config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:
+def _config(config: GivenConfig | None) -> RunConfig:
     """The caller's configuration. A RunConfig counts with its defaults, which the caller could see; anything else is
     taken at its word: what it does not name, clipping and a schedule, is not done."""
     if isinstance(config, RunConfig):
         return config
-    if config is None:
-        named = RunConfig()
-    elif isinstance(config, str | Path):
-        named = RunConfig.load(config)
-    elif isinstance(config, Mapping):
-        theirs = deepspeed.recognises(config, RunConfig)
-        named = RunConfig.from_deepspeed(dict(config)) if theirs else RunConfig(**config)
-    else:
-        raise ConfigError(f"config: expected a RunConfig, a dict or a path, not {type(config).__name__}")
+    named = config_of({} if config is None else config)
     unasked = {"clip_norm": None, "schedule": ScheduleConfig(kind="constant", warmup_steps=0)}
     return named.model_copy(update={key: value for key, value in unasked.items() if key not in named.model_fields_set})
 

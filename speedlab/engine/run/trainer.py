@@ -16,7 +16,7 @@ from speedlab.engine.run.agreement import Parted, Refusal, agreed
 from speedlab.engine.run.diagnose import first_non_finite
 from speedlab.engine.run.loop import Loop
 from speedlab.engine.run.reporting import Reporter
-from speedlab.engine.run.training import ModelMaker, Training
+from speedlab.engine.run.training import OwnModel, Training
 from speedlab.engine.run.words import carry_out_pending
 from speedlab.engine.step.errors import NonFiniteError
 from speedlab.telemetry.folder import RunFolder, RunFolderError
@@ -26,10 +26,10 @@ from speedlab.telemetry.records import RunState
 class Trainer:
     """One rank's part of a run."""
 
-    def __init__(self, folder: RunFolder, model: ModelMaker | None) -> None:
+    def __init__(self, folder: RunFolder, own_model: OwnModel | None) -> None:
         """Collective."""
         self.folder = folder
-        self.training = Training(folder, model)
+        self.training = Training(folder, own_model)
         self.reporter = Reporter(self.training)
         self._loop = Loop(self.training, self.reporter)
         self._started = False

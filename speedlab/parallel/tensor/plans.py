@@ -112,7 +112,7 @@ def find_plan(model: nn.Module) -> Plan:
     if not plan:
         raise PlanError(
             f"{type(model).__name__} carries no plan for tensor parallelism and none is built in for it; give one as "
-            'plan=, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
+            'tp_plan=, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
         )
     return within(plan, model)
 
