@@ -52,6 +52,11 @@ class ModelShape:
     """Whether head and loss are computed a few tokens at a time, so that logits are never whole."""
 
     @property
+    def depth(self) -> int:
+        """Layers of encoder and decoder together."""
+        return self.layers + self.decoder_layers
+
+    @property
     def positions(self) -> int:
         """Rows of the table of positions, where it is learned."""
         return self.sequence_length if self.context is None else self.context

@@ -288,8 +288,7 @@ def step_order(setup: Setup, pipeline: int, micro_batches: int) -> Iterator[tupl
 def most_in_flight(setup: Setup, pipeline: int) -> float:
     """Micro-batches whose activations a pipeline rank keeps at once, at the most; each of its stages counts as its part
     of one."""
-    wound = setup.layout.pp > 1 and setup.schedule in ("interleaved", "zero-bubble")
-    chunks = setup.chunks if wound else 1
+    chunks = setup.stages_per_rank
     begun = _ahead(setup, pipeline, setup.accumulation) + 1
     return min(begun, setup.accumulation * chunks) / chunks
 

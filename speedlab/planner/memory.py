@@ -19,7 +19,7 @@ from speedlab.planner.activations_stage import Pass, held, step_peak, walk
 from speedlab.planner.megatron_rules import memory_by_rules
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import ModelShape, Setup
-from speedlab.planner.shapes import block_cut, block_vectors, norm_vectors
+from speedlab.planner.shapes import block_cut, block_vectors, kv_heads, norm_vectors
 
 _FLOAT32 = 4
 _ALIGNMENT_BYTES = 16
@@ -119,7 +119,7 @@ def _check(setup: Setup) -> None:
             f"{shape.name}: {shape.decoder_layers} layers with attention to an encoder; how memory comes and goes in a "
             f"step is known of decoders only"
         )
-    for name, count in (("heads", shape.heads), ("ffn_hidden", shape.ffn_hidden)):
+    for name, count in (("heads", shape.heads), ("KV heads", kv_heads(shape)), ("ffn_hidden", shape.ffn_hidden)):
         if count % setup.layout.tp:
             raise ValueError(f"{shape.name}: {count} {name} do not divide by tp {setup.layout.tp}")
     if setup.cut is not None and sum(setup.cut) != shape.layers:

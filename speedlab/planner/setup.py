@@ -52,6 +52,11 @@ class Setup:
     """What lives in the host's memory: optimizer states and gradients; parameters besides."""
 
     @property
+    def stages_per_rank(self) -> int:
+        """Pipeline stages that one pipeline rank holds under this schedule."""
+        return self.chunks if self.layout.pp > 1 and self.schedule in ("interleaved", "zero-bubble") else 1
+
+    @property
     def global_size(self) -> int:
         """Sequences of a step."""
         return self.micro_size * self.accumulation * self.layout.data_size

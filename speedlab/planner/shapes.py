@@ -117,7 +117,7 @@ def cross_attention(shape: ModelShape) -> int:
 def shape_parameters(shape: ModelShape) -> int:
     """Parameters of the whole model; a tied head counts once. Of relative positions, the few biases are left out."""
     table = shape.vocab_size * shape.hidden
-    blocks = (shape.layers + shape.decoder_layers) * block_weights(shape).total
+    blocks = shape.depth * block_weights(shape).total
     blocks += shape.decoder_layers * cross_attention(shape)
     ends = sum(norm_vectors(shape)) * (2 if shape.decoder_layers else 1)
     head = (0 if shape.tied else table) + (shape.vocab_size if "head" in shape.biases else 0)
@@ -136,5 +136,4 @@ def stage_counts(shape: ModelShape, stages: int) -> tuple[int, ...]:
 
 def block_cut(setup: Setup) -> tuple[int, ...]:
     """Blocks of each pipeline stage of the model: as given, or balanced by parameters."""
-    chunks = setup.chunks if setup.schedule in ("interleaved", "zero-bubble") else 1
-    return setup.cut or stage_counts(setup.shape, setup.layout.pp * (chunks if setup.layout.pp > 1 else 1))
+    return setup.cut or stage_counts(setup.shape, setup.layout.pp * setup.stages_per_rank)
