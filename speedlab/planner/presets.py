@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from speedlab.config.presets import MODELS
-from speedlab.planner.devices import Machines
+from speedlab.planner.devices import DEVICES, Machines
 from speedlab.planner.nearest import unknown
 from speedlab.planner.setup import ModelShape
 
@@ -30,8 +30,9 @@ def model(name: str) -> ModelShape:
 
 
 def cluster(text: str, *, price_per_device_hour: float | None = None) -> Machines:
-    """An announced cluster by its name, or any other as `Machines.parse` reads it."""
+    """An announced cluster by its name, or any other as `Machines.parse` reads it. Raises ValueError."""
     name = text.strip().lower()
-    if name not in CLUSTERS and not name[:1].isdigit():
-        raise unknown("cluster", text, CLUSTERS)
+    counted = name[:1].isdigit() or any(device.family.lower() in name for device in DEVICES.values())
+    if name not in CLUSTERS and not counted:
+        raise unknown("cluster", text, [*CLUSTERS, *(f"8 {device}" for device in DEVICES)])
     return Machines.parse(CLUSTERS.get(name, text), price_per_device_hour=price_per_device_hour)
