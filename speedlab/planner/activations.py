@@ -20,6 +20,7 @@ B sequences, T tokens, C hidden, V vocabulary; n = B T tokens; sizes are bytes.
 
 from __future__ import annotations
 
+from speedlab.config.shape import Bias
 from speedlab.planner.activation_sizes import Sizes, Tally
 
 _FLOAT32 = 4
@@ -129,14 +130,14 @@ def enter_backward(t: Tally, s: Sizes) -> None:
         _summed(t, s.hidden)
 
 
-def leave(t: Tally, s: Sizes) -> None:
+def leave(t: Tally, s: Sizes, layer: Bias) -> None:
     """Out of them: the sum over the ranks, bias, dropout, residual. The first input of `enter` is freed."""
     if s.sequence:
         _scattered(t, s)
         t.free(s.local)
     elif s.tp > 1:
         _summed(t, s.hidden)
-    if s.tp > 1 and s.setup.shape.bias:
+    if s.tp > 1 and layer in s.setup.shape.biases:
         _summed(t, s.local)
     if s.setup.shape.dropout:
         drop(t, s)
@@ -274,11 +275,11 @@ def block_forward(t: Tally, s: Sizes, *, again: bool = False) -> None:
     t.take(s.heads + s.pair)
     attend_forward(t, s)
     t.take(s.hidden)
-    leave(t, s)
+    leave(t, s, "attention out")
     norm_forward(t, s)
     enter(t, s)
-    t.take(s.inner * (2 if s.setup.shape.gated else 1))
-    t.take(s.inner)
+    t.take(_widths(s) * s.inner)
+    t.take(_widths(s) * s.inner)  # Of a gate its function, and the product with what it lets through.
     if again:
         if s.sequence:
             t.free(s.local)
@@ -287,7 +288,7 @@ def block_forward(t: Tally, s: Sizes, *, again: bool = False) -> None:
             t.take(s.mask)
     else:
         t.take(s.hidden)
-        leave(t, s)
+        leave(t, s, "feed-forward")
     if not s.saves_norm_input:
         t.free(s.local)  # The residual stream between attention and feed-forward.
 
@@ -299,9 +300,12 @@ def block_backward(t: Tally, s: Sizes, *, held: bool = False) -> None:
     came = leave_backward(t, s)
     down, up = s.matrix(shape.ffn_hidden, shape.hidden), s.matrix(shape.hidden, shape.ffn_hidden)
     _linear_backward(t, weight=down, out=s.inner, gradient=came, saved=s.inner)
-    widths = 2 if shape.gated else 1
-    t.take(widths * s.inner)
-    t.free(s.inner, widths * s.inner)
+    widths = _widths(s)
+    if shape.gated:
+        t.take(2 * s.inner)
+        t.free(3 * s.inner)  # The product's gradient, and its factors.
+    t.take(s.inner)
+    t.free(2 * s.inner)
     _linear_backward(t, weight=widths * up, out=s.hidden, gradient=widths * s.inner, saved=s.hidden)
     enter_backward(t, s)
     norm_backward(t, s, residual=True)
@@ -319,6 +323,11 @@ def block_backward(t: Tally, s: Sizes, *, held: bool = False) -> None:
     )
     enter_backward(t, s)
     norm_backward(t, s, residual=True)
+
+
+def _widths(s: Sizes) -> int:
+    """Results of the feed-forward layer's first matrices: a gate, and what it multiplies."""
+    return 2 if s.setup.shape.gated else 1
 
 
 def _linear_backward(t: Tally, *, weight: int, out: int, gradient: int, saved: int) -> None:

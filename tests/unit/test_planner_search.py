@@ -16,10 +16,9 @@ from speedlab.planner.efficiency import efficiency_of
 from speedlab.planner.memory import predict_memory
 from speedlab.planner.presets import cluster, model
 from speedlab.planner.rank_memory import RankMemory
+from speedlab.planner.changes import cheapest_change, differences
 from speedlab.planner.search import (
     USABLE,
-    cheapest_change,
-    differences,
     held_bytes,
     largest_model,
     search,
