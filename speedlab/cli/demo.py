@@ -218,7 +218,9 @@ def _print_results(folder: Path, notebook: NotebookNode) -> None:
     try:
         run.feed.poll(files=True)
         ranks = len(run.feed.records)
-        print(f"\nWhat each of the {ranks} ranks holds at each ZeRO stage, measured (and by the formula), and the median")
+        print(
+            f"\nWhat each of the {ranks} ranks holds at each ZeRO stage, measured (and by the formula), and the median"
+        )
         print("speed of its warm steps:\n")
         print(run.table())
         start, end = _heldout_losses(run)

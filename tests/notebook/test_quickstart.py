@@ -1,4 +1,4 @@
-"""`speedlab demo` as it is installed, in a folder of nobody's: real kernel, real engines, every cell; only fewer steps."""
+"""`speedlab demo` as a wheel has it, in an empty folder: real kernel, real engines, every cell; only fewer steps."""
 
 from __future__ import annotations
 
