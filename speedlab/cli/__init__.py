@@ -19,6 +19,7 @@ COMMANDS = {
     "calibrate": ("calibrate", "measure this machine, so that plans say how long a step takes here"),
     "demo": ("demo", "train a small GPT while its ZeRO stage changes, and print what was measured"),
     "bench": ("bench", "side-by-side measurements"),
+    "guide": ("guide", "read on: from a script to SpeedLab, when something goes wrong, what was measured"),
 }
 """Commands, the modules that hold them, and what they do."""
 
