@@ -72,4 +72,5 @@ def _contents() -> str:
 
 def _unknown(kind: str, word: str, known: list[str] | dict[str, str]) -> str:
     near = difflib.get_close_matches(word, known, n=1)
-    return f"there is no {kind} {word!r}; " + (f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}")
+    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
+    return f"there is no {kind} {word!r}; {hint}"

@@ -291,8 +291,9 @@ def _keywords(text: str) -> Iterator[str]:
         return  # HTML
     known = _public_parameters() | set(dir(torch.nn.Parameter)) | set(_parameters(torch.Tensor.backward))
     for module, name in re.findall(r"\b(torch(?:\.\w+)*)\.(\w+)", text):
-        function = getattr(importlib.import_module(module), name)
-        known |= set(_parameters(getattr(function, name) if inspect.ismodule(function) else function))
+        with contextlib.suppress(ImportError, AttributeError):
+            function = getattr(importlib.import_module(module), name)
+            known |= set(_parameters(getattr(function, name) if inspect.ismodule(function) else function))
     alone = _KEYWORD.findall(_CALL.sub("", _OPTION.sub("", text)))
     yield from (f"nothing public takes {name}=" for name in alone if name not in known)
 
