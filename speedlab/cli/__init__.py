@@ -17,8 +17,9 @@ COMMANDS = {
     "export": ("export", "write a run's checkpoint as a folder that transformers loads"),
     "trace": ("trace", "write a pipeline's step as a Chrome trace"),
     "calibrate": ("calibrate", "measure this machine, so that plans say how long a step takes here"),
-    "demo": ("demo", "execute the quickstart notebook and print what it measured"),
+    "demo": ("demo", "train a small GPT while its ZeRO stage changes, and print what was measured"),
     "bench": ("bench", "side-by-side measurements"),
+    "guide": ("guide", "read on: from a script to SpeedLab, when something goes wrong, what was measured"),
 }
 """Commands, the modules that hold them, and what they do."""
 

@@ -26,6 +26,7 @@ from speedlab.cluster.results import RankResults
 from speedlab.cluster.shipping import pack
 from speedlab.cluster.tasks import POLL_SECONDS
 from speedlab.config import GivenConfig, config_of
+from speedlab.config.errors import more_in
 from speedlab.hardware import Device
 
 if TYPE_CHECKING:
@@ -290,7 +291,8 @@ class Cluster:
         """Raise ClusterError unless the running cluster is what is asked for."""
         size, kind = len(state.devices), state.devices[0].kind
         attach = f"speedlab.Cluster.attach({self.name!r})"
-        what_to_do = f"use it as it is with {attach}, stop it first, or give the new one another name"
+        what_to_do = f"use it as it is with {attach}, stop it first, or give the new one another name; "
+        what_to_do += more_in("engines")
         if self._wanted is not None and self._wanted != size:
             raise ClusterError(
                 f"cluster {self.name!r} runs with {size} engines, and {self._wanted} were asked for; {what_to_do}"

@@ -75,3 +75,8 @@ def explain(error: ValidationError) -> ConfigError:
         for message in item["msg"].removeprefix("Value error, ").splitlines():
             problems[where, f"{message}{f' (got {value!r})' if simple else ''}"] = None
     return ConfigError(problems=list(problems))
+
+
+def more_in(section: str) -> str:
+    """Where a message's reader finds more: the section of `speedlab guide trouble` whose heading has this word."""
+    return f"more: speedlab guide trouble {section}"

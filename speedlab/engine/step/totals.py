@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from speedlab.comm import Group, check_peers
+from speedlab.config.errors import more_in
 from speedlab.engine.step.errors import NonFiniteError
 from speedlab.parallel.zero import Flat
 
@@ -76,7 +77,7 @@ def find_non_finite(everyone: Group, losses: Sequence[Tensor], flats: Iterable[F
     what = f"the gradient is not finite in {', '.join(names[:3])}" + (" and others" if len(names) > 3 else "")
     return NonFiniteError(
         f"step {step}: {where}; {what}. The update was not made: parameters are those of step {step - 1}. "
-        "Lower optimizer.lr, set clip_norm, or go back to a checkpoint",
+        f"Lower optimizer.lr, set clip_norm, or go back to a checkpoint; {more_in('loss')}",
         step=step,
         ranks=ranks,
         tensors=names,
