@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from speedlab.cluster.advance import RESTING
 from speedlab.cluster.cluster import Cluster
@@ -13,11 +14,12 @@ from speedlab.cluster.run import Run
 from speedlab.telemetry.folder import RunFolder, find_runs_text
 
 
-def attach(name: str | os.PathLike[str] | None = None) -> Run:
+def attach(name: str | os.PathLike[str] | None = None, *, model: Any = None) -> Run:
     """The handle of a run that was started elsewhere: by an earlier kernel, or by `speedlab train`.
 
     `name` is a run's name or folder. Without it, the run of the running cluster that is training, else its newest one.
-    A named run whose engines are gone is opened to be looked at. Raises ClusterError when no cluster is running,
+    A named run whose engines are gone is opened to be looked at, and to be resumed in others; `model` is then what
+    `cluster.train` was given. Raises ClusterError when no cluster is running,
     RunError when there is no such run.
     """
     if name is None:
@@ -27,26 +29,26 @@ def attach(name: str | os.PathLike[str] | None = None) -> Run:
         if not folders:
             raise RunError(f"cluster {cluster.name!r} has no run; runs in {find_runs_text(Path('runs').resolve())}")
         folders.sort(key=lambda folder: (folder.read_status().state not in RESTING, folder.read_status().updated))
-        return _reattached(folders[-1], cluster)
+        return _reattached(folders[-1], cluster, model)
     folder = folder_named(name)
     try:
         cluster = Cluster.attach(folder.read_status().cluster or None)
     except ClusterError:
-        return Run(folder)
+        return Run(folder, model=model, attach=Cluster.attach)
     here = runs_here(folder, cluster, {status.pid for status in cluster.status()})
-    return _reattached(folder, cluster) if here else Run(folder)
+    return _reattached(folder, cluster, model) if here else Run(folder, model=model, attach=Cluster.attach)
 
 
-def _reattached(folder: RunFolder, cluster: Cluster) -> Run:
-    run = Run(folder, cluster)
+def _reattached(folder: RunFolder, cluster: Cluster, model: Any) -> Run:
+    run = Run(folder, cluster, model=model)
     assert run._advance is not None
     run._advance.start_if_needed()  # The kernel that posted the last word may have died before it could send it on.
     return run
 
 
-def folder_named(name: str | os.PathLike[str]) -> RunFolder:
-    """The run folder at the path `name`, or of that name in ./runs or among the runs of a running cluster."""
-    for path in (Path(name), Path("runs") / name):
+def folder_named(name: str | os.PathLike[str], parent: Path = Path("runs")) -> RunFolder:
+    """The run folder at the path `name`, or of that name in `parent` or among the runs of a running cluster."""
+    for path in (Path(name), parent / name):
         if (path / "config.json").is_file():
             return RunFolder(path)
     try:
@@ -56,4 +58,4 @@ def folder_named(name: str | os.PathLike[str]) -> RunFolder:
     for path in known:
         if path.name == str(name) and path.is_dir():
             return RunFolder(path)
-    raise RunError(f"there is no run {str(name)!r}; runs in {find_runs_text(Path('runs').resolve())}")
+    raise RunError(f"there is no run {str(name)!r}; runs in {find_runs_text(parent.resolve())}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from speedlab.engine.checkpoint.errors import CheckpointError
+from speedlab.telemetry.checkpoints import CheckpointError
 
 _FAILED = "failed.json"
 _PATIENCE_SECONDS = 1800.0
