@@ -8,11 +8,10 @@ from typing import Annotated, Literal
 
 import tyro
 
-from speedlab.cluster.known_runs import RunError
 from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError
 from speedlab.display.text import bytes_text
-from speedlab.telemetry.checkpoints import MANIFEST, find_checkpoint
+from speedlab.telemetry.checkpoints import MANIFEST, checkpoints_in, find_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +20,7 @@ class ExportOptions:
     `AutoTokenizer.from_pretrained` the tokenizer beside them."""
 
     run: Annotated[str, tyro.conf.Positional]
-    """The run's name in ./runs, the path of its folder, or that of one checkpoint."""
+    """The run's name in ./runs, or a path: of its folder, of one checkpoint, or of a folder of checkpoints."""
     folder: Annotated[Path, tyro.conf.Positional]
     """The folder to write; it must not exist."""
     step: int | None = None
@@ -51,10 +50,6 @@ def export(argv: list[str]) -> int:
 
 
 def _place(run: str) -> Path:
-    """The folder of a run, or a checkpoint."""
-    try:
-        return folder_named(run).path
-    except RunError:
-        if (Path(run) / MANIFEST).is_file():
-            return Path(run)
-        raise
+    """One checkpoint, a folder of some, or that of a run."""
+    path = Path(run).expanduser()
+    return path if (path / MANIFEST).is_file() or checkpoints_in(path) else folder_named(run).path

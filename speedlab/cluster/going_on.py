@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speedlab.cluster.errors import ClusterError
@@ -30,11 +31,11 @@ Saved = str | os.PathLike[str] | Pending | Event
 
 def resume_arguments(run: Run, step: int | Saved | None, tag: Saved | None, steps: int | None) -> dict[str, Any]:
     """What the word `resume` is to be given. Raises CheckpointError, ConfigError or RunError for what cannot be."""
-    chosen = _tag_of(run, step, tag)
-    if chosen is not None and _is_being_saved(run, chosen):
+    chosen = checkpoint_of(run, step, tag)
+    if chosen is not None and _is_being_saved(run, chosen.name):
         at = int(run.step)
     elif chosen is not None:
-        at = step_of(run.folder.path / "checkpoints" / chosen)
+        at = step_of(chosen)
     elif run.has_engines:
         at = int(run.step)
     elif (kept := newest(run.folder.path / "checkpoints")) is not None:
@@ -52,12 +53,12 @@ def resume_arguments(run: Run, step: int | Saved | None, tag: Saved | None, step
             f"run {run.name!r} would go on from step {at:,} and ends at step {end:,}; give it more than {at:,} steps: "
             f"run.resume(steps={2 * at}), in a terminal --steps {2 * at}"
         )
-    given = {"tag": chosen, "steps": steps}
+    given = {"tag": chosen.name if chosen is not None else None, "steps": steps}
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _tag_of(run: Run, step: int | Saved | None, tag: Saved | None) -> str | None:
-    """The name of the checkpoint that is meant, None for none."""
+def checkpoint_of(run: Run, step: int | Saved | None, tag: Saved | None) -> Path | None:
+    """The run's checkpoint that is named, None for none. Raises CheckpointError when it has no such one."""
     if step is not None and tag is not None:
         raise ConfigError(f"step {step} and tag {tag!r} both name a checkpoint; give one of them")
     saved = step if tag is None else tag
@@ -71,14 +72,14 @@ def _tag_of(run: Run, step: int | Saved | None, tag: Saved | None) -> str | None
     if saved is None:
         return None
     if isinstance(saved, int):
-        return find_checkpoint(folder, step=saved).name
+        return find_checkpoint(folder, step=saved)
     text = os.fspath(saved)
     if os.sep not in text:
-        return text if _is_being_saved(run, text) else find_checkpoint(folder, text).name
+        return folder / text if _is_being_saved(run, text) else find_checkpoint(folder, text)
     path = find_checkpoint(text)
     if path.parent.resolve() != folder:
         raise ConfigError(f"{path} is no checkpoint of run {run.name!r}, whose are in {folder}")
-    return path.name
+    return path
 
 
 def _is_being_saved(run: Run, tag: str) -> bool:

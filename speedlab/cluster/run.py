@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -21,12 +22,14 @@ import psutil
 import speedlab.cluster.remote as remote
 from speedlab.cluster.advance import RESTING, Advance
 from speedlab.cluster.errors import ClusterError, RankError
-from speedlab.cluster.going_on import Saved, find_engines, resume_arguments, take_engines
+from speedlab.cluster.export import export_checkpoint
+from speedlab.cluster.going_on import Saved, checkpoint_of, find_engines, resume_arguments, take_engines
 from speedlab.cluster.kernel_interrupt import is_the_users
 from speedlab.cluster.known_runs import RunError, refuse_second_run, remember_run
 from speedlab.cluster.words import Pending, Step
 from speedlab.config import ConfigError, RunConfig
 from speedlab.planner import parameter_count, stage_blocks
+from speedlab.telemetry.checkpoints import find_checkpoint
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import RunFolder, require_space
 from speedlab.telemetry.layout_table import LayoutTable, layout_table
@@ -141,6 +144,24 @@ class Run:
         """Write the pipeline's timeline of `step`, or of the newest step, to `path`, as a Chrome trace that
         chrome://tracing and Perfetto open; returns the step. Raises RunFolderError when there is no timeline of it."""
         return write_trace(self.folder, path, step, devices=self._devices())
+
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        step: int | Saved | None = None,
+        tag: Saved | None = None,
+        *,
+        config: str | os.PathLike[str] | None = None,
+        dtype: str | None = None,
+    ) -> Path:
+        """Write a checkpoint, the newest when none is named, as a folder that transformers loads: the weights, and the
+        tokenizer beside them. Returns it; the run goes on meanwhile, and needs no engines.
+
+        `config`: config.json of a model of transformers, for a model of your own that carried none; `dtype`: of the
+        weights, by name. Raises CheckpointError, ConfigError or RunError.
+        """
+        chosen = checkpoint_of(self, step, tag) or find_checkpoint(self.folder.path)
+        return export_checkpoint(chosen, Path(folder).expanduser().absolute(), config=config, dtype=dtype)
 
     # Control words: each returns at once
 
@@ -268,9 +289,7 @@ class Run:
     ) -> str:
         """Text that the model, as it is now, writes after `prompt`. The run has to rest; waits for the ranks."""
         if self.cluster is None or not self.has_engines:
-            raise RunError(
-                f"run {self.name!r} has no engines here, so no model; speedlab.attach({self.name!r}).resume()"
-            )
+            raise RunError(f"run {self.name!r} has no engines here, so no model; run.resume() takes those that run")
         self._until(self._idle, timeout, f"the ranks of run {self.name!r}")
         results = self.cluster.submit(
             remote.generate, str(self.folder.path), prompt, tokens, temperature=temperature, seed=seed

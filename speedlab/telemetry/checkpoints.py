@@ -51,14 +51,11 @@ def find_checkpoint(place: Place, tag: str | None = None, *, step: int | None = 
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder")
     known = checkpoints_in(folder)
-    if not known:
-        raise CheckpointError(
-            f"{folder}: holds no complete checkpoint, which has a {MANIFEST}; save one with run.save() or save_checkpoint()"
-        )
     fitting = [found for found in known if tag is None and step in (None, found.step)]
     if not fitting:
-        what = f"checkpoint {tag!r}" if tag is not None else f"checkpoint of step {step}"
-        raise CheckpointError(f"{folder}: holds no {what}; it holds {_named(known)}")
+        named = f"checkpoint {tag!r}" if tag is not None else f"checkpoint of step {step}" if step is not None else ""
+        there = f"it holds {_named(known)}" if known else "run.save() or save_checkpoint() writes one"
+        raise CheckpointError(f"{folder}: holds no {named or 'complete checkpoint'}; {there}")
     return fitting[-1].path
 
 

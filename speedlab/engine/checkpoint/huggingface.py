@@ -68,9 +68,9 @@ def export_hf(
     Raises CheckpointError when transformers has no such model, saying which fields stand in the way.
     """
     folder = Path(folder).expanduser()
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if isinstance(source, str | os.PathLike):
-        _export(find_checkpoint(source, tag), folder, config, dtype, shard_bytes)
+        _export(find_checkpoint(source, tag), folder, config, wanted, shard_bytes)
         return folder
     if tag is not None:
         raise CheckpointError(f"tag={tag!r} names a checkpoint, and the source is an engine; give its folder instead")
@@ -79,7 +79,7 @@ def export_hf(
     on_first(engine.everyone, lambda: shutil.rmtree(passing, ignore_errors=True))
     try:
         path = save(engine, passing, "values", {}, verify=False, moments=False)
-        on_first(engine.everyone, lambda: _export(path, folder, config, dtype, shard_bytes))
+        on_first(engine.everyone, lambda: _export(path, folder, config, wanted, shard_bytes))
     finally:
         if engine.everyone.index == 0:
             shutil.rmtree(passing, ignore_errors=True)
