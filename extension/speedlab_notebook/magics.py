@@ -108,11 +108,12 @@ def _short_errors() -> Iterator[None]:
     from speedlab.cluster.known_runs import RunError
     from speedlab.config import ConfigError
     from speedlab.layout import LayoutError
+    from speedlab.telemetry.checkpoints import CheckpointError
     from speedlab.telemetry.folder import RunFolderError
 
     try:
         yield
-    except (ClusterError, RunError, RunFolderError, ConfigError, LayoutError) as error:
+    except (ClusterError, RunError, RunFolderError, ConfigError, LayoutError, CheckpointError) as error:
         raise CommandError(str(error)) from error
 
 

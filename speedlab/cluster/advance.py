@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import speedlab.cluster.remote as remote
 from speedlab.cluster.errors import DIED, ClusterError, RankError
 from speedlab.cluster.out_of_memory import out_of_memory_lines
+from speedlab.telemetry.checkpoints import newest
 from speedlab.telemetry.folder import Command, RunFolder, RunFolderError, Status
 from speedlab.telemetry.records import RunState
 
@@ -200,8 +201,8 @@ class Advance:
         """What a person can do next: look at the ranks, go back to the last checkpoint, read the whole trace."""
         if any(failure.kind == DIED for failure in error.by_rank.values()):
             return None
-        kept = sorted((self._folder.path / "checkpoints").glob("step-*/manifest.json"))
-        back = f" · go back: run.resume(step={int(kept[-1].parent.name.partition('-')[2])})" if kept else ""
+        kept = newest(self._folder.path / "checkpoints")
+        back = f" · go back: run.resume(step={kept.step})" if kept is not None else ""
         rank = error.groups[0][0][0]
         return f"The engines are idle and keep their state. Look: %%ranks {rank}{back} · full trace: run.errors[-1]"
 

@@ -30,6 +30,7 @@ from speedlab.engine.step.totals import Totals
 from speedlab.engine.step.whole import remember_parts, whole_state
 from speedlab.parallel.zero import forget, remember
 from speedlab.placement import Residency
+from speedlab.telemetry.checkpoints import numbered_name
 from speedlab.telemetry.records import Ledger, Span
 
 
@@ -244,7 +245,7 @@ class Engine(TrainingState):
         """
         self._step.refuse_after_cut_update()
         self._step.refuse_inside("save_checkpoint")
-        tag = tag or f"step-{self.global_step:06d}"
+        tag = tag or numbered_name(Path(folder), self.global_step)
         return checkpoint.save(self, Path(folder), tag, client_state or {}, wait=wait, verify=verify)
 
     @property
@@ -255,12 +256,12 @@ class Engine(TrainingState):
     def load_checkpoint(
         self, folder: str | Path, tag: str | None = None, *, verify: bool = True
     ) -> tuple[Path, dict[str, Any]]:
-        """Read `folder/tag`, or the newest one in `folder`; any layout and any stage may have written it. A step that
-        is under way is given up.
+        """Read `folder/tag`, the newest one in `folder`, or `folder` itself where it is a checkpoint, as
+        `save_checkpoint` returned it; any layout and any stage may have written it. A step under way is given up.
 
         Returns (its path, the client state). Raises CheckpointError, naming the file, before anything is changed.
         """
-        loaded = checkpoint.load(self, Path(folder), tag, verify=verify)
+        loaded = checkpoint.load(self, folder, tag, verify=verify)
         self._step.reset()
         return loaded
 

@@ -24,6 +24,9 @@ from speedlab.telemetry.records import Event, RunState
 CONTROL_WORDS = ("pause", "resume", "step", "stop", "save", "reshape")
 """What a person may ask of a run; each is carried out by all ranks between the same two steps."""
 
+TOKENIZER = "tokenizer"
+"""Where a run's folder has its tokenizer, as transformers reads it."""
+
 _CONFIG_LIMIT_BYTES = 2**20
 _STATUS_LIMIT_BYTES = 2**18
 _WORD_LIMIT_BYTES = 2**14

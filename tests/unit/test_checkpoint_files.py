@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from speedlab.engine.checkpoint import CheckpointError, newest, prune
+from speedlab.engine.checkpoint import CheckpointError, prune
 from speedlab.engine.checkpoint import saving as saving_module
 from speedlab.engine.checkpoint.manifest import read_manifest
 from speedlab.engine.checkpoint.saving import (
@@ -29,6 +29,7 @@ from speedlab.engine.checkpoint.saving import (
     write_report,
 )
 from speedlab.engine.checkpoint.tensor_file import Values, write_tensors
+from speedlab.telemetry.checkpoints import Checkpoint, newest
 
 # ---- the file --------------------------------------------------------------------------------------------------------
 
@@ -170,7 +171,7 @@ def test_damaged_ones_do_not_count_and_the_newest_good_one_stays(tmp_path: Path)
         complete(tmp_path, f"step-{step}", step, cut=step == 3)
     prune(tmp_path, 1)
     assert names(tmp_path) == ["step-2", "step-3"]
-    assert newest(tmp_path) == tmp_path / "step-3"
+    assert newest(tmp_path) == Checkpoint(path=tmp_path / "step-3", step=3)
     complete(tmp_path / "all", "step-1", 1, cut=True)
     assert prune(tmp_path / "all", 1) == []
 

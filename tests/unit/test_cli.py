@@ -137,7 +137,7 @@ def test_the_file_comes_first(tmp_path) -> None:
         (["--data.source", "no-such-folder"], "no-such-folder"),
         (["--steps", "0"], "steps: Input should be greater than or equal to 1 (got 0)"),
         (["missing.yaml"], "missing.yaml: cannot be read: No such file or directory"),
-        (["--name", "taken"], "taken exists; give another --name"),
+        (["--name", "taken"], "taken exists, finished at step 0 of 40; give another --name"),
     ],
 )
 def test_what_cannot_run_is_refused_before_engines_start(monkeypatch, capsys, arguments, message) -> None:
@@ -318,7 +318,7 @@ def test_the_demo_does_not_touch_a_cluster_that_runs(monkeypatch, capsys, tmp_pa
 def test_export_needs_a_checkpoint(capsys) -> None:
     make_run(Path("runs/bare"), state=RunState.PAUSED)
     assert cli.main(["export", "bare", "out"]) == 2
-    assert "holds no complete checkpoint; save one with run.save()" in capsys.readouterr().err
+    assert "holds no complete checkpoint; run.save() or" in capsys.readouterr().err
     assert cli.main(["export", "bare", "out", "--tag", "step-000007"]) == 2
     assert "step-000007" in capsys.readouterr().err
     assert not Path("out").exists()

@@ -112,6 +112,9 @@ class FakeEngines:
         states = ["dead" if rank in self.dead else "busy" if busy else "idle" for rank in range(self.size)]
         return [types.SimpleNamespace(rank=r, pid=self.pids[r], state=state) for r, state in enumerate(states)]
 
+    def attach(self, name: str | None = None) -> Any:
+        return self
+
     def interrupt(self, timeout_seconds: float = 2.0) -> list[int]:
         self.interrupted += 1
         return list(range(self.size))

@@ -17,7 +17,7 @@ from typing import Any
 
 from speedlab.comm.shared.memory import Process
 from speedlab.comm.shared.segments import host_identity
-from speedlab.engine.checkpoint.errors import CheckpointError
+from speedlab.telemetry.checkpoints import CheckpointError
 
 _FAILED = "failed.json"
 _REMOVED = "{}: was removed while it was written"

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from speedlab.engine.checkpoint.agree import all_or_none, on_first
-from speedlab.engine.checkpoint.errors import CheckpointError
-from speedlab.engine.checkpoint.manifest import MANIFEST, common_of, describe_part, manifest_of
+from speedlab.engine.checkpoint.manifest import common_of, describe_part, manifest_of
 from speedlab.engine.checkpoint.random_state import random_tensors, random_words
 from speedlab.engine.checkpoint.saving import (
     Saving,
@@ -40,6 +39,7 @@ from speedlab.engine.checkpoint.tensor_file import Values, to_disk, write_tensor
 from speedlab.engine.step.state import TrainingState
 from speedlab.parallel.zero import Flat, Slot
 from speedlab.placement import Placement
+from speedlab.telemetry.checkpoints import MANIFEST, CheckpointError
 
 _MARGIN_BYTES = 2**20
 """Room that must stay free beside the checkpoint itself: headers, manifest, the file system's own needs."""

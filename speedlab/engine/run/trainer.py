@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from speedlab.config import ConfigError
-from speedlab.engine.checkpoint import newest
+from speedlab.data import save_tokenizer
+from speedlab.engine.build.schedule import follow_schedule
 from speedlab.engine.engine import Engine
 from speedlab.engine.run.agreement import Parted, Refusal, agreed
 from speedlab.engine.run.diagnose import first_non_finite
@@ -19,8 +20,14 @@ from speedlab.engine.run.reporting import Reporter
 from speedlab.engine.run.training import OwnModel, Training
 from speedlab.engine.run.words import carry_out_pending
 from speedlab.engine.step.errors import NonFiniteError
-from speedlab.telemetry.folder import RunFolder, RunFolderError
+from speedlab.telemetry.checkpoints import newest
+from speedlab.telemetry.folder import TOKENIZER, RunFolder, RunFolderError
 from speedlab.telemetry.records import RunState
+
+_STARTS_AS = {state: state for state in (RunState.RUNNING, RunState.FINISHED, RunState.STOPPED)} | {
+    RunState.STARTING: RunState.RUNNING
+}
+"""What the folder says of a run -> how it begins in new engines; paused otherwise."""
 
 
 class Trainer:
@@ -76,7 +83,7 @@ class Trainer:
                 "there is no checkpoint to go back to: start the run again, with checkpoint.every_steps set"
             )
         training.changing = True
-        training.engine.load_checkpoint(kept.parent, kept.name)
+        training.engine.load_checkpoint(kept)
         training.changing = False
         self.reporter.event("warning", f"went back to {kept.name}: the interrupt came in the middle of an update")
 
@@ -89,9 +96,11 @@ class Trainer:
         training = self.training
         kept = self._newest()
         if kept is not None:
-            training.engine.load_checkpoint(kept.parent, kept.name)
-        if agreed(training.control, lambda: self._look(kept)) in (RunState.STARTING, RunState.RUNNING):
-            training.state = RunState.RUNNING
+            training.engine.load_checkpoint(kept)
+            follow_schedule(training.engine.scheduler, training.config)
+        training.state = _STARTS_AS.get(agreed(training.control, lambda: self._look(kept)), RunState.PAUSED)
+        if training.world.rank == 0:
+            save_tokenizer(training.corpus.tokenizer, self.folder.path / TOKENIZER)
         self.reporter.started()
         if training.engine.global_step == 0 and training.config.eval.every_steps:
             self.reporter.event("evaluated", "before the first step", heldout_loss=training.evaluate())
@@ -113,7 +122,7 @@ class Trainer:
         """The newest checkpoint, as the first rank sees the folder. Collective."""
         folder = self.folder.path / "checkpoints"
         kept = agreed(self.training.control, lambda: newest(folder))
-        name = self.training.control.share(kept.name if kept else None)
+        name = self.training.control.share(kept.path.name if kept else None)
         return folder / name if name else None
 
     # ---- failing -----------------------------------------------------------------------------------------------------
@@ -147,5 +156,5 @@ class Trainer:
             if name
         ]
         kept = newest(self.folder.path / "checkpoints")
-        told.append(f"the last good checkpoint is {kept.name}" if kept else "the run has no checkpoint yet")
+        told.append(f"the last good checkpoint is {kept.path.name}" if kept else "the run has no checkpoint yet")
         error.args = (f"{error}; {'; '.join(told)}",)
