@@ -58,7 +58,10 @@ def _run(name: str, rest: list[str]) -> int:
     module = importlib.import_module(f"speedlab.cli.{COMMANDS[name][0]}")
     try:
         return getattr(module, name)(rest)
-    except (ConfigError, LayoutError, ClusterError, RunError, RunFolderError, CheckpointError) as error:
+    except ConfigError as error:
+        print(f"speedlab {name}: {error.in_terminal}", file=sys.stderr)
+        return 2
+    except (LayoutError, ClusterError, RunError, RunFolderError, CheckpointError) as error:
         print(f"speedlab {name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -58,7 +58,7 @@ def _from_deepspeed(options: ConfigOptions) -> int:
     reading = RunConfig.deepspeed_reading(options.from_deepspeed, engines=options.engines, ignore=options.ignore)
     if reading.accepted is None or options.json:
         # JSON has no comments, and of a file that was refused there is nothing else to print.
-        print(reading, file=sys.stderr)
+        print("\n".join(reading.lines(in_terminal=True)), file=sys.stderr)
     if reading.accepted is None:
         return 2
     if options.json:

@@ -1,7 +1,7 @@
 """The engine: one rank's part in a training step of a model under any layout, with DeepSpeed's call names.
 
 A thin door: `step/step.py` says where a step stands, `step/drivers.py` computes it, `step/looking.py` measures it,
-`checkpoint/` writes and reads its state.
+`checkpoint/` writes and reads its state, `deepspeed_names.py` has what only scripts for DeepSpeed ask for.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 import speedlab.engine.checkpoint as checkpoint
 from speedlab.engine.build.wrap import BlockWrapper
+from speedlab.engine.deepspeed_names import DeepSpeedNames
 from speedlab.engine.step.clock import PhaseClock
 from speedlab.engine.step.communicating import check_whole_gradients
 from speedlab.engine.step.drivers import Batch, Driver, PipelineStages, WholeModel
@@ -24,7 +25,6 @@ from speedlab.engine.step.looking import Looking
 from speedlab.engine.step.losses import LossFunction
 from speedlab.engine.step.memory import release_freed_memory
 from speedlab.engine.step.random_streams import RandomStreams
-from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.step import Step
 from speedlab.engine.step.totals import Totals
 from speedlab.engine.step.whole import remember_parts, whole_state
@@ -34,7 +34,7 @@ from speedlab.telemetry.checkpoints import numbered_name
 from speedlab.telemetry.records import Ledger, Span
 
 
-class Engine(TrainingState):
+class Engine(DeepSpeedNames):
     """A module that trains with its states partitioned over the data-parallel ranks.
 
     A step is `accumulation` times (call, `backward`, `step`), as in DeepSpeed; only the last `step` updates parameters.
@@ -43,16 +43,14 @@ class Engine(TrainingState):
     `speedlab.initialize`.
     """
 
-    def __init__(
-        self, *args: Any, accumulation: int, outside_bytes: int, loss: LossFunction | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, outside_bytes: int, loss: LossFunction | None = None, **kwargs: Any) -> None:
         """`args`, `kwargs`: of TrainingState. `outside_bytes`: what the process held before. `loss`: as for
         `initialize`."""
         super().__init__(*args, **kwargs)
         device, config = self.world.device, self.config
         self.clock = PhaseClock(self.traffic, device)
         streams = RandomStreams(config.seed, device)
-        self._step = Step(self, streams, accumulation=accumulation, around_update=self._around_update)
+        self._step = Step(self, streams, accumulation=self.batch.accumulation, around_update=self._around_update)
         checkpointing = config.activation.checkpointing == "block"
         self._driver: Driver
         if self.layout.pp == 1:
@@ -106,7 +104,12 @@ class Engine(TrainingState):
         if not self._step.at_boundary:
             self._step.ended_micro_batch()
             return False
-        return self._step.end(signals, self.config.clip_norm)
+        updated = self._step.end(signals, self.config.clip_norm)
+        self.skipped_steps += not updated
+        self.global_samples += self.batch.global_size
+        if self.epochs is not None:
+            self.epochs.advance(self.batch.global_size)
+        return updated
 
     def train_batch(self, batches: Iterable[Batch], *, signals: Callable[[], Sequence[float]] = tuple) -> float:
         """A whole step under any layout: forward and backward of this rank's micro-batches, then the update. After an
@@ -189,6 +192,10 @@ class Engine(TrainingState):
         """Norm of the last step's gradient over all parameters and ranks, before clipping; None before the first
         step."""
         return self.totals.grad_norm if self.totals else None
+
+    def get_global_grad_norm(self) -> float | None:
+        """The same, under the name that it has in DeepSpeed."""
+        return self.global_grad_norm
 
     @contextmanager
     def _guard(self) -> Iterator[None]:

@@ -118,13 +118,13 @@ def model_states(
     dp: int,
     stage: int,
     dtype: str,
-    optimizer: OptimizerConfig | Literal["adamw", "sgd"] = "adamw",
+    optimizer: OptimizerConfig | Literal["adamw", "lion", "sgd"] = "adamw",
 ) -> ModelStates:
     """Model states on each of `dp` ranks, by ZeRO's formula (arXiv:1910.02054, section 3).
 
     Parameters and gradients are in the compute dtype. A 16-bit dtype needs float32 master weights; AdamW has two
-    float32 moments, SGD one, or none without momentum. Optimizer states are masters and moments together. Partitions
-    are rounded up to whole elements; the padding of single flats is not counted.
+    float32 moments, Lion one, SGD one, or none without momentum. Optimizer states are masters and moments together.
+    Partitions are rounded up to whole elements; the padding of single flats is not counted.
 
     Raises ValueError for a dtype, stage, dp or count of parameters that cannot be.
     """
@@ -133,7 +133,7 @@ def model_states(
     if dp < 1 or parameters < 0:
         raise ValueError(f"dp {dp} must be at least 1, and the number of parameters {parameters} at least 0")
     config = OptimizerConfig.model_validate({"name": optimizer}) if isinstance(optimizer, str) else optimizer
-    moments = 2 if config.name == "adamw" else int(config.momentum > 0)
+    moments = config.moments
     residency = Residency.of_stage(stage, dp)
     optimizer_share = residency.optimizer_states.share(parameters, dp)
     gradient_share = residency.gradients.share(parameters, dp)

@@ -253,7 +253,7 @@ def _with_states(rank: RankMemory, setup: Setup, stages: Sequence[Flats]) -> Ran
     dp, low = setup.layout.dp, DTYPE_BYTES[setup.dtype] < _FLOAT32
     residency = Residency.of_stage(setup.zero_stage, dp)
     owned = residency.optimizer_states.share(elements, dp)
-    moments = 2 if setup.optimizer.name == "adamw" else int(setup.optimizer.momentum > 0)
+    moments = setup.optimizer.moments
     states = {
         "parameters": DTYPE_BYTES[setup.dtype] * residency.parameters.share(elements, dp),
         "gradients": _gradient_bytes(setup) * residency.gradients.share(elements, dp),

@@ -5,17 +5,18 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from speedlab.comm import Traffic, World, join
 from speedlab.config import ConfigError, GivenConfig, RunConfig, ScheduleConfig, config_of
 from speedlab.config.batch import Batch
+from speedlab.data import Epochs
 from speedlab.engine.build.model_parts import build_model_part, plan_model_parts
 from speedlab.engine.build.recipe import OptimizerChoice, Recipe
 from speedlab.engine.build.schedule import make_schedule
@@ -25,6 +26,7 @@ from speedlab.engine.step.losses import LossFunction, refuse_loss_of_pipeline
 from speedlab.engine.step.memory import PeakMemory, keep_freed_memory
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.engine.step.precision import LossScale, compute_dtype
+from speedlab.layout import Layout
 from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.zero import UnitChoice
 from speedlab.placement import Placement, Residency
@@ -59,7 +61,9 @@ def initialize(
         optimizer: an elementwise torch optimizer as class (with the arguments that `config.optimizer` names, and else
             the class's own defaults), as callable of the list of trainable parameters, or as an instance over them;
             None makes the one that the configuration describes.
-        training_data: a dataset; the returned loader gives each rank its share in micro-batches.
+        training_data: a dataset with a length and items by number; the returned loader gives each rank its share in
+            micro-batches, each epoch in an order of its own. After `engine.load_checkpoint` it goes on behind the items
+            that the checkpoint had trained on, under any layout.
         lr_scheduler: a torch scheduler, or a callable that makes one of the optimizer; None makes the configuration's
             when the optimizer too comes from it, and else none. `engine.step` steps it.
         config: RunConfig, a dict of its fields, or the path of a JSON or YAML file; of DeepSpeed's keys, too. A
@@ -83,10 +87,12 @@ def initialize(
     layout = config.layout(world.size, built_in=False)
     refuse_loss_of_pipeline(loss, layout)
     batch = config.batch.resolve(layout.data_size)
+    epochs = _epochs(training_data, batch, layout, world.rank, config.seed)
     engine = _build(model, optimizer, lr_scheduler, config, world, loss=loss, units=units, tp_plan=tp_plan, batch=batch)
     for module in engine.modules:
         _engines[module] = weakref.ref(engine)
-    loader = _loader(training_data, batch.micro_size, engine.mesh, config.seed, collate_fn)
+    engine.epochs = epochs
+    loader = _loader(training_data, epochs, batch, config.seed, collate_fn)
     return engine, engine.optimizer, loader, engine.scheduler
 
 
@@ -139,12 +145,12 @@ def _build(
         optimizer=partitioned,
         scheduler=_scheduler(lr_scheduler, optimizer, config, partitioned.inner),
         config=config,
+        batch=batch,
         world=world,
         mesh=mesh,
         traffic=traffic,
         loss_scale=LossScale(config.precision, dtype),
         dtype=dtype,
-        accumulation=batch.accumulation,
         outside_bytes=outside_bytes,
         loss=loss,
     )
@@ -185,12 +191,24 @@ def _scheduler(choice: Any, optimizer_choice: OptimizerChoice, config: RunConfig
     return choice if hasattr(choice, "step") else choice(optimizer)
 
 
-def _loader(
-    data: Dataset[Any] | None, micro_size: int, mesh: Mesh, seed: int, collate_fn: Callable[..., Any] | None
-) -> DataLoader[Any] | None:
+def _epochs(data: Dataset[Any] | None, batch: Batch, layout: Layout, rank: int, seed: int) -> Epochs | None:
+    """This rank's order of the data; checked before anything is built."""
     if data is None:
         return None
-    sampler = DistributedSampler(
-        data, num_replicas=mesh.layout.data_size, rank=mesh.data_index, shuffle=True, seed=seed
-    )
-    return DataLoader(data, batch_size=micro_size, sampler=sampler, collate_fn=collate_fn, drop_last=True)
+    if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
+        raise ConfigError(
+            f"training_data: a {type(data).__name__} has no length or no items by number, so that its order cannot be "
+            "shared out; give a map-style dataset, or make a loader of your own"
+        )
+    share, size = layout.data_index(rank), len(data)
+    return Epochs(size, micro_size=batch.micro_size, shares=layout.data_size, share=share, seed=seed)
+
+
+def _loader(
+    data: Dataset[Any] | None, epochs: Epochs | None, batch: Batch, seed: int, collate_fn: Callable[..., Any] | None
+) -> DataLoader[Any] | None:
+    if data is None or epochs is None:
+        return None
+    # A generator of its own: starting an epoch leaves torch's random state alone.
+    numbers = torch.Generator().manual_seed(seed)
+    return DataLoader(data, batch_size=batch.micro_size, sampler=epochs, collate_fn=collate_fn, generator=numbers)

@@ -126,7 +126,7 @@ def _memory(
     flats: list[_Flat], config: RunConfig, dp: int, *, summed: bool, buffers: int, activations: int
 ) -> RankMemory:
     stage, optimizer = config.zero.stage, config.optimizer
-    moments = 2 if optimizer.name == "adamw" else int(optimizer.momentum > 0)
+    moments = optimizer.moments
     share = [dp if stage >= least else 1 for least in (1, 2, 3)]
     states: Counter[str] = Counter(parameters=buffers)
     borrowed: Counter[int] = Counter()

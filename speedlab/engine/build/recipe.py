@@ -11,6 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from speedlab.config import ConfigError, OptimizerConfig
 from speedlab.engine.step.fused import fused_kind
+from speedlab.engine.step.own_optimizers import Lion, UncorrectedAdamW
 from speedlab.engine.step.segments import has_kernels
 
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "Lamb")
@@ -35,7 +36,7 @@ class Recipe:
             others = [p for p in trainable if p.ndim < 2]
             groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
             groups = [group for group in groups if group["params"]]
-            kind: type[Optimizer] = AdamW if config.name == "adamw" else SGD
+            kind: type[Optimizer] = _kind_of(config)
             options = config.model_dump(exclude={"name"})
             self._make = lambda segments, fusible: _construct(kind, segments, options, fusible)
         elif isinstance(choice, type):
@@ -100,6 +101,12 @@ class Recipe:
         for group, tensors in zip(self._instance.param_groups, segments, strict=True):
             group["params"] = tensors
         return self._instance
+
+
+def _kind_of(config: OptimizerConfig) -> type[Optimizer]:
+    if config.name == "adamw" and not config.bias_correction:
+        return UncorrectedAdamW
+    return {"adamw": AdamW, "lion": Lion, "sgd": SGD}[config.name]
 
 
 def _construct(

@@ -196,6 +196,11 @@ def _load_rest(engine: TrainingState, files: Files, manifest: dict[str, Any]) ->
     if manifest.get("schedule") and hasattr(engine.scheduler, "load_state_dict"):
         engine.scheduler.load_state_dict({**engine.scheduler.state_dict(), **manifest["schedule"]})
     engine.global_step = manifest["step"]
+    # Older checkpoints do not say these.
+    engine.skipped_steps = manifest.get("skipped_steps", 0)
+    engine.global_samples = manifest.get("samples", engine.global_step * engine.batch.global_size)
+    if engine.epochs is not None:
+        engine.epochs.go_to(manifest.get("data"), trained=engine.global_samples)
     engine.updating = False
 
 
