@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import speedlab
 from ranks import models
+from ranks.conftest import PoolOf
 from ranks.pool import Pool
 
 STAGES = [0, 1, 2, 3]
@@ -195,3 +197,95 @@ def test_state_that_the_optimizer_is_given(two: Pool, tmp_path: Path) -> None:
     """`optimizer.load_state_dict` makes new tensors: checkpoints and changes of stage see those."""
     expected = two.run(norms_after_a_load, tmp_path / "a", False)
     assert two.run(norms_after_a_load, tmp_path / "b", True) == expected
+
+
+# ---- interrupts ------------------------------------------------------------------------------------------------------
+
+
+def norms_around_an_interrupt(stage: int) -> list[Any]:
+    """Of two steps, between them a backward that Ctrl-C breaks off on all ranks; the second may be a refusal."""
+    engine = engine_of(model := net(), stage)
+    try:
+        found: list[Any] = [train(engine, 0)]
+        # Gradients of the blocks are there by then.
+        hook = model.first.register_forward_hook(lambda module, args, output: output.register_hook(interrupt) and None)
+        loss = engine(points(1))
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(loss)
+        hook.remove()
+        try:
+            found.append(train(engine, 1))
+        except RuntimeError as error:
+            found.append(str(error))
+        return found
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def interrupt(_: Tensor) -> None:
+    raise KeyboardInterrupt
+
+
+def two_norms(stage: int) -> list[float]:
+    engine = engine_of(net(), stage)
+    try:
+        return [train(engine, 0), train(engine, 1)]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_interrupted_backward_leaves_no_gradients(pool_of: PoolOf, stage: int) -> None:
+    """What it had added would count twice when the cell is run again. A rank alone forgets it at once; several, which
+    may stand in different places, have to meet anew."""
+    assert pool_of(1).run(norms_around_an_interrupt, stage) == pool_of(1).run(two_norms, stage)
+    for _, told in pool_of(2).run(norms_around_an_interrupt, stage):
+        assert "a backward of step 2 was cut off" in told
+    pool_of(2).new_group()
+
+
+# ---- the module ------------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """(B, C) and targets, which it does not need → what has a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, targets: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.head(self.norm(x)).square().mean())
+
+
+def modes_after_evaluation() -> list[bool]:
+    engine = engine_of(model := models.seeded(Normed), 0)
+    try:
+        model.norm.eval()  # Statistics that shall stay as they are.
+        engine.evaluate([(points(0), points(0))])
+        return [model.training, model.norm.training, model.head.training]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def test_evaluation_leaves_each_module_in_its_mode(two: Pool) -> None:
+    """One that is in evaluation mode by itself, as a frozen BatchNorm, does not begin to train."""
+    assert two.run(modes_after_evaluation) == [[True, False, True]] * 2
+
+
+def norm_with_gradients_from_before(stage: int, dtype: str, earlier: bool) -> float:
+    model = net()
+    if earlier:
+        model(points(9)).backward()
+    engine = engine_of(model, stage, dtype=dtype)
+    try:
+        return train(engine, 0)
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_from_before_do_not_count(two: Pool, dtype: str) -> None:
+    """Of a look at the model before it is set up; `zero_grad` of the engine's optimizer does not reach them."""
+    expected = two.run(norm_with_gradients_from_before, 1, dtype, False)
+    assert two.run(norm_with_gradients_from_before, 1, dtype, True) == expected
