@@ -239,6 +239,8 @@ class Engine(TrainingState):
         """
         self._step.refuse_after_cut()
         self._step.refuse_inside("save_checkpoint")
+        for flat in self.flats:
+            flat.take_changes()
         tag = tag or f"step-{self.global_step:06d}"
         return checkpoint.save(self, Path(folder), tag, client_state or {}, wait=wait, verify=verify)
 

@@ -289,3 +289,69 @@ def test_gradients_from_before_do_not_count(two: Pool, dtype: str) -> None:
     """Of a look at the model before it is set up; `zero_grad` of the engine's optimizer does not reach them."""
     expected = two.run(norm_with_gradients_from_before, 1, dtype, False)
     assert two.run(norm_with_gradients_from_before, 1, dtype, True) == expected
+
+
+def write_in_place(parameter: nn.Parameter) -> None:
+    parameter.clamp_(-0.1, 0.1)
+
+
+def put_in_place(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.detach().clamp(-0.1, 0.1)
+
+
+def changed_by_hand(stage: int, dtype: str, way: str, folder: Path) -> dict[str, Any]:
+    """Between two steps the weight of `first` is clamped to ±0.1; then `first` is not used any more, and stays."""
+    engine = engine_of(model := net(), stage, dtype=dtype)
+    try:
+        train(engine, 0)
+        before, weight = engine.state_dict()["first.weight"].clone(), model.first.weight
+        with torch.no_grad():
+            if way == "load_state_dict":
+                model.first.load_state_dict({"weight": weight.clamp(-0.1, 0.1), "bias": model.first.bias.clone()})
+            else:
+                {"in place": write_in_place, "data": put_in_place}[way](weight)
+        saved = engine.save_checkpoint(folder, "changed")
+        model.first.requires_grad_(False)
+        train(engine, 1)
+        after = engine.state_dict()["first.weight"]
+        engine.load_checkpoint(saved.parent, saved.name)
+        return {
+            "before": before,
+            "after": after,
+            "seen": weight.detach().float().clone(),
+            "saved": engine.state_dict()["first.weight"],
+        }
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize("way", ["in place", "data", "load_state_dict"])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (0, "bfloat16"), (2, "float32"), (2, "bfloat16")])
+def test_parameters_changed_by_hand(two: Pool, tmp_path: Path, stage: int, dtype: str, way: str) -> None:
+    """They train, and are saved, with their new values; elements that stayed keep the bits of their masters."""
+    for found in two.run(changed_by_hand, stage, dtype, way, tmp_path):
+        before, limit = found["before"], torch.tensor(0.1).to(getattr(torch, dtype)).float()
+        assert (before.abs() > 0.11).any()
+        assert (before.abs() < 0.09).any()
+        inside = before.abs() <= limit
+        for name in ("after", "saved"):
+            assert found[name][inside].equal(before[inside])
+            assert found[name][~inside].equal(limit * before[~inside].sign())
+        assert found["seen"].equal(found["saved"].to(getattr(torch, dtype)).float())
+
+
+def change_partitioned() -> str:
+    engine = engine_of(model := net(), 3)
+    try:
+        put_in_place(model.first.weight)
+        train(engine, 0)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.destroy(keep_parameters=False)
+    return ""
+
+
+def test_partitioned_parameters_changed_by_hand_are_refused(two: Pool) -> None:
+    for told in two.run(change_partitioned):
+        assert "first.weight was changed while it is partitioned" in told
