@@ -355,3 +355,20 @@ def change_partitioned() -> str:
 def test_partitioned_parameters_changed_by_hand_are_refused(two: Pool) -> None:
     for told in two.run(change_partitioned):
         assert "first.weight was changed while it is partitioned" in told
+
+
+def norms_with_frozen(stage: int, everything: bool) -> list[float]:
+    """The optimizer is the caller's instance, over all parameters or over those that train."""
+    model = net()
+    model.first.requires_grad_(False)
+    given = model.parameters() if everything else (p for p in model.parameters() if p.requires_grad)
+    engine = engine_of(model, stage, optimizer=sgd(given))
+    try:
+        return [train(engine, step) for step in range(2)]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def test_an_optimizer_over_frozen_parameters_too(two: Pool) -> None:
+    """As `AdamW(model.parameters())` of a model with adapters."""
+    assert two.run(norms_with_frozen, 2, True) == two.run(norms_with_frozen, 2, False)
