@@ -75,7 +75,7 @@ class Engine(DeepSpeedNames):
         Under a pipeline no rank holds the module: this then computes logits of tokens, on every rank and without
         gradients; training is `train_batch`.
         """
-        self._step.refuse_after_cut_update()
+        self._step.refuse_after_cut()
         with self._guard():
             return self._driver.forward(args, kwargs)
 
@@ -91,6 +91,7 @@ class Engine(DeepSpeedNames):
                 f"backward: the loss has shape {tuple(loss.shape)}; reduce it to one number first, for instance by "
                 f"mean()"
             )
+        self._step.refuse_after_cut()
         with self._guard():
             self._driver.backward(loss)
         return loss
@@ -124,7 +125,7 @@ class Engine(DeepSpeedNames):
         Returns the mean loss over the global batch. Raises ValueError for another number of micro-batches, and
         RuntimeError inside a step, before anything is done.
         """
-        self._step.refuse_after_cut_update()
+        self._step.refuse_after_cut()
         self._step.refuse_inside("train_batch")
         given = list(batches)
         if len(given) != self.accumulation:
@@ -145,8 +146,8 @@ class Engine(DeepSpeedNames):
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over all ranks' micro-batches, without gradients or dropout. Collective."""
-        self._step.refuse_after_cut_update()
-        was_training = self.module.training
+        self._step.refuse_after_cut()
+        modes = [(module, module.training) for part in self.modules for module in part.modules()]
         self.eval()
         losses: list[Tensor] = []
         try:
@@ -154,7 +155,8 @@ class Engine(DeepSpeedNames):
                 with self._guard():
                     losses += self._driver.evaluate(batch)
         finally:
-            self.train(was_training)
+            for module, mode in modes:
+                module.training = mode
         counted = losses if self.mesh["tp"].index == 0 else []  # Those of its tensor peers are the same.
         vector = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         if counted:
@@ -203,7 +205,8 @@ class Engine(DeepSpeedNames):
             yield
         except BaseException as error:
             # An interrupt must not wait for peers: what is under way stays as it is until `reconnect`.
-            if isinstance(error, Exception) and self._driver.abandon():
+            waits_for_nobody = isinstance(error, Exception) or self.world.size == 1
+            if waits_for_nobody and self._driver.abandon():
                 self._step.reset()
             name_module(error, self.modules, step=self.global_step + 1, rank=self.world.rank)
             raise
@@ -218,7 +221,7 @@ class Engine(DeepSpeedNames):
     def reshape(self, *, zero: int) -> None:
         """Change the ZeRO stage in place, between two steps: states are cut, freed, or gathered once. Nothing is
         lost."""
-        self._step.refuse_after_cut_update()
+        self._step.refuse_after_cut()
         self._step.refuse_inside("reshape")
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"reshape: zero is {zero}; it is 0, 1, 2 or 3")
@@ -250,8 +253,10 @@ class Engine(DeepSpeedNames):
         Returns its path. `wait=False` comes back when the tensors are copied; `saving` tells of the rest. Without
         `verify` nothing is hashed or brought to the disk: for folders in memory.
         """
-        self._step.refuse_after_cut_update()
+        self._step.refuse_after_cut()
         self._step.refuse_inside("save_checkpoint")
+        for flat in self.flats:
+            flat.take_changes()
         tag = tag or numbered_name(Path(folder), self.global_step)
         return checkpoint.save(self, Path(folder), tag, client_state or {}, wait=wait, verify=verify)
 

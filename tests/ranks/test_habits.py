@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import speedlab
 from ranks import models
+from ranks.conftest import PoolOf
 from ranks.pool import Pool
 
 STAGES = [0, 1, 2, 3]
@@ -195,3 +197,208 @@ def test_state_that_the_optimizer_is_given(two: Pool, tmp_path: Path) -> None:
     """`optimizer.load_state_dict` makes new tensors: checkpoints and changes of stage see those."""
     expected = two.run(norms_after_a_load, tmp_path / "a", False)
     assert two.run(norms_after_a_load, tmp_path / "b", True) == expected
+
+
+# ---- interrupts ------------------------------------------------------------------------------------------------------
+
+
+def norms_around_an_interrupt(stage: int) -> list[Any]:
+    """Of two steps, between them a backward that Ctrl-C breaks off on all ranks; the second may be a refusal."""
+    engine = engine_of(model := net(), stage)
+    try:
+        found: list[Any] = [train(engine, 0)]
+        # Gradients of the blocks are there by then.
+        hook = model.first.register_forward_hook(lambda module, args, output: output.register_hook(interrupt) and None)
+        loss = engine(points(1))
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(loss)
+        hook.remove()
+        try:
+            found.append(train(engine, 1))
+        except RuntimeError as error:
+            found.append(str(error))
+        return found
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def interrupt(_: Tensor) -> None:
+    raise KeyboardInterrupt
+
+
+def two_norms(stage: int) -> list[float]:
+    engine = engine_of(net(), stage)
+    try:
+        return [train(engine, 0), train(engine, 1)]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_interrupted_backward_leaves_no_gradients(pool_of: PoolOf, stage: int) -> None:
+    """What it had added would count twice when the cell is run again. A rank alone forgets it at once; several, which
+    may stand in different places, have to meet anew."""
+    assert pool_of(1).run(norms_around_an_interrupt, stage) == pool_of(1).run(two_norms, stage)
+    for _, told in pool_of(2).run(norms_around_an_interrupt, stage):
+        assert "a backward of step 2 was cut off" in told
+    pool_of(2).new_group()
+
+
+# ---- the module ------------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """(B, C) and targets, which it does not need → what has a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, targets: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.head(self.norm(x)).square().mean())
+
+
+def modes_after_evaluation() -> list[bool]:
+    engine = engine_of(model := models.seeded(Normed), 0)
+    try:
+        model.norm.eval()  # Statistics that shall stay as they are.
+        engine.evaluate([(points(0), points(0))])
+        return [model.training, model.norm.training, model.head.training]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def test_evaluation_leaves_each_module_in_its_mode(two: Pool) -> None:
+    """One that is in evaluation mode by itself, as a frozen BatchNorm, does not begin to train."""
+    assert two.run(modes_after_evaluation) == [[True, False, True]] * 2
+
+
+def norm_with_gradients_from_before(stage: int, dtype: str, earlier: bool) -> float:
+    model = net()
+    if earlier:
+        model(points(9)).backward()
+    engine = engine_of(model, stage, dtype=dtype)
+    try:
+        return train(engine, 0)
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_from_before_do_not_count(two: Pool, dtype: str) -> None:
+    """Of a look at the model before it is set up; `zero_grad` of the engine's optimizer does not reach them."""
+    expected = two.run(norm_with_gradients_from_before, 1, dtype, False)
+    assert two.run(norm_with_gradients_from_before, 1, dtype, True) == expected
+
+
+def write_in_place(parameter: nn.Parameter) -> None:
+    parameter.clamp_(-0.1, 0.1)
+
+
+def put_in_place(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.detach().clamp(-0.1, 0.1)
+
+
+def changed_by_hand(stage: int, dtype: str, way: str, folder: Path) -> dict[str, Any]:
+    """Between two steps the weight of `first` is clamped to ±0.1; then `first` is not used any more, and stays."""
+    engine = engine_of(model := net(), stage, dtype=dtype)
+    try:
+        train(engine, 0)
+        before, weight = engine.state_dict()["first.weight"].clone(), model.first.weight
+        with torch.no_grad():
+            if way == "load_state_dict":
+                model.first.load_state_dict({"weight": weight.clamp(-0.1, 0.1), "bias": model.first.bias.clone()})
+            else:
+                {"in place": write_in_place, "data": put_in_place}[way](weight)
+        saved = engine.save_checkpoint(folder, "changed")
+        model.first.requires_grad_(False)
+        train(engine, 1)
+        after = engine.state_dict()["first.weight"]
+        engine.load_checkpoint(saved.parent, saved.name)
+        return {
+            "before": before,
+            "after": after,
+            "seen": weight.detach().float().clone(),
+            "saved": engine.state_dict()["first.weight"],
+        }
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize("way", ["in place", "data", "load_state_dict"])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (0, "bfloat16"), (2, "float32"), (2, "bfloat16")])
+def test_parameters_changed_by_hand(two: Pool, tmp_path: Path, stage: int, dtype: str, way: str) -> None:
+    """They train, and are saved, with their new values; elements that stayed keep the bits of their masters."""
+    for found in two.run(changed_by_hand, stage, dtype, way, tmp_path):
+        before, limit = found["before"], torch.tensor(0.1).to(getattr(torch, dtype)).float()
+        assert (before.abs() > 0.11).any()
+        assert (before.abs() < 0.09).any()
+        inside = before.abs() <= limit
+        for name in ("after", "saved"):
+            assert found[name][inside].equal(before[inside])
+            assert found[name][~inside].equal(limit * before[~inside].sign())
+        assert found["seen"].equal(found["saved"].to(getattr(torch, dtype)).float())
+
+
+def change_partitioned() -> str:
+    engine = engine_of(model := net(), 3)
+    try:
+        put_in_place(model.first.weight)
+        train(engine, 0)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.destroy(keep_parameters=False)
+    return ""
+
+
+def test_partitioned_parameters_changed_by_hand_are_refused(two: Pool) -> None:
+    for told in two.run(change_partitioned):
+        assert "first.weight was changed while it is partitioned" in told
+
+
+def norms_with_frozen(stage: int, everything: bool) -> list[float]:
+    """The optimizer is the caller's instance, over all parameters or over those that train."""
+    model = net()
+    model.first.requires_grad_(False)
+    given = model.parameters() if everything else (p for p in model.parameters() if p.requires_grad)
+    engine = engine_of(model, stage, optimizer=sgd(given))
+    try:
+        return [train(engine, step) for step in range(2)]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def test_an_optimizer_over_frozen_parameters_too(two: Pool) -> None:
+    """As `AdamW(model.parameters())` of a model with adapters."""
+    assert two.run(norms_with_frozen, 2, True) == two.run(norms_with_frozen, 2, False)
+
+
+class Masked(nn.Module):
+    """Writes values in __init__ that `reset_parameters` does not: `what` is "mask", a buffer, or "bias"."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        if what == "mask":
+            self.register_buffer("mask", torch.ones(WIDTH, WIDTH).tril())
+        else:
+            self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+
+def made_on_meta(what: str) -> str:
+    try:
+        engine_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Masked(what)), 0).destroy()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["mask", "bias"])
+def test_values_that_a_model_on_meta_would_lose(two: Pool, what: str) -> None:
+    """They would be whatever the memory held."""
+    for told in two.run(made_on_meta, what):
+        assert told.startswith(f"1.{what} got no value when its module was made")

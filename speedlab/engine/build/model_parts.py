@@ -188,8 +188,10 @@ def _values(module: nn.Module, tensor: TensorParallel, device: torch.device, see
 
 
 def _move_whole(model: nn.Module, device: torch.device) -> None:
-    """Buffers and parameters that have values go to this rank's device; those on meta wait for their unit."""
+    """Buffers and parameters that have values go to this rank's device; those on meta wait for their unit. Gradients of
+    before, which nobody scaled, would be added to the first step's."""
     for parameter in model.parameters():
+        parameter.grad = None
         if not parameter.is_meta and parameter.device != device:
             parameter.data = parameter.data.to(device)
     for module in model.modules():

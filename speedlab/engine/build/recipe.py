@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ class Recipe:
     Nothing but ids of parameters is kept of the model, so that a model on meta can be materialised in between.
     """
 
-    def __init__(self, choice: OptimizerChoice, models: Iterable[nn.Module], config: OptimizerConfig) -> None:
+    def __init__(self, choice: OptimizerChoice, models: Sequence[nn.Module], config: OptimizerConfig) -> None:
         """`models`: the pipeline stages of this rank, or the whole model."""
         trainable = [p for model in models for p in model.parameters() if p.requires_grad]
         self._instance: Optimizer | None = None
@@ -56,7 +56,13 @@ class Recipe:
                 raise ConfigError(
                     "optimizer: it already has state; initialise first, and load state through load_checkpoint"
                 )
-            groups, kind = [dict(group) for group in instance.param_groups], type(instance)
+            # Frozen ones, which torch's optimizers leave alone, are in nobody's flats that train.
+            frozen = {id(p) for model in models for p in model.parameters() if not p.requires_grad}
+            groups = [
+                {**group, "params": [p for p in group["params"] if id(p) not in frozen]}
+                for group in instance.param_groups
+            ]
+            kind = type(instance)
             self._instance, self._is_theirs = instance, isinstance(choice, Optimizer)
         self.kind = kind
         """Class of the optimizer."""
@@ -70,8 +76,8 @@ class Recipe:
         strangers = sum(id(p) not in known for group in groups for p in group["params"])
         if strangers:
             raise ConfigError(
-                f"optimizer: {strangers} of its parameters are not trainable parameters of the model; build it from "
-                f"model.parameters()"
+                f"optimizer: {strangers} of its parameters are not in this rank's part of the model; build it from "
+                f"model.parameters(), or under a pipeline give a class or a callable instead"
             )
         self.group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
         self._options = [{key: value for key, value in group.items() if key != "params"} for group in groups]

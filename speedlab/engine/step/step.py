@@ -22,6 +22,7 @@ from speedlab.engine.step.random_streams import RandomStreams
 from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.totals import Totals, find_non_finite, sum_totals
 from speedlab.parallel.zero import used_by_any
+from speedlab.parallel.zero.unit import Pass
 
 Update = Callable[[], AbstractContextManager[object]]
 
@@ -63,17 +64,22 @@ class Step:
         """Whether some of a step's micro-batches have ended, or some of its gradients are here."""
         return self.micro_step > 0 or self._fed
 
-    def refuse_after_cut_update(self) -> None:
-        """Raises RuntimeError where an update was cut off in the middle."""
+    def refuse_after_cut(self) -> None:
+        """Raises RuntimeError where an update or a backward was cut off in the middle."""
         if self._state.updating:
             raise RuntimeError(
                 f"the update of step {self._state.global_step + 1} was cut off and has changed some parameters only; "
                 "go back with load_checkpoint"
             )
+        if any(zero.current is Pass.BACKWARD for zero in self._state.zeros):
+            raise RuntimeError(
+                f"a backward of step {self._state.global_step + 1} was cut off on this rank, and other ranks may stand "
+                "elsewhere; let all ranks meet anew and call engine.reconnect(), or set up the engine again"
+            )
 
     def refuse_inside(self, what: str) -> None:
         """Raises RuntimeError inside a step."""
-        if self.under_way or any(zero.current.value == "backward" for zero in self._state.zeros):
+        if self.under_way:
             raise RuntimeError(
                 f"{what}: micro-batch {self.micro_step + 1} of {self.accumulation} of a step is under way; do it "
                 "between two steps"

@@ -85,7 +85,11 @@ class Flat:
         gather_group.broadcast(self.master)
         if self._own_master:
             self.full.copy_(self.master)
+        self._shown: list[Tensor] = []
+        """What parameters are views of: of `full`, or placeholders."""
         self._show(self._views)
+        self._versions = [parameter._version for parameter in self.parameters]
+        """How often each was written to in place; by the caller, as nothing here writes to parameters."""
         self.shard = self.full[self.start : self.end]
         self.gradient: Gradient | None = None
         """None when the flat does not train."""
@@ -162,6 +166,7 @@ class Flat:
     @torch.no_grad()
     def gather(self) -> Transfer:
         """Start to fill `full` from all shards. Partitioned parameters only."""
+        self.take_changes()
         self._allocate(self.full)
         self._show(self._views)
         self.buffers.add(self.full.nbytes)
@@ -182,11 +187,49 @@ class Flat:
         return [self.full[slot.range].view(slot.shape) for slot in self.slots]
 
     def _show(self, values: list[Tensor]) -> None:
+        self._shown = values
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.data = value
 
+    @torch.no_grad()
+    def take_changes(self) -> None:
+        """What the caller has written into parameters, or put in their place (`.data`), are their values from now on,
+        the masters' too. Call before masters are read.
+
+        Writes through `parameter.data` to values narrower than their masters cannot be seen, and are lost.
+        Raises RuntimeError for a partitioned parameter, where the values were written to nowhere.
+        """
+        replaced = False
+        for index, (parameter, slot) in enumerate(zip(self.parameters, self.slots, strict=True)):
+            moved = not _is_same(parameter, self._shown[index])
+            if not moved and parameter._version == self._versions[index]:
+                continue
+            self._versions[index] = parameter._version
+            if self.residency.parameters is Holders.PARTITIONED:
+                raise RuntimeError(
+                    f"{slot.name} was changed while it is partitioned, where the change has no effect; change it "
+                    "before initialize, or at a ZeRO stage below 3"
+                )
+            here = slice(slot.offset, slot.offset + slot.numel)
+            value, replaced = parameter.detach().reshape(-1), replaced or moved
+            if moved:
+                self.full[here].copy_(value)
+            if self._own_master:
+                self._change_master(here, value)
+        if replaced:
+            self._show(self._views)
+
+    def _change_master(self, here: slice, value: Tensor) -> None:
+        """Elements whose rounded master is something else than `value` take it; the others keep all their bits."""
+        low, high = self.state_range
+        start, stop = max(here.start, low), min(here.stop, high)
+        if start < stop:
+            master, new = self.master[start - low : stop - low], value[start - here.start : stop - here.start]
+            master.copy_(torch.where(master.to(self.dtype) == new.to(self.dtype), master, new.to(master.dtype)))
+
     def whole_master(self) -> Tensor:
         """The master values whole, on every rank. Collective where they are partitioned."""
+        self.take_changes()
         if self.residency.optimizer_states is Holders.REPLICATED:
             return self.master
         whole = torch.empty(self.padded, dtype=self.master.dtype, device=self.full.device)
@@ -227,6 +270,15 @@ class Flat:
     @staticmethod
     def _free(tensor: Tensor) -> None:
         tensor.untyped_storage().resize_(0)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether both stand at the same place of the same memory."""
+    return (
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and one.storage_offset() == other.storage_offset()
+        and one.dtype is other.dtype
+    )
 
 
 def _dtype(form: str) -> torch.dtype:

@@ -308,6 +308,8 @@ class Zero:
         self._forget_calls()
         self.gathers.release_all()
         self.gather_group.wait_until_all_read()
+        for flat in self.flats:
+            flat.take_changes()
         self._version += 1
 
     def _forget_calls(self) -> None:
