@@ -1,9 +1,13 @@
-"""Saves of a run in the background: all of them are told, and none of them costs the run."""
+"""A run's saves in the background, which are all told and never cost the run; and its states on their way to another
+layout."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import re
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +17,12 @@ from unittest.mock import patch
 import pytest
 
 from ranks.pool import Pool
-from ranks.runs import as_engine, new_run
-from ranks.test_trainer import advance, events
+from ranks.runs import as_engine, new_run, trainer_of
+from ranks.test_trainer import advance, events, post
 from speedlab.engine.checkpoint import find, tensor_file
 from speedlab.engine.checkpoint import write as write_module
+from speedlab.engine.engine import Engine
+from speedlab.engine.run import reshaping
 from speedlab.engine.run.loop import Loop
 
 
@@ -84,3 +90,35 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_cost_the_run(world: P
     assert [event.text for event in events(run, "warning")] == [
         f"checkpoint: an older one was not removed: [Errno 16] Device or resource busy: '{old}'"
     ]
+
+
+def reshaped_through(memory: Path, run: str) -> tuple[str, int, list[str]]:
+    """Another layout, by way of files in `memory`; and which folders were there while they were written."""
+    save, seen = Engine.save_checkpoint, []
+
+    def look(engine: Engine, folder: Path, *args: Any, **kwargs: Any) -> Path:
+        seen.extend(sorted(f"{path.name} {stat.S_IMODE(path.stat().st_mode):o}" for path in memory.iterdir()))
+        return save(engine, folder, *args, **kwargs)
+
+    with as_engine(run), patch.object(reshaping, "_IN_MEMORY", memory), patch.object(Engine, "save_checkpoint", look):
+        return advance(run), trainer_of(run).engine.layout.tp, seen
+
+
+def test_what_a_killed_rank_left_in_memory_goes_with_the_next_change(world: Pool, tmp_path) -> None:
+    """Of the folders of two others, one is in use; nobody else may look into, or have prepared, the own one."""
+    memory = tmp_path / "memory"
+    for name in ("speedlab-state-left", "speedlab-state-used", "others"):
+        (memory / name).mkdir(parents=True, mode=0o700)
+    (memory / "speedlab-state-left" / "state").write_text("many bytes")
+    run = new_run(tmp_path)
+    post(run, ("pause", {}), ("reshape", {"tp": 2}))
+    used = os.open(memory / "speedlab-state-used", os.O_RDONLY)
+    try:
+        fcntl.flock(used, fcntl.LOCK_EX)
+        for state, tp, seen in world.run(reshaped_through, memory, run):
+            assert (state, tp) == ("paused", 2)
+            [own] = set(seen) - {"others 700", "speedlab-state-used 700"}
+            assert re.fullmatch(r"speedlab-state-\w+ 700", own)
+    finally:
+        os.close(used)
+    assert sorted(path.name for path in memory.iterdir()) == ["others", "speedlab-state-used"]

@@ -232,6 +232,21 @@ def test_a_failure_that_cannot_be_written_down_is_still_raised_on_all(world: Poo
     assert second in ("finished", "PeerLost")  # It may have ended before.
 
 
+def with_a_model_that_cannot_be_made_on_a_full_disk(run: str) -> str:
+    with (
+        as_engine(run),
+        broken(training, "GPT", ZeroDivisionError("seven"), rank=0),
+        broken(RunFolder, "write_status", OSError("no space"), rank=0),
+    ):
+        return advance(run)
+
+
+def test_what_cannot_be_built_is_told_though_it_cannot_be_written_down(world: Pool, tmp_path) -> None:
+    run = new_run(tmp_path, steps=1)
+    told = "Parted: rank 0: ZeroDivisionError: seven"
+    assert world.run(with_a_model_that_cannot_be_made_on_a_full_disk, run) == [told] * 2
+
+
 def with_periodic_saves_that_fail(run: str) -> str:
     with as_engine(run), broken(Engine, "save_checkpoint", OSError("disk on fire")):
         return advance(run)

@@ -7,6 +7,7 @@ stays in this process, so that a paused run's engines are idle and its tensors c
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from speedlab.engine.run.agreement import Parted, Refusal, agreed
 from speedlab.engine.run.trainer import Trainer
 from speedlab.engine.run.training import OwnModel
 from speedlab.models import generate as generate_tokens
-from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.folder import RunFolder, RunFolderError
 from speedlab.telemetry.records import RunState
 
 _trainers: dict[Path, Trainer] = {}
@@ -59,9 +60,11 @@ def _build(run: RunFolder, own_model: OwnModel | None) -> Trainer:
     except BaseException as error:
         if not isinstance(error, Refusal | Parted):  # These come to all ranks; else no rank shall wait for this one.
             leave(failed=True)
-        # Nothing was trained: the folder says why.
+        # Nothing was trained: the folder says why, where it can be written.
         if os.environ.get("RANK", "0") == "0":
-            run.write_status(replace(run.read_status(), state=RunState.FAILED, text=f"{type(error).__name__}: {error}"))
+            with suppress(OSError, RunFolderError):
+                text = f"{type(error).__name__}: {error}"
+                run.write_status(replace(run.read_status(), state=RunState.FAILED, text=text))
         raise
 
 
