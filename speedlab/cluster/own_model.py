@@ -88,8 +88,8 @@ def try_own_model(cluster: Cluster, config: RunConfig, path: Path | None) -> Non
     _refuse_what_does_not_fit(cluster, config, found)
     if found["untried"]:
         warnings.warn(
-            f"the model could not be tried before the run: {found['untried']}; its first step will tell whether it can "
-            f"be trained",
+            f"the model could not be tried before the run, without values ({found['untried']}); its first step will "
+            f"tell whether it can be trained",
             stacklevel=4,
         )
 

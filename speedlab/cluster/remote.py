@@ -48,7 +48,7 @@ def _namespace() -> dict[str, Any]:
     from IPython.core.getipython import get_ipython
 
     shell: Any = get_ipython()
-    return shell.user_ns
+    return shell.user_ns if shell is not None else vars(sys.modules["__main__"])
 
 
 @contextlib.contextmanager

@@ -8,8 +8,9 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,6 +22,7 @@ from speedlab.cluster.devices import choose_devices
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, EngineEntry, Home, running_clusters
 from speedlab.cluster.launchers import DeviceEngineSetLauncher, device_fields, rank_environment
+from speedlab.cluster.shipping import pack
 from speedlab.hardware import Device
 
 
@@ -143,6 +145,10 @@ def own_interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, handler)
 
 
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return remote.call(pack((function, arguments, {}), {}))
+
+
 @pytest.mark.usefixtures("own_interrupts")
 def test_what_a_rank_raised_becomes_plain_text() -> None:
     def fail(how: BaseException) -> None:
@@ -150,11 +156,11 @@ def test_what_a_rank_raised_becomes_plain_text() -> None:
 
     error = RuntimeError("shapes differ")
     error.speedlab_step, error.speedlab_module = 3, "blocks.0"  # type: ignore[attr-defined]  # as the engine does
-    failure = remote.call(fail, (error,), {})[remote.FAILED]
+    failure = call(fail, error)[remote.FAILED]
     assert (failure["kind"], failure["message"]) == ("RuntimeError", "shapes differ")
     assert (failure["step"], failure["module"]) == (3, "blocks.0")
     assert "in fail" in failure["traceback"]
     assert "remote.py" not in failure["traceback"]
-    assert "cannot be shown: ValueError" in remote.call(fail, (StubbornError(),), {})[remote.FAILED]["message"]
-    assert remote.call(fail, (SystemExit(3),), {})[remote.FAILED]["kind"] == "SystemExit"
-    assert remote.call(max, (1, 2), {}) == 2
+    assert "cannot be shown: ValueError" in call(fail, StubbornError())[remote.FAILED]["message"]
+    assert call(fail, SystemExit(3))[remote.FAILED]["kind"] == "SystemExit"
+    assert call(max, 1, 2) == 2

@@ -6,6 +6,7 @@ stays in this process, so that a paused run's engines are idle and its tensors c
 
 from __future__ import annotations
 
+import inspect
 import os
 from contextlib import suppress
 from dataclasses import replace
@@ -73,6 +74,7 @@ def generate(
 ) -> str:
     """Text that the run's model writes after `prompt`. All ranks take part; each returns the same text."""
     trainer = _held_by_all(folder)
+    _refuse_without_logits(trainer)
     try:
         trainer.reconnect()
         return _write(trainer, prompt, tokens, temperature, seed)
@@ -80,6 +82,18 @@ def generate(
         if not isinstance(error, Refusal):
             trainer.training.disconnect()
         raise
+
+
+def _refuse_without_logits(trainer: Trainer) -> None:
+    """Raise Refusal for a model of the user's that cannot be called with tokens alone."""
+    module = trainer.engine.module
+    try:
+        inspect.signature(module.forward).bind(None)
+    except TypeError as error:
+        raise Refusal(
+            f"{trainer.folder.name}: to generate, {type(module).__name__}.forward(tokens) has to give an output with "
+            f".logits, (B, T, V): {error}"
+        ) from None
 
 
 def _held_by_all(folder: str | os.PathLike[str]) -> Trainer:

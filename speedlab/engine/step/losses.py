@@ -92,8 +92,8 @@ def _described(value: Any) -> str:
     kind = type(value).__name__
     if isinstance(value, Mapping):
         return f"a {kind} with {', '.join(map(repr, value)) or 'nothing'}"
-    if hasattr(value, "loss"):
-        loss: Any = value.loss
+    loss: Any = getattr(value, "loss", len)
+    if not callable(loss):
         return f"a {kind} whose .loss is {_described(loss) if isinstance(loss, Tensor) else repr(loss)}"
     if isinstance(value, list | tuple):
         return f"a {kind} of {len(value)}"
