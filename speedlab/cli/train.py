@@ -18,6 +18,7 @@ from speedlab.cluster.errors import name_ranks
 from speedlab.cluster.home import running_clusters
 from speedlab.cluster.run import RunError
 from speedlab.config import ConfigError, RunConfig
+from speedlab.config.run import SHORT_FORMS
 from speedlab.data import check
 from speedlab.display.text import bytes_text
 from speedlab.telemetry.records import RunState
@@ -66,10 +67,13 @@ def check_before_start(config: RunConfig, options: EngineOptions) -> None:
 def parse(argv: list[str]) -> tuple[RunConfig, EngineOptions]:
     """The configuration and engine options of a command line. Every configuration field is an option.
 
+    Parts may be given in their short forms: `--zero 3` is `--zero.stage 3`.
+
     1. The file that comes first, if there is one, gives the values.
     2. A preset among the options replaces the file's model.
     3. The other options replace single values.
     """
+    argv = _long_forms(argv)
     file = argv[0] if argv and not argv[0].startswith("-") else None
     base = RunConfig.load(file) if file is not None else RunConfig()
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -80,7 +84,10 @@ def parse(argv: list[str]) -> tuple[RunConfig, EngineOptions]:
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
-        """Train a run. CONFIG, a JSON or YAML file as `speedlab config` prints it, comes first; options change it."""
+        """Train a run. CONFIG, a JSON or YAML file as `speedlab config` prints it, comes first; options change it.
+
+        Short forms of parts are understood: --zero 3 is --zero.stage 3, --model gpt2 is --model.preset gpt2.
+        """
 
         config: Annotated[Path | None, tyro.conf.Positional] = None
         """JSON or YAML file."""
@@ -91,6 +98,13 @@ def parse(argv: list[str]) -> tuple[RunConfig, EngineOptions]:
     if options.config is not None and file is None:
         raise ConfigError(f"{options.config}: comes first: speedlab train {options.config} --zero.stage 3 ...")
     return options.run, options.where
+
+
+def _long_forms(argv: list[str]) -> list[str]:
+    """Options that name a part as those of the field that they stand for."""
+    fields = {f"--{part}": f"--{part}.{field}" for part, (field, _) in SHORT_FORMS.items()}
+    words = [word.partition("=") for word in argv]
+    return ["".join((fields.get(option, option), equals, value)) for option, equals, value in words]
 
 
 def follow(run: Run) -> int:
