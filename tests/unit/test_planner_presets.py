@@ -41,7 +41,9 @@ def test_one_table_serves_configurations_and_plans() -> None:
         config = ModelConfig(preset=name)
         mine = replace(ModelShape.of_config(config, config.context), dropout=0.0, chunked_loss=False)
         assert mine == replace(model(name), dropout=0.0, context=config.context)
-    with pytest.raises(ConfigError, match="llama-3-8b is a preset for plans .*; to train it give a module of your own"):
+    with pytest.raises(
+        ConfigError, match=r"llama-3-8b is a preset for plans .*; to train it give a module of your own"
+    ):
         ModelConfig(preset="llama-3-8b")
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from speedlab.layout import Layout
+from speedlab.planner.changes import cheapest_change, differences
 from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import efficiency_of
 from speedlab.planner.memory import predict_memory
 from speedlab.planner.presets import cluster, model
 from speedlab.planner.rank_memory import RankMemory
-from speedlab.planner.changes import cheapest_change, differences
 from speedlab.planner.search import (
     USABLE,
     held_bytes,
