@@ -52,6 +52,8 @@ class ModelShape:
     """Rows of a learned table of positions. None: the sequence length."""
     gated: bool = False
     """Whether the feed-forward layer has a third matrix."""
+    stepwise: bool = False
+    """Whether the activation function is computed in steps, of which three keep a tensor (Hugging Face's gelu_new)."""
     position: Literal["learned", "rotary", "relative"] = "learned"
     norm: Literal["rms", "layer"] = "layer"
     norms: int = 2

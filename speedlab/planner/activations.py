@@ -290,7 +290,7 @@ def block_forward(t: Tally, s: Sizes, *, again: bool = False) -> None:
         norm_forward(t, s)
     enter(t, s)
     t.take(_widths(s) * s.inner)
-    t.take(_widths(s) * s.inner)  # Of a gate its function, and the product with what it lets through.
+    t.take(_steps(s), _widths(s) * s.inner)  # Of a gate its function, and the product with what it lets through.
     if again and s.setup.shape.norms < 4:
         if s.sequence:
             t.free(s.local)
@@ -318,7 +318,7 @@ def block_backward(t: Tally, s: Sizes, *, held: bool = False) -> None:
         t.take(2 * s.inner)
         t.free(3 * s.inner)  # The product's gradient, and its factors.
     t.take(s.inner)
-    t.free(2 * s.inner)
+    t.free(2 * s.inner, _steps(s))
     _linear_backward(t, weight=widths * up, out=s.hidden, gradient=widths * s.inner, saved=s.hidden)
     enter_backward(t, s)
     if shape.norms == 1:
@@ -345,6 +345,11 @@ def block_backward(t: Tally, s: Sizes, *, held: bool = False) -> None:
 def _widths(s: Sizes) -> int:
     """Results of the feed-forward layer's first matrices: a gate, and what it multiplies."""
     return 2 if s.setup.shape.gated else 1
+
+
+def _steps(s: Sizes) -> int:
+    """What an activation function in steps keeps beside its input: a half of it, a hyperbolic tangent, one more."""
+    return 3 * s.inner if s.setup.shape.stepwise else 0
 
 
 def _linear_backward(t: Tally, *, weight: int, out: int, gradient: int, saved: int) -> None:

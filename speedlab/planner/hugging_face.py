@@ -36,6 +36,8 @@ _GPT2_SIZES = {
     "context": "n_positions",
 }
 _NEOX_SIZES = {name: key for name, key in _SIZES.items() if name not in ("kv_heads", "head_size")}
+_STEPWISE = ("gelu_new", "gelu_fast", "quick_gelu")
+"""Activation functions that transformers writes as several operations."""
 _OPTIONAL = ("kv_heads", "head_size", "ffn_hidden", "context")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
 _QUERIES: frozenset[Bias] = frozenset({"attention in"})
@@ -65,6 +67,8 @@ class Family:
     """Or the key of a switch."""
     position: Literal["rotary", "learned"] = "rotary"
     tied: bool = False
+    activation: str = ""
+    """The one that a silent file stands for, where it is computed in steps."""
     dropout: str = ""
     """Key of the residual stream's."""
 
@@ -104,6 +108,7 @@ FAMILIES: Mapping[str, Family] = {
         norm="layer",
         position="learned",
         tied=True,
+        activation="gelu_new",
         dropout="resid_pdrop",
     ),
     "gpt_neox": Family(
@@ -123,6 +128,7 @@ FAMILIES: Mapping[str, Family] = {
         norm="layer",
         norms=1,
         head_norms="qk_layernorm",
+        activation="gelu_new",
         parallel=True,
         dropout="resid_pdrop",
     ),
@@ -211,6 +217,7 @@ def shape_of(data: Mapping[str, Any], name: str) -> ModelShape:
         sequence_length=min(context, LONGEST),
         biases=biases,
         gated=family.gated,
+        stepwise=data.get("activation_function", data.get("hidden_act", family.activation)) in _STEPWISE,
         norm=family.norm,
         norms=family.norms,
         head_norms=_switch(values, family.head_norms),

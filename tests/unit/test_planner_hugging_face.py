@@ -13,7 +13,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from speedlab import cli
+from speedlab.config import RunConfig
+from speedlab.engine.build.plan_module import plan_module
+from speedlab.layout import Layout
 from speedlab.planner.hugging_face import FAMILIES, read_shape, shape_of
+from speedlab.planner.memory import predict_memory
+from speedlab.planner.setup import Setup
 from speedlab.planner.shapes import shape_parameters
 
 LLAMA = {
@@ -68,6 +73,44 @@ def test_parameters_are_those_of_transformers(kind: str) -> None:
         count, built = _built(kind, **values)
         for data in (built.to_dict(), built.to_diff_dict(), {"model_type": kind, **values}):
             assert shape_parameters(shape_of(data, "small")) == count, values
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 4, "head_dim": 64},
+    "gpt_neox": {},
+    "phi": {},
+    "gpt2": {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 256, "resid_pdrop": 0, "attn_pdrop": 0},
+}
+
+
+def _traced(kind: str, ffn: int) -> tuple[int, int]:
+    """Activations of transformers' own module, run on fake tensors, and of the planner, in float32 on processors."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": ffn, "max_position_embeddings": 256}
+    values = {**(sizes if kind != "gpt2" else {"n_inner": ffn, "embd_pdrop": 0}), **SMALL[kind]}
+    config = AutoConfig.for_model(kind, vocab_size=512, tie_word_embeddings=False, pad_token_id=0, **values)
+    run = RunConfig(data={"sequence_length": 256}, zero=0, precision="float32", batch={"micro_size": 2})
+    traced = plan_module(lambda: AutoModelForCausalLM.from_config(config), run)
+    setup = Setup(
+        shape=shape_of(config.to_dict(), kind),
+        layout=Layout(),
+        zero_stage=0,
+        dtype="float32",
+        micro_size=2,
+        accumulation=1,
+    )
+    (rank,) = predict_memory(setup, device="cpu")
+    return traced.activations, rank.activations
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_activations_are_near_those_of_transformers(kind: str) -> None:
+    """Its norms are written otherwise. What a wider feed-forward layer holds more is nearly alike: a tensor that was
+    left out would be a fifth."""
+    (real, ours), (wide_real, wide_ours) = _traced(kind, 1024), _traced(kind, 2048)
+    assert ours == pytest.approx(real, rel=0.12)
+    assert wide_ours - ours == pytest.approx(wide_real - real, rel=0.05)
 
 
 def test_a_folder_is_read_and_planned(tmp_path: Path, capsys) -> None:

@@ -102,7 +102,7 @@ def test_backward_frees_everything_that_forward_took() -> None:
         {"gated": True, "kv_heads": 2},
         {"gated": True, "norms": 4, "head_norms": True},
         {"norm": "layer", "parallel": True},
-        {"norm": "layer", "parallel": True, "norms": 1},
+        {"norm": "layer", "parallel": True, "norms": 1, "stepwise": True},
     ],
 )
 def test_other_families_free_everything_too(form: dict[str, Any]) -> None:
