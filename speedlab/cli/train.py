@@ -17,6 +17,7 @@ from speedlab.cluster import Run
 from speedlab.cluster.devices import choose_devices
 from speedlab.cluster.home import running_clusters
 from speedlab.config import ConfigError, RunConfig
+from speedlab.config.run import SHORT_FORMS
 from speedlab.data import check
 from speedlab.telemetry.folder import RunFolderError
 
@@ -63,10 +64,13 @@ def _there_already(path: Path, options: EngineOptions) -> str:
 def parse(argv: list[str]) -> tuple[RunConfig, EngineOptions]:
     """The configuration and engine options of a command line. Every configuration field is an option.
 
+    Parts may be given in their short forms: `--zero 3` is `--zero.stage 3`.
+
     1. The file that comes first, if there is one, gives the values.
     2. A preset among the options replaces the file's model.
     3. The other options replace single values.
     """
+    argv = _long_forms(argv)
     file = argv[0] if argv and not argv[0].startswith("-") else None
     base = RunConfig.load(file) if file is not None else RunConfig()
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -78,6 +82,8 @@ def parse(argv: list[str]) -> tuple[RunConfig, EngineOptions]:
     @dataclass(frozen=True, kw_only=True)
     class Options:
         """Train a run. CONFIG, a JSON or YAML file as `speedlab config` prints it, comes first; options change it.
+
+        Short forms of parts are understood: --zero 3 is --zero.stage 3, --model gpt2 is --model.preset gpt2.
 
         `speedlab train --resume NAME` goes on with a run; `speedlab train --resume --help` tells its options.
         """
@@ -91,3 +97,10 @@ def parse(argv: list[str]) -> tuple[RunConfig, EngineOptions]:
     if options.config is not None and file is None:
         raise ConfigError(f"{options.config}: comes first: speedlab train {options.config} --zero.stage 3 ...")
     return options.run, options.where
+
+
+def _long_forms(argv: list[str]) -> list[str]:
+    """Options that name a part as those of the field that they stand for."""
+    fields = {f"--{part}": f"--{part}.{field}" for part, (field, _) in SHORT_FORMS.items()}
+    words = [word.partition("=") for word in argv]
+    return ["".join((fields.get(option, option), equals, value)) for option, equals, value in words]

@@ -17,7 +17,6 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
 """The presets that the built-in GPT can be, as fields of its configuration."""
 
 _TINY = MODEL_PRESETS["gpt-tiny"]
-_SIZES = ("layers", "hidden", "heads", "ffn_hidden", "vocab_size")
 
 
 class ModelConfig(Part):
@@ -89,12 +88,3 @@ class ModelConfig(Part):
         return {
             name: value for name in type(self).model_fields if (value := getattr(self, name)) != getattr(preset, name)
         }
-
-    def described(self) -> str:
-        """The preset's name, with the sizes that differ from it; a model that shares neither depth nor width with its
-        preset has a name of its own."""
-        changed = {name: value for name, value in self.changes().items() if name in _SIZES}
-        if {"layers", "hidden"} <= changed.keys():
-            return f"gpt of {self.layers} layers, hidden {self.hidden}"
-        sizes = ", ".join(f"{name} {value}" for name, value in changed.items())
-        return f"{self.preset} with {sizes}" if sizes else self.preset

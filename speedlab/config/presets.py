@@ -39,6 +39,8 @@ def _gpt(name: str, layers: int, hidden: int, heads: int, *, announced: float, s
         # 50,257 tokens; Megatron-LM pads them to 51,200 so that they divide by 8 ranks' 128.
         vocab_size=50257 if name.startswith("gpt2") else 51200,
         sequence_length=sequence,
+        # Those that were released have their tables of positions; of others a longer sequence has a longer one.
+        context=sequence if name.startswith("gpt2") else None,
         dropout=0.1,
     )
     return Preset(shape=shape, announced=announced, source=source, built_in=name.startswith("gpt2"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from speedlab.config.model import ModelConfig
@@ -13,6 +14,21 @@ Bias = Literal["norms", "attention in", "attention out", "feed-forward", "head"]
 
 BIASES: frozenset[Bias] = frozenset({"norms", "attention in", "attention out", "feed-forward"})
 """Those of a GPT that has any."""
+
+
+class Sized(Protocol):
+    """What has a model's sizes: a configuration, a shape."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def ffn_hidden(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +52,8 @@ class ModelShape:
     """Rows of a learned table of positions. None: the sequence length."""
     gated: bool = False
     """Whether the feed-forward layer has a third matrix."""
+    stepwise: bool = False
+    """Whether the activation function is computed in steps, of which three keep a tensor (Hugging Face's gelu_new)."""
     position: Literal["learned", "rotary", "relative"] = "learned"
     norm: Literal["rms", "layer"] = "layer"
     norms: int = 2
@@ -65,7 +83,7 @@ class ModelShape:
     def of_config(cls, model: ModelConfig, sequence_length: int) -> ModelShape:
         """The built-in GPT's shape."""
         return cls(
-            name=model.described(),
+            name=renamed(model.preset, model.changes(), model),
             layers=model.layers,
             hidden=model.hidden,
             heads=model.heads,
@@ -80,3 +98,23 @@ class ModelShape:
             dropout=model.dropout,
             chunked_loss=model.loss == "chunked",
         )
+
+
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab_size", "gated")
+
+
+def renamed(name: str, changed: Mapping[str, object], after: Sized) -> str:
+    """What a model is called whose fields are `changed`: by its name as far as that still says what it is. Without the
+    depth and the width of the model of that name it is another one."""
+    sizes = {field: value for field, value in changed.items() if field in _SIZES}
+    if {"layers", "hidden"} <= sizes.keys():
+        return sizes_text(after)
+    return f"{name} with {', '.join(f'{field} {value}' for field, value in sizes.items())}" if sizes else name
+
+
+def sizes_text(model: Sized) -> str:
+    """'24 layers of 1,024, 16 heads, feed-forward 4,096, vocabulary 50,257'."""
+    return (
+        f"{model.layers} layers of {model.hidden:,}, {model.heads} heads, feed-forward {model.ffn_hidden:,}, "
+        f"vocabulary {model.vocab_size:,}"
+    )

@@ -131,7 +131,7 @@ def enter_backward(t: Tally, s: Sizes) -> None:
 
 
 def leave(t: Tally, s: Sizes, layer: Bias) -> None:
-    """Out of them: the sum over the ranks, bias, dropout, residual. The first input of `enter` is freed."""
+    """Out of them: the sum over the ranks, bias, norm, dropout, residual. The first input of `enter` is freed."""
     if s.sequence:
         _scattered(t, s)
         t.free(s.local)
@@ -139,6 +139,10 @@ def leave(t: Tally, s: Sizes, layer: Bias) -> None:
         _summed(t, s.hidden)
     if s.tp > 1 and layer in s.setup.shape.biases:
         _summed(t, s.local)
+    if s.setup.shape.norms == 4:
+        norm_forward(t, s)
+        if not s.saves_norm_input:
+            t.free(s.local)
     if s.setup.shape.dropout:
         drop(t, s)
     _summed(t, s.local)
@@ -151,6 +155,10 @@ def leave_backward(t: Tally, s: Sizes) -> int:
         own = s.local
         t.take(own)
         t.free(s.mask)
+    if s.setup.shape.norms == 4:
+        t.live += s.local - own  # The gradient that comes is the residual's, too, and is not freed with the norm.
+        norm_backward(t, s, residual=False)
+        own = s.local
     if s.sequence:
         _gathered(t, s)
         t.free(own)
@@ -248,7 +256,7 @@ def attend_backward(t: Tally, s: Sizes) -> None:
         t.free(p, p)
         t.take(wide, wide)
         t.free(p, wide, wide)
-        if s.low:
+        if s.low or pair < 2 * q:  # Narrowed; or summed over the heads that share keys and values.
             t.take(q + pair)
             t.free(3 * wide)
     if rotary:
@@ -276,11 +284,14 @@ def block_forward(t: Tally, s: Sizes, *, again: bool = False) -> None:
     attend_forward(t, s)
     t.take(s.hidden)
     leave(t, s, "attention out")
-    norm_forward(t, s)
+    if s.setup.shape.norms == 1:
+        t.take(s.local)  # The first one's result, as if it were another.
+    else:
+        norm_forward(t, s)
     enter(t, s)
     t.take(_widths(s) * s.inner)
-    t.take(_widths(s) * s.inner)  # Of a gate its function, and the product with what it lets through.
-    if again:
+    t.take(_steps(s), _widths(s) * s.inner)  # Of a gate its function, and the product with what it lets through.
+    if again and s.setup.shape.norms < 4:
         if s.sequence:
             t.free(s.local)
         if s.setup.shape.dropout:
@@ -289,7 +300,9 @@ def block_forward(t: Tally, s: Sizes, *, again: bool = False) -> None:
     else:
         t.take(s.hidden)
         leave(t, s, "feed-forward")
-    if not s.saves_norm_input:
+        if again:
+            t.free(s.local)
+    if s.setup.shape.parallel or not s.saves_norm_input:
         t.free(s.local)  # The residual stream between attention and feed-forward.
 
 
@@ -305,10 +318,14 @@ def block_backward(t: Tally, s: Sizes, *, held: bool = False) -> None:
         t.take(2 * s.inner)
         t.free(3 * s.inner)  # The product's gradient, and its factors.
     t.take(s.inner)
-    t.free(2 * s.inner)
+    t.free(2 * s.inner, _steps(s))
     _linear_backward(t, weight=widths * up, out=s.hidden, gradient=widths * s.inner, saved=s.hidden)
     enter_backward(t, s)
-    norm_backward(t, s, residual=True)
+    if shape.norms == 1:
+        _add(t, s.local, True)
+    else:
+        t.live += s.local if shape.parallel else 0  # Its input is the first one's.
+        norm_backward(t, s, residual=True)
     if held:
         t.take(s.local)
     came = leave_backward(t, s)
@@ -328,6 +345,11 @@ def block_backward(t: Tally, s: Sizes, *, held: bool = False) -> None:
 def _widths(s: Sizes) -> int:
     """Results of the feed-forward layer's first matrices: a gate, and what it multiplies."""
     return 2 if s.setup.shape.gated else 1
+
+
+def _steps(s: Sizes) -> int:
+    """What an activation function in steps keeps beside its input: a half of it, a hyperbolic tangent, one more."""
+    return 3 * s.inner if s.setup.shape.stepwise else 0
 
 
 def _linear_backward(t: Tally, *, weight: int, out: int, gradient: int, saved: int) -> None:

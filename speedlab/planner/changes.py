@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from speedlab.planner.efficiency import Efficiency, efficiency_of
 from speedlab.planner.memory import predict_memory
 from speedlab.planner.search import Candidate, Memory, fast_dtype, fitting
 from speedlab.planner.setup import Setup
+from speedlab.planner.shapes import kv_heads
 from speedlab.planner.timing import StepTime, predict_time
 
 
@@ -119,8 +121,8 @@ def _wider(setup: Setup, machines: Machines) -> Iterator[Setup]:
     else:
         return
     moved = replace(setup, accumulation=accumulation, cut=None)
-    heads = shape.heads if shape.kv_heads is None else shape.kv_heads
-    if heads % (2 * layout.tp) == 0 and machines.per_host % (2 * layout.tp) == 0:
+    cut = math.gcd(kv_heads(shape), shape.ffn_hidden)
+    if cut % (2 * layout.tp) == 0 and machines.per_host % (2 * layout.tp) == 0:
         yield replace(moved, layout=Layout(dp=dp, tp=2 * layout.tp, pp=layout.pp))
-    if shape.depth >= 2 * layout.pp * setup.chunks:
+    if shape.depth >= 2 * layout.pp * setup.stages_per_rank:
         yield replace(moved, layout=Layout(dp=dp, tp=layout.tp, pp=2 * layout.pp))

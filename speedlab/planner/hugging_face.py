@@ -36,9 +36,13 @@ _GPT2_SIZES = {
     "context": "n_positions",
 }
 _NEOX_SIZES = {name: key for name, key in _SIZES.items() if name not in ("kv_heads", "head_size")}
+_STEPWISE = ("gelu_new", "gelu_fast", "quick_gelu")
+"""Activation functions that transformers writes as several operations."""
+_OPTIONAL = ("kv_heads", "head_size", "ffn_hidden", "context")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
 _QUERIES: frozenset[Bias] = frozenset({"attention in"})
 _ATTENTION: frozenset[Bias] = frozenset({"attention in", "attention out"})
+_HEAD: frozenset[Bias] = frozenset({"head"})
 _FEED_FORWARD: frozenset[Bias] = frozenset({"feed-forward"})
 
 
@@ -63,6 +67,8 @@ class Family:
     """Or the key of a switch."""
     position: Literal["rotary", "learned"] = "rotary"
     tied: bool = False
+    activation: str = ""
+    """The one that a silent file stands for, where it is computed in steps."""
     dropout: str = ""
     """Key of the residual stream's."""
 
@@ -102,6 +108,7 @@ FAMILIES: Mapping[str, Family] = {
         norm="layer",
         position="learned",
         tied=True,
+        activation="gelu_new",
         dropout="resid_pdrop",
     ),
     "gpt_neox": Family(
@@ -116,11 +123,12 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "phi": Family(
         defaults=_sizes(24, 2048, 32, 8192, 51200, 2048),
-        biases=BIASES | {"head"},
+        biases=BIASES | _HEAD,
         gated=False,
         norm="layer",
         norms=1,
         head_norms="qk_layernorm",
+        activation="gelu_new",
         parallel=True,
         dropout="resid_pdrop",
     ),
@@ -161,7 +169,9 @@ def read_shape(path: Path) -> ModelShape:
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"{path}: there is no config.json in it; give a Hugging Face model's folder, or its config.json")
+        raise ValueError(
+            f"{path}: there is no config.json in it; give a Hugging Face model's folder, or its config.json"
+        )
     try:
         return shape_of(read(file), _name(file))
     except ValueError as error:
@@ -182,10 +192,10 @@ def shape_of(data: Mapping[str, Any], name: str) -> ModelShape:
     experts = [key for key in _EXPERTS if data.get(key)]
     if experts:
         raise ValueError(
-            f"{kind} is a mixture of experts ({experts[0]} {data[experts[0]]}), of which each token uses a part: this is "
-            f"not planned. Read are dense decoders: {READ}"
+            f"{kind} is a mixture of experts ({experts[0]} {data[experts[0]]}), of which each token uses a part: this "
+            f"is not planned. Read are dense decoders: {READ}"
         )
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         inside = " with a model inside (text_config)" if "text_config" in data else ""
         raise ValueError(
             f"model_type {kind!r}{inside} is not read; read are dense decoders: {READ}. Describe another by --layers, "
@@ -194,17 +204,20 @@ def shape_of(data: Mapping[str, Any], name: str) -> ModelShape:
     family = FAMILIES[kind]
     _check_head(data)
     values = {**family.defaults, **data}
-    sizes = {name: _whole(values, _present(data, name, key)) for name, key in family.sizes.items()}
+    sizes = {
+        name: _whole(values, _present(data, name, key), optional=name in _OPTIONAL)
+        for name, key in family.sizes.items()
+    }
     biases = family.biases.union(*(found for key, found in family.biases_by_key.items() if values.get(key)))
-    context, ffn = sizes["context"] or LONGEST, sizes["ffn_hidden"]
-    if sizes["hidden"] and not ffn:
-        ffn = 4 * sizes["hidden"]  # GPT-2 says nothing where it is so.
+    context = sizes["context"] or LONGEST
+    ffn = sizes["ffn_hidden"] or 4 * sizes["hidden"]  # GPT-2 says nothing where it is so.
     shape = ModelShape(
-        **{**sizes, "context": context, "ffn_hidden": ffn},  # pyright: ignore[reportArgumentType]  # check_shape asks.
+        **{**sizes, "context": context, "ffn_hidden": ffn},
         name=name,
         sequence_length=min(context, LONGEST),
         biases=biases,
         gated=family.gated,
+        stepwise=data.get("activation_function", data.get("hidden_act", family.activation)) in _STEPWISE,
         norm=family.norm,
         norms=family.norms,
         head_norms=_switch(values, family.head_norms),
@@ -232,9 +245,12 @@ def _present(data: Mapping[str, Any], name: str, key: str) -> str:
     return _SIZES[name] if key not in data and _SIZES[name] in data else key
 
 
-def _whole(values: Mapping[str, Any], key: str) -> int | None:
+def _whole(values: Mapping[str, Any], key: str, *, optional: bool) -> Any:
+    """A size, or None for one that may be left open."""
     value = values.get(key)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+    if value is None and optional:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} is {value!r}; it must be a whole number of at least 1")
     return value
 

@@ -14,7 +14,7 @@ _WORDS = re.compile(
     rf"""
     (?:(?P<hosts>\d+)\ ?(?:(?P<named>{_HOSTS})\ ?)?(?:x|of|with)?\ ?)?      # '2 nodes x ', '2x', or, alone, '8x'
     (?:(?P<count>\d+)\ ?(?:x|of)?\ ?)?                                      # '8 '
-    (?P<device>[a-z]+\d+(?:[a-wyz][a-z]*|x\b)?)                             # 'A100'; the x of 'a100x8' counts
+    (?P<device>(?!x\d)[a-z]+\d+(?:[a-wyz][a-z]*|x\b)?)                     # 'A100'; the x of 'a100x8' counts
     (?P<variant>(?:[ -]sxm\d*|[ -]\d+\ ?gi?b(?![a-wyz])|-\d+)*)             # '-80', ' 80GB', '-SXM4-80GB'
     (?:\ ?x\ ?(?P<after>\d+)\b(?!\ ?{_HOSTS}))?                             # ' x 8'
     (?P<each>\ (?:per|in\ each)\ {_HOSTS})?

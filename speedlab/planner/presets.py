@@ -24,9 +24,9 @@ CLUSTERS = {
 
 def model(name: str) -> ModelShape:
     """A named model's shape. Raises ValueError with the nearest known names."""
-    if name not in MODELS:
+    if name.lower() not in MODELS:
         raise unknown("model", name, MODELS)
-    return MODELS[name].shape
+    return MODELS[name.lower()].shape
 
 
 def cluster(text: str, *, price_per_device_hour: float | None = None) -> Machines:

@@ -62,15 +62,23 @@ class Setup:
         return self.micro_size * self.accumulation * self.layout.data_size
 
     @classmethod
-    def of_config(cls, config: RunConfig, engines: int, *, dtype: Literal["float32", "bfloat16", "float16"]) -> Setup:
-        """What `config` asks for on so many engines; `dtype` is its precision, resolved for the device.
+    def of_config(
+        cls,
+        config: RunConfig,
+        engines: int,
+        *,
+        dtype: Literal["float32", "bfloat16", "float16"],
+        shape: ModelShape | None = None,
+    ) -> Setup:
+        """What `config` asks for on so many engines; `dtype` is its precision, resolved for the device. `shape`: of
+        another model than its own GPT.
 
         Raises LayoutError or ConfigError when there is no such run.
         """
-        layout = config.layout(engines)
+        layout = config.layout(engines, built_in=shape is None)
         batch = config.batch.resolve(layout.data_size)
         return cls(
-            shape=ModelShape.of_config(config.model, config.data.sequence_length),
+            shape=shape or ModelShape.of_config(config.model, config.data.sequence_length),
             layout=layout,
             zero_stage=config.zero.stage,
             dtype=dtype,

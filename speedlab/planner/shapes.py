@@ -11,9 +11,15 @@ from speedlab.planner.setup import ModelShape, Setup
 
 def check_shape(shape: ModelShape) -> None:
     """Raises ValueError for a shape that cannot be: what it is, and what would be possible."""
-    for count in ("layers", "hidden", "heads", "ffn_hidden", "vocab_size", "sequence_length"):
-        if getattr(shape, count) < 1:
-            raise ValueError(f"{shape.name} has {count} {getattr(shape, count)}; it must be at least 1")
+    for count in ("layers", "hidden", "heads", "ffn_hidden", "vocab_size", "sequence_length", "kv_heads", "head_size"):
+        value = getattr(shape, count)
+        if value is not None and value < 1:
+            raise ValueError(f"{shape.name} has {count} {value}; it must be at least 1")
+    if shape.position == "learned" and shape.sequence_length > shape.positions:
+        raise ValueError(
+            f"{shape.name} has learned {shape.positions:,} positions, and sequences of {shape.sequence_length:,} "
+            f"tokens are longer; give at most {shape.positions:,}"
+        )
     if shape.head_size is None and shape.hidden % shape.heads:
         divisors = [heads for heads in range(1, shape.hidden + 1) if shape.hidden % heads == 0]
         nearest = min(divisors, key=lambda heads: abs(heads - shape.heads))
