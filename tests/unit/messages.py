@@ -64,6 +64,7 @@ class Text:
         return f"{self.path.relative_to(ROOT)}:{self.line}: {self.text}"
 
 
+@functools.cache
 def messages() -> list[Text]:
     """All texts of the packages that are prose, docstrings apart."""
     return [text for package in PACKAGES.values() for path in sorted(package.rglob("*.py")) for text in texts_of(path)]
