@@ -70,6 +70,21 @@ def messages() -> list[Text]:
     return [text for package in PACKAGES.values() for path in sorted(package.rglob("*.py")) for text in texts_of(path)]
 
 
+def docstrings() -> list[Text]:
+    """All docstrings of the packages."""
+    found = []
+    for path in (path for package in PACKAGES.values() for path in sorted(package.rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            # Attributes are described by texts below them, which are docstrings, too.
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                found.append(Text(path, node.lineno, node.value.value))
+    return found
+
+
 def texts_of(path: Path) -> Iterator[Text]:
     """The literals of a file that hold a space; of an f-string the whole, with holes where values come."""
     tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from import_graph import PACKAGES
-from messages import Text, faults, messages, texts_of
+from messages import Text, docstrings, faults, messages, texts_of
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +21,24 @@ def test_what_texts_name_exists(found: list[Text]) -> None:
 
 def test_texts_of_all_rooms_are_read(found: list[Text]) -> None:
     assert len(found) > 1000
-    for part in ("run.pause().wait() first", "speedlab.Cluster(name=_) starts it anew", "%speedlab stop --yes"):
-        assert any(part in text.text for text in found)
+    rooms = {folder.name for package in PACKAGES.values() for folder in package.rglob("*") if any(folder.glob("*.py"))}
+    assert rooms <= {text.path.parent.name for text in found}
+    for kind in ("run.", "cluster.", "engine.", "speedlab.", "`speedlab ", "`%speedlab ", " --"):
+        assert any(kind in text.text for text in found), kind
+
+
+def test_what_docstrings_name_exists_and_they_show_no_code_that_nobody_runs() -> None:
+    told = docstrings()
+    assert len(told) > 1000
+    wrong = [
+        f"{text.path}:{text.line}: {span}: {'; '.join(problems)}"
+        for text in told
+        for span in re.findall(r"`([^`\n]+)`", text.text)
+        if (problems := faults(span, text.path))
+    ]
+    assert not wrong, "\n".join(wrong)
+    shown = [f"{text.path}:{text.line}" for text in told if "```" in text.text or ">>>" in text.text]
+    assert not shown, "code goes to README or to a guide, where tests run it"
 
 
 @pytest.mark.parametrize(
