@@ -76,12 +76,8 @@ def docstrings() -> list[Text]:
     for path in (path for package in PACKAGES.values() for path in sorted(package.rglob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             # Attributes are described by texts below them, which are docstrings, too.
-            if (
-                isinstance(node, ast.Expr)
-                and isinstance(node.value, ast.Constant)
-                and isinstance(node.value.value, str)
-            ):
-                found.append(Text(path, node.lineno, node.value.value))
+            if isinstance(node, ast.Expr) and isinstance(text := getattr(node.value, "value", None), str):
+                found.append(Text(path, node.lineno, text))
     return found
 
 
