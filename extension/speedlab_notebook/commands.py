@@ -6,6 +6,7 @@ The table is all there is: the parser, `%speedlab?` and tab completion are three
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -208,11 +209,17 @@ COMMANDS: Mapping[str, Command] = {
 }
 
 
+def without_comment(line: str) -> str:
+    """The line up to a comment, which IPython leaves in the line of a magic."""
+    return re.split(r"(?:^|\s)#", line, maxsplit=1)[0].rstrip()
+
+
 def parse(line: str) -> tuple[Command | None, dict[str, Any]]:
     """The subcommand of `line` and its arguments: `run` or `model`, `help`, and one entry for each option given.
 
     (None, {}) asks for the help of all. Raises UsageError, which names the nearest known word.
     """
+    line = without_comment(line)
     try:
         words = shlex.split(line)
     except ValueError as error:

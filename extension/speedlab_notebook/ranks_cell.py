@@ -20,7 +20,7 @@ from IPython.core.error import UsageError
 
 from speedlab.cluster.errors import name_ranks
 from speedlab.cluster.kernel_interrupt import is_the_users
-from speedlab_notebook.commands import unknown
+from speedlab_notebook.commands import unknown, without_comment
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -46,7 +46,7 @@ def parse(line: str) -> tuple[list[int] | None, bool]:
     """(ranks, whether to wait) of the magic's line; ranks are None for all. Raises UsageError."""
     ranks: list[int] = []
     wait = False
-    for word in line.replace(",", " ").split():
+    for word in without_comment(line).replace(",", " ").split():
         if word == "--wait":
             wait = True
         elif word.startswith("-"):

@@ -90,7 +90,10 @@ def test_lines_are_read() -> None:
     assert command is not None
     assert (command.name, arguments) == ("start", {"engines": 4, "name": "my cluster", "device": "cpu"})
     assert commands.parse("config quickstart --json")[1] == {"run": "quickstart", "json": True}
-    for line in ("", "--help", "help"):
+    # README and the design write comments behind magics, and IPython leaves them in the line.
+    assert commands.parse("start --engines 4   # it's one engine per GPU")[1] == {"engines": 4}
+    assert commands.parse("trace --output a#1.json")[1] == {"output": "a#1.json"}
+    for line in ("", "--help", "help", "# nothing"):
         assert commands.parse(line) == (None, {})
 
 

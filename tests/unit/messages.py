@@ -49,6 +49,8 @@ _OPTION = re.compile(r"(?<![\w-])(?<!var\()--[a-z][\w.-]*\w")
 _KEYWORD = re.compile(r"(?<![\w.\-$])([a-z][a-z0-9_]*)=(?![=>])")
 _FIELD = re.compile(r"(?<![\w./\-])([a-z_]+)\.([a-z_]+)(?![\w.(/])")
 _SWITCH = re.compile(r"(?<![\w.])([a-z_]+): (?:true|false)\b")
+_THEIRS = re.compile(rf"(?<![\w.])(?!(?:{'|'.join(speedlab.__all__)})\b)\w+\([^()]*\)")
+"""A call of what is the reader's own, or of another library: forward(input_ids=...)."""
 _MAGIC = re.compile(r"(?<![\w%])(%%?)([a-z]\w+)")
 
 
@@ -64,9 +66,21 @@ class Text:
         return f"{self.path.relative_to(ROOT)}:{self.line}: {self.text}"
 
 
+@functools.cache
 def messages() -> list[Text]:
     """All texts of the packages that are prose, docstrings apart."""
     return [text for package in PACKAGES.values() for path in sorted(package.rglob("*.py")) for text in texts_of(path)]
+
+
+def docstrings() -> list[Text]:
+    """All docstrings of the packages."""
+    found = []
+    for path in (path for package in PACKAGES.values() for path in sorted(package.rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            # Attributes are described by texts below them, which are docstrings, too.
+            if isinstance(node, ast.Expr) and isinstance(text := getattr(node.value, "value", None), str):
+                found.append(Text(path, node.lineno, text))
+    return found
 
 
 def texts_of(path: Path) -> Iterator[Text]:
@@ -113,11 +127,18 @@ def options_of(percent: str, command: str) -> frozenset[str]:
     """The options that the help of `speedlab COMMAND` or `%speedlab COMMAND` tells; of a benchmark: 'bench step'."""
     if percent:
         return frozenset(option.flag for option in MAGIC_COMMANDS[command].options) | {"--help"}
+    shown = _help_of(command)
+    # A help may name another one of the same command: `speedlab train --resume --help`.
+    others = set(re.findall(rf"`(?:speedlab )({command} --.+?) --help`", shown))
+    return frozenset(_OPTION.findall(" ".join([shown, *map(_help_of, others)])))
+
+
+def _help_of(line: str) -> str:
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit), pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "999")  # No name is broken at the end of a line.
-        cli.main([*command.split(), "--help"])
-    return frozenset(_OPTION.findall(shown.getvalue()))
+        cli.main([*line.split(), "--help"])
+    return shown.getvalue()
 
 
 def _commands(text: str) -> Iterator[str]:
@@ -294,7 +315,7 @@ def _keywords(text: str) -> Iterator[str]:
         with contextlib.suppress(ImportError, AttributeError):
             function = getattr(importlib.import_module(module), name)
             known |= set(_parameters(getattr(function, name) if inspect.ismodule(function) else function))
-    alone = _KEYWORD.findall(_CALL.sub("", _OPTION.sub("", text)))
+    alone = _KEYWORD.findall(_THEIRS.sub("", _CALL.sub("", _OPTION.sub("", text))))
     yield from (f"nothing public takes {name}=" for name in alone if name not in known)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from import_graph import PACKAGES
-from messages import Text, faults, messages, texts_of
+from messages import Text, docstrings, faults, messages, texts_of
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +21,25 @@ def test_what_texts_name_exists(found: list[Text]) -> None:
 
 def test_texts_of_all_rooms_are_read(found: list[Text]) -> None:
     assert len(found) > 1000
-    for part in ("run.pause().wait() first", "speedlab.Cluster(name=_) starts it anew", "%speedlab stop --yes"):
-        assert any(part in text.text for text in found)
+    rooms = {folder.name for package in PACKAGES.values() for folder in package.rglob("*") if any(folder.glob("*.py"))}
+    assert rooms <= {text.path.parent.name for text in found}
+    for kind in ("run.", "cluster.", "engine.", "speedlab.", "`speedlab ", "`%speedlab ", " --"):
+        assert any(kind in text.text for text in found), kind
+
+
+def test_what_docstrings_name_exists_and_they_show_no_code_that_nobody_runs() -> None:
+    told = docstrings()
+    assert len(told) > 1000
+    wrong = [
+        f"{text.path}:{text.line}: {span}: {'; '.join(problems)}"
+        for text in told
+        for span in re.findall(r"`([^`\n]+)`", text.text)
+        if not re.fullmatch(r"\w+\(.*\)", span)  # A function of the file's own.
+        if (problems := faults(span, text.path))
+    ]
+    assert not wrong, "\n".join(wrong)
+    shown = [f"{text.path}:{text.line}" for text in told if "```" in text.text or ">>>" in text.text]
+    assert not shown, "code goes to README or to a guide, where tests run it"
 
 
 @pytest.mark.parametrize(
@@ -41,6 +60,7 @@ def test_texts_of_all_rooms_are_read(found: list[Text]) -> None:
         ("the engine has engine.backwards(loss)", "Engine has no backwards"),
         ("speedlab.Cluter(name=_) starts one", "speedlab has no Cluter"),
         ("sl.Cluster(engine=4) starts one", "unexpected keyword argument 'engine'"),
+        ("give initialize(tpplan={}) one", "nothing public takes tpplan="),
         ("devise='cpu' uses the CPU cores", "nothing public takes devise="),
         ("shorten data.sequnce_length to 4", "the configuration has no data.sequnce_length"),
         ("or set sequenze: false", "the configuration has no sequenze"),
@@ -57,6 +77,7 @@ def test_what_does_not_exist_is_found(text: str, problem: str) -> None:
         "`speedlab train config.yaml --zero.stage 3`, then speedlab report RUN; speedlab bench step --layout tp2",
         "run.reshape(zero=3, tp=2).wait(), run.save('a'), run.step is 120, run.step(5), run.folder.path",
         "speedlab.attach(_).resume(step=50); speedlab.comm.shared.register(); cluster.submit(f, 1, ranks=[0], x=2)",
+        "forward(input_ids=..., labels=...) gives an output with .loss; initialize(tp_plan=...) cuts it",
         "torch.utils.checkpoint with use_reentrant=False; set requires_grad=False; compile: false",
         "runs/_/cluster.json, engine.py, data.json, optimizer.step() and speedlab_notebook stay alone",
     ],
