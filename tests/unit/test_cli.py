@@ -11,7 +11,7 @@ import pytest
 
 from speedlab import cli
 from speedlab.cli import demo, engines, follow, manage, progress, resume, train
-from speedlab.cluster import Run
+from speedlab.cluster import ClusterError, Run
 from speedlab.config import ConfigError, ModelConfig, RunConfig
 from speedlab.telemetry.folder import RunFolder, Status
 from speedlab.telemetry.records import Ledger, RunState, StepRecord
@@ -226,6 +226,20 @@ def test_stop_asks_before_something_is_lost(monkeypatch, capsys, answer) -> None
     )
 
 
+def test_a_cluster_that_ends_while_it_is_being_stopped_is_no_error(monkeypatch, capsys) -> None:
+    """As when a training in another terminal comes to its end, and ends its engines."""
+    running = [type("State", (), {"name": "default"})()]
+
+    def ends(name: str) -> None:
+        running.clear()
+        raise ClusterError(f"cluster {name!r} ended just now")
+
+    monkeypatch.setattr(manage, "running_clusters", lambda: list(running))
+    monkeypatch.setattr(manage.Cluster, "attach", ends)
+    assert cli.main(["stop"]) == 0
+    assert capsys.readouterr() == ("cluster default ended by itself just now\n", "")
+
+
 # Progress
 
 
@@ -340,7 +354,7 @@ def make_stopped_run(name: str) -> RunFolder:
 )
 def test_what_cannot_go_on_is_refused_before_engines_start(monkeypatch, capsys, arguments, message) -> None:
     make_stopped_run("a")
-    write_steps(make_run(Path("runs/bare"), state=RunState.STOPPED), 3)
+    write_steps(make_run(Path("runs/bare"), state=RunState.STOPPED, step=3), 3)
     monkeypatch.setattr(resume, "cluster_for", lambda *args, **keywords: pytest.fail("engines were started"))
     assert cli.main(["train", "--resume", *arguments]) == 2
     assert message in capsys.readouterr().err
