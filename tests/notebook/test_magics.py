@@ -292,7 +292,7 @@ def test_report_is_written_and_linked(notebook: Notebook) -> None:
 
 def test_what_is_on_the_disk_is_shown_when_no_engines_run(notebook: Notebook) -> None:
     """After `%speedlab stop`, and in a kernel that knows nothing of the run yet."""
-    assert "no cluster runs" in str(notebook.error("%speedlab report"))
+    assert "there is no run" in str(notebook.error("%speedlab report"))
     cluster = FakeCluster()
     make_run(cluster, "kept", RunState.STOPPED)
     notebook.run("%speedlab stop")
@@ -303,7 +303,7 @@ def test_what_is_on_the_disk_is_shown_when_no_engines_run(notebook: Notebook) ->
         assert "runs/kept/report.html" in notebook.last("text/plain")
         notebook.run("%speedlab dash")
         assert notebook.shown.pop()[1].name == "kept"
-        assert "name: kept" in notebook.run("%speedlab config --present")
+        assert 'name: "kept"' in notebook.run("%speedlab config --present")
 
 
 def test_trace_is_written_and_linked(notebook: Notebook) -> None:
