@@ -223,7 +223,7 @@ def _attach(shell: InteractiveShell, run: str | None = None) -> None:
         return
     push_run(shell, found)
     if found.cluster is None:
-        print(f"{found!r} · its engines are gone, so it can only be looked at · it is `run`")
+        print(f"{found!r} · its engines are gone: run.resume() goes on in others · it is `run`")
     else:
         print(f"{_described(found.cluster)} · {found!r} · they are `cluster` and `run`")
         show_panel(found.cluster, found)

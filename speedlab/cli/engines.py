@@ -19,7 +19,7 @@ class EngineOptions:
     """Where the run runs."""
 
     engines: int | None = None
-    """Number of engines; one per GPU, else 4 on CPU cores, when left out."""
+    """Number of engines; when left out one per GPU, else 4 on CPU cores; a run that goes on takes as many as before."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """On what engines are started."""
     cluster: str = "default"

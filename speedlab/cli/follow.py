@@ -11,6 +11,7 @@ from speedlab.cli.progress import Progress
 from speedlab.cluster import RankError, Run
 from speedlab.cluster.errors import name_ranks
 from speedlab.cluster.known_runs import RunError, saved_step
+from speedlab.cluster.words import Pending
 from speedlab.config import RunConfig
 from speedlab.display.text import bytes_text
 from speedlab.telemetry.checkpoints import newest
@@ -19,14 +20,17 @@ from speedlab.telemetry.records import RunState
 _POLL_SECONDS = 0.2
 
 
-def follow(run: Run, where: EngineOptions) -> int:
-    """Show a run's progress until it rests; returns the command's exit status."""
+def follow(run: Run, where: EngineOptions, word: Pending | None = None) -> int:
+    """Show a run's progress until it rests; returns the command's exit status. `word`: what made it go on, whose
+    refusal is told."""
     assert run.cluster is not None
     progress = Progress(run.feed)
     unsubscribe = run.cluster.output.subscribe(lambda ranks, stream, text: progress.say(_by_rank(ranks, text)))
     try:
         with StopRequests() as requests:
             state = _until_rest(run, progress, requests)
+            if word is not None:
+                word.wait()
             if state is RunState.FINISHED and saved_step(run.folder) != run.step:
                 run.save().wait()  # The engines end with the command, and with them what they hold.
     except (RankError, RunError) as error:

@@ -35,7 +35,6 @@ class ResumeOptions:
     folder: Path = RunConfig().folder
     """Folder that holds the run folders."""
     where: Annotated[EngineOptions, tyro.conf.arg(name="")] = field(default_factory=EngineOptions)
-    """Where it runs; as many engines as before when their number is left out."""
 
 
 def resume(argv: list[str]) -> int:
@@ -65,9 +64,7 @@ def resume(argv: list[str]) -> int:
 
 def _go_on(run: Run, arguments: dict[str, Any], where: EngineOptions) -> int:
     print(f"run {run.name}: {run.folder.path}", file=sys.stderr)
-    answer = run.resume(**arguments).wait()
-    print(f"resumed at step {answer.step} of {run.config.steps} {answer.text}".rstrip(), file=sys.stderr)
-    return follow(run, where)
+    return follow(run, where, run.resume(**arguments))
 
 
 def _parse(argv: list[str]) -> ResumeOptions:

@@ -310,7 +310,15 @@ class Cluster:
 
     def _connect(self, state: ClusterState, client: Client | None = None) -> None:
         self._disconnect("the handle was connected anew")
-        self._open = Connection(self._home, state, client or start.connect(self._home, state))
+        try:
+            self._open = Connection(self._home, state, client or start.connect(self._home, state))
+        except (ClusterError, FileNotFoundError):
+            if state.running:
+                raise
+            # Another process has ended it meanwhile; its logs, which such errors show, have nothing to do with it.
+            raise ClusterError(
+                f"cluster {self.name!r} ended just now; speedlab.Cluster(name={self.name!r}) starts it anew"
+            ) from None
 
     def _disconnect(self, reason: str) -> None:
         now, self._open = self._open, None
@@ -369,7 +377,8 @@ class Cluster:
         try:
             self.interrupt()
         except Exception:  # On this thread nobody else would hear of it.
-            log.exception("ranks that wait for a failed one could not be interrupted")
+            if self.running:  # Else it was stopped meanwhile, which whoever waits is told.
+                log.exception("ranks that wait for a failed one could not be interrupted")
 
     def __repr__(self) -> str:
         if self._open is None or not self.running:

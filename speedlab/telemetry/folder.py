@@ -323,7 +323,8 @@ def _claim_name(parent: Path, name: str | None) -> Path:
             (parent / name).mkdir(mode=0o700)
         except FileExistsError:
             raise ConfigError(
-                f"name: the run {name!r} exists in {parent}; the next free name is {_next_name(parent, name)!r}"
+                f"name: the run {name!r} exists in {parent}; speedlab.attach({name!r}).resume() goes on with it; the "
+                f"next free name is {_next_name(parent, name)!r}"
             ) from None
         return parent / name
     for number in itertools.count(1):

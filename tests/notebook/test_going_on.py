@@ -16,7 +16,6 @@ import pytest
 from cluster_helpers import wait_for
 from jupyter_client.manager import KernelManager
 
-import speedlab
 from speedlab.cluster import Cluster, Run, attach
 from speedlab.cluster.known_runs import RunError
 from speedlab.config import ConfigError, RunConfig
@@ -130,31 +129,39 @@ def test_a_finished_run_is_made_longer(start: Any) -> None:
     assert (run.step, run.config.steps, run.folder.read_status().steps) == (4, 4, 4)
 
 
+WAIT = """
+look, told = run._resting_state, []
+def waits():
+    told or told.append(print("waits", flush=True))
+    return look()
+run._resting_state = waits
+run.wait()
+"""
+"""Sits in a wait, and says so from within."""
+
+
 def test_a_kernel_that_is_restarted_in_a_wait_stops_nothing(cluster: Cluster, place: Path) -> None:
     kernel = KernelManager(kernel_name="python3")
     kernel.start_kernel(cwd=str(place), env=dict(os.environ))
     client = kernel.client()
     client.start_channels()
-    folder = place / "runs" / "outlives"
+
+    def run_until_it_waits(code: str) -> None:
+        client.wait_for_ready(timeout=60)
+        client.execute(f"import speedlab\nrun = {code}\n{WAIT}")
+        wait_for(lambda: "waits" in client.get_iopub_msg(timeout=60)["content"].get("text", ""), 60)
+
     try:
-        client.wait_for_ready(timeout=60)
         settings = {**SETTINGS, "name": "outlives"}
-        client.execute(
-            f"import speedlab\nrun = speedlab.Cluster.attach('going-on').train(speedlab.RunConfig(**{settings!r}))\n"
-            "run.wait_until(2)\nprint('waits', flush=True)\nrun.wait()"
-        )
-        said = lambda: "waits" in str(client.get_iopub_msg(timeout=60)["content"].get("text", ""))  # noqa: E731
-        wait_for(said, 60)
+        run_until_it_waits(f"speedlab.Cluster.attach('going-on').train(speedlab.RunConfig(**{settings!r}))")
+        run = attach(place / "runs" / "outlives")
+        run.wait_until(2, 60)
         kernel.restart_kernel(now=False)
-        client.wait_for_ready(timeout=60)
-        run = attach(folder)
         run.wait_until(run.step + 5, 60)
         assert run.state is RunState.RUNNING
         assert [event.kind for event in run.events] == ["started"]
-        # The user's own interrupt is another thing.
-        client.execute("import speedlab; run = speedlab.attach('outlives'); print('waits', flush=True); run.wait()")
-        wait_for(said, 60)
-        kernel.interrupt_kernel()
+        run_until_it_waits("speedlab.attach('outlives')")
+        kernel.interrupt_kernel()  # The user's own interrupt is another thing.
         wait_for(lambda: run.state is RunState.PAUSED, 30)
         run.stop().wait(60)
     finally:
@@ -168,19 +175,18 @@ def terminal(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_ctrl_c_in_a_terminal_prints_the_line_that_goes_on(place: Path) -> None:
+def test_ctrl_c_in_a_terminal_prints_the_line_that_goes_on(cluster: Cluster, place: Path) -> None:
     (place / "small.json").write_text(json.dumps({**SETTINGS, "name": "typed", "folder": "elsewhere"}))
-    where = ("--engines", "1", "--device", "cpu", "--cluster", "typed")
-    training = terminal("train", "small.json", *where)
-    wait_for(lambda: (place / "elsewhere/typed/records/rank-0.jsonl").exists(), 90)
+    training = terminal("train", "small.json", "--cluster", cluster.name)
+    wait_for((place / "elsewhere/typed/records/rank-0.jsonl").exists, 90)
     training.send_signal(signal.SIGINT)
     told = training.communicate(timeout=90)[1]
     assert training.returncode == 130, told
     stopped = RunFolder("elsewhere/typed").read_status()
     assert stopped.state is RunState.STOPPED
     (line,) = [line.partition("resume:")[2].strip() for line in told.splitlines() if line.startswith("resume:")]
-    assert line == "speedlab train --resume elsewhere/typed --device cpu --cluster typed"
-    again = terminal("train", "small.json", *where)
+    assert line == f"speedlab train --resume elsewhere/typed --cluster {cluster.name}"
+    again = terminal("train", "small.json", "--cluster", cluster.name)
     assert f"`{line}` goes on with it" in again.communicate(timeout=60)[1]
     assert again.returncode == 2
     on = terminal(*shlex.split(line)[1:], "--steps", str(stopped.step + 3))
@@ -192,29 +198,31 @@ def test_ctrl_c_in_a_terminal_prints_the_line_that_goes_on(place: Path) -> None:
     assert f"step-{stopped.step + 3:06d}" in names(run)
 
 
-def test_what_is_on_the_disk_can_be_looked_at_and_gone_on_with_without_its_engines(place: Path) -> None:
-    cluster = Cluster(2, name="ends", device="cpu")
+def test_what_is_on_the_disk_is_looked_at_and_gone_on_with_when_its_engines_are_gone(cluster: Cluster) -> None:
+    own = Cluster(1, name="ends", device="cpu")
     try:
-        run = cluster.train(RunConfig(**{**SETTINGS, "name": "kept"}))
+        run = own.train(RunConfig(**{**SETTINGS, "name": "kept"}))
         run.wait_until(2, 60)
-        run.save("mine").wait(60)
+        at = run.save("mine").wait(60).step
         run.stop().wait(60)
+        stopped_at = int(run.step)
     finally:
-        cluster.stop()
+        own.stop()
     assert [row["stage"] for row in run.table()] == [2]
     assert "no engines" in repr(run)
-    assert len(run.layout_table().rows) == 2
+    assert len(run.layout_table()) == 1
+    assert len(run.placement()) > 5
     with pytest.raises(RunError, match=r"no engines here and cannot pause; speedlab\.attach\('kept'\)"):
         run.pause()
-    with pytest.raises(RunError, match=r"no cluster runs; start one with speedlab\.Cluster\(engines=2\)"):
-        speedlab.attach("kept").resume()
-    other = Cluster(1, name="other", device="cpu")
-    try:
-        at = attach("kept").resume().wait(60).step
-        assert at == int(Run("runs/kept").records()[-1].step) or at <= int(run.step)
-        run.resume().wait(60)  # The old handle, too.
-        run.wait_until(at + 3, 60)
-        run.stop().wait(60)
-        assert run.events[-1].kind == "stopped"
-    finally:
-        other.stop()
+    # The handle of before, and one of another kernel: both take the engines that run, of whatever number.
+    assert run.resume().wait(60).step == at <= stopped_at
+    assert run.cluster is not None
+    assert run.cluster.name == cluster.name
+    run.wait_until(at + 3, 60)
+    assert [event.text for event in run.events if event.kind == "reshaped"] == [
+        "1 → 2 engines, pp 1 × dp 1 × tp 1 → pp 1 × dp 2 × tp 1"
+    ]
+    run.stop().wait(60)
+    other = attach("kept")
+    assert other.resume("mine").wait(60).text == "from mine"
+    other.stop().wait(60)
