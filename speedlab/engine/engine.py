@@ -6,7 +6,7 @@ A thin door: `step/step.py` says where a step stands, `step/drivers.py` computes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from speedlab.engine.step.errors import name_module
 from speedlab.engine.step.looking import Looking
 from speedlab.engine.step.memory import release_freed_memory
 from speedlab.engine.step.random_streams import RandomStreams
+from speedlab.engine.step.same_data import SameData
 from speedlab.engine.step.step import Step
 from speedlab.engine.step.totals import Totals
 from speedlab.engine.step.whole import remember_parts, whole_state
@@ -115,12 +116,13 @@ class Engine(DeepSpeedNames):
             batches: `accumulation` pairs of tokens and targets, (B, T) int64 each. Ranks of one dp index give the same.
             signals: asked at the last moment for what `step` takes.
 
-        Returns the mean loss over the global batch. Raises ValueError for another number of micro-batches, and
-        RuntimeError inside a step, before anything is done.
+        Returns the mean loss over the global batch. Raises, before anything is done, ValueError for another number of
+        micro-batches, TypeError for what is no pair, RuntimeError inside a step; and, before the update, ValueError
+        where ranks of one data index were given different ones.
         """
         self._step.refuse_after_cut_update()
         self._step.refuse_inside("train_batch")
-        given = list(batches)
+        given = list(_pairs("train_batch", batches))
         if len(given) != self.accumulation:
             raise ValueError(
                 f"train_batch: {len(given)} micro-batches came, but batch.accumulation is {self.accumulation}; give as "
@@ -138,22 +140,29 @@ class Engine(DeepSpeedNames):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss over all ranks' micro-batches, without gradients or dropout. Collective."""
+        """Mean loss over all ranks' micro-batches, pairs as of `train_batch`, without gradients or dropout.
+        Collective. Raises ValueError where ranks of one data index were given different ones."""
         self._step.refuse_after_cut_update()
         was_training = self.module.training
         self.eval()
         losses: list[Tensor] = []
+        data = SameData(self.mesh, compare_first=False)
         try:
-            for tokens, targets in batches:
+            for tokens, targets in _pairs("evaluate", batches):
+                data.look((tokens, targets))
                 with self._guard():
                     losses += self._driver.evaluate(tokens, targets)
         finally:
             self.train(was_training)
         counted = losses if self.mesh["tp"].index == 0 else []  # Those of its tensor peers are the same.
-        vector = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        vector = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         if counted:
             vector[0], vector[1] = torch.stack([loss.double() for loss in counted]).sum(), len(counted)
-        loss_sum, count = self.everyone.sum_scalars(vector.cpu()).tolist()  # The one wait for the device.
+        if (difference := data.take()) is not None:
+            vector[2] = difference
+        loss_sum, count, differing = self.everyone.sum_scalars(vector.cpu()).tolist()  # The one wait for the device.
+        if differing:
+            raise data.error()
         if not count:
             raise ValueError("evaluate: no micro-batch was given; give at least one")
         return loss_sum / count
@@ -342,3 +351,17 @@ class Engine(DeepSpeedNames):
             f"{str(self.dtype).removeprefix('torch.')}, rank {self.world.rank} of {self.world.size}, step "
             f"{self.global_step})"
         )
+
+
+def _pairs(what: str, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The micro-batches, each of which has to be a pair of tensors. Raises TypeError for any other."""
+    for batch in batches:
+        if not isinstance(batch, tuple | list) or len(batch) != 2 or not all(isinstance(t, Tensor) for t in batch):
+            names = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+            raise TypeError(
+                f"{what}: a micro-batch is a pair (tokens, targets) of tensors (B, T), not a {type(batch).__name__}"
+                f"{names}; targets are the tokens one place further on, so of rows (B, T + 1): "
+                "(rows[:, :-1], rows[:, 1:])"
+            )
+        tokens, targets = batch
+        yield tokens, targets

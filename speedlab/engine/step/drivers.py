@@ -88,6 +88,8 @@ class WholeModel:
         for buffer in self._running_statistics:
             self._state.group.broadcast(buffer)
         args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
+        if torch.is_grad_enabled():
+            self._step.data.look((args, kwargs))
         self._step.begin_micro_batch()
         with self._clock.phase("forward"):
             return self._module(*args, **kwargs)
@@ -155,17 +157,14 @@ class PipelineStages:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineOutput:
         """Logits of tokens, on every rank and without gradients."""
-        layout = self._state.layout
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"under {layout} no rank holds the whole model; train with engine.train_batch(batches), and call "
-                "the engine for logits in torch.no_grad()"
-            )
         tokens = args[0] if args else kwargs.get("input_ids", kwargs.get("tokens"))
-        if not isinstance(tokens, Tensor) or len(args) + len(kwargs) != 1:
-            raise TypeError(
-                f"under {layout} the engine is called with tokens alone, (B, T) int64; losses are those of "
-                "engine.evaluate(batches)"
+        alone = isinstance(tokens, Tensor) and len(args) + len(kwargs) == 1
+        if torch.is_grad_enabled() or not alone:
+            kind = RuntimeError if torch.is_grad_enabled() else TypeError
+            raise kind(
+                f"under {self._state.layout} no rank holds the whole model; train with engine.train_batch(batches), "
+                "evaluate with engine.evaluate(batches), both of pairs (tokens, targets), and call the engine for "
+                "logits with tokens alone, (B, T) int64, in torch.no_grad()"
             )
         state, group = self._state, self._group
         made = self._pipeline.evaluate(state.to_device(tokens))
@@ -181,6 +180,7 @@ class PipelineStages:
     def train(self, batches: Sequence[Batch]) -> None:
         tokens, targets = (self._state.to_device(torch.cat(parts)) for parts in zip(*batches, strict=True))
         step = self._step
+        step.data.look((tokens, targets))
         step.ended_backward(self._pipeline.train(tokens, targets, micro_batches=step.accumulation, scale=step.scale))
         step.micro_step = step.accumulation - 1
 
