@@ -25,6 +25,7 @@ from speedlab.engine.step.looking import Looking
 from speedlab.engine.step.losses import LossFunction
 from speedlab.engine.step.memory import release_freed_memory
 from speedlab.engine.step.random_streams import RandomStreams
+from speedlab.engine.step.same_data import SameData
 from speedlab.engine.step.step import Step
 from speedlab.engine.step.totals import Totals
 from speedlab.engine.step.whole import remember_parts, whole_state
@@ -122,8 +123,9 @@ class Engine(DeepSpeedNames):
                 pairs. Ranks of one dp index give the same.
             signals: asked at the last moment for what `step` takes.
 
-        Returns the mean loss over the global batch. Raises ValueError for another number of micro-batches, and
-        RuntimeError inside a step, before anything is done.
+        Returns the mean loss over the global batch. Raises, before anything is done, ValueError for another number of
+        micro-batches, TypeError where a pipeline gets no pair, RuntimeError inside a step; and, before the update,
+        ValueError where ranks of one data index were given different ones.
         """
         self._step.refuse_after_cut()
         self._step.refuse_inside("train_batch")
@@ -145,23 +147,30 @@ class Engine(DeepSpeedNames):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss over all ranks' micro-batches, without gradients or dropout. Collective."""
+        """Mean loss over all ranks' micro-batches, as of `train_batch`, without gradients or dropout. Collective.
+        Raises ValueError where ranks of one data index were given different ones."""
         self._step.refuse_after_cut()
         modes = [(module, module.training) for part in self.modules for module in part.modules()]
         self.eval()
         losses: list[Tensor] = []
+        data = SameData(self.mesh, compare_first=False)
         try:
             for batch in batches:
+                data.look(batch)
                 with self._guard():
                     losses += self._driver.evaluate(batch)
         finally:
             for module, mode in modes:
                 module.training = mode
         counted = losses if self.mesh["tp"].index == 0 else []  # Those of its tensor peers are the same.
-        vector = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        vector = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         if counted:
             vector[0], vector[1] = torch.stack([loss.double() for loss in counted]).sum(), len(counted)
-        loss_sum, count = self.everyone.sum_scalars(vector.cpu()).tolist()  # The one wait for the device.
+        if (difference := data.take()) is not None:
+            vector[2] = difference
+        loss_sum, count, differing = self.everyone.sum_scalars(vector.cpu()).tolist()  # The one wait for the device.
+        if differing:
+            raise data.error()
         if not count:
             raise ValueError("evaluate: no micro-batch was given; give at least one")
         return loss_sum / count

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from speedlab.config import ConfigError
 from speedlab.engine.step.clock import PhaseClock
 from speedlab.engine.step.losses import LossFunction, loss_of
 from speedlab.engine.step.state import TrainingState
@@ -89,7 +88,7 @@ class WholeModel:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
-        with self._micro_batch():
+        with self._micro_batch((args, kwargs)):
             return self._module(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
@@ -111,8 +110,10 @@ class WholeModel:
         return [self._loss(batch)]
 
     @contextmanager
-    def _micro_batch(self) -> Iterator[None]:
-        """To be entered around the forward."""
+    def _micro_batch(self, given: Any) -> Iterator[None]:
+        """To be entered around the forward of what was given."""
+        if torch.is_grad_enabled():
+            self._step.data.look(given)
         for buffer in self._running_statistics:
             self._state.group.broadcast(buffer)
         self._step.begin_micro_batch()
@@ -125,7 +126,7 @@ class WholeModel:
 
     def _loss(self, batch: Batch) -> Tensor:
         batch = map_tensors(dict(batch) if isinstance(batch, Mapping) else batch, self._cast)
-        with self._micro_batch():
+        with self._micro_batch(batch):
             return loss_of(self._module, batch, self._loss_function)
 
     def update(self) -> AbstractContextManager[object]:
@@ -164,17 +165,14 @@ class PipelineStages:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineOutput:
         """Logits of tokens, on every rank and without gradients."""
-        layout = self._state.layout
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"under {layout} no rank holds the whole model; train with engine.train_batch(batches), and call "
-                "the engine for logits in torch.no_grad()"
-            )
         tokens = args[0] if args else kwargs.get("input_ids", kwargs.get("tokens"))
-        if not isinstance(tokens, Tensor) or len(args) + len(kwargs) != 1:
-            raise TypeError(
-                f"under {layout} the engine is called with tokens alone, (B, T) int64; losses are those of "
-                "engine.evaluate(batches)"
+        alone = isinstance(tokens, Tensor) and len(args) + len(kwargs) == 1
+        if torch.is_grad_enabled() or tokens is None or not alone:
+            kind = RuntimeError if torch.is_grad_enabled() else TypeError
+            raise kind(
+                f"under {self._state.layout} no rank holds the whole model; train with engine.train_batch(batches), "
+                "evaluate with engine.evaluate(batches), both of pairs (tokens, targets), and call the engine for "
+                "logits with tokens alone, (B, T) int64, in torch.no_grad()"
             )
         state, group = self._state, self._group
         made = self._pipeline.evaluate(state.to_device(tokens))
@@ -191,6 +189,7 @@ class PipelineStages:
         pairs = [self._pair(batch) for batch in batches]
         tokens, targets = (self._state.to_device(torch.cat(parts)) for parts in zip(*pairs, strict=True))
         step = self._step
+        step.data.look((tokens, targets))
         step.ended_backward(self._pipeline.train(tokens, targets, micro_batches=step.accumulation, scale=step.scale))
         step.micro_step = step.accumulation - 1
 
@@ -199,11 +198,13 @@ class PipelineStages:
         return self._pipeline.evaluate(tokens, targets)
 
     def _pair(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        if isinstance(batch, list | tuple) and len(batch) == 2:
+        if isinstance(batch, list | tuple) and len(batch) == 2 and all(isinstance(each, Tensor) for each in batch):
             return batch[0], batch[1]
-        raise ConfigError(
-            f"batch: under {self._state.layout} a micro-batch is (tokens, targets), (B, T) int64 each, and a "
-            f"{type(batch).__name__} came"
+        names = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+        raise TypeError(
+            f"under {self._state.layout} a micro-batch is a pair (tokens, targets) of tensors (B, T), not a "
+            f"{type(batch).__name__}{names}; targets are the tokens one place further on, so of rows (B, T + 1): "
+            "(rows[:, :-1], rows[:, 1:])"
         )
 
     def update(self) -> AbstractContextManager[object]:

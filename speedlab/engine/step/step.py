@@ -1,8 +1,8 @@
 """A step: micro-batches, what their gradients are multiplied with, and the update that ends them.
 
 1. Each micro-batch is announced (`begin_micro_batch`) and, once its backward has ended, counted (`ended_micro_batch`).
-2. `end` takes one reduction of a few numbers over the ranks: the gradient's norm, the loss, signals, and how many
-   parameters somebody did not use.
+2. `end` takes one reduction of a few numbers over the ranks: the gradient's norm, the loss, signals, how many
+   parameters somebody did not use, and whether ranks that share a batch had the same one.
 3. A gradient that is not finite ends the step without an update.
 4. Parameters that no rank used are left alone; all others are updated, clipped together.
 5. Whatever happens, the state is one between two steps afterwards (`reset`), or `updating` says that it is not.
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from speedlab.engine.step.communicating import sums_itself
 from speedlab.engine.step.random_streams import RandomStreams
+from speedlab.engine.step.same_data import SameData
 from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.totals import Totals, find_non_finite, sum_totals
 from speedlab.parallel.zero import used_by_any
@@ -42,6 +43,8 @@ class Step:
         self.totals: Totals | None = None
         """Of the last step."""
         self._state, self._streams = state, streams
+        self.data = SameData(state.mesh)
+        """What the micro-batches of the present step were made of."""
         self._losses: list[Tensor] = []
         self._fed = False
         """Whether a backward of the present step has ended."""
@@ -107,6 +110,7 @@ class Step:
         for zero in self._state.zeros:
             zero.clear_gradients()
         self._losses.clear()
+        self.data.forget()
         self.micro_step, self._fed = 0, False
 
     # ---- the end -----------------------------------------------------------------------------------------------------
@@ -122,6 +126,8 @@ class Step:
         with self._around_update():
             try:
                 self.totals = totals = self._sum_totals(signals)  # 2
+                if not totals.same_data:
+                    raise self.data.error()
                 if not totals.finite:
                     self._overflow()  # 3
                     return False
@@ -157,7 +163,15 @@ class Step:
         squares = torch.zeros((), dtype=torch.float64, device=state.world.device)
         if self._fed:  # Else what stands there are the gradients of the step before.
             squares += state.partitioned_optimizer.sum_of_squares()
-        return sum_totals(state.everyone, losses, squares, scale=state.loss_scale.value, signals=signals, unused=unused)
+        return sum_totals(
+            state.everyone,
+            losses,
+            squares,
+            scale=state.loss_scale.value,
+            signals=signals,
+            unused=unused,
+            difference=self.data.take(),
+        )
 
     def _unused(self) -> dict[str, set[int]]:
         """Slots of flats by name that no rank has used in this step. Collective."""
