@@ -372,3 +372,33 @@ def norms_with_frozen(stage: int, everything: bool) -> list[float]:
 def test_an_optimizer_over_frozen_parameters_too(two: Pool) -> None:
     """As `AdamW(model.parameters())` of a model with adapters."""
     assert two.run(norms_with_frozen, 2, True) == two.run(norms_with_frozen, 2, False)
+
+
+class Masked(nn.Module):
+    """Writes values in __init__ that `reset_parameters` does not: `what` is "mask", a buffer, or "bias"."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        if what == "mask":
+            self.register_buffer("mask", torch.ones(WIDTH, WIDTH).tril())
+        else:
+            self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+
+def made_on_meta(what: str) -> str:
+    try:
+        engine_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Masked(what)), 0).destroy()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["mask", "bias"])
+def test_values_that_a_model_on_meta_would_lose(two: Pool, what: str) -> None:
+    """They would be whatever the memory held."""
+    for told in two.run(made_on_meta, what):
+        assert told.startswith(f"1.{what} got no value when its module was made")
