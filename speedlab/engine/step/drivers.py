@@ -87,9 +87,9 @@ class WholeModel:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for buffer in self._running_statistics:
             self._state.group.broadcast(buffer)
-        args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
         if torch.is_grad_enabled():
             self._step.data.look((args, kwargs))
+        args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
         self._step.begin_micro_batch()
         with self._clock.phase("forward"):
             return self._module(*args, **kwargs)
@@ -158,8 +158,7 @@ class PipelineStages:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineOutput:
         """Logits of tokens, on every rank and without gradients."""
         tokens = args[0] if args else kwargs.get("input_ids", kwargs.get("tokens"))
-        alone = isinstance(tokens, Tensor) and len(args) + len(kwargs) == 1
-        if torch.is_grad_enabled() or not alone:
+        if torch.is_grad_enabled() or not isinstance(tokens, Tensor) or len(args) + len(kwargs) != 1:
             kind = RuntimeError if torch.is_grad_enabled() else TypeError
             raise kind(
                 f"under {self._state.layout} no rank holds the whole model; train with engine.train_batch(batches), "
@@ -178,9 +177,9 @@ class PipelineStages:
         raise RuntimeError(f"under {self._state.layout} a step is one call: engine.train_batch(batches)")
 
     def train(self, batches: Sequence[Batch]) -> None:
-        tokens, targets = (self._state.to_device(torch.cat(parts)) for parts in zip(*batches, strict=True))
         step = self._step
-        step.data.look((tokens, targets))
+        step.data.look(batches)
+        tokens, targets = (self._state.to_device(torch.cat(parts)) for parts in zip(*batches, strict=True))
         step.ended_backward(self._pipeline.train(tokens, targets, micro_batches=step.accumulation, scale=step.scale))
         step.micro_step = step.accumulation - 1
 
