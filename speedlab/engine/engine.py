@@ -25,7 +25,7 @@ from speedlab.engine.step.looking import Looking
 from speedlab.engine.step.losses import LossFunction
 from speedlab.engine.step.memory import release_freed_memory
 from speedlab.engine.step.random_streams import RandomStreams
-from speedlab.engine.step.same_data import SameData
+from speedlab.engine.step.same_data import SAME, SameData
 from speedlab.engine.step.step import Step
 from speedlab.engine.step.totals import Totals
 from speedlab.engine.step.whole import remember_parts, whole_state
@@ -166,10 +166,11 @@ class Engine(DeepSpeedNames):
         vector = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         if counted:
             vector[0], vector[1] = torch.stack([loss.double() for loss in counted]).sum(), len(counted)
-        if (difference := data.take()) is not None:
+        difference = data.take()
+        if difference is not None:
             vector[2] = difference
         loss_sum, count, differing = self.everyone.sum_scalars(vector.cpu()).tolist()  # The one wait for the device.
-        if differing:
+        if difference is not None and differing != SAME:
             raise data.error()
         if not count:
             raise ValueError("evaluate: no micro-batch was given; give at least one")

@@ -87,8 +87,8 @@ class WholeModel:
         self._running_statistics = [b for module in state.modules for b in _running_statistics(module)]
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
         with self._micro_batch((args, kwargs)):
+            args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
             return self._module(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
@@ -125,8 +125,8 @@ class WholeModel:
         return tensor.to(self._dtype) if tensor.dtype == torch.float32 else tensor
 
     def _loss(self, batch: Batch) -> Tensor:
-        batch = map_tensors(dict(batch) if isinstance(batch, Mapping) else batch, self._cast)
         with self._micro_batch(batch):
+            batch = map_tensors(dict(batch) if isinstance(batch, Mapping) else batch, self._cast)
             return loss_of(self._module, batch, self._loss_function)
 
     def update(self) -> AbstractContextManager[object]:
@@ -166,8 +166,7 @@ class PipelineStages:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineOutput:
         """Logits of tokens, on every rank and without gradients."""
         tokens = args[0] if args else kwargs.get("input_ids", kwargs.get("tokens"))
-        alone = isinstance(tokens, Tensor) and len(args) + len(kwargs) == 1
-        if torch.is_grad_enabled() or tokens is None or not alone:
+        if torch.is_grad_enabled() or not isinstance(tokens, Tensor) or len(args) + len(kwargs) != 1:
             kind = RuntimeError if torch.is_grad_enabled() else TypeError
             raise kind(
                 f"under {self._state.layout} no rank holds the whole model; train with engine.train_batch(batches), "
@@ -187,9 +186,9 @@ class PipelineStages:
 
     def train(self, batches: Sequence[Batch]) -> None:
         pairs = [self._pair(batch) for batch in batches]
-        tokens, targets = (self._state.to_device(torch.cat(parts)) for parts in zip(*pairs, strict=True))
         step = self._step
-        step.data.look((tokens, targets))
+        step.data.look(batches)
+        tokens, targets = (self._state.to_device(torch.cat(parts)) for parts in zip(*pairs, strict=True))
         step.ended_backward(self._pipeline.train(tokens, targets, micro_batches=step.accumulation, scale=step.scale))
         step.micro_step = step.accumulation - 1
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from speedlab.comm import Group, check_peers
 from speedlab.config.errors import more_in
 from speedlab.engine.step.errors import NonFiniteError
+from speedlab.engine.step.same_data import SAME
 from speedlab.parallel.zero import Flat
 
 
@@ -64,7 +65,7 @@ def sum_totals(
         signals=tuple(summed),
         finite=math.isfinite(total),
         unused=int(left_alone),
-        same_data=differing == 0,
+        same_data=difference is None or differing == SAME,
     )
 
 
