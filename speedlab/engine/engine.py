@@ -113,6 +113,11 @@ class Engine(DeepSpeedNames):
             self.epochs.advance(self.batch.global_size)
         return updated
 
+    def zero_grad(self) -> None:
+        """Give up the step: its micro-batches have to be run again. (`optimizer.zero_grad()` finds nothing to clear:
+        the gradients are here, and go when a step ends.)"""
+        self._step.reset()
+
     def train_batch(self, batches: Iterable[Batch], *, signals: Callable[[], Sequence[float]] = tuple) -> float:
         """A whole step under any layout: forward and backward of this rank's micro-batches, then the update. After an
         exception the state is that between two steps.

@@ -188,6 +188,9 @@ class PipelineStages:
         pairs = [self._pair(batch) for batch in batches]
         step = self._step
         step.data.look(batches)
+        if len(shapes := {tuple(tokens.shape) for tokens, _ in pairs}) > 1:
+            told = ", ".join("×".join(map(str, shape)) for shape in sorted(shapes))
+            raise ValueError(f"train_batch: under a pipeline micro-batches are of one shape, and these are {told}")
         tokens, targets = (self._state.to_device(torch.cat(parts)) for parts in zip(*pairs, strict=True))
         step.ended_backward(self._pipeline.train(tokens, targets, micro_batches=step.accumulation, scale=step.scale))
         step.micro_step = step.accumulation - 1
