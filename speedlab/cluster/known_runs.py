@@ -26,6 +26,10 @@ _REMEMBERED_RUNS = 100
 class RunError(RuntimeError):
     """The run cannot do what was asked; the message says where it stands and what to do."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the frames that found it out say nothing more."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 def remember_run(cluster: Cluster, path: Path) -> None:
     """Note in the cluster's own folder where this run is, so that a kernel in another directory finds it."""

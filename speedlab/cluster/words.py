@@ -35,8 +35,11 @@ class Pending:
         return self.event is not None
 
     def wait(self, timeout: float | None = None) -> Event:
-        """Wait for the answer. Raises RankError when a rank failed, RunError when the word was refused or the run ended
-        before it, TimeoutError after `timeout` seconds. An interrupt of the kernel interrupts the ranks too."""
+        """Wait for the answer, and, where the run has come to rest, until its ranks are free.
+
+        Raises RankError when a rank failed, RunError when the word was refused or the run ended before it, TimeoutError
+        after `timeout` seconds. An interrupt of the kernel interrupts the ranks too.
+        """
         return self._run._until(self._answer, timeout, str(self))
 
     def __await__(self) -> Generator[Any, None, Event]:

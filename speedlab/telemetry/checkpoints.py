@@ -26,6 +26,10 @@ Place = str | os.PathLike[str]
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written, read, or used here; the message names the file and says what is wrong."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the frames that found it out say nothing more."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:

@@ -65,6 +65,7 @@ def test_what_there_is_not_is_told_with_what_there_is(folder: Path, place: str, 
     with pytest.raises(CheckpointError) as refusal:
         find_checkpoint(place, **named)
     assert message in str(refusal.value)
+    assert refusal.value._render_traceback_() == [f"CheckpointError: {refusal.value}"]  # In a notebook: no frames.
 
 
 def test_what_is_no_checkpoint_does_not_count(folder: Path) -> None:

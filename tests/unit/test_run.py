@@ -680,8 +680,9 @@ def test_paths_of_data_are_written_down_whole(make, tmp_path):
 def test_generate_needs_ranks_at_rest(make, engines):
     hold(engines)
     run = make()
-    with pytest.raises(RunError, match=r"its ranks are busy; run.pause\(\).wait\(\) first"):
+    with pytest.raises(RunError, match=r"its ranks are busy; run.pause\(\).wait\(\) first") as refusal:
         run.generate("def ")
+    assert refusal.value._render_traceback_() == [f"RunError: {refusal.value}"]  # In a notebook: no frames of ours.
     run.pause().wait(10)
     run.wait(10)
     assert run.generate("def ", 5, seed=3) == "def  … 5 tokens, {'temperature': 0.8, 'seed': 3}"
