@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -310,7 +311,15 @@ def test_a_schedule_of_stages_has_the_default_number_of_them() -> None:
 
 
 def test_any_model_is_described_by_its_sizes() -> None:
-    sizes = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256, "seq": 8192}
+    sizes: dict[str, Any] = {
+        "layers": 32,
+        "hidden": 4096,
+        "heads": 32,
+        "kv_heads": 8,
+        "ffn": 14336,
+        "vocab": 128256,
+        "seq": 8192,
+    }
     made = PlanRequest(**sizes, gated=True, machines="8 H100").plan([DEVICE])
     named = PlanRequest(model="llama-3-8b", machines="8 H100").plan([DEVICE])
     assert replace(made.setup.shape, name="llama-3-8b") == named.setup.shape
@@ -341,7 +350,7 @@ def test_an_8b_llama_is_not_said_to_fit_where_a_gate_keeps_more() -> None:
 
 
 def test_gpipe_of_an_encoder_and_decoder_holds_all_micro_batches() -> None:
-    words = {"pp": 4, "global_size": 32, "dp": 1, "zero_stage": 0}
+    words: dict[str, Any] = {"pp": 4, "global_size": 32, "dp": 1, "zero_stage": 0}
     held = {s: plan("t5-3b", "4 H100", schedule=s, **words).heaviest.activations for s in ("1f1b", "gpipe")}
     assert held["gpipe"] > 4 * held["1f1b"]
 
