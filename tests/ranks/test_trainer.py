@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,10 @@ def post(run: str, *commands: tuple[str, dict[str, Any]]) -> None:
         RunFolder(run).post(word, **arguments)
 
 
-def advance(run: str, model: Callable[[], Any] | None = None) -> str:
+def advance(run: str) -> str:
     """The state in which an advance leaves the run, or what it raises."""
     try:
-        return held_runs.advance(run, model)
+        return held_runs.advance(run)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 

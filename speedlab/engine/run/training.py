@@ -35,12 +35,12 @@ class Training:
     def __init__(self, folder: RunFolder, own_model: OwnModel | None) -> None:
         """Collective. Without an `own_model`, or where it has no model, the GPT of the configuration is trained."""
         self.folder, self._own_model = folder, own_model
-        self._given = dict(own_model()) if own_model is not None else {}
+        self.world: World = join()
+        self.control = Group(range(self.world.size), Traffic(), self.world.device, channel="control")
+        self._given = agreed(self.control, self._read_own_model)
         """What the first engine is built of; every later one gets it made anew."""
         self.built_in = "model" not in self._given
         """Whether the model is the GPT of the configuration."""
-        self.world: World = join()
-        self.control = Group(range(self.world.size), Traffic(), self.world.device, channel="control")
         agreed(self.control, self._read_folder)
         self.corpus: Corpus = agreed(self.control, self._prepare_data)
         self.train_rows = Sampler(self.corpus.train, self.config.data.sequence_length, self.config.seed)
@@ -125,11 +125,16 @@ class Training:
     # ---- building ----------------------------------------------------------------------------------------------------
 
     def _build(self, config: RunConfig) -> Engine:
-        given, self._given = self._given, {}
-        if not given and self._own_model is not None:
-            given = dict(self._own_model())
-        model = self._make_gpt if self.built_in else made(given.pop("model"), config.seed)
-        return initialize(model=model, config=config, **given)[0]
+        # Before any rank meets others: they would wait for one whose model cannot be made.
+        given = agreed(self.control, lambda: self._make_own(config))
+        return initialize(config=config, **{"model": self._make_gpt} | given)[0]
+
+    def _make_own(self, config: RunConfig) -> dict[str, Any]:
+        given, self._given = self._given or self._read_own_model(), {}
+        return given if self.built_in else given | {"model": made(given["model"], config.seed)}
+
+    def _read_own_model(self) -> dict[str, Any]:
+        return dict(self._own_model()) if self._own_model is not None else {}
 
     def _make_gpt(self) -> nn.Module:
         return GPT(self.config.model)
