@@ -32,7 +32,7 @@ $(VENV)/.ready: requirements.lock pyproject.toml .ci/setup.sh
 	@.ci/setup.sh
 
 demo: setup
-	@$(BIN)/speedlab demo notebooks/01_quickstart.ipynb
+	@$(BIN)/speedlab demo
 
 lab: setup
 	@$(BIN)/jupyter lab $(ROOT_FLAG) $(ARGS) notebooks/01_quickstart.ipynb

@@ -19,7 +19,8 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.error import UsageError
 
 from speedlab.cluster.errors import name_ranks
-from speedlab_notebook.commands import unknown
+from speedlab.cluster.kernel_interrupt import is_the_users
+from speedlab_notebook.commands import unknown, without_comment
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -45,7 +46,7 @@ def parse(line: str) -> tuple[list[int] | None, bool]:
     """(ranks, whether to wait) of the magic's line; ranks are None for all. Raises UsageError."""
     ranks: list[int] = []
     wait = False
-    for word in line.replace(",", " ").split():
+    for word in without_comment(line).replace(",", " ").split():
         if word == "--wait":
             wait = True
         elif word.startswith("-"):
@@ -139,7 +140,8 @@ class RanksCell:
             while self._thread.is_alive():
                 self._thread.join(POLL_SECONDS)
         except KeyboardInterrupt:
-            self._cluster.interrupt()
+            if is_the_users():
+                self._cluster.interrupt()
             raise
         self._results.result()
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import psutil
 import tyro
 
+import speedlab
 from speedlab.cli.engines import deaf_to_interrupts
 from speedlab.cli.progress import progress_line
 from speedlab.cluster import Cluster, ClusterError, Run
@@ -35,12 +36,21 @@ _PROGRESS_SECONDS = 5.0
 _SAMPLE_TAG = "sample"
 
 
+def quickstart() -> Path:
+    """The notebook that comes with the package; in a checkout, which an editable install is, it lies beside it."""
+    package = Path(speedlab.__file__).parent
+    found = package / "notebooks/01_quickstart.ipynb"
+    return found if found.exists() else package.parent / "notebooks/01_quickstart.ipynb"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """Execute a notebook without a browser, with real engines, and print what its run measured."""
+    """Train a small GPT on real text, change its ZeRO stage while it trains, and print what was measured.
 
-    notebook: Annotated[Path, tyro.conf.Positional] = Path("notebooks/01_quickstart.ipynb")
-    """The notebook; its run is looked for in ./runs under the name below."""
+    It executes the quickstart notebook without a browser, with real engines; the run is kept in ./runs."""
+
+    notebook: Annotated[Path | None, tyro.conf.Positional] = None
+    """Another notebook than the quickstart; its run is looked for in ./runs under the name below."""
     run: str = "quickstart"
     """Name of the run that the notebook starts. An older run of that name is moved aside first."""
     cell_timeout: float = 300.0
@@ -51,7 +61,7 @@ def demo(argv: list[str]) -> int:
     """Execute the notebook and print table, losses, sample and the report's path."""
     options = tyro.cli(DemoOptions, args=argv, prog="speedlab demo")
     begin = time.monotonic()
-    notebook = _read(options.notebook)
+    notebook = _read(options.notebook or quickstart())
     if any(state.name == CLUSTER for state in running_clusters()):
         raise ClusterError(
             f"cluster {CLUSTER!r} is running and the notebook would use it and end it; "
@@ -208,7 +218,10 @@ def _print_results(folder: Path, notebook: NotebookNode) -> None:
     try:
         run.feed.poll(files=True)
         ranks = len(run.feed.records)
-        print(f"\nWhat each of the {ranks} ranks holds at each ZeRO stage, measured (and by the formula):\n")
+        print(
+            f"\nWhat each of the {ranks} ranks holds at each ZeRO stage, measured (and by the formula), and the median"
+        )
+        print("speed of its warm steps:\n")
         print(run.table())
         start, end = _heldout_losses(run)
         print(f"\nheld-out loss: {start} at the start, {end} after {run.step} steps")

@@ -10,9 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from speedlab.config.errors import more_in
+
 
 class ClusterError(RuntimeError):
     """The cluster cannot do what was asked; the message says what it has, what was asked and what to do."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the message says all, and the frames would be ours."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 INTERRUPTED = "KeyboardInterrupt"
@@ -142,4 +148,5 @@ class RankError(RuntimeError):
         if dead:
             return f"The other engines keep their state. Bring it back: cluster.restart({dead[0]})"
         first = self.groups[0][0][0]
-        return f"The engines are idle and keep their state. Look: %%ranks {first}"
+        more = "" if self.notes else f" · {more_in('ranks')}"  # Notes say themselves where there is more.
+        return f"The engines are idle and keep their state. Look: %%ranks {first}{more}"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from speedlab.cluster.errors import DIED, RankError, RemoteFailure
+from speedlab.config.errors import more_in
 from speedlab.display.figure_style import LABELS
 from speedlab.display.text import bytes_text
 from speedlab.hardware import Device
@@ -47,7 +48,7 @@ def out_of_memory_lines(error: RankError, folder: RunFolder, devices: Sequence[D
             records = feed.records.get(ranks[0])
             ledger = records[-1].ledger if records else None
             if _ran_out(failure, ledger):
-                return [_told(ranks[0], failure, ledger), *_changes(feed, devices)]
+                return [_told(ranks[0], failure, ledger), *_changes(feed, devices), more_in("memory")]
     finally:
         feed.close()
     return []

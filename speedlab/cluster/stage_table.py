@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from speedlab.config import RunConfig
@@ -49,8 +50,9 @@ def stage_table(feed: Feed, *, devices: Sequence[Device] = ()) -> StageTable:
 
     Bytes are for one rank: the largest over the ranks, at the last step of that stage and layout; `optimizer` is
     moments and master weights together; `formula_…` is what ZeRO's formula gives. `tokens_per_second` is the median
-    over the steps (the first one apart, which also pays for what is allocated anew). `change_seconds` is how long
-    changing to this stage and layout took; None for the first.
+    over warm steps: the later half of those of that stage and layout. The earlier ones also pay for what begins with a
+    run (memory, imports, the views of a notebook) or follows a change. `change_seconds` is how long changing to this
+    stage and layout took; None for the first.
     """
     changes = [event for event in feed.events if event.kind == "reshaped"]
     shapes = _shapes(feed, changes)
@@ -98,14 +100,14 @@ def _layout_in(told: Mapping[str, Any]) -> Layout | None:
 def _measured(stage: int, ranks: dict[int, list[StepRecord]]) -> dict[str, Any]:
     ledgers = [records[-1].ledger for records in ranks.values()]
     records = next(iter(ranks.values()))
-    speeds = sorted(record.tokens_per_second for record in records[1:] or records)
+    warm = records[len(records) // 2 :]
     return {
         "stage": stage,
         "steps": len(records),
         "parameters": max(ledger.parameters for ledger in ledgers),
         "gradients": max(ledger.gradients for ledger in ledgers),
         "optimizer": max(ledger.optimizer_moments + ledger.master_weights for ledger in ledgers),
-        "tokens_per_second": speeds[len(speeds) // 2],
+        "tokens_per_second": median(record.tokens_per_second for record in warm),
     }
 
 

@@ -21,6 +21,7 @@ import speedlab.cluster.remote as remote
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, EngineEntry, Home
 from speedlab.cluster.launchers import DeviceEngineLauncher, DeviceEngineSetLauncher, device_fields
+from speedlab.config.errors import more_in
 from speedlab.hardware import Device
 
 START_SECONDS = 90.0
@@ -219,13 +220,13 @@ def _poll(check: Callable[[], Any], seconds: float, what: Callable[[], str]) -> 
 
 
 def _logs(home: Home) -> str:
-    """The last lines of every log."""
+    """The last lines of every log, and where to read on."""
     parts = []
     for path in sorted(home.log.glob("*.log")):
         lines = path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
         if lines:
             parts.append("\n".join([f"{path.name}:", *(f"  {line}" for line in lines)]))
-    return "\n".join(parts) or "(their logs are empty)"
+    return "\n".join([*(parts or ["(their logs are empty)"]), more_in("engines")])
 
 
 def _in_a_loop(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:

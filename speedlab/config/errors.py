@@ -35,6 +35,10 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         self.in_terminal = in_terminal or str(self)
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the message says all, and the frames would be ours."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 def unknown_key(key: str, own: Collection[str], inner: Mapping[str, Sequence[str]]) -> str:
     """What to say of a key that is not one of `own`; `inner` maps the keys inside the parts to their paths."""
@@ -73,3 +77,8 @@ def explain(error: ValidationError) -> ConfigError:
         for message in item["msg"].removeprefix("Value error, ").splitlines():
             problems[where, f"{message}{f' (got {value!r})' if simple else ''}"] = None
     return ConfigError(problems=list(problems))
+
+
+def more_in(section: str) -> str:
+    """Where a message's reader finds more: the section of `speedlab guide trouble` whose heading has this word."""
+    return f"more: speedlab guide trouble {section}"

@@ -261,7 +261,7 @@ def rank_parameters(setup: Setup) -> float:
     shape, layout = setup.shape, setup.layout
     weights = block_weights(shape)
     block = weights.matrices / layout.tp + weights.rest
-    cross = cross_attention(shape) / layout.tp * shape.decoder_layers / (shape.layers + shape.decoder_layers)
+    cross = cross_attention(shape) / layout.tp * shape.decoder_layers / shape.depth
     table = shape.vocab_size * shape.hidden / layout.tp
     counts = blocks_by_rank(setup)
     tables = [0] * layout.pp

@@ -24,6 +24,9 @@ from speedlab.telemetry.records import Event, RunState
 CONTROL_WORDS = ("pause", "resume", "step", "stop", "save", "reshape")
 """What a person may ask of a run; each is carried out by all ranks between the same two steps."""
 
+TOKENIZER = "tokenizer"
+"""Where a run's folder has its tokenizer, as transformers reads it."""
+
 _CONFIG_LIMIT_BYTES = 2**20
 _STATUS_LIMIT_BYTES = 2**18
 _WORD_LIMIT_BYTES = 2**14
@@ -320,7 +323,8 @@ def _claim_name(parent: Path, name: str | None) -> Path:
             (parent / name).mkdir(mode=0o700)
         except FileExistsError:
             raise ConfigError(
-                f"name: the run {name!r} exists in {parent}; the next free name is {_next_name(parent, name)!r}"
+                f"name: the run {name!r} exists in {parent}; speedlab.attach({name!r}).resume() goes on with it; the "
+                f"next free name is {_next_name(parent, name)!r}"
             ) from None
         return parent / name
     for number in itertools.count(1):

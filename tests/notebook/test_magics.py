@@ -90,7 +90,10 @@ def test_lines_are_read() -> None:
     assert command is not None
     assert (command.name, arguments) == ("start", {"engines": 4, "name": "my cluster", "device": "cpu"})
     assert commands.parse("config quickstart --json")[1] == {"run": "quickstart", "json": True}
-    for line in ("", "--help", "help"):
+    # README and the design write comments behind magics, and IPython leaves them in the line.
+    assert commands.parse("start --engines 4   # it's one engine per GPU")[1] == {"engines": 4}
+    assert commands.parse("trace --output a#1.json")[1] == {"output": "a#1.json"}
+    for line in ("", "--help", "help", "# nothing"):
         assert commands.parse(line) == (None, {})
 
 
@@ -288,6 +291,22 @@ def test_report_is_written_and_linked(notebook: Notebook) -> None:
     notebook.run("%speedlab report quickstart")
     assert 'href="runs/quickstart/report.html"' in notebook.last()
     assert Path("runs/quickstart/report.html").stat().st_size > 1000
+
+
+def test_what_is_on_the_disk_is_shown_when_no_engines_run(notebook: Notebook) -> None:
+    """After `%speedlab stop`, and in a kernel that knows nothing of the run yet."""
+    assert "there is no run" in str(notebook.error("%speedlab report"))
+    cluster = FakeCluster()
+    make_run(cluster, "kept", RunState.STOPPED)
+    notebook.run("%speedlab stop")
+    for known in (True, False):
+        if not known:
+            notebook.shell.user_ns.pop("run")
+        notebook.run("%speedlab report")
+        assert "runs/kept/report.html" in notebook.last("text/plain")
+        notebook.run("%speedlab dash")
+        assert notebook.shown.pop()[1].name == "kept"
+        assert 'name: "kept"' in notebook.run("%speedlab config --present")
 
 
 def test_trace_is_written_and_linked(notebook: Notebook) -> None:

@@ -1,4 +1,4 @@
-"""The quickstart notebook as `make demo` runs it: real kernel, real engines, every cell; only with fewer steps."""
+"""`speedlab demo` as a wheel has it, in an empty folder: real kernel, real engines, every cell; only fewer steps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
+from hatchling.builders.wheel import WheelBuilder
 
+from speedlab.cli import demo as command
 from speedlab.display.text import bytes_text
 from speedlab.planner.formula import model_states, parameter_count
 from speedlab.telemetry.feed import Feed
@@ -19,14 +22,13 @@ ROOT = Path(__file__).parents[2]
 STEPS = 3
 
 
-def run_demo(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
-    """`speedlab demo` in `folder` on a notebook of this source, with a place for clusters of its own."""
-    (folder / "notebook.ipynb").write_text(source, encoding="utf-8")
-    environment = {**os.environ, "IPYTHONDIR": str(folder / "ipython"), "JUPYTER_RUNTIME_DIR": str(folder / "runtime")}
+def run_demo(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`speedlab demo` in `folder`, with a place for clusters of its own."""
+    own = {"IPYTHONDIR": str(folder / "ipython"), "JUPYTER_RUNTIME_DIR": str(folder / "runtime")}
     return subprocess.run(
-        [sys.executable, "-c", "import sys; from speedlab.cli import main; sys.exit(main())", "demo", "notebook.ipynb"],
+        [sys.executable, "-c", "import sys; from speedlab.cli import main; sys.exit(main())", "demo", *arguments],
         cwd=folder,
-        env=environment,
+        env={**os.environ, **own, **environment},
         capture_output=True,
         text=True,
         timeout=280,
@@ -48,12 +50,24 @@ def source() -> str:
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory, source):
-    """(folder, finished process) of one demo, after an earlier run of the same name was left there."""
+def installed(tmp_path_factory) -> Path:
+    """What a wheel of this checkout puts into site-packages."""
+    place = tmp_path_factory.mktemp("wheel")
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(place), versions=["standard"])
+    ZipFile(wheel).extractall(place / "site")
+    return place / "site"
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory, installed, source):
+    """(folder, finished process) of one demo of the wheel, after an earlier run of the same name was left there."""
     folder = tmp_path_factory.mktemp("demo")
     (folder / "runs/quickstart").mkdir(parents=True)
     (folder / "runs/quickstart/mine.txt").write_text("keep me")
-    done = run_demo(folder, source)
+    notebook = installed / "speedlab/notebooks/01_quickstart.ipynb"
+    assert notebook.read_bytes() == (ROOT / "notebooks/01_quickstart.ipynb").read_bytes()
+    notebook.write_text(source, encoding="utf-8")
+    done = run_demo(folder, PYTHONPATH=str(installed))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done
 
@@ -115,8 +129,14 @@ def test_the_earlier_run_is_kept_and_nothing_is_left_running(demo) -> None:
     assert cluster_files(folder) == []
 
 
+def test_a_checkout_has_the_notebook_too() -> None:
+    assert command.quickstart() == ROOT / "notebooks/01_quickstart.ipynb"
+
+
 def test_a_cell_that_fails_is_named_and_engines_are_ended(tmp_path, source) -> None:
-    done = run_demo(tmp_path, source.replace("run.wait_until(1 * STEPS_PER_STAGE)", "raise OSError('no more')"))
+    broken = source.replace("run.wait_until(1 * STEPS_PER_STAGE)", "raise OSError('no more')")
+    (tmp_path / "notebook.ipynb").write_text(broken, encoding="utf-8")
+    done = run_demo(tmp_path, "notebook.ipynb")
     assert done.returncode == 1
     assert re.search(r"speedlab demo: cell \d+ failed", done.stderr)
     assert "OSError: no more" in done.stderr

@@ -23,6 +23,7 @@ from speedlab.cluster import RankError, RemoteFailure
         ("0,2-3", ([0, 2, 3], False)),
         ("3, 0–1 --wait", ([3, 0, 1], True)),
         ("1 1", ([1], False)),
+        ("0 --wait  # it's rank 0", ([0], True)),
     ],
 )
 def test_ranks_are_read(line: str, expected: Any) -> None:

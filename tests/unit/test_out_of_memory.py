@@ -41,13 +41,14 @@ def run_of(tmp_path: Path, ledger: Ledger):
 def test_the_rank_the_category_the_size_and_three_changes_are_told(tmp_path: Path) -> None:
     folder = run_of(tmp_path, Ledger(activations=GIB // 2, parameters=GIB // 8, reported_bytes=GIB, capacity_bytes=GIB))
     failure = RemoteFailure(kind="OutOfMemoryError", message=CUDA, step=2, module="blocks.3.mlp")
-    first, heading, *changes = out_of_memory_lines(RankError({2: failure}), folder, [DEVICE] * 4)
+    first, heading, *changes, more = out_of_memory_lines(RankError({2: failure}), folder, [DEVICE] * 4)
     assert first == (
         "Out of memory on rank 2: 1.5 GiB for activations in forward of blocks.3.mlp did not fit; it held 1.0 GiB of "
         "1.0 GiB: activations 512 MiB, parameters 128 MiB"
     )
     assert heading == "Cheapest changes that fit:"
     assert len(changes) == 3
+    assert more == "more: speedlab guide trouble memory"
     error = RankError({2: failure})
     error.notes = [first, heading, *changes]
     assert f"  {first}\n  {heading}\n" in str(error)

@@ -121,9 +121,9 @@ def test_a_page_shows_a_plan_without_scripts_and_escaped() -> None:
     [
         (["gpt3-17b"], "nearest: gpt3-175b"),
         (["gpt2", "--machines", "8 A100-81"], "device 'A100-81' is not known; nearest: A100-80"),
-        (["gpt2", "--machines", "4x8 A100-80"], "need a network, and none is given; add one, as 'ib-200x8'"),
+        (["gpt2", "--machines", "4x8"], "do not say how many of what; write for instance"),
         (["gpt2", "--machines", "dgx-3"], "cluster 'dgx-3' is not known; nearest: dgx-2"),
-        (["gpt2", "--machines", "8 A100-80", "--tp", "8"], "12 heads do not divide by it; tp 6 does"),
+        (["gpt2", "--machines", "8 A100-80", "--tp", "8"], "12 heads do not divide by it; tp 4 does"),
         (["gpt2", "--machines", "16 V100-32", "--pp", "16"], "gpt2 has 12 layers"),
         (["gpt2", "--machines", "8 A100-80", "--global", "12"], "a global batch of 16 would work"),
         (["gpt2", "--machines", "8 A100-80", "--tokens", "many"], "write for instance 300B"),

@@ -67,3 +67,19 @@ def test_the_table_has_a_row_for_each_stage_and_layout(tmp_path) -> None:
     assert second["formula_optimizer"] == 8 * max(held)  # dp is 1: nobody to share with.
     assert (first["change_seconds"], second["change_seconds"]) == (None, 1.5)
     assert "pp 2 × dp 1 × tp 1" in str(stage_table(feed))
+
+
+def test_the_speed_of_a_stage_is_that_of_warm_steps(tmp_path) -> None:
+    # A run's start costs more steps than the first: half of them and one, here.
+    folder = make_folder(tmp_path, zero=0)
+    seconds = [4.0, 2.0, 2.0, 2.0, 2.0, 2.0, 0.5, 0.5, 0.5, 0.5, 0.6, 0.6]
+    with RecordWriter(folder, 0, stream_hz=10) as writer:
+        for step, took in enumerate(seconds, 1):
+            writer.write(make_record(step, zero_stage=0 if step <= 10 else 1, tokens=600, seconds=took))
+        details = {"before": {"dp": 1, "zero": 0}, "after": {"dp": 1, "zero": 1}, "seconds": 0.1}
+        writer.event(make_event("reshaped", 10, details=details))
+    feed = Feed(folder)
+    feed.poll(files=True)
+    first, second = stage_table(feed)
+    feed.close()
+    assert (first["tokens_per_second"], second["tokens_per_second"]) == (1200, 1000)

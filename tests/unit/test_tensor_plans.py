@@ -185,7 +185,7 @@ REFUSALS: dict[str, tuple[Any, int, dict[str, Any], type[ValueError], str]] = {
         PlanError,
         "self_attn: attention probabilities are dropped with probability 0.25.*set attention_dropout of the model's",
     ),
-    "no plan": (NoName, 2, {}, PlanError, "NoName carries no plan .* none is built in for it; give one as plan="),
+    "no plan": (NoName, 2, {}, PlanError, "NoName carries no plan .* none is built in for it; give one as tp_plan="),
     "experts": (
         Stack,
         2,

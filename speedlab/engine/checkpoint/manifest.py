@@ -23,14 +23,13 @@ from typing import Any
 from torch import Tensor
 
 from speedlab.config import ModelConfig
-from speedlab.engine.checkpoint.errors import CheckpointError
 from speedlab.engine.checkpoint.pieces import Stretch
 from speedlab.engine.step.state import TrainingState
 from speedlab.layout import Part
+from speedlab.telemetry.checkpoints import MANIFEST, CheckpointError
 
 FORMAT = "speedlab-checkpoint"
 VERSION = 2
-MANIFEST = "manifest.json"
 _READABLE = (1, 2)
 _EXPECTED = {"step", "files", "parameters", "loss_scale", "groups", "client_state", "random"}
 

@@ -17,8 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from speedlab.engine.checkpoint.errors import CheckpointError
-from speedlab.engine.checkpoint.find import newest
+from speedlab.engine.checkpoint.agree import all_or_none
 from speedlab.engine.checkpoint.manifest import Source, sources_of
 from speedlab.engine.checkpoint.pieces import Stretch, blocks, copy_blocks
 from speedlab.engine.checkpoint.random_state import restore_random
@@ -27,22 +26,22 @@ from speedlab.engine.checkpoint.write import finish_saving
 from speedlab.engine.step.optimizer import Scalars
 from speedlab.engine.step.state import TrainingState
 from speedlab.parallel.zero import Flat, Slot
+from speedlab.telemetry.checkpoints import CheckpointError, Place, find_checkpoint
 
 
-def load(engine: TrainingState, folder: Path, tag: str | None, *, verify: bool = True) -> tuple[Path, dict[str, Any]]:
-    """Bring the engine to the state of a checkpoint; returns (its path, the client state). Collective.
+def load(engine: TrainingState, place: Place, tag: str | None, *, verify: bool = True) -> tuple[Path, dict[str, Any]]:
+    """Bring the engine to the state of a checkpoint, found as `find_checkpoint` finds it; returns (its path, the client
+    state). Collective.
 
     Raises CheckpointError on every rank alike, before anything is changed; it names the file, what is wrong with it,
     and the newest checkpoint of the folder that is good. Without `verify` files are not hashed.
     """
     finish_saving(engine)
-    path = folder / tag if tag else newest(folder)
-    if path is None:
-        raise CheckpointError(f"{folder}: holds no complete checkpoint; a complete one has a manifest.json")
+    path = all_or_none(engine.everyone, lambda: find_checkpoint(place, tag))
     try:
         manifest = sound_manifest(engine, path, verify=verify)  # 1, 2
     except CheckpointError as error:
-        raise CheckpointError(f"{error}. {newest_good(engine, folder, path)}") from None
+        raise CheckpointError(f"{error}. {newest_good(engine, path.parent, path)}") from None
     with Files(path) as files:  # 3
         _load_flats(engine, files, manifest)
         _load_rest(engine, files, manifest)
@@ -96,6 +95,8 @@ def adopt(engine: TrainingState, states: dict[str, dict[str, Tensor]], scalars: 
         published = flat.publish()
         if published is not None:
             published.wait()
+        if flat.gradient is not None:
+            flat.gradient.forget_kept()
     engine.partitioned_optimizer.rebuild(states, scalars)
 
 

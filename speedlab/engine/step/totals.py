@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from speedlab.comm import Group, check_peers
+from speedlab.config.errors import more_in
 from speedlab.engine.step.errors import NonFiniteError
 from speedlab.engine.step.same_data import SAME
 from speedlab.parallel.zero import Flat
@@ -82,7 +83,7 @@ def find_non_finite(everyone: Group, losses: Sequence[Tensor], flats: Iterable[F
     what = f"the gradient is not finite in {', '.join(names[:3])}" + (" and others" if len(names) > 3 else "")
     return NonFiniteError(
         f"step {step}: {where}; {what}. The update was not made: parameters are those of step {step - 1}. "
-        "Lower optimizer.lr, set clip_norm, or go back to a checkpoint",
+        f"Lower optimizer.lr, set clip_norm, or go back to a checkpoint; {more_in('loss')}",
         step=step,
         ranks=ranks,
         tensors=names,
@@ -90,11 +91,14 @@ def find_non_finite(everyone: Group, losses: Sequence[Tensor], flats: Iterable[F
 
 
 def _non_finite_slots(flat: Flat) -> list[str]:
-    gradient, found = flat.gradient, []
-    if gradient is None or bool(torch.isfinite(gradient).all()):
+    found: list[str] = []
+    if flat.gradient is None:
+        return found
+    start, gradient = flat.gradient.counted
+    if bool(torch.isfinite(gradient).all()):
         return found
     for slot in flat.slots:
-        low, high = max(slot.offset, flat.start), min(slot.offset + slot.numel, flat.end)
-        if low < high and not bool(torch.isfinite(gradient[low - flat.start : high - flat.start]).all()):
+        low, high = max(slot.offset, start), min(slot.offset + slot.numel, start + gradient.numel())
+        if low < high and not bool(torch.isfinite(gradient[low - start : high - start]).all()):
             found.append(slot.name)
     return found

@@ -56,7 +56,7 @@ class BuiltIn:
             ]
             style = styles.get(self._prefix + name)
             if style is not None and style.cut is Cut.OUTPUT and style.packed != 3:
-                raise PlanError(f"plan: {self._prefix}{name} packs three matrices; cut it as packed_colwise_3")
+                raise PlanError(f"tp_plan: {self._prefix}{name} packs three matrices; cut it as packed_colwise_3")
         whole = [name for name, module in layers if module not in self._cut]
         if self._sequence and whole:
             raise PlanError(

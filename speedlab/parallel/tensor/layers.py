@@ -34,7 +34,7 @@ def outputs_dim(name: str, module: nn.Module) -> int:
     if type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers."):
         return 1  # GPT-2 keeps its weights the other way round.
     raise PlanError(
-        f"plan: {name} is a {type(module).__name__}; only linear layers and embeddings with torch's own forward are "
+        f"tp_plan: {name} is a {type(module).__name__}; only linear layers and embeddings with torch's own forward are "
         f"cut, so leave it out of the plan"
     )
 

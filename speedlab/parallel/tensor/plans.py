@@ -112,7 +112,7 @@ def find_plan(model: nn.Module) -> Plan:
     if not plan:
         raise PlanError(
             f"{type(model).__name__} carries no plan for tensor parallelism and none is built in for it; give one as "
-            'plan=, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
+            'tp_plan=, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
         )
     return within(plan, model)
 
@@ -162,7 +162,7 @@ def resolve(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn
             generic = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in modules})
             near = difflib.get_close_matches(pattern, generic, n=1)
             hint = f"; nearest: {near[0]!r}" if near else ""
-            raise PlanError(f"plan: {pattern!r} names no module of {type(model).__name__}{hint}")
+            raise PlanError(f"tp_plan: {pattern!r} names no module of {type(model).__name__}{hint}")
         chosen |= dict.fromkeys(matched, style)
     seen: set[int] = set()
     for name, module in modules.items():

@@ -69,7 +69,7 @@ def style_named(name: object, pattern: str) -> Style:
             else "mixtures of experts and other special layers are not cut"
         )
         raise PlanError(
-            f"plan: {pattern!r} asks for {name!r}, which is not built ({reason}); give a plan without it as plan=, "
-            f"with these styles: {', '.join(STYLES)}"
+            f"tp_plan: {pattern!r} asks for {name!r}, which is not built ({reason}); give a plan without it as "
+            f"tp_plan=, with these styles: {', '.join(STYLES)}"
         )
     return style

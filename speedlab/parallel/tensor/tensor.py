@@ -181,8 +181,8 @@ class TensorParallel:
             )
         if self.parts.setdefault(name, part) != part:
             raise PlanError(
-                f"plan: {name} is shared by several layers and cut along dimension {self.parts[name].dim} for one and "
-                f"{dim} for another; cut them alike"
+                f"tp_plan: {name} is shared by several layers and cut along dimension {self.parts[name].dim} for one "
+                f"and {dim} for another; cut them alike"
             )
         if sharers > 1:
             self._sharers[name] = index - index % sharers

@@ -69,7 +69,6 @@ class Zero:
         self.module, self.placement = module, placement
         self.gather_group, self.reduce_group = gather_group, reduce_group
         units: list[Unit] = []
-        classes = placement.flats()
         for plan in plans:
             if materialize is not None:
                 materialize(plan)
@@ -82,7 +81,7 @@ class Zero:
                     reduce_group=reduce_group,
                     axes=axes or {},
                 )
-                for name, rows in classes.items()
+                for name, rows in placement.flats.items()
                 if rows[0].unit == plan.name
             ]
             for flat in flats:
@@ -237,7 +236,8 @@ class Zero:
                 f"reduced; "
                 "use torch.utils.checkpoint with use_reentrant=False, or put the module in a unit of its own"
             )
-        flat.receive(index, gradient)
+        assert flat.gradient is not None  # Only what trains has hooks.
+        flat.gradient.receive(index, gradient)
         unit.missing -= 1
         if unit.missing == 0 and unit is not self.gathers.root:
             if self.partitioned and not unit.has_frozen:
@@ -273,7 +273,7 @@ class Zero:
 
     def _collect(self, unit: Unit) -> None:
         for flat in unit.flats:
-            for index, parameter in enumerate(flat.parameters):
+            for index, parameter in enumerate(flat.parameters if flat.trainable else ()):
                 self._receive(unit, flat, index, parameter)
 
     def end_backward(self, *, leave_root: bool = False) -> None:
@@ -308,6 +308,8 @@ class Zero:
         self._forget_calls()
         self.gathers.release_all()
         self.gather_group.wait_until_all_read()
+        for flat in self.flats:
+            flat.take_changes()
         self._version += 1
 
     def _forget_calls(self) -> None:

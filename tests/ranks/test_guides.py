@@ -1,0 +1,167 @@
+"""Python of README and of the guides does what it says: scripts after the change train as the plain loop does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_blocks import README, ROOT, Block, blocks_of
+from torch.utils.data import Dataset
+
+from ranks.conftest import PoolOf
+from ranks.pool import Pool
+
+PAGE = ROOT / "speedlab/guides/script.md"
+BLOCKS = blocks_of(PAGE)
+AFTER = [block for block in BLOCKS if block.before == "After:"]
+STEPS = 10
+PLAIN_BATCHES = "batch_size=8, shuffle=True"
+
+
+def the(heading: str, before: str, language: str = "python") -> Block:
+    (found,) = (b for b in BLOCKS if b.heading == heading and b.language == language and b.before.startswith(before))
+    return found
+
+
+class Recorded(Dataset):
+    """The page's data; `order` is which rows were asked for."""
+
+    def __init__(self, data: Dataset) -> None:
+        self.data = data
+        self.order: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, row: int) -> Any:
+        self.order.append(int(row))
+        return self.data[row]
+
+
+def run_script(code: str, folder: Path, **names: Any) -> tuple[list[float], list[int]]:
+    """Run a script of the page beside its `my_model.py` and `ds_config.json`; its losses, and the rows it read."""
+    module = types.ModuleType("my_model")
+    exec(the("From a script to SpeedLab", "All scripts").code, module.__dict__)
+    module.dataset = data = Recorded(module.dataset)
+    names["__name__"] = "__main__"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "my_model", module)
+        patch.chdir(folder)
+        exec(compile(code, str(PAGE), "exec"), names)
+    if "engine" in names:
+        names["engine"].destroy()
+    return names["losses"], data.order
+
+
+@pytest.mark.parametrize("block", AFTER, ids=lambda block: block.heading)
+def test_a_script_moved_over_trains_as_the_plain_loop(block: Block, two: Pool, pool_of: PoolOf, tmp_path) -> None:
+    (tmp_path / "ds_config.json").write_text(the("From DeepSpeed", "The file stays", "json").code)
+    losses, orders = zip(*two.run(run_script, block.code, tmp_path), strict=True)
+    by_micro_batch = [sum(each) / two.size for each in zip(*losses, strict=True)]
+    found = [sum(part) / len(part) for part in _parts(by_micro_batch, STEPS)]
+
+    # The plain loop over the same batches: of each step the rows that both ranks read.
+    batches = [list(chain(*parts)) for parts in zip(*(_parts(order, STEPS) for order in orders), strict=True)]
+    assert sorted(row for batch in batches for row in batch) == list(range(80))
+    before = the("From a plain loop", "Before").code
+    assert PLAIN_BATCHES in before
+    plain = before.replace(PLAIN_BATCHES, "batch_sampler=batches")
+    ((expected, _),) = pool_of(1).run(run_script, plain, tmp_path, batches=batches)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert found[-1] < found[0]
+
+
+def _parts(items: list[Any], count: int) -> list[list[Any]]:
+    size, rest = divmod(len(items), count)
+    assert rest == 0
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def test_there_is_one_for_each_way_to_train() -> None:
+    assert [block.heading for block in AFTER] == [
+        "From a plain loop",
+        "From DistributedDataParallel",
+        "From DeepSpeed",
+        "From Accelerate",
+    ]
+    for block in (block for block in BLOCKS if block.language == "python"):
+        compile(block.code, str(PAGE), "exec")
+
+
+def python_under(heading: str) -> list[str]:
+    return [block.code for block in blocks_of(README) if (block.language, block.heading) == ("python", heading)]
+
+
+def run_readme() -> list[str]:
+    """README's loops for models of one's own, one after the other; what each has trained."""
+    import transformers
+
+    own, hugging_face, _ = python_under("A model of your own")
+    module: dict[str, Any] = {}
+    exec(the("From a script to SpeedLab", "All scripts").code, module)
+    names: dict[str, Any] = {"model": module["Model"](), "dataset": module["dataset"]}
+    exec(own, names)
+    trained = [f"{type(names['engine'].module).__name__} {names['engine'].global_step}"]
+    names["engine"].destroy()
+
+    rows = [{"input_ids": row, "labels": row} for row in module["text"]]
+    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, use_cache=False, **sizes))
+    # What stands above in README, with this model.
+    names |= {"model": llama, "dataset": rows}
+    exec(own.partition("for tokens")[0], names)
+    exec(hugging_face, names)
+    trained.append(f"{type(names['engine'].module).__name__} {names['engine'].global_step}")
+    names["engine"].destroy()
+    return trained
+
+
+def run_readmes_pipeline() -> tuple[str, int, float]:
+    import torch
+    import transformers
+
+    import speedlab
+
+    *_, pipeline = python_under("A model of your own")
+    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, use_cache=False, **sizes))
+    tokens = torch.arange(4 * 2 * 16).view(4, 2, 16) % 64
+    names = {"speedlab": speedlab, "model": model, "micro_batches": [(each, each) for each in tokens]}
+    exec(pipeline, names)
+    engine = names["engine"]
+    told = str(engine.layout), engine.global_step, float(names["loss"])
+    engine.destroy()
+    return told
+
+
+def test_readmes_loops_train(two: Pool) -> None:
+    # 80 rows, two ranks, micro-batches of 8.
+    assert two.run(run_readme, timeout=120) == [["Model 5", "LlamaForCausalLM 5"]] * 2
+
+
+def test_readmes_step_under_every_layout(pool_of: PoolOf) -> None:
+    told = pool_of(4).run(run_readmes_pipeline, timeout=120)
+    assert {(layout, steps) for layout, steps, _ in told} == {("pp 2 × dp 1 × tp 2", 1)}
+    (loss,) = {loss for *_, loss in told}
+    assert loss == pytest.approx(4.16, abs=0.2)  # About log 64: nothing is learned yet.
+
+
+def test_readmes_backend_for_plain_torch() -> None:
+    (code,) = python_under("Parts by themselves")
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    told = subprocess.run(
+        [sys.executable, "-c", f"{code}\nprint(torch.distributed.get_backend())"],
+        env={**os.environ, **alone},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert told.stdout.split() == ["shared"], told.stderr

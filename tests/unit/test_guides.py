@@ -1,0 +1,105 @@
+"""The guides: printed by a command, found by errors, and true: what they quote and name is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from import_graph import PACKAGES, ROOT, sources
+from markdown_blocks import GUIDES, README, blocks_of
+from messages import faults, messages
+
+from speedlab import cli
+from speedlab.cli.guide import FOLDER, names, sections
+from speedlab.config.errors import more_in
+
+TROUBLE = FOLDER / "trouble.md"
+PAGES = [README, *GUIDES]
+OTHERS = ("torchrun ", "pip ", "python ")
+"""Programs that are not ours, whose options nobody here knows."""
+
+
+def printed(capsys, *arguments: str) -> str:
+    assert cli.main(["guide", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_command_lists_and_prints_them(capsys) -> None:
+    listed = printed(capsys)
+    for path in GUIDES:
+        assert re.search(rf"^  {path.stem} +\w", listed, re.MULTILINE)
+        assert printed(capsys, path.stem).strip() == path.read_text(encoding="utf-8").strip()
+    assert {"script", "trouble"} <= set(names())
+
+
+def test_one_section_is_printed_alone(capsys) -> None:
+    text = printed(capsys, "trouble", "memory")
+    assert text.startswith("## memory\n")
+    assert text.count("\n## ") == 0
+    assert "Out of memory on rank" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["troubel"], "there is no guide 'troubel'; did you mean 'trouble'?"),
+        (["x"], "there is no guide 'x'; there are: "),
+        (["trouble", "memry"], "there is no section 'memry'; did you mean 'memory'?"),
+    ],
+)
+def test_what_there_is_not_is_told(capsys, arguments: list[str], message: str) -> None:
+    assert cli.main(["guide", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_line_of_code_is_no_heading() -> None:
+    page = "# Title\n## one\n```sh\n## not this\n```\ntext\n## two\nend\n"
+    assert {heading: body.count("\n") for heading, body in sections(page).items()} == {"one": 5, "two": 2}
+
+
+def test_errors_name_sections_that_there_are() -> None:
+    asked = {
+        node.args[0].value
+        for source, _ in sources().values()
+        if f"{more_in.__name__}(" in source
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == more_in.__name__
+        if isinstance(node.args[0], ast.Constant)
+    }
+    assert len(asked) >= 4
+    assert asked <= set(sections(TROUBLE.read_text(encoding="utf-8")))
+    assert more_in("memory") == "more: speedlab guide trouble memory"
+
+
+def test_every_message_that_the_page_quotes_is_in_the_source() -> None:
+    texts = [" ".join(text.text.split()) for text in messages()]
+    quotes = re.findall(r"^> (.*)$", TROUBLE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(quotes) > 20
+    patterns = {quote: ".*".join(map(re.escape, quote.split("…"))) for quote in quotes}
+    gone = [quote for quote, pattern in patterns.items() if not any(re.search(pattern, text) for text in texts)]
+    assert not gone, "these are no messages any more:\n" + "\n".join(gone)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_what_a_page_names_exists(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for block in blocks_of(path):
+        text = text.replace(block.code, "")  # Code is run, or read by the parsers.
+    spans = [span for span in re.findall(r"`([^`\n]+)`", text) if not span.startswith(OTHERS)]
+    wrong = {span: problems for span in spans if (problems := faults(span))}
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_links_lead_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
+
+
+def test_they_are_in_the_wheel() -> None:
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
+    assert "speedlab" in build["targets"]["wheel"]["packages"]
+    assert all(path.is_relative_to(PACKAGES["speedlab"]) for path in GUIDES)

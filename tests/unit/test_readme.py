@@ -1,0 +1,100 @@
+"""README's shell lines, as one console session: all are read by the real parsers, the short ones are executed."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+from markdown_blocks import GUIDES, README, ROOT, blocks_of
+from telemetry_samples import make_folder, make_record
+
+from speedlab import cli
+from speedlab.telemetry.folder import Status
+from speedlab.telemetry.records import RunState
+from speedlab.telemetry.writer import RecordWriter
+
+LONG = {"train", "export", "calibrate", "demo", "bench", "stop"}
+"""Commands that are only parsed: they start engines or need what these leave."""
+
+RUN_BY = {
+    "The first notebook": "tests/notebook/test_readme_session.py",
+    "A model of your own": "tests/ranks/test_guides.py",
+    "Parts by themselves": "tests/ranks/test_guides.py",
+}
+"""Headings over README's Python, and which tests run what stands under them."""
+
+
+class Parsed(Exception):  # noqa: N818  # what has happened
+    """The command line was read without a complaint."""
+
+
+@pytest.fixture
+def console(monkeypatch, tmp_path: Path) -> Path:
+    """An empty folder to be in, with a run and DeepSpeed's file; no cluster or calibration of the person's is seen."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (json,) = (block.code for path in GUIDES for block in blocks_of(path) if block.language == "json")
+    Path("ds_config.json").write_text(json)
+    folder = make_folder(tmp_path / "runs", "run-1", steps=2)
+    with RecordWriter(folder, 0, stream_hz=10) as writer:
+        for step in (1, 2):
+            writer.write(make_record(step))
+    folder.write_status(Status(state=RunState.FINISHED, step=2, steps=2))
+    return tmp_path
+
+
+def lines_of(path: Path) -> list[list[str]]:
+    blocks = [block for block in blocks_of(path) if block.language == "sh"]
+    return [
+        words for block in blocks for line in block.code.splitlines() if (words := shlex.split(line, comments=True))
+    ]
+
+
+def parse_only(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    real = tyro.cli
+
+    def parse(*given: Any, **named: Any) -> None:
+        real(*given, **named)
+        raise Parsed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tyro, "cli", parse)
+        with pytest.raises(Parsed):
+            cli.main(arguments)
+
+
+def test_the_console_session_of_readme(console, monkeypatch, capsys) -> None:
+    lines = [words for words in lines_of(README) if words[0] == "speedlab"]
+    assert len(lines) > 5
+    for _, command, *arguments in lines:
+        if command in LONG:
+            parse_only(monkeypatch, [command, *arguments])
+            continue
+        target = Path(arguments.pop()) if arguments and arguments[:-1] and arguments[-2] == ">" else None
+        status = cli.main([command, *(word for word in arguments if word != ">")])
+        shown = capsys.readouterr()
+        assert status == 0, (command, arguments, shown.err)
+        if target is not None:
+            target.write_text(shown.out)
+    assert (console / "runs/run-1/report.html").is_file()
+
+
+def test_targets_of_make_exist() -> None:
+    targets = {line.partition(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if ":" in line}
+    asked = [words for path in (README, *GUIDES) for words in lines_of(path) if words[0] == "make"]
+    assert asked
+    assert {words[1] for words in asked} <= targets
+
+
+def test_every_block_is_run_somewhere() -> None:
+    blocks = blocks_of(README)
+    assert {block.language for block in blocks} == {"sh", "python"}
+    assert {block.heading for block in blocks if block.language == "python"} == set(RUN_BY)
+    assert all((ROOT / path).is_file() for path in RUN_BY.values())
+    assert {words[0] for words in lines_of(README)} == {"make", "speedlab"}
+    for path in GUIDES:
+        assert all(path.stem == "script" for _ in blocks_of(path)), "only the scripts' page has code; tests run it"
