@@ -113,6 +113,11 @@ class Engine(DeepSpeedNames):
             self.epochs.advance(self.batch.global_size)
         return updated
 
+    def zero_grad(self) -> None:
+        """Give up the step: its micro-batches have to be run again. (`optimizer.zero_grad()` finds nothing to clear:
+        the gradients are here, and go when a step ends.)"""
+        self._step.reset()
+
     def train_batch(self, batches: Iterable[Batch], *, signals: Callable[[], Sequence[float]] = tuple) -> float:
         """A whole step under any layout: forward and backward of this rank's micro-batches, then the update. After an
         exception the state is that between two steps.
@@ -123,9 +128,9 @@ class Engine(DeepSpeedNames):
                 pairs. Ranks of one dp index give the same.
             signals: asked at the last moment for what `step` takes.
 
-        Returns the mean loss over the global batch. Raises ValueError for another number of micro-batches, and
-        RuntimeError inside a step, before anything is done; and ValueError, before the update, where ranks of one data
-        index were given different ones.
+        Returns the mean loss over the global batch. Raises, before anything is done, ValueError for another number of
+        micro-batches, TypeError where a pipeline gets no pair, RuntimeError inside a step; and, before the update,
+        ValueError where ranks of one data index were given different ones.
         """
         self._step.refuse_after_cut()
         self._step.refuse_inside("train_batch")
@@ -147,8 +152,8 @@ class Engine(DeepSpeedNames):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss over all ranks' micro-batches, without gradients or dropout. Collective. Raises ValueError where
-        ranks of one data index were given different ones."""
+        """Mean loss over all ranks' micro-batches, as of `train_batch`, without gradients or dropout. Collective.
+        Raises ValueError where ranks of one data index were given different ones."""
         self._step.refuse_after_cut()
         modes = [(module, module.training) for part in self.modules for module in part.modules()]
         self.eval()

@@ -135,7 +135,7 @@ def _unfilled(like: Tensor, device: torch.device) -> Tensor:
 def _refuse_unfilled(named: dict[str, Tensor]) -> None:
     """Raise ValueError where a tensor of real numbers has got no values."""
     for name, value in named.items():
-        if value.is_floating_point() and bool(value.isnan().any()):
+        if value.is_floating_point() and math.isnan(value.sum().item()):  # A sum is as soon as an element is.
             raise ValueError(
                 f"{name} got no value when its module was made: what __init__ writes is lost on meta; let "
                 "reset_parameters() fill it, or build the model with its values"

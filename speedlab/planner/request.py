@@ -108,7 +108,9 @@ class PlanRequest:
             return self.plan(devices)
         subject = self._subject()
         if subject.config is not None:
-            return self.plan(devices).search(target=self.target or "fastest", fixed=self._fixed())
+            # The batch is the file's, whatever layouts are looked for.
+            base = replace(self, tp=None, pp=None, dp=None, schedule=None, chunks=None).plan(devices)
+            return base.search(target=self.target or "fastest", fixed=self._fixed())
         if self.global_size is None:
             raise ValueError("a search needs the sequences of a step; add for instance --global 1536")
         assert subject.shape is not None

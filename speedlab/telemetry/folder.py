@@ -30,6 +30,8 @@ TOKENIZER = "tokenizer"
 _CONFIG_LIMIT_BYTES = 2**20
 _STATUS_LIMIT_BYTES = 2**18
 _WORD_LIMIT_BYTES = 2**14
+_NO_WORD: dict[str, Any] = {}
+"""What reading a word gives where there is none; one that holds nothing is a damaged one."""
 _PLACEMENT_BYTES = 2**28
 
 
@@ -212,10 +214,10 @@ class RunFolder:
         for number in itertools.count(first):
             path = _word_path(self.path / "control", number)
             try:
-                data = read_object(path, _WORD_LIMIT_BYTES, missing={})
+                data = read_object(path, _WORD_LIMIT_BYTES, missing=_NO_WORD)
             except RunFolderError:
                 continue  # A damaged word is no word; the ones behind it still count.
-            if not data:
+            if data is _NO_WORD:
                 return
             word, arguments = data.get("word"), data.get("arguments")
             if word in CONTROL_WORDS and isinstance(arguments, dict):

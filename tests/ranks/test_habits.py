@@ -402,3 +402,94 @@ def test_values_that_a_model_on_meta_would_lose(two: Pool, what: str) -> None:
     """They would be whatever the memory held."""
     for told in two.run(made_on_meta, what):
         assert told.startswith(f"1.{what} got no value when its module was made")
+
+
+# ---- what cannot be trained as it is ---------------------------------------------------------------------------------
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+
+def one_memory() -> nn.Module:
+    model = net()
+    model.blocks[1].up.weight.data = model.blocks[0].up.weight.data
+    return model
+
+
+def all_frozen() -> nn.Module:
+    return net().requires_grad_(False)
+
+
+def refusals() -> list[str]:
+    """What `initialize` says of models and schedulers that it cannot train as they are."""
+    said = []
+    for model in (Complex(), one_memory(), all_frozen()):
+        with pytest.raises(speedlab.ConfigError) as told:
+            engine_of(model, 1)
+        said.append(str(told.value))
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    model = net()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(speedlab.ConfigError) as told:
+        speedlab.initialize(model=model, optimizer=sgd, lr_scheduler=plateau, config={"batch": {"micro_size": 6}})
+    assert all(p.equal(before[name]) for name, p in model.named_parameters())
+    said.append(str(told.value))
+    model = net()
+    engine_of(model, 3)  # Dropped without destroy().
+    with pytest.raises(speedlab.ConfigError) as told:
+        engine_of(model, 3)
+    return [*said, str(told.value)]
+
+
+def test_models_that_would_train_wrongly_are_refused(two: Pool) -> None:
+    for complex_one, shared, frozen, plateau, dropped in two.run(refusals, timeout=60):
+        assert complex_one.startswith("model: turn is torch.complex64")
+        assert shared.startswith("model: blocks.0.up.weight and blocks.1.up.weight are two parameters in the same")
+        assert frozen.startswith("model: no parameter is to be trained")
+        assert plateau.startswith("lr_scheduler: ReduceLROnPlateau.step takes a metric")
+        assert "an engine that partitioned it was dropped" in dropped
+
+
+def changes_too_late() -> list[str]:
+    """What an engine says of a model and optimizer that were changed after `initialize`; it trains on afterwards."""
+    model = net()
+    model.first.requires_grad_(False)
+    engine, said = engine_of(model, 3), []
+    with pytest.raises(RuntimeError) as told:
+        model.state_dict()
+    said.append(str(told.value))
+    model.first.requires_grad_(True)
+    with pytest.raises(RuntimeError) as told:
+        train(engine, 0)
+    said.append(str(told.value))
+    model.first.requires_grad_(False)
+    engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(RuntimeError) as told:
+        train(engine, 0)
+    said.append(str(told.value))
+    del engine.optimizer.param_groups[-1]
+    engine.zero_grad()
+    norm = train(engine, 1)
+    assert norm == pytest.approx(first_norm(), rel=1e-5)
+    engine.destroy()
+    return said
+
+
+def first_norm() -> float:
+    """Of the gradient of step 1 on a new model, over both ranks."""
+    model = net()
+    model.first.requires_grad_(False)
+    torch.stack([model(models.points(1, rank)[0]) for rank in range(2)]).mean().backward()
+    return torch.linalg.vector_norm(
+        torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
+    ).item()
+
+
+def test_what_is_changed_too_late_is_refused(two: Pool) -> None:
+    for state, unfrozen, group in two.run(changes_too_late, timeout=60):
+        assert "engine.state_dict() or engine.module_state_dict()" in state
+        assert unfrozen.startswith("first.weight was frozen at initialize and requires a gradient now")
+        assert group.startswith("optimizer: it has 2 groups of parameters, and had 1 at initialize")

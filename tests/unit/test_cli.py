@@ -94,6 +94,19 @@ def test_a_preset_gives_the_model_and_other_options_change_it(arguments) -> None
     assert train.parse(arguments)[0].model == ModelConfig(preset="gpt2", layers=6)
 
 
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        (["--zero", "3"], ["--zero.stage", "3"]),
+        (["--zero=1", "--batch", "16"], ["--zero.stage=1", "--batch.global-size", "16"]),
+        (["--model", "gpt-mini", "--model.layers", "3"], ["--model.preset", "gpt-mini", "--model.layers", "3"]),
+        (["--precision", "bfloat16", "--optimizer=sgd"], ["--precision.dtype", "bfloat16", "--optimizer.name=sgd"]),
+    ],
+)
+def test_parts_have_short_forms(short: list[str], long: list[str]) -> None:
+    assert train.parse(short) == train.parse(long)
+
+
 def test_a_preset_may_come_with_what_only_it_allows() -> None:
     config, _ = train.parse(["--model.preset", "gpt2", "--data.sequence-length", "1024"])
     assert config.data.sequence_length == 1024

@@ -68,7 +68,7 @@ def test_parameters_are_those_of_transformers(kind: str) -> None:
     whole, config = _built(kind)
     assert shape_parameters(shape_of({"model_type": kind}, "silent")) == whole, "what a file leaves out is the default"
     rng = random.Random(kind)
-    for _ in range(8):
+    for _ in range(5):
         values = _some(kind, rng, config.to_dict())
         count, built = _built(kind, **values)
         for data in (built.to_dict(), built.to_diff_dict(), {"model_type": kind, **values}):

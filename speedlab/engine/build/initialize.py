@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from speedlab.comm import Traffic, World, join
@@ -89,6 +90,12 @@ def initialize(
     batch = config.batch.resolve(layout.data_size)
     epochs = _epochs(training_data, batch, layout, world.rank, config.seed)
     engine = _build(model, optimizer, lr_scheduler, config, world, loss=loss, units=units, tp_plan=tp_plan, batch=batch)
+    if isinstance(engine.scheduler, ReduceLROnPlateau):
+        engine.destroy()
+        raise ConfigError(
+            "lr_scheduler: ReduceLROnPlateau.step takes a metric, which engine.step does not have; leave lr_scheduler "
+            "out, make it of the returned optimizer and step it yourself"
+        )
     for module in engine.modules:
         _engines[module] = weakref.ref(engine)
     engine.epochs = epochs
@@ -188,7 +195,8 @@ def _take_back(model: nn.Module) -> None:
 def _scheduler(choice: Any, optimizer_choice: OptimizerChoice, config: RunConfig, optimizer: Optimizer) -> Any:
     if choice is None:
         return make_schedule(config.schedule, optimizer, config.steps) if optimizer_choice is None else None
-    return choice if hasattr(choice, "step") else choice(optimizer)
+    made = not isinstance(choice, type) and hasattr(choice, "step")
+    return choice if made else choice(optimizer)
 
 
 def _epochs(data: Dataset[Any] | None, batch: Batch, layout: Layout, rank: int, seed: int) -> Epochs | None:

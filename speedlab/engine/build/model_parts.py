@@ -19,6 +19,7 @@ from torch import nn
 from speedlab.comm import Group, World
 from speedlab.config import ConfigError, RunConfig
 from speedlab.engine.build.balance import measured_costs
+from speedlab.engine.build.parameters import check_parameters
 from speedlab.engine.build.placing import place_parameters
 from speedlab.engine.step.model_part import ModelPart
 from speedlab.layout import Layout
@@ -58,9 +59,12 @@ def plan_model_parts(
     Raises ConfigError when the model cannot be cut as asked.
     """
     if layout.pp == 1:
-        return [ModelPartPlan(index=0, module=_make(source))]
+        model = _make(source)
+        check_parameters(model)
+        return [ModelPartPlan(index=0, module=model)]
     count = layout.pp * config.parallel.stages_per_rank
     model = _make(source)
+    check_parameters(model)
     try:
         if tp_plan is not None:
             check_plan(model, tp_plan)  # Of what names nothing in one stage only the whole model can tell.

@@ -28,6 +28,8 @@ class Recipe:
     def __init__(self, choice: OptimizerChoice, models: Sequence[nn.Module], config: OptimizerConfig) -> None:
         """`models`: the pipeline stages of this rank, or the whole model."""
         trainable = [p for model in models for p in model.parameters() if p.requires_grad]
+        if not trainable:
+            raise ConfigError("model: no parameter is to be trained; set requires_grad of those that shall be")
         self._instance: Optimizer | None = None
         self._is_theirs = False
         self._make: Callable[[list[dict[str, Any]], bool], Optimizer]

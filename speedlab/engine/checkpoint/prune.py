@@ -21,7 +21,7 @@ def prune(folder: Path, keep: int) -> list[Path]:
     What the run has left behind goes first; those with missing or cut files do not count as kept. To be called by one
     rank, after a save that went well.
     """
-    numbered = [found.path for found in checkpoints_in(folder) if _NUMBERED.fullmatch(found.path.name)]
+    numbered = [found.path for found in checkpoints_in(folder) if _is_the_runs(found.path)]
     good = [path for path in numbered if _has_its_files(path)]
     if not good:
         return []
@@ -31,6 +31,11 @@ def prune(folder: Path, keep: int) -> list[Path]:
         (path / MANIFEST).unlink()
         shutil.rmtree(path)
     return numbered[:oldest_kept]
+
+
+def _is_the_runs(path: Path) -> bool:
+    """Whether the run has numbered it by itself, and nobody has moved it elsewhere and left a link."""
+    return _NUMBERED.fullmatch(path.name) is not None and not path.is_symlink()
 
 
 def _has_its_files(path: Path) -> bool:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,15 @@ def _load_flats(engine: TrainingState, files: Files, manifest: dict[str, Any]) -
                 for slot in flat.slots
             }
     adopt(engine, states, scalars)
-    for own_group, saved in zip(engine.optimizer.param_groups, manifest["groups"], strict=False):
+    if len(manifest["groups"]) != len(engine.optimizer.param_groups):
+        warnings.warn(
+            f"the checkpoint's optimizer has {len(manifest['groups'])} groups of parameters and this one has "
+            f"{len(engine.optimizer.param_groups)}: the options of groups (lr, weight_decay) stay as they are here",
+            UserWarning,
+            stacklevel=2,
+        )
+        return
+    for own_group, saved in zip(engine.optimizer.param_groups, manifest["groups"], strict=True):
         own_group.update(
             {
                 key: tuple(value) if isinstance(own_group.get(key), tuple) else value

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from speedlab.config import ConfigError
 from speedlab.engine.step.clock import PhaseClock
 from speedlab.engine.step.losses import LossFunction, loss_of
 from speedlab.engine.step.state import TrainingState
@@ -88,9 +87,8 @@ class WholeModel:
         self._running_statistics = [b for module in state.modules for b in _running_statistics(module)]
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._look((args, kwargs))
-        args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
-        with self._micro_batch():
+        with self._micro_batch((args, kwargs)):
+            args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
             return self._module(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
@@ -112,8 +110,10 @@ class WholeModel:
         return [self._loss(batch)]
 
     @contextmanager
-    def _micro_batch(self) -> Iterator[None]:
-        """To be entered around the forward."""
+    def _micro_batch(self, given: Any) -> Iterator[None]:
+        """To be entered around the forward of what was given."""
+        if torch.is_grad_enabled():
+            self._step.data.look(given)
         for buffer in self._running_statistics:
             self._state.group.broadcast(buffer)
         self._step.begin_micro_batch()
@@ -124,14 +124,9 @@ class WholeModel:
         tensor = self._state.to_device(tensor)
         return tensor.to(self._dtype) if tensor.dtype == torch.float32 else tensor
 
-    def _look(self, given: Any) -> None:
-        if torch.is_grad_enabled():  # Else it is no part of a step.
-            self._step.data.look(given)
-
     def _loss(self, batch: Batch) -> Tensor:
-        self._look(batch)
-        batch = map_tensors(dict(batch) if isinstance(batch, Mapping) else batch, self._cast)
-        with self._micro_batch():
+        with self._micro_batch(batch):
+            batch = map_tensors(dict(batch) if isinstance(batch, Mapping) else batch, self._cast)
             return loss_of(self._module, batch, self._loss_function)
 
     def update(self) -> AbstractContextManager[object]:
@@ -190,8 +185,12 @@ class PipelineStages:
         raise RuntimeError(f"under {self._state.layout} a step is one call: engine.train_batch(batches)")
 
     def train(self, batches: Sequence[Batch]) -> None:
-        pairs, step = [self._pair(batch) for batch in batches], self._step
-        step.data.look(pairs)
+        pairs = [self._pair(batch) for batch in batches]
+        step = self._step
+        step.data.look(batches)
+        if len(shapes := {tuple(tokens.shape) for tokens, _ in pairs}) > 1:
+            told = ", ".join("×".join(map(str, shape)) for shape in sorted(shapes))
+            raise ValueError(f"train_batch: under a pipeline micro-batches are of one shape, and these are {told}")
         tokens, targets = (self._state.to_device(torch.cat(parts)) for parts in zip(*pairs, strict=True))
         step.ended_backward(self._pipeline.train(tokens, targets, micro_batches=step.accumulation, scale=step.scale))
         step.micro_step = step.accumulation - 1
@@ -201,13 +200,13 @@ class PipelineStages:
         return self._pipeline.evaluate(tokens, targets)
 
     def _pair(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        if isinstance(batch, list | tuple) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
+        if isinstance(batch, list | tuple) and len(batch) == 2 and all(isinstance(each, Tensor) for each in batch):
             return batch[0], batch[1]
-        keys = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
-        raise ConfigError(
-            f"batch: under {self._state.layout} a micro-batch is (tokens, targets), (B, T) int64 each, and a "
-            f"{type(batch).__name__}{keys} came; targets are the tokens one place further on, so of rows (B, T + 1) "
-            "give (rows[:, :-1], rows[:, 1:])"
+        names = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+        raise TypeError(
+            f"under {self._state.layout} a micro-batch is a pair (tokens, targets) of tensors (B, T), not a "
+            f"{type(batch).__name__}{names}; targets are the tokens one place further on, so of rows (B, T + 1): "
+            "(rows[:, :-1], rows[:, 1:])"
         )
 
     def update(self) -> AbstractContextManager[object]:

@@ -102,6 +102,14 @@ class PartitionedOptimizer:
                 squares.append(own * gradient.group.size if gradient.left_to_optimizer else own)
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
 
+    def refuse_new_groups(self) -> None:
+        """Raises RuntimeError where the caller has added groups, whose parameters are in no flat."""
+        if len(self.inner.param_groups) != self._group_count:
+            raise RuntimeError(
+                f"optimizer: it has {len(self.inner.param_groups)} groups of parameters, and had {self._group_count} "
+                "at initialize; what was added would not be trained. Put all of them in before, with lr=0 if need be"
+            )
+
     # ---- the update --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()

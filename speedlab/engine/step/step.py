@@ -123,6 +123,7 @@ class Step:
             raise RuntimeError(
                 "step: the last backward ran inside no_sync; one backward outside has to come before a step"
             )
+        state.partitioned_optimizer.refuse_new_groups()
         with self._around_update():
             try:
                 self.totals = totals = self._sum_totals(signals)  # 2

@@ -153,6 +153,14 @@ class Zero:
 
             return hook
 
+        def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            if (zero := this()) is not None and zero.partitioned:
+                raise RuntimeError(
+                    "module.state_dict(): the parameters are partitioned (ZeRO stage 3), so that this rank has only a "
+                    "part of them; engine.state_dict() or engine.module_state_dict(), on all ranks, puts them together"
+                )
+
+        self._hooks.append(self.module.register_state_dict_pre_hook(before_state_dict))
         held_by_root = {id(p) for flat in self.units[0].flats for p in flat.parameters}
         for module in self.module.modules():
             if module is not self.module and any(id(p) in held_by_root for p in module.parameters(recurse=False)):
@@ -205,7 +213,16 @@ class Zero:
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, sync: bool) -> None:
-        """Call before `loss.backward()`. Without `sync` the gradients stay with each rank."""
+        """Call before `loss.backward()`. Without `sync` the gradients stay with each rank.
+
+        Raises RuntimeError where a frozen parameter shall be trained now."""
+        for flat in self.flats:
+            for slot, parameter in zip(flat.slots, flat.parameters, strict=True):
+                if parameter.requires_grad and not flat.trainable:
+                    raise RuntimeError(
+                        f"{slot.name} was frozen at initialize and requires a gradient now, but has no place for one; "
+                        "set requires_grad before, and call initialize again"
+                    )
         self.reductions.begin(sync=sync)
         self.gathers.begin(Pass.BACKWARD)
 
