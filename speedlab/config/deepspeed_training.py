@@ -90,8 +90,10 @@ def _adam(keys: Keys, name: str) -> None:
     elif decoupled is not None:
         keys.agree(f"{_PARAMS}.adam_w_mode", "the decay is apart from the gradient, or 0")
     corrected = keys.take(f"{_PARAMS}.bias_correction", yes)
-    if corrected is not None:
-        keys.honour(f"{_PARAMS}.bias_correction", "optimizer.bias_correction", corrected)
+    if corrected is False:
+        keys.honour(f"{_PARAMS}.bias_correction", "optimizer.bias_correction", False)
+    elif corrected:  # No field is named, so that a program may bring a class that knows of no such argument.
+        keys.agree(f"{_PARAMS}.bias_correction", "moments are corrected for their start at 0")
     if keys.take(f"{_PARAMS}.amsgrad", yes):
         keys.lack(f"{_PARAMS}.amsgrad", "optimizer", "the largest second moment is not kept")
     for key in ("torch_adam", "fused", "foreach", "set_grad_none", "capturable", "amsgrad"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -123,17 +124,62 @@ def test_optimizer_forms_with_a_scheduler(two: Pool, stage: int, form: str) -> N
 OPTIMIZER_CONFIG = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.2, "momentum": 0.7}
 
 
+class ByHand(torch.optim.Optimizer):
+    """Lion (arXiv:2302.06675), or AdamW without bias correction, as the papers write them; a user's own class, too."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        eps: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    p -= group["lr"] * (self.direction(p.grad, state, group) + group["weight_decay"] * p)
+
+    def direction(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        first, second = group["betas"]
+        m = state.get("exp_avg", torch.zeros_like(gradient))
+        state["exp_avg"] = second * m + (1 - second) * gradient
+        return torch.sign(first * m + (1 - first) * gradient)
+
+
+class AdamWByHand(ByHand):
+    def direction(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        first, second = group["betas"]
+        state["m"] = first * state.get("m", torch.zeros_like(gradient)) + (1 - first) * gradient
+        state["v"] = second * state.get("v", torch.zeros_like(gradient)) + (1 - second) * gradient**2
+        return state["m"] / (state["v"].sqrt() + group["eps"])
+
+
+NAMED: dict[str, dict[str, Any]] = {
+    "config sgd": {"name": "sgd"},
+    "config lion": {"name": "lion"},
+    "config uncorrected": {"name": "adamw", "bias_correction": False},
+}
+
+
 def train_from_config(stage: int, kind: str) -> tuple[list[float], list[list[float]], Any]:
     """`optimizer`: a class takes its arguments from the configuration; None makes optimizer and schedule of it."""
     case = Case(stage=stage, steps=6)
-    name = "sgd" if kind == "config sgd" else "adamw"
+    classes = {"class AdamW": torch.optim.AdamW, "class SGD": torch.optim.SGD, "class Lion of a user": ByHand}
+    chosen = classes.get(kind)
+    taken = OPTIMIZER_CONFIG if chosen is None else inspect.signature(chosen).parameters
+    named = {key: value for key, value in OPTIMIZER_CONFIG.items() if key in taken}
     config = {
         **case.config(),
-        "optimizer": {"name": name, **OPTIMIZER_CONFIG},
+        "optimizer": {"name": "adamw", **named, **NAMED.get(kind, {})},
         "schedule": {"kind": "cosine", "warmup_steps": 2, "floor": 0.1},
         "steps": case.steps,
     }
-    chosen = {"class AdamW": torch.optim.AdamW, "class SGD": torch.optim.SGD}.get(kind)
     engine, optimizer, _, schedule = speedlab.initialize(model=case.build(), optimizer=chosen, config=config)
     rates, losses = [], []
     try:
@@ -159,6 +205,9 @@ def plain_from_config(kind: str) -> tuple[dict[str, Tensor], list[float]]:
         groups = [{"params": matrices, "weight_decay": 0.2}, {"params": others, "weight_decay": 0.0}]
     if kind.endswith("SGD") or kind == "config sgd":
         optimizer: Any = torch.optim.SGD(groups, lr=0.01, momentum=0.7, weight_decay=0.2)
+    elif kind in ("class Lion of a user", "config lion", "config uncorrected"):
+        by_hand = AdamWByHand if kind == "config uncorrected" else ByHand
+        optimizer = by_hand(groups, lr=0.01, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.2)
     else:
         optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.2)
     for step, factor in enumerate(factors):
@@ -171,7 +220,18 @@ def plain_from_config(kind: str) -> tuple[dict[str, Tensor], list[float]]:
     return {name: p.detach() for name, p in model.named_parameters()}, [0.01 * factor for factor in factors]
 
 
-@pytest.mark.parametrize("kind", ["class AdamW", "class SGD", "config adamw", "config sgd"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "class AdamW",
+        "class SGD",
+        "class Lion of a user",
+        "config adamw",
+        "config sgd",
+        "config lion",
+        "config uncorrected",
+    ],
+)
 def test_optimizer_from_the_configuration(two: Pool, stage: int, kind: str) -> None:
     expected, rates = two.run(plain_from_config, kind)[0]
     for _, ours, (parameters, no_schedule) in two.run(train_from_config, stage, kind, timeout=30):

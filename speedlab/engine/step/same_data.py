@@ -14,6 +14,7 @@ rank makes numbers that look like a training and are none.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class SameData:
         if self._alone:
             return
         tensors: list[Tensor] = []
+        given = dict(given) if isinstance(given, Mapping) else given
         map_tensors(given, lambda tensor: tensors.append(tensor) or tensor)
         for tensor in tensors:
             self._count += 1
