@@ -14,6 +14,10 @@ _HALVINGS = 60
 class LayoutError(ValueError):
     """A layout that cannot exist; the message holds the equation with its numbers."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the message says all, and the frames would be ours."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:

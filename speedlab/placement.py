@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from speedlab.layout import Part
@@ -23,10 +24,12 @@ class Holders(Enum):
     """Every dp rank holds the whole flat."""
     PARTITIONED = "partitioned"
     """Each dp rank holds the contiguous 1/dp that it owns."""
+    OWN = "each its own"
+    """Every dp rank holds a whole flat that differs from its peers'."""
 
     def share(self, count: int, dp: int) -> int:
         """How many of `count` elements, or bytes, each of `dp` ranks holds; a part of one counts whole."""
-        return count if self is Holders.REPLICATED else -(-count // dp)
+        return -(-count // dp) if self is Holders.PARTITIONED else count
 
 
 class Where(Enum):
@@ -90,13 +93,16 @@ class Row:
     """Axes over which the ranks' terms of its gradient are summed, in turn; the last one is that of its flat."""
     scale: float = 1.0
     """Factor on each term of the gradient, so that its sum is the mean over the global batch."""
+    left_to_optimizer: bool = False
+    """Whether the last of these sums may be the optimizer's own to take."""
     answered_by: int
     """The rank whose dp peers count it in norms and write it to checkpoints."""
     answers: bool
     """Whether this rank is one of them."""
     trainable: bool = True
     states: Mapping[str, Home]
-    """`parameter`; of trainable ones `gradient` and `moments`, and `master` where it is not the parameter itself."""
+    """`parameter`; of trainable ones `gradient` and `moments`, `master` where it is not the parameter itself, and by
+    their own names what an optimizer keeps beside the gradient."""
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -105,7 +111,7 @@ class Row:
 
     @property
     def _class(self) -> tuple[Any, ...]:
-        return self.unit, self.trainable, tuple(self.states.items())
+        return self.unit, self.trainable, self.left_to_optimizer, tuple(self.states.items())
 
     def described(self) -> dict[str, Any]:
         """The row as what JSON can hold."""
@@ -118,6 +124,7 @@ class Row:
             "cut_over": list(self.cut_over),
             "summed_over": list(self.summed_over),
             "scale": self.scale,
+            "left_to_optimizer": self.left_to_optimizer,
             "answered_by": self.answered_by,
             "trainable": self.trainable,
             "states": {
@@ -127,13 +134,21 @@ class Row:
         }
 
 
-def homes(residency: Residency, *, parameter: str, gradient: str = "", master: str = "") -> dict[str, Home]:
+def homes(
+    residency: Residency,
+    *,
+    parameter: str,
+    gradient: str = "",
+    master: str = "",
+    kept: Mapping[str, str] | None = None,
+) -> dict[str, Home]:
     """The states of a parameter under `residency`, from their forms. Without `gradient` it is frozen; without `master`
-    it is its own, and moments have its form."""
+    it is its own, and moments have its form. `kept`: what each rank has for itself beside the gradient."""
     forms = {"parameter": parameter}
     if gradient:
         forms |= {"gradient": gradient, "moments": master or parameter} | ({"master": master} if master else {})
-    return {state: Home(holders=residency.of(state), form=form) for state, form in forms.items()}
+    own = {state: Home(holders=Holders.OWN, form=form) for state, form in (kept or {}).items() if gradient}
+    return {state: Home(holders=residency.of(state), form=form) for state, form in forms.items()} | own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +165,7 @@ class Placement:
     def __getitem__(self, name: str) -> Row:
         return self._by_name[name]  # type: ignore[attr-defined]  # see __post_init__
 
+    @cached_property
     def flats(self) -> dict[str, list[Row]]:
         """The classes of equal rows by name: those that travel and live together. Rows of one optimizer group lie side
         by side."""
@@ -167,11 +183,12 @@ class Placement:
 
     def moved(self, residency: Residency) -> Placement:
         """The same parameters where `residency` has them."""
+
+        def move(state: str, home: Home) -> Home:
+            return home if home.holders is Holders.OWN else replace(home, holders=residency.of(state))
+
         rows = [
-            replace(
-                row, states={state: replace(home, holders=residency.of(state)) for state, home in row.states.items()}
-            )
-            for row in self.rows
+            replace(row, states={state: move(state, home) for state, home in row.states.items()}) for row in self.rows
         ]
         return Placement(rank=self.rank, residency=residency, rows=tuple(rows))
 
@@ -199,11 +216,17 @@ class Placement:
 HEAD = ("parameter", "unit", "here", "of", "summed over", "answers", "parameter is", "gradient", "master", "moments")
 """The columns of a printed table."""
 
+_STATES = ("parameter", "gradient", "master", "moments")
+
 
 def cells(row: Mapping[str, Any], rank: int) -> tuple[str, ...]:
     """A row, as `Row.described` gives it, of what `rank` holds, as text in the order of HEAD."""
     cut = f" by {', '.join(row['cut_over'])}" if row["cut_over"] else ""
-    states = [_home_text(row["states"].get(state)) for state in ("parameter", "gradient", "master", "moments")]
+    by = " by the optimizer" if row.get("left_to_optimizer") else ""  # Tables of before do not say.
+    states = [_home_text(row["states"].get(state)) for state in _STATES]
+    kept = [f" + {state}: {_home_text(home)}" for state, home in row["states"].items() if state not in _STATES]
+    kept = [f" + {state}: {_home_text(home)}" for state, home in row["states"].items() if state not in _STATES]
+    states[1] += "".join(kept)
     if row["trainable"] and "master" not in row["states"]:
         states[2] = "the parameter"
     return (
@@ -211,7 +234,7 @@ def cells(row: Mapping[str, Any], rank: int) -> tuple[str, ...]:
         row["unit"],
         _shape_text(row["shape"]) + cut,
         _shape_text(row["whole_shape"]),
-        f"{' then '.join(row['summed_over'])}, × {row['scale']:g}" if row["trainable"] else "",
+        f"{' then '.join(row['summed_over'])}{by}, × {row['scale']:g}" if row["trainable"] else "",
         f"rank {row['answered_by']}" + (" and its dp peers" if row["answered_by"] == rank else ""),
         *states,
     )

@@ -43,11 +43,14 @@ def held_run(shell: InteractiveShell) -> Run | None:
 
 
 def run_at_hand(shell: InteractiveShell, name: str | None = None) -> Run:
-    """The run of this name or folder; without one the namespace's, or, once that has ended, the one that is under way.
+    """The run of this name or folder; without one the namespace's, or, once that has ended, the one that is under way;
+    else the newest in ./runs, to be looked at.
 
-    Raises RunError when there is none, ClusterError when it would have to be looked for and no cluster runs.
+    Raises RunError or ClusterError when there is none.
     """
-    from speedlab.cluster import attach
+    from speedlab.cluster import ClusterError, attach
+    from speedlab.cluster.known_runs import RunError
+    from speedlab.telemetry.folder import find_runs
 
     held = held_run(shell)
     if name is not None:
@@ -62,7 +65,12 @@ def run_at_hand(shell: InteractiveShell, name: str | None = None) -> Run:
             return held
         run = attach(later[-1].path)
     else:
-        run = attach()
+        try:
+            run = attach()
+        except (ClusterError, RunError):
+            if not (kept := find_runs("runs")):
+                raise
+            run = attach(kept[0])
     push_run(shell, run)
     return run
 

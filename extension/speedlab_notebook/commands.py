@@ -16,7 +16,10 @@ from IPython.core.error import UsageError
 
 HELP = ("--help", "-h")
 _HELP_COLUMN = 30
-_WORDS = {"run": "name or folder of a run", "model": "an announced model, a preset or a configuration file"}
+_WORDS = {
+    "run": "name or folder of a run",
+    "model": "a model's name, a Hugging Face folder or config.json, or a configuration",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +68,18 @@ class Command:
 _CLUSTER_NAME = Option(name="name", value="NAME", description="the cluster's name; else the one at hand")
 
 _PLAN_OPTIONS = (
-    Option(name="machines", value="TEXT", description="'128x8 A100-80 nvlink3 ib-200x8'; else this machine"),
+    Option(name="config", value="FILE", description="a configuration, also DeepSpeed's, by which the model is trained"),
+    Option(name="machines", value="TEXT", description="'8 H100', '128x8 A100-80 nvlink3 ib-200x8'; else this machine"),
+    Option(
+        name="layers", value="N", number=True, description="blocks of a model without a name, or instead of its own"
+    ),
+    Option(name="hidden", value="N", number=True, description="width of the residual stream"),
+    Option(name="heads", value="N", number=True, description="attention heads"),
+    Option(name="kv-heads", value="N", number=True, description="heads of keys and values"),
+    Option(name="ffn", value="N", number=True, description="width inside the feed-forward layer"),
+    Option(name="vocab", value="N", number=True, description="tokens of the vocabulary"),
+    Option(name="seq", value="N", number=True, description="tokens of a sequence"),
+    Option(name="gated", description="the feed-forward layer has a gate"),
     Option(name="engines", value="N", number=True, description="engines of this machine"),
     Option(name="tp", value="N", number=True, description="tensor-parallel ranks"),
     Option(name="pp", value="N", number=True, description="pipeline ranks"),
@@ -77,6 +91,12 @@ _PLAN_OPTIONS = (
         name="dtype", choices=("float32", "bfloat16", "float16"), description="compute dtype; the devices' fast one"
     ),
     Option(name="checkpointing", choices=("none", "selective", "block"), description="what backward computes again"),
+    Option(
+        name="schedule",
+        choices=("gpipe", "1f1b", "interleaved", "zero-bubble"),
+        description="order of a pipeline's passes",
+    ),
+    Option(name="chunks", value="N", number=True, description="pipeline stages of each rank; 2 when left out"),
     Option(name="offload", choices=("none", "optimizer", "parameters"), description="what the host's memory holds"),
     Option(name="tokens", value="COUNT", description="of the whole training: 300B, 1.5T"),
     Option(name="price", value="PRICE", description="of a device-hour, in any currency"),
@@ -282,10 +302,9 @@ def complete(line: str, symbol: str, run_names: Callable[[], Collection[str]]) -
 
 def known_models() -> set[str]:
     """Models that a plan can name."""
-    from speedlab.config import MODEL_PRESETS
-    from speedlab.planner.presets import MODELS
+    from speedlab.config.presets import MODELS
 
-    return {*MODELS, *MODEL_PRESETS}
+    return set(MODELS)
 
 
 def help_text() -> str:

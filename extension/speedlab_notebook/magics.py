@@ -108,11 +108,12 @@ def _short_errors() -> Iterator[None]:
     from speedlab.cluster.known_runs import RunError
     from speedlab.config import ConfigError
     from speedlab.layout import LayoutError
+    from speedlab.telemetry.checkpoints import CheckpointError
     from speedlab.telemetry.folder import RunFolderError
 
     try:
         yield
-    except (ClusterError, RunError, RunFolderError, ConfigError, LayoutError) as error:
+    except (ClusterError, RunError, RunFolderError, ConfigError, LayoutError, CheckpointError) as error:
         raise CommandError(str(error)) from error
 
 
@@ -222,7 +223,7 @@ def _attach(shell: InteractiveShell, run: str | None = None) -> None:
         return
     push_run(shell, found)
     if found.cluster is None:
-        print(f"{found!r} · its engines are gone, so it can only be looked at · it is `run`")
+        print(f"{found!r} · its engines are gone: run.resume() goes on in others · it is `run`")
     else:
         print(f"{_described(found.cluster)} · {found!r} · they are `cluster` and `run`")
         show_panel(found.cluster, found)

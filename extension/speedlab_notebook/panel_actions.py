@@ -30,13 +30,13 @@ _UNDER_WAY = frozenset({RunState.STARTING, RunState.RUNNING, RunState.PAUSED})
 
 WORDS: dict[str, tuple[frozenset[RunState], str]] = {
     "pause": (frozenset({RunState.STARTING, RunState.RUNNING}), "Stop after the step that is being computed"),
-    "resume": (frozenset({RunState.PAUSED}), "Go on from where the run stands"),
+    "resume": (frozenset({RunState.PAUSED, RunState.STOPPED}), "Go on from where the run stands"),
     "step": (frozenset({RunState.PAUSED}), "Compute so many more steps, then pause"),
     "save": (
         frozenset({RunState.RUNNING, RunState.PAUSED, RunState.FINISHED, RunState.STOPPED}),
         "Write a checkpoint after the step that is being computed",
     ),
-    "stop": (_UNDER_WAY, "End the run after the step that is being computed; it cannot be resumed then"),
+    "stop": (_UNDER_WAY, "End the run after the step that is being computed"),
     "reshape": (_UNDER_WAY - {RunState.STARTING}, "Change the stage or layout of the run between two steps"),
 }
 """Control word -> the states of a run in which it is offered, and what it does."""

@@ -24,9 +24,12 @@ def greyed_fields(values: Mapping[str, Any], devices: Sequence[Device]) -> dict[
     """Path of a field -> why it is greyed, given all `values` by path."""
     optimizer, dtype = values["optimizer.name"], values["precision.dtype"]
     reasons = _greyed_parallel(values, len(devices))
-    for name, owner in (("betas", "adamw"), ("eps", "adamw"), ("momentum", "sgd")):
-        if owner != optimizer:
-            reasons[f"optimizer.{name}"] = f"only {owner} uses it; the optimizer is {optimizer}"
+    adamw, sgd = ("adamw",), ("sgd",)
+    owners = {"betas": ("adamw", "lion"), "eps": adamw, "bias_correction": adamw, "momentum": sgd}
+    for name, owned_by in owners.items():
+        if optimizer not in owned_by:
+            uses = "uses" if len(owned_by) == 1 else "use"
+            reasons[f"optimizer.{name}"] = f"only {' and '.join(owned_by)} {uses} it; the optimizer is {optimizer}"
     if values["schedule.kind"] == "constant":
         reasons["schedule.floor"] = "a constant rate does not fall; cosine and linear do"
     if values["data.tokenizer"] != "bpe":

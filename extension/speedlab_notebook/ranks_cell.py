@@ -19,6 +19,7 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.error import UsageError
 
 from speedlab.cluster.errors import name_ranks
+from speedlab.cluster.kernel_interrupt import is_the_users
 from speedlab_notebook.commands import unknown, without_comment
 
 if TYPE_CHECKING:
@@ -139,7 +140,8 @@ class RanksCell:
             while self._thread.is_alive():
                 self._thread.join(POLL_SECONDS)
         except KeyboardInterrupt:
-            self._cluster.interrupt()
+            if is_the_users():
+                self._cluster.interrupt()
             raise
         self._results.result()
 

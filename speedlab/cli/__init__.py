@@ -9,7 +9,10 @@ import sys
 
 COMMANDS = {
     "plan": ("plan", "what fits, how fast and why, before anything runs: speedlab plan gpt3-175b --machines ..."),
-    "train": ("train", "train a run: speedlab train config.yaml --zero.stage 3"),
+    "train": (
+        "train",
+        "train a run: speedlab train config.yaml --zero.stage 3, or go on with one: --resume NAME",
+    ),
     "config": ("manage", "print a configuration with what every field means"),
     "status": ("manage", "show the clusters that run, their engines and runs"),
     "stop": ("manage", "end a cluster's engines"),
@@ -49,12 +52,16 @@ def _run(name: str, rest: list[str]) -> int:
     from speedlab.cluster.known_runs import RunError
     from speedlab.config import ConfigError
     from speedlab.layout import LayoutError
+    from speedlab.telemetry.checkpoints import CheckpointError
     from speedlab.telemetry.folder import RunFolderError
 
     module = importlib.import_module(f"speedlab.cli.{COMMANDS[name][0]}")
     try:
         return getattr(module, name)(rest)
-    except (ConfigError, LayoutError, ClusterError, RunError, RunFolderError) as error:
+    except ConfigError as error:
+        print(f"speedlab {name}: {error.in_terminal}", file=sys.stderr)
+        return 2
+    except (LayoutError, ClusterError, RunError, RunFolderError, CheckpointError) as error:
         print(f"speedlab {name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

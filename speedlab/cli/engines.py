@@ -1,4 +1,4 @@
-"""A cluster for the time of a command: the one that runs under that name, or a new one that ends with the command."""
+"""Where a command runs: its options, and a cluster for its time, one that runs or a new one that ends with it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,25 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from speedlab.cluster import Cluster
 from speedlab.cluster.home import running_clusters
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Where the run runs."""
+
+    engines: int | None = None
+    """Number of engines; when left out one per GPU, else 4 on CPU cores; a run that goes on takes as many as before."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """On what engines are started."""
+    cluster: str = "default"
+    """Cluster to run on; it is started, and ended afterwards, when none of that name runs."""
+    keep_engines: bool = False
+    """Leave engines that were started here running."""
 
 
 @contextlib.contextmanager

@@ -4,40 +4,52 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
 from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError
+from speedlab.display.text import bytes_text
+from speedlab.telemetry.checkpoints import MANIFEST, checkpoints_in, find_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Write the weights of a run's checkpoint as a folder that `AutoModelForCausalLM.from_pretrained` loads."""
+    """Write a run's checkpoint as a folder that transformers loads: `AutoModelForCausalLM.from_pretrained` the weights,
+    `AutoTokenizer.from_pretrained` the tokenizer beside them."""
 
     run: Annotated[str, tyro.conf.Positional]
-    """The run's name in ./runs, or the path of its folder."""
+    """The run's name in ./runs, or a path: of its folder, of one checkpoint, or of a folder of checkpoints."""
     folder: Annotated[Path, tyro.conf.Positional]
     """The folder to write; it must not exist."""
+    step: int | None = None
+    """The checkpoint of this step; the newest one when left out."""
     tag: str | None = None
-    """Which checkpoint; the newest one when left out."""
+    """The checkpoint of this name."""
+    config: Path | None = None
+    """config.json of a model of transformers, for a model of your own that carried none when it was saved."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of the weights; as the run keeps them when left out."""
 
 
 def export(argv: list[str]) -> int:
     """Write the folder and print what is in it."""
     options = tyro.cli(ExportOptions, args=argv, prog="speedlab export")
-    checkpoints = folder_named(options.run).path / "checkpoints"
+    if options.step is not None and options.tag is not None:
+        raise ConfigError(f"--step {options.step} and --tag {options.tag} both name a checkpoint; give one of them")
+    path = find_checkpoint(_place(options.run), options.tag, step=options.step)
     # The one command whose own process needs torch; imported here, so that the others start without it.
-    from speedlab.engine.checkpoint import CheckpointError, export_hf, newest
+    from speedlab.engine.checkpoint import export_hf
 
-    path = checkpoints / options.tag if options.tag else newest(checkpoints)
-    if path is None:
-        raise ConfigError(f"{checkpoints}: holds no complete checkpoint; save one with run.save(), then export it")
-    try:
-        export_hf(path, options.folder)
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from None
+    export_hf(path, options.folder, config=options.config, dtype=options.dtype)
     size = sum(file.stat().st_size for file in options.folder.iterdir())
-    print(f"{options.folder}: {path.name} of {options.run}, {size / 2**20:,.1f} MiB")
+    without = "" if (options.folder / "tokenizer.json").exists() else ", without a tokenizer: the run's folder has none"
+    print(f"{options.folder}: {path.name} of {options.run}, {bytes_text(size)}{without}")
     return 0
+
+
+def _place(run: str) -> Path:
+    """One checkpoint, a folder of some, or that of a run."""
+    path = Path(run).expanduser()
+    return path if (path / MANIFEST).is_file() or checkpoints_in(path) else folder_named(run).path

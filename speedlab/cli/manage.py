@@ -58,7 +58,7 @@ def _from_deepspeed(options: ConfigOptions) -> int:
     reading = RunConfig.deepspeed_reading(options.from_deepspeed, engines=options.engines, ignore=options.ignore)
     if reading.accepted is None or options.json:
         # JSON has no comments, and of a file that was refused there is nothing else to print.
-        print(reading, file=sys.stderr)
+        print("\n".join(reading.lines(in_terminal=True)), file=sys.stderr)
     if reading.accepted is None:
         return 2
     if options.json:
@@ -131,19 +131,31 @@ def stop(argv: list[str]) -> int:
         others = f"; running: {', '.join(running)}" if running else "; none runs"
         raise ClusterError(f"cluster {options.cluster!r} does not run{others}")
     for name in names:
-        cluster = Cluster.attach(name)
-        unfinished = _unfinished(cluster)
-        if unfinished and not options.yes:
-            print(f"cluster {name} holds {', '.join(unfinished)}; steps since the last checkpoint would be lost")
-            if not sys.stdin.isatty():
-                print("nothing was stopped; --yes stops it anyway", file=sys.stderr)
+        try:
+            if not _stop(name, asks=not options.yes):
                 return 2
-            if input("stop it? [y/N] ").strip().lower() not in ("y", "yes"):
-                print("nothing was stopped")
-                return 2
-        cluster.stop()
-        print(f"cluster {name} is stopped")
+        except ClusterError:
+            if any(state.name == name for state in running_clusters()):
+                raise
+            print(f"cluster {name} ended by itself just now")
     return 0
+
+
+def _stop(name: str, *, asks: bool) -> bool:
+    """Stop one cluster; False when it is kept, because something would be lost."""
+    cluster = Cluster.attach(name)
+    unfinished = _unfinished(cluster)
+    if unfinished and asks:
+        print(f"cluster {name} holds {', '.join(unfinished)}; steps since the last checkpoint would be lost")
+        if not sys.stdin.isatty():
+            print("nothing was stopped; --yes stops it anyway", file=sys.stderr)
+            return False
+        if input("stop it? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing was stopped")
+            return False
+    cluster.stop()
+    print(f"cluster {name} is stopped")
+    return True
 
 
 def _unfinished(cluster: Cluster) -> list[str]:

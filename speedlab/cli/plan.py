@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -17,11 +17,15 @@ from speedlab.planner.request import PlanRequest
 class PlanOptions(PlanRequest):
     """What fits, how fast, and why, before anything runs: memory by rank, the step's time, days and cost.
 
+    speedlab plan llama-3-8b --machines "8 H100" --zero 3
     speedlab plan gpt3-175b --machines "128x8 A100-80 nvlink3 ib-200x8" --tp 8 --pp 16 --zero 1 --global 1536
+    speedlab plan ./Qwen2.5-7B --config ds_config.json --machines "2x8 H100"
     """
 
     model: Annotated[str, tyro.conf.Positional] = ""
-    """An announced model (gpt3-175b, 1t, …), a preset (gpt-tiny, …), or a configuration file."""
+    """A model by name (gpt2, llama-3-8b, gpt3-175b, …), a Hugging Face folder or config.json, or a configuration."""
+    zero: Annotated[Literal[0, 1, 2, 3] | None, tyro.conf.arg(aliases=["--zero.stage"])] = None
+    """ZeRO stage."""
     global_size: Annotated[int | None, tyro.conf.arg(name="global")] = None
     """Sequences of a step."""
     published: bool = False

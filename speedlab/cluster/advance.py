@@ -21,11 +21,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import speedlab.cluster.remote as remote
 from speedlab.cluster.errors import DIED, ClusterError, RankError
 from speedlab.cluster.out_of_memory import out_of_memory_lines
+from speedlab.telemetry.checkpoints import newest
 from speedlab.telemetry.folder import Command, RunFolder, RunFolderError, Status
 from speedlab.telemetry.records import RunState
 
@@ -45,14 +46,13 @@ _TEXT_LIMIT = 2000
 class Advance:
     """The task of one run on the ranks of `cluster`, as seen from one handle."""
 
-    def __init__(self, folder: RunFolder, cluster: Cluster, model: Any = None) -> None:
+    def __init__(self, folder: RunFolder, cluster: Cluster) -> None:
         self.errors: list[RankError] = []
         """What the ranks raised, oldest first."""
         self.trouble: Exception | None = None
         """Why a waiting word could not be sent to the ranks; None again with the next word."""
         self._folder = folder
         self._cluster = cluster
-        self._model = model
         self._lock = threading.RLock()
         self._claim = Claim(folder.path / "control" / "advance.lock")
         self._task: RankResults | None = None
@@ -149,7 +149,7 @@ class Advance:
     def _submit(self) -> None:
         self._given = self._waiting()
         try:
-            task = self._cluster.submit(remote.advance, str(self._folder.path), self._model)
+            task = self._cluster.submit(remote.advance, str(self._folder.path))
         except BaseException:
             self._claim.release()
             raise
@@ -201,8 +201,8 @@ class Advance:
         """What a person can do next: look at the ranks, go back to the last checkpoint, read the whole trace."""
         if any(failure.kind == DIED for failure in error.by_rank.values()):
             return None
-        kept = sorted((self._folder.path / "checkpoints").glob("step-*/manifest.json"))
-        back = f" · go back: run.resume(step={int(kept[-1].parent.name.partition('-')[2])})" if kept else ""
+        kept = newest(self._folder.path / "checkpoints")
+        back = f" · go back: run.resume(step={kept.step})" if kept is not None else ""
         rank = error.groups[0][0][0]
         return f"The engines are idle and keep their state. Look: %%ranks {rank}{back} · full trace: run.errors[-1]"
 

@@ -10,7 +10,7 @@ import html
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,9 @@ from speedlab.cluster.devices import choose_devices
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, Home, running_clusters
 from speedlab.cluster.results import RankResults
+from speedlab.cluster.shipping import pack
 from speedlab.cluster.tasks import POLL_SECONDS
+from speedlab.config import GivenConfig, config_of
 from speedlab.config.errors import more_in
 from speedlab.hardware import Device
 
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 
     from speedlab.cluster.output import OutputHub
     from speedlab.cluster.run import Run
-    from speedlab.config import RunConfig
 
 log = logging.getLogger("speedlab.cluster")
 
@@ -144,8 +145,10 @@ class Cluster:
     ) -> RankResults:
         """Run `function(*args, **kwargs)` on each rank; returns at once.
 
-        A function of the notebook travels as code and finds its globals in the engines' namespace. Raises ClusterError
-        for a rank that does not exist or whose engine is dead.
+        What a notebook, or a module in the user's folder, defines travels by value, with the globals that it uses;
+        globals that the notebook has not are those of the engines' namespace, where cells of `%%ranks` put theirs, and
+        where stays what the function binds with `global`. Raises ClusterError for a rank that does not exist or whose
+        engine is dead, and for what cannot travel, such as an open file.
         """
         with self._lock:
             now = self._now()
@@ -155,11 +158,41 @@ class Cluster:
         """Run a cell's code in each engine's namespace. The last expression is printed, and its text returned."""
         return self.submit(remote.run_cell, code, ranks=ranks)
 
-    def train(self, config: RunConfig, *, model: Any = None) -> Run:
-        """Check everything, start the run on all ranks, and return its handle at once."""
+    def train(
+        self,
+        config: GivenConfig,
+        *,
+        model: Any = None,
+        loss: Callable[[Any, Any], Any] | None = None,
+        tp_plan: Mapping[str, str] | None = None,
+    ) -> Run:
+        """Check everything, start the run on all ranks, and return its handle. A try that fails leaves no name behind.
+
+        Args:
+            config: RunConfig, a dict of its fields, or the path of a JSON or YAML file; of DeepSpeed's keys, too.
+            model: one's own, also one of the notebook: a torch.nn.Module, whose values all ranks begin with, or a class
+                or function that makes one without arguments, on each rank from the configuration's seed. One that is
+                too large to be whole on a rank is made under `torch.device("meta")`, and gets its values part by part.
+                None takes the GPT of the configuration. Its forward is one of these:
+                - `forward(tokens, targets)`, both (B, T) int64, gives the loss, or an output with `.loss`;
+                - `forward(input_ids=..., labels=...)` gives an output with `.loss`, as Hugging Face's models do, which
+                  shift the labels themselves: both are the tokens;
+                - any other, together with `loss`.
+            loss: `loss(model, batch)` calls the model and gives the mean loss of a micro-batch, one number; `batch` is
+                (tokens, targets). Not under a pipeline, where no rank holds the model.
+            tp_plan: how layers are cut over tensor-parallel ranks: pattern of module names → style. None takes the one
+                that the model brings along.
+
+        A model of one's own is tried before: one micro-batch goes through it without values or memory. What depends on
+        values cannot be tried so; a warning then says it. It is kept in the run folder, signed for this user, so that
+        the run can be resumed from any kernel.
+
+        Raises ConfigError, LayoutError, RunFolderError or ClusterError.
+        """
         from speedlab.cluster.run import start_run
 
-        return start_run(self, config, model)
+        given = {"model": model, "loss": loss, "tp_plan": tp_plan}
+        return start_run(self, config_of(config), **{key: value for key, value in given.items() if value is not None})
 
     # Control
 
@@ -277,7 +310,15 @@ class Cluster:
 
     def _connect(self, state: ClusterState, client: Client | None = None) -> None:
         self._disconnect("the handle was connected anew")
-        self._open = Connection(self._home, state, client or start.connect(self._home, state))
+        try:
+            self._open = Connection(self._home, state, client or start.connect(self._home, state))
+        except (ClusterError, FileNotFoundError):
+            if state.running:
+                raise
+            # Another process has ended it meanwhile; its logs, which such errors show, have nothing to do with it.
+            raise ClusterError(
+                f"cluster {self.name!r} ended just now; speedlab.Cluster(name={self.name!r}) starts it anew"
+            ) from None
 
     def _disconnect(self, reason: str) -> None:
         now, self._open = self._open, None
@@ -310,7 +351,9 @@ class Cluster:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> RankResults:
-        results = RankResults(self, now.output, now.tasks.send(now.state, ranks, remote.call, function, args, kwargs))
+        named = {getattr(function, "__name__", "the function"): function, "its arguments": args} | kwargs
+        work = pack((function, args, kwargs), named)
+        results = RankResults(self, now.output, now.tasks.send(now.state, ranks, remote.call, work))
         now.tasks.watch(results)
         return results
 
@@ -334,7 +377,8 @@ class Cluster:
         try:
             self.interrupt()
         except Exception:  # On this thread nobody else would hear of it.
-            log.exception("ranks that wait for a failed one could not be interrupted")
+            if self.running:  # Else it was stopped meanwhile, which whoever waits is told.
+                log.exception("ranks that wait for a failed one could not be interrupted")
 
     def __repr__(self) -> str:
         if self._open is None or not self.running:

@@ -16,6 +16,10 @@ from speedlab.config.errors import more_in
 class ClusterError(RuntimeError):
     """The cluster cannot do what was asked; the message says what it has, what was asked and what to do."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the message says all, and the frames would be ours."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 INTERRUPTED = "KeyboardInterrupt"
 """Kind of the failure of a rank that was interrupted."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from speedlab.cluster.advance import RESTING
 from speedlab.cluster.errors import ClusterError
+from speedlab.telemetry.checkpoints import newest
 from speedlab.telemetry.folder import (
     RunFolder,
     RunFolderError,
@@ -65,14 +66,9 @@ def runs_here(folder: RunFolder, cluster: Cluster, pids: set[int]) -> bool:
 
 
 def saved_step(folder: RunFolder) -> int | None:
-    """The highest step of which the run has a complete checkpoint."""
-    steps = []
-    for manifest in folder.path.glob("checkpoints/*/manifest.json"):
-        try:
-            steps.append(int(json.loads(manifest.read_text())["step"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # Damaged: the engine, which would have to read it, refuses it, too.
-    return max(steps, default=None)
+    """The step of the checkpoint from which the run would go on in other engines."""
+    kept = newest(folder.path / "checkpoints")
+    return kept.step if kept is not None else None
 
 
 def refuse_second_run(cluster: Cluster, pids: tuple[int, ...]) -> None:

@@ -17,8 +17,8 @@ def attach(name: str | os.PathLike[str] | None = None) -> Run:
     """The handle of a run that was started elsewhere: by an earlier kernel, or by `speedlab train`.
 
     `name` is a run's name or folder. Without it, the run of the running cluster that is training, else its newest one.
-    A named run whose engines are gone is opened to be looked at. Raises ClusterError when no cluster is running,
-    RunError when there is no such run.
+    A named run whose engines are gone is opened to be looked at, and to be resumed in others. Raises ClusterError when
+    no cluster is running, RunError when there is no such run.
     """
     if name is None:
         cluster = Cluster.attach()
@@ -32,9 +32,9 @@ def attach(name: str | os.PathLike[str] | None = None) -> Run:
     try:
         cluster = Cluster.attach(folder.read_status().cluster or None)
     except ClusterError:
-        return Run(folder)
+        return Run(folder, attach=Cluster.attach)
     here = runs_here(folder, cluster, {status.pid for status in cluster.status()})
-    return _reattached(folder, cluster) if here else Run(folder)
+    return _reattached(folder, cluster) if here else Run(folder, attach=Cluster.attach)
 
 
 def _reattached(folder: RunFolder, cluster: Cluster) -> Run:
@@ -44,9 +44,9 @@ def _reattached(folder: RunFolder, cluster: Cluster) -> Run:
     return run
 
 
-def folder_named(name: str | os.PathLike[str]) -> RunFolder:
-    """The run folder at the path `name`, or of that name in ./runs or among the runs of a running cluster."""
-    for path in (Path(name), Path("runs") / name):
+def folder_named(name: str | os.PathLike[str], parent: Path = Path("runs")) -> RunFolder:
+    """The run folder at the path `name`, or of that name in `parent` or among the runs of a running cluster."""
+    for path in (Path(name), parent / name):
         if (path / "config.json").is_file():
             return RunFolder(path)
     try:
@@ -56,4 +56,4 @@ def folder_named(name: str | os.PathLike[str]) -> RunFolder:
     for path in known:
         if path.name == str(name) and path.is_dir():
             return RunFolder(path)
-    raise RunError(f"there is no run {str(name)!r}; runs in {find_runs_text(Path('runs').resolve())}")
+    raise RunError(f"there is no run {str(name)!r}; runs in {find_runs_text(parent.resolve())}")

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from speedlab.cluster.own_model import OWN_MODEL, read_own_model
+from speedlab.cluster.shipping import Globals, unpack
+from speedlab.config import ConfigError, RunConfig
 
 FAILED = "__speedlab_failed__"
 """Key that marks an answer of `call` as a failure."""
@@ -19,18 +25,30 @@ _WHOLE = frozenset({"init_process_group", "new_group", "destroy_process_group"})
 """Functions of torch.distributed that have to be left to end."""
 
 
-def call(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """Run `function` on this rank. Returns its result, or {FAILED: RemoteFailure as a dict} when it raised.
+def call(work: bytes) -> Any:
+    """Run a function on this rank; `work` is it, its arguments and its keywords, packed. Returns its result, or
+    {FAILED: RemoteFailure as a dict} when it raised.
 
-    SIGINT raises KeyboardInterrupt only inside `function`. Elsewhere in the engine it would cut a message in two, and
+    SIGINT raises KeyboardInterrupt only inside the function. Elsewhere in the engine it would cut a message in two, and
     the kernel would wait for the answer for ever.
     """
     try:
         with _interruptible():
-            return function(*arguments, **keywords)
+            names = Globals(_namespace())
+            function, arguments, keywords = unpack(work, names)
+            with names.kept():
+                return function(*arguments, **keywords)
     except BaseException as error:  # SystemExit, too: a rank that calls exit() must not end its engine.
         signal.signal(signal.SIGINT, _ignore)
         return {FAILED: describe(error)}
+
+
+def _namespace() -> dict[str, Any]:
+    """Where cells of this engine put their names."""
+    from IPython.core.getipython import get_ipython
+
+    shell: Any = get_ipython()
+    return shell.user_ns if shell is not None else vars(sys.modules["__main__"])
 
 
 @contextlib.contextmanager
@@ -185,11 +203,26 @@ def preload() -> None:
     assert speedlab.engine
 
 
-def advance(folder: str, model: Any = None) -> str:
+def try_model(config: str, file: str) -> dict[str, Any]:
+    """What `speedlab.engine.build.contract.try_model` says of the model in `file`, for the run of `config`, as JSON."""
+    import torch
+
+    from speedlab.engine.build.contract import try_model as go
+
+    device = torch.device(json.loads(os.environ["SPEEDLAB_DEVICE"])["kind"])
+    try:
+        own = read_own_model(Path(file))
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"model: the engines cannot make it of what was sent: {error}") from error
+    return go(RunConfig(**json.loads(config)), int(os.environ["WORLD_SIZE"]), device=device, **own)
+
+
+def advance(folder: str) -> str:
     """Carry out the run's control words and train until it pauses, ends or fails; returns the state it is left in."""
     from speedlab.engine.run.held_runs import advance as go
 
-    return str(go(folder, model))
+    file = Path(folder) / OWN_MODEL
+    return str(go(folder, functools.partial(read_own_model, file) if file.exists() else None))
 
 
 def generate(folder: str, prompt: str, tokens: int, *, temperature: float = 0.8, seed: int = 0) -> str:

@@ -24,15 +24,15 @@ from speedlab.cluster.advance import RESTING
 from speedlab.cluster.connection import Connection
 from speedlab.cluster.devices import devices_for
 from speedlab.cluster.errors import ClusterError, name_ranks
+from speedlab.cluster.going_on import change_shape
 from speedlab.cluster.home import ClusterState, EngineEntry, Home
 from speedlab.cluster.known_runs import RunError, known_folders, saved_step
 from speedlab.cluster.launchers import device_fields, rank_environment
 from speedlab.config import RunConfig
 from speedlab.hardware import Device
 from speedlab.telemetry.folder import RunFolder
-from speedlab.telemetry.records import Event, RunState
-from speedlab.telemetry.shape import changed_config, shape_of
-from speedlab.telemetry.writer import note
+from speedlab.telemetry.records import RunState
+from speedlab.telemetry.shape import changed_config
 
 if TYPE_CHECKING:
     from speedlab.cluster.cluster import Cluster
@@ -148,7 +148,7 @@ def resize_run(run: Run, engines: int, *, progress: Progress = print, **changes:
     if cluster is None:
         raise RunError(f"{run.name} has no engines here; speedlab.attach({run.name!r}) finds them")
     before, had = run.present_config, cluster.size
-    after = changed_config(before, engines, before=had, built_in=run._is_built_in(), **changes)
+    after = changed_config(before, engines, before=had, built_in=run.is_built_in, **changes)
     devices_for(engines, cluster.devices)
     state = run.state
     if state in RESTING and state is not RunState.PAUSED:
@@ -195,15 +195,7 @@ class _Move:
         started, had = time.perf_counter(), self._cluster.size
         with self._advance.held_back():
             self._cluster.resize(engines, progress=self._progress)
-            self._run.folder.update_config(after)
-            shapes = {"before": shape_of(before, had), "after": shape_of(after, engines)}
-            text = (
-                f"{had} → {engines} engines, {before.layout(had, built_in=False)} → "
-                f"{after.layout(engines, built_in=False)}"
-            )
-            details = {**shapes, "through": "run folder", "seconds": time.perf_counter() - started}
-            event = Event(kind="reshaped", step=int(self._run.step), time=time.time(), text=text, details=details)
-            note(self._run.folder, event)
+            change_shape(self._run, before, had, after, engines, started=started)
         return self.go_on()
 
     def go_on(self) -> Pending:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ipyparallel.error import RemoteError, TaskAborted
 
 from speedlab.cluster.errors import DIED, INTERRUPTED, RankError, RemoteFailure
+from speedlab.cluster.kernel_interrupt import is_the_users
 from speedlab.cluster.remote import FAILED
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ class RankResults:
                     self._cluster.check_controller()
             self._settle()
         except KeyboardInterrupt:
-            self._cluster.interrupt()
+            if is_the_users():
+                self._cluster.interrupt()
             raise
         return True
 

@@ -14,17 +14,23 @@ import shutil
 import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 import speedlab.cluster.remote as remote
 from speedlab.cluster.advance import RESTING, Advance
-from speedlab.cluster.errors import RankError
+from speedlab.cluster.errors import ClusterError, RankError
+from speedlab.cluster.export import export_checkpoint
+from speedlab.cluster.going_on import Saved, checkpoint_of, find_engines, resume_arguments, take_engines
+from speedlab.cluster.kernel_interrupt import is_the_users
 from speedlab.cluster.known_runs import RunError, refuse_second_run, remember_run
+from speedlab.cluster.own_model import OWN_MODEL, keep, packed_model, try_own_model
 from speedlab.cluster.words import Pending, Step
 from speedlab.config import ConfigError, RunConfig
 from speedlab.planner import parameter_count, stage_blocks
+from speedlab.telemetry.checkpoints import find_checkpoint
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import RunFolder, require_space
 from speedlab.telemetry.layout_table import LayoutTable, layout_table
@@ -35,6 +41,7 @@ from speedlab.telemetry.trace import write_trace
 
 if TYPE_CHECKING:
     from speedlab.cluster.cluster import Cluster
+    from speedlab.hardware import Device
 
 _POLL_SECONDS = 0.02
 _ENGINE_CHECK_SECONDS = 1.0
@@ -46,13 +53,18 @@ class Run:
     """A run on a cluster, or, without one, the record of a run to look at."""
 
     def __init__(
-        self, folder: RunFolder | str | os.PathLike[str], cluster: Cluster | None = None, *, model: Any = None
+        self,
+        folder: RunFolder | str | os.PathLike[str],
+        cluster: Cluster | None = None,
+        *,
+        attach: Callable[[str | None], Cluster] | None = None,
     ):
+        """`attach`: finds the engines in which a run whose own are gone may go on; without it, it is only looked at."""
         self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
         self.cluster = cluster
         self.feed = Feed(self.folder)
-        self._own_model = model is not None
-        self._advance = Advance(self.folder, cluster, model) if cluster is not None else None
+        self._attach = attach or (type(cluster).attach if cluster is not None else None)
+        self._advance = Advance(self.folder, cluster) if cluster is not None else None
         self.feed.poll()
 
     # What it is doing
@@ -108,16 +120,16 @@ class Run:
         from speedlab.cluster.stage_table import stage_table
 
         self.feed.poll()
-        return stage_table(self.feed, devices=self.cluster.devices if self.cluster is not None else [])
+        return stage_table(self.feed, devices=self._devices())
 
     def layout_table(self) -> LayoutTable:
         """One row for each rank: its pipeline stages and their blocks, its data and tensor index, its device."""
         config, engines = self.present_config, self._engines()
         layout, chunks = config.layout(engines, built_in=False), config.parallel.stages_per_rank
         counts = config.parallel.cut or ()
-        if not counts and self._is_built_in():
+        if not counts and self.is_built_in:
             counts = stage_blocks(config.model, layout.pp * chunks)
-        devices = self.cluster.devices if self.cluster is not None else ()
+        devices = self._devices()
         return layout_table(layout, counts, chunks=chunks, devices=devices, hosts=[platform.node()] * len(devices))
 
     def placement(self, rank: int = 0) -> PlacementTable:
@@ -130,8 +142,25 @@ class Run:
     def trace(self, path: str | os.PathLike[str], step: int | None = None) -> int:
         """Write the pipeline's timeline of `step`, or of the newest step, to `path`, as a Chrome trace that
         chrome://tracing and Perfetto open; returns the step. Raises RunFolderError when there is no timeline of it."""
-        devices = self.cluster.devices if self.cluster is not None else ()
-        return write_trace(self.folder, path, step, devices=devices)
+        return write_trace(self.folder, path, step, devices=self._devices())
+
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        step: int | Saved | None = None,
+        tag: Saved | None = None,
+        *,
+        config: str | os.PathLike[str] | None = None,
+        dtype: str | None = None,
+    ) -> Path:
+        """Write a checkpoint, the newest when none is named, as a folder that transformers loads: the weights, and the
+        tokenizer beside them. Returns it; the run goes on meanwhile, and needs no engines.
+
+        `config`: config.json of a model of transformers, for a model of your own that carried none; `dtype`: of the
+        weights, by name. Raises CheckpointError, ConfigError or RunError.
+        """
+        chosen = checkpoint_of(self, step, tag) or find_checkpoint(self.folder.path)
+        return export_checkpoint(chosen, Path(folder).expanduser().absolute(), config=config, dtype=dtype)
 
     # Control words: each returns at once
 
@@ -139,9 +168,24 @@ class Run:
         """Stop after the step that is being computed; the engines keep everything and are free for `%%ranks` cells."""
         return self._post("pause")
 
-    def resume(self, step: int | None = None) -> Pending:
-        """Go on: from where the run stands, or from the checkpoint that was saved at `step`."""
-        return self._post("resume") if step is None else self._post("resume", step=step)
+    def resume(self, step: int | Saved | None = None, tag: Saved | None = None, *, steps: int | None = None) -> Pending:
+        """Go on: from where the run stands, or from the checkpoint of a step, or of a tag, or that `save` returned.
+
+        `steps` makes the run longer (or shorter); a finished one needs it. A run that was stopped goes on, too, and one
+        whose engines are gone, from its newest checkpoint in the engines that run now. Raises CheckpointError,
+        ConfigError or RunError, before anything is done, for what cannot be.
+        """
+        arguments = resume_arguments(self, step, tag, steps)
+        if not self.has_engines and self._attach is not None:
+            self.go_on_in(find_engines(self, self._attach))
+        return self._post("resume", **arguments)
+
+    def go_on_in(self, cluster: Cluster) -> None:
+        """Let this run's next words go to the engines of `cluster`; its own are gone. `resume` does so by itself."""
+        advance = Advance(self.folder, cluster)
+        with advance.held_back():
+            take_engines(self, cluster)
+        self.cluster, self._advance = cluster, advance
 
     def stop(self) -> Pending:
         """End the run after the step that is being computed."""
@@ -168,22 +212,49 @@ class Run:
             return resize_run(self, engines, **changes)
         if not changes:
             raise ConfigError(f"reshape() changes nothing; name what is to change: engines, {', '.join(CHANGES)}")
-        changed_config(self.present_config, size, built_in=self._is_built_in(), **changes)
+        changed_config(self.present_config, size, built_in=self.is_built_in, **changes)
         return self._post("reshape", **changes)
 
-    def _is_built_in(self) -> bool:
+    @property
+    def own_model(self) -> bool:
+        """Whether the run trains a model that the user gave."""
+        return (self.folder.path / OWN_MODEL).exists()
+
+    @property
+    def is_built_in(self) -> bool:
         """Whether the model is the GPT of the configuration, so that its shape says which layouts there are."""
+        self.feed.poll()
         said = next((event.details for event in self.feed.events if event.kind == "started"), {})
         count = parameter_count(self.config.model)
-        return not self._own_model and said.get("parameters", count) == count
+        return not self.own_model and said.get("parameters", count) == count
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether this handle reaches engines: they may have been stopped, here or elsewhere."""
+        return self._size() > 0
+
+    def _size(self) -> int:
+        """Number of engines that this handle reaches."""
+        try:
+            return self.cluster.size if self.cluster is not None else 0
+        except ClusterError:
+            return 0
+
+    def _devices(self) -> list[Device]:
+        """Devices by rank; [] when the engines are gone: what is on the disk can be looked at without."""
+        try:
+            return list(self.cluster.devices) if self.cluster is not None else []
+        except ClusterError:
+            return []
 
     def _engines(self) -> int:
-        return self.cluster.size if self.cluster is not None else len(self.feed.status.rank_pids)
+        return self._size() or len(self.feed.status.rank_pids)
 
     def _post(self, word: str, **arguments: Any) -> Pending:
-        if self._advance is None:
+        if self._advance is None or not self.has_engines:
             raise RunError(
-                f"{self.name} has no engines here and cannot {word}; speedlab.attach({self.name!r}) finds them"
+                f"run {self.name!r} has no engines here and cannot {word}; speedlab.attach({self.name!r}) finds those "
+                "that hold it, and .resume() goes on in others"
             )
         number = self.folder.post(word, **arguments)
         self._advance.start_if_needed()
@@ -193,7 +264,7 @@ class Run:
 
     def wait(self, timeout: float | None = None) -> RunState:
         """Wait until the run rests: paused, finished or stopped. Raises RankError when it failed, TimeoutError after
-        `timeout` seconds. An interrupt of the kernel interrupts the ranks too."""
+        `timeout` seconds. An interrupt of the kernel interrupts the ranks too, its restart does not."""
         return self._until(self._resting_state, timeout, f"run {self.name!r}")
 
     def __await__(self) -> Generator[Any, None, RunState]:
@@ -216,15 +287,27 @@ class Run:
         self, prompt: str, tokens: int = 100, *, temperature: float = 0.8, seed: int = 0, timeout: float = 300.0
     ) -> str:
         """Text that the model, as it is now, writes after `prompt`. The run has to rest; waits for the ranks."""
-        if self.cluster is None:
-            raise RunError(f"{self.name} has no engines here, so no model; try speedlab.attach({self.name!r})")
-        if self._resting_state() is None:
-            raise RunError(f"run {self.name!r} is {self.state}: its ranks are busy; run.pause().wait() first")
+        if self.cluster is None or not self.has_engines:
+            raise RunError(f"run {self.name!r} has no engines here, so no model; run.resume() takes those that run")
+        self._until(self._idle, timeout, f"the ranks of run {self.name!r}")
         results = self.cluster.submit(
             remote.generate, str(self.folder.path), prompt, tokens, temperature=temperature, seed=seed
         )
         self._until(lambda: results.done or None, timeout, "text of the model")
         return results.result()[0]
+
+    def _idle(self) -> RunState | None:
+        """The state once the ranks have nothing to do. Raises RunError unless they come to that by themselves."""
+        if (state := self._resting_state()) is None and not self.is_settling:
+            raise RunError(f"run {self.name!r} is {self.state}: its ranks are busy; run.pause().wait() first")
+        return state
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether the run has come to rest, and its ranks are about to be free."""
+        status = self.feed.status
+        active = self._advance is not None and self._advance.active
+        return active and status.state in RESTING and not self.folder.pending(status.command)
 
     # Views, in a notebook
 
@@ -263,7 +346,7 @@ class Run:
             raise
 
     def _interrupt_ranks(self) -> None:
-        if self.cluster is not None:
+        if self.cluster is not None and is_the_users():
             self.cluster.interrupt()
 
     def _resting_state(self) -> RunState | None:
@@ -305,7 +388,7 @@ class Run:
         return f"run {self.name!r} is {status.state} at step {self.step} of {status.steps}{text}"
 
     def __repr__(self) -> str:
-        size = self.cluster.size if self.cluster is not None else 0
+        size = self._size()
         engines = f"{size or 'no'} engine{'' if size == 1 else 's'}"
         return f"<Run {self.name!r}: {self.state}, step {self.step} of {self.feed.status.steps}, {engines}>"
 
@@ -317,30 +400,32 @@ class Run:
         return f"<b>{html.escape(self.name)}</b> · {html.escape(text)}"
 
 
-def start_run(cluster: Cluster, config: RunConfig, model: Any = None) -> Run:
-    """Start a new run on all ranks of `cluster`; returns at once.
+def start_run(cluster: Cluster, config: RunConfig, **given: Any) -> Run:
+    """Start a new run on all ranks of `cluster`; returns when it has begun.
 
-    `model` is a function that builds an nn.Module; None takes the built-in GPT of the configuration. Everything that
-    can be wrong is looked for before anything is written or sent: raises ConfigError, LayoutError, RunFolderError or
-    ClusterError.
+    `given`: `model`, `loss` and `tp_plan`, as far as the user gave them. Everything that can be wrong is looked for
+    before the run takes its name: raises ConfigError, LayoutError, RunFolderError or ClusterError.
     """
     from speedlab.data import check
 
-    layout = config.layout(cluster.size, built_in=model is None)
+    layout = config.layout(cluster.size, built_in="model" not in given)
     config.batch.resolve(layout.data_size)
     check(config.data)
     pids = tuple(status.pid for status in cluster.status())
     refuse_second_run(cluster, pids)
     require_space(config.folder, _SPARE_BYTES + config.steps * cluster.size * _RECORD_BYTES)
-    folder = RunFolder.create(_with_absolute_sources(config))
-    try:
-        folder.write_status(replace(folder.read_status(), cluster=cluster.name, rank_pids=pids))
-        run = Run(folder, cluster, model=model)
-        assert run._advance is not None
-        run._advance.start()
-    except BaseException:
-        shutil.rmtree(folder.path)  # Nothing has run in it; its name is free again.
-        raise
+    with packed_model(cluster, given) as packed:
+        try_own_model(cluster, config, packed)
+        folder = RunFolder.create(_with_absolute_sources(config))
+        try:
+            folder.write_status(replace(folder.read_status(), cluster=cluster.name, rank_pids=pids))
+            keep(packed, folder.path)
+            run = Run(folder, cluster)
+            assert run._advance is not None
+            run._advance.start()
+        except BaseException:
+            shutil.rmtree(folder.path)  # Nothing has run in it; its name is free again.
+            raise
     remember_run(cluster, folder.path)
     return run
 

@@ -48,7 +48,9 @@ class Pending:
         if event is not None and self._run.feed.status.command >= self.number:
             if event.details.get("error"):
                 raise RunError(f"{self} was refused at step {event.step}: {event.text}")
-            return event
+            self._run._raise_trouble()
+            # Who pauses wants free ranks: their task ends a moment after it has said so.
+            return None if self._run.is_settling else event
         self._run._raise_trouble()
         if self._run.feed.status.command < self.number:
             return None

@@ -14,9 +14,10 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from speedlab.comm.errors import PeerLost
+from speedlab.comm.errors import PeerLost, reason_of
 from speedlab.comm.shared.memory import Process
 from speedlab.comm.shared.segments import host_identity
 
@@ -51,7 +52,8 @@ class Watch:
         """End the thread. `failed`: tell the peers that this rank leaves in the middle of something."""
         self._over.set()
         if failed:
-            self._store.set(f"left/{self._rank}", "1")
+            with suppress(RuntimeError):  # Where the store is gone, so is everybody who would look there.
+                self._store.set(f"left/{self._rank}", "1")
         self._thread.join()
 
     def _run(self) -> None:
@@ -63,7 +65,7 @@ class Watch:
                     return
         except RuntimeError as error:  # The store went with the rank that served it.
             if not self._over.is_set():
-                self.lost = f"the store of the world is gone ({error})"
+                self.lost = f"the store of the world is gone ({reason_of(error)})"
                 self._abort()
 
     def _look(self) -> str | None:

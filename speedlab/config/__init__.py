@@ -5,6 +5,7 @@ Every part is frozen; a changed configuration is a new object. Unknown keys are 
 
 from speedlab.config.batch import Batch, BatchConfig
 from speedlab.config.errors import ConfigError, explain
+from speedlab.config.given import GivenConfig, config_of
 from speedlab.config.model import MODEL_PRESETS, ModelConfig
 from speedlab.config.parts import (
     ActivationConfig,
@@ -30,6 +31,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "EvalConfig",
+    "GivenConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
@@ -39,5 +41,6 @@ __all__ = [
     "TelemetryConfig",
     "ZeroConfig",
     "annotated_yaml",
+    "config_of",
     "explain",
 ]

@@ -15,6 +15,7 @@ data, number of steps without a schedule) has SpeedLab's defaults.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,26 +50,52 @@ class Reading:
     """What a reader of the file may not expect."""
     accepted: RunConfig | None
     """The configuration; None when anything was refused."""
+    filled: bool
+    """Whether there were arguments of a Trainer."""
 
     @property
     def config(self) -> RunConfig:
         """The configuration. Raises ConfigError, one line for each key that was refused."""
         if self.accepted is None:
             before = f"{self.source}: " if self.source else ""
+            lines = [f"{before}{entry.path}: {entry.text}" for entry in self.refused]
             raise ConfigError(
-                "\n".join(f"{before}{entry.path}: {entry.text}" for entry in self.refused),
+                "\n".join([*lines, *self._ways_out(in_terminal=False)]),
                 problems=[(entry.path, entry.text) for entry in self.refused],
+                in_terminal="\n".join([*lines, *self._ways_out(in_terminal=True)]),
             )
         return self.accepted
 
-    def lines(self) -> list[str]:
-        """The whole reading as text, one line for each key."""
+    @property
+    def lacking(self) -> tuple[str, ...]:
+        """Names of the features that the file asks for and that are not built; what `ignore` takes."""
+        return tuple(sorted({entry.feature for entry in self.refused if entry.feature}))
+
+    def _ways_out(self, *, in_terminal: bool) -> list[str]:
+        """How to go on without what is lacking: in Python, or in a terminal."""
+        if not self.lacking:
+            return []
+        if in_terminal:
+            file = shlex.quote(self.source)
+            config = f"speedlab config --from-deepspeed {file} --ignore {' '.join(self.lacking)} > config.yaml"
+            how = f"`{config}`, then `speedlab train config.yaml`"
+        else:
+            names = ", ".join(f'"{name}"' for name in self.lacking)
+            source = repr(self.source) if self.source else "config"
+            args = ", training_args=args" if self.filled else ""
+            how = f"config=speedlab.RunConfig.from_deepspeed({source}{args}, ignore={{{names}}})"
+        return [f"to go on without {', '.join(self.lacking)}: {how}"]
+
+    def lines(self, *, in_terminal: bool = False) -> list[str]:
+        """The whole reading as text, one line for each key. `in_terminal`: who reads it has options, not arguments."""
         found = [self.source] if self.source else []
         for title, entries in (("refused", self.refused), ("honoured", self.honoured), ("ignored", self.ignored)):
             if entries:
                 found.append(f"{title}:")
                 because = "because " if title == "ignored" else ""
                 found += [f"  {entry.path} = {entry.shown}: {because}{entry.text}" for entry in entries]
+            if title == "refused":
+                found += self._ways_out(in_terminal=in_terminal)
         for title, texts in (("left out, so DeepSpeed's default", self.assumed), ("note", self.warnings)):
             if texts:
                 found.append(f"{title}:")
@@ -91,15 +118,16 @@ def read(
 
     `kind`: what the configuration becomes. It comes as an argument, because its methods read and write through here.
     `engines`: the batch equation and the layout are checked for so many ranks. `training_args`: arguments of Hugging
-    Face's TrainingArguments by name (`args.to_dict()`), which fill "auto" as the Trainer does; `hidden_size` beside
-    them, the model's, fills the bucket sizes. `ignore`: names of features to go on without.
+    Face's TrainingArguments by name (`args.to_dict()`), which fill "auto" as the Trainer does and stand in for an
+    optimizer, a schedule, a precision and batch sizes that the file leaves out; `hidden_size` beside them, the model's,
+    fills the bucket sizes. `ignore`: names of features to go on without.
     Raises ConfigError for text that cannot be read and for names in `ignore` that are none.
     """
     strangers = sorted(set(ignore) - set(FEATURE_NAMES))
     if strangers:
         raise ConfigError(f"ignore: {strangers[0]!r} is no feature; known: {', '.join(FEATURE_NAMES)}")
     data, name, warnings = _data(source)
-    keys = Keys(data, training_args, ignore, warnings, kind())
+    keys = Keys(data, training_args, ignore, warnings, kind(), engines)
     for rule in RULES:
         rule(keys)
     keys.finish()
@@ -112,6 +140,7 @@ def read(
         assumed=tuple(keys.assumed),
         warnings=tuple(dict.fromkeys(keys.warnings)),
         accepted=config,
+        filled=training_args is not None,
     )
 
 

@@ -1,7 +1,8 @@
 """What "auto" stands for in a DeepSpeed file: what Hugging Face's Trainer puts there from its TrainingArguments.
 
 Names and defaults are those of transformers 5 (training_args.py, integrations/deepspeed.py). A key that is not in the
-arguments has the Trainer's default; without any arguments nothing is filled, and SpeedLab's defaults stand.
+arguments has the Trainer's default; without any arguments nothing is filled, and SpeedLab's defaults stand. What the
+Trainer makes of its arguments where the file leaves out a whole section is in `deepspeed_trainer.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from speedlab.config.errors import ConfigError
 
 TRAINER_DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -25,9 +28,33 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "max_steps": -1,
     "fp16": False,
     "bf16": False,
+    "optim": "adamw_torch_fused",
+    "lr_scheduler_type": "linear",
+    "lr_scheduler_kwargs": None,
     "hidden_size": None,
 }
 """hidden_size is the model's, not an argument of the Trainer: give it beside them for the bucket sizes."""
+
+
+def arguments(given: Any) -> dict[str, Any] | None:
+    """The Trainer's arguments that mean something here, its defaults in the place of those that are not given; None
+    without any. Raises ConfigError for what cannot be such arguments."""
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"training_args: expected names and values, not {type(given).__name__}; give args.to_dict()")
+    args = {name: getattr(value, "value", value) for name, value in {**TRAINER_DEFAULTS, **given}.items()}
+    for name, default in TRAINER_DEFAULTS.items():
+        value = args[name]
+        if name == "lr_scheduler_kwargs":
+            kind, expected = Mapping, "names and values"
+        elif isinstance(default, str):
+            kind, expected = str, "a name"
+        else:
+            kind, expected = int | float, "a number"
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"training_args.{name}: expected {expected}, not {value!r}")
+    return args
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +71,15 @@ def _one(name: str) -> Auto:
     return Auto(source=name, value=lambda args: args[name])
 
 
-def _total_steps(args: Mapping[str, Any]) -> int | None:
+def total_steps(args: Mapping[str, Any]) -> int | None:
+    """Steps of the whole training; None when they follow from data that are not known here."""
     return int(args["max_steps"]) if args["max_steps"] and args["max_steps"] > 0 else None
 
 
-def _warmup_steps(args: Mapping[str, Any]) -> int | None:
-    """Below 1, warmup_steps is a share of all steps, as warmup_ratio was before."""
-    steps, total = args["warmup_steps"] or 0, _total_steps(args)
+def warmup_steps(args: Mapping[str, Any], total: int | None) -> int | None:
+    """Of `total` steps; None when it is a share of an unknown number. Below 1, warmup_steps is a share, as warmup_ratio
+    was before."""
+    steps = args["warmup_steps"] or 0
     if steps >= 1:
         return int(steps)
     share = steps or args["warmup_ratio"] or 0
@@ -76,8 +105,10 @@ AUTO: dict[str, Auto] = {
     "optimizer.params.weight_decay": _one("weight_decay"),
     "scheduler.params.warmup_min_lr": Auto(source="the Trainer", value=lambda args: 0),
     "scheduler.params.warmup_max_lr": _one("learning_rate"),
-    "scheduler.params.warmup_num_steps": Auto(source="warmup_steps", value=_warmup_steps),
-    "scheduler.params.total_num_steps": Auto(source="max_steps", value=_total_steps),
+    "scheduler.params.warmup_num_steps": Auto(
+        source="warmup_steps", value=lambda args: warmup_steps(args, total_steps(args))
+    ),
+    "scheduler.params.total_num_steps": Auto(source="max_steps", value=total_steps),
     "fp16.enabled": _one("fp16"),
     "bf16.enabled": _one("bf16"),
     "zero_optimization.reduce_bucket_size": _of_hidden(lambda hidden: hidden * hidden),
@@ -89,14 +120,32 @@ MAY_DIFFER = ("scheduler.params.warmup_min_lr", "zero_optimization.reduce_bucket
 """Keys that the Trainer only fills; of the others it asks that a number in the file is its argument's."""
 
 
-def disagreement(path: str, value: Any, given: Mapping[str, Any]) -> str | None:
-    """What to say when the file's `value` is not what `given` arguments say; the Trainer refuses such a pair."""
+def _said(path: str, given: Mapping[str, Any]) -> Any:
+    """What the `given` arguments say of a key; None when they say nothing."""
     auto = AUTO.get(path)
     if auto is None or path in MAY_DIFFER or not any(name in given for name in auto.source.split(", ")):
         return None
-    theirs = auto.value({**TRAINER_DEFAULTS, **given})
-    if theirs is None or theirs == value or "hidden_size" in auto.source:
+    return None if "hidden_size" in auto.source else auto.value({**TRAINER_DEFAULTS, **given})
+
+
+def disagreement(path: str, value: Any, given: Mapping[str, Any]) -> str | None:
+    """What to say when the file's `value` is not what `given` arguments say; the Trainer refuses such a pair."""
+    theirs = _said(path, given)
+    if theirs is None or theirs == value:
         return None
     return (
-        f"{path} is {value!r} and training_args.{auto.source} is {theirs!r}; the file counts, the Trainer refuses both"
+        f"{path} is {value!r} and training_args.{AUTO[path].source} is {theirs!r}; the file counts, the Trainer "
+        "refuses both"
+    )
+
+
+def left_unused(path: str, default: Any, given: Mapping[str, Any]) -> str | None:
+    """What to say when the file leaves a key out, which then has DeepSpeed's `default` and not what `given` arguments
+    say: the Trainer fills in only what is "auto"."""
+    theirs = _said(path, given)
+    if theirs is None or theirs == default or theirs == list(default if isinstance(default, tuple) else ()):
+        return None
+    return (
+        f'{path} is left out, so it is DeepSpeed\'s {default!r}, under the Trainer, too; write "auto" for '
+        f"training_args.{AUTO[path].source} {theirs!r}"
     )

@@ -8,9 +8,17 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from speedlab.config.deepspeed_auto import AUTO, TRAINER_DEFAULTS, disagreement
-from speedlab.config.deepspeed_schema import FEATURES, HONOURED, IGNORED, LEGACY, OFFLOAD, SECTIONS, Feature
-from speedlab.config.errors import ConfigError
+from speedlab.config.deepspeed_auto import AUTO, arguments, disagreement, left_unused
+from speedlab.config.deepspeed_schema import (
+    FEATURES,
+    HONOURED,
+    IGNORED,
+    LEGACY,
+    OFFLOAD,
+    OTHER_NAMES,
+    SECTIONS,
+    Feature,
+)
 
 if TYPE_CHECKING:
     from speedlab.config.run import RunConfig
@@ -18,8 +26,14 @@ if TYPE_CHECKING:
 _SHOWN = 60
 """At most this many characters of a value are repeated."""
 
-_NEAR = 0.85
+_NEAR = 0.75
 """Names that are more alike than this are taken for a slip."""
+
+_LEAST_BEGINNING = 5
+"""So many characters of a name are taken for it where they begin no other."""
+
+_DTYPES = {"float32": ("fp32", "float"), "bfloat16": ("bf16",), "float16": ("fp16", "half")}
+"""Of ours, the other names that DeepSpeed takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +43,8 @@ class Entry:
     path: str
     value: Any
     text: str
+    feature: str = ""
+    """Of a refused key: what `ignore` has to name for the file to be read without it; "" where nothing helps."""
 
     @property
     def shown(self) -> str:
@@ -51,6 +67,7 @@ class Keys:
         ignored_features: Collection[str],
         warnings: list[str],
         defaults: RunConfig,
+        engines: int | None,
     ) -> None:
         self.settings: dict[str, Any] = {}
         self.honoured: list[Entry] = []
@@ -58,15 +75,18 @@ class Keys:
         self.refused: list[Entry] = []
         self.assumed: list[str] = []
         self.warnings = warnings
+        self.engines = engines
         self._defaults = defaults
         self._left: dict[str, Any] = {}
         self._written: dict[str, str] = {}
         self._values: dict[str, Any] = {}
         self._fields: dict[str, str] = {}
         self._filled: dict[str, str] = {}
-        self._args = self._checked(training_args)
+        self.arguments = arguments(training_args)
+        """The Trainer's, its defaults in the place of those that are not given; None without any."""
         self._automatic: list[str] = []
         self._given = training_args or {}
+        self._values |= {f"training_args.{name}": value for name, value in (self.arguments or {}).items()}
         self.without = frozenset(ignored_features)
         self._flatten(data, "", "")
         self._fill()
@@ -95,27 +115,13 @@ class Keys:
             else:
                 self._left[path] = value
 
-    @staticmethod
-    def _checked(training_args: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """All arguments that fill something, the Trainer's defaults in place of those that are not given."""
-        if training_args is None:
-            return None
-        if not isinstance(training_args, Mapping):
-            kind = type(training_args).__name__
-            raise ConfigError(f"training_args: expected names and values, not {kind}; give args.to_dict()")
-        args = {**TRAINER_DEFAULTS, **training_args}
-        for name in TRAINER_DEFAULTS:
-            if not isinstance(args[name], int | float | None):
-                raise ConfigError(f"training_args.{name}: expected a number, not {args[name]!r}")
-        return args
-
     def _fill(self) -> None:
         """Put in the place of "auto" what the Trainer would; without its arguments "auto" stays."""
         for path, value in list(self._left.items()):
-            if self._args is None:
+            if self.arguments is None:
                 continue
             if value == "auto" and path in AUTO:
-                filled = AUTO[path].value(self._args)
+                filled = AUTO[path].value(self.arguments)
                 if filled is not None:
                     self._left[path] = filled
                     self._filled[path] = f', "auto" from training_args ({AUTO[path].source})'
@@ -133,6 +139,10 @@ class Keys:
         """Whether the file has one of these keys, used up or not, with a value."""
         return any(self._values.get(path) is not None for path in paths)
 
+    def has_section(self, section: str) -> bool:
+        """Whether the file has the section, or a key of it, used up or not."""
+        return any(path == section or path.startswith(f"{section}.") for path in self._values)
+
     def refused_under(self, section: str) -> bool:
         """Whether the section, or a key of it, was refused."""
         return self.has(section) or any(entry.path.startswith(section) for entry in self.refused)
@@ -141,6 +151,10 @@ class Keys:
         """Paths of the keys that are left inside a section."""
         return [path for path in self._left if path.startswith(f"{section}.")]
 
+    def known_under(self, section: str) -> list[str]:
+        """The same without those that DeepSpeed does not have."""
+        return [path for path in self.under(section) if path.removeprefix(f"{section}.") in _NAMES[section]]
+
     def take(self, path: str, kind: Callable[[Any], Any], field: str = "") -> Any:
         """Use up a key: its value as `kind` reads it; None when it is not there, "auto" that stays SpeedLab's default
         of `field`, or no such value, which is refused."""
@@ -148,8 +162,8 @@ class Keys:
             return None
         value = self._left.pop(path)
         if value == "auto":
-            default = f", {field} {self._default(field)!r}" if field else ""
-            why = "SpeedLab's default" if self._args is None else "training_args do not say it; SpeedLab's default"
+            default = f", {field} {self.default(field)!r}" if field else ""
+            why = "SpeedLab's default" if self.arguments is None else "training_args do not say it; SpeedLab's default"
             self._automatic.append(self._written[path])
             self._add(self.honoured, path, f"{why}{default}")
             return None
@@ -159,7 +173,17 @@ class Keys:
             self.refuse(path, f"expected {kind.__doc__}, not {_short(value)}")
             return None
 
-    def _default(self, field: str) -> Any:
+    def leave_out(self, path: str, default: Any) -> None:
+        """The file does not have the key, which then has DeepSpeed's default."""
+        if said := left_unused(path, default, self._given):
+            self.warnings.append(said)
+
+    def speaks_of(self, *names: str) -> bool:
+        """Whether the Trainer's arguments were given with one of these among them."""
+        return any(name in self._given for name in names)
+
+    def default(self, field: str) -> Any:
+        """SpeedLab's default of a field."""
         value: Any = self._defaults
         for name in field.split("."):
             value = getattr(value, name)
@@ -191,9 +215,9 @@ class Keys:
         if warn:
             self.warnings.append(f"{self._written.get(path, path)}: {reason}")
 
-    def refuse(self, path: str, reason: str) -> None:
+    def refuse(self, path: str, reason: str, feature: str = "") -> None:
         self._left.pop(path, None)
-        self._add(self.refused, path, reason)
+        self._add(self.refused, path, reason, feature)
 
     def lack(self, path: str, feature: str, reason: str) -> bool:
         """Refuse the key for a feature that is missing, or ignore it when the caller said so; says whether it is
@@ -201,11 +225,12 @@ class Keys:
         if feature in self.without:
             self.ignore(path, f"you asked to go on without {feature!r}; {reason}", warn=True)
             return True
-        self.refuse(path, f'{reason}; to go on without it, ignore "{feature}"')
+        self.refuse(path, f'{reason}; to go on without it, ignore "{feature}"', feature)
         return False
 
-    def _add(self, entries: list[Entry], path: str, text: str) -> None:
-        entries.append(Entry(path=self._written.get(path, path), value=self._values.get(path), text=text))
+    def _add(self, entries: list[Entry], path: str, text: str, feature: str = "") -> None:
+        written = self._written.get(path, path)
+        entries.append(Entry(path=written, value=self._values.get(path), text=text, feature=feature))
 
     def origin_of(self, field: str, text: str) -> str:
         """The key of the file that an error about `field` is about, as it is written there."""
@@ -219,7 +244,7 @@ class Keys:
 
     def finish(self) -> None:
         if self._automatic:
-            who = "there are no training_args to fill" if self._args is None else "training_args do not fill"
+            who = "there are no training_args to fill" if self.arguments is None else "training_args do not fill"
             self.warnings.append(f'{who} "auto", so SpeedLab\'s defaults stand: {", ".join(self._automatic)}')
         for path in list(self._left):
             value = self._left[path]
@@ -243,16 +268,45 @@ class Keys:
         if leaf.startswith("_"):
             self.ignore(path, "an underscore in front makes it a remark")
             return
-        known = (*HONOURED, *IGNORED, *FEATURES)
         if section and leaf in (*HONOURED, *SECTIONS):
             self.refuse(path, f"DeepSpeed has {leaf!r} at the first level, not inside {section!r}; move it there")
             return
-        near = difflib.get_close_matches(path, known, n=1, cutoff=_NEAR)
-        if near and (near[0] in HONOURED or near[0] in FEATURES):
-            self.refuse(path, f"DeepSpeed has no such key; the nearest is {near[0]!r}; correct it or take it out")
-            return
-        hint = f"; the nearest is {near[0]!r}, and {IGNORED[near[0]]}" if near else ""
-        self.ignore(path, f"DeepSpeed has no such key{hint}", warn=True)
+        near = self.nearest(path, _NAMES.get(section, ()))
+        if near is None:
+            self.ignore(path, "DeepSpeed has no such key", warn=True)
+        elif near in IGNORED:
+            self.ignore(path, f"DeepSpeed has no such key; the nearest is {near!r}, and {IGNORED[near]}", warn=True)
+        else:
+            self.refuse(path, f"DeepSpeed has no such key; the nearest is {near!r}; correct it or take it out")
+
+    def nearest(self, path: str, names: Collection[str]) -> str | None:
+        """The key that `path` is a slip for: of its section's `names`, one that is nearly the same or that alone begins
+        so, and that the file has not got besides."""
+        if path in OTHER_NAMES:
+            return None if self.has_section(OTHER_NAMES[path]) else OTHER_NAMES[path]
+        section, _, leaf = path.rpartition(".")
+        slip = leaf.lower().replace("-", "_")
+        near = difflib.get_close_matches(slip, names, n=1, cutoff=_NEAR)
+        longer = [name for name in names if name.startswith(slip) and len(slip) >= _LEAST_BEGINNING]
+        if not near and len(longer) == 1:
+            near = longer
+        if not near:
+            return None
+        found = f"{section}.{near[0]}" if section else near[0]
+        return None if self.has_section(LEGACY.get(found, found)) else found
+
+
+def _names() -> dict[str, tuple[str, ...]]:
+    """Path of a section ("" for the first level) -> the names of all keys in it."""
+    names: dict[str, dict[str, None]] = {}
+    for path in (*HONOURED, *IGNORED, *FEATURES, *SECTIONS, *LEGACY):
+        parts = path.split(".")
+        for depth, name in enumerate(parts):
+            names.setdefault(".".join(parts[:depth]), {})[name] = None
+    return {section: tuple(found) for section, found in names.items()}
+
+
+_NAMES = _names()
 
 
 # How values are read; the docstrings say what was expected.
@@ -287,6 +341,14 @@ def word(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(value)
     return value
+
+
+def dtype_name(value: Any) -> str:
+    """fp32, bf16 or fp16"""
+    for name, others in _DTYPES.items():
+        if word(value).lower().removeprefix("torch.") in (name, *others):
+            return name
+    raise ValueError(value)
 
 
 def pair(value: Any) -> tuple[float, float]:

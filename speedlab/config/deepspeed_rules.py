@@ -5,15 +5,19 @@ Optimizers and schedules are in `deepspeed_training.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from speedlab.config.batch import DEFAULT_MICRO_SIZE
-from speedlab.config.deepspeed_keys import Keys, number, section, whole, word, yes
+from speedlab.config.deepspeed_keys import Keys, dtype_name, number, section, whole, word, yes
 from speedlab.config.deepspeed_schema import OFFLOAD
+from speedlab.config.deepspeed_trainer import trainer_batch, trainer_dtype, trainer_steps
 from speedlab.config.deepspeed_training import optimizer, schedule
 
 STATIC_WINDOW = 2**31 - 1
 """A constant loss scale is one that would grow after so many good steps: never."""
+
+_DEVICE = ("device",)
 
 _LARGEST_SCALE_POWER = 100
 """float32, in which the loss is scaled, ends at 2¹²⁸."""
@@ -22,7 +26,8 @@ _LARGEST_SCALE_POWER = 100
 def batch(keys: Keys) -> None:
     micro, accumulation = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
     fields = {"train_batch_size": "batch.global_size", micro: "batch.micro_size", accumulation: "batch.accumulation"}
-    if not any(keys.has(path) for path in ("train_batch_size", micro)):
+    trainer_batch(keys)
+    if "batch" not in keys.settings and not any(keys.has(path) for path in ("train_batch_size", micro)):
         keys.assumed.append(f"{micro}: {DEFAULT_MICRO_SIZE}, SpeedLab's default; DeepSpeed asks for a batch size")
     for path, field in fields.items():
         if keys.is_auto(path):
@@ -36,6 +41,7 @@ def clipping(keys: Keys) -> None:
     if not keys.has(path):
         keys.set("clip_norm", None)
         keys.assumed.append(f"{path}: gradients are not clipped")
+        keys.leave_out(path, 0.0)
     elif (value := keys.take(path, number, "clip_norm")) is not None:
         keys.honour(path, "clip_norm", value or None)
 
@@ -48,6 +54,9 @@ def precision(keys: Keys) -> None:
         if name not in automatic and (on := keys.take(f"{name}.enabled", yes)) is not None:
             chosen += [name] if on else []
             keys.agree(f"{name}.enabled", f"precision.dtype is {'' if on else 'not '}{dtypes[name]!r}")
+    if not chosen and not automatic and (theirs := trainer_dtype(keys)) is not None:
+        chosen.append(theirs)
+        keys.honour(f"training_args.{theirs}", "precision.dtype", dtypes[theirs])
     dtype = dtypes[chosen[0]] if chosen else "auto" if automatic else "float32"
     for name in automatic:
         if chosen:
@@ -56,12 +65,12 @@ def precision(keys: Keys) -> None:
             keys.take(f"{name}.enabled", yes, "precision.dtype")
     if len(chosen) > 1:
         keys.refuse("bf16.enabled", "fp16 and bf16 are both enabled, but a model computes in one dtype; turn one off")
-    if not keys.has_said("fp16.enabled", "bf16.enabled"):
+    if not chosen and not keys.has_said("fp16.enabled", "bf16.enabled"):
         keys.assumed.append("fp16, bf16: off, the model computes in float32")
     keys.set("precision.dtype", dtype)
     for name in dtypes:
         if name not in chosen and (chosen or name not in automatic):
-            for path in keys.under(name):
+            for path in keys.known_under(name):
                 keys.ignore(path, f"{name} is off")
     _loss_scale(keys)
 
@@ -103,6 +112,33 @@ def _loss_scale(keys: Keys) -> None:
         keys.ignore("fp16.hysteresis", f"the loss scale is halved at the first overflow, not at number {hysteresis}")
 
 
+def gradient_sums(keys: Keys) -> None:
+    """The dtype in which gradients of several micro-batches are added up: here always float32."""
+    path = "data_types.grad_accum_dtype"
+    wanted = keys.take(path, dtype_name)
+    if wanted is None:
+        return
+    if wanted == "float32":
+        keys.agree(path, "gradients of several micro-batches are added up in float32")
+    elif _one_micro_batch(keys) and keys.settings["precision"]["dtype"] in (wanted, "auto"):
+        keys.agree(path, "a step has one micro-batch, whose gradients stay in the compute dtype")
+    else:
+        reason = (
+            f"gradients are added up in float32 here, not in {wanted}, so more bytes are held than this file counts on"
+        )
+        keys.lack(path, "narrow-states", reason)
+
+
+def _one_micro_batch(keys: Keys) -> bool:
+    """Whether a step is known to have one micro-batch."""
+    sizes, ways = keys.settings.get("batch", {}), keys.settings.get("parallel", {})
+    total, micro, accumulation = (sizes.get(name) for name in ("global_size", "micro_size", "accumulation"))
+    if accumulation is not None or total is None or micro is None:
+        return accumulation in (None, 1)
+    ranks = (keys.engines or 0) // ((ways.get("tp") or 1) * (ways.get("pp") or 1))
+    return total == micro * ranks
+
+
 def zero(keys: Keys) -> None:
     whole_section = "zero_optimization"
     if keys.has(whole_section) and (on := keys.take(whole_section, yes)) is not None:
@@ -126,8 +162,17 @@ def _offload(keys: Keys, stage: int) -> None:
         if keys.has(path) and (on := keys.take(path, yes)) is not None:
             _offloaded(keys, path, "cpu" if on else "none", stage, least)
     for path, least in ((optimizer_section, 1), (parameter_section, 3)):
-        if keys.has(path) and (inner := keys.take(path, section)) is not None:
+        inner = keys.take(path, section)
+        if inner is not None and not _misnames_device(keys, path, inner):
             _offloaded(keys, path, inner.get("device") or "none", stage, least)
+
+
+def _misnames_device(keys: Keys, path: str, inner: Mapping[str, Any]) -> bool:
+    """Whether the section says nothing of a device but for a slip, which is refused."""
+    slip = next((name for name in inner if "device" not in inner and keys.nearest(f"{path}.{name}", _DEVICE)), None)
+    if slip is not None:
+        keys.refuse(f"{path}.{slip}", f"DeepSpeed has no such key; the nearest is '{path}.device'; correct it")
+    return slip is not None
 
 
 def _offloaded(keys: Keys, path: str, device: Any, stage: int, least: int) -> None:
@@ -170,12 +215,14 @@ def activation(keys: Keys) -> None:
         keys.honour(partition, "activation.checkpointing", "block", note)
     elif on is False:
         keys.agree(partition, "inputs of blocks are not cut over tensor ranks")
-    if (checkpoints := keys.take(count, whole)) is not None:
-        keys.honour(count, "activation.checkpointing", "block" if checkpoints else "none", "each block is one")
+    if keys.has(count):
+        keys.ignore(count, "it only sizes DeepSpeed's buffers; activation.checkpointing is what computes blocks again")
     interval = "pipeline.activation_checkpoint_interval"
-    if (blocks := keys.take(interval, whole)) is not None:
+    if blocks := keys.take(interval, whole):
         note = f"DeepSpeed keeps the input of every {blocks} layers" if blocks > 1 else ""
-        keys.honour(interval, "activation.checkpointing", "block" if blocks else "none", note)
+        keys.honour(interval, "activation.checkpointing", "block", note)
+    elif keys.has_said(interval):
+        keys.agree(interval, "0: the pipeline asks for no block to be computed again")
 
 
 def parallel(keys: Keys) -> None:
@@ -202,5 +249,8 @@ def reports(keys: Keys) -> None:
         keys.honour("tensorboard.enabled", "telemetry.tensorboard", on)
 
 
-RULES = (batch, clipping, precision, zero, optimizer, schedule, activation, parallel, reports)
+RULES = (
+    *(batch, clipping, precision, zero, optimizer, schedule, trainer_steps),
+    *(activation, parallel, gradient_sums, reports),
+)
 """In an order in which later ones may look at settings of earlier ones."""

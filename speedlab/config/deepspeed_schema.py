@@ -161,7 +161,6 @@ IGNORED: dict[str, str] = {
     "sparse_gradients": "gradients of embeddings are summed dense, which gives the same sum",
     "communication_data_type": _NARROW_SUMS,
     "seq_parallel_communication_data_type": _NARROW_SUMS,
-    "data_types.grad_accum_dtype": _NARROW_SUMS,
     "data_types.param_dtype": "masters are float32, and parameters that compute have the dtype of fp16 and bf16",
     "data_types.buffer_dtype": "buffers stay as the model made them",
     "data_types.keep_in_fp32_modules": "all parameters compute in one dtype; their masters are float32",
@@ -258,6 +257,25 @@ LEGACY: dict[str, str] = {
 }
 """Other names that DeepSpeed takes or took -> the name used here."""
 
+OTHER_NAMES: dict[str, str] = {
+    "zero": "zero_optimization",
+    "zero_stage": "zero_optimization.stage",
+    "zero_optimization.zero_stage": "zero_optimization.stage",
+    "optimizer.name": "optimizer.type",
+    "scheduler.name": "scheduler.type",
+    **{f"optimizer.{name}": f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay", "momentum")},
+    **{
+        f"{section}.{name}": f"optimizer.params.{meant}"
+        for section in ("optimizer", "optimizer.params")
+        for name, meant in (("learning_rate", "lr"), ("epsilon", "eps"), ("beta", "betas"), ("decay", "weight_decay"))
+    },
+    **{f"scheduler.{name}": f"scheduler.params.{name}" for name in ("warmup_num_steps", "total_num_steps")},
+    **{f"scheduler.{name}": f"scheduler.params.{name}" for name in ("warmup_min_lr", "warmup_max_lr", "warmup_type")},
+    "zero_optimization.offload_optimizer_device": "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_param_device": "zero_optimization.offload_param",
+}
+"""Names and places that DeepSpeed never took, but that people write -> the key that they mean."""
+
 SECTIONS = (
     "fp16",
     "bf16",
@@ -307,6 +325,7 @@ HONOURED = (
     "pipeline.activation_checkpoint_interval",
     "tensor_parallel.autotp_size",
     "tensorboard.enabled",
+    "data_types.grad_accum_dtype",
 )
 """Keys that have a meaning here, without the parameters of optimizers and schedulers."""
 

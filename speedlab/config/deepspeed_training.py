@@ -1,7 +1,7 @@
 """DeepSpeed's optimizers and learning-rate schedules as ours.
 
-Defaults of what is left out are DeepSpeed's (ops/adam/fused_adam.py, runtime/lr_schedules.py of 0.19) and, for SGD,
-torch's.
+Defaults of what is left out are DeepSpeed's (ops/adam/fused_adam.py, ops/lion/fused_lion.py, runtime/lr_schedules.py of
+0.19) and, for SGD, torch's.
 """
 
 from __future__ import annotations
@@ -9,12 +9,22 @@ from __future__ import annotations
 from typing import Any
 
 from speedlab.config.deepspeed_keys import Keys, number, pair, whole, word, yes
+from speedlab.config.deepspeed_trainer import trainer_optimizer, trainer_schedule
 
 _ADAM = {"adam": "Adam", "adamw": "AdamW"}
 _ONE_BIT = {"onebitadam": "1-bit Adam (arXiv:2102.02888)", "zerooneadam": "0/1 Adam (arXiv:2202.06009)"}
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _ADAM_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+_LION_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}
 _SGD_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
+_PARAMETERS = (
+    *("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "dampening", "adam_w_mode", "bias_correction"),
+    *("amsgrad", "torch_adam", "max_grad_norm"),
+)
+_SCHEDULE_PARAMETERS = (
+    *("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps", "warmup_min_ratio"),
+    *("cos_min_ratio", "last_batch_iteration"),
+)
 _WARMUP_STEPS = 1000
 _TOP_RATE = 1e-3
 _COSINE_FLOOR = 1e-4
@@ -30,7 +40,9 @@ def optimizer(keys: Keys) -> None:
     if name is None:
         for path in keys.under(_PARAMS):
             keys.ignore(path, "no optimizer.type says whose parameter it is", warn=True)
-        if not keys.refused_under("optimizer"):
+        if keys.arguments is not None and not keys.has_section("optimizer"):
+            trainer_optimizer(keys)
+        elif not keys.refused_under("optimizer"):
             keys.assumed.append("optimizer: the one that the program brings, or SpeedLab's default AdamW")
         return
     kind = name.lower()
@@ -38,19 +50,32 @@ def optimizer(keys: Keys) -> None:
         _adam(keys, name)
     elif kind == "sgd":
         _sgd(keys)
+    elif kind == "lion":
+        keys.honour("optimizer.type", "optimizer.name", "lion")
+        for key, reads in (("lr", number), ("betas", pair), ("weight_decay", number)):
+            _parameter(keys, key, reads, _LION_DEFAULTS)
     elif kind in _ONE_BIT:
         reason = f"{_ONE_BIT[kind]} is not built yet, so gradients would travel whole"
         if keys.lack("optimizer.type", "optimizer", f"{reason}; without it the update is AdamW's"):
             _adam(keys, "")
     else:
-        keys.lack("optimizer.type", "optimizer", f"{name!r} is not built; there are Adam, AdamW and SGD")
+        keys.lack("optimizer.type", "optimizer", f"{name!r} is not built; there are Adam, AdamW, Lion and SGD")
     for path in keys.under(_PARAMS):
         if "optimizer" not in keys.settings:
             keys.ignore(path, f"it belongs to {name}")
         elif path.endswith(".max_grad_norm"):
             keys.ignore(path, "DeepSpeed does not act on it either; gradient_clipping is the key")
         else:
-            keys.ignore(path, f"{name} has no such parameter here", warn=True)
+            _stranger(keys, path, _PARAMETERS, f"{name} has no such parameter here")
+
+
+def _stranger(keys: Keys, path: str, names: tuple[str, ...], reason: str) -> None:
+    """A parameter that is none: refused when it is a slip for one of `names`, else told."""
+    near = None if path.rpartition(".")[2] in names else keys.nearest(path, names)
+    if near is None:
+        keys.ignore(path, reason, warn=True)
+    else:
+        keys.refuse(path, f"DeepSpeed has no such parameter; the nearest is {near!r}; correct it or take it out")
 
 
 def _adam(keys: Keys, name: str) -> None:
@@ -65,11 +90,8 @@ def _adam(keys: Keys, name: str) -> None:
     elif decoupled is not None:
         keys.agree(f"{_PARAMS}.adam_w_mode", "the decay is apart from the gradient, or 0")
     corrected = keys.take(f"{_PARAMS}.bias_correction", yes)
-    if corrected is False:
-        reason = "moments are always corrected for their start at 0, which makes the first updates smaller"
-        keys.ignore(f"{_PARAMS}.bias_correction", reason, warn=True)
-    elif corrected:
-        keys.agree(f"{_PARAMS}.bias_correction", "moments are corrected for their start at 0")
+    if corrected is not None:
+        keys.honour(f"{_PARAMS}.bias_correction", "optimizer.bias_correction", corrected)
     if keys.take(f"{_PARAMS}.amsgrad", yes):
         keys.lack(f"{_PARAMS}.amsgrad", "optimizer", "the largest second moment is not kept")
     for key in ("torch_adam", "fused", "foreach", "set_grad_none", "capturable", "amsgrad"):
@@ -93,6 +115,7 @@ def _parameter(keys: Keys, key: str, kind: Any, defaults: dict[str, Any]) -> Non
     if not keys.has(path):
         keys.set(field, defaults[key])
         keys.assumed.append(f"{path}: {defaults[key]}")
+        keys.leave_out(path, defaults[key])
     elif (value := keys.take(path, kind, field)) is not None:
         note = "of matrices only; DeepSpeed decays every parameter" if key == "weight_decay" and value else ""
         keys.honour(path, field, value, note)
@@ -103,7 +126,9 @@ def schedule(keys: Keys) -> None:
     if name is None:
         for path in keys.under(_SCHEDULE):
             keys.ignore(path, "no scheduler.type says whose parameter it is", warn=True)
-        if "optimizer" in keys.settings and not keys.refused_under("scheduler"):
+        if keys.arguments is not None and not keys.has_section("scheduler"):
+            trainer_schedule(keys)
+        elif not keys.refused_under("scheduler"):
             _constant(keys)
             keys.assumed.append("scheduler: the learning rate is constant")
         return
@@ -118,8 +143,12 @@ def schedule(keys: Keys) -> None:
             _fall(keys)
         {"WarmupLR": _ends, "WarmupDecayLR": _ends, "WarmupCosineLR": _ratios}[name](keys)
     for path in keys.under(_SCHEDULE):
-        known = name in _SCHEDULES
-        keys.ignore(path, f"{name} has no such parameter" if known else f"it belongs to {name}", warn=known)
+        if name not in _SCHEDULES:
+            keys.ignore(path, f"it belongs to {name}")
+        elif path.endswith(".last_batch_iteration"):
+            keys.ignore(path, "a checkpoint says where a schedule goes on")
+        else:
+            _stranger(keys, path, _SCHEDULE_PARAMETERS, f"{name} has no such parameter")
 
 
 def _constant(keys: Keys) -> None:

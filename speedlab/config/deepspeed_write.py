@@ -51,14 +51,12 @@ def _optimizer(config: RunConfig) -> dict[str, Any]:
     if optimizer.name == "sgd":
         params = {"lr": optimizer.lr, "momentum": optimizer.momentum, "weight_decay": optimizer.weight_decay}
         return {"type": "SGD", "params": params}
+    params = {"lr": optimizer.lr, "betas": list(optimizer.betas), "weight_decay": optimizer.weight_decay}
+    if optimizer.name == "lion":
+        return {"type": "Lion", "params": params}
     return {
         "type": "AdamW",
-        "params": {
-            "lr": optimizer.lr,
-            "betas": list(optimizer.betas),
-            "eps": optimizer.eps,
-            "weight_decay": optimizer.weight_decay,
-        },
+        "params": {**params, "eps": optimizer.eps, "bias_correction": optimizer.bias_correction},
     }
 
 
@@ -109,7 +107,10 @@ def _parallel(config: RunConfig) -> dict[str, Any]:
     written: dict[str, Any] = {}
     checkpointing = config.activation.checkpointing == "block"
     if checkpointing:
-        written["activation_checkpointing"] = {"number_checkpoints": config.model.layers}
+        written["activation_checkpointing"] = {
+            "partition_activations": True,
+            "number_checkpoints": config.model.layers,
+        }
     if config.parallel.pp > 1:
         written["pipeline"] = {"stages": config.parallel.pp, "activation_checkpoint_interval": int(checkpointing)}
     if config.parallel.tp > 1:

@@ -26,12 +26,18 @@ FOREIGN_KEYS = {
 class ConfigError(ValueError):
     """A configuration that cannot run. Each line of the message: the key, the rule with its values, what to change.
 
-    `problems` holds the same lines as (key path, text), where they are known one by one.
+    `problems` holds the same lines as (key path, text), where they are known one by one. `in_terminal` is what to print
+    for somebody at a terminal, where what to change is an option rather than an argument.
     """
 
-    def __init__(self, message: str = "", *, problems: Sequence[tuple[str, str]] = ()) -> None:
+    def __init__(self, message: str = "", *, problems: Sequence[tuple[str, str]] = (), in_terminal: str = "") -> None:
         super().__init__(message or "\n".join(f"{path}: {text}" if path else text for path, text in problems))
         self.problems = tuple(problems)
+        self.in_terminal = in_terminal or str(self)
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the message says all, and the frames would be ours."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 def unknown_key(key: str, own: Collection[str], inner: Mapping[str, Sequence[str]]) -> str:

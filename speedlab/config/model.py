@@ -9,31 +9,32 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from speedlab.config.part import Part
+from speedlab.config.presets import MODELS
 
-_GPT2 = {"vocab_size": 50257, "context": 1024, "position": "learned", "norm": "layer", "tied": True, "bias": True}
 MODEL_PRESETS: dict[str, dict[str, Any]] = {
-    "gpt-tiny": {},
-    "gpt-mini": {"layers": 8, "hidden": 384, "heads": 6, "ffn_hidden": 1536, "vocab_size": 8192, "context": 512},
-    "gpt2": {**_GPT2, "layers": 12, "hidden": 768, "heads": 12, "ffn_hidden": 3072},
-    "gpt2-medium": {**_GPT2, "layers": 24, "hidden": 1024, "heads": 16, "ffn_hidden": 4096},
-    "gpt2-large": {**_GPT2, "layers": 36, "hidden": 1280, "heads": 20, "ffn_hidden": 5120},
-    "gpt2-xl": {**_GPT2, "layers": 48, "hidden": 1600, "heads": 25, "ffn_hidden": 6400},
+    name: preset.of_config() for name, preset in MODELS.items() if preset.built_in
 }
-"""What each preset changes of the defaults below, which are gpt-tiny's."""
+"""The presets that the built-in GPT can be, as fields of its configuration."""
+
+_TINY = MODEL_PRESETS["gpt-tiny"]
 
 
 class ModelConfig(Part):
     """The built-in GPT: a preset, of which any field may be changed."""
 
     preset: str = Field(
-        default="gpt-tiny", description="Size preset: gpt-tiny (CPUs), gpt-mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl"
+        default="gpt-tiny", description=f"Size preset: {', '.join(MODEL_PRESETS)}; the first is for CPUs"
     )
-    layers: int = Field(default=6, ge=1, description="Number of transformer blocks")
-    hidden: int = Field(default=192, ge=1, description="Width of the residual stream, elements")
-    heads: int = Field(default=6, ge=1, description="Attention heads; must divide hidden")
-    ffn_hidden: int = Field(default=768, ge=1, description="Width inside the feed-forward layer, elements")
-    vocab_size: int = Field(default=4096, ge=2, description="Number of distinct tokens the embedding holds")
-    context: int = Field(default=256, ge=2, description="Longest sequence the model accepts, tokens")
+    layers: int = Field(default=_TINY["layers"], ge=1, description="Number of transformer blocks")
+    hidden: int = Field(default=_TINY["hidden"], ge=1, description="Width of the residual stream, elements")
+    heads: int = Field(default=_TINY["heads"], ge=1, description="Attention heads; must divide hidden")
+    ffn_hidden: int = Field(
+        default=_TINY["ffn_hidden"], ge=1, description="Width inside the feed-forward layer, elements"
+    )
+    vocab_size: int = Field(
+        default=_TINY["vocab_size"], ge=2, description="Number of distinct tokens the embedding holds"
+    )
+    context: int = Field(default=_TINY["context"], ge=2, description="Longest sequence the model accepts, tokens")
     position: Literal["rotary", "learned"] = Field(
         default="rotary", description="How positions enter: rotary angles or a learned table"
     )
@@ -54,6 +55,11 @@ class ModelConfig(Part):
         if not isinstance(data, Mapping):
             return data
         name = data.get("preset", "gpt-tiny")
+        if isinstance(name, str) and name in MODELS and name not in MODEL_PRESETS:
+            raise ValueError(
+                f"{name} is a preset for plans (`speedlab plan {name}`), and nothing that the built-in GPT can be; to "
+                f"train it give a module of your own as the model. The built-in GPT's: {', '.join(MODEL_PRESETS)}"
+            )
         if not isinstance(name, str) or name not in MODEL_PRESETS:
             near = difflib.get_close_matches(str(name), MODEL_PRESETS, n=1)
             hint = f"nearest: {near[0]!r}; " if near else ""

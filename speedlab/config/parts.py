@@ -102,16 +102,29 @@ class PrecisionConfig(Part):
 class OptimizerConfig(Part):
     """The update rule."""
 
-    name: Literal["adamw", "sgd"] = Field(default="adamw", description="adamw (arXiv:1711.05101) or sgd with momentum")
+    name: Literal["adamw", "lion", "sgd"] = Field(
+        default="adamw", description="adamw (arXiv:1711.05101), lion (arXiv:2302.06675), or sgd with momentum"
+    )
     lr: float = Field(default=1e-3, gt=0, description="Learning rate at the top of the schedule")
     betas: tuple[_Decay, _Decay] = Field(
-        default=(0.9, 0.95), description="adamw: decay of the first and second moment, per step"
+        default=(0.9, 0.95),
+        description="adamw: decay of the first and second moment, per step; lion: of the moment in the update, and in "
+        "what is kept",
     )
     eps: float = Field(default=1e-8, gt=0, description="adamw: added to the root of the second moment")
+    bias_correction: bool = Field(
+        default=True,
+        description="adamw: whether moments are corrected for their start at 0, as usual",
+    )
     weight_decay: float = Field(
         default=0.1, ge=0, description="Decay of matrices, per unit of learning rate; of sgd, added to the gradient"
     )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="sgd: share of the last update that is kept")
+
+    @property
+    def moments(self) -> int:
+        """States in float32 beside each element of the masters."""
+        return {"adamw": 2, "lion": 1, "sgd": int(self.momentum > 0)}[self.name]
 
 
 class ScheduleConfig(Part):

@@ -64,8 +64,13 @@ class Sampler:
         windows = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
             mine = epochs == epoch
-            windows[mine] = permute(places[mine], self.windows, _keys(self.seed, epoch))
+            windows[mine] = shuffled(places[mine], self.windows, self.seed, epoch)
         return windows
+
+
+def shuffled(places: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
+    """What stands at `places` (N,) int64 of the order in which `epoch` goes through range(size): (N,) int64."""
+    return permute(places, size, _keys(seed, epoch))
 
 
 def permute(places: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,10 @@ class Tokenizer(Protocol):
         """The ids of each text, (N,) int64."""
         ...
 
+    def to_json(self) -> str | None:
+        """As a tokenizer.json of the `tokenizers` package; None where there are no words to take apart."""
+        ...
+
 
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255, and 256 for the end of a text."""
@@ -56,6 +61,22 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
+
+    def to_json(self) -> str:
+        """Byte-level BPE that joins nothing."""
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers
+
+        # What the package writes for a byte: itself where that can be seen, else a letter from 256 on, in their order.
+        visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        hidden = [byte for byte in range(256) if byte not in visible]
+        letters = {byte: chr(byte) for byte in visible} | {byte: chr(256 + n) for n, byte in enumerate(hidden)}
+        model = models.BPE(vocab={letter: byte for byte, letter in letters.items()}, merges=[])
+        tokenizer = tokenizers.Tokenizer(model)
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([END_OF_TEXT])
+        return tokenizer.to_str()
 
 
 class NumberTokenizer:
@@ -81,6 +102,9 @@ class NumberTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         return [np.array(self.encode(text), dtype=np.int64) for text in texts]
+
+    def to_json(self) -> None:
+        return None
 
 
 class FileTokenizer:
@@ -121,6 +145,9 @@ class FileTokenizer:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
+    def to_json(self) -> str:
+        return self._tokenizer.to_str()
+
 
 _TOKENIZER_CHOICES = "data.tokenizer takes 'bpe', 'bytes', or the path of a tokenizer.json"
 
@@ -145,6 +172,19 @@ def train_bpe(texts: list[str], vocab_size: int, path: Path) -> FileTokenizer:
     tokenizer.train_from_iterator(texts, trainer)
     path.write_text(tokenizer.to_str(), encoding="utf-8")
     return FileTokenizer(path)
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write `folder` as transformers' `AutoTokenizer.from_pretrained` reads it. Bare numbers leave nothing."""
+    text = tokenizer.to_json()
+    if text is None:
+        return
+    config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    if tokenizer.end_of_text is not None:
+        config["eos_token"] = tokenizer.decode([tokenizer.end_of_text])
+    folder.mkdir(mode=0o700, exist_ok=True)
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

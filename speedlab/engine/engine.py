@@ -1,7 +1,7 @@
 """The engine: one rank's part in a training step of a model under any layout, with DeepSpeed's call names.
 
 A thin door: `step/step.py` says where a step stands, `step/drivers.py` computes it, `step/looking.py` measures it,
-`checkpoint/` writes and reads its state.
+`checkpoint/` writes and reads its state, `deepspeed_names.py` has what only scripts for DeepSpeed ask for.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ from torch import Tensor
 
 import speedlab.engine.checkpoint as checkpoint
 from speedlab.engine.build.wrap import BlockWrapper
+from speedlab.engine.deepspeed_names import DeepSpeedNames
 from speedlab.engine.step.clock import PhaseClock
+from speedlab.engine.step.communicating import check_whole_gradients
 from speedlab.engine.step.drivers import Batch, Driver, PipelineStages, WholeModel
 from speedlab.engine.step.errors import name_module
 from speedlab.engine.step.looking import Looking
+from speedlab.engine.step.losses import LossFunction
 from speedlab.engine.step.memory import release_freed_memory
 from speedlab.engine.step.random_streams import RandomStreams
-from speedlab.engine.step.state import TrainingState
+from speedlab.engine.step.same_data import SAME, SameData
 from speedlab.engine.step.step import Step
 from speedlab.engine.step.totals import Totals
 from speedlab.engine.step.whole import remember_parts, whole_state
 from speedlab.parallel.zero import forget, remember
 from speedlab.placement import Residency
+from speedlab.telemetry.checkpoints import numbered_name
 from speedlab.telemetry.records import Ledger, Span
 
 
-class Engine(TrainingState):
+class Engine(DeepSpeedNames):
     """A module that trains with its states partitioned over the data-parallel ranks.
 
     A step is `accumulation` times (call, `backward`, `step`), as in DeepSpeed; only the last `step` updates parameters.
@@ -40,17 +44,18 @@ class Engine(TrainingState):
     `speedlab.initialize`.
     """
 
-    def __init__(self, *args: Any, accumulation: int, outside_bytes: int, **kwargs: Any) -> None:
-        """`args`, `kwargs`: of TrainingState. `outside_bytes`: what the process held before."""
+    def __init__(self, *args: Any, outside_bytes: int, loss: LossFunction | None = None, **kwargs: Any) -> None:
+        """`args`, `kwargs`: of TrainingState. `outside_bytes`: what the process held before. `loss`: as for
+        `initialize`."""
         super().__init__(*args, **kwargs)
         device, config = self.world.device, self.config
         self.clock = PhaseClock(self.traffic, device)
         streams = RandomStreams(config.seed, device)
-        self._step = Step(self, streams, accumulation=accumulation, around_update=self._around_update)
+        self._step = Step(self, streams, accumulation=self.batch.accumulation, around_update=self._around_update)
         checkpointing = config.activation.checkpointing == "block"
         self._driver: Driver
         if self.layout.pp == 1:
-            self._driver = WholeModel(self, self._step, self.clock, dtype=self.dtype)
+            self._driver = WholeModel(self, self._step, self.clock, dtype=self.dtype, loss=loss)
         else:
             # Where a block computes its forward anew or is compiled, either half of a backward would do all of it.
             split = not checkpointing and not config.compile
@@ -71,7 +76,7 @@ class Engine(TrainingState):
         Under a pipeline no rank holds the module: this then computes logits of tokens, on every rank and without
         gradients; training is `train_batch`.
         """
-        self._step.refuse_after_cut_update()
+        self._step.refuse_after_cut()
         with self._guard():
             return self._driver.forward(args, kwargs)
 
@@ -87,6 +92,7 @@ class Engine(TrainingState):
                 f"backward: the loss has shape {tuple(loss.shape)}; reduce it to one number first, for instance by "
                 f"mean()"
             )
+        self._step.refuse_after_cut()
         with self._guard():
             self._driver.backward(loss)
         return loss
@@ -100,20 +106,33 @@ class Engine(TrainingState):
         if not self._step.at_boundary:
             self._step.ended_micro_batch()
             return False
-        return self._step.end(signals, self.config.clip_norm)
+        updated = self._step.end(signals, self.config.clip_norm)
+        self.skipped_steps += not updated
+        self.global_samples += self.batch.global_size
+        if self.epochs is not None:
+            self.epochs.advance(self.batch.global_size)
+        return updated
+
+    def zero_grad(self) -> None:
+        """Give up the step: its micro-batches have to be run again. (`optimizer.zero_grad()` finds nothing to clear:
+        the gradients are here, and go when a step ends.)"""
+        self._step.reset()
 
     def train_batch(self, batches: Iterable[Batch], *, signals: Callable[[], Sequence[float]] = tuple) -> float:
         """A whole step under any layout: forward and backward of this rank's micro-batches, then the update. After an
         exception the state is that between two steps.
 
         Args:
-            batches: `accumulation` pairs of tokens and targets, (B, T) int64 each. Ranks of one dp index give the same.
+            batches: `accumulation` micro-batches: pairs of tokens and targets, (B, T) int64 each; dicts of the model's
+                keyword arguments, as Hugging Face's; or whatever the `loss` of `initialize` takes. A pipeline takes
+                pairs. Ranks of one dp index give the same.
             signals: asked at the last moment for what `step` takes.
 
-        Returns the mean loss over the global batch. Raises ValueError for another number of micro-batches, and
-        RuntimeError inside a step, before anything is done.
+        Returns the mean loss over the global batch. Raises, before anything is done, ValueError for another number of
+        micro-batches, TypeError where a pipeline gets no pair, RuntimeError inside a step; and, before the update,
+        ValueError where ranks of one data index were given different ones.
         """
-        self._step.refuse_after_cut_update()
+        self._step.refuse_after_cut()
         self._step.refuse_inside("train_batch")
         given = list(batches)
         if len(given) != self.accumulation:
@@ -133,22 +152,31 @@ class Engine(TrainingState):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss over all ranks' micro-batches, without gradients or dropout. Collective."""
-        self._step.refuse_after_cut_update()
-        was_training = self.module.training
+        """Mean loss over all ranks' micro-batches, as of `train_batch`, without gradients or dropout. Collective.
+        Raises ValueError where ranks of one data index were given different ones."""
+        self._step.refuse_after_cut()
+        modes = [(module, module.training) for part in self.modules for module in part.modules()]
         self.eval()
         losses: list[Tensor] = []
+        data = SameData(self.mesh, compare_first=False)
         try:
-            for tokens, targets in batches:
+            for batch in batches:
+                data.look(batch)
                 with self._guard():
-                    losses += self._driver.evaluate(tokens, targets)
+                    losses += self._driver.evaluate(batch)
         finally:
-            self.train(was_training)
+            for module, mode in modes:
+                module.training = mode
         counted = losses if self.mesh["tp"].index == 0 else []  # Those of its tensor peers are the same.
-        vector = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        vector = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         if counted:
             vector[0], vector[1] = torch.stack([loss.double() for loss in counted]).sum(), len(counted)
-        loss_sum, count = self.everyone.sum_scalars(vector.cpu()).tolist()  # The one wait for the device.
+        difference = data.take()
+        if difference is not None:
+            vector[2] = difference
+        loss_sum, count, differing = self.everyone.sum_scalars(vector.cpu()).tolist()  # The one wait for the device.
+        if difference is not None and differing != SAME:
+            raise data.error()
         if not count:
             raise ValueError("evaluate: no micro-batch was given; give at least one")
         return loss_sum / count
@@ -182,13 +210,18 @@ class Engine(TrainingState):
         step."""
         return self.totals.grad_norm if self.totals else None
 
+    def get_global_grad_norm(self) -> float | None:
+        """The same, under the name that it has in DeepSpeed."""
+        return self.global_grad_norm
+
     @contextmanager
     def _guard(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
             # An interrupt must not wait for peers: what is under way stays as it is until `reconnect`.
-            if isinstance(error, Exception) and self._driver.abandon():
+            waits_for_nobody = isinstance(error, Exception) or self.world.size == 1
+            if waits_for_nobody and self._driver.abandon():
                 self._step.reset()
             name_module(error, self.modules, step=self.global_step + 1, rank=self.world.rank)
             raise
@@ -203,13 +236,14 @@ class Engine(TrainingState):
     def reshape(self, *, zero: int) -> None:
         """Change the ZeRO stage in place, between two steps: states are cut, freed, or gathered once. Nothing is
         lost."""
-        self._step.refuse_after_cut_update()
+        self._step.refuse_after_cut()
         self._step.refuse_inside("reshape")
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"reshape: zero is {zero}; it is 0, 1, 2 or 3")
-        before = self.zeros[0].residency
+        before, wanted = self.zeros[0].residency, Residency.of_stage(zero, self.group.size)
+        check_whole_gradients(type(self.optimizer), wanted, zero)
         for part in self.zeros:
-            part.place(Residency.of_stage(zero, self.group.size))
+            part.place(wanted)
         self.partitioned_optimizer.move(before)
         self.zero_stage = zero
         release_freed_memory(self.world.device)
@@ -234,9 +268,11 @@ class Engine(TrainingState):
         Returns its path. `wait=False` comes back when the tensors are copied; `saving` tells of the rest. Without
         `verify` nothing is hashed or brought to the disk: for folders in memory.
         """
-        self._step.refuse_after_cut_update()
+        self._step.refuse_after_cut()
         self._step.refuse_inside("save_checkpoint")
-        tag = tag or f"step-{self.global_step:06d}"
+        for flat in self.flats:
+            flat.take_changes()
+        tag = tag or numbered_name(Path(folder), self.global_step)
         return checkpoint.save(self, Path(folder), tag, client_state or {}, wait=wait, verify=verify)
 
     @property
@@ -247,12 +283,12 @@ class Engine(TrainingState):
     def load_checkpoint(
         self, folder: str | Path, tag: str | None = None, *, verify: bool = True
     ) -> tuple[Path, dict[str, Any]]:
-        """Read `folder/tag`, or the newest one in `folder`; any layout and any stage may have written it. A step that
-        is under way is given up.
+        """Read `folder/tag`, the newest one in `folder`, or `folder` itself where it is a checkpoint, as
+        `save_checkpoint` returned it; any layout and any stage may have written it. A step under way is given up.
 
         Returns (its path, the client state). Raises CheckpointError, naming the file, before anything is changed.
         """
-        loaded = checkpoint.load(self, Path(folder), tag, verify=verify)
+        loaded = checkpoint.load(self, folder, tag, verify=verify)
         self._step.reset()
         return loaded
 

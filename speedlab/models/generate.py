@@ -34,7 +34,8 @@ def generate(
         top_k: sample from this many of the likeliest tokens only.
         context: how many of the last tokens the model sees; by default the context of a GPT, else all of them.
 
-    Raises ValueError for an empty prompt, a negative count or temperature, or a top_k or context below 1.
+    Raises ValueError for an empty prompt, a negative count or temperature, a top_k or context below 1, or a model
+    without logits.
     """
     _check(tokens, count, temperature, top_k, context)
     context = context or _context(model)
@@ -43,7 +44,11 @@ def generate(
     with _evaluating(model):
         for _ in range(count):
             seen = tokens if context is None else tokens[:, -context:]
-            logits = model(seen).logits[:, -1].float().cpu()  # (1, V); waits for the device, once a token
+            output = model(seen)
+            if not hasattr(output, "logits"):
+                kind = type(output).__name__
+                raise ValueError(f"the model gave a {kind} for tokens; generate needs an output with .logits")
+            logits = output.logits[:, -1].float().cpu()  # (1, V); waits for the device, once a token
             chosen = _sample(logits, temperature, top_k, generator)  # (1, 1)
             tokens = torch.cat((tokens, chosen.to(tokens.device)), dim=1)
     return tokens

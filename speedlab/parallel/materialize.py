@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Materializer:
@@ -22,6 +24,13 @@ class Materializer:
             for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 self._holders[id(parameter)].append((name, module, key))
 
+    def check(self) -> None:
+        """Raise ValueError naming a module that stands on meta and cannot initialise itself."""
+        for name, module in self.model.named_modules():
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            if any(tensor.device.type == "meta" for tensor in own):
+                self._initialiser(name, module)
+
     def parameters(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Real parameters in the place of those in `named` (full name → parameter on meta), initialised by their
         modules.
@@ -30,7 +39,7 @@ class Materializer:
         2. Every module that holds one of them resets its parameters, in the order of registration.
         3. Where the model initialises its modules itself, those around them follow, inner ones first: Hugging Face
            models scale what flows into the residual stream that way.
-        Raises ValueError naming a module that cannot.
+        Raises ValueError naming a module that cannot, or what it leaves without values.
         """
         real: dict[str, nn.Parameter] = {}
         touched: dict[str, nn.Module] = {}
@@ -38,7 +47,7 @@ class Materializer:
             if not parameter.is_meta:
                 real[name] = parameter
                 continue
-            value = nn.Parameter(torch.empty_like(parameter, device=self.device), parameter.requires_grad)
+            value = nn.Parameter(_unfilled(parameter, self.device), parameter.requires_grad)
             for holder_name, holder, key in self._holders[id(parameter)]:
                 setattr(holder, key, value)
                 touched[holder_name] = holder
@@ -48,6 +57,15 @@ class Materializer:
         if by_model is not None:
             for name, module in self._around(touched, {id(parameter) for parameter in real.values()}):
                 self._seeded(name, partial(by_model, module))
+        _refuse_unfilled(
+            {
+                f"{name}.{key}" if name else key: value
+                for name, module in touched.items()
+                for key, value in itertools.chain(
+                    module.named_parameters(recurse=False), module.named_buffers(recurse=False)
+                )
+            }
+        )
         return real
 
     def _around(self, touched: dict[str, nn.Module], ids: set[int]) -> list[tuple[str, nn.Module]]:
@@ -68,7 +86,7 @@ class Materializer:
             for key, buffer in list(module.named_buffers(recurse=False)):
                 if buffer.is_meta:
                     persistent = key not in module._non_persistent_buffers_set
-                    module.register_buffer(key, torch.empty_like(buffer, device=self.device), persistent=persistent)
+                    module.register_buffer(key, _unfilled(buffer, self.device), persistent=persistent)
                     if not any(True for _ in module.parameters(recurse=False)):
                         touched[name] = module
         self._reset(touched.items())
@@ -78,7 +96,7 @@ class Materializer:
             for key, buffer in list(module.named_buffers(recurse=False)):
                 if buffer.is_meta:
                     persistent = key not in module._non_persistent_buffers_set
-                    module.register_buffer(key, torch.empty_like(buffer, device=self.device), persistent=persistent)
+                    module.register_buffer(key, _unfilled(buffer, self.device), persistent=persistent)
             self._seeded(name, self._initialiser(name, module))
 
     def _seeded(self, name: str, initialise: Callable[[], object]) -> None:
@@ -106,6 +124,22 @@ class Materializer:
             f"{name or 'the model'} ({type(module).__name__}) was built on meta and has no reset_parameters(); "
             "give it one, or build the model with its values"
         )
+
+
+def _unfilled(like: Tensor, device: torch.device) -> Tensor:
+    """Memory for what stands on meta, marked so that one sees whether it gets values."""
+    made = torch.empty_like(like, device=device)
+    return made.fill_(math.nan) if made.is_floating_point() else made.zero_()
+
+
+def _refuse_unfilled(named: dict[str, Tensor]) -> None:
+    """Raise ValueError where a tensor of real numbers has got no values."""
+    for name, value in named.items():
+        if value.is_floating_point() and math.isnan(value.sum().item()):  # A sum is as soon as an element is.
+            raise ValueError(
+                f"{name} got no value when its module was made: what __init__ writes is lost on meta; let "
+                "reset_parameters() fill it, or build the model with its values"
+            )
 
 
 def _seed_of(seed: int, name: str) -> int:

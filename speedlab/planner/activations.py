@@ -20,6 +20,7 @@ B sequences, T tokens, C hidden, V vocabulary; n = B T tokens; sizes are bytes.
 
 from __future__ import annotations
 
+from speedlab.config.shape import Bias
 from speedlab.planner.activation_sizes import Sizes, Tally
 
 _FLOAT32 = 4
@@ -129,15 +130,19 @@ def enter_backward(t: Tally, s: Sizes) -> None:
         _summed(t, s.hidden)
 
 
-def leave(t: Tally, s: Sizes) -> None:
-    """Out of them: the sum over the ranks, bias, dropout, residual. The first input of `enter` is freed."""
+def leave(t: Tally, s: Sizes, layer: Bias) -> None:
+    """Out of them: the sum over the ranks, bias, norm, dropout, residual. The first input of `enter` is freed."""
     if s.sequence:
         _scattered(t, s)
         t.free(s.local)
     elif s.tp > 1:
         _summed(t, s.hidden)
-    if s.tp > 1 and s.setup.shape.bias:
+    if s.tp > 1 and layer in s.setup.shape.biases:
         _summed(t, s.local)
+    if s.setup.shape.norms == 4:
+        norm_forward(t, s)
+        if not s.saves_norm_input:
+            t.free(s.local)
     if s.setup.shape.dropout:
         drop(t, s)
     _summed(t, s.local)
@@ -150,6 +155,10 @@ def leave_backward(t: Tally, s: Sizes) -> int:
         own = s.local
         t.take(own)
         t.free(s.mask)
+    if s.setup.shape.norms == 4:
+        t.live += s.local - own  # The gradient that comes is the residual's, too, and is not freed with the norm.
+        norm_backward(t, s, residual=False)
+        own = s.local
     if s.sequence:
         _gathered(t, s)
         t.free(own)
@@ -247,7 +256,7 @@ def attend_backward(t: Tally, s: Sizes) -> None:
         t.free(p, p)
         t.take(wide, wide)
         t.free(p, wide, wide)
-        if s.low:
+        if s.low or pair < 2 * q:  # Narrowed; or summed over the heads that share keys and values.
             t.take(q + pair)
             t.free(3 * wide)
     if rotary:
@@ -274,12 +283,15 @@ def block_forward(t: Tally, s: Sizes, *, again: bool = False) -> None:
     t.take(s.heads + s.pair)
     attend_forward(t, s)
     t.take(s.hidden)
-    leave(t, s)
-    norm_forward(t, s)
+    leave(t, s, "attention out")
+    if s.setup.shape.norms == 1:
+        t.take(s.local)  # The first one's result, as if it were another.
+    else:
+        norm_forward(t, s)
     enter(t, s)
-    t.take(s.inner * (2 if s.setup.shape.gated else 1))
-    t.take(s.inner)
-    if again:
+    t.take(_widths(s) * s.inner)
+    t.take(_steps(s), _widths(s) * s.inner)  # Of a gate its function, and the product with what it lets through.
+    if again and s.setup.shape.norms < 4:
         if s.sequence:
             t.free(s.local)
         if s.setup.shape.dropout:
@@ -287,8 +299,10 @@ def block_forward(t: Tally, s: Sizes, *, again: bool = False) -> None:
             t.take(s.mask)
     else:
         t.take(s.hidden)
-        leave(t, s)
-    if not s.saves_norm_input:
+        leave(t, s, "feed-forward")
+        if again:
+            t.free(s.local)
+    if s.setup.shape.parallel or not s.saves_norm_input:
         t.free(s.local)  # The residual stream between attention and feed-forward.
 
 
@@ -299,12 +313,19 @@ def block_backward(t: Tally, s: Sizes, *, held: bool = False) -> None:
     came = leave_backward(t, s)
     down, up = s.matrix(shape.ffn_hidden, shape.hidden), s.matrix(shape.hidden, shape.ffn_hidden)
     _linear_backward(t, weight=down, out=s.inner, gradient=came, saved=s.inner)
-    widths = 2 if shape.gated else 1
-    t.take(widths * s.inner)
-    t.free(s.inner, widths * s.inner)
+    widths = _widths(s)
+    if shape.gated:
+        t.take(2 * s.inner)
+        t.free(3 * s.inner)  # The product's gradient, and its factors.
+    t.take(s.inner)
+    t.free(2 * s.inner, _steps(s))
     _linear_backward(t, weight=widths * up, out=s.hidden, gradient=widths * s.inner, saved=s.hidden)
     enter_backward(t, s)
-    norm_backward(t, s, residual=True)
+    if shape.norms == 1:
+        _add(t, s.local, True)
+    else:
+        t.live += s.local if shape.parallel else 0  # Its input is the first one's.
+        norm_backward(t, s, residual=True)
     if held:
         t.take(s.local)
     came = leave_backward(t, s)
@@ -319,6 +340,16 @@ def block_backward(t: Tally, s: Sizes, *, held: bool = False) -> None:
     )
     enter_backward(t, s)
     norm_backward(t, s, residual=True)
+
+
+def _widths(s: Sizes) -> int:
+    """Results of the feed-forward layer's first matrices: a gate, and what it multiplies."""
+    return 2 if s.setup.shape.gated else 1
+
+
+def _steps(s: Sizes) -> int:
+    """What an activation function in steps keeps beside its input: a half of it, a hyperbolic tangent, one more."""
+    return 3 * s.inner if s.setup.shape.stepwise else 0
 
 
 def _linear_backward(t: Tally, *, weight: int, out: int, gradient: int, saved: int) -> None:

@@ -106,7 +106,8 @@ def walk(s: Sizes, *, blocks: int, first: bool, last: bool) -> Pass:
 def _forward(t: Tally, s: Sizes, *, given: bool) -> None:
     """A block, from its input to its output. `given`: the pipeline holds the input."""
     if s.setup.checkpointing == "block":
-        t.touch(2 * s.local + s.hidden + max(2 * s.inner, 4 * s.heads + s.pair))  # Less than backward takes.
+        inner = (4 if s.setup.shape.gated else 2) * s.inner
+        t.touch(2 * s.local + s.hidden + max(inner, 4 * s.heads + s.pair))  # Less than backward takes.
         t.take(s.local)
         return
     block_forward(t, s)
@@ -282,6 +283,14 @@ def step_order(setup: Setup, pipeline: int, micro_batches: int) -> Iterator[tupl
             yield "W", chunks - 1 - (k - late) // turn % chunks
     for k in range(total - late, total):
         yield "W", chunks - 1 - k // turn % chunks
+
+
+def most_in_flight(setup: Setup, pipeline: int) -> float:
+    """Micro-batches whose activations a pipeline rank keeps at once, at the most; each of its stages counts as its part
+    of one."""
+    chunks = setup.stages_per_rank
+    begun = _ahead(setup, pipeline, setup.accumulation) + 1
+    return min(begun, setup.accumulation * chunks) / chunks
 
 
 def _ahead(setup: Setup, pipeline: int, micro_batches: int) -> int:

@@ -29,6 +29,9 @@ def _memory_doubts(setup: Setup) -> list[str]:
     unlike = {
         "grouped heads": shape.kv_heads not in (None, shape.heads),
         "gated feed-forward layers": shape.gated,
+        "activation functions in steps": shape.stepwise,
+        "norms behind layers or of heads": shape.norms == 4 or shape.head_norms,
+        "attention beside the feed-forward layer": shape.parallel,
         "selective checkpointing": setup.checkpointing == "selective",
         "sparse attention": setup.attention == "sparse",
         "offload": setup.offload != "none",

@@ -6,6 +6,8 @@ Let n be the ranks of a group, of which k are in each host, and b the bytes of t
 - all-reduce is both, or a tree down and up where messages are short: 2 log2(n) latencies, 2 b bytes.
 - A ring through several hosts crosses each host's border once in each direction. A host's cards are shared by its
   ranks: a group with k of a host's ranks has k / per_host of them.
+- A message from one rank to another goes through one card, however many its host has: collectives open a channel on
+  each, a message has one.
 """
 
 from __future__ import annotations
@@ -66,7 +68,10 @@ def ring(machines: Machines, efficiency: Efficiency, *, ranks: int, stride: int,
             crosses_hosts=False,
         )
     share = efficiency.messages if messages else efficiency.between
-    network = machines.between.host_bytes_per_second * share * inside / per_host
+    network = machines.between.host_bytes_per_second * inside / per_host
+    if messages:
+        network = min(network, machines.between.bandwidth_bytes_per_second)
+    network *= share
     return Ring(
         ranks=ranks,
         bytes_per_second=min(in_host, network) if inside > 1 else network,

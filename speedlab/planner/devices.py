@@ -6,10 +6,10 @@ process can see of it, which is a little less than what is printed on the card.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 
 from speedlab.planner.links import IN_HOST, Link, parse_link
+from speedlab.planner.machine_words import MOST_IN_HOST, USUAL_IN_HOST, read_words
 from speedlab.planner.nearest import unknown
 
 _GIB = 2**30
@@ -31,6 +31,10 @@ class DeviceSpec:
     """The link that devices of one host usually have."""
     host_link: str = "pcie4"
     """To the host's memory."""
+    sold_gb: tuple[int, ...] = ()
+    """What is printed of its memory."""
+    network: str = ""
+    """Between hosts of such devices, as NVIDIA builds them."""
     unaligned_share: float = 1.0
     """Of the peak at 16 bits, by products whose inner size does not divide by 8: without matrix units, at float32's."""
 
@@ -42,10 +46,25 @@ class DeviceSpec:
             )
         return self.peak_flops[dtype]
 
+    @property
+    def family(self) -> str:
+        """Its name without its memory."""
+        return self.name.partition("-")[0]
 
-def _gpu(name: str, gib: float, half: float, single: float, bandwidth: float, link: str, host: str, bf16: bool = True):
+
+def _gpu(
+    name: str,
+    gib: float,
+    half: float,
+    single: float,
+    bandwidth: float,
+    link: str,
+    host: str,
+    sold: tuple[int, ...],
+    network: str,
+):
     dtypes = {"float16": half * 1e12, "float32": single * 1e12}
-    if bf16:
+    if not name.startswith("V100"):
         dtypes["bfloat16"] = half * 1e12
     return DeviceSpec(
         name=name,
@@ -54,6 +73,8 @@ def _gpu(name: str, gib: float, half: float, single: float, bandwidth: float, li
         memory_bytes_per_second=bandwidth * 1e12,
         in_host=link,
         host_link=host,
+        sold_gb=sold,
+        network=network,
         unaligned_share=single / half,
     )
 
@@ -61,14 +82,15 @@ def _gpu(name: str, gib: float, half: float, single: float, bandwidth: float, li
 DEVICES = {
     device.name: device
     for device in (
-        # name, memory, TFLOP/s at 16 bits and at float32 (plain on V100, TF32 is not assumed), TB/s, links
-        _gpu("V100-16", 15.77, 125, 15.7, 0.9, "nvlink2", "pcie3", bf16=False),
-        _gpu("V100-32", 31.74, 125, 15.7, 0.9, "nvlink2", "pcie3", bf16=False),
-        _gpu("A100-40", 39.39, 312, 19.5, 1.555, "nvlink3", "pcie4"),
-        _gpu("A100-80", 79.15, 312, 19.5, 2.039, "nvlink3", "pcie4"),
-        _gpu("H100", 79.10, 989.4, 67, 3.35, "nvlink4", "pcie5"),
-        _gpu("H200", 139.8, 989.4, 67, 4.8, "nvlink4", "pcie5"),
-        _gpu("B200", 178.3, 2250, 80, 8.0, "nvlink5", "pcie5"),
+        # name, memory, TFLOP/s at 16 bits and at float32 (plain on V100, TF32 is not assumed), TB/s, links, the memory
+        # as printed, and the network cards of NVIDIA's own hosts (DGX-1, DGX A100, H100, H200, B200)
+        _gpu("V100-16", 15.77, 125, 15.7, 0.9, "nvlink2", "pcie3", (16,), "ib-100x4"),
+        _gpu("V100-32", 31.74, 125, 15.7, 0.9, "nvlink2", "pcie3", (32,), "ib-100x4"),
+        _gpu("A100-40", 39.39, 312, 19.5, 1.555, "nvlink3", "pcie4", (40,), "ib-200x8"),
+        _gpu("A100-80", 79.15, 312, 19.5, 2.039, "nvlink3", "pcie4", (80,), "ib-200x8"),
+        _gpu("H100", 79.10, 989.4, 67, 3.35, "nvlink4", "pcie5", (80,), "ib-400x8"),
+        _gpu("H200", 139.8, 989.4, 67, 4.8, "nvlink4", "pcie5", (141,), "ib-400x8"),
+        _gpu("B200", 178.3, 2250, 80, 8.0, "nvlink5", "pcie5", (180, 192), "ib-400x8"),
     )
 }
 
@@ -93,6 +115,8 @@ class Machines:
     """None only where there is one host."""
     price_per_device_hour: float | None = None
     """In whatever currency the user counts."""
+    assumed: tuple[str, ...] = field(default=(), compare=False)
+    """What a text that described them left open, and how it was taken."""
 
     def __post_init__(self) -> None:
         if self.per_host < 1 or self.hosts < 1:
@@ -120,18 +144,27 @@ class Machines:
     def parse(cls, text: str, *, price_per_device_hour: float | None = None) -> Machines:
         """'64x8 A100-80 nvlink3 ib-200x8': hosts x devices of each, the device, links inside a host and between them.
 
-        The link inside may be left out (the device's usual one), that between where there is one host; '8 H100' is
-        one host of 8. Raises ValueError: what is missing, or the nearest known names.
+        Read as people write it (`machine_words`). What is left out is what NVIDIA's own hosts have, and is said in
+        `assumed`. Raises ValueError: what is missing, or the nearest known names.
         """
-        words = text.split()
-        count = re.fullmatch(r"(?:(\d+)x)?(\d+)", words[0]) if words else None
-        if count is None or len(words) < 2:
-            raise ValueError(
-                f"machines {text!r} do not begin with how many and what; write for instance "
-                "'64x8 A100-80 nvlink3 ib-200x8' (64 hosts of 8) or '8 H100' (one host)"
-            )
-        spec = device(words[1])
-        links = [parse_link(word) for word in words[2:]]
+        words = read_words(text)
+        alike = [spec for spec in DEVICES.values() if spec.family == words.device.upper()]
+        fitting = [spec for spec in alike if words.memory is None or words.memory in spec.sold_gb]
+        if not fitting:
+            raise unknown("device", words.written, DEVICES)
+        spec = max(fitting, key=lambda spec: spec.memory_bytes)
+        assumed = [f"{spec.family} is {spec.name}"] if len(fitting) > 1 else []
+        hosts, per_host = words.hosts or 1, words.count
+        if words.hosts is None and per_host > MOST_IN_HOST:
+            hosts, rest = divmod(per_host, USUAL_IN_HOST)
+            if rest:
+                raise ValueError(
+                    f"machines {text!r}: no host has {per_host} devices, and they make no whole hosts of "
+                    f"{USUAL_IN_HOST}; write hosts x devices, for instance '{hosts + 1}x{USUAL_IN_HOST} {spec.name}'"
+                )
+            per_host = USUAL_IN_HOST
+            assumed.append(f"{hosts} hosts of {per_host}")
+        links = [parse_link(word) for word in words.links]
         inside = [link for link in links if link.name in IN_HOST]
         outside = [link for link in links if link.name not in IN_HOST]
         if len(inside) > 1 or len(outside) > 1:
@@ -139,13 +172,17 @@ class Machines:
                 f"machines {text!r} name {len(inside)} links inside a host and {len(outside)} networks; give at most "
                 "one of each"
             )
+        if hosts > 1 and not outside:
+            outside = [parse_link(spec.network)]
+            assumed.append(f"the network is {spec.network}")
         return cls(
             device=spec,
-            hosts=int(count[1] or 1),
-            per_host=int(count[2]),
+            hosts=hosts if words.hosts is None else words.hosts,
+            per_host=per_host,
             in_host=inside[0] if inside else parse_link(spec.in_host),
             between=outside[0] if outside else None,
             price_per_device_hour=price_per_device_hour,
+            assumed=tuple(assumed),
         )
 
     def __str__(self) -> str:

@@ -34,7 +34,7 @@ def token_flops(shape: ModelShape, convention: Convention, checkpointing: Checkp
         return (8 if again else 6) * shape_parameters(shape)
     if convention == "attention":
         return 6 * shape_parameters(shape) + scores
-    blocks = 6 * (shape.layers + shape.decoder_layers) * block_weights(shape).matrices
+    blocks = 6 * shape.depth * block_weights(shape).matrices
     blocks += 6 * shape.decoder_layers * cross_attention(shape)
     head = 6 * shape.vocab_size * shape.hidden
     if convention == "model":

@@ -10,7 +10,14 @@ from speedlab.config import ModelConfig, OptimizerConfig
 from speedlab.layout import Layout, share_of
 from speedlab.placement import Residency
 from speedlab.planner.setup import ModelShape
-from speedlab.planner.shapes import block_weights, norm_elements, position_elements, shape_parameters, stage_counts
+from speedlab.planner.shapes import (
+    block_vectors,
+    block_weights,
+    norm_vectors,
+    position_elements,
+    shape_parameters,
+    stage_counts,
+)
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FLOAT32_BYTES = 4
@@ -24,7 +31,7 @@ def parameter_count(model: ModelConfig) -> int:
 def block_parameters(model: ModelConfig, *, tp: int = 1) -> int:
     """Parameters of one block on each of `tp` tensor-parallel ranks: norms, and biases that are added after the sum
     over the ranks, are whole on each."""
-    whole = 2 * norm_elements(_shape(model)) + (2 * model.hidden if model.bias else 0)
+    whole = sum(vector.elements for vector in block_vectors(_shape(model)) if not vector.cut)
     return (block_weights(_shape(model)).total - whole) // tp + whole
 
 
@@ -55,7 +62,7 @@ def rank_parameters(model: ModelConfig, layout: Layout, counts: Sequence[int]) -
             sum(counts[pipeline :: layout.pp]) * block_parameters(model, tp=layout.tp)
             + tables * (end - start) * model.hidden
             + (position_elements(_shape(model)) if first else 0)
-            + (norm_elements(_shape(model)) if last else 0)
+            + (sum(norm_vectors(_shape(model))) if last else 0)
         )
     return held
 
@@ -111,13 +118,13 @@ def model_states(
     dp: int,
     stage: int,
     dtype: str,
-    optimizer: OptimizerConfig | Literal["adamw", "sgd"] = "adamw",
+    optimizer: OptimizerConfig | Literal["adamw", "lion", "sgd"] = "adamw",
 ) -> ModelStates:
     """Model states on each of `dp` ranks, by ZeRO's formula (arXiv:1910.02054, section 3).
 
     Parameters and gradients are in the compute dtype. A 16-bit dtype needs float32 master weights; AdamW has two
-    float32 moments, SGD one, or none without momentum. Optimizer states are masters and moments together. Partitions
-    are rounded up to whole elements; the padding of single flats is not counted.
+    float32 moments, Lion one, SGD one, or none without momentum. Optimizer states are masters and moments together.
+    Partitions are rounded up to whole elements; the padding of single flats is not counted.
 
     Raises ValueError for a dtype, stage, dp or count of parameters that cannot be.
     """
@@ -126,7 +133,7 @@ def model_states(
     if dp < 1 or parameters < 0:
         raise ValueError(f"dp {dp} must be at least 1, and the number of parameters {parameters} at least 0")
     config = OptimizerConfig.model_validate({"name": optimizer}) if isinstance(optimizer, str) else optimizer
-    moments = 2 if config.name == "adamw" else int(config.momentum > 0)
+    moments = config.moments
     residency = Residency.of_stage(stage, dp)
     optimizer_share = residency.optimizer_states.share(parameters, dp)
     gradient_share = residency.gradients.share(parameters, dp)

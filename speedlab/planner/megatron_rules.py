@@ -9,13 +9,15 @@ and feed-forward and are divided by t, 10 only under sequence parallelism too. F
 no 5 a s / h. Recomputing whole layers keeps their inputs, 2 s b h, and one layer's activations at a time. Here the 34
 is counted, so that gated layers and models without dropout have theirs: 34 is what a GPT with dropout gives.
 
-The first pipeline stage keeps as many micro-batches as there are stages, so that it holds all layers' worth.
+Under 1F1B the first pipeline stage keeps as many micro-batches as there are stages, so that it holds all layers' worth;
+under GPipe every stage keeps all of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from speedlab.planner.activations_stage import most_in_flight
 from speedlab.planner.formula import model_states
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import Setup
@@ -59,12 +61,10 @@ def layer_activation_bytes(setup: Setup) -> float:
 
 
 def stage_activation_bytes(setup: Setup, stage: int) -> float:
-    """Of all micro-batches that pipeline stage `stage` has begun and not finished under 1F1B."""
+    """Of all micro-batches that pipeline rank `stage` has begun and not finished, under the set-up's schedule."""
     shape, layout = setup.shape, setup.layout
     tokens = setup.micro_size * shape.sequence_length
-    in_flight: float = min(layout.pp - stage, setup.accumulation)
-    if setup.schedule == "interleaved" and stage == 0:
-        in_flight *= 1 + (layout.pp - 1) / (layout.pp * setup.chunks)
+    in_flight = most_in_flight(setup, stage)
     blocks = blocks_by_rank(setup)[stage]
     layer = layer_activation_bytes(setup)
     if setup.checkpointing == "block":

@@ -19,7 +19,7 @@ from speedlab.planner.activations_stage import Pass, held, step_peak, walk
 from speedlab.planner.megatron_rules import memory_by_rules
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import ModelShape, Setup
-from speedlab.planner.shapes import block_cut
+from speedlab.planner.shapes import block_cut, block_vectors, kv_heads, norm_vectors
 
 _FLOAT32 = 4
 _ALIGNMENT_BYTES = 16
@@ -119,7 +119,7 @@ def _check(setup: Setup) -> None:
             f"{shape.name}: {shape.decoder_layers} layers with attention to an encoder; how memory comes and goes in a "
             f"step is known of decoders only"
         )
-    for name, count in (("heads", shape.heads), ("ffn_hidden", shape.ffn_hidden)):
+    for name, count in (("heads", shape.heads), ("KV heads", kv_heads(shape)), ("ffn_hidden", shape.ffn_hidden)):
         if count % setup.layout.tp:
             raise ValueError(f"{shape.name}: {count} {name} do not divide by tp {setup.layout.tp}")
     if setup.cut is not None and sum(setup.cut) != shape.layers:
@@ -156,11 +156,6 @@ class _Walks:
 # ---- parameters ------------------------------------------------------------------------------------------------------
 
 
-def _norm(shape: ModelShape) -> tuple[int, ...]:
-    """Its weight, and its bias where it has one."""
-    return (shape.hidden,) * (2 if shape.norm == "layer" and shape.bias else 1)
-
-
 def block_sizes(shape: ModelShape, tp: int = 1) -> list[int]:
     """Elements of a block's parameters on each of `tp` ranks: matrices first, as flats have them, then vectors."""
     hidden, inner = shape.hidden, shape.ffn_hidden
@@ -169,10 +164,7 @@ def block_sizes(shape: ModelShape, tp: int = 1) -> list[int]:
     projections = queries + 2 * (shape.kv_heads or shape.heads) * size
     ups = 2 if shape.gated else 1
     matrices = [hidden * projections // tp, hidden * queries // tp, ups * hidden * inner // tp, hidden * inner // tp]
-    if not shape.bias:
-        return [*matrices, *_norm(shape), *_norm(shape)]
-    vectors = [*_norm(shape), projections // tp, hidden, *_norm(shape), ups * inner // tp, hidden]
-    return [*matrices, *vectors]
+    return [*matrices, *(v.elements // (tp if v.cut else 1) for v in block_vectors(shape))]
 
 
 def flat_elements(sizes: Sequence[int], element: int, dp: int) -> int:
@@ -215,7 +207,8 @@ class Flats:
         if self.first and shape.position == "learned":
             sizes.append(shape.positions * shape.hidden)
         if self.last:
-            sizes += ([] if shape.tied else [table]) + list(_norm(shape))
+            sizes += ([] if shape.tied else [table]) + list(norm_vectors(shape))
+            sizes += [self.rows] if "head" in shape.biases else []
         return self._elements(sizes)
 
     @cached_property
@@ -241,10 +234,10 @@ class Flats:
         shape = self.setup.shape
         if not (self.setup.sequence_parallel and self.setup.layout.tp > 1):
             return
-        block = 2 * sum(_norm(shape)) + (2 * shape.hidden if shape.bias else 0)
+        block = sum(vector.elements for vector in block_vectors(shape) if not vector.cut)
         yield from (count * block for count in set(self.merged))
         if self.last:
-            yield sum(_norm(shape))
+            yield sum(norm_vectors(shape))
 
 
 # ---- states and buffers ----------------------------------------------------------------------------------------------
@@ -260,7 +253,7 @@ def _with_states(rank: RankMemory, setup: Setup, stages: Sequence[Flats]) -> Ran
     dp, low = setup.layout.dp, DTYPE_BYTES[setup.dtype] < _FLOAT32
     residency = Residency.of_stage(setup.zero_stage, dp)
     owned = residency.optimizer_states.share(elements, dp)
-    moments = 2 if setup.optimizer.name == "adamw" else int(setup.optimizer.momentum > 0)
+    moments = setup.optimizer.moments
     states = {
         "parameters": DTYPE_BYTES[setup.dtype] * residency.parameters.share(elements, dp),
         "gradients": _gradient_bytes(setup) * residency.gradients.share(elements, dp),

@@ -6,24 +6,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from speedlab.config import RunConfig, ZeroConfig
+from speedlab.config import ParallelConfig, RunConfig, ZeroConfig
 from speedlab.display.figure_style import Figure
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner import presets
 from speedlab.planner.caution import caution
+from speedlab.planner.changes import Change, cheapest_change
 from speedlab.planner.devices import Machines
 from speedlab.planner.here import Hardware
 from speedlab.planner.plan_figure import found_html, plan_figure, plan_html
 from speedlab.planner.plan_table import PlanTable, found_text, plan_table, plan_text
 from speedlab.planner.rank_memory import RankMemory
-from speedlab.planner.search import Candidate, Change, Dtype, Target, cheapest_change, fast_dtype, search
+from speedlab.planner.search import Candidate, Dtype, Target, fast_dtype, search
+from speedlab.planner.search_space import FREE, Fixed
 from speedlab.planner.setup import ModelShape, Setup
-from speedlab.planner.shapes import check_shape, shape_parameters
+from speedlab.planner.shapes import check_shape, kv_heads, shape_parameters
 from speedlab.planner.timing import StepTime
+
+_KEPT = (
+    "attention",
+    "offload",
+    "optimizer",
+    "bucket_bytes",
+    "wide_sums",
+    "overlap",
+    "scattered_messages",
+    "listed_gathers",
+)
+"""Fields of a set-up that a search takes over as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +99,20 @@ class Plan:
         """What of this lies outside what was validated; empty when nothing does."""
         return caution(self.time)
 
-    def search(self, *, target: Target = "fastest") -> Found:
-        """The best layouts of this model with this global batch on these machines, each with what limits it."""
+    def search(self, *, target: Target = "fastest", fixed: Fixed = FREE) -> Found:
+        """The best layouts of this model with this global batch on these machines, each with what limits it. Layout,
+        stage, micro-batch, checkpointing and schedule are chosen anew unless they are `fixed`."""
         setup = self.setup
-        return Found.of_search(setup.shape, self.hardware, setup.global_size, target, dtype=setup.dtype)
+        others = {name: getattr(setup, name) for name in _KEPT}
+        return Found.of_search(
+            setup.shape,
+            self.hardware,
+            setup.global_size,
+            target,
+            dtype=setup.dtype,
+            fixed=replace(fixed, others={**others, **fixed.others}),
+            tokens=self.tokens,
+        )
 
     def cheapest_changes(self) -> list[Change]:
         """Up to three changes that make it fit, each with its price in speed; none when it fits."""
@@ -127,6 +152,8 @@ class Found:
 
     asked: str
     candidates: tuple[Candidate, ...]
+    tokens: float | None = None
+    """Tokens of the whole training; None when it is not said."""
 
     @classmethod
     def of_search(
@@ -137,6 +164,8 @@ class Found:
         target: Target,
         *,
         dtype: Dtype | None,
+        fixed: Fixed = FREE,
+        tokens: float | None = None,
     ) -> Found:
         """The best layouts of `shape` on these machines."""
         candidates = search(
@@ -147,9 +176,11 @@ class Found:
             dtype=dtype,
             efficiency=hardware.efficiency,
             memory=hardware.memory,
+            fixed=fixed,
         )
-        asked = f"{target}: {shape.name}, {global_size:,} sequences a step, on {hardware.machines}"
-        return cls(asked=asked, candidates=tuple(candidates))
+        with_these = f", with {fixed}" if str(fixed) else ""
+        asked = f"{target}: {shape.name}, {global_size:,} sequences a step, on {hardware.machines}{with_these}"
+        return cls(asked=asked, candidates=tuple(candidates), tokens=tokens)
 
     def __str__(self) -> str:
         return found_text(self)
@@ -196,7 +227,8 @@ def plan(
     else:
         shape = presets.model(model) if isinstance(model, str) else model
         layout = _layout(machines, dp, tp, pp)
-        changes = {"zero_stage": ZeroConfig().stage, **changes}
+        stages = ParallelConfig(pp=pp, schedule=changes.get("schedule", Setup.schedule)).stages_per_rank
+        changes = {"zero_stage": ZeroConfig().stage, "chunks": stages, **changes}
         accumulation = _accumulation(layout, micro_size, global_size)
         setup = Setup(
             shape=shape, layout=layout, dtype=dtype, micro_size=micro_size, accumulation=accumulation, **changes
@@ -214,16 +246,39 @@ def check_parallel(setup: Setup) -> None:
     """Raises ValueError or LayoutError for a shape that cannot be, or cannot be laid out so."""
     shape, layout = setup.shape, setup.layout
     check_shape(shape)
-    if shape.heads % layout.tp:
-        fitting = [tp for tp in range(1, shape.heads + 1) if shape.heads % tp == 0]
-        nearest = min(fitting, key=lambda tp: abs(tp - layout.tp))
-        raise LayoutError(f"tp {layout.tp}: {shape.name}'s {shape.heads} heads do not divide by it; tp {nearest} does")
-    depth = shape.layers + shape.decoder_layers
-    if layout.pp > depth:
+    cut = {"heads": shape.heads, "KV heads": kv_heads(shape), "ffn_hidden": shape.ffn_hidden}
+    for name, count in cut.items():
+        if count % layout.tp:
+            near = _nearest_tp(layout, cut.values())
+            raise LayoutError(
+                f"tp {layout.tp}: {shape.name}'s {count} {name} do not divide by it; tp {near} does, of "
+                f"{', '.join(f'{count} {name}' for name, count in cut.items())}"
+            )
+    stages = layout.pp * setup.stages_per_rank
+    if stages > shape.depth:
+        each = f" × {setup.stages_per_rank} stages a rank" if stages > layout.pp else ""
         raise LayoutError(
-            f"pp {layout.pp}: {shape.name} has {depth} layers, and each pipeline stage takes at least one; use pp "
-            f"{depth} or less"
+            f"pp {layout.pp}{each}: {shape.name} has {shape.depth} layers, and each pipeline stage takes at least one; "
+            f"use pp {shape.depth // setup.stages_per_rank} or less"
         )
+    if setup.stages_per_rank > 1 and setup.accumulation % max(1, setup.accumulation // layout.pp):
+        near = setup.accumulation // layout.pp * layout.pp
+        raise LayoutError(
+            f"schedule {setup.schedule} takes micro-batches in rounds of pp {layout.pp}, and {setup.accumulation} are "
+            f"no whole rounds; {near} or {near + layout.pp} would be: a global batch of {_sequences(setup, near)} or "
+            f"{_sequences(setup, near + layout.pp)}"
+        )
+
+
+def _nearest_tp(layout: Layout, counts: Iterable[int]) -> int:
+    """The number of tensor-parallel ranks nearest to the layout's that divides all of `counts` and the ranks there
+    are."""
+    common = math.gcd(*counts, layout.world_size // layout.pp)
+    return min((tp for tp in range(1, common + 1) if common % tp == 0), key=lambda tp: abs(tp - layout.tp))
+
+
+def _sequences(setup: Setup, accumulation: int) -> int:
+    return setup.micro_size * accumulation * setup.layout.data_size
 
 
 def _layout(machines: Machines, dp: int | None, tp: int, pp: int) -> Layout:

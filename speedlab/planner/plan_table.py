@@ -10,10 +10,11 @@ from speedlab.display.figure_style import LABELS
 from speedlab.display.table import Table
 from speedlab.display.text import byte_unit, bytes_text, count_text, seconds_text
 from speedlab.planner.rank_memory import CATEGORIES, RankMemory
-from speedlab.planner.search import describe
+from speedlab.planner.search import describe, schedule_words
 from speedlab.planner.shapes import shape_parameters
 
 if TYPE_CHECKING:
+    from speedlab.planner.devices import Machines
     from speedlab.planner.plan import Found, Plan
 
 MOST_ROWS = 12
@@ -102,7 +103,7 @@ class FoundTable(Table):
     """Rows as `found_table` gives them."""
 
     def head(self) -> list[str]:
-        return ["layout", "step", "tokens/s", "TFLOP/s a device", "held", "free", "limited by"]
+        return ["layout", "step", "tokens/s", "TFLOP/s a device", *self._of_training, "held", "free", "limited by"]
 
     def cells(self) -> list[tuple[str, ...]]:
         return [
@@ -111,6 +112,7 @@ class FoundTable(Table):
                 seconds_text(row["step_seconds"]),
                 count_text(row["tokens_per_second"]),
                 f"{row['tflops']:.3g}",
+                *(f"{row[name]:,.1f}" for name in self._of_training),
                 bytes_text(row["held_bytes"]),
                 bytes_text(row["free_bytes"]),
                 row["limit"],
@@ -118,15 +120,22 @@ class FoundTable(Table):
             for row in self
         ]
 
+    @property
+    def _of_training(self) -> list[str]:
+        return [name for name in ("days", "cost") if all(row[name] is not None for row in self)]
+
 
 def found_table(found: Found) -> FoundTable:
-    """A row for each candidate, best first."""
+    """A row for each candidate, best first; with days and cost of the training where they can be told."""
+    tokens = found.tokens
     return FoundTable(
         {
             "layout": describe(candidate.setup),
             "step_seconds": candidate.time.step_seconds,
             "tokens_per_second": candidate.time.tokens_per_second,
             "tflops": candidate.time.tflops("model"),
+            "days": None if tokens is None else candidate.time.days(tokens),
+            "cost": None if tokens is None else candidate.time.cost(tokens),
             "held_bytes": candidate.held_bytes,
             "free_bytes": candidate.free_bytes,
             "limit": candidate.time.limit,
@@ -141,6 +150,8 @@ def found_lines(found: Found) -> tuple[str, list[str]]:
         return found.asked, ["nothing fits; take more devices or a smaller model"]
     doubts = dict.fromkeys(candidate.caution for candidate in found.candidates if candidate.caution)
     lines = [f"outside of what was validated: {doubt}" for doubt in doubts]
+    lines += [f"days and cost: of {count_text(found.tokens)} tokens"] if found.tokens is not None else []
+    lines += assumed(found.candidates[0].time.machines)
     shapes = dict.fromkeys(candidate.setup.shape for candidate in found.candidates)
     lines += [
         f"{shape.name}: {count_text(shape_parameters(shape))} parameters, {shape.layers} layers, {shape.heads} heads"
@@ -170,8 +181,9 @@ def heading(plan: Plan) -> list[str]:
         f"checkpointing {setup.checkpointing}" if setup.checkpointing != "none" else "",
         "sequence parallel" if setup.sequence_parallel else "",
         f"offload {setup.offload}" if setup.offload != "none" else "",
-        f"schedule {setup.schedule}" if setup.layout.pp > 1 else "",
+        f"schedule {schedule_words(setup)}" if setup.layout.pp > 1 else "",
     ]
+    batch += f", sequences of {setup.shape.sequence_length:,}"
     return [
         f"{setup.shape.name}: {count_text(plan.parameters)} parameters, {setup.dtype}, on {plan.machines}",
         " · ".join(filter(None, [f"{setup.layout}", f"ZeRO stage {setup.zero_stage}", batch, *extras])),
@@ -213,10 +225,16 @@ def speed_lines(plan: Plan) -> list[str]:
 
 
 def cautions(plan: Plan) -> list[str]:
-    """What was not validated, and for what does not fit the cheapest changes that do."""
+    """What was not validated, what was assumed, and for what does not fit the cheapest changes that do."""
     lines = [f"outside of what was validated: {plan.caution}"] if plan.caution else []
+    lines += assumed(plan.machines)
     if not plan.fits:
         changes = plan.cheapest_changes()
         lines.append("cheapest changes that fit:" if changes else "no single change makes it fit; take more devices")
         lines += [f"  {change}" for change in changes]
     return lines
+
+
+def assumed(machines: Machines) -> list[str]:
+    """What the text that describes the machines left open."""
+    return [f"assumed: {', '.join(machines.assumed)}"] if machines.assumed else []

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from speedlab.config import OptimizerConfig
+from speedlab.config.shape import BIASES
 from speedlab.layout import Layout
 from speedlab.planner.devices import Machines
 from speedlab.planner.links import parse_link
@@ -194,7 +195,7 @@ def shape_of(row: Row, system: System) -> ModelShape:
         position="rotary" if system.gated else "learned",
         norm="rms" if system.gated else "layer",
         tied=model.get("tied", not system.gated),
-        bias=system.bias,
+        biases=BIASES if system.bias else frozenset(),
         dropout=system.dropout,
     )
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from speedlab.config import MODEL_PRESETS, RunConfig
+from speedlab.config import RunConfig
 from speedlab.hardware import Device
 from speedlab.planner import presets
 from speedlab.planner.devices import Machines
 from speedlab.planner.here import Hardware, hardware_here
-from speedlab.planner.nearest import unknown
 from speedlab.planner.plan import Found, Plan, plan, plan_setup
 from speedlab.planner.search import Dtype, Target, fast_dtype, largest_model
-from speedlab.planner.setup import Checkpointing, ModelShape, Setup
+from speedlab.planner.search_space import Fixed
+from speedlab.planner.setup import Checkpointing, Setup
+from speedlab.planner.subject import Sizes, Subject, subject_of
 
 _COUNT = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:e\d+)?) ?(?P<prefix>[kKMGBT]?)")
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
-_FILES = (".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +27,27 @@ class PlanRequest:
     """What fits, how fast, and why, before anything runs."""
 
     model: str = ""
-    """An announced model (gpt3-175b, 1t, …), a preset (gpt-tiny, …), or a configuration file."""
+    """A model by name (gpt2, llama-3-8b, gpt3-175b, …), a Hugging Face folder or config.json, or a configuration."""
+    config: str = ""
+    """A configuration, also DeepSpeed's, by which the model is trained."""
     machines: str = ""
-    """Described devices: '128x8 A100-80 nvlink3 ib-200x8', or an announced cluster; left out: this machine."""
+    """Described devices: '8 H100', '128x8 A100-80 nvlink3 ib-200x8', or an announced cluster; else this machine."""
+    layers: int | None = None
+    """Of a model that has no name, or instead of the named one's: blocks."""
+    hidden: int | None = None
+    """Width of the residual stream."""
+    heads: int | None = None
+    """Attention heads."""
+    kv_heads: int | None = None
+    """Heads of keys and values; as many as heads when left out."""
+    ffn: int | None = None
+    """Width inside the feed-forward layer; four times the hidden size when left out, 8/3 where it is gated."""
+    vocab: int | None = None
+    """Tokens of the vocabulary."""
+    seq: int | None = None
+    """Tokens of a sequence."""
+    gated: bool = False
+    """The feed-forward layer has a gate, a third matrix, as Llama's."""
     engines: int | None = None
     """Engines of this machine; one per GPU, or 4, when left out."""
     tp: int | None = None
@@ -49,15 +66,15 @@ class PlanRequest:
     """Compute dtype; left out: the fast one of the devices."""
     checkpointing: Checkpointing | None = None
     """What is computed again in backward."""
-    attention: Literal["fused", "plain"] = "fused"
-    """Whether attention's probabilities are never kept (fused), or are (plain)."""
+    attention: Literal["fused", "plain"] | None = None
+    """Whether attention's probabilities are never kept (fused, when left out), or are (plain)."""
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks have each a part of the sequence between the layers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] | None = None
     """Order of a pipeline's passes."""
     chunks: int | None = None
-    """Pipeline stages of each rank, for interleaved and zero-bubble."""
-    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """Pipeline stages of each rank, for interleaved and zero-bubble; 2 when left out."""
+    offload: Literal["none", "optimizer", "parameters"] | None = None
     """What lives in the host's memory."""
     tokens: str = ""
     """Tokens of the whole training: 300B, 1.5T."""
@@ -66,15 +83,16 @@ class PlanRequest:
 
     search: bool = False
     """Find the best layouts instead of planning one."""
-    target: Target = "fastest"
-    """What the search looks for."""
+    target: Target | None = None
+    """What the search looks for; the fastest when left out."""
     largest: bool = False
     """Find the largest model that fits on the machines."""
 
     @classmethod
     def of_words(cls, words: Mapping[str, Any]) -> PlanRequest:
         """From a notebook's line, where numbers may still be text, and `global` is a word as any other."""
-        given: dict[str, Any] = {"global_size" if name == "global" else name: value for name, value in words.items()}
+        named = {"global": "global_size", "kv-heads": "kv_heads"}
+        given: dict[str, Any] = {named.get(name, name): value for name, value in words.items()}
         if "zero" in given:
             given["zero"] = int(given["zero"])
         if "price" in given:
@@ -83,33 +101,43 @@ class PlanRequest:
 
     def answer(self, devices: list[Device]) -> Plan | Found:
         """What is asked for: a plan, the best layouts, or the largest model. Raises as `plan` does."""
+        self._check()
         if self.largest:
-            hardware = self.hardware(devices)
-            largest = largest_model(
-                hardware.machines, dtype=self.dtype, efficiency=hardware.efficiency, memory=hardware.memory
-            )
-            asked = f"the largest model that fits on {hardware.machines}"
-            return Found(asked=asked, candidates=() if largest is None else (largest,))
+            return self._largest(devices)
         if not self.search:
             return self.plan(devices)
-        if self._config() is not None:
-            return self.plan(devices).search(target=self.target)
+        subject = self._subject()
+        if subject.config is not None:
+            # The batch is the file's, whatever layouts are looked for.
+            base = replace(self, tp=None, pp=None, dp=None, schedule=None, chunks=None).plan(devices)
+            return base.search(target=self.target or "fastest", fixed=self._fixed())
         if self.global_size is None:
             raise ValueError("a search needs the sequences of a step; add for instance --global 1536")
-        hardware = self.hardware(devices)
-        return Found.of_search(self._shape(), hardware, self.global_size, self.target, dtype=self.dtype)
+        assert subject.shape is not None
+        return Found.of_search(
+            subject.shape,
+            self.hardware(devices),
+            self.global_size,
+            self.target or "fastest",
+            dtype=self.dtype,
+            fixed=self._fixed(),
+            tokens=self._tokens(),
+        )
 
     def plan(self, devices: list[Device]) -> Plan:
         """The plan; `devices` are this machine's, for where no machines are named. Raises ValueError."""
-        tokens = count(self.tokens) if self.tokens else None
-        config = self._config()
+        subject = self._subject()
+        config = subject.config
         hardware = self.hardware(devices, config)
         if config is not None:
             dtype = self._dtype(devices, config, hardware.machines)
-            setup = Setup.of_config(config, hardware.machines.world_size, dtype=dtype)
-            return plan_setup(setup, hardware, tokens=tokens)
+            setup = Setup.of_config(
+                self._changed(config), hardware.machines.world_size, dtype=dtype, shape=subject.shape
+            )
+            return plan_setup(replace(setup, **self._beside()), hardware, tokens=self._tokens())
+        assert subject.shape is not None
         return plan(
-            self._shape(),
+            subject.shape,
             hardware,
             tp=self.tp or 1,
             pp=self.pp or 1,
@@ -117,20 +145,76 @@ class PlanRequest:
             micro_size=self.micro or 1,
             global_size=self.global_size,
             dtype=self.dtype,
-            tokens=tokens,
-            **self._changes(),
+            tokens=self._tokens(),
+            **_given(
+                zero_stage=self.zero,
+                schedule=self.schedule,
+                chunks=self.chunks,
+                sequence_parallel=self.sequence_parallel,
+                **self._beside(),
+            ),
         )
 
     def hardware(self, devices: list[Device], config: RunConfig | None = None) -> Hardware:
         """The machines that are meant, in the dtype of `config`."""
-        if not self.machines:
-            return hardware_here(devices, self._dtype(devices, config))
-        if self.engines is not None:
+        if self.machines and self.engines is not None:
             raise ValueError(
                 f"--engines {self.engines} counts this machine's, and --machines {self.machines!r} describes others; "
                 "give one of the two"
             )
-        return Hardware.of(presets.cluster(self.machines, price_per_device_hour=self.price))
+        if self.machines:
+            return Hardware.of(presets.cluster(self.machines, price_per_device_hour=self.price))
+        here = hardware_here(devices, self._dtype(devices, config))
+        return replace(here, machines=replace(here.machines, price_per_device_hour=self.price))
+
+    def _check(self) -> None:
+        """Raises ValueError for words that do not go together, rather than leave one of them out."""
+        if self.search and self.largest:
+            raise ValueError("--search looks for layouts of a model, --largest for a model; give one of the two")
+        if self.target is not None and not self.search:
+            raise ValueError(f"--target {self.target} is what a search looks for; add --search")
+        if self.price is not None and not self.tokens:
+            raise ValueError("--price is of the whole training; say how long it is, for instance --tokens 300B")
+        if self.chunks is not None and self.schedule in ("gpipe", "1f1b"):
+            raise ValueError(f"--chunks are of --schedule interleaved or zero-bubble, not of {self.schedule}")
+
+    def _largest(self, devices: list[Device]) -> Found:
+        """Raises ValueError where something of the model is said: that is what is looked for."""
+        named = [self.model] if self.model else []
+        named += [f"--config {self.config}"] if self.config else []
+        chosen = ("layers", "hidden", "heads", "kv_heads", "ffn", "gated")
+        named += [f"--{name.replace('_', '-')}" for name in chosen if getattr(self, name)]
+        if named:
+            raise ValueError(f"--largest looks for the model, so that it cannot have {', '.join(named)}; leave it out")
+        hardware = self.hardware(devices)
+        fixed = self._fixed()
+        largest = largest_model(
+            hardware.machines,
+            global_size=self.global_size,
+            dtype=self.dtype,
+            efficiency=hardware.efficiency,
+            memory=hardware.memory,
+            fixed=fixed,
+            **_given(sequence_length=self.seq, vocab_size=self.vocab),
+        )
+        asked = f"the largest model that fits on {hardware.machines}{', with ' if str(fixed) else ''}{fixed}"
+        return Found(asked=asked, candidates=() if largest is None else (largest,), tokens=self._tokens())
+
+    def _subject(self) -> Subject:
+        sizes = Sizes(
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            ffn_hidden=self.ffn,
+            vocab_size=self.vocab,
+            sequence_length=self.seq,
+            gated=self.gated or None,
+        )
+        return subject_of(self.model, self.config, sizes, here=not self.machines)
+
+    def _tokens(self) -> float | None:
+        return count(self.tokens) if self.tokens else None
 
     def _dtype(self, devices: list[Device], config: RunConfig | None, machines: Machines | None = None) -> Dtype:
         """The dtype that is asked for, or that 'auto' stands for on these devices."""
@@ -143,46 +227,38 @@ class PlanRequest:
             return fast_dtype(machines)
         return "bfloat16" if all(device.fast_dtype == "bfloat16" for device in devices) else "float32"
 
-    def _shape(self) -> ModelShape:
-        names = sorted({*presets.MODELS, *MODEL_PRESETS})
-        if not self.model:
-            raise ValueError(f"no model is named; known: {', '.join(names)}; or give a configuration file")
-        if self.model not in presets.MODELS:
-            raise unknown("model", self.model, names)
-        return presets.model(self.model)
-
-    def _config(self) -> RunConfig | None:
-        """The configuration that is meant, with what was asked for besides; None for an announced model."""
-        if self.model.endswith(_FILES):
-            if not Path(self.model).is_file():
-                raise ValueError(f"{self.model}: there is no such file; `speedlab config` prints a configuration")
-            config = RunConfig.load(self.model)
-        elif self.model in MODEL_PRESETS and (not self.machines or self.model not in presets.MODELS):
-            config = RunConfig(model=self.model)
-        else:
-            return None
-        parallel = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "schedule": self.schedule, "chunks": self.chunks}
-        parallel |= {"sequence": True} if self.sequence_parallel else {}
-        given = {
-            "parallel": parallel,
-            "zero": {"stage": self.zero},
-            "batch": {"micro_size": self.micro, "global_size": self.global_size},
-            "activation": {"checkpointing": self.checkpointing},
+    def _changed(self, config: RunConfig) -> RunConfig:
+        """The configuration with what was asked for besides."""
+        axes = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "schedule": self.schedule, "chunks": self.chunks}
+        changes = {
+            "parallel": _given(**axes, sequence=self.sequence_parallel or None),
+            "zero": _given(stage=self.zero),
+            "batch": _given(micro_size=self.micro, global_size=self.global_size),
         }
-        changes = {part: {k: v for k, v in values.items() if v is not None} for part, values in given.items()}
         return config.replace(**{part: values for part, values in changes.items() if values})
 
-    def _changes(self) -> dict[str, Any]:
-        found = {
-            "zero_stage": self.zero,
-            "checkpointing": self.checkpointing,
-            "attention": self.attention,
-            "sequence_parallel": self.sequence_parallel,
-            "schedule": self.schedule,
-            "chunks": self.chunks,
-            "offload": self.offload,
-        }
-        return {name: value for name, value in found.items() if value is not None}
+    def _beside(self) -> dict[str, Any]:
+        """Fields of a set-up that no configuration has, or with fewer choices."""
+        return _given(checkpointing=self.checkpointing, attention=self.attention, offload=self.offload)
+
+    def _fixed(self) -> Fixed:
+        return Fixed(
+            tp=self.tp,
+            pp=self.pp,
+            dp=self.dp,
+            zero_stage=self.zero,
+            micro_size=self.micro,
+            checkpointing=self.checkpointing,
+            schedule=self.schedule,
+            chunks=self.chunks,
+            sequence_parallel=self.sequence_parallel or None,
+            others=_given(attention=self.attention, offload=self.offload),
+        )
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    """Without what is not said."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def count(text: str) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from speedlab.config import ModelConfig, OptimizerConfig, RunConfig
+from speedlab.config import OptimizerConfig, RunConfig
+from speedlab.config.shape import ModelShape
 from speedlab.layout import Layout
 
 Checkpointing = Literal["none", "selective", "block"]
@@ -13,62 +14,6 @@ Checkpointing = Literal["none", "selective", "block"]
 
 AttentionKind = Literal["fused", "plain", "sparse"]
 """fused: probabilities are never kept; plain: they are; sparse: those of some blocks of tokens."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """A transformer as the planner sees it. Counts are of the whole model."""
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    ffn_hidden: int
-    vocab_size: int
-    sequence_length: int
-    decoder_layers: int = 0
-    """Of an encoder and decoder (T5): layers with attention to the encoder besides; `layers` are the encoder's."""
-    kv_heads: int | None = None
-    """None: as many as heads."""
-    head_size: int | None = None
-    """None: hidden / heads."""
-    context: int | None = None
-    """Rows of a learned table of positions. None: the sequence length."""
-    gated: bool = False
-    """Whether the feed-forward layer has a third matrix."""
-    position: Literal["learned", "rotary", "relative"] = "learned"
-    norm: Literal["rms", "layer"] = "layer"
-    tied: bool = True
-    bias: bool = True
-    causal: bool = True
-    dropout: float = 0.0
-    chunked_loss: bool = False
-    """Whether head and loss are computed a few tokens at a time, so that logits are never whole."""
-
-    @property
-    def positions(self) -> int:
-        """Rows of the table of positions, where it is learned."""
-        return self.sequence_length if self.context is None else self.context
-
-    @classmethod
-    def of_config(cls, model: ModelConfig, sequence_length: int) -> ModelShape:
-        """The built-in GPT's shape."""
-        return cls(
-            name=model.preset,
-            layers=model.layers,
-            hidden=model.hidden,
-            heads=model.heads,
-            ffn_hidden=model.ffn_hidden,
-            vocab_size=model.vocab_size,
-            sequence_length=sequence_length,
-            context=model.context,
-            position=model.position,
-            norm=model.norm,
-            tied=model.tied,
-            bias=model.bias,
-            dropout=model.dropout,
-            chunked_loss=model.loss == "chunked",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,20 +52,33 @@ class Setup:
     """What lives in the host's memory: optimizer states and gradients; parameters besides."""
 
     @property
+    def stages_per_rank(self) -> int:
+        """Pipeline stages that one pipeline rank holds under this schedule."""
+        return self.chunks if self.layout.pp > 1 and self.schedule in ("interleaved", "zero-bubble") else 1
+
+    @property
     def global_size(self) -> int:
         """Sequences of a step."""
         return self.micro_size * self.accumulation * self.layout.data_size
 
     @classmethod
-    def of_config(cls, config: RunConfig, engines: int, *, dtype: Literal["float32", "bfloat16", "float16"]) -> Setup:
-        """What `config` asks for on so many engines; `dtype` is its precision, resolved for the device.
+    def of_config(
+        cls,
+        config: RunConfig,
+        engines: int,
+        *,
+        dtype: Literal["float32", "bfloat16", "float16"],
+        shape: ModelShape | None = None,
+    ) -> Setup:
+        """What `config` asks for on so many engines; `dtype` is its precision, resolved for the device. `shape`: of
+        another model than its own GPT.
 
         Raises LayoutError or ConfigError when there is no such run.
         """
-        layout = config.layout(engines)
+        layout = config.layout(engines, built_in=shape is None)
         batch = config.batch.resolve(layout.data_size)
         return cls(
-            shape=ModelShape.of_config(config.model, config.data.sequence_length),
+            shape=shape or ModelShape.of_config(config.model, config.data.sequence_length),
             layout=layout,
             zero_stage=config.zero.stage,
             dtype=dtype,

@@ -11,9 +11,15 @@ from speedlab.planner.setup import ModelShape, Setup
 
 def check_shape(shape: ModelShape) -> None:
     """Raises ValueError for a shape that cannot be: what it is, and what would be possible."""
-    for count in ("layers", "hidden", "heads", "ffn_hidden", "vocab_size", "sequence_length"):
-        if getattr(shape, count) < 1:
-            raise ValueError(f"{shape.name} has {count} {getattr(shape, count)}; it must be at least 1")
+    for count in ("layers", "hidden", "heads", "ffn_hidden", "vocab_size", "sequence_length", "kv_heads", "head_size"):
+        value = getattr(shape, count)
+        if value is not None and value < 1:
+            raise ValueError(f"{shape.name} has {count} {value}; it must be at least 1")
+    if shape.position == "learned" and shape.sequence_length > shape.positions:
+        raise ValueError(
+            f"{shape.name} has learned {shape.positions:,} positions, and sequences of {shape.sequence_length:,} "
+            f"tokens are longer; give at most {shape.positions:,}"
+        )
     if shape.head_size is None and shape.hidden % shape.heads:
         divisors = [heads for heads in range(1, shape.hidden + 1) if shape.hidden % heads == 0]
         nearest = min(divisors, key=lambda heads: abs(heads - shape.heads))
@@ -33,9 +39,13 @@ def head_size(shape: ModelShape) -> int:
     return shape.hidden // shape.heads if shape.head_size is None else shape.head_size
 
 
-def norm_elements(shape: ModelShape) -> int:
-    """Parameters of one norm: its weight, and its bias where it has one."""
-    return 2 * shape.hidden if shape.norm == "layer" and shape.bias else shape.hidden
+def norm_vectors(shape: ModelShape) -> tuple[int, ...]:
+    """Elements of one norm's weight, and of its bias where it has one."""
+    return (shape.hidden,) * _vectors_of_a_norm(shape)
+
+
+def _vectors_of_a_norm(shape: ModelShape) -> int:
+    return 2 if shape.norm == "layer" and "norms" in shape.biases else 1
 
 
 def position_elements(shape: ModelShape) -> int:
@@ -45,13 +55,14 @@ def position_elements(shape: ModelShape) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockWeights:
-    """Elements of a block's matrices, and of what is left: biases and norms."""
+    """Elements of a block's matrices, and of what is left."""
 
     attention_in: int
     attention_out: int
     feed_forward_in: int
     feed_forward_out: int
     rest: int
+    """Vectors: norms and biases."""
 
     @property
     def matrices(self) -> int:
@@ -67,14 +78,40 @@ def block_weights(shape: ModelShape) -> BlockWeights:
     hidden, ffn, size = shape.hidden, shape.ffn_hidden, head_size(shape)
     queries, values = shape.heads * size, kv_heads(shape) * size
     ups = 2 if shape.gated else 1
-    biases = queries + 2 * values + hidden + ups * ffn + hidden if shape.bias else 0
     return BlockWeights(
         attention_in=hidden * (queries + 2 * values),
         attention_out=queries * hidden,
         feed_forward_in=ups * hidden * ffn,
         feed_forward_out=ffn * hidden,
-        rest=2 * norm_elements(shape) + biases,
+        rest=sum(vector.elements for vector in block_vectors(shape)),
     )
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A norm's weight or a bias of a block."""
+
+    elements: int
+    cut: bool = False
+    """Whether each tensor-parallel rank has its part: biases of layers whose outputs are cut. Norms are whole on each,
+    and biases that are added after the sum over the ranks."""
+
+
+def block_vectors(shape: ModelShape) -> list[Vector]:
+    """Of one block with self-attention, in the order in which it computes with them."""
+    hidden, size, has = shape.hidden, head_size(shape), shape.biases
+    norm = [Vector(elements) for elements in norm_vectors(shape)]
+    behind = norm if shape.norms == 4 else []
+    found = list(norm)
+    if "attention in" in has:
+        found.append(Vector((shape.heads + 2 * kv_heads(shape)) * size, cut=True))
+    if shape.head_norms:
+        found += [Vector(size)] * 2 * _vectors_of_a_norm(shape)
+    found += [Vector(hidden)] if "attention out" in has else []
+    found += [*behind, *(norm if shape.norms > 1 else [])]
+    if "feed-forward" in has:
+        found += [Vector((2 if shape.gated else 1) * shape.ffn_hidden, cut=True), Vector(hidden)]
+    return [*found, *behind]
 
 
 def cross_attention(shape: ModelShape) -> int:
@@ -86,10 +123,11 @@ def cross_attention(shape: ModelShape) -> int:
 def shape_parameters(shape: ModelShape) -> int:
     """Parameters of the whole model; a tied head counts once. Of relative positions, the few biases are left out."""
     table = shape.vocab_size * shape.hidden
-    blocks = (shape.layers + shape.decoder_layers) * block_weights(shape).total
+    blocks = shape.depth * block_weights(shape).total
     blocks += shape.decoder_layers * cross_attention(shape)
-    ends = norm_elements(shape) * (2 if shape.decoder_layers else 1)
-    return blocks + ends + table + position_elements(shape) + (0 if shape.tied else table)
+    ends = sum(norm_vectors(shape)) * (2 if shape.decoder_layers else 1)
+    head = (0 if shape.tied else table) + (shape.vocab_size if "head" in shape.biases else 0)
+    return blocks + ends + table + position_elements(shape) + head
 
 
 @functools.lru_cache(maxsize=4096)
@@ -99,10 +137,9 @@ def stage_counts(shape: ModelShape, stages: int) -> tuple[int, ...]:
     block = block_weights(shape).total
     table = shape.vocab_size * shape.hidden  # On the last stage too: as the head, of its own or tied.
     costs = [block] * shape.layers + [block + cross_attention(shape)] * shape.decoder_layers
-    return layer_counts(costs, stages, first=table + position_elements(shape), last=norm_elements(shape) + table)
+    return layer_counts(costs, stages, first=table + position_elements(shape), last=sum(norm_vectors(shape)) + table)
 
 
 def block_cut(setup: Setup) -> tuple[int, ...]:
     """Blocks of each pipeline stage of the model: as given, or balanced by parameters."""
-    chunks = setup.chunks if setup.schedule in ("interleaved", "zero-bubble") else 1
-    return setup.cut or stage_counts(setup.shape, setup.layout.pp * (chunks if setup.layout.pp > 1 else 1))
+    return setup.cut or stage_counts(setup.shape, setup.layout.pp * setup.stages_per_rank)

@@ -237,7 +237,7 @@ def _update(setup: Setup, machines: Machines, rates: Rates, efficiency: Efficien
     held = rank_parameters(setup)
     owned = held / setup.layout.dp if setup.zero_stage >= 1 else held
     element = rates.element_bytes
-    moments = 2 if setup.optimizer.name == "adamw" else int(setup.optimizer.momentum > 0)
+    moments = setup.optimizer.moments
     # Master weights and moments are read and written, gradients read twice (the norm, the update), parameters written.
     if setup.offload == "none":
         moved = owned * (8 * (1 + moments) + 2 * element + (element if element < 4 else 0))
@@ -261,7 +261,7 @@ def rank_parameters(setup: Setup) -> float:
     shape, layout = setup.shape, setup.layout
     weights = block_weights(shape)
     block = weights.matrices / layout.tp + weights.rest
-    cross = cross_attention(shape) / layout.tp * shape.decoder_layers / (shape.layers + shape.decoder_layers)
+    cross = cross_attention(shape) / layout.tp * shape.decoder_layers / shape.depth
     table = shape.vocab_size * shape.hidden / layout.tp
     counts = blocks_by_rank(setup)
     tables = [0] * layout.pp

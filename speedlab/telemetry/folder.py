@@ -24,9 +24,14 @@ from speedlab.telemetry.records import Event, RunState
 CONTROL_WORDS = ("pause", "resume", "step", "stop", "save", "reshape")
 """What a person may ask of a run; each is carried out by all ranks between the same two steps."""
 
+TOKENIZER = "tokenizer"
+"""Where a run's folder has its tokenizer, as transformers reads it."""
+
 _CONFIG_LIMIT_BYTES = 2**20
 _STATUS_LIMIT_BYTES = 2**18
 _WORD_LIMIT_BYTES = 2**14
+_NO_WORD: dict[str, Any] = {}
+"""What reading a word gives where there is none; one that holds nothing is a damaged one."""
 _PLACEMENT_BYTES = 2**28
 
 
@@ -209,10 +214,10 @@ class RunFolder:
         for number in itertools.count(first):
             path = _word_path(self.path / "control", number)
             try:
-                data = read_object(path, _WORD_LIMIT_BYTES, missing={})
+                data = read_object(path, _WORD_LIMIT_BYTES, missing=_NO_WORD)
             except RunFolderError:
                 continue  # A damaged word is no word; the ones behind it still count.
-            if not data:
+            if data is _NO_WORD:
                 return
             word, arguments = data.get("word"), data.get("arguments")
             if word in CONTROL_WORDS and isinstance(arguments, dict):
@@ -320,7 +325,8 @@ def _claim_name(parent: Path, name: str | None) -> Path:
             (parent / name).mkdir(mode=0o700)
         except FileExistsError:
             raise ConfigError(
-                f"name: the run {name!r} exists in {parent}; the next free name is {_next_name(parent, name)!r}"
+                f"name: the run {name!r} exists in {parent}; speedlab.attach({name!r}).resume() goes on with it; the "
+                f"next free name is {_next_name(parent, name)!r}"
             ) from None
         return parent / name
     for number in itertools.count(1):

@@ -79,16 +79,21 @@ class Publisher:
         self._socket.curve_secretkey = server_secret
         self._thread = threading.Thread(target=self._serve, name=f"speedlab-stream-{rank}", daemon=True)
         self._thread.start()
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        keys = {
-            "address": f"tcp://127.0.0.1:{port}",
-            "server_public": server_public.decode(),
-            "client_public": client_public.decode(),
-            "client_secret": client_secret.decode(),
-            "pid": os.getpid(),
-        }
-        write_atomically(self._path, json.dumps(keys), mode=0o600)
-        self._written = json.dumps(keys)
+        self._written = ""
+        try:
+            port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+            keys = {
+                "address": f"tcp://127.0.0.1:{port}",
+                "server_public": server_public.decode(),
+                "client_public": client_public.decode(),
+                "client_secret": client_secret.decode(),
+                "pid": os.getpid(),
+            }
+            write_atomically(self._path, json.dumps(keys), mode=0o600)
+            self._written = json.dumps(keys)
+        except BaseException:
+            self.close()
+            raise
 
     def offer(self, message: Message) -> None:
         """Send, or hold back until it is due; a newer message takes its place."""

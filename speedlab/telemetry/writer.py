@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,11 +31,15 @@ class RecordWriter:
     def __init__(self, folder: RunFolder | str | os.PathLike[str], rank: int, *, stream_hz: float) -> None:
         self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
         self.rank = rank
-        self._records = _LineFile(self.folder.path / "records" / f"rank-{rank}.jsonl")
-        self._events = _LineFile(self.folder.path / "events.jsonl") if rank == 0 else None
-        self._stream = Publisher(self.folder.path / "stream", rank, hz=stream_hz)
-        self._tensorboard = self._open_tensorboard()
-        self._closed = False
+        with ExitStack() as opened:  # What is open when one of them fails is closed again.
+            path, keep = self.folder.path, opened.enter_context
+            self._records = keep(closing(_LineFile(path / "records" / f"rank-{rank}.jsonl")))
+            self._events = keep(closing(_LineFile(path / "events.jsonl"))) if rank == 0 else None
+            self._stream = keep(closing(Publisher(path / "stream", rank, hz=stream_hz)))
+            self._tensorboard = self._open_tensorboard()
+            if self._tensorboard is not None:
+                keep(closing(self._tensorboard))
+            self._close = opened.pop_all().close
 
     def write(self, record: StepRecord) -> None:
         """Append one step record; one with a huge timeline is left to the file.
@@ -59,15 +64,7 @@ class RecordWriter:
 
     def close(self) -> None:
         """End the stream and close the files. Calling it again does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        self._stream.close()
-        self._records.close()
-        if self._events is not None:
-            self._events.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        self._close()
 
     def __enter__(self) -> RecordWriter:
         return self

@@ -293,6 +293,22 @@ def test_report_is_written_and_linked(notebook: Notebook) -> None:
     assert Path("runs/quickstart/report.html").stat().st_size > 1000
 
 
+def test_what_is_on_the_disk_is_shown_when_no_engines_run(notebook: Notebook) -> None:
+    """After `%speedlab stop`, and in a kernel that knows nothing of the run yet."""
+    assert "there is no run" in str(notebook.error("%speedlab report"))
+    cluster = FakeCluster()
+    make_run(cluster, "kept", RunState.STOPPED)
+    notebook.run("%speedlab stop")
+    for known in (True, False):
+        if not known:
+            notebook.shell.user_ns.pop("run")
+        notebook.run("%speedlab report")
+        assert "runs/kept/report.html" in notebook.last("text/plain")
+        notebook.run("%speedlab dash")
+        assert notebook.shown.pop()[1].name == "kept"
+        assert 'name: "kept"' in notebook.run("%speedlab config --present")
+
+
 def test_trace_is_written_and_linked(notebook: Notebook) -> None:
     folder = make_run(FakeCluster(), "quickstart", RunState.FINISHED)
     assert "there is no timeline of a step" in str(notebook.error("%speedlab trace quickstart"))

@@ -138,7 +138,7 @@ def test_what_is_greyed_says_why(panel: Panel) -> None:
         assert note(panel, path) == reason
     put(panel, "optimizer.name", "sgd")
     assert not panel.fields["optimizer.momentum"].control.disabled
-    assert note(panel, "optimizer.betas") == "only adamw uses it; the optimizer is sgd"
+    assert note(panel, "optimizer.betas") == "only adamw and lion use it; the optimizer is sgd"
     put(panel, "data.tokenizer", "bytes")
     assert panel.fields["data.vocab_size"].control.disabled
 

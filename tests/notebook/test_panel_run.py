@@ -140,8 +140,10 @@ def test_buttons_post_words_and_follow_the_state(panel: Panel) -> None:
     for pending in run.posted[1:]:
         pending.answer = Event(kind="warning", step=12, time=14.0)
     run.now(RunState.STOPPED)
-    wait_for(lambda: offered(panel) == {"train", "save"})
+    wait_for(lambda: offered(panel) == {"train", "resume", "save"})
     wait_for(lambda: not panel.following)  # The run has ended: nobody polls any more.
+    panel.buttons["resume"].click()  # Until somebody goes on with it.
+    assert panel.following
 
 
 def test_a_word_that_is_refused_is_told(panel: Panel) -> None:

@@ -148,10 +148,13 @@ def fragile_gpt(config: RunConfig) -> Any:
     def make() -> Any:
         import os
 
+        import torch
+
         from speedlab.models import GPT
 
         if os.environ.pop("FRAGILE", None):
             raise MemoryError(f"no room on rank {os.environ['RANK']}")
-        return GPT(config.model)
+        with torch.device("meta"):  # As the built-in one is made, so that it has its values.
+            return GPT(config.model)
 
     return make

@@ -16,6 +16,8 @@ import speedlab
 from ranks.conftest import PoolOf
 from ranks.pool import Pool
 from speedlab.config import ModelConfig
+from speedlab.data import save_tokenizer
+from speedlab.data.tokenizer import ByteTokenizer
 from speedlab.models import GPT
 
 pytest.importorskip("transformers")
@@ -95,20 +97,24 @@ def export_gpt(small: Small, stage: int, folder: Path) -> None:
 
     def work(engine: Any) -> None:
         path = engine.save_checkpoint(folder / "checkpoints", "here")
-        export_hf(engine, folder / "of-engine", shard_bytes=10_000)
+        export_hf(engine, str(folder / "of-engine"), shard_bytes=10_000)
         if engine.everyone.index == 0:
-            export_hf(path, folder / "of-checkpoint")
+            save_tokenizer(ByteTokenizer(), folder / "tokenizer")  # As a run's folder has it.
+            export_hf(str(folder), folder / "of-run")
+            export_hf(path.parent, folder / "of-checkpoint", tag="here")
+        for saved in (path, str(path), path.parent, str(folder)):  # What was returned, and whatever holds it.
+            assert engine.load_checkpoint(saved) == (path, {})
 
     with_engine(small, settings(stage), work)
 
 
 @pytest.mark.parametrize("small", EXACT, ids=str)
 def test_transformers_loads_what_was_exported(two: Pool, tmp_path: Path, small: Small) -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     two.run(export_gpt, small, 3, tmp_path)
     expected = small()(TOKENS).logits
-    for folder in (tmp_path / "of-checkpoint", tmp_path / "of-engine"):
+    for folder in (tmp_path / "of-checkpoint", tmp_path / "of-engine", tmp_path / "of-run"):
         theirs, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         assert not told["missing_keys"], told
         assert not told["unexpected_keys"], told
@@ -116,7 +122,14 @@ def test_transformers_loads_what_was_exported(two: Pool, tmp_path: Path, small: 
         torch.testing.assert_close(theirs(TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
     index = json.loads((tmp_path / "of-engine" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {path.name for path in (tmp_path / "of-engine").glob("*.safetensors")}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "of-checkpoint", "of-engine"]
+    assert AutoTokenizer.from_pretrained(tmp_path / "of-run")("hi")["input_ids"] == [104, 105]
+    assert not (tmp_path / "of-engine" / "tokenizer.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "tokenizer") == [
+        "checkpoints",
+        "of-checkpoint",
+        "of-engine",
+        "of-run",
+    ]
 
 
 def export_refused(small: Small, folder: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor
 
 from ranks.conftest import PoolOf
@@ -21,8 +23,10 @@ from ranks.loops import Case, adamw, engine_for, engine_step
 from ranks.pool import Pool
 from ranks.test_checkpoint import flip_a_byte, load_from, save_after
 from speedlab.engine import checkpoint
-from speedlab.engine.checkpoint import tensor_file
+from speedlab.engine.checkpoint import CheckpointError, tensor_file
+from speedlab.engine.checkpoint import saving as saving_module
 from speedlab.engine.checkpoint import write as write_module
+from speedlab.engine.checkpoint.saving import write_report
 
 
 def held_up(gate: threading.Event) -> Any:
@@ -127,6 +131,76 @@ def test_a_full_disk_is_told_on_every_rank_and_makes_room(two: Pool, tmp_path: P
         assert left == "[]"
         assert loaded == "here"
     assert [path.name for path in tmp_path.iterdir()] == ["here"], "the note of the failure is gone too"
+
+
+def fail_behind_the_steps(case: Case, folder: Path, how: str) -> list[str]:
+    """What each of two ranks is told of a save of which one rank's part does not come; then the same tag is saved."""
+    rank, patches = dist.get_rank(), contextlib.ExitStack()
+
+    def fails(error: BaseException) -> Any:
+        def fail(*args: Any, **named: Any) -> Any:
+            raise error
+
+        return fail
+
+    def no_room_for_words(file: Path, report: dict[str, Any]) -> None:
+        if file.with_suffix(".safetensors").exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+        write_report(file, report)
+
+    with engine_for(case) as engine, patches:
+        engine_step(engine, case, 0)
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if how == "no room for a word" and rank == 1:
+            patches.enter_context(mock.patch("os.fsync", fails(full)))
+            patches.enter_context(mock.patch.object(write_module, "write_report", no_room_for_words))
+            patches.enter_context(mock.patch.object(saving_module, "write_report", no_room_for_words))
+        elif how == "no memory" and rank == 0:
+            patches.enter_context(mock.patch.object(write_module, "write_tensors", fails(MemoryError("no room"))))
+        elif how == "interrupt" and rank == 1:
+            patches.enter_context(mock.patch.object(write_module.RankPart, "copied", fails(KeyboardInterrupt("now"))))
+        try:
+            checkpoint.save(engine, folder, "here", {}, wait=False)
+            checkpoint.saving_of(engine).wait(20)
+            said = "saved"
+        except (CheckpointError, KeyboardInterrupt) as error:
+            said = f"{type(error).__name__}: {error}"
+        patches.close()
+        engine.everyone.barrier()
+        checkpoint.save(engine, folder, "here", {})
+        return [said, engine.load_checkpoint(folder)[0].name]
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("no room for a word", ["cannot be written: No space left on device"] * 2),
+        ("no memory", ["was not saved: MemoryError: no room"] * 2),
+        ("interrupt", ["rank 1 did not begin its part: KeyboardInterrupt: now", "KeyboardInterrupt: now"]),
+    ],
+)
+def test_nobody_waits_for_a_part_that_will_not_come(two: Pool, tmp_path: Path, how: str, expected: list[str]) -> None:
+    found = two.run(fail_behind_the_steps, Case(stage=1), tmp_path, how)
+    for (said, loaded), words in zip(found, expected, strict=True):
+        assert words in said
+        assert loaded == "here"
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+def change_what_was_given(case: Case, folder: Path) -> dict[str, Any]:
+    gate = threading.Event()
+    with engine_for(case) as engine, held_up(gate):
+        state = {"epoch": 1, "seen": [1]}
+        checkpoint.save(engine, folder, "here", state, wait=False)
+        state["epoch"] = 2
+        state["seen"].append(2)
+        gate.set()
+        checkpoint.saving_of(engine).wait(20)
+        return engine.load_checkpoint(folder)[1]
+
+
+def test_the_client_state_is_that_of_the_call(two: Pool, tmp_path: Path) -> None:
+    assert two.run(change_what_was_given, Case(), tmp_path) == [{"epoch": 1, "seen": [1]}] * 2
 
 
 def save_what_json_cannot_hold(case: Case, folder: Path) -> str:

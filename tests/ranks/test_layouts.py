@@ -7,6 +7,7 @@ counts a parameter twice, or misses one, is found as a wrong training.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -175,7 +176,7 @@ def _refusals(case: LayoutCase) -> list[str]:
 
     import speedlab
 
-    engine = speedlab.initialize(model=case.build(), optimizer=case.optimizer, config=case.config())[0]
+    engine: Any = speedlab.initialize(model=case.build(), optimizer=case.optimizer, config=case.config())[0]
     said = []
     try:
         tokens = torch.zeros(2, 7, dtype=torch.int64)
@@ -183,10 +184,14 @@ def _refusals(case: LayoutCase) -> list[str]:
             lambda: engine(tokens),
             lambda: engine.backward(torch.zeros(())),
             lambda: engine.train_batch([(tokens, tokens)]),
+            lambda: engine(input_ids=tokens, labels=tokens),
+            lambda: torch.no_grad()(engine)(input_ids=tokens, attention_mask=tokens),
+            lambda: engine.train_batch([{"input_ids": tokens, "labels": tokens}] * 4),
+            lambda: engine.evaluate([tokens]),
         ):
             try:
                 call()
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError, TypeError) as error:
                 said.append(str(error))
         return said
     finally:
@@ -195,10 +200,15 @@ def _refusals(case: LayoutCase) -> list[str]:
 
 def test_what_a_pipeline_does_not_have_is_told(pool_of: PoolOf) -> None:
     for said in pool_of(2).run(_refusals, LayoutCase(layout=Layout(pp=2)), timeout=60):
-        called, backward, batches = said
+        called, backward, batches, *theirs, mapping, alone = said
         assert "no rank holds the whole model; train with engine.train_batch(batches)" in called
         assert backward == "under pp 2 × dp 1 × tp 1 a step is one call: engine.train_batch(batches)"
         assert batches == "train_batch: 1 micro-batches came, but batch.accumulation is 4; give as many"
+        for text in (called, *theirs):
+            assert "engine.train_batch(batches), evaluate with engine.evaluate(batches), both of pairs (tok" in text
+        pair = "a micro-batch is a pair (tokens, targets) of tensors (B, T), not a"
+        assert f"{pair} dict of input_ids, labels; targets are the tokens one place" in mapping
+        assert f"{pair} Tensor; " in alone
 
 
 def _logits(case: LayoutCase) -> list:

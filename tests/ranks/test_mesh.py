@@ -41,7 +41,7 @@ def rows(stage: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
     plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
     engine = speedlab.initialize(model=models.transformer(), config=config, tp_plan=plan)[0]
     table, held = engine.placement, {flat.name: flat.shard.numel() for flat in engine.flats}
-    assert list(held) == list(table.flats())
+    assert list(held) == list(table.flats)
     engine.destroy()
     return table.described(), held
 

@@ -203,7 +203,7 @@ class Rank:
 
     def update(self) -> None:
         for flat, momentum in zip(self.flats, self.momenta, strict=True):
-            momentum.mul_(0.9).add_(flat.update_gradient)
+            momentum.mul_(0.9).add_(flat.gradient.update)
             flat.master.add_(momentum, alpha=-0.05)
             if (pending := flat.publish()) is not None:
                 pending.wait()

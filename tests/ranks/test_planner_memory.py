@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 
@@ -65,11 +64,8 @@ def traced_and_measured(case: Case) -> tuple[dict[str, int], dict[str, int]]:
     from speedlab.config import RunConfig
     from speedlab.engine.build.plan_module import plan_module
 
-    def inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return case.batch(0, 0), {}
-
     config = RunConfig(**case.config())
-    planned = plan_module(case.build(), config, 2, inputs=inputs, loss=lambda output: output)
+    planned = plan_module(case.build(), config, 2, batch=lambda: case.batch(0, 0))
     with engine_for(case, optimizer=None) as engine:
         for step in range(2):
             engine_step(engine, case, step)

@@ -504,6 +504,36 @@ def test_messages_cross_and_are_told_apart_by_tag(two: Pool) -> None:
     two.run(crossing_messages)
 
 
+def a_message_of_another_size() -> tuple[bool, list[float], str]:
+    """It comes before the one that is waited for; (whether looking was enough for that, what it held, and what is said
+    of the other)."""
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(3), 1, tag=2)
+        dist.send(torch.ones(5), 1, tag=1)
+        dist.barrier()
+        return True, [1.0] * 5, ""
+    good, bad = torch.zeros(5), torch.zeros(4)
+    expected, odd = dist.irecv(good, 0, tag=1), dist.irecv(bad, 0, tag=2)
+    dist.barrier()
+    assert expected is not None
+    assert odd is not None
+    seen = expected.is_completed()
+    expected.wait()
+    said = ""
+    try:
+        odd.wait()
+    except PeerLost as error:
+        said = str(error)
+    return seen, good.tolist(), said
+
+
+def test_a_message_of_another_size_is_the_error_of_who_expects_it(two: Pool) -> None:
+    _, (seen, received, said) = two.run(a_message_of_another_size)
+    assert seen, "a loop that looks, instead of waiting, comes to its end"
+    assert received == [1.0] * 5
+    assert said == "rank 1 expected 16 bytes from rank 0 with tag 2, which sent 12"
+
+
 def ring_of_messages() -> None:
     rank, ranks = place()
     n = len(ranks)

@@ -12,9 +12,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from ranks.pool import Pool
 from ranks.runs import as_engine, new_run, own_rank, trainer_of
+from speedlab.cluster import remote
 from speedlab.config import ConfigError
 from speedlab.engine.engine import Engine
 from speedlab.engine.run import held_runs, interrupt, training, words
@@ -230,6 +232,21 @@ def test_a_failure_that_cannot_be_written_down_is_still_raised_on_all(world: Poo
     assert second in ("finished", "PeerLost")  # It may have ended before.
 
 
+def with_a_model_that_cannot_be_made_on_a_full_disk(run: str) -> str:
+    with (
+        as_engine(run),
+        broken(training, "GPT", ZeroDivisionError("seven"), rank=0),
+        broken(RunFolder, "write_status", OSError("no space"), rank=0),
+    ):
+        return advance(run)
+
+
+def test_what_cannot_be_built_is_told_though_it_cannot_be_written_down(world: Pool, tmp_path) -> None:
+    run = new_run(tmp_path, steps=1)
+    told = "Parted: rank 0: ZeroDivisionError: seven"
+    assert world.run(with_a_model_that_cannot_be_made_on_a_full_disk, run) == [told] * 2
+
+
 def with_periodic_saves_that_fail(run: str) -> str:
     with as_engine(run), broken(Engine, "save_checkpoint", OSError("disk on fire")):
         return advance(run)
@@ -319,6 +336,32 @@ def test_an_interrupt_in_the_middle_of_what_follows_a_step_leaves_its_state_whol
     before = 0 if name == "evaluate" else 1  # The first evaluation comes before the first step.
     assert world.run(interrupted_in, run, name) == [["paused", "paused", True, before + 1]] * 2
     assert [event.step for event in events(run, "interrupted")] == [before]
+
+
+def repeated_while_the_world_is_left(run: str) -> list[Any]:
+    """Both ranks are forced to stop; rank 1 gets the cluster's next signal while it lets its connections go."""
+    forget = training.leave
+
+    def forced(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt("the step did not end in time")
+
+    def repeated(**kwargs: Any) -> None:
+        if own_rank() == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        forget(**kwargs)
+
+    with as_engine(run):
+        with patch.object(Engine, "evaluate", forced), patch.object(training, "leave", repeated):
+            kind = remote.call(held_runs.advance, [run], {})[remote.FAILED]["kind"]
+        left = not dist.is_initialized()
+        return [kind, str(trainer_of(run).training.state), left, advance(run)]
+
+
+def test_the_clusters_next_signal_does_not_cut_off_what_follows_an_interrupt(world: Pool, tmp_path) -> None:
+    run = new_run(tmp_path, eval={"every_steps": 1})
+    post(run, ("step", {"n": 1}))
+    assert world.run(repeated_while_the_world_is_left, run) == [["KeyboardInterrupt", "paused", True, "paused"]] * 2
+    assert len(events(run, "interrupted")) == 1
 
 
 def interrupted_in_an_update(run: str) -> list[Any]:

@@ -7,6 +7,8 @@ import errno
 import hashlib
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from speedlab.engine.checkpoint import CheckpointError, newest, prune
+from speedlab.engine.checkpoint import CheckpointError, prune
 from speedlab.engine.checkpoint import saving as saving_module
 from speedlab.engine.checkpoint.manifest import read_manifest
-from speedlab.engine.checkpoint.saving import Saving, await_reports, report_file, write_report
+from speedlab.engine.checkpoint.saving import (
+    Saving,
+    await_outcome,
+    await_reports,
+    peers_of,
+    report_file,
+    whose,
+    write_report,
+)
 from speedlab.engine.checkpoint.tensor_file import Values, write_tensors
+from speedlab.telemetry.checkpoints import Checkpoint, newest
 
 # ---- the file --------------------------------------------------------------------------------------------------------
 
@@ -160,7 +171,7 @@ def test_damaged_ones_do_not_count_and_the_newest_good_one_stays(tmp_path: Path)
         complete(tmp_path, f"step-{step}", step, cut=step == 3)
     prune(tmp_path, 1)
     assert names(tmp_path) == ["step-2", "step-3"]
-    assert newest(tmp_path) == tmp_path / "step-3"
+    assert newest(tmp_path) == Checkpoint(path=tmp_path / "step-3", step=3)
     complete(tmp_path / "all", "step-1", 1, cut=True)
     assert prune(tmp_path / "all", 1) == []
 
@@ -174,6 +185,36 @@ def test_a_rank_that_never_reports_is_named(tmp_path: Path, monkeypatch: pytest.
         write_report(report_file(tmp_path, rank), {})
     with pytest.raises(CheckpointError, match="rank 1, 3 did not write"):
         await_reports(tmp_path, 4)
+
+
+@pytest.mark.timeout(30)
+def test_nobody_waits_for_a_process_that_has_ended(tmp_path: Path) -> None:
+    """Killed in the middle of its part; what it had reported before counts."""
+    hidden, target = tmp_path / ".here.partial", tmp_path / "here"
+    hidden.mkdir()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        host, _ = whose()
+        peers = peers_of({0: [host, other.pid], 1: [host, os.getpid()], 2: ["elsewhere", other.pid]})
+        assert peers.keys() == {0}, "only who can be seen from here, and not this process"
+        write_report(report_file(hidden, 1), {})
+        other.kill()
+    with pytest.raises(CheckpointError, match="the process of rank 0 ended before its part was written"):
+        await_reports(hidden, 2, peers)
+    with pytest.raises(CheckpointError, match="the process of rank 0 ended before it was complete"):
+        await_outcome(hidden, target, peers)
+    write_report(report_file(hidden, 0), {})
+    await_reports(hidden, 2, peers)
+    hidden.rename(target)
+    await_outcome(hidden, target, peers)
+    with pytest.raises(CheckpointError, match="the process of rank 3 has ended"):
+        peers_of({3: [host, other.pid]})
+
+
+@pytest.mark.timeout(30)
+def test_nobody_waits_for_a_folder_that_was_removed(tmp_path: Path) -> None:
+    for wait in (lambda hidden: await_reports(hidden, 2), lambda hidden: await_outcome(hidden, tmp_path / "here")):
+        with pytest.raises(CheckpointError, match=r"gone: was removed while it was written"):
+            wait(tmp_path / "gone")
 
 
 def test_a_failure_of_any_kind_is_told(tmp_path: Path) -> None:

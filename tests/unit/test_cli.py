@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from speedlab import cli
-from speedlab.cli import demo, engines, manage, progress, train
+from speedlab.cli import demo, engines, follow, manage, progress, resume, train
+from speedlab.cluster import ClusterError, Run
 from speedlab.config import ConfigError, ModelConfig, RunConfig
 from speedlab.telemetry.folder import RunFolder, Status
 from speedlab.telemetry.records import Ledger, RunState, StepRecord
@@ -93,6 +94,19 @@ def test_a_preset_gives_the_model_and_other_options_change_it(arguments) -> None
     assert train.parse(arguments)[0].model == ModelConfig(preset="gpt2", layers=6)
 
 
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        (["--zero", "3"], ["--zero.stage", "3"]),
+        (["--zero=1", "--batch", "16"], ["--zero.stage=1", "--batch.global-size", "16"]),
+        (["--model", "gpt-mini", "--model.layers", "3"], ["--model.preset", "gpt-mini", "--model.layers", "3"]),
+        (["--precision", "bfloat16", "--optimizer=sgd"], ["--precision.dtype", "bfloat16", "--optimizer.name=sgd"]),
+    ],
+)
+def test_parts_have_short_forms(short: list[str], long: list[str]) -> None:
+    assert train.parse(short) == train.parse(long)
+
+
 def test_a_preset_may_come_with_what_only_it_allows() -> None:
     config, _ = train.parse(["--model.preset", "gpt2", "--data.sequence-length", "1024"])
     assert config.data.sequence_length == 1024
@@ -137,7 +151,7 @@ def test_the_file_comes_first(tmp_path) -> None:
         (["--data.source", "no-such-folder"], "no-such-folder"),
         (["--steps", "0"], "steps: Input should be greater than or equal to 1 (got 0)"),
         (["missing.yaml"], "missing.yaml: cannot be read: No such file or directory"),
-        (["--name", "taken"], "taken exists; give another --name"),
+        (["--name", "taken"], "taken exists, finished at step 0 of 40; give another --name"),
     ],
 )
 def test_what_cannot_run_is_refused_before_engines_start(monkeypatch, capsys, arguments, message) -> None:
@@ -223,6 +237,20 @@ def test_stop_asks_before_something_is_lost(monkeypatch, capsys, answer) -> None
     assert (
         "holds run a: running at step 3 of 9; steps since the last checkpoint would be lost" in capsys.readouterr().out
     )
+
+
+def test_a_cluster_that_ends_while_it_is_being_stopped_is_no_error(monkeypatch, capsys) -> None:
+    """As when a training in another terminal comes to its end, and ends its engines."""
+    running = [type("State", (), {"name": "default"})()]
+
+    def ends(name: str) -> None:
+        running.clear()
+        raise ClusterError(f"cluster {name!r} ended just now")
+
+    monkeypatch.setattr(manage, "running_clusters", lambda: list(running))
+    monkeypatch.setattr(manage.Cluster, "attach", ends)
+    assert cli.main(["stop"]) == 0
+    assert capsys.readouterr() == ("cluster default ended by itself just now\n", "")
 
 
 # Progress
@@ -312,13 +340,79 @@ def test_the_demo_does_not_touch_a_cluster_that_runs(monkeypatch, capsys, tmp_pa
     assert "cluster 'default' is running and the notebook would use it and end it" in capsys.readouterr().err
 
 
+# Going on
+
+
+def make_stopped_run(name: str) -> RunFolder:
+    """Stopped at step 12, with a checkpoint of step 10, its engines gone."""
+    folder = make_run(Path("runs") / name, state=RunState.STOPPED, step=12, rank_pids=(2**22, 2**22 + 1))
+    write_steps(folder, 12)
+    path = folder.path / "checkpoints" / "step-000010"
+    path.mkdir()
+    (path / "manifest.json").write_text('{"step": 10}')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nope"], "there is no run 'nope'; runs in"),
+        (["a", "--step", "7"], "holds no checkpoint of step 7; it holds step-000010"),
+        (["a", "--tag", "lunch"], "holds no checkpoint 'lunch'; it holds step-000010"),
+        (["a", "--tag", "lunch", "--step", "10"], "step 10 and tag 'lunch' both name a checkpoint; give one of them"),
+        (["a", "--steps", "10"], "would go on from step 10 and ends at step 10; give it more than 10 steps"),
+        (["a", "--zero.stage", "3"], "--zero.stage 3: a run goes on as it is configured; with --resume there are"),
+        (["bare"], "has no checkpoint, and its engines are gone: there is nothing to go on from"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_before_engines_start(monkeypatch, capsys, arguments, message) -> None:
+    make_stopped_run("a")
+    write_steps(make_run(Path("runs/bare"), state=RunState.STOPPED, step=3), 3)
+    monkeypatch.setattr(resume, "cluster_for", lambda *args, **keywords: pytest.fail("engines were started"))
+    assert cli.main(["train", "--resume", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_as_many_engines_as_before(monkeypatch) -> None:
+    make_stopped_run("a")
+    asked = []
+
+    def refuse(name: str, engines: int | None, device: str, *, keep: bool) -> None:
+        asked.append(engines)
+        raise ConfigError("that is enough")
+
+    monkeypatch.setattr(resume, "cluster_for", refuse)
+    assert [cli.main(["train", "--resume", "a", *more]) for more in ([], ["--engines", "4"])] == [2, 2]
+    assert asked == [2, 4]
+
+
+def test_the_line_that_goes_on_says_all_that_is_needed_and_no_more() -> None:
+    folder = make_stopped_run("a")
+    where = engines.EngineOptions()
+    assert follow.resume_command(Run(folder), where) == "speedlab train --resume a"
+    Path("my runs").mkdir()
+    elsewhere = RunFolder(folder.path.rename("my runs/b"))
+    kept = engines.EngineOptions(device="cpu", cluster="mine", keep_engines=True)
+    line = follow.resume_command(Run(elsewhere), kept)
+    assert line == "speedlab train --resume 'my runs/b' --device cpu --cluster mine --keep-engines"
+    assert follow.resume_command(Run(make_run(Path("runs/bare"))), where) is None
+
+
+def test_the_same_command_again_offers_to_go_on(monkeypatch, capsys) -> None:
+    make_stopped_run("a")
+    monkeypatch.setattr(train, "cluster_for", lambda *args, **keywords: pytest.fail("engines were started"))
+    assert cli.main(["train", "--name", "a", "--steps", "40"]) == 2
+    told = capsys.readouterr().err
+    assert "runs/a exists, stopped at step 12 of 40; `speedlab train --resume a` goes on with it, or give" in told
+
+
 # Export
 
 
 def test_export_needs_a_checkpoint(capsys) -> None:
     make_run(Path("runs/bare"), state=RunState.PAUSED)
     assert cli.main(["export", "bare", "out"]) == 2
-    assert "holds no complete checkpoint; save one with run.save()" in capsys.readouterr().err
+    assert "holds no complete checkpoint; run.save() or" in capsys.readouterr().err
     assert cli.main(["export", "bare", "out", "--tag", "step-000007"]) == 2
     assert "step-000007" in capsys.readouterr().err
     assert not Path("out").exists()

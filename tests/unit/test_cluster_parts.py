@@ -8,8 +8,9 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,6 +22,7 @@ from speedlab.cluster.devices import choose_devices
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, EngineEntry, Home, running_clusters
 from speedlab.cluster.launchers import DeviceEngineSetLauncher, device_fields, rank_environment
+from speedlab.cluster.shipping import pack
 from speedlab.hardware import Device
 
 
@@ -87,18 +89,22 @@ def test_ipyparallel_knows_the_launcher_by_name(tmp_path: Path) -> None:
     assert cluster.engine_launcher_class is DeviceEngineSetLauncher
 
 
-def test_state_is_private_and_comes_back_equal() -> None:
-    home = Home("box")
-    home.create()
-    state = ClusterState(
+def box_state(controller_pid: int) -> ClusterState:
+    return ClusterState(
         name="box",
         token="t",
-        controller_pid=os.getpid(),
+        controller_pid=controller_pid,
         started=1.5,
         devices=(gpu(0),),
         engines=(EngineEntry(rank=0, pid=1, engine_id=4),),
         backend="gloo",
     )
+
+
+def test_state_is_private_and_comes_back_equal() -> None:
+    home = Home("box")
+    home.create()
+    state = box_state(os.getpid())
     home.write(state)
     assert home.read() == state
     assert not state.running  # This process is alive, but it does not carry the token.
@@ -143,6 +149,10 @@ def own_interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, handler)
 
 
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return remote.call(pack((function, arguments, {}), {}))
+
+
 @pytest.mark.usefixtures("own_interrupts")
 def test_what_a_rank_raised_becomes_plain_text() -> None:
     def fail(how: BaseException) -> None:
@@ -150,11 +160,22 @@ def test_what_a_rank_raised_becomes_plain_text() -> None:
 
     error = RuntimeError("shapes differ")
     error.speedlab_step, error.speedlab_module = 3, "blocks.0"  # type: ignore[attr-defined]  # as the engine does
-    failure = remote.call(fail, (error,), {})[remote.FAILED]
+    failure = call(fail, error)[remote.FAILED]
     assert (failure["kind"], failure["message"]) == ("RuntimeError", "shapes differ")
     assert (failure["step"], failure["module"]) == (3, "blocks.0")
     assert "in fail" in failure["traceback"]
     assert "remote.py" not in failure["traceback"]
-    assert "cannot be shown: ValueError" in remote.call(fail, (StubbornError(),), {})[remote.FAILED]["message"]
-    assert remote.call(fail, (SystemExit(3),), {})[remote.FAILED]["kind"] == "SystemExit"
-    assert remote.call(max, (1, 2), {}) == 2
+    assert "cannot be shown: ValueError" in call(fail, StubbornError())[remote.FAILED]["message"]
+    assert call(fail, SystemExit(3))[remote.FAILED]["kind"] == "SystemExit"
+    assert call(max, 1, 2) == 2
+
+
+def test_a_cluster_that_ends_while_a_handle_connects_is_told_without_its_logs() -> None:
+    """`speedlab stop` while a training in another terminal ends its engines: their logs explain nothing."""
+    home = Home("box")
+    home.create()
+    (home.log / "ipcontroller.log").write_text("a line of a log\n" * 30)
+    cluster = Cluster(name="box", start=False)
+    with pytest.raises(ClusterError) as told:
+        cluster._connect(box_state(2**22 + 1))
+    assert str(told.value) == "cluster 'box' ended just now; speedlab.Cluster(name='box') starts it anew"

@@ -17,7 +17,14 @@ from speedlab.data import corpus as corpus_module
 from speedlab.data.cache import default_cache
 from speedlab.data.encode import split
 from speedlab.data.files import TextFile, choose, find
-from speedlab.data.tokenizer import END_OF_TEXT, ByteTokenizer, FileTokenizer, NumberTokenizer, train_bpe
+from speedlab.data.tokenizer import (
+    END_OF_TEXT,
+    ByteTokenizer,
+    FileTokenizer,
+    NumberTokenizer,
+    save_tokenizer,
+    train_bpe,
+)
 
 PROSE = "".join(f"line {i}: the quick brown fox number {i * 7919} jumps, über alles.\n" for i in range(400))
 
@@ -347,6 +354,21 @@ def test_the_end_of_a_text_has_a_token(bpe):
     assert ByteTokenizer().decode([0xFF]) == "\ufffd"
     with pytest.raises(ValueError, match="not all below 257"):
         ByteTokenizer().decode([257])
+
+
+def test_a_saved_tokenizer_is_the_same_to_transformers(bpe, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    for tokenizer in (bpe, ByteTokenizer()):
+        folder = tmp_path / type(tokenizer).__name__
+        save_tokenizer(tokenizer, folder)
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        for text in ("", "def f(x):\n    return x", " wörld €\t😀 a  b"):
+            assert theirs(text)["input_ids"] == tokenizer.encode(text)
+            assert theirs.decode(tokenizer.encode(text)) == text
+        assert theirs.eos_token_id == tokenizer.end_of_text
+        assert len(theirs) == tokenizer.vocab_size
+    save_tokenizer(NumberTokenizer(10), tmp_path / "numbers")
+    assert not (tmp_path / "numbers").exists()
 
 
 def test_numbers_stand_for_themselves():

@@ -131,6 +131,25 @@ def params(kind: str, **values) -> dict:
         ({"activation_checkpointing": {"partition_activations": True}}, {"activation.checkpointing": "block"}),
         ({"activation_checkpointing": {"partition_activations": False}}, {"activation.checkpointing": "none"}),
         ({"activation_checkpointing": {"number_checkpoints": None}}, {"activation.checkpointing": "none"}),
+        ({"activation_checkpointing": {"number_checkpoints": 24}}, {"activation.checkpointing": "none"}),
+        (
+            {"activation_checkpointing": {"number_checkpoints": 24, "partition_activations": True}},
+            {"activation.checkpointing": "block"},
+        ),
+        ({"optimizer": params("Adam", bias_correction=False)}, {"optimizer.bias_correction": False}),
+        ({"optimizer": params("AdamW")}, {"optimizer.bias_correction": True}),
+        (
+            {"optimizer": params("Lion", lr=1e-4, weight_decay=0.3)},
+            {
+                "optimizer.name": "lion",
+                "optimizer.lr": 1e-4,
+                "optimizer.betas": (0.9, 0.99),
+                "optimizer.weight_decay": 0.3,
+            },
+        ),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, {"precision.dtype": "bfloat16"}),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, {"precision.dtype": "bfloat16"}),
+        ({"train_batch_size": 8}, {"schedule.kind": "constant", "schedule.warmup_steps": 0}),
         (
             {"pipeline": {"stages": 4, "partition": "best", "activation_checkpoint_interval": 1}},
             {"parallel.pp": 4, "activation.checkpointing": "block"},
@@ -259,6 +278,16 @@ def test_every_known_key_without_effect_has_a_reason(path) -> None:
         ({"zero_optimization": {"mics_shard_size": 4}}, "zero_optimization.mics_shard_size", "mics"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op", "gradient-sum"),
         (
+            {
+                "bf16": {"enabled": True},
+                "gradient_accumulation_steps": 2,
+                "data_types": {"grad_accum_dtype": "bf16"},
+            },
+            "data_types.grad_accum_dtype",
+            "narrow-states",
+        ),
+        ({"data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype", "narrow-states"),
+        (
             {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
             "bf16.bf16_master_weights_and_grads",
             "narrow-states",
@@ -271,6 +300,7 @@ def test_what_changes_training_or_memory_is_refused_unless_the_caller_goes_witho
     assert refused[path].endswith(f'; to go on without it, ignore "{name}"')
     with pytest.raises(ConfigError, match=path):
         RunConfig.from_deepspeed({**BATCH, **data})
+    assert RunConfig.deepspeed_reading({**BATCH, **data}).lacking == (name,)
     without = RunConfig.deepspeed_reading({**BATCH, **data}, ignore={name})
     assert without.config is not None
     assert any(entry.path == path and "you asked" in entry.text for entry in without.ignored)
@@ -302,6 +332,35 @@ def test_one_bit_adam_without_its_bits_keeps_its_numbers() -> None:
     [
         ({"gradient_cliping": 1.0}, "gradient_cliping", "the nearest is 'gradient_clipping'"),
         ({"zero_optimization": {"stag": 3}}, "zero_optimization.stag", "the nearest is 'zero_optimization.stage'"),
+        ({"zero_optimisation": {"stage": 3}}, "zero_optimisation", "the nearest is 'zero_optimization'; correct it"),
+        ({"Zero-Optimization": {"stage": 3}}, "Zero-Optimization", "the nearest is 'zero_optimization'"),
+        ({"zero_opt": {"stage": 3}}, "zero_opt", "the nearest is 'zero_optimization'"),
+        ({"optimiser": {"type": "AdamW"}}, "optimiser", "the nearest is 'optimizer'"),
+        ({"schedular": {"type": "WarmupLR"}}, "schedular", "the nearest is 'scheduler'"),
+        ({"BF16": {"enabled": True}}, "BF16", "the nearest is 'bf16'"),
+        ({"bf16": {"enable": True}}, "bf16.enable", "the nearest is 'bf16.enabled'"),
+        ({"activation_checkpoint": {}}, "activation_checkpoint", "the nearest is 'activation_checkpointing'"),
+        ({"optimizer": {"type": "AdamW", "lr": 1}}, "optimizer.lr", "the nearest is 'optimizer.params.lr'"),
+        (
+            {"optimizer": params("AdamW", learning_rate=2e-5)},
+            "optimizer.params.learning_rate",
+            "the nearest is 'optimizer.params.lr'",
+        ),
+        (
+            {"scheduler": params("WarmupLR", warmup_steps=10)},
+            "scheduler.params.warmup_steps",
+            "the nearest is 'scheduler.params.warmup_num_steps'",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"devise": "cpu"}}},
+            "zero_optimization.offload_optimizer.devise",
+            "the nearest is 'zero_optimization.offload_optimizer.device'",
+        ),
+        (
+            {"data_types": {"grad_accum_dtype": "int4"}},
+            "data_types.grad_accum_dtype",
+            'expected fp32, bf16 or fp16, not "int4"',
+        ),
         (
             {"zero_optimization": {"scheduler": {"type": "WarmupLR"}}},
             "zero_optimization.scheduler",
@@ -353,6 +412,40 @@ def test_unknown_keys_are_ignored_with_a_warning_and_remarks_without() -> None:
     assert reading.config is not None
     assert {entry.path for entry in reading.ignored} >= {"my_key", "_remark", "zero_optimization.verbose"}
     assert [text.partition(":")[0] for text in reading.warnings] == ["my_key", "zero_optimization.verbose"]
+
+
+def test_what_is_near_a_key_that_the_file_has_is_no_slip() -> None:
+    reading = RunConfig.deepspeed_reading({"train_batch_size": 8, "batch_size": 3})
+    assert reading.config.batch.global_size == 8
+    assert reading.warnings == ("batch_size: DeepSpeed has no such key",)
+
+
+def test_refusals_say_what_the_caller_at_hand_can_do(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = {**BATCH, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "fp8": {"enabled": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(data))
+    call = """speedlab.RunConfig.from_deepspeed('ds.json', ignore={"fp8", "offload"})"""
+    in_python = f"to go on without fp8, offload: config={call}"
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.load("ds.json")
+    assert str(caught.value).splitlines()[-1] == in_python
+    assert "--" not in str(caught.value)
+    assert str(RunConfig.deepspeed_reading("ds.json")).splitlines()[4] == in_python
+    in_terminal = (
+        "to go on without fp8, offload: `speedlab config --from-deepspeed ds.json --ignore fp8 offload > config.yaml`, "
+        "then `speedlab train config.yaml`"
+    )
+    for argv in (["config", "--from-deepspeed", "ds.json"], ["config", "ds.json"], ["train", "ds.json"]):
+        assert cli.main(argv) == 2
+        said = capsys.readouterr().err
+        assert in_terminal in said
+        assert "RunConfig" not in said
+    assert cli.main(["config", "--from-deepspeed", "ds.json", "--ignore", "fp8", "offload"]) == 0
+    args = {"max_steps": 10}
+    for source, told in ((data, "config, training_args=args"), ("ds.json", "'ds.json', training_args=args")):
+        with pytest.raises(ConfigError) as caught:
+            RunConfig.from_deepspeed(source, training_args=args)
+        assert f"from_deepspeed({told}, ignore=" in str(caught.value)
 
 
 def test_two_names_of_one_key() -> None:
@@ -450,9 +543,141 @@ def test_a_number_that_is_not_the_arguments_is_said() -> None:
     assert RunConfig.deepspeed_reading({**BATCH, "gradient_clipping": 0.5}, training_args={}).warnings == ()
 
 
+ZERO_ONLY = {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (
+            {"learning_rate": 2e-5, "max_steps": 100},
+            {
+                "optimizer.name": "adamw",
+                "optimizer.lr": 2e-5,
+                "optimizer.betas": (0.9, 0.999),
+                "optimizer.weight_decay": 0.0,
+                "schedule.kind": "linear",
+                "schedule.warmup_steps": 0,
+                "schedule.floor": 0.0,
+                "steps": 100,
+                "batch.micro_size": 8,
+                "batch.accumulation": 1,
+                "clip_norm": 1.0,
+                "precision.dtype": "float32",
+            },
+        ),
+        (
+            {
+                "max_steps": 100,
+                "adam_beta1": 0.8,
+                "adam_beta2": 0.95,
+                "adam_epsilon": 1e-6,
+                "weight_decay": 0.1,
+                "lr_scheduler_type": "cosine",
+                "warmup_ratio": 0.03,
+                "bf16": True,
+                "per_device_train_batch_size": 2,
+                "gradient_accumulation_steps": 4,
+            },
+            {
+                "optimizer.lr": 5e-5,
+                "optimizer.betas": (0.8, 0.95),
+                "optimizer.eps": 1e-6,
+                "optimizer.weight_decay": 0.1,
+                "schedule.kind": "cosine",
+                "schedule.warmup_steps": 3,
+                "schedule.floor": 0.0,
+                "precision.dtype": "bfloat16",
+                "batch.micro_size": 2,
+                "batch.accumulation": 4,
+            },
+        ),
+        (
+            {"optim": "sgd", "lr_scheduler_type": "constant", "warmup_steps": 9, "max_steps": 5},
+            {
+                "optimizer.name": "sgd",
+                "optimizer.momentum": 0.0,
+                "schedule.kind": "constant",
+                "schedule.warmup_steps": 0,
+                "steps": 5,
+            },
+        ),
+        (
+            {"optim": "lion_32bit", "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 9},
+            {"optimizer.name": "lion", "schedule.kind": "constant", "schedule.warmup_steps": 9},
+        ),
+        (
+            {
+                "learning_rate": 1e-4,
+                "lr_scheduler_type": "cosine_with_min_lr",
+                "lr_scheduler_kwargs": {"min_lr": 1e-5},
+                "max_steps": 10,
+            },
+            {"schedule.kind": "cosine", "schedule.floor": pytest.approx(0.1)},
+        ),
+    ],
+)
+def test_the_trainer_brings_what_the_file_leaves_out(args, expected) -> None:
+    reading = RunConfig.deepspeed_reading(ZERO_ONLY, training_args=args)
+    assert {field: dug(reading.config, field) for field in expected} == expected
+    assert reading.warnings == ()
+
+
+def test_the_trainers_rate_is_its_own_schedules_after_the_warm_up() -> None:
+    optimization = pytest.importorskip("transformers.optimization")
+    import torch
+
+    from speedlab.engine.build.schedule import rate_factor
+
+    for kind in ("linear", "cosine"):
+        args = {"max_steps": 50, "warmup_steps": 10, "lr_scheduler_type": kind}
+        config = RunConfig.deepspeed_reading(ZERO_ONLY, training_args=args).config
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        theirs = optimization.get_scheduler(kind, optimizer, num_warmup_steps=10, num_training_steps=50)
+        for step in range(50):
+            if step >= 10:
+                assert rate_factor(config.schedule, step, 50) == pytest.approx(theirs.get_last_lr()[0])
+            optimizer.step()
+            theirs.step()
+
+
+def test_sections_of_the_file_come_before_the_trainers() -> None:
+    own = {"optimizer": params("AdamW", lr=3e-4), "scheduler": params("WarmupLR", warmup_num_steps=5)}
+    args = {"learning_rate": 2e-5, "lr_scheduler_type": "cosine", "max_steps": 40}
+    optimizer_only = RunConfig.deepspeed_reading({**ZERO_ONLY, "optimizer": own["optimizer"]}, training_args=args)
+    assert (optimizer_only.config.optimizer.lr, optimizer_only.config.schedule.kind) == (3e-4, "cosine")
+    schedule_only = RunConfig.deepspeed_reading({**ZERO_ONLY, "scheduler": own["scheduler"]}, training_args=args)
+    assert (schedule_only.config.optimizer.lr, schedule_only.config.schedule.warmup_steps) == (2e-5, 5)
+    assert schedule_only.config.steps == 40
+    no_rate = RunConfig.deepspeed_reading({**ZERO_ONLY, "optimizer": {"type": "AdamW"}}, training_args=args)
+    assert no_rate.config.optimizer.lr == 1e-3
+    assert no_rate.warnings == (
+        'optimizer.params.lr is left out, so it is DeepSpeed\'s 0.001, under the Trainer, too; write "auto" for '
+        "training_args.learning_rate 2e-05",
+    )
+
+
+def test_what_the_trainer_would_bring_is_refused_where_it_is_not_built() -> None:
+    args = {"optim": "adafactor", "lr_scheduler_type": "polynomial", "max_steps": 9}
+    refused = refusals(ZERO_ONLY, training_args=args)
+    assert list(refused) == ["training_args.optim", "training_args.lr_scheduler_type"]
+    without = RunConfig.deepspeed_reading(ZERO_ONLY, training_args=args, ignore={"optimizer", "schedule"})
+    assert (without.config.optimizer.name, without.config.schedule.kind) == ("adamw", "constant")
+    kwargs = {"lr_scheduler_type": "linear", "lr_scheduler_kwargs": {"power": 2}, "max_steps": 9}
+    assert list(refusals(ZERO_ONLY, training_args=kwargs)) == ["training_args.lr_scheduler_kwargs"]
+
+
+def test_a_fall_of_unknown_length_is_said() -> None:
+    reading = RunConfig.deepspeed_reading(ZERO_ONLY, training_args={"learning_rate": 2e-5, "warmup_ratio": 0.1})
+    assert (reading.config.optimizer.lr, reading.config.steps, reading.config.schedule.warmup_steps) == (2e-5, 200, 20)
+    (warning,) = reading.warnings
+    assert warning.startswith("training_args.max_steps is -1: how many steps the data make is not known here")
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        ({"optim": 3}, "training_args.optim: expected a name, not 3"),
         ({"learning_rate": "fast"}, "training_args.learning_rate: expected a number, not 'fast'"),
         (object(), "training_args: expected names and values, not object; give args.to_dict()"),
     ],
@@ -567,7 +792,12 @@ CONFIGS = st.fixed_dictionaries(
             }
         ),
         "optimizer": st.fixed_dictionaries(
-            {"name": st.sampled_from(["adamw", "sgd"]), "lr": st.floats(1e-6, 1), "weight_decay": st.floats(0, 1)}
+            {
+                "name": st.sampled_from(["adamw", "lion", "sgd"]),
+                "lr": st.floats(1e-6, 1),
+                "weight_decay": st.floats(0, 1),
+                "bias_correction": st.booleans(),
+            }
         ),
         "schedule": st.fixed_dictionaries(
             {
@@ -602,6 +832,7 @@ def test_what_is_written_is_read_and_written_again_the_same(data) -> None:
     assert (again.parallel.tp, again.parallel.pp) == (config.parallel.tp, config.parallel.pp)
     assert (again.optimizer.name, again.optimizer.lr) == (config.optimizer.name, config.optimizer.lr)
     assert again.optimizer.weight_decay == config.optimizer.weight_decay
+    assert config.optimizer.name != "adamw" or again.optimizer.bias_correction == config.optimizer.bias_correction
     assert again.schedule.kind == config.schedule.kind
     if config.schedule.kind != "constant":
         assert again.steps == config.steps

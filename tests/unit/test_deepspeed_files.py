@@ -113,8 +113,8 @@ EXPECTED: dict[str, Expected] = {
             "precision.dtype": "float16",
             "clip_norm": None,
             "telemetry.tensorboard": False,
+            "optimizer.bias_correction": False,
         },
-        ("optimizer.params.bias_correction",),
     ),
     "019_deepspeedai_DeepSpeed_ds_config_z3_deepcompile_no_persist.json": Read(
         {

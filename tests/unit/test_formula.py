@@ -217,4 +217,4 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="dp 0 must be at least 1"):
         model_states(1, dp=0, stage=0, dtype="float32")
     with pytest.raises(ValueError, match="adamw"):
-        model_states(1, dp=1, stage=0, dtype="float32", optimizer="lion")  # type: ignore[arg-type] # a wrong one on purpose
+        model_states(1, dp=1, stage=0, dtype="float32", optimizer="adagrad")  # type: ignore[arg-type] # a wrong one on purpose

@@ -102,6 +102,38 @@ def test_a_peers_interrupt_that_is_heard_first_leaves_the_own_signal_a_repeat(mo
         assert not armed()
 
 
+def test_a_request_right_behind_the_last_advance_is_a_new_one(monkeypatch):
+    """The cluster sends its repeats as often as a signal counts as repeated: none of them would ever be heard."""
+    interruption = Interruption()
+    with interruption:
+        ask([100.0], monkeypatch)
+    with interruption:
+        ask([100.5], monkeypatch)
+        assert interruption.asked
+        assert armed()
+
+
+class Passing:
+    """The error of a finalizer goes nowhere."""
+
+    def __del__(self) -> None:
+        busy(0.2)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_is_forced_inside_a_finalizer_is_forced_again(monkeypatch):
+    def loses_the_first() -> None:
+        with Interruption():
+            ask([100.0], monkeypatch)
+            Passing()
+            busy(5)
+
+    monkeypatch.setattr(interrupt, "PATIENCE_SECONDS", 0.05)
+    with pytest.raises(KeyboardInterrupt, match="did not end in time"):
+        loses_the_first()
+    assert not armed()
+
+
 def test_handlers_are_those_from_before(monkeypatch):
     before = signal.getsignal(signal.SIGINT)
     with Interruption():

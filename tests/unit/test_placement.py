@@ -64,7 +64,7 @@ def test_flats_are_classes_of_equal_rows() -> None:
         row("c"),
         row("eight", states=row("x").states | {"moments": row("x").states["parameter"]}),
     )
-    assert {name: [each.name for each in rows] for name, rows in table.flats().items()} == {
+    assert {name: [each.name for each in rows] for name, rows in table.flats.items()} == {
         "blocks.0/bfloat16": ["a", "c", "b"],  # Those of one optimizer group lie side by side.
         "root/bfloat16": ["other"],
         "blocks.0/bfloat16-frozen": ["still"],

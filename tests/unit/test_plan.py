@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -11,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from speedlab import cli
-from speedlab.config import ConfigError, RunConfig
+from speedlab.config import ConfigError, ParallelConfig, RunConfig
 from speedlab.display.figure_style import plain
 from speedlab.hardware import Device
 from speedlab.planner import calibration_store
 from speedlab.planner.here import hardware_here
 from speedlab.planner.memory import predict_memory
-from speedlab.planner.plan import plan
+from speedlab.planner.plan import Found, plan
 from speedlab.planner.plan_table import plan_table
 from speedlab.planner.request import PlanRequest, count
 
@@ -121,9 +122,9 @@ def test_a_page_shows_a_plan_without_scripts_and_escaped() -> None:
     [
         (["gpt3-17b"], "nearest: gpt3-175b"),
         (["gpt2", "--machines", "8 A100-81"], "device 'A100-81' is not known; nearest: A100-80"),
-        (["gpt2", "--machines", "4x8 A100-80"], "need a network, and none is given; add one, as 'ib-200x8'"),
+        (["gpt2", "--machines", "4x8"], "do not say how many of what; write for instance"),
         (["gpt2", "--machines", "dgx-3"], "cluster 'dgx-3' is not known; nearest: dgx-2"),
-        (["gpt2", "--machines", "8 A100-80", "--tp", "8"], "12 heads do not divide by it; tp 6 does"),
+        (["gpt2", "--machines", "8 A100-80", "--tp", "8"], "12 heads do not divide by it; tp 4 does"),
         (["gpt2", "--machines", "16 V100-32", "--pp", "16"], "gpt2 has 12 layers"),
         (["gpt2", "--machines", "8 A100-80", "--global", "12"], "a global batch of 16 would work"),
         (["gpt2", "--machines", "8 A100-80", "--tokens", "many"], "write for instance 300B"),
@@ -131,6 +132,31 @@ def test_a_page_shows_a_plan_without_scripts_and_escaped() -> None:
         (["none.yaml"], "none.yaml: there is no such file"),
         ([], "no model is named; known: 1t, "),
         (["gpt3-175b", "--machines", "8 A100-80", "--search"], "add for instance --global 1536"),
+        (["llama-3-8b", "--machines", "16 H100 on 2 nodes", "--tp", "16"], "8 KV heads do not divide by it; tp 8 does"),
+        (["gpt2", "--seq", "2048", "--machines", "8 H100"], "gpt2 has learned 1,024 positions"),
+        (["--layers", "24", "--machines", "8 H100"], "add --hidden, --heads"),
+        (
+            ["gpt2", "--machines", "8 H100", "--pp", "8", "--schedule", "interleaved"],
+            "8 × 2 stages a rank: gpt2 has 12",
+        ),
+        (
+            ["gpt2", "--machines", "4 H100", "--pp", "4", "--schedule", "interleaved", "--global", "9"],
+            "9 are no whole rounds; 8 or 12 would be: a global batch of 8 or 12",
+        ),
+        (
+            ["gpt2", "--machines", "8 H100", "--chunks", "3", "--schedule", "1f1b"],
+            "--chunks are of --schedule interleaved",
+        ),
+        (["gpt2", "--machines", "8 H100", "--price", "2"], "say how long it is, for instance --tokens 300B"),
+        (["gpt2", "--machines", "8 H100", "--target", "cheapest"], "add --search"),
+        (
+            ["gpt2", "--machines", "8 H100", "--largest"],
+            "looks for the model, so that it cannot have gpt2; leave it out",
+        ),
+        (["--machines", "8 H100", "--largest", "--kv-heads", "8"], "cannot have --kv-heads"),
+        (["--machines", "8 H100", "--largest", "--search"], "give one of the two"),
+        (["--machines", "8 H100", "--largest", "--tp", "3"], "has no layout on 1 × 8 H100 (nvlink4) with tp 3"),
+        (["gpt2", "--machines", "8 H100", "--search", "--global", "64", "--tp", "8"], "with tp 8: tp divides 12 heads"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_what_would_be(words: list[str], said: str, capsys) -> None:
@@ -163,6 +189,161 @@ def test_a_search_orders_what_it_finds(capsys) -> None:
     seconds = [candidate.time.step_seconds for candidate in found.candidates]  # pyright: ignore[reportAttributeAccessIssue]
     assert seconds == sorted(seconds)
     assert len(seconds) >= 2
+
+
+SEARCH = ["llama-3-8b", "--machines", "2x8 H100", "--search", "--global", "64"]
+
+
+@pytest.mark.parametrize(
+    ("words", "obeyed"),
+    [
+        (["--zero", "1"], lambda setup: setup.zero_stage == 1),
+        (["--tp", "4"], lambda setup: setup.layout.tp == 4),
+        (["--pp", "2", "--dp", "2"], lambda setup: (setup.layout.pp, setup.layout.dp) == (2, 2)),
+        (
+            ["--checkpointing", "selective", "--micro", "2"],
+            lambda s: (s.checkpointing, s.micro_size) == ("selective", 2),
+        ),
+        (
+            ["--pp", "2", "--schedule", "zero-bubble"],
+            lambda setup: (setup.schedule, setup.chunks) == ("zero-bubble", 2),
+        ),
+        (
+            ["--offload", "optimizer", "--attention", "plain"],
+            lambda s: (s.offload, s.attention) == ("optimizer", "plain"),
+        ),
+        (["--dtype", "float16", "--seq", "1024"], lambda s: (s.dtype, s.shape.sequence_length) == ("float16", 1024)),
+    ],
+)
+def test_a_search_leaves_what_is_asked_for(words: list[str], obeyed, monkeypatch) -> None:
+    found: list[Found] = []
+    monkeypatch.setattr("builtins.print", found.append)
+    assert cli.main(["plan", *SEARCH, *words]) == 0
+    assert found[0].candidates
+    assert all(obeyed(candidate.setup) for candidate in found[0].candidates)
+
+
+def test_the_largest_model_leaves_what_is_asked_for(monkeypatch) -> None:
+    found: list[Found] = []
+    monkeypatch.setattr("builtins.print", found.append)
+    words = [
+        "--machines",
+        "8 A100",
+        "--largest",
+        "--tp",
+        "8",
+        "--zero",
+        "1",
+        "--checkpointing",
+        "none",
+        "--seq",
+        "1024",
+    ]
+    assert cli.main(["plan", *words, "--global", "4", "--tokens", "100B", "--price", "2"]) == 0
+    (largest,) = found[0].candidates
+    setup = largest.setup
+    assert (setup.layout.tp, setup.zero_stage, setup.checkpointing, setup.shape.sequence_length) == (8, 1, "none", 1024)
+    assert setup.global_size == 4
+    assert largest.time.cost(100e9) == pytest.approx(2 * largest.time.device_hours(100e9))
+    assert f"{largest.time.cost(100e9):,.1f}" in str(found[0])
+
+
+def test_tokens_and_price_are_told_of_what_is_found(capsys) -> None:
+    assert cli.main(["plan", *SEARCH, "--tokens", "1T", "--price", "2.5"]) == 0
+    head, first = capsys.readouterr().out.splitlines()[1:3]
+    assert {"days", "cost"} <= set(head.split())
+    request = PlanRequest(model="llama-3-8b", machines="2x8 H100", search=True, global_size=64, tokens="1T", price=2.5)
+    found = request.answer([DEVICE])
+    assert isinstance(found, Found)
+    assert f"{found.candidates[0].time.days(1e12):,.1f}" in first
+    assert f"{found.candidates[0].time.cost(1e12):,.1f}" in first
+
+
+def test_a_search_of_a_configuration_keeps_its_optimizer_and_obeys(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    RunConfig(model="gpt-tiny", optimizer="sgd", batch=16).save(path)
+    request = PlanRequest(model=str(path), machines="4 H100", search=True, zero=1, dp=2, tokens="1B", price=1.0)
+    found = request.answer([DEVICE])
+    assert isinstance(found, Found)
+    for candidate in found.candidates:
+        setup = candidate.setup
+        assert (setup.optimizer.name, setup.zero_stage, setup.layout.dp, setup.global_size) == ("sgd", 1, 2, 16)
+        assert candidate.time.cost(1e9)
+
+
+DEEPSPEED = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_optimization": {"stage": 3},
+    "fp16": {"enabled": True},
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+}
+
+
+def test_a_deepspeed_file_is_obeyed_and_asks_for_the_model(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(DEEPSPEED))
+    for words in ([str(path)], ["--config", str(path)]):
+        assert cli.main(["plan", *words, "--machines", "8 A100"]) == 2
+        said = capsys.readouterr().err
+        assert f"name one beside it: speedlab plan llama-3-8b --config {path}" in said
+    for request in (
+        PlanRequest(model="llama-3-8b", config=str(path), machines="8 A100"),
+        PlanRequest(model=str(path), layers=12, hidden=768, heads=12, machines="8 A100"),
+    ):
+        setup = request.plan([DEVICE]).setup
+        assert (setup.zero_stage, setup.micro_size, setup.accumulation, setup.layout.dp) == (3, 2, 4, 8)
+        assert (setup.dtype, setup.optimizer.name) == ("float16", "sgd")
+    assert setup.shape.name == "12 layers of 768, 12 heads, feed-forward 3,072, vocabulary 50,257"
+    changed = PlanRequest(model="llama-3-8b", config=str(path), machines="8 A100", zero=1, tp=2, offload="optimizer")
+    setup = changed.plan([DEVICE]).setup
+    assert (setup.zero_stage, setup.layout.tp, setup.accumulation, setup.offload) == (1, 2, 8, "optimizer")
+    assert cli.main(["plan", str(path), "--config", str(path)]) == 2
+    assert "are two configurations" in capsys.readouterr().err
+
+
+def test_a_schedule_of_stages_has_the_default_number_of_them() -> None:
+    assert gpt3(schedule="interleaved").setup.chunks == ParallelConfig().chunks == 2
+    assert gpt3(schedule="interleaved", chunks=3).setup.chunks == 3
+    assert gpt3(schedule="1f1b").setup.chunks == 1
+    assert "schedule interleaved of 2" in str(gpt3(schedule="interleaved"))
+
+
+def test_any_model_is_described_by_its_sizes() -> None:
+    sizes = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256, "seq": 8192}
+    made = PlanRequest(**sizes, gated=True, machines="8 H100").plan([DEVICE])
+    named = PlanRequest(model="llama-3-8b", machines="8 H100").plan([DEVICE])
+    assert replace(made.setup.shape, name="llama-3-8b") == named.setup.shape
+    assert made.setup.shape.name == "32 layers of 4,096, 32 heads, feed-forward 14,336, vocabulary 128,256"
+
+
+def test_a_heading_does_not_name_a_model_that_was_replaced(tmp_path: Path) -> None:
+    def heading(**words) -> str:
+        return str(PlanRequest(**words, machines="8 H100").plan([DEVICE])).splitlines()[0]
+
+    assert heading(model="GPT2").startswith("gpt2: 124 M parameters")
+    assert heading(model="gpt2", layers=6).startswith("gpt2 with layers 6: ")
+    assert heading(model="gpt2", layers=6, hidden=1024, heads=16).startswith("6 layers of 1,024, 16 heads, ")
+    path = tmp_path / "mine.yaml"
+    RunConfig(model={"layers": 24, "hidden": 1024, "heads": 16, "ffn_hidden": 4096}).save(path)
+    assert heading(model=str(path)).startswith("24 layers of 1,024, 16 heads, ")
+    assert "gpt-tiny" not in heading(model=str(path))
+
+
+def test_an_8b_llama_is_not_said_to_fit_where_a_gate_keeps_more() -> None:
+    """Four tensors of 14,336 in each of 32 layers: with three of them 73 GiB would be predicted, and fit."""
+    made = plan("llama-3-8b", "8xA100", zero_stage=3)
+    assert not made.fits
+    shape = replace(made.setup.shape, ffn_hidden=2 * 14336)
+    wider = plan(replace(shape, name="wider"), "8xA100", zero_stage=3)
+    tensor = 8192 * 14336 * 2 * 32
+    assert wider.heaviest.activations - made.heaviest.activations == pytest.approx(4 * tensor, rel=0.03)
+
+
+def test_gpipe_of_an_encoder_and_decoder_holds_all_micro_batches() -> None:
+    words = {"pp": 4, "global_size": 32, "dp": 1, "zero_stage": 0}
+    held = {s: plan("t5-3b", "4 H100", schedule=s, **words).heaviest.activations for s in ("1f1b", "gpipe")}
+    assert held["gpipe"] > 4 * held["1f1b"]
 
 
 def test_counts_as_people_write_them() -> None:

@@ -38,7 +38,7 @@ SHAPE = ModelShape(
     ffn_hidden=256,
     vocab_size=1000,
     sequence_length=64,
-    bias=False,
+    biases=frozenset(),
     position="rotary",
     norm="rms",
 )

@@ -96,6 +96,42 @@ def test_backward_frees_everything_that_forward_took() -> None:
             assert done.kept <= done.backward_peak
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"gated": True, "kv_heads": 2},
+        {"gated": True, "norms": 4, "head_norms": True},
+        {"norm": "layer", "parallel": True},
+        {"norm": "layer", "parallel": True, "norms": 1, "stepwise": True},
+    ],
+)
+def test_other_families_free_everything_too(form: dict[str, Any]) -> None:
+    for dtype, checkpointing, tp, sequence, dropout, norm, device, (first, last) in ALL:
+        shape = replace(setup().shape, **{"dropout": dropout, "norm": norm, "position": "rotary", **form})
+        case = setup(
+            shape=shape,
+            dtype=dtype,
+            checkpointing=checkpointing,
+            layout=Layout(tp=tp),
+            sequence_parallel=sequence,
+        )
+        done = walk(Sizes(case, device), blocks=3, first=first, last=last)
+        assert done.backward[-1].live == (0 if first else Sizes(case, device).local), case
+
+
+def test_a_gate_keeps_four_tensors() -> None:
+    """What it lets through, its own input and function, and the product; without a gate an input and a function."""
+    for gated, tensors in ((True, 4), (False, 2)):
+        kept = []
+        for width in (3072, 4096):
+            shape = replace(setup().shape, gated=gated, ffn_hidden=width, chunked_loss=True)
+            sizes = Sizes(setup(shape=shape), "cuda")
+            kept.append(walk(sizes, blocks=12, first=True, last=True).kept)
+        case = setup()
+        tokens = case.micro_size * case.shape.sequence_length
+        assert kept[1] - kept[0] == 12 * tensors * 1024 * tokens * 4
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_peak_of_a_step_is_that_of_its_actions(schedule: Any) -> None:
     """The short cut beside the walk through all actions."""

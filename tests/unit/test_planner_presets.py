@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from speedlab.config import ModelConfig
+from speedlab.config import MODEL_PRESETS, ConfigError, ModelConfig
 from speedlab.planner.formula import parameter_count
 from speedlab.planner.presets import CLUSTERS, MODELS, cluster, model
 from speedlab.planner.setup import ModelShape
@@ -24,7 +24,38 @@ def test_parameters_are_the_announced_ones(name: str) -> None:
 def test_published_counts_to_the_last_parameter() -> None:
     # GPT-2's, as every implementation prints them.
     printed = {"gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200}
+    # As transformers counts them in the released configurations.
+    printed |= {
+        "llama-3-8b": 8_030_261_248,
+        "llama-3-70b": 70_553_706_496,
+        "mistral-7b": 7_241_732_096,
+        "qwen2.5-7b": 7_615_616_512,
+        "qwen2.5-72b": 72_706_203_648,
+    }
     assert {name: shape_parameters(model(name)) for name in printed} == printed
+
+
+def test_one_table_serves_configurations_and_plans() -> None:
+    assert MODEL_PRESETS.keys() == {name for name, preset in MODELS.items() if preset.built_in}
+    for name in MODEL_PRESETS:
+        config = ModelConfig(preset=name)
+        mine = replace(ModelShape.of_config(config, config.context), dropout=0.0, chunked_loss=False)
+        assert mine == replace(model(name), dropout=0.0, context=config.context)
+    with pytest.raises(
+        ConfigError, match=r"llama-3-8b is a preset for plans .*; to train it give a module of your own"
+    ):
+        ModelConfig(preset="llama-3-8b")
+
+
+def test_a_configuration_is_called_by_its_preset_as_long_as_it_is_one() -> None:
+    def name(**changes) -> str:
+        return ModelShape.of_config(ModelConfig(**changes), 128).name
+
+    assert name(preset="gpt2", dropout=0.1) == "gpt2"
+    assert name(layers=7) == "gpt-tiny with layers 7"
+    assert name(layers=24, hidden=1024, heads=16, ffn_hidden=4096, vocab_size=50257) == (
+        "24 layers of 1,024, 16 heads, feed-forward 4,096, vocabulary 50,257"
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -54,7 +85,7 @@ def test_clusters_have_the_announced_sizes() -> None:
 def test_unknown_names_get_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"model 'gpt3' is not known; nearest: gpt3-175b\. Known"):
         model("gpt3")
-    with pytest.raises(ValueError, match="do not begin with how many"):
+    with pytest.raises(ValueError, match="do not say how many of what"):
         cluster("1024-a10")
     with pytest.raises(ValueError, match="nearest: dgx-2"):
         cluster("dgx2")

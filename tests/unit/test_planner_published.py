@@ -142,6 +142,11 @@ def test_the_first_pipeline_stage_holds_all_layers_worth() -> None:
     layer = layer_activation_bytes(wanted)
     assert stage_activation_bytes(wanted, 0) == pytest.approx(96 * layer)
     assert stage_activation_bytes(wanted, 6) == pytest.approx(2 * 12 * layer)
+    gpipe = replace(wanted, schedule="gpipe")
+    assert stage_activation_bytes(gpipe, 6) == pytest.approx(64 * 12 * layer), "all micro-batches, on every stage"
+    wound = replace(wanted, schedule="interleaved", chunks=2, cut=(6,) * 16)
+    assert stage_activation_bytes(wound, 0) == pytest.approx(96 * layer * (1 + 7 / 16)), "arXiv:2104.04473"
+    assert stage_activation_bytes(wound, 6) == pytest.approx(11 * 6 * layer)
     few = replace(wanted, accumulation=3)
     assert stage_activation_bytes(few, 0) == pytest.approx(3 * 12 * layer), "no more than there are"
     states = StateBytes()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from speedlab.layout import Layout
+from speedlab.planner.changes import cheapest_change, differences
 from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import efficiency_of
 from speedlab.planner.memory import predict_memory
@@ -18,8 +19,6 @@ from speedlab.planner.presets import cluster, model
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search import (
     USABLE,
-    cheapest_change,
-    differences,
     held_bytes,
     largest_model,
     search,

@@ -111,6 +111,24 @@ def test_a_group_gets_its_share_of_the_hosts_cards() -> None:
     assert chain.pp.bytes_per_second == 1e9, "8 pairs at once"
 
 
+@pytest.mark.parametrize(
+    ("layout", "cards"),
+    [
+        (Layout(pp=32), 1),  # one pair crosses between two hosts, and has 8 cards at its sides
+        (Layout(tp=4, pp=8), 1),  # four pairs
+        (Layout(tp=8, pp=4), 1),
+        (Layout(tp=16, pp=2), 0.5),  # sixteen ranks of a host of 16 share its cards
+    ],
+)
+def test_a_message_goes_through_one_card(layout: Layout, cards: float) -> None:
+    machines = ideal(hosts=4, in_host=1e12, between=8e9)
+    assert machines.between is not None
+    machines = replace(machines, between=replace(machines.between, bandwidth_bytes_per_second=1e9, cards=8))
+    machines = replace(machines, per_host=max(8, layout.tp))
+    assert rings(layout, machines, IDEAL).pp.bytes_per_second == cards * 1e9
+    assert rings(Layout(dp=32), machines, IDEAL).dp.bytes_per_second == 8e9, "a collective uses all of them"
+
+
 def test_tensor_parallel_sums_by_hand() -> None:
     """Two all-reduces of tokens × hidden × 2 bytes in each block and direction; a third of them again for blocks that
     are computed again; one more for the head."""

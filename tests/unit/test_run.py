@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import stat
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from speedlab.cluster import remote
 from speedlab.cluster.advance import Claim
 from speedlab.cluster.errors import ClusterError, RankError, RemoteFailure
 from speedlab.cluster.known_runs import RunError, remembered_runs
+from speedlab.cluster.own_model import OWN_MODEL, read_own_model
 from speedlab.cluster.reattach import attach
 from speedlab.cluster.run import Run, start_run
 from speedlab.config import ConfigError, RunConfig
@@ -80,16 +82,21 @@ class FakeResults:
         callback(self)
 
 
+class FakeDevice:
+    name = "cpu 0"
+    capacity_bytes = 2**20
+
+
 class FakeEngines:
     """A cluster whose ranks are one thread that trains by writing records, as the real trainer does: words between two
     steps, the event of a word before the status that counts it."""
 
     name = "fake"
-    devices: tuple[()] = ()
 
     def __init__(self, directory: Path, size: int = 2) -> None:
         self.directory = directory
         self.size = size
+        self.devices = [FakeDevice()] * size
         self.submitted = 0
         self.interrupted = 0
         self.at_once = 0
@@ -99,6 +106,8 @@ class FakeEngines:
         self.fail_at: int | None = None
         self.ignores_words = False
         self.parameters = 1000
+        self.refusal: str | None = None
+        self.untried = ""
         self.step_gate = threading.Semaphore(0)
         """A step is computed for each release; `free_running` opens it for good."""
         self.free_running = True
@@ -112,6 +121,9 @@ class FakeEngines:
         states = ["dead" if rank in self.dead else "busy" if busy else "idle" for rank in range(self.size)]
         return [types.SimpleNamespace(rank=r, pid=self.pids[r], state=state) for r, state in enumerate(states)]
 
+    def attach(self, name: str | None = None) -> Any:
+        return self
+
     def interrupt(self, timeout_seconds: float = 2.0) -> list[int]:
         self.interrupted += 1
         return list(range(self.size))
@@ -119,6 +131,12 @@ class FakeEngines:
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if function is remote.generate:
             return FakeResults(lambda: f"{args[1]} … {args[2]} tokens, {kwargs}", self.size)
+        if function is remote.try_model:
+            if self.refusal is not None:
+                failure = RemoteFailure(kind="ConfigError", message=self.refusal)
+                raise RankError({0: failure})
+            found = {"parameters": self.parameters, "nbytes": 0, "dtype": "float32", "untried": self.untried}
+            return types.SimpleNamespace(result=lambda: [found])
         assert function is remote.advance
         self.submitted += 1
         return FakeResults(lambda: self._exclusively(RunFolder(args[0])), self.size)
@@ -481,6 +499,33 @@ def test_rules_about_the_models_heads_are_for_the_built_in_model_alone(make, eng
     allow(engines, 1)
     eventually(lambda: not own._advance.active)
     own.feed.close()
+
+
+def test_an_own_model_is_tried_before_its_run_has_a_name(engines, tmp_path, monkeypatch):
+    """A try that fails leaves no name behind, and nothing in the cluster's folder."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    config = RunConfig(name="own", steps=1, telemetry={"tensorboard": False})
+    engines.refusal = "model: no loss"
+    with pytest.raises(ConfigError, match=r"^model: no loss$"):
+        start_run(engines, config, model=dict)
+    engines.refusal, engines.parameters = None, 10**6
+    with pytest.raises(
+        ConfigError, match=r"1,000,000 parameters make 9.5 MiB of model states on cpu 0, which has 1.0 MiB"
+    ):
+        start_run(engines, config, model=dict)
+    with pytest.raises(ClusterError, match=r"model \(a lock\) cannot be sent to the engines: cannot pickle"):
+        start_run(engines, config, model=threading.Lock())
+    assert not (tmp_path / "runs").exists()
+    assert engines.submitted == 0
+    engines.parameters, engines.untried = 1000, "it looks at values"
+    with pytest.warns(UserWarning, match=r"could not be tried before the run.*it looks at values"):
+        run = start_run(engines, config, model=dict, tp_plan={"up": "colwise"})
+    run.wait(10)
+    eventually(lambda: not run._advance.active)
+    run.feed.close()
+    assert read_own_model(run.folder.path / OWN_MODEL) == {"model": dict, "tp_plan": {"up": "colwise"}}
+    assert stat.S_IMODE((run.folder.path / OWN_MODEL).stat().st_mode) == 0o600
+    assert list((tmp_path / "cluster").glob("model-*")) == []
 
 
 def test_a_failure_surfaces_everywhere_and_the_run_goes_on_when_asked(make, engines):

@@ -51,6 +51,21 @@ def test_rank_that_leaves_in_peace_disturbs_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
+def test_rank_that_fails_with_the_one_that_serves_the_store_leaves_all_the_same(tmp_path: Path) -> None:
+    """torchrun's store goes with its process; what is told through it reaches nobody any more."""
+    server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    aborted = threading.Event()
+    watch = Watch(dist.TCPStore("127.0.0.1", server.port, 2, is_master=False), 1, 2, aborted.set, seconds=QUICK)
+    del server
+    assert aborted.wait(20)
+    with pytest.raises(PeerLost, match="the store of the world is gone") as caught:
+        watch.check()
+    assert "\n" not in str(caught.value), "without torch's own stack"
+    watch.stop(failed=True)
+    assert not watch._thread.is_alive()
+
+
+@pytest.mark.timeout(60)
 def test_process_of_this_host_that_ends_is_noticed(tmp_path: Path) -> None:
     aborted = threading.Event()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as peer:

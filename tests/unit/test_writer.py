@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import stat
+import threading
 import time
 
 import pytest
@@ -142,3 +145,21 @@ def test_closing_twice_is_harmless_and_takes_the_address_away(tmp_path):
     writer.close()
     writer.close()
     assert os.listdir(folder.path / "stream") == []
+
+
+def test_a_writer_that_cannot_be_opened_leaves_nothing_behind(tmp_path, monkeypatch):
+    """A full disk: every attempt to resume opens one anew."""
+    folder = make_folder(tmp_path)
+
+    def full(*args, **named):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("speedlab.telemetry.stream.write_atomically", full)
+        before = set(os.listdir("/proc/self/fd")), threading.active_count()
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space left"):
+                RecordWriter(folder, 0, stream_hz=10)
+        gc.collect()
+        assert (set(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    RecordWriter(folder, 0, stream_hz=10).close()

@@ -25,6 +25,8 @@ class Receive:
         self.tensor, self.tag = tensor, tag
         self.source: int | None = None
         """The peer it came from, once it is there."""
+        self.problem = ""
+        """Why what came does not fit."""
 
 
 class Mailbox:
@@ -55,7 +57,7 @@ class Mailbox:
         return receive
 
     def finish(self, receive: Receive) -> None:
-        """Wait until the message is there. Raises PeerLost, naming the rank that did not send it."""
+        """Wait until the message is there. Raises PeerLost, naming the rank that did not send it, or not what fits."""
         deadline = time.monotonic() + self._meeting.timeout_seconds
         while not self.poll(receive):
             waiting = [peer for peer, expected in self._expected.items() if receive in expected]
@@ -65,6 +67,8 @@ class Mailbox:
                 time.sleep(_POLL_SECONDS)  # From anybody: there is no one flag to wait for.
                 for peer in waiting:
                     self._meeting.look(peer, lambda: self.poll(receive), deadline)
+        if receive.problem:
+            raise PeerLost(receive.problem)
 
     def poll(self, receive: Receive) -> bool:
         """Take what has come; whether `receive` is there now."""
@@ -97,14 +101,16 @@ class Mailbox:
         for expected in self._expected.values():
             if receive in expected:
                 expected.remove(receive)
-        if nbytes != receive.tensor.nbytes:
+        receive.source = peer
+        if nbytes == receive.tensor.nbytes:
+            memmove(receive.tensor.data_ptr(), address, nbytes)
+        else:
+            # Whoever takes it may wait for another message; this is the error of the one that it belongs to.
             ranks = self._meeting.ranks
-            raise PeerLost(
+            receive.problem = (
                 f"rank {ranks[self._meeting.index]} expected {receive.tensor.nbytes} bytes from rank {ranks[peer]} "
                 f"with tag {receive.tag}, which sent {nbytes}"
             )
-        memmove(receive.tensor.data_ptr(), address, nbytes)
-        receive.source = peer
 
     def _collect(self) -> None:
         """Buffers whose messages were fetched are free again."""

@@ -285,7 +285,7 @@ class SharedGroup(StagedGroup):
             if target.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(target)
 
-        work = Work([tensor], finish)
+        work = Work([tensor], finish, there=lambda: self._mailbox.poll(expected))
         work._source_rank = lambda: expected.source  # type: ignore[method-assign]  # asked for after wait()
         return work
 

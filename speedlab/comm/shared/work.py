@@ -10,27 +10,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from speedlab.comm.errors import PeerLost
+
 
 class Work(dist._Work):
-    """One collective or message. `finish` does what is left of it, when somebody waits."""
+    """One collective or message. `finish` does what is left of it, when somebody waits; `there`: whether that would
+    not wait any more."""
 
-    def __init__(self, result: list[Any], finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        result: list[Any],
+        finish: Callable[[], None] | None = None,
+        there: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__()
-        self._result, self._finish = result, finish
+        self._result, self._finish, self._there = result, finish, there
+        self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: Any = None) -> bool:
-        """Return when the result is there. Raises what went wrong."""
+        """Return when the result is there. Raises what went wrong, every time."""
         finish, self._finish = self._finish, None
         if finish is not None:
-            finish()
+            try:
+                finish()
+            except BaseException as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
         return True
 
     def is_completed(self) -> bool:
-        return self._finish is None
+        return self._finish is None or self._there()
 
     def is_success(self) -> bool:
-        return self.is_completed()
+        return self.is_completed() and self._error is None
 
     def result(self) -> list[Any]:
         return self._result
@@ -54,7 +68,6 @@ class ThreadWork(Work):
     def __init__(self, result: list[Any]) -> None:
         super().__init__(result)
         self._over = threading.Event()
-        self._error: BaseException | None = None
         self._future = torch.futures.Future()
 
     def settle(self, error: BaseException | None) -> None:
@@ -76,9 +89,6 @@ class ThreadWork(Work):
     def is_completed(self) -> bool:
         return self._over.is_set()
 
-    def is_success(self) -> bool:
-        return self._over.is_set() and self._error is None
-
 
 class Worker:
     """A thread that carries out the asynchronous collectives of one group, in order. It starts with the first one."""
@@ -87,6 +97,7 @@ class Worker:
         self._name = name
         self._tasks: queue.SimpleQueue[tuple[Callable[[], None], ThreadWork] | None] = queue.SimpleQueue()
         self._open = 0
+        self._stopped = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -96,19 +107,24 @@ class Worker:
         return self._open == 0
 
     def submit(self, task: Callable[[], None], result: list[Any]) -> ThreadWork:
+        """Raises PeerLost after `stop`: nobody would carry it out, and who waits for it would wait for ever."""
         work = ThreadWork(result)
         with self._lock:
+            if self._stopped:
+                raise PeerLost(f"{self._name}: this rank has left the group")
             self._open += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=_serve, args=(self._tasks, self._done), name=self._name)
                 self._thread.daemon = True
                 self._thread.start()
-        self._tasks.put((task, work))
+            self._tasks.put((task, work))
         return work
 
     def stop(self) -> None:
         """End the thread after what it has been given."""
-        self._tasks.put(None)
+        with self._lock:
+            self._stopped = True
+            self._tasks.put(None)
 
     def _done(self) -> None:
         with self._lock:

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset
 
 from speedlab.comm import Traffic, World, join
-from speedlab.config import ConfigError, RunConfig, ScheduleConfig, deepspeed
+from speedlab.config import ConfigError, GivenConfig, RunConfig, ScheduleConfig, config_of
 from speedlab.config.batch import Batch
+from speedlab.data import Epochs
 from speedlab.engine.build.model_parts import build_model_part, plan_model_parts
 from speedlab.engine.build.recipe import OptimizerChoice, Recipe
 from speedlab.engine.build.schedule import make_schedule
 from speedlab.engine.engine import Engine
+from speedlab.engine.step.communicating import check_whole_gradients, kept_by
+from speedlab.engine.step.losses import LossFunction, refuse_loss_of_pipeline
 from speedlab.engine.step.memory import PeakMemory, keep_freed_memory
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.engine.step.precision import LossScale, compute_dtype
+from speedlab.layout import Layout
 from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.zero import UnitChoice
-from speedlab.placement import Placement
+from speedlab.placement import Placement, Residency
+
+log = logging.getLogger("speedlab.engine")
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 """The engine that drives a module, so that setting up twice leaves nothing of the first behind."""
@@ -38,8 +45,9 @@ def initialize(
     model_parameters: Any = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
-    config: RunConfig | Mapping[str, Any] | str | Path | None = None,
+    config: GivenConfig | None = None,
     *,
+    loss: LossFunction | None = None,
     units: UnitChoice | None = None,
     tp_plan: Mapping[str, str] | None = None,
     collate_fn: Callable[..., Any] | None = None,
@@ -54,12 +62,17 @@ def initialize(
         optimizer: an elementwise torch optimizer as class (with the arguments that `config.optimizer` names, and else
             the class's own defaults), as callable of the list of trainable parameters, or as an instance over them;
             None makes the one that the configuration describes.
-        training_data: a dataset; the returned loader gives each rank its share in micro-batches.
+        training_data: a dataset with a length and items by number; the returned loader gives each rank its share in
+            micro-batches, each epoch in an order of its own. After `engine.load_checkpoint` it goes on behind the items
+            that the checkpoint had trained on, under any layout.
         lr_scheduler: a torch scheduler, or a callable that makes one of the optimizer; None makes the configuration's
             when the optimizer too comes from it, and else none. `engine.step` steps it.
         config: RunConfig, a dict of its fields, or the path of a JSON or YAML file; of DeepSpeed's keys, too. A
             RunConfig counts with all its defaults; of the others, gradients are clipped and a schedule is followed
             only where they name `clip_norm` and `schedule`.
+        loss: `loss(model, batch)`, which calls the model and gives the mean loss of a micro-batch: what `train_batch`
+            and `evaluate` compute of their batches, whatever these are. Without it a forward takes (tokens, targets) or
+            a dict of keyword arguments, and gives the loss or an output with `.loss`.
         units: which modules are gathered together; None chooses repeated blocks.
         tp_plan: how layers are cut over tensor-parallel ranks, as in Hugging Face's plans: pattern of module names →
             style. None takes the one that the model brings along.
@@ -72,11 +85,21 @@ def initialize(
     config = _config(config)
     gc.collect()  # What an earlier set-up of a notebook cell left behind may still be held by cycles.
     world = join(device)
-    batch = config.batch.resolve(config.layout(world.size, built_in=False).data_size)
-    engine = _build(model, optimizer, lr_scheduler, config, world, units=units, tp_plan=tp_plan, batch=batch)
+    layout = config.layout(world.size, built_in=False)
+    refuse_loss_of_pipeline(loss, layout)
+    batch = config.batch.resolve(layout.data_size)
+    epochs = _epochs(training_data, batch, layout, world.rank, config.seed)
+    engine = _build(model, optimizer, lr_scheduler, config, world, loss=loss, units=units, tp_plan=tp_plan, batch=batch)
+    if isinstance(engine.scheduler, ReduceLROnPlateau):
+        engine.destroy()
+        raise ConfigError(
+            "lr_scheduler: ReduceLROnPlateau.step takes a metric, which engine.step does not have; leave lr_scheduler "
+            "out, make it of the returned optimizer and step it yourself"
+        )
     for module in engine.modules:
         _engines[module] = weakref.ref(engine)
-    loader = _loader(training_data, batch.micro_size, engine.mesh, config.seed, collate_fn)
+    engine.epochs = epochs
+    loader = _loader(training_data, epochs, batch, config.seed, collate_fn)
     return engine, engine.optimizer, loader, engine.scheduler
 
 
@@ -87,6 +110,7 @@ def _build(
     config: RunConfig,
     world: World,
     *,
+    loss: LossFunction | None,
     units: UnitChoice | None,
     tp_plan: Mapping[str, str] | None,
     batch: Batch,
@@ -102,6 +126,7 @@ def _build(
     mesh = Mesh(layout, world, traffic)
     plans = plan_model_parts(model, config, layout, world, mesh.everyone, dtype, tp_plan)
     recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer)
+    _check_communicating(recipe.kind, config, mesh)
     parts = [
         build_model_part(
             plan,
@@ -112,6 +137,7 @@ def _build(
             groups=recipe.group_of,
             compute_dtype=dtype,
             accumulation=batch.accumulation,
+            kept=kept_by(recipe.kind),
         )
         for plan in plans
     ]
@@ -126,32 +152,35 @@ def _build(
         optimizer=partitioned,
         scheduler=_scheduler(lr_scheduler, optimizer, config, partitioned.inner),
         config=config,
+        batch=batch,
         world=world,
         mesh=mesh,
         traffic=traffic,
         loss_scale=LossScale(config.precision, dtype),
         dtype=dtype,
-        accumulation=batch.accumulation,
         outside_bytes=outside_bytes,
+        loss=loss,
     )
 
 
-def _config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:
+def _config(config: GivenConfig | None) -> RunConfig:
     """The caller's configuration. A RunConfig counts with its defaults, which the caller could see; anything else is
     taken at its word: what it does not name, clipping and a schedule, is not done."""
     if isinstance(config, RunConfig):
         return config
-    if config is None:
-        named = RunConfig()
-    elif isinstance(config, str | Path):
-        named = RunConfig.load(config)
-    elif isinstance(config, Mapping):
-        theirs = deepspeed.recognises(config, RunConfig)
-        named = RunConfig.from_deepspeed(dict(config)) if theirs else RunConfig(**config)
-    else:
-        raise ConfigError(f"config: expected a RunConfig, a dict or a path, not {type(config).__name__}")
+    named = config_of({} if config is None else config)
     unasked = {"clip_norm": None, "schedule": ScheduleConfig(kind="constant", warmup_steps=0)}
     return named.model_copy(update={key: value for key, value in unasked.items() if key not in named.model_fields_set})
+
+
+def _check_communicating(kind: type[Optimizer], config: RunConfig, mesh: Mesh) -> None:
+    """Of optimizers that sum gradients themselves: what cannot be is refused, and what will not be is said."""
+    try:
+        check_whole_gradients(kind, Residency.of_stage(config.zero.stage, mesh.gather.size), config.zero.stage)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if kept_by(kind) is not None and config.clip_norm is not None and mesh.rank == 0:
+        log.warning("clip_norm %g: not in steps whose gradients %s sums itself", config.clip_norm, kind.__name__)
 
 
 def _take_back(model: nn.Module) -> None:
@@ -166,15 +195,28 @@ def _take_back(model: nn.Module) -> None:
 def _scheduler(choice: Any, optimizer_choice: OptimizerChoice, config: RunConfig, optimizer: Optimizer) -> Any:
     if choice is None:
         return make_schedule(config.schedule, optimizer, config.steps) if optimizer_choice is None else None
-    return choice if hasattr(choice, "step") else choice(optimizer)
+    made = not isinstance(choice, type) and hasattr(choice, "step")
+    return choice if made else choice(optimizer)
+
+
+def _epochs(data: Dataset[Any] | None, batch: Batch, layout: Layout, rank: int, seed: int) -> Epochs | None:
+    """This rank's order of the data; checked before anything is built."""
+    if data is None:
+        return None
+    if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
+        raise ConfigError(
+            f"training_data: a {type(data).__name__} has no length or no items by number, so that its order cannot be "
+            "shared out; give a map-style dataset, or make a loader of your own"
+        )
+    share, size = layout.data_index(rank), len(data)
+    return Epochs(size, micro_size=batch.micro_size, shares=layout.data_size, share=share, seed=seed)
 
 
 def _loader(
-    data: Dataset[Any] | None, micro_size: int, mesh: Mesh, seed: int, collate_fn: Callable[..., Any] | None
+    data: Dataset[Any] | None, epochs: Epochs | None, batch: Batch, seed: int, collate_fn: Callable[..., Any] | None
 ) -> DataLoader[Any] | None:
-    if data is None:
+    if data is None or epochs is None:
         return None
-    sampler = DistributedSampler(
-        data, num_replicas=mesh.layout.data_size, rank=mesh.data_index, shuffle=True, seed=seed
-    )
-    return DataLoader(data, batch_size=micro_size, sampler=sampler, collate_fn=collate_fn, drop_last=True)
+    # A generator of its own: starting an epoch leaves torch's random state alone.
+    numbers = torch.Generator().manual_seed(seed)
+    return DataLoader(data, batch_size=batch.micro_size, sampler=epochs, collate_fn=collate_fn, generator=numbers)

@@ -19,6 +19,7 @@ from torch import nn
 from speedlab.comm import Group, World
 from speedlab.config import ConfigError, RunConfig
 from speedlab.engine.build.balance import measured_costs
+from speedlab.engine.build.parameters import check_parameters
 from speedlab.engine.build.placing import place_parameters
 from speedlab.engine.step.model_part import ModelPart
 from speedlab.layout import Layout
@@ -58,9 +59,12 @@ def plan_model_parts(
     Raises ConfigError when the model cannot be cut as asked.
     """
     if layout.pp == 1:
-        return [ModelPartPlan(index=0, module=_make(source))]
+        model = _make(source)
+        check_parameters(model)
+        return [ModelPartPlan(index=0, module=model)]
     count = layout.pp * config.parallel.stages_per_rank
     model = _make(source)
+    check_parameters(model)
     try:
         if tp_plan is not None:
             check_plan(model, tp_plan)  # Of what names nothing in one stage only the whole model can tell.
@@ -115,8 +119,12 @@ def build_model_part(
     groups: Mapping[int, int],
     compute_dtype: torch.dtype,
     accumulation: int,
+    kept: Mapping[str, str] | None,
 ) -> ModelPart:
-    """Flats, hooks and tensor parallelism for one pipeline stage. Collective over the ranks that hold it."""
+    """Flats, hooks and tensor parallelism for one pipeline stage. Collective over the ranks that hold it.
+
+    `kept`: see `place_parameters`.
+    """
     module, layout = plan.module, mesh.layout
     unit_plans = plan_units(module, units, bucket_bytes=config.zero.bucket_bytes)
     _same_everywhere(mesh.gather, unit_plans)
@@ -136,6 +144,7 @@ def build_model_part(
         residency=Residency.of_stage(config.zero.stage, mesh.gather.size),
         compute_dtype=compute_dtype,
         accumulation=accumulation,
+        kept=kept,
     )
     zero = Zero(
         module,
@@ -183,8 +192,10 @@ def _values(module: nn.Module, tensor: TensorParallel, device: torch.device, see
 
 
 def _move_whole(model: nn.Module, device: torch.device) -> None:
-    """Buffers and parameters that have values go to this rank's device; those on meta wait for their unit."""
+    """Buffers and parameters that have values go to this rank's device; those on meta wait for their unit. Gradients of
+    before, which nobody scaled, would be added to the first step's."""
     for parameter in model.parameters():
+        parameter.grad = None
         if not parameter.is_meta and parameter.device != device:
             parameter.data = parameter.data.to(device)
     for module in model.modules():

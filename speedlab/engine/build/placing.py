@@ -24,6 +24,7 @@ def place_parameters(
     residency: Residency,
     compute_dtype: torch.dtype,
     accumulation: int,
+    kept: Mapping[str, str] | None = None,
 ) -> Placement:
     """The rows of one pipeline stage on this rank; its parameters are still whole, and may be on meta.
 
@@ -31,6 +32,7 @@ def place_parameters(
         tied: names of parameters that the first and the last pipeline stage both hold.
         groups: id of a parameter → index of its optimizer group.
         accumulation: micro-batches of a step. The gradients of several are summed in float32.
+        kept: of an optimizer that sums gradients itself, what it keeps beside them; theirs are in float32.
     """
     layout = mesh.layout
     rows = []
@@ -52,8 +54,13 @@ def place_parameters(
                     scale=1.0 / (accumulation * layout.data_size),
                     answered_by=holder,
                     answers=holder == mesh.rank,
+                    left_to_optimizer=kept is not None,
                     trainable=parameter.requires_grad,
-                    states=homes(residency, **_forms(form, parameter.requires_grad, several=accumulation > 1)),
+                    states=homes(
+                        residency,
+                        **_forms(form, parameter.requires_grad, wide=accumulation > 1 or kept is not None),
+                        kept=kept,
+                    ),
                 )
             )
     return Placement(rank=mesh.rank, residency=residency, rows=tuple(rows))
@@ -65,10 +72,10 @@ def _answering(layout: Layout, rank: int, tensor_index: int, tied: bool) -> int:
     return layout.rank(**(place | {"pp": 0} if tied else place))
 
 
-def _forms(dtype: torch.dtype, trainable: bool, *, several: bool) -> dict[str, str]:
+def _forms(dtype: torch.dtype, trainable: bool, *, wide: bool) -> dict[str, str]:
     name = str(dtype).removeprefix("torch.")
     if not trainable:
         return {"parameter": name}
     if not trainable_in_low_precision(dtype):
         return {"parameter": name, "gradient": name}
-    return {"parameter": name, "gradient": "float32" if several else name, "master": "float32"}
+    return {"parameter": name, "gradient": "float32" if wide else name, "master": "float32"}

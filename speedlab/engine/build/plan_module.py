@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from speedlab.config import ConfigError, RunConfig
 from speedlab.engine.build.recipe import Recipe
 from speedlab.engine.build.wrap import BlockWrapper
-from speedlab.engine.step.drivers import takes_targets
+from speedlab.engine.step.losses import LossFunction, loss_of
 from speedlab.engine.step.memory import ActivationTrace
 from speedlab.engine.step.precision import compute_dtype
 from speedlab.parallel.zero import UnitChoice, Zero, map_tensors, plan_units
@@ -34,26 +34,22 @@ from speedlab.planner.rank_memory import RankMemory
 
 _FLOAT32 = 4
 
-Inputs = Callable[[], tuple[tuple[Any, ...], Mapping[str, Any]]]
-"""Makes the arguments of a forward, (positional, by name), for one micro-batch; called while tensors are fake."""
-
 
 def plan_module(
     source: nn.Module | Callable[[], nn.Module],
     config: RunConfig,
     engines: int = 1,
     *,
-    inputs: Inputs | None = None,
-    loss: Callable[[Any], Tensor] = lambda output: output.loss,
+    batch: Callable[[], Any] | None = None,
+    loss: LossFunction | None = None,
     units: UnitChoice | None = None,
 ) -> RankMemory:
     """What each of `engines` ranks will hold at the peak of a step, by the ledger's categories.
 
     Args:
         source: a module, which stays as it is, or a callable that makes one.
-        inputs: what a forward takes; None: tokens and targets (or labels) of the configuration's micro-batch.
-        loss: the scalar that is differentiated, of what the forward returns.
-        units: as for `initialize`.
+        batch: makes one micro-batch, while tensors are fake; None: tokens and targets, as the configuration says.
+        loss, units: as for `initialize`.
 
     Raises LayoutError or ConfigError when the configuration has no such layout.
     """
@@ -63,7 +59,7 @@ def plan_module(
             f"plan_module: {layout} cuts the model, and a module is traced whole; set tp and pp to 1, or plan the "
             f"built-in GPT by its shape"
         )
-    batch = config.batch.resolve(layout.data_size)
+    sizes = config.batch.resolve(layout.data_size)
     dtype = compute_dtype(config.precision, torch.device("cpu"))
     with FakeTensorMode():
         module = _fake(source)
@@ -71,31 +67,33 @@ def plan_module(
         for tensor in module.parameters():
             if tensor.dtype == torch.float32:
                 tensor.data = tensor.data.to(dtype)
-        arguments = (inputs or _tokens(module, config, batch.micro_size))()
-        activations = _peak(module, config, units, dtype, arguments, loss)
+        made = batch() if batch is not None else _tokens(config, sizes.micro_size)
+        activations = _peak(module, config, units, dtype, made, loss)
         buffers = sum(buffer.nbytes for buffer in module.buffers())
-    return _memory(flats, config, layout.dp, summed=batch.accumulation > 1, buffers=buffers, activations=activations)
+    return _memory(flats, config, layout.dp, summed=sizes.accumulation > 1, buffers=buffers, activations=activations)
 
 
 def _fake(source: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     if not isinstance(source, nn.Module):
         with torch.random.fork_rng([]), torch.device("cpu"):
             return source()
+    # No value is copied: every tensor has its twin already.
+    return copy.deepcopy(source, fake_twins(source, torch.device("cpu")))
+
+
+def fake_twins(module: nn.Module, device: torch.device) -> dict[int, Any]:
+    """By the id of each parameter and buffer, a fake one like it on `device`. Called while tensors are fake."""
     twins: dict[int, Any] = {}
-    for parameter in source.parameters():
-        fake_one = torch.empty(parameter.shape, dtype=parameter.dtype)
+    for parameter in module.parameters():
+        fake_one = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         twins[id(parameter)] = nn.Parameter(fake_one, parameter.requires_grad)
-    for buffer in source.buffers():
-        twins[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    return copy.deepcopy(source, twins)  # No value is copied: every tensor has its twin already.
+    for buffer in module.buffers():
+        twins[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+    return twins
 
 
-def _tokens(module: nn.Module, config: RunConfig, micro_size: int) -> Inputs:
-    def make() -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        tokens, targets = (torch.zeros(micro_size, config.data.sequence_length, dtype=torch.int64) for _ in range(2))
-        return (tokens,), {"targets": targets} if takes_targets(module) else {"labels": tokens}
-
-    return make
+def _tokens(config: RunConfig, micro_size: int) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros(micro_size, config.data.sequence_length, dtype=torch.int64) for _ in range(2))
 
 
 # ---- flats -----------------------------------------------------------------------------------------------------------
@@ -128,7 +126,7 @@ def _memory(
     flats: list[_Flat], config: RunConfig, dp: int, *, summed: bool, buffers: int, activations: int
 ) -> RankMemory:
     stage, optimizer = config.zero.stage, config.optimizer
-    moments = 2 if optimizer.name == "adamw" else int(optimizer.momentum > 0)
+    moments = optimizer.moments
     share = [dp if stage >= least else 1 for least in (1, 2, 3)]
     states: Counter[str] = Counter(parameters=buffers)
     borrowed: Counter[int] = Counter()
@@ -158,8 +156,8 @@ def _peak(
     config: RunConfig,
     units: UnitChoice | None,
     dtype: torch.dtype,
-    arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
-    loss: Callable[[Any], Tensor],
+    batch: Any,
+    loss: LossFunction | None,
 ) -> int:
     """The most bytes of a forward and backward in training."""
     wrapped = SimpleNamespace(units=plan_units(module, units, bucket_bytes=config.zero.bucket_bytes))
@@ -179,11 +177,11 @@ def _peak(
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(let_go)
-    args, kwargs = (map_tensors(part, lambda t: t.to(dtype) if t.dtype == torch.float32 else t) for part in arguments)
+    batch = map_tensors(batch, lambda t: t.to(dtype) if t.dtype == torch.float32 else t)
     module.train()
     with ExitStack() as stack:
         trace = stack.enter_context(ActivationTrace(known))
-        result = loss(module(*args, **kwargs))
+        result = loss_of(module, batch, loss)
         result.backward()
         del result
     return trace.peak_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from speedlab.config import ConfigError, OptimizerConfig
 from speedlab.engine.step.fused import fused_kind
+from speedlab.engine.step.own_optimizers import Lion, UncorrectedAdamW
 from speedlab.engine.step.segments import has_kernels
 
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "Lamb")
@@ -24,9 +25,11 @@ class Recipe:
     Nothing but ids of parameters is kept of the model, so that a model on meta can be materialised in between.
     """
 
-    def __init__(self, choice: OptimizerChoice, models: Iterable[nn.Module], config: OptimizerConfig) -> None:
+    def __init__(self, choice: OptimizerChoice, models: Sequence[nn.Module], config: OptimizerConfig) -> None:
         """`models`: the pipeline stages of this rank, or the whole model."""
         trainable = [p for model in models for p in model.parameters() if p.requires_grad]
+        if not trainable:
+            raise ConfigError("model: no parameter is to be trained; set requires_grad of those that shall be")
         self._instance: Optimizer | None = None
         self._is_theirs = False
         self._make: Callable[[list[dict[str, Any]], bool], Optimizer]
@@ -35,13 +38,15 @@ class Recipe:
             others = [p for p in trainable if p.ndim < 2]
             groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
             groups = [group for group in groups if group["params"]]
-            kind = AdamW if config.name == "adamw" else SGD
+            kind: type[Optimizer] = _kind_of(config)
             options = config.model_dump(exclude={"name"})
             self._make = lambda segments, fusible: _construct(kind, segments, options, fusible)
         elif isinstance(choice, type):
+            kind = choice
             groups = [{"params": trainable}]
             # The class's own defaults hold for what the configuration does not name.
             named = config.model_dump(include=config.model_fields_set - {"name"})
+            _refuse_unknown(choice, named)
             self._make = lambda segments, fusible: _construct(choice, segments, named, fusible)
         else:
             instance = choice if isinstance(choice, Optimizer) else choice(trainable)
@@ -53,9 +58,17 @@ class Recipe:
                 raise ConfigError(
                     "optimizer: it already has state; initialise first, and load state through load_checkpoint"
                 )
-            groups = [dict(group) for group in instance.param_groups]
+            # Frozen ones, which torch's optimizers leave alone, are in nobody's flats that train.
+            frozen = {id(p) for model in models for p in model.parameters() if not p.requires_grad}
+            groups = [
+                {**group, "params": [p for p in group["params"] if id(p) not in frozen]}
+                for group in instance.param_groups
+            ]
+            kind = type(instance)
             self._instance, self._is_theirs = instance, isinstance(choice, Optimizer)
-        name = type(self._instance).__name__ if self._instance is not None else getattr(choice, "__name__", "")
+        self.kind = kind
+        """Class of the optimizer."""
+        name = kind.__name__
         if name in _NOT_ELEMENTWISE:
             raise ConfigError(
                 f"optimizer: {name} does not update each element by itself, so its states cannot be partitioned; use "
@@ -65,8 +78,8 @@ class Recipe:
         strangers = sum(id(p) not in known for group in groups for p in group["params"])
         if strangers:
             raise ConfigError(
-                f"optimizer: {strangers} of its parameters are not trainable parameters of the model; build it from "
-                f"model.parameters()"
+                f"optimizer: {strangers} of its parameters are not in this rank's part of the model; build it from "
+                f"model.parameters(), or under a pipeline give a class or a callable instead"
             )
         self.group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
         self._options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -98,6 +111,12 @@ class Recipe:
         return self._instance
 
 
+def _kind_of(config: OptimizerConfig) -> type[Optimizer]:
+    if config.name == "adamw" and not config.bias_correction:
+        return UncorrectedAdamW
+    return {"adamw": AdamW, "lion": Lion, "sgd": SGD}[config.name]
+
+
 def _construct(
     kind: type[Optimizer], segments: list[dict[str, Any]], options: dict[str, Any], fusible: bool
 ) -> Optimizer:
@@ -106,10 +125,22 @@ def _construct(
     return chosen(segments, **_arguments_for(chosen, options))
 
 
+def _takes(kind: Callable[..., Optimizer], key: str) -> bool:
+    parameters = inspect.signature(kind).parameters
+    return key in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def _refuse_unknown(kind: type[Optimizer], named: Iterable[str]) -> None:
+    for key in named:
+        if not _takes(kind, key):
+            known = ", ".join(name for name in inspect.signature(kind).parameters if name != "params")
+            raise ConfigError(f"optimizer.{key}: {kind.__name__} takes no {key}; it takes {known}")
+
+
 def _arguments_for(kind: Callable[..., Optimizer], options: dict[str, Any]) -> dict[str, Any]:
     """The `options` that this optimizer's constructor takes, and its fused kernel where it has one."""
     accepted = inspect.signature(kind).parameters
-    arguments = {key: value for key, value in options.items() if key in accepted}
+    arguments = {key: value for key, value in options.items() if _takes(kind, key)}
     if "fused" in accepted:
         arguments["fused"] = True
     return arguments

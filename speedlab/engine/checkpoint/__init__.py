@@ -2,12 +2,12 @@
 which parameter is where, and any layout reads any other's. Nothing is ever pickled."""
 
 from speedlab.engine.checkpoint.deepspeed import import_deepspeed
-from speedlab.engine.checkpoint.errors import CheckpointError
-from speedlab.engine.checkpoint.find import newest, prune
 from speedlab.engine.checkpoint.huggingface import export_hf, import_hf
+from speedlab.engine.checkpoint.prune import prune
 from speedlab.engine.checkpoint.read import load
 from speedlab.engine.checkpoint.saving import Saving
 from speedlab.engine.checkpoint.write import finish_saving, save, saving_of
+from speedlab.telemetry.checkpoints import CheckpointError
 
 __all__ = [
     "CheckpointError",
@@ -17,7 +17,6 @@ __all__ = [
     "import_deepspeed",
     "import_hf",
     "load",
-    "newest",
     "prune",
     "save",
     "saving_of",

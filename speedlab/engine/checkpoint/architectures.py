@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from speedlab.config import ModelConfig
-from speedlab.engine.checkpoint.errors import CheckpointError
 from speedlab.models import GPT
+from speedlab.telemetry.checkpoints import CheckpointError
 
 _ROTARY_BASE = 10_000.0
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from speedlab.engine.checkpoint.agree import all_or_none
-from speedlab.engine.checkpoint.errors import CheckpointError
 from speedlab.engine.checkpoint.read import take_whole
 from speedlab.engine.step.state import TrainingState
+from speedlab.telemetry.checkpoints import CheckpointError, Place
 
 _LATEST = "latest_universal"
 _MASTER = "fp32"
@@ -27,7 +27,7 @@ _OLDEST_TORCH = (2, 10)
 
 
 def import_deepspeed(
-    folder: Path, engine: TrainingState, *, trust_pickle: bool = False, step: int | None = None
+    folder: Place, engine: TrainingState, *, trust_pickle: bool = False, step: int | None = None
 ) -> int:
     """Take parameters and Adam's moments of a universal checkpoint into an engine of the same model, in any layout;
     returns the step that the engine then stands at. Collective.
@@ -41,7 +41,7 @@ def import_deepspeed(
     Raises CheckpointError on every rank alike, before anything is changed.
     """
     group = engine.everyone
-    zero = all_or_none(group, lambda: _zero_folder(folder, trust_pickle))
+    zero = all_or_none(group, lambda: _zero_folder(Path(folder).expanduser(), trust_pickle))
     adam = any("betas" in options for options in engine.optimizer.param_groups)
     shapes = {row.name: row.whole_shape for row in engine.placement.rows}
     trainable = {row.name for row in engine.placement.rows if row.trainable}

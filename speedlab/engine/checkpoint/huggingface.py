@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Mapping
 from functools import partial
@@ -21,7 +22,6 @@ from torch import Tensor
 from speedlab.config import ModelConfig
 from speedlab.engine.checkpoint.agree import all_or_none, on_first
 from speedlab.engine.checkpoint.architectures import Architecture, Theirs, architecture_of, shapes_of
-from speedlab.engine.checkpoint.errors import CheckpointError
 from speedlab.engine.checkpoint.manifest import read_manifest
 from speedlab.engine.checkpoint.pieces import Stretch
 from speedlab.engine.checkpoint.read import Files, take_whole
@@ -29,6 +29,8 @@ from speedlab.engine.checkpoint.tensor_file import Values, to_disk, write_tensor
 from speedlab.engine.checkpoint.verify import check_file
 from speedlab.engine.checkpoint.write import save
 from speedlab.engine.step.state import TrainingState
+from speedlab.telemetry.checkpoints import CheckpointError, Place, find_checkpoint
+from speedlab.telemetry.folder import TOKENIZER
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DECIDING = (
@@ -42,34 +44,42 @@ _DECIDING = (
 
 
 def export_hf(
-    source: TrainingState | Path,
-    folder: Path,
+    source: TrainingState | Place,
+    folder: Place,
     *,
+    tag: str | None = None,
     config: Any = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     shard_bytes: int = 5 * 10**9,
 ) -> Path:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; returns it.
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; returns it. Of a run's checkpoint, what
+    `AutoTokenizer.from_pretrained` loads lies beside the weights.
 
     Args:
-        source: a checkpoint's folder (one process then does the work), or an engine (collective over all ranks).
+        source: an engine (collective over all ranks); or where a checkpoint is, as `find_checkpoint` takes it: its own
+            folder, that of several, of which `tag` names one (else the newest), or a run's (one process does the work).
         folder: must not exist.
+        tag: of the checkpoint.
         config: the configuration of a model of transformers, as object, dict or path of a config.json; needed only
             when the model itself carried none when it was saved.
-        dtype: of the weights; None leaves them as the masters are.
+        dtype: of the weights, as torch's or by its name; None leaves them as the masters are.
         shard_bytes: files are no larger, as long as no single parameter is.
 
     Raises CheckpointError when transformers has no such model, saying which fields stand in the way.
     """
-    if isinstance(source, Path):
-        _export(source, folder, config, dtype, shard_bytes)
+    folder = Path(folder).expanduser()
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if isinstance(source, str | os.PathLike):
+        _export(find_checkpoint(source, tag), folder, config, wanted, shard_bytes)
         return folder
+    if tag is not None:
+        raise CheckpointError(f"tag={tag!r} names a checkpoint, and the source is an engine; give its folder instead")
     passing = folder.parent / f".{folder.name}.checkpoint"
     engine = source
     on_first(engine.everyone, lambda: shutil.rmtree(passing, ignore_errors=True))
     try:
         path = save(engine, passing, "values", {}, verify=False, moments=False)
-        on_first(engine.everyone, lambda: _export(path, folder, config, dtype, shard_bytes))
+        on_first(engine.everyone, lambda: _export(path, folder, config, wanted, shard_bytes))
     finally:
         if engine.everyone.index == 0:
             shutil.rmtree(passing, ignore_errors=True)
@@ -85,7 +95,10 @@ def _export(path: Path, folder: Path, config: Any, dtype: torch.dtype | None, sh
     architecture = _architecture(path, manifest, config)
     hidden = folder.parent / f".{folder.name}.partial"
     shutil.rmtree(hidden, ignore_errors=True)
-    hidden.mkdir(parents=True)
+    try:
+        hidden.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error.strerror}; give another folder") from None
     try:
         with Files(path) as files:
             tensors = _tensors(files, manifest, architecture, dtype)
@@ -94,10 +107,17 @@ def _export(path: Path, folder: Path, config: Any, dtype: torch.dtype | None, sh
         described = {**architecture.config, "dtype": sorted(stored)[-1]}
         (hidden / "config.json").write_text(json.dumps(described, indent=2) + "\n")
         to_disk(hidden / "config.json")
+        _copy_tokenizer(path, hidden)
         hidden.rename(folder)
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)
         raise
+
+
+def _copy_tokenizer(path: Path, folder: Path) -> None:
+    """A run's folder has its tokenizer beside the checkpoints; elsewhere nobody knows of one."""
+    for file in (path.parent.parent / TOKENIZER).glob("tokenizer*.json"):
+        shutil.copyfile(file, folder / file.name)
 
 
 def _architecture(path: Path, manifest: dict[str, Any], config: Any) -> Architecture:
@@ -111,7 +131,7 @@ def _architecture(path: Path, manifest: dict[str, Any], config: Any) -> Architec
     if own is None:
         raise CheckpointError(
             f"{path}: is neither the built-in GPT nor a model that carries a configuration of transformers; "
-            "give the configuration with config="
+            "give that of a model of transformers with config= (`speedlab export --config config.json`)"
         )
     return own
 
@@ -123,8 +143,8 @@ def _built_in(model: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Archite
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
-    if isinstance(config, str | Path):
-        return json.loads(Path(config).read_text())
+    if isinstance(config, str | os.PathLike):
+        return _json(Path(config))
     return dict(config) if isinstance(config, Mapping) else json.loads(config.to_json_string(use_diff=False))
 
 
@@ -196,15 +216,15 @@ def _floats(dtype: torch.dtype) -> bool:
 # ---- in --------------------------------------------------------------------------------------------------------------
 
 
-def import_hf(folder: Path, engine: TrainingState) -> None:
+def import_hf(folder: Place, engine: TrainingState) -> None:
     """Take the parameters of a folder of transformers into an engine of the same model, in any layout. Collective.
 
     The optimizer begins anew. Raises CheckpointError on every rank alike, before anything is changed, when the folder
     holds another model or pickles.
     """
-    group = engine.everyone
-    files = all_or_none(group, lambda: _weight_files(folder))
-    wanted = all_or_none(group, lambda: _wanted(folder, files, engine))
+    group, path = engine.everyone, Path(folder).expanduser()
+    files = all_or_none(group, lambda: _weight_files(path))
+    wanted = all_or_none(group, lambda: _wanted(path, files, engine))
     opened: dict[Path, Any] = {}
 
     def whole(name: str, kind: str) -> Tensor:

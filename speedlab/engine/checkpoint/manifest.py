@@ -23,14 +23,13 @@ from typing import Any
 from torch import Tensor
 
 from speedlab.config import ModelConfig
-from speedlab.engine.checkpoint.errors import CheckpointError
 from speedlab.engine.checkpoint.pieces import Stretch
 from speedlab.engine.step.state import TrainingState
 from speedlab.layout import Part
+from speedlab.telemetry.checkpoints import MANIFEST, CheckpointError
 
 FORMAT = "speedlab-checkpoint"
 VERSION = 2
-MANIFEST = "manifest.json"
 _READABLE = (1, 2)
 _EXPECTED = {"step", "files", "parameters", "loss_scale", "groups", "client_state", "random"}
 
@@ -80,6 +79,9 @@ def common_of(engine: TrainingState, client_state: dict[str, Any]) -> dict[str, 
         "format": FORMAT,
         "version": VERSION,
         "step": engine.global_step,
+        "skipped_steps": engine.skipped_steps,
+        "samples": engine.global_samples,
+        "data": engine.epochs.position() if engine.epochs is not None else None,
         "zero_stage": engine.zero_stage,
         "layout": layout.sizes,
         "loss_scale": engine.loss_scale.state_dict(),

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from speedlab.engine.checkpoint.errors import CheckpointError
-from speedlab.engine.checkpoint.find import newest
+from speedlab.engine.checkpoint.agree import all_or_none
 from speedlab.engine.checkpoint.manifest import Source, sources_of
 from speedlab.engine.checkpoint.pieces import Stretch, blocks, copy_blocks
 from speedlab.engine.checkpoint.random_state import restore_random
@@ -27,22 +27,22 @@ from speedlab.engine.checkpoint.write import finish_saving
 from speedlab.engine.step.optimizer import Scalars
 from speedlab.engine.step.state import TrainingState
 from speedlab.parallel.zero import Flat, Slot
+from speedlab.telemetry.checkpoints import CheckpointError, Place, find_checkpoint
 
 
-def load(engine: TrainingState, folder: Path, tag: str | None, *, verify: bool = True) -> tuple[Path, dict[str, Any]]:
-    """Bring the engine to the state of a checkpoint; returns (its path, the client state). Collective.
+def load(engine: TrainingState, place: Place, tag: str | None, *, verify: bool = True) -> tuple[Path, dict[str, Any]]:
+    """Bring the engine to the state of a checkpoint, found as `find_checkpoint` finds it; returns (its path, the client
+    state). Collective.
 
     Raises CheckpointError on every rank alike, before anything is changed; it names the file, what is wrong with it,
     and the newest checkpoint of the folder that is good. Without `verify` files are not hashed.
     """
     finish_saving(engine)
-    path = folder / tag if tag else newest(folder)
-    if path is None:
-        raise CheckpointError(f"{folder}: holds no complete checkpoint; a complete one has a manifest.json")
+    path = all_or_none(engine.everyone, lambda: find_checkpoint(place, tag))
     try:
         manifest = sound_manifest(engine, path, verify=verify)  # 1, 2
     except CheckpointError as error:
-        raise CheckpointError(f"{error}. {newest_good(engine, folder, path)}") from None
+        raise CheckpointError(f"{error}. {newest_good(engine, path.parent, path)}") from None
     with Files(path) as files:  # 3
         _load_flats(engine, files, manifest)
         _load_rest(engine, files, manifest)
@@ -96,6 +96,8 @@ def adopt(engine: TrainingState, states: dict[str, dict[str, Tensor]], scalars: 
         published = flat.publish()
         if published is not None:
             published.wait()
+        if flat.gradient is not None:
+            flat.gradient.forget_kept()
     engine.partitioned_optimizer.rebuild(states, scalars)
 
 
@@ -170,7 +172,15 @@ def _load_flats(engine: TrainingState, files: Files, manifest: dict[str, Any]) -
                 for slot in flat.slots
             }
     adopt(engine, states, scalars)
-    for own_group, saved in zip(engine.optimizer.param_groups, manifest["groups"], strict=False):
+    if len(manifest["groups"]) != len(engine.optimizer.param_groups):
+        warnings.warn(
+            f"the checkpoint's optimizer has {len(manifest['groups'])} groups of parameters and this one has "
+            f"{len(engine.optimizer.param_groups)}: the options of groups (lr, weight_decay) stay as they are here",
+            UserWarning,
+            stacklevel=2,
+        )
+        return
+    for own_group, saved in zip(engine.optimizer.param_groups, manifest["groups"], strict=True):
         own_group.update(
             {
                 key: tuple(value) if isinstance(own_group.get(key), tuple) else value
@@ -195,6 +205,11 @@ def _load_rest(engine: TrainingState, files: Files, manifest: dict[str, Any]) ->
     if manifest.get("schedule") and hasattr(engine.scheduler, "load_state_dict"):
         engine.scheduler.load_state_dict({**engine.scheduler.state_dict(), **manifest["schedule"]})
     engine.global_step = manifest["step"]
+    # Older checkpoints do not say these.
+    engine.skipped_steps = manifest.get("skipped_steps", 0)
+    engine.global_samples = manifest.get("samples", engine.global_step * engine.batch.global_size)
+    if engine.epochs is not None:
+        engine.epochs.go_to(manifest.get("data"), trained=engine.global_samples)
     engine.updating = False
 
 

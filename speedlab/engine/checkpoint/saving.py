@@ -2,6 +2,7 @@
 
 Ranks tell each other through the hidden folder: each writes `rank-<r>.json` when its part is done or has failed; the
 first one waits for all of them, and gives the folder its name, or writes `failed.json`; the others wait for either.
+Nobody waits for a process that has ended (on the same host), nor for a folder that was removed.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from speedlab.engine.checkpoint.errors import CheckpointError
+from speedlab.comm.shared.memory import Process
+from speedlab.comm.shared.segments import host_identity
+from speedlab.telemetry.checkpoints import CheckpointError
 
 _FAILED = "failed.json"
+_REMOVED = "{}: was removed while it was written"
 _PATIENCE_SECONDS = 1800.0
 """How long a rank whose own part is done waits for the others."""
 _POLL_SECONDS = 0.01
@@ -92,11 +96,34 @@ def take_reports(hidden: Path, size: int) -> list[dict[str, Any]]:
     return reports
 
 
-def await_reports(hidden: Path, size: int) -> None:
-    """Wait until every rank has written its report. Raises CheckpointError as soon as one says that it failed."""
+def whose() -> list[Any]:
+    """What peers have to know to see whether this process has ended."""
+    return [host_identity(), os.getpid()]
+
+
+def peers_of(told: Mapping[int, list[Any]]) -> dict[int, Process]:
+    """Those of other ranks' processes, by rank, that can be looked at from here: `told` is what `whose` gave there.
+
+    Raises CheckpointError when one has ended already."""
+    peers = {}
+    for rank, (host, pid) in told.items():
+        if host == host_identity() and pid != os.getpid():
+            try:
+                peers[rank] = Process(pid)
+            except ProcessLookupError:
+                raise CheckpointError(f"the process of rank {rank} has ended") from None
+    return peers
+
+
+def await_reports(hidden: Path, size: int, peers: Mapping[int, Process] | None = None) -> None:
+    """Wait until every rank has written its report. Raises CheckpointError as soon as one says that it failed, or of
+    `peers` one has ended without a report."""
     missing = set(range(size))
     end = time.monotonic() + _PATIENCE_SECONDS
     while missing:
+        ended = _ended(peers, missing)
+        if not hidden.exists():
+            raise CheckpointError(_REMOVED.format(hidden))
         for rank in sorted(missing):
             file = report_file(hidden, rank)
             if file.exists():
@@ -104,29 +131,54 @@ def await_reports(hidden: Path, size: int) -> None:
                 if problem is not None:
                     raise CheckpointError(problem)
                 missing.discard(rank)
+            elif rank in ended:
+                raise CheckpointError(f"{hidden}: the process of rank {rank} ended before its part was written")
         if missing and time.monotonic() > end:
             ranks = ", ".join(map(str, sorted(missing)))
             raise CheckpointError(f"{hidden}: rank {ranks} did not write its part in {_PATIENCE_SECONDS:.0f} s")
         time.sleep(_POLL_SECONDS if missing else 0)
 
 
+def _ended(peers: Mapping[int, Process] | None, ranks: Iterable[int]) -> set[int]:
+    """To be asked before a look at what they have left: they may have written it and ended since."""
+    return {rank for rank in ranks if peers and rank in peers and peers[rank].ended}
+
+
+def tell_failed(hidden: Path, rank: int, problem: str) -> None:
+    """Tell the others that this rank's part will not come, so that none waits for it."""
+    if rank == 0:
+        give_up(hidden, problem)
+    else:
+        # First make room: a full disk would not take the word either.
+        report_file(hidden, rank).with_suffix(".safetensors").unlink(missing_ok=True)
+        write_report(report_file(hidden, rank), {"error": problem})
+
+
 def give_up(hidden: Path, problem: str) -> None:
-    """Tell the others that there will be no checkpoint, and make room; the note goes with the next save."""
-    write_report(hidden / _FAILED, {"error": problem})
+    """Make room, and tell the others that there will be no checkpoint; the note goes with the next save."""
     for file in hidden.glob("*.safetensors"):
         file.unlink(missing_ok=True)
+    write_report(hidden / _FAILED, {"error": problem})
 
 
 def given_up(hidden: Path) -> bool:
     return (hidden / _FAILED).exists()
 
 
-def await_outcome(hidden: Path, target: Path) -> None:
-    """Wait until the first rank has given the folder its name. Raises CheckpointError when it gave up."""
+def await_outcome(hidden: Path, target: Path, peers: Mapping[int, Process] | None = None) -> None:
+    """Wait until the first rank has given the folder its name. Raises CheckpointError when it gave up, or its process,
+    one of `peers`, has ended."""
     end = time.monotonic() + _PATIENCE_SECONDS
-    while not target.exists():
+    while True:
+        ended, there = _ended(peers, [0]), hidden.exists()
+        if target.exists():
+            return
         if given_up(hidden):
             raise CheckpointError(json.loads((hidden / _FAILED).read_text())["error"])
+        if ended:
+            raise CheckpointError(f"{hidden}: the process of rank 0 ended before it was complete")
+        if not there:
+            raise CheckpointError(_REMOVED.format(hidden))
         if time.monotonic() > end:
             raise CheckpointError(f"{hidden}: rank 0 did not complete it in {_PATIENCE_SECONDS:.0f} s")
         time.sleep(_POLL_SECONDS)

@@ -23,7 +23,7 @@ from threading import Thread
 import torch
 from torch import Tensor
 
-from speedlab.engine.checkpoint.errors import CheckpointError
+from speedlab.telemetry.checkpoints import CheckpointError
 
 _CHUNK_BYTES = 8 * 2**20
 _DTYPES = {

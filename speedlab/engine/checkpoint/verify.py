@@ -9,11 +9,10 @@ from safetensors import SafetensorError, safe_open
 
 from speedlab.comm import Group
 from speedlab.engine.checkpoint.agree import all_or_none
-from speedlab.engine.checkpoint.errors import CheckpointError
-from speedlab.engine.checkpoint.find import complete_ones
-from speedlab.engine.checkpoint.manifest import MANIFEST, read_manifest, sources_of
+from speedlab.engine.checkpoint.manifest import read_manifest, sources_of
 from speedlab.engine.checkpoint.tensor_file import hash_of
 from speedlab.engine.step.state import TrainingState
+from speedlab.telemetry.checkpoints import MANIFEST, CheckpointError, checkpoints_in
 
 
 def sound_manifest(engine: TrainingState, path: Path, *, verify: bool = True) -> dict[str, Any]:
@@ -30,7 +29,7 @@ def sound_manifest(engine: TrainingState, path: Path, *, verify: bool = True) ->
 
 def newest_good(engine: TrainingState, folder: Path, damaged: Path) -> str:
     """What to tell a person who has a damaged checkpoint: which one is good. Collective."""
-    names = [path.name for path in complete_ones(folder)] if engine.everyone.index == 0 else None
+    names = [found.path.name for found in checkpoints_in(folder)] if engine.everyone.index == 0 else None
     for name in reversed(engine.everyone.share(names)):
         if name == damaged.name:
             continue

@@ -21,23 +21,25 @@ import torch
 from torch import Tensor
 
 from speedlab.engine.checkpoint.agree import all_or_none, on_first
-from speedlab.engine.checkpoint.errors import CheckpointError
-from speedlab.engine.checkpoint.manifest import MANIFEST, common_of, describe_part, manifest_of
+from speedlab.engine.checkpoint.manifest import common_of, describe_part, manifest_of
 from speedlab.engine.checkpoint.random_state import random_tensors, random_words
 from speedlab.engine.checkpoint.saving import (
     Saving,
     await_outcome,
     await_reports,
-    give_up,
     given_up,
+    peers_of,
     report_file,
     take_reports,
+    tell_failed,
+    whose,
     write_report,
 )
 from speedlab.engine.checkpoint.tensor_file import Values, to_disk, write_tensors
 from speedlab.engine.step.state import TrainingState
 from speedlab.parallel.zero import Flat, Slot
 from speedlab.placement import Placement
+from speedlab.telemetry.checkpoints import MANIFEST, CheckpointError
 
 _MARGIN_BYTES = 2**20
 """Room that must stay free beside the checkpoint itself: headers, manifest, the file system's own needs."""
@@ -70,12 +72,13 @@ def save(
     target, hidden = folder / tag, folder / f".{tag}.partial"
     part = _own_part(engine, hidden, verify=verify, moments=moments)
     common = common_of(engine, client_state)
-    needed = sum(group.collect(part.nbytes))
-    on_first(group, lambda: _prepare(target, hidden, needed, client_state))  # 1
+    told = group.collect([part.nbytes, whose()])
+    needed = sum(nbytes for nbytes, _ in told)
     if not wait:
-        copies = part.copied(_pinned.setdefault(engine, {}))
-        _savings[engine] = _in_background(copies, target, common, needed)
+        peers = {rank: process for rank, (_, process) in enumerate(told)}
+        _savings[engine] = _begin(engine, part, target, common, needed, peers)
         return target
+    on_first(group, lambda: _prepare(target, hidden, needed, client_state))  # 1
     try:
         all_or_none(group, part.write)  # 2
         on_first(group, lambda: _finish(part, target, common))  # 3
@@ -273,21 +276,46 @@ def _finish(part: RankPart, target: Path, common: dict[str, Any]) -> None:
         to_disk(target.parent)
 
 
-def _in_background(part: RankPart, target: Path, common: dict[str, Any], nbytes: int) -> Saving:
+def _begin(
+    engine: TrainingState,
+    part: RankPart,
+    target: Path,
+    common: dict[str, Any],
+    needed: int,
+    processes: dict[int, list[Any]],
+) -> Saving:
+    """Collective. A rank that cannot begin its part says so: the others' threads wait for it."""
+    try:
+        on_first(engine.everyone, lambda: _prepare(target, part.hidden, needed, common["client_state"]))  # 1
+        copies = part.copied(_pinned.setdefault(engine, {}))
+        # The caller's state may change from now on.
+        common = json.loads(json.dumps(common)) if part.rank == 0 else {}
+        return _in_background(copies, target, common, needed, processes)
+    except CheckpointError:
+        raise  # On all ranks alike.
+    except BaseException as error:
+        if part.hidden.exists():
+            problem = f"{target}: rank {part.rank} did not begin its part: {type(error).__name__}: {error}"
+            tell_failed(part.hidden, part.rank, problem)
+        raise
+
+
+def _in_background(
+    part: RankPart, target: Path, common: dict[str, Any], nbytes: int, processes: dict[int, list[Any]]
+) -> Saving:
     def work() -> None:
         try:
+            peers = peers_of(processes)
             part.write()
             if part.rank == 0:
-                await_reports(part.hidden, part.size)
+                await_reports(part.hidden, part.size, peers)
                 _finish(part, target, common)
             else:
-                await_outcome(part.hidden, target)
-        except (CheckpointError, OSError) as error:
-            problem = str(error)
-            if part.rank == 0:
-                give_up(part.hidden, problem)
-            else:
-                write_report(report_file(part.hidden, part.rank), {"error": problem})
+                await_outcome(part.hidden, target, peers)
+        except Exception as error:  # Whatever it is, the others wait for this rank's word.
+            known = isinstance(error, CheckpointError | OSError)
+            problem = str(error) if known else f"{target}: was not saved: {type(error).__name__}: {error}"
+            tell_failed(part.hidden, part.rank, problem)
             raise CheckpointError(problem) from None
 
     return Saving(target, nbytes, work)

@@ -6,7 +6,9 @@ stays in this process, so that a paused run's engines are idle and its tensors c
 
 from __future__ import annotations
 
+import inspect
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,16 +18,16 @@ import torch
 from speedlab.comm import Group, Traffic, join, leave
 from speedlab.engine.run.agreement import Parted, Refusal, agreed
 from speedlab.engine.run.trainer import Trainer
-from speedlab.engine.run.training import ModelMaker
+from speedlab.engine.run.training import OwnModel
 from speedlab.models import generate as generate_tokens
-from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.folder import RunFolder, RunFolderError
 from speedlab.telemetry.records import RunState
 
 _trainers: dict[Path, Trainer] = {}
 """Runs that this engine holds, by folder: at most one is alive, because each fills the device."""
 
 
-def advance(folder: str | os.PathLike[str], model: ModelMaker | None = None) -> str:
+def advance(folder: str | os.PathLike[str], own_model: OwnModel | None = None) -> str:
     """Bring a run forward on this rank, until it pauses or ends; returns its state. Called on all ranks by the
     cluster."""
     world = join()
@@ -36,7 +38,7 @@ def advance(folder: str | os.PathLike[str], model: ModelMaker | None = None) -> 
         assert trainer is not None
         return str(trainer.advance())
     # A rank whose engine was restarted holds nothing of the run: all build it anew, from the newest checkpoint.
-    trainer = _build(run, model)
+    trainer = _build(run, own_model)
     _trainers[run.path] = trainer
     return str(trainer.advance())
 
@@ -52,16 +54,18 @@ def release() -> None:
         _trainers.pop(path).close()
 
 
-def _build(run: RunFolder, model: ModelMaker | None) -> Trainer:
+def _build(run: RunFolder, own_model: OwnModel | None) -> Trainer:
     try:
         release()
-        return Trainer(run, model)
+        return Trainer(run, own_model)
     except BaseException as error:
         if not isinstance(error, Refusal | Parted):  # These come to all ranks; else no rank shall wait for this one.
             leave(failed=True)
-        # Nothing was trained: the folder says why.
+        # Nothing was trained: the folder says why, where it can be written.
         if os.environ.get("RANK", "0") == "0":
-            run.write_status(replace(run.read_status(), state=RunState.FAILED, text=f"{type(error).__name__}: {error}"))
+            with suppress(OSError, RunFolderError):
+                text = f"{type(error).__name__}: {error}"
+                run.write_status(replace(run.read_status(), state=RunState.FAILED, text=text))
         raise
 
 
@@ -70,6 +74,7 @@ def generate(
 ) -> str:
     """Text that the run's model writes after `prompt`. All ranks take part; each returns the same text."""
     trainer = _held_by_all(folder)
+    _refuse_without_logits(trainer)
     try:
         trainer.reconnect()
         return _write(trainer, prompt, tokens, temperature, seed)
@@ -77,6 +82,18 @@ def generate(
         if not isinstance(error, Refusal):
             trainer.training.disconnect()
         raise
+
+
+def _refuse_without_logits(trainer: Trainer) -> None:
+    """Raise Refusal for a model of the user's that cannot be called with tokens alone."""
+    module = trainer.engine.module
+    try:
+        inspect.signature(module.forward).bind(None)
+    except TypeError as error:
+        raise Refusal(
+            f"{trainer.folder.name}: to generate, {type(module).__name__}.forward(tokens) has to give an output with "
+            f".logits, (B, T, V): {error}"
+        ) from None
 
 
 def _held_by_all(folder: str | os.PathLike[str]) -> Trainer:

@@ -35,7 +35,7 @@ class Interruption:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interruption:
-        self.asked = False
+        self.asked, self._last = False, float("-inf")
         if threading.current_thread() is threading.main_thread():
             for number, handler in ((signal.SIGINT, self._ask), (signal.SIGALRM, self._force)):
                 self._before[number] = signal.signal(number, handler)
@@ -67,7 +67,8 @@ class Interruption:
 
     def _arm(self) -> None:
         if self._before:
-            signal.setitimer(signal.ITIMER_REAL, PATIENCE_SECONDS)
+            # Again and again: an exception that is raised inside a finalizer, by chance, goes nowhere.
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE_SECONDS, PATIENCE_SECONDS)
 
     def _disarm(self) -> None:
         if self._before:

@@ -57,7 +57,10 @@ class Loop:
             return
         self._reporter.event("checkpoint", path.name, bytes=saving.bytes, seconds=saving.seconds)
         if self._training.world.rank == 0:
-            prune(path.parent, self._training.config.checkpoint.keep)
+            try:
+                prune(path.parent, self._training.config.checkpoint.keep)
+            except OSError as error:
+                self._reporter.event("warning", f"checkpoint: an older one was not removed: {error}")
 
     def _traces(self, step: int) -> bool:
         training = self._training
@@ -82,6 +85,7 @@ class Loop:
         every = training.config.checkpoint.every_steps
         if not every or step % every:
             return
+        self.report_saving(wait=True)  # The next save waits for it anyway, and would take its place.
         folder = training.folder.path / "checkpoints"
         try:
             together(training, lambda: training.engine.save_checkpoint(folder, wait=False))

@@ -10,26 +10,33 @@ from contextlib import suppress
 from pathlib import Path
 
 from speedlab.config import ConfigError
-from speedlab.engine.checkpoint import newest
+from speedlab.data import save_tokenizer
+from speedlab.engine.build.schedule import follow_schedule
 from speedlab.engine.engine import Engine
 from speedlab.engine.run.agreement import Parted, Refusal, agreed
 from speedlab.engine.run.diagnose import first_non_finite
 from speedlab.engine.run.loop import Loop
 from speedlab.engine.run.reporting import Reporter
-from speedlab.engine.run.training import ModelMaker, Training
+from speedlab.engine.run.training import OwnModel, Training
 from speedlab.engine.run.words import carry_out_pending
 from speedlab.engine.step.errors import NonFiniteError
-from speedlab.telemetry.folder import RunFolder, RunFolderError
+from speedlab.telemetry.checkpoints import newest
+from speedlab.telemetry.folder import TOKENIZER, RunFolder, RunFolderError
 from speedlab.telemetry.records import RunState
+
+_STARTS_AS = {state: state for state in (RunState.RUNNING, RunState.FINISHED, RunState.STOPPED)} | {
+    RunState.STARTING: RunState.RUNNING
+}
+"""What the folder says of a run -> how it begins in new engines; paused otherwise."""
 
 
 class Trainer:
     """One rank's part of a run."""
 
-    def __init__(self, folder: RunFolder, model: ModelMaker | None) -> None:
+    def __init__(self, folder: RunFolder, own_model: OwnModel | None) -> None:
         """Collective."""
         self.folder = folder
-        self.training = Training(folder, model)
+        self.training = Training(folder, own_model)
         self.reporter = Reporter(self.training)
         self._loop = Loop(self.training, self.reporter)
         self._started = False
@@ -42,9 +49,9 @@ class Trainer:
         """Carry out control words and train until the run pauses, ends or fails. Collective; all ranks return the same
         state. Whatever one of them raises ends the advance of all."""
         training = self.training
-        try:
-            self.reporter.open()
-            with training.interruption:
+        with training.interruption:
+            try:
+                self.reporter.open()
                 self.reconnect()
                 if not self._started:
                     self._start()
@@ -53,12 +60,13 @@ class Trainer:
                     if self._loop.step():
                         carry_out_pending(training, self.reporter)
                 self._loop.report_saving(wait=True)
-            return training.state
-        except BaseException as error:
-            self._fail(error)
-            raise
-        finally:
-            self.reporter.close()
+                return training.state
+            except BaseException as error:
+                training.interruption.heard()  # The cluster's repeats shall not cut off what has to follow.
+                self._fail(error)
+                raise
+            finally:
+                self.reporter.close()
 
     def reconnect(self) -> None:
         """Join the world anew where it was left, and make sure that all ranks stand at the same step. Collective."""
@@ -75,7 +83,7 @@ class Trainer:
                 "there is no checkpoint to go back to: start the run again, with checkpoint.every_steps set"
             )
         training.changing = True
-        training.engine.load_checkpoint(kept.parent, kept.name)
+        training.engine.load_checkpoint(kept)
         training.changing = False
         self.reporter.event("warning", f"went back to {kept.name}: the interrupt came in the middle of an update")
 
@@ -88,9 +96,11 @@ class Trainer:
         training = self.training
         kept = self._newest()
         if kept is not None:
-            training.engine.load_checkpoint(kept.parent, kept.name)
-        if agreed(training.control, lambda: self._look(kept)) in (RunState.STARTING, RunState.RUNNING):
-            training.state = RunState.RUNNING
+            training.engine.load_checkpoint(kept)
+            follow_schedule(training.engine.scheduler, training.config)
+        training.state = _STARTS_AS.get(agreed(training.control, lambda: self._look(kept)), RunState.PAUSED)
+        if training.world.rank == 0:
+            save_tokenizer(training.corpus.tokenizer, self.folder.path / TOKENIZER)
         self.reporter.started()
         if training.engine.global_step == 0 and training.config.eval.every_steps:
             self.reporter.event("evaluated", "before the first step", heldout_loss=training.evaluate())
@@ -112,7 +122,7 @@ class Trainer:
         """The newest checkpoint, as the first rank sees the folder. Collective."""
         folder = self.folder.path / "checkpoints"
         kept = agreed(self.training.control, lambda: newest(folder))
-        name = self.training.control.share(kept.name if kept else None)
+        name = self.training.control.share(kept.path.name if kept else None)
         return folder / name if name else None
 
     # ---- failing -----------------------------------------------------------------------------------------------------
@@ -146,5 +156,5 @@ class Trainer:
             if name
         ]
         kept = newest(self.folder.path / "checkpoints")
-        told.append(f"the last good checkpoint is {kept.name}" if kept else "the run has no checkpoint yet")
+        told.append(f"the last good checkpoint is {kept.path.name}" if kept else "the run has no checkpoint yet")
         error.args = (f"{error}; {'; '.join(told)}",)

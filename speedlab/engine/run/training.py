@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from speedlab.comm import Group, Traffic, World, join, leave
 from speedlab.config import RunConfig
 from speedlab.data import Corpus, Sampler, prepare
+from speedlab.engine.build.contract import made
 from speedlab.engine.build.initialize import initialize
 from speedlab.engine.engine import Engine
 from speedlab.engine.run.agreement import Bare, agreed, together
@@ -23,15 +25,20 @@ from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.shape import differences, present_config
 
-ModelMaker = Callable[[], nn.Module]
+OwnModel = Callable[[], Mapping[str, Any]]
+"""Makes anew what the user gave to `cluster.train`: `model`, `loss` and `tp_plan`, as far as they were given."""
 
 
 class Training:
     """A run as it is built on this rank. The loop moves it on, control words change it, reports tell of it."""
 
-    def __init__(self, folder: RunFolder, model: ModelMaker | None) -> None:
-        """Collective. `model` makes the user's own module; None takes the GPT of the configuration."""
-        self.folder, self._model = folder, model
+    def __init__(self, folder: RunFolder, own_model: OwnModel | None) -> None:
+        """Collective. Without an `own_model`, or where it has no model, the GPT of the configuration is trained."""
+        self.folder, self._own_model = folder, own_model
+        self._given = dict(own_model()) if own_model is not None else {}
+        """What the first engine is built of; every later one gets it made anew."""
+        self.built_in = "model" not in self._given
+        """Whether the model is the GPT of the configuration."""
         self.world: World = join()
         self.control = Group(range(self.world.size), Traffic(), self.world.device, channel="control")
         agreed(self.control, self._read_folder)
@@ -50,11 +57,6 @@ class Training:
         self.interruption = Interruption()
         self.changing = False
         """True while the engine's state is exchanged for another: if that is cut off, the ranks may differ."""
-
-    @property
-    def built_in(self) -> bool:
-        """Whether the model is the GPT of the configuration."""
-        return self._model is None
 
     @property
     def whole(self) -> bool:
@@ -123,7 +125,11 @@ class Training:
     # ---- building ----------------------------------------------------------------------------------------------------
 
     def _build(self, config: RunConfig) -> Engine:
-        return initialize(model=self._model or self._make_gpt, config=config)[0]
+        given, self._given = self._given, {}
+        if not given and self._own_model is not None:
+            given = dict(self._own_model())
+        model = self._make_gpt if self.built_in else made(given.pop("model"), config.seed)
+        return initialize(model=model, config=config, **given)[0]
 
     def _make_gpt(self) -> nn.Module:
         return GPT(self.config.model)
@@ -157,7 +163,8 @@ class Training:
     def _prepare_data(self) -> Corpus:
         quiet = self.world.rank != 0
         corpus = prepare(self.config.data, progress=(lambda *_: None) if quiet else print)
-        corpus.check_vocabulary(self.config.model.vocab_size)
+        if self.built_in:
+            corpus.check_vocabulary(self.config.model.vocab_size)
         for tokens, name in ((corpus.train, "the training text"), (corpus.heldout, "the held-out text")):
             Sampler(tokens, self.config.data.sequence_length, 0, name=name)  # Raises when it is too short.
         return corpus

@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 from speedlab.config import ConfigError
 from speedlab.config.errors import unknown_key
+from speedlab.engine.build.schedule import follow_schedule
 from speedlab.engine.run.agreement import Parted, Refusal, agreed, together
 from speedlab.engine.run.reporting import Reporter
 from speedlab.engine.run.training import Training
+from speedlab.telemetry.checkpoints import CheckpointError, find_checkpoint, go_back_to, numbered_name, step_of
 from speedlab.telemetry.folder import Command
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.shape import CHANGES, changed_config, shape_of
@@ -78,8 +80,8 @@ def _carry_out(training: Training, reporter: Reporter, command: Command) -> None
 def _act(training: Training, command: Command) -> Answer:
     """Raises Refusal, on all ranks alike, when nothing was changed, and Parted when the ranks may differ."""
     word = WORDS[command.word]
-    if training.state in (RunState.STOPPED, RunState.FINISHED) and command.word not in ("save", "stop"):
-        raise Refusal(f"the run is {training.state.value}")
+    if training.state in (RunState.STOPPED, RunState.FINISHED) and command.word not in ("save", "stop", "resume"):
+        raise Refusal(f"the run is {training.state.value}; {_GOES_ON[training.state]}")
     problem = _problem(word, command.arguments)
     if problem is not None:
         raise Refusal(problem)
@@ -97,6 +99,12 @@ def _act(training: Training, command: Command) -> Answer:
         raise Refusal(str(parted)) from parted
     training.changing = False
     return answer
+
+
+_GOES_ON = {
+    RunState.STOPPED: "run.resume() goes on with it",
+    RunState.FINISHED: "run.resume(steps=…) makes it longer",
+}
 
 
 def _planned(word: Word, training: Training, arguments: Mapping[str, Any]) -> Action:
@@ -129,18 +137,33 @@ def _pause(training: Training) -> Action:
     return pause
 
 
-def _resume(training: Training, step: int | None = None) -> Action:
+def _resume(training: Training, step: int | None = None, tag: str | None = None, steps: int | None = None) -> Action:
+    """Go on: from where the run stands, or from a checkpoint, and to step `steps`."""
     folder = training.folder.path / "checkpoints"
-    if step is not None and not (folder / f"step-{step:06d}").is_dir():
-        raise ConfigError(f"there is no checkpoint {folder / f'step-{step:06d}'}")
+    try:
+        path = find_checkpoint(folder, tag, step=step) if tag is not None or step is not None else None
+        at = training.engine.global_step if path is None else step_of(path)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    end = steps or training.config.steps
+    if at >= end:
+        raise ConfigError(f"it would go on from step {at} and ends at {end}; steps={2 * at} would make it longer")
 
     def resume() -> Answer:
-        text = ""
-        if step is not None:
-            path, _ = training.engine.load_checkpoint(folder, f"step-{step:06d}")
-            text = f"from {path.name}"
+        told = []
+        if path is not None:
+            training.engine.load_checkpoint(path)
+            told.append(f"from {path.name}")
+        if end != training.config.steps:
+            training.config = training.config.replace(steps=end)
+            told.append(f"to step {end}")
+        follow_schedule(training.engine.scheduler, training.config)
+        if training.world.rank == 0:
+            if path is not None:
+                go_back_to(path)
+            training.folder.update_config(training.folder.config.replace(steps=end))
         training.state, training.budget = RunState.RUNNING, None
-        return Answer("resumed", text)
+        return Answer("resumed", " ".join(told))
 
     return resume
 
@@ -165,7 +188,8 @@ def _stop(training: Training) -> Action:
 
 
 def _save(training: Training, tag: str | None = None) -> Action:
-    target = training.folder.path / "checkpoints" / (tag or f"step-{training.engine.global_step:06d}")
+    folder = training.folder.path / "checkpoints"
+    target = folder / (tag or numbered_name(folder, training.engine.global_step))
     if target.exists():
         raise ConfigError(f"{target} exists already and is never overwritten; give another tag or move it away")
 
@@ -203,6 +227,7 @@ def _names_a_folder(tag: Any) -> bool:
     return isinstance(tag, str) and bool(tag) and Path(tag).name == tag and not tag.startswith(".")
 
 
+_TAG = Argument(says="the name of a folder: letters, digits, '-' and '_'", fits=_names_a_folder)
 _CHANGE = {
     "zero": _whole(0),
     "schedule": Argument(says="the name of a schedule", fits=lambda value: isinstance(value, str)),
@@ -215,13 +240,10 @@ _CHANGE = {
 
 WORDS: dict[str, Word] = {
     "pause": Word(plan=_pause, arguments={}),
-    "resume": Word(plan=_resume, arguments={"step": _whole(0)}, changes=True),
+    "resume": Word(plan=_resume, arguments={"step": _whole(0), "tag": _TAG, "steps": _whole(1)}, changes=True),
     "step": Word(plan=_step, arguments={"n": _whole(1)}),
     "stop": Word(plan=_stop, arguments={}),
-    "save": Word(
-        plan=_save,
-        arguments={"tag": Argument(says="the name of a folder: letters, digits, '-' and '_'", fits=_names_a_folder)},
-    ),
+    "save": Word(plan=_save, arguments={"tag": _TAG}),
     "reshape": Word(plan=_reshape, arguments={name: _CHANGE.get(name, _whole(1)) for name in CHANGES}, changes=True),
 }
 """Of `telemetry.folder.CONTROL_WORDS`, each."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from speedlab.engine.step.clock import PhaseClock
+from speedlab.engine.step.losses import LossFunction, loss_of
 from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.step import Step
 from speedlab.parallel.pipeline import Pipeline, StageModule
@@ -19,8 +19,8 @@ from speedlab.parallel.zero import map_tensors
 from speedlab.placement import Holders
 from speedlab.telemetry.records import Span
 
-Batch = tuple[Tensor, Tensor]
-"""Tokens and targets of a micro-batch, (B, T) int64 each."""
+Batch = Any
+"""A micro-batch: tokens and targets, (B, T) int64 each, or whatever `losses.loss_of` knows what to do with."""
 
 
 class PipelineOutput(NamedTuple):
@@ -44,7 +44,7 @@ class Driver(Protocol):
         """Forward and backward of all micro-batches of a step."""
         ...
 
-    def evaluate(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+    def evaluate(self, batch: Batch) -> list[Tensor]:
         """The loss of a micro-batch, without gradients; [] where another rank of the pipeline has it."""
         ...
 
@@ -77,19 +77,18 @@ class WholeModel:
     began = 0.0
     timeline: list[Span] = []  # noqa: RUF012  # nothing ever writes to it
 
-    def __init__(self, state: TrainingState, step: Step, clock: PhaseClock, *, dtype: torch.dtype) -> None:
-        """`dtype`: what floating-point inputs are cast to."""
-        self._state, self._step, self._clock, self._dtype = state, step, clock, dtype
+    def __init__(
+        self, state: TrainingState, step: Step, clock: PhaseClock, *, dtype: torch.dtype, loss: LossFunction | None
+    ) -> None:
+        """`dtype`: what floating-point inputs are cast to. `loss`: the user's; None takes what the forward gives."""
+        self._state, self._step, self._clock, self._dtype, self._loss_function = state, step, clock, dtype, loss
         (self._zero,) = state.zeros
         self._module = state.module
         self._running_statistics = [b for module in state.modules for b in _running_statistics(module)]
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for buffer in self._running_statistics:
-            self._state.group.broadcast(buffer)
-        args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
-        self._step.begin_micro_batch()
-        with self._clock.phase("forward"):
+        with self._micro_batch((args, kwargs)):
+            args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
             return self._module(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
@@ -102,22 +101,33 @@ class WholeModel:
         self._step.ended_backward([loss])
 
     def train(self, batches: Sequence[Batch]) -> None:
-        for number, (tokens, targets) in enumerate(batches, 1):
-            self.backward(self._loss(tokens, targets))
+        for number, batch in enumerate(batches, 1):
+            self.backward(self._loss(batch))
             if number < len(batches):
                 self._step.ended_micro_batch()
 
-    def evaluate(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
-        return [self._loss(tokens, targets)]
+    def evaluate(self, batch: Batch) -> list[Tensor]:
+        return [self._loss(batch)]
+
+    @contextmanager
+    def _micro_batch(self, given: Any) -> Iterator[None]:
+        """To be entered around the forward of what was given."""
+        if torch.is_grad_enabled():
+            self._step.data.look(given)
+        for buffer in self._running_statistics:
+            self._state.group.broadcast(buffer)
+        self._step.begin_micro_batch()
+        with self._clock.phase("forward"):
+            yield
 
     def _cast(self, tensor: Tensor) -> Tensor:
         tensor = self._state.to_device(tensor)
         return tensor.to(self._dtype) if tensor.dtype == torch.float32 else tensor
 
-    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        # Hugging Face models shift the labels themselves, and some of them ask for whole memory.
-        named = {"targets": targets} if takes_targets(self._module) else {"labels": tokens.contiguous()}
-        return self.forward((tokens,), named).loss
+    def _loss(self, batch: Batch) -> Tensor:
+        with self._micro_batch(batch):
+            batch = map_tensors(dict(batch) if isinstance(batch, Mapping) else batch, self._cast)
+            return loss_of(self._module, batch, self._loss_function)
 
     def update(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -155,17 +165,13 @@ class PipelineStages:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineOutput:
         """Logits of tokens, on every rank and without gradients."""
-        layout = self._state.layout
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"under {layout} no rank holds the whole model; train with engine.train_batch(batches), and call "
-                "the engine for logits in torch.no_grad()"
-            )
         tokens = args[0] if args else kwargs.get("input_ids", kwargs.get("tokens"))
-        if not isinstance(tokens, Tensor) or len(args) + len(kwargs) != 1:
-            raise TypeError(
-                f"under {layout} the engine is called with tokens alone, (B, T) int64; losses are those of "
-                "engine.evaluate(batches)"
+        if torch.is_grad_enabled() or not isinstance(tokens, Tensor) or len(args) + len(kwargs) != 1:
+            kind = RuntimeError if torch.is_grad_enabled() else TypeError
+            raise kind(
+                f"under {self._state.layout} no rank holds the whole model; train with engine.train_batch(batches), "
+                "evaluate with engine.evaluate(batches), both of pairs (tokens, targets), and call the engine for "
+                "logits with tokens alone, (B, T) int64, in torch.no_grad()"
             )
         state, group = self._state, self._group
         made = self._pipeline.evaluate(state.to_device(tokens))
@@ -179,14 +185,29 @@ class PipelineStages:
         raise RuntimeError(f"under {self._state.layout} a step is one call: engine.train_batch(batches)")
 
     def train(self, batches: Sequence[Batch]) -> None:
-        tokens, targets = (self._state.to_device(torch.cat(parts)) for parts in zip(*batches, strict=True))
+        pairs = [self._pair(batch) for batch in batches]
         step = self._step
+        step.data.look(batches)
+        if len(shapes := {tuple(tokens.shape) for tokens, _ in pairs}) > 1:
+            told = ", ".join("×".join(map(str, shape)) for shape in sorted(shapes))
+            raise ValueError(f"train_batch: under a pipeline micro-batches are of one shape, and these are {told}")
+        tokens, targets = (self._state.to_device(torch.cat(parts)) for parts in zip(*pairs, strict=True))
         step.ended_backward(self._pipeline.train(tokens, targets, micro_batches=step.accumulation, scale=step.scale))
         step.micro_step = step.accumulation - 1
 
-    def evaluate(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
-        state = self._state
-        return self._pipeline.evaluate(state.to_device(tokens), state.to_device(targets))
+    def evaluate(self, batch: Batch) -> list[Tensor]:
+        tokens, targets = map(self._state.to_device, self._pair(batch))
+        return self._pipeline.evaluate(tokens, targets)
+
+    def _pair(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        if isinstance(batch, list | tuple) and len(batch) == 2 and all(isinstance(each, Tensor) for each in batch):
+            return batch[0], batch[1]
+        names = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+        raise TypeError(
+            f"under {self._state.layout} a micro-batch is a pair (tokens, targets) of tensors (B, T), not a "
+            f"{type(batch).__name__}{names}; targets are the tokens one place further on, so of rows (B, T + 1): "
+            "(rows[:, :-1], rows[:, 1:])"
+        )
 
     def update(self) -> AbstractContextManager[object]:
         return self._pipeline.update()
@@ -205,11 +226,6 @@ class PipelineStages:
 
     def reconnect(self) -> None:
         self._pipeline.reconnect()
-
-
-def takes_targets(module: nn.Module) -> bool:
-    """Whether its forward has a parameter `targets`, as ours; Hugging Face's take `labels` and shift them."""
-    return "targets" in inspect.signature(module.forward).parameters
 
 
 def _running_statistics(module: nn.Module) -> list[Tensor]:

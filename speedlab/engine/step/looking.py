@@ -43,7 +43,7 @@ class Looking:
         """Bytes by category at the peak since the last call."""
         state = self._state
         return make_ledger(
-            measure_states(state.buffers, state.flats, state.partitioned_optimizer),
+            measure_states(state.buffers, state.zeros, state.partitioned_optimizer),
             activations=self._activation_bytes,
             buffers=state.traffic.buffers.take_peak(),
             peak=self._peak.take(),

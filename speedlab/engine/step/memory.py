@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from speedlab.comm.shared import arena
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.hardware import memory_bytes
-from speedlab.parallel.zero import Flat
+from speedlab.parallel.zero import Flat, Zero
 from speedlab.telemetry.records import Ledger
 
 
@@ -166,31 +166,45 @@ def known_storages(buffers: Iterable[Tensor], flats: Iterable[Flat], optimizer: 
     """Identities of the storages that other ledger categories count."""
     tensors: list[Tensor | None] = [*buffers]
     for flat in flats:
-        tensors += [flat.full, flat.shard, flat.local, flat.gradient, flat.master]
-        if flat.trainable:
+        tensors += [flat.full, flat.shard, flat.master]
+        if flat.gradient is not None:
+            tensors += flat.gradient.tensors
             tensors += optimizer.states_of(flat).values()
     return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
 
-def measure_states(buffers: Iterable[Tensor], flats: Iterable[Flat], optimizer: PartitionedOptimizer) -> dict[str, int]:
-    """Bytes of parameters, gradients, master weights and moments that this rank keeps between steps."""
-    parameters = sum(buffer.nbytes for buffer in buffers)
-    gradients = masters = 0
-    for flat in flats:
-        # A partition is a slice of the whole where the whole is kept: it is counted once.
-        parameters += storage_bytes(flat.shard)
-        if flat.master.untyped_storage()._cdata not in {
-            flat.shard.untyped_storage()._cdata,
-            flat.full.untyped_storage()._cdata,
-        }:
-            masters += storage_bytes(flat.master)
-        gradients += storage_bytes(flat.gradient)
-    return {
-        "parameters": parameters,
-        "gradients": gradients,
-        "master_weights": masters,
-        "optimizer_moments": optimizer.state_bytes,
-    }
+_CATEGORIES = {
+    "parameter": "parameters",
+    "gradient": "gradients",
+    "master": "master_weights",
+    "moments": "optimizer_moments",
+}
+"""States of the placement table → categories of the ledger. What is kept beside gradients counts as theirs."""
+
+
+def measure_states(buffers: Iterable[Tensor], zeros: Iterable[Zero], optimizer: PartitionedOptimizer) -> dict[str, int]:
+    """Bytes of parameters, gradients, master weights and moments that this rank keeps between steps: of each state that
+    the placement table names, what its storages really hold."""
+    sizes = dict.fromkeys(_CATEGORIES.values(), 0)
+    sizes["parameters"] = sum(buffer.nbytes for buffer in buffers)
+    for zero in zeros:
+        for flat in zero.flats:
+            for state in zero.placement.flats[flat.name][0].states:
+                tensors = _tensors_of(state, flat, optimizer)
+                sizes[_CATEGORIES.get(state, "gradients")] += sum(storage_bytes(tensor) for tensor in tensors)
+    return sizes
+
+
+def _tensors_of(state: str, flat: Flat, optimizer: PartitionedOptimizer) -> Iterable[Tensor]:
+    """What holds a state of a flat between steps. A partition may be a slice of a whole that is kept: its storage."""
+    if state == "parameter":
+        return [flat.shard]
+    if state == "master":
+        return [flat.master]
+    assert flat.gradient is not None  # Frozen rows have no other states.
+    if state == "moments":
+        return optimizer.states_of(flat).values()
+    return [flat.gradient.partition if state == "gradient" else flat.gradient.kept[state]]
 
 
 def make_ledger(

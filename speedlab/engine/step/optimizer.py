@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 
 from cuda_ops.grad_stats import grad_stats
 from speedlab.comm import Transfer
+from speedlab.engine.step.communicating import Communicating, sums_itself
 from speedlab.engine.step.fused import FusedOptimizer, Given, step_device
 from speedlab.engine.step.segments import Segment, cut, elementwise, has_kernels, owned_ranges
-from speedlab.parallel.zero import Flat
+from speedlab.parallel.zero import Flat, Gradient
 from speedlab.placement import Holders, Placement, Residency
 
 _CAST_BYTES = 64 * 2**20
@@ -43,11 +44,11 @@ class PartitionedOptimizer:
         group_count: int,
     ) -> None:
         """`build` makes the inner optimizer of the segments of each of its groups."""
-        self.flats = [flat for flat in flats if flat.trainable]
+        self.flats = [flat for flat in flats if flat.gradient is not None]
+        self._gradients = {flat.name: flat.gradient for flat in flats if flat.gradient is not None}
         self._group_count = group_count
-        others = {row.name for row in placement.rows if not row.answers}
-        self._counted = {flat.name: owned_ranges(flat, others) for flat in self.flats}
-        """For each flat, the ranges [start, end) of it whose gradients this rank counts, of those in its partition."""
+        self._others = {row.name for row in placement.rows if not row.answers}
+        """Parameters that other tensor or pipeline ranks count."""
         self._begins: dict[str, set[int]] = {flat.name: set() for flat in self.flats}
         """Slots before which a flat is cut, because their histories differ."""
         self._segments = {flat.name: cut(flat) for flat in self.flats}
@@ -56,13 +57,22 @@ class PartitionedOptimizer:
         """For each flat, its elementwise states (name → tensor over the flat's state range)."""
         self._adopted: set[Tensor] = set()
         """Masters of segments whose elementwise states are views of those."""
+        self._updating = False
+        """Whether the inner optimizer's step is ours."""
+        self._hooks = [
+            self.inner.register_step_pre_hook(self._refuse_others),
+            self.inner.register_load_state_dict_post_hook(self._loaded),
+        ]
 
     def forget(self) -> None:
         """Drop every tensor; the optimizer is of no use afterwards."""
+        for hook in self._hooks:
+            hook.remove()
         self._segments.clear()
         self._states.clear()
         self._adopted.clear()
         self.flats.clear()
+        self._gradients.clear()
 
     def _by_group(self) -> list[list[Tensor]]:
         groups: list[list[Tensor]] = [[] for _ in range(self._group_count)]
@@ -71,25 +81,34 @@ class PartitionedOptimizer:
                 groups[segment.group].append(segment.master)
         return groups
 
+    @property
+    def gradients(self) -> list[Gradient]:
+        """Of `flats`, in their order."""
+        return list(self._gradients.values())
+
     def states_of(self, flat: Flat) -> dict[str, Tensor]:
         """Elementwise states of `flat` over its state range, by name ('exp_avg', …). Empty before the first step."""
         return self._states[flat.name]
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of all elementwise states."""
-        return sum(state.nbytes for states in self._states.values() for state in states.values())
-
     def sum_of_squares(self) -> Tensor:
-        """Of this rank's reduced gradient partitions, as a float64 scalar on the device; each parameter counts on one
+        """Of the gradients that this rank counts, as a float64 scalar on the device; each parameter counts on one
         rank of the tensor and pipeline axes."""
-        squares = [
-            _squares(flat, flat.gradient[low - flat.start : high - flat.start])
-            for flat in self.flats
-            if flat.gradient is not None
-            for low, high in self._counted[flat.name]
-        ]
+        squares = []
+        for flat, gradient in zip(self.flats, self.gradients, strict=True):
+            start, values = gradient.counted
+            for low, high in owned_ranges(flat, (start, start + values.numel()), self._others):
+                own = _squares(flat, values[low - start : high - start])
+                # Terms that nobody has summed: so their norm is the sum's where all ranks have the same.
+                squares.append(own * gradient.group.size if gradient.left_to_optimizer else own)
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+
+    def refuse_new_groups(self) -> None:
+        """Raises RuntimeError where the caller has added groups, whose parameters are in no flat."""
+        if len(self.inner.param_groups) != self._group_count:
+            raise RuntimeError(
+                f"optimizer: it has {len(self.inner.param_groups)} groups of parameters, and had {self._group_count} "
+                "at initialize; what was added would not be trained. Put all of them in before, with lr=0 if need be"
+            )
 
     # ---- the update --------------------------------------------------------------------------------------------------
 
@@ -102,6 +121,11 @@ class PartitionedOptimizer:
         unused = unused or {}
         for flat in self.flats:
             self._cut_out(flat, unused.get(flat.name, ()))
+        if sums_itself(self.inner):
+            assert isinstance(self.inner, Communicating)  # See `sums_itself`.
+            for gradient in self.gradients:
+                self.inner.exchange(gradient, factor)
+            factor = 1.0
         fused = isinstance(self.inner, FusedOptimizer)
         pending = self._step_fused(factor, unused) if fused else self._step_plain(factor, unused)
         for work in pending:
@@ -123,12 +147,11 @@ class PartitionedOptimizer:
                 # Parameters of a flat are on their way to the other ranks while the next flat is updated.
                 then = partial(publish, flats) if segment is segments[-1] else None
                 self.inner.given[segment.master] = Given(
-                    flat.update_gradient[here], None if narrow is None else narrow[here], factor, then
+                    self._gradients[flat.name].update[here], None if narrow is None else narrow[here], factor, then
                 )
             if not segments:
                 publish(flats)
-        self.inner.step()
-        self.inner.given.clear()
+        self._step_inner()
         return pending
 
     def _turns(self, unused: Mapping[str, Collection[int]]) -> Iterator[tuple[list[Flat], list[Segment]]]:
@@ -156,36 +179,64 @@ class PartitionedOptimizer:
             # A fused kernel divides by a scale on the way; it is handed over as torch's GradScaler does.
             scale = torch.full((), 1.0 / factor, device=self.flats[0].full.device if self.flats else "cpu")
             self.inner.grad_scale = scale  # type: ignore[attr-defined]  # see the line above
+        try:
+            return self._step_pieces(None if scaled_inside else factor, unused)
+        finally:
+            if scaled_inside:
+                del self.inner.grad_scale  # type: ignore[attr-defined]  # as above
+
+    def _step_pieces(self, factor: float | None, unused: Mapping[str, Collection[int]]) -> list[Transfer]:
+        """`factor`: None where the inner optimizer scales by itself."""
         pending: list[Transfer] = []
         for flats in self._pieces():
             for flat in flats:
-                gradient = flat.update_gradient
+                gradient = self._gradients[flat.name].update
                 if gradient.dtype != flat.master.dtype:
                     gradient = gradient.to(flat.master.dtype)
-                if factor != 1.0 and not scaled_inside:
+                if factor is not None and factor != 1.0:
                     gradient.mul_(factor)
                 base = flat.state_range[0]
                 for segment in self._segments[flat.name]:
                     if segment.first in unused.get(flat.name, ()):
                         continue
                     segment.master.grad = gradient[segment.start - base : segment.end - base]
-            self.inner.step()
+            self._step_inner()
             for flat in flats:
                 for segment in self._segments[flat.name]:
                     segment.master.grad = None
                 published = flat.publish()
                 if published is not None:
                     pending.append(published)
-        if scaled_inside:
-            del self.inner.grad_scale  # type: ignore[attr-defined]  # as above
         return pending
+
+    def _step_inner(self) -> None:
+        self._updating = True
+        try:
+            self.inner.step()
+        finally:
+            self._updating = False
+            if isinstance(self.inner, FusedOptimizer):
+                self.inner.given.clear()  # It holds gradients; those of an update that failed must not stay.
+
+    def _refuse_others(self, *_: object) -> None:
+        """A hook on the inner optimizer's step: who calls it past the engine would update nothing."""
+        if not self._updating:
+            raise RuntimeError(
+                "optimizer.step(): the gradients are with the engine, which scales and sums them over the ranks; call "
+                "engine.step() instead"
+            )
+
+    def _loaded(self, *_: object) -> None:
+        """A hook behind the inner optimizer's load_state_dict: its new states go where flats have theirs."""
+        self._adopted.clear()
+        self._adopt_states()
 
     def _pieces(self) -> Iterator[list[Flat]]:
         """All flats at once, or in pieces where a widened copy of the gradients has to be made."""
         piece: list[Flat] = []
         held = 0
         for flat in self.flats:
-            size = flat.master.nbytes if flat.update_gradient.dtype != flat.master.dtype else 0
+            size = flat.master.nbytes if self._gradients[flat.name].dtype != flat.master.dtype else 0
             if piece and held + size > _CAST_BYTES:
                 yield piece
                 piece, held = [], 0

@@ -1,22 +1,24 @@
 """Random streams of forward passes: what dropout draws depends on the data and the place in the model, on no layout.
 
 Before a block computes, torch's generators of this rank are seeded from (seed, step, global number of the micro-batch,
-name of the block, how often it was called). So every layout with the same micro-batches drops the same elements, and a
-recomputation for activation checkpointing, which torch gives the same state, does too. What the user's own code draws
-between forwards is left alone.
+name of the block, how often it was called). So every layout with the same micro-batches drops the same elements. A
+recomputation for activation checkpointing, which begins with the generators as the forward found them, gets the seed of
+that forward again. What the user's own code draws between forwards is left alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from speedlab.parallel.zero import Zero
+from speedlab.parallel.zero.unit import Pass
 
 
 class RandomStreams:
@@ -26,6 +28,8 @@ class RandomStreams:
         self._seed, self._device = seed, device
         self._micro_batch = (0, 0)
         self._calls: Counter[str] = Counter()
+        self._given: dict[tuple[str, int], int] = {}
+        """(block, seed that a forward of this step found) → the seed that it got."""
         self._outside: list[Tensor] = []
         self._hooks: list[Any] = []
 
@@ -33,10 +37,19 @@ class RandomStreams:
         """Seed the root and every block of `module`, whose units are `zero`'s."""
         blocks = {id(block) for unit in zero.units[1:] for block in unit.modules}
         self._hooks.append(module.register_forward_pre_hook(self._enter, prepend=True))
-        self._hooks.append(module.register_forward_hook(self._leave))
+        self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        this = weakref.ref(zero)  # The module must not keep a destroyed engine alive.
+
+        def seed_for(name: str) -> Callable[..., None]:
+            def hook(block: nn.Module, args: Any) -> None:
+                if block.training and (driver := this()) is not None:
+                    self._seed_for(name, again=driver.current is Pass.BACKWARD)
+
+            return hook
+
         for name, block in module.named_modules():
             if id(block) in blocks or block is module:
-                self._hooks.append(block.register_forward_pre_hook(lambda m, _, name=name: self._seed_for(m, name)))
+                self._hooks.append(block.register_forward_pre_hook(seed_for(name)))
 
     def detach(self) -> None:
         for hook in self._hooks:
@@ -46,6 +59,8 @@ class RandomStreams:
     def begin(self, step: int, micro_batch: int) -> None:
         """The forwards to come belong to this step and to this micro-batch of the global batch."""
         if self._micro_batch != (step, micro_batch):
+            if self._micro_batch[0] != step:
+                self._given.clear()
             self._micro_batch = step, micro_batch
             self._calls.clear()
 
@@ -62,10 +77,15 @@ class RandomStreams:
                 torch.cuda.set_rng_state(self._outside[1], self._device)
             self._outside = []
 
-    def _seed_for(self, module: nn.Module, name: str) -> None:
-        if module.training:
+    def _seed_for(self, name: str, *, again: bool) -> None:
+        """`again`: inside a backward, which computes a forward anew."""
+        found = torch.initial_seed()
+        seed = self._given.get((name, found)) if again else None
+        if seed is None:
             self._calls[name] += 1
-            torch.manual_seed(_number([self._seed, *self._micro_batch, name, self._calls[name]]))
+            seed = _number([self._seed, *self._micro_batch, name, self._calls[name]])
+            self._given[name, found] = seed
+        torch.manual_seed(seed)
 
 
 def _number(parts: Iterable[object]) -> int:

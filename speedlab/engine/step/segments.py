@@ -42,15 +42,15 @@ def cut(flat: Flat, begins: Collection[int] = ()) -> list[Segment]:
     return segments
 
 
-def owned_ranges(flat: Flat, others: Collection[str]) -> list[tuple[int, int]]:
-    """The flat's partition without the parameters in `others`; neighbours are one range."""
-    ranges, start = [], flat.start
+def owned_ranges(flat: Flat, within: tuple[int, int], others: Collection[str]) -> list[tuple[int, int]]:
+    """Elements [start, end) of the flat `within` a range without the parameters in `others`; neighbours are one."""
+    ranges, (start, stop) = [], within
     for slot in flat.slots:
         if slot.name in others:
             ranges.append((start, slot.offset))
             start = max(start, slot.offset + slot.numel)
-    ranges.append((start, flat.end))
-    return [(low, min(high, flat.end)) for low, high in ranges if low < min(high, flat.end)]
+    ranges.append((start, stop))
+    return [(low, min(high, stop)) for low, high in ranges if low < min(high, stop)]
 
 
 def elementwise(value: Any, segment: Segment) -> bool:

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from speedlab.comm import Group, HostCopies, Traffic, World
 from speedlab.config import RunConfig
+from speedlab.config.batch import Batch
+from speedlab.data import Epochs
 from speedlab.engine.step.model_part import ModelPart
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.engine.step.precision import LossScale
@@ -31,21 +33,30 @@ class TrainingState:
         optimizer: PartitionedOptimizer,
         scheduler: Any,
         config: RunConfig,
+        batch: Batch,
         world: World,
         mesh: Mesh,
         traffic: Traffic,
         loss_scale: LossScale,
         dtype: torch.dtype,
     ) -> None:
-        """`model_parts`: this rank's pipeline stages, first one first; the whole model is one."""
+        """`model_parts`: this rank's pipeline stages, first one first; the whole model is one. `batch`: the equation,
+        whole."""
         self.model_parts = list(model_parts)
         self.partitioned_optimizer, self.scheduler = optimizer, scheduler
-        self.config, self.world, self.mesh, self.traffic = config, world, mesh, traffic
+        self.config, self.batch, self.world, self.mesh, self.traffic = config, batch, world, mesh, traffic
         self.loss_scale, self.dtype = loss_scale, dtype
         self._copies = HostCopies(world.device, traffic)
         self.zero_stage: int = config.zero.stage
         """The row of ZeRO's table that the flats are placed by. It is told, and asked by nothing here."""
         self.global_step = 0
+        """Updates that were made."""
+        self.skipped_steps = 0
+        """Steps without an update, because a gradient overflowed in float16."""
+        self.global_samples = 0
+        """Sequences that went into all steps, over all ranks."""
+        self.epochs: Epochs | None = None
+        """Where the loader that `initialize` made stands; None where it made none."""
         self.updating = False
         """True from the first changed parameter to the end of a step: an interrupt then leaves ranks that differ."""
 

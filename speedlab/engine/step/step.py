@@ -1,8 +1,8 @@
 """A step: micro-batches, what their gradients are multiplied with, and the update that ends them.
 
 1. Each micro-batch is announced (`begin_micro_batch`) and, once its backward has ended, counted (`ended_micro_batch`).
-2. `end` takes one reduction of a few numbers over the ranks: the gradient's norm, the loss, signals, and how many
-   parameters somebody did not use.
+2. `end` takes one reduction of a few numbers over the ranks: the gradient's norm, the loss, signals, how many
+   parameters somebody did not use, and whether ranks that share a batch had the same one.
 3. A gradient that is not finite ends the step without an update.
 4. Parameters that no rank used are left alone; all others are updated, clipped together.
 5. Whatever happens, the state is one between two steps afterwards (`reset`), or `updating` says that it is not.
@@ -12,14 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from speedlab.engine.step.communicating import sums_itself
 from speedlab.engine.step.random_streams import RandomStreams
+from speedlab.engine.step.same_data import SameData
 from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.totals import Totals, find_non_finite, sum_totals
 from speedlab.parallel.zero import used_by_any
+from speedlab.parallel.zero.unit import Pass
 
 Update = Callable[[], AbstractContextManager[object]]
 
@@ -39,10 +43,14 @@ class Step:
         self.totals: Totals | None = None
         """Of the last step."""
         self._state, self._streams = state, streams
+        self.data = SameData(state.mesh)
+        """What the micro-batches of the present step were made of."""
         self._losses: list[Tensor] = []
         self._fed = False
         """Whether a backward of the present step has ended."""
         self._around_update = around_update
+        for zero in state.zeros:
+            zero.reductions.left_to_optimizer = partial(sums_itself, state.optimizer)
 
     @property
     def scale(self) -> float:
@@ -59,17 +67,22 @@ class Step:
         """Whether some of a step's micro-batches have ended, or some of its gradients are here."""
         return self.micro_step > 0 or self._fed
 
-    def refuse_after_cut_update(self) -> None:
-        """Raises RuntimeError where an update was cut off in the middle."""
+    def refuse_after_cut(self) -> None:
+        """Raises RuntimeError where an update or a backward was cut off in the middle."""
         if self._state.updating:
             raise RuntimeError(
                 f"the update of step {self._state.global_step + 1} was cut off and has changed some parameters only; "
                 "go back with load_checkpoint"
             )
+        if any(zero.current is Pass.BACKWARD for zero in self._state.zeros):
+            raise RuntimeError(
+                f"a backward of step {self._state.global_step + 1} was cut off on this rank, and other ranks may stand "
+                "elsewhere; let all ranks meet anew and call engine.reconnect(), or set up the engine again"
+            )
 
     def refuse_inside(self, what: str) -> None:
         """Raises RuntimeError inside a step."""
-        if self.under_way or any(zero.current.value == "backward" for zero in self._state.zeros):
+        if self.under_way:
             raise RuntimeError(
                 f"{what}: micro-batch {self.micro_step + 1} of {self.accumulation} of a step is under way; do it "
                 "between two steps"
@@ -97,6 +110,7 @@ class Step:
         for zero in self._state.zeros:
             zero.clear_gradients()
         self._losses.clear()
+        self.data.forget()
         self.micro_step, self._fed = 0, False
 
     # ---- the end -----------------------------------------------------------------------------------------------------
@@ -109,9 +123,12 @@ class Step:
             raise RuntimeError(
                 "step: the last backward ran inside no_sync; one backward outside has to come before a step"
             )
+        state.partitioned_optimizer.refuse_new_groups()
         with self._around_update():
             try:
                 self.totals = totals = self._sum_totals(signals)  # 2
+                if not totals.same_data:
+                    raise self.data.error()
                 if not totals.finite:
                     self._overflow()  # 3
                     return False
@@ -134,6 +151,8 @@ class Step:
 
     def _factor(self, totals: Totals, clip_norm: float | None) -> float:
         factor = 1.0 / self._state.loss_scale.value
+        if sums_itself(self._state.optimizer):
+            return factor
         if clip_norm is not None and totals.grad_norm > clip_norm:
             factor *= clip_norm / (totals.grad_norm + 1e-6)
         return factor
@@ -141,19 +160,27 @@ class Step:
     def _sum_totals(self, signals: Sequence[float]) -> Totals:
         state = self._state
         losses = self._losses if state.mesh["tp"].index == 0 else []  # Those of its tensor peers are the same.
-        unused = sum(flat.used.count(False) for flat in state.partitioned_optimizer.flats)
+        unused = sum(gradient.used.count(False) for gradient in state.partitioned_optimizer.gradients)
         squares = torch.zeros((), dtype=torch.float64, device=state.world.device)
         if self._fed:  # Else what stands there are the gradients of the step before.
             squares += state.partitioned_optimizer.sum_of_squares()
-        return sum_totals(state.everyone, losses, squares, scale=state.loss_scale.value, signals=signals, unused=unused)
+        return sum_totals(
+            state.everyone,
+            losses,
+            squares,
+            scale=state.loss_scale.value,
+            signals=signals,
+            unused=unused,
+            difference=self.data.take(),
+        )
 
     def _unused(self) -> dict[str, set[int]]:
         """Slots of flats by name that no rank has used in this step. Collective."""
-        flats = self._state.partitioned_optimizer.flats
-        found = used_by_any(flats)
+        optimizer = self._state.partitioned_optimizer
+        found = used_by_any(optimizer.gradients)
         return {
             flat.name: {index for index, used in enumerate(own) if not used}
-            for flat, own in zip(flats, found, strict=True)
+            for flat, own in zip(optimizer.flats, found, strict=True)
         }
 
     def _overflow(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from speedlab.comm import Group, check_peers
 from speedlab.config.errors import more_in
 from speedlab.engine.step.errors import NonFiniteError
+from speedlab.engine.step.same_data import SAME
 from speedlab.parallel.zero import Flat
 
 
@@ -28,6 +29,8 @@ class Totals:
     finite: bool
     unused: int
     """Of how many of their parameters the ranks together got no gradient."""
+    same_data: bool
+    """Whether ranks that compute one batch together were given the same."""
 
 
 def sum_totals(
@@ -38,28 +41,31 @@ def sum_totals(
     scale: float,
     signals: Sequence[float],
     unused: int,
+    difference: Tensor | None,
 ) -> Totals:
     """`losses`: of this rank's micro-batches, as far as they count; `squares`: the sum over its own elements of the
-    gradient, which is `scale` times too large; `unused`: of how many parameters it got no gradient."""
+    gradient, which is `scale` times too large; `unused`: of how many parameters it got no gradient; `difference`: as
+    `SameData.take` gives it."""
     device = squares.device
     # What the host knows goes to the device in one copy, which does not wait.
     known = torch.tensor([len(losses), unused, *signals], dtype=torch.float64).to(device, non_blocking=True)
-    measured = [squares, torch.stack([loss.double() for loss in losses]).sum()] if losses else [squares]
-    vector = torch.zeros(2 + len(known), dtype=torch.float64, device=device)
-    vector[: len(measured)] = torch.stack(measured)
-    vector[2:] = known
+    zero = torch.zeros_like(squares)
+    loss = torch.stack([loss.double() for loss in losses]).sum() if losses else zero
+    measured = torch.stack([squares, loss, zero if difference is None else difference])
+    vector = torch.cat([measured, known])
     # The one point of a step where the host waits for the device: clipping, the overflow decision and the control
     # words of the run need these numbers before the update. Ranks then sum them over the host's connections, so that
     # the group of all ranks needs none between devices.
     own = vector.cpu()
     check_peers()  # Where a peer has left, what should have come over the device never did.
-    total, loss_sum, count, left_alone, *summed = everyone.sum_scalars(own).tolist()
+    total, loss_sum, differing, count, left_alone, *summed = everyone.sum_scalars(own).tolist()
     return Totals(
         loss=loss_sum / max(1.0, count),
         grad_norm=math.sqrt(total) / scale if total >= 0 else math.nan,
         signals=tuple(summed),
         finite=math.isfinite(total),
         unused=int(left_alone),
+        same_data=difference is None or differing == SAME,
     )
 
 
@@ -85,11 +91,14 @@ def find_non_finite(everyone: Group, losses: Sequence[Tensor], flats: Iterable[F
 
 
 def _non_finite_slots(flat: Flat) -> list[str]:
-    gradient, found = flat.gradient, []
-    if gradient is None or bool(torch.isfinite(gradient).all()):
+    found: list[str] = []
+    if flat.gradient is None:
+        return found
+    start, gradient = flat.gradient.counted
+    if bool(torch.isfinite(gradient).all()):
         return found
     for slot in flat.slots:
-        low, high = max(slot.offset, flat.start), min(slot.offset + slot.numel, flat.end)
-        if low < high and not bool(torch.isfinite(gradient[low - flat.start : high - flat.start]).all()):
+        low, high = max(slot.offset, start), min(slot.offset + slot.numel, start + gradient.numel())
+        if low < high and not bool(torch.isfinite(gradient[low - start : high - start]).all()):
             found.append(slot.name)
     return found

@@ -17,8 +17,10 @@ from speedlab.parallel.zero import Zero
 
 
 @torch.no_grad()
-def whole_state(model_parts: Sequence[ModelPart], pipeline: Group) -> dict[str, Tensor]:
-    """Parameters (float32 masters where they exist) and persistent buffers by full name. Collective over all ranks.
+def whole_state(model_parts: Sequence[ModelPart], pipeline: Group, *, masters: bool = True) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by full name. Collective over all ranks.
+
+    Parameters are float32 masters where they exist; without `masters` they are in the dtype that they compute in.
 
     1. Partitions come together over the dp ranks.
     2. Parts come together over the tensor ranks.
@@ -31,6 +33,7 @@ def whole_state(model_parts: Sequence[ModelPart], pipeline: Group) -> dict[str, 
             master = flat.whole_master()  # 1
             for slot in flat.slots:
                 own = master[slot.offset : slot.offset + slot.numel].view(slot.shape)
+                own = own if masters else own.to(flat.dtype)
                 state[slot.name] = _join_parts(part.tensor, slot.name, own)  # 2
         for name, parameter in part.module.named_parameters(remove_duplicate=False):
             if name not in state:  # A second name of a shared parameter.

@@ -1,7 +1,9 @@
 """ZeRO: units, flats, residency, and the hooks that move them."""
 
-from speedlab.parallel.zero.flat import Flat, Slot, used_by_any
+from speedlab.parallel.zero.flat import Flat
+from speedlab.parallel.zero.gradient import Gradient, used_by_any
 from speedlab.parallel.zero.inspect import FlatParameter, forget, gather_partitions, name_of, remember
+from speedlab.parallel.zero.slot import Slot
 from speedlab.parallel.zero.unit import Unit
 from speedlab.parallel.zero.units import UnitChoice, UnitPlan, plan_units
 from speedlab.parallel.zero.walk import map_tensors, tensors_of
@@ -10,6 +12,7 @@ from speedlab.parallel.zero.zero import Zero
 __all__ = [
     "Flat",
     "FlatParameter",
+    "Gradient",
     "Slot",
     "Unit",
     "UnitChoice",

@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from speedlab.comm import Group, Transfer
 from speedlab.layout import padded_numel, partition_range
+from speedlab.parallel.zero.gradient import Gradient
+from speedlab.parallel.zero.slot import Slot
 from speedlab.placement import Holders, Residency, Row
 
 _ALIGNMENT_BYTES = 16
 """Parameters start at multiples of this inside a flat: matrix kernels on GPUs need it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Slot:
-    """Where one parameter lies in its flat, in elements. `group` is the index of its optimizer parameter group."""
-
-    name: str
-    offset: int
-    numel: int
-    shape: torch.Size
-    group: int
-
-
 class Flat:
-    """The parameters of one unit that share a dtype and whether they train, with their gradient and float32 master.
+    """The parameters of one unit that share a dtype and whether they train, with their float32 master and `gradient`.
 
     | tensor     | replicated                      | partitioned                                        |
     |------------|---------------------------------|----------------------------------------------------|
     | `shard`    | this rank's slice of `full`     | memory of its own                                  |
     | `full`     | always there                    | storage of size 0 unless gathered                  |
-    | `gradient` | whole, this rank's own sums     | the reduced partition; the whole is borrowed       |
     | `master`   | float32 of the whole or of the partition, as optimizer states are; shares memory with       |
     |            | `full` or `shard` when the parameters are float32 (or wider) themselves                     |
 
@@ -63,13 +52,11 @@ class Flat:
         first = rows[0]
         self.name, self.trainable = name, first.trainable
         self.dtype = dtype = _dtype(first.states["parameter"].form)
-        self.gradient_dtype = _dtype(first.states["gradient"].form) if self.trainable else dtype
-        self.gather_group, self.reduce_group = gather_group, reduce_group
+        self.gather_group = gather_group
         self.buffers = gather_group.traffic.buffers
         self.parameters: list[nn.Parameter] = [parameters[row.name] for row in rows]
         self.slots: list[Slot] = []
-        self.summed_first: dict[tuple[Group, ...], list[Slot]] = {}
-        """Parameters whose gradients are summed over the same groups first; they travel together."""
+        summed_first: dict[tuple[Group, ...], list[Slot]] = {}
         step = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
         end = 0
         for row, parameter in zip(rows, self.parameters, strict=True):
@@ -78,7 +65,7 @@ class Flat:
             self.slots.append(slot)
             groups = tuple(axes[axis] for axis in row.summed_over[:-1])
             if groups:
-                self.summed_first.setdefault(groups, []).append(slot)
+                summed_first.setdefault(groups, []).append(slot)
             end = offset + parameter.numel()
         self.numel = end
         self.padded = padded_numel(end, gather_group.size * step)
@@ -94,24 +81,28 @@ class Flat:
         self._placeholders = [nothing.expand(slot.shape) for slot in self.slots]
         for parameter, slot in zip(self.parameters, self.slots, strict=True):
             with torch.no_grad():
-                self.master[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(parameter)
+                self.master[slot.range].view(slot.shape).copy_(parameter)
         gather_group.broadcast(self.master)
         if self._own_master:
             self.full.copy_(self.master)
+        self._shown: list[Tensor] = []
+        """What parameters are views of: of `full`, or placeholders."""
         self._show(self._views)
+        self._versions = [parameter._version for parameter in self.parameters]
+        """How often each was written to in place; by the caller, as nothing here writes to parameters."""
         self.shard = self.full[self.start : self.end]
-        self.gradient: Tensor | None = None
-        self.local: Tensor | None = None
-        self._borrowed: Tensor | None = None
-        """`local`, where gradients are partitioned and some of this pass are here."""
-        self._earlier: Tensor | None = None
-        self._filled = [False] * len(self.slots)
-        """Which parameters have a gradient of this pass in `local`."""
-        self.used = [False] * len(self.slots)
-        """Which parameters got a gradient from this rank in this step."""
-        ends = [0] + [slot.offset + slot.numel for slot in self.slots]
-        starts = [slot.offset for slot in self.slots] + [self.padded]
-        self._gaps = [(low, high) for low, high in zip(ends, starts, strict=True) if low < high]
+        self.gradient: Gradient | None = None
+        """None when the flat does not train."""
+        if self.trainable:
+            self.gradient = Gradient(
+                self.slots,
+                padded=self.padded,
+                partition=(self.start, self.end),
+                dtype=_dtype(first.states["gradient"].form),
+                group=reduce_group,
+                summed_first=summed_first,
+                kept={state: _dtype(home.form) for state, home in first.states.items() if home.holders is Holders.OWN},
+            )
         self.residency = Residency.of_stage(0, 1)
 
     # ---- residency ---------------------------------------------------------------------------------------------------
@@ -156,7 +147,8 @@ class Flat:
         if not self._own_master:
             partitioned = residency.optimizer_states is Holders.PARTITIONED
             self.master = self.shard if partitioned else self.full
-        self._place_gradient()  # 4
+        if self.gradient is not None:
+            self.gradient.place(residency)  # 4
 
     def move_state(self, state: Tensor, before: Residency) -> Tensor:
         """A state tensor over the old `state_range`, as one over the present one (cut, gathered, or as it was)."""
@@ -169,24 +161,12 @@ class Flat:
         self.gather_group.all_gather(whole, state).wait()
         return whole
 
-    def _place_gradient(self) -> None:
-        """Gradients that are replicated accumulate where they are reduced; partitioned ones need a passing whole."""
-        self.clear_gradient()
-        self.gradient = self.local = None
-        if not self.trainable:
-            return
-        if self.residency.gradients is Holders.REPLICATED:
-            self.local = self.reduce_group.empty(self.padded, self.gradient_dtype).zero_()
-            self.gradient = self.local[self.start : self.end]
-        else:
-            device = self.full.device
-            self.gradient = torch.zeros(self.end - self.start, dtype=self.gradient_dtype, device=device)
-
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def gather(self) -> Transfer:
         """Start to fill `full` from all shards. Partitioned parameters only."""
+        self.take_changes()
         self._allocate(self.full)
         self._show(self._views)
         self.buffers.add(self.full.nbytes)
@@ -204,14 +184,52 @@ class Flat:
 
     @property
     def _views(self) -> list[Tensor]:
-        return [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.slots]
+        return [self.full[slot.range].view(slot.shape) for slot in self.slots]
 
     def _show(self, values: list[Tensor]) -> None:
+        self._shown = values
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.data = value
 
+    @torch.no_grad()
+    def take_changes(self) -> None:
+        """What the caller has written into parameters, or put in their place (`.data`), are their values from now on,
+        the masters' too. Call before masters are read.
+
+        Writes through `parameter.data` to values narrower than their masters cannot be seen, and are lost.
+        Raises RuntimeError for a partitioned parameter, where the values were written to nowhere.
+        """
+        replaced = False
+        for index, (parameter, slot) in enumerate(zip(self.parameters, self.slots, strict=True)):
+            moved = not _is_same(parameter, self._shown[index])
+            if not moved and parameter._version == self._versions[index]:
+                continue
+            self._versions[index] = parameter._version
+            if self.residency.parameters is Holders.PARTITIONED:
+                raise RuntimeError(
+                    f"{slot.name} was changed while it is partitioned, where the change has no effect; change it "
+                    "before initialize, or at a ZeRO stage below 3"
+                )
+            here = slice(slot.offset, slot.offset + slot.numel)
+            value, replaced = parameter.detach().reshape(-1), replaced or moved
+            if moved:
+                self.full[here].copy_(value)
+            if self._own_master:
+                self._change_master(here, value)
+        if replaced:
+            self._show(self._views)
+
+    def _change_master(self, here: slice, value: Tensor) -> None:
+        """Elements whose rounded master is something else than `value` take it; the others keep all their bits."""
+        low, high = self.state_range
+        start, stop = max(here.start, low), min(here.stop, high)
+        if start < stop:
+            master, new = self.master[start - low : stop - low], value[start - here.start : stop - here.start]
+            master.copy_(torch.where(master.to(self.dtype) == new.to(self.dtype), master, new.to(master.dtype)))
+
     def whole_master(self) -> Tensor:
         """The master values whole, on every rank. Collective where they are partitioned."""
+        self.take_changes()
         if self.residency.optimizer_states is Holders.REPLICATED:
             return self.master
         whole = torch.empty(self.padded, dtype=self.master.dtype, device=self.full.device)
@@ -222,7 +240,7 @@ class Flat:
     def give_back(self) -> None:
         """Give every parameter memory of its own with its whole master value. Collective where they are partitioned."""
         whole = self.whole_master()
-        self._show([whole[slot.offset : slot.offset + slot.numel].view(slot.shape).clone() for slot in self.slots])
+        self._show([whole[slot.range].view(slot.shape).clone() for slot in self.slots])
 
     @property
     def narrow(self) -> Tensor | None:
@@ -243,99 +261,6 @@ class Flat:
             return self.gather_group.all_gather(self.full, self.shard)
         return None
 
-    # ---- gradients ---------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def receive(self, index: int, gradient: Tensor) -> None:
-        """Add the gradient of parameter `index` of this backward pass to this rank's own sum."""
-        local = self._local_buffer()
-        slot = self.slots[index]
-        view = local[slot.offset : slot.offset + slot.numel].view(slot.shape)
-        if self._filled[index]:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-            self._filled[index] = self.used[index] = True
-
-    @torch.no_grad()
-    def reduce(self, *, accumulate: bool) -> Transfer:
-        """Start to sum the ranks' own gradients into `gradient`; parameters without one count as zero.
-
-        `accumulate` adds to partitions reduced earlier in this step.
-        """
-        local = self._local_buffer()
-        for slot, filled in zip(self.slots, self._filled, strict=True):
-            if not filled:
-                local[slot.offset : slot.offset + slot.numel].zero_()
-        for groups, slots in self.summed_first.items():
-            self._sum_first(local, groups, slots)
-        assert self.gradient is not None
-        if self.residency.gradients is Holders.PARTITIONED:
-            return self.reduce_group.reduce_scatter(local, self.gradient, accumulate=accumulate)
-        if self.residency.optimizer_states is Holders.PARTITIONED:
-            return self.reduce_group.reduce_scatter(local, self.gradient)
-        return self.reduce_group.all_reduce(local)
-
-    @staticmethod
-    def _sum_first(local: Tensor, groups: tuple[Group, ...], slots: list[Slot]) -> None:
-        """Sum the gradients of `slots` over `groups`, one after the other, and wait."""
-        pieces = [local[slot.offset : slot.offset + slot.numel] for slot in slots]
-        total = sum(slot.numel for slot in slots)
-        for group in groups:
-            together = group.borrow(padded_numel(total, group.size), local.dtype)
-            torch.cat(pieces, out=together[:total])
-            together[total:].zero_()
-            group.all_reduce(together).wait()
-            for piece, summed in zip(pieces, together[:total].split([piece.numel() for piece in pieces]), strict=True):
-                piece.copy_(summed)
-            group.give_back(together)
-
-    def reduced(self) -> None:
-        """The reduction has finished: the passing whole is freed, if there is one."""
-        self._filled = [False] * len(self.slots)
-        if self._earlier is not None:
-            assert self.local is not None
-            self.reduce_group.wait_until_read(self.local)
-            self.update_gradient.add_(self._earlier)
-            self._earlier = None
-        self._give_back()
-
-    def set_aside(self) -> None:
-        """Before another backward of a step that was reduced already: keep what was summed from being written over.
-
-        Partitioned gradients have a place of their own and accumulate there.
-        """
-        if self.residency.gradients is Holders.REPLICATED and self._earlier is None:
-            self._earlier = self.update_gradient.clone()
-
-    def clear_gradient(self) -> None:
-        """Forget all gradients. What comes next writes over them, so nothing needs zeroing."""
-        self._earlier = None
-        self._filled = [False] * len(self.slots)
-        self.used = [False] * len(self.slots)
-        self._give_back()
-
-    @property
-    def update_gradient(self) -> Tensor:
-        """The reduced gradient over `state_range`: what the optimizer uses."""
-        assert self.gradient is not None
-        if self.residency.optimizer_states is Holders.REPLICATED:
-            assert self.local is not None
-            return self.local
-        return self.gradient
-
-    def _local_buffer(self) -> Tensor:
-        if self.local is None:
-            self.local = self._borrowed = self.reduce_group.borrow(self.padded, self.gradient_dtype)
-            for low, high in self._gaps:
-                self.local[low:high].zero_()
-        return self.local
-
-    def _give_back(self) -> None:
-        if self._borrowed is not None:
-            self.reduce_group.give_back(self._borrowed)
-            self.local = self._borrowed = None
-
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     @staticmethod
@@ -347,25 +272,13 @@ class Flat:
         tensor.untyped_storage().resize_(0)
 
 
-def used_by_any(flats: Sequence[Flat]) -> list[list[bool]]:
-    """Which parameters of each flat got a gradient in this step from any rank whose terms are summed. Collective over
-    the ranks of all those groups, in one exchange for each."""
-    if not flats:
-        return []
-    counts = torch.tensor([used for flat in flats for used in flat.used], dtype=torch.int64)
-    places: dict[tuple[Group, ...], list[int]] = {}
-    start = 0
-    for flat in flats:
-        for groups, slots in flat.summed_first.items():
-            names = {slot.name for slot in slots}
-            own = [start + index for index, slot in enumerate(flat.slots) if slot.name in names]
-            places.setdefault(groups, []).extend(own)
-        start += len(flat.slots)
-    for groups, indices in places.items():
-        for group in groups:
-            counts[indices] = group.sum(counts[indices])
-    every = iter((flats[0].reduce_group.sum(counts) > 0).tolist())
-    return [[next(every) for _ in flat.slots] for flat in flats]
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether both stand at the same place of the same memory."""
+    return (
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and one.storage_offset() == other.storage_offset()
+        and one.dtype is other.dtype
+    )
 
 
 def _dtype(form: str) -> torch.dtype:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from speedlab.parallel.zero.flat import Flat, Slot
+from speedlab.parallel.zero.flat import Flat
+from speedlab.parallel.zero.slot import Slot
 from speedlab.parallel.zero.unit import Unit
 from speedlab.parallel.zero.zero import Zero
 from speedlab.placement import Holders

@@ -22,6 +22,8 @@ class Reductions:
         of a unit."""
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around what reductions take of this rank's time; a pipeline's timeline hangs here."""
+        self.left_to_optimizer: Callable[[], bool] = lambda: False
+        """Whether the optimizer sums the gradients of the present step over the ranks; asked before each backward."""
         self.sync = True
         """Whether the present backward pass is summed over the ranks, or leaves its gradients with each rank."""
         self.unsummed = False
@@ -32,7 +34,7 @@ class Reductions:
         self._order: list[Unit] = []
         self._turn: dict[Unit, int] = {}
         self._cursor = 0
-        self._under_way: list[tuple[Unit, list[Transfer]]] = []
+        self._under_way: list[tuple[Unit, list[Transfer | None]]] = []
 
     @property
     def idle(self) -> bool:
@@ -41,11 +43,11 @@ class Reductions:
     def begin(self, *, sync: bool) -> None:
         """A backward pass begins. Without `sync` its gradients stay with each rank."""
         self._group.wait_until_all_read()  # Replicated gradients are about to be written over.
-        if self._reduced_before:
-            for unit in self._gathers.units:
-                for flat in unit.flats:
-                    if flat.trainable:
-                        flat.set_aside()
+        left = self.left_to_optimizer()
+        for gradient in (each for unit in self._gathers.units for each in unit.gradients):
+            gradient.left_to_optimizer = left
+            if self._reduced_before:
+                gradient.set_aside()
         self.sync = sync
         self._order = self._gathers.backward_order
         self._turn = {unit: turn for turn, unit in enumerate(self._order)}
@@ -68,7 +70,7 @@ class Reductions:
             self._cursor += 1
             accumulate = self._reduced_before and residency.gradients is Holders.PARTITIONED
             with record_function(f"speedlab::reduce {unit.name}"), self.around():
-                works = [flat.reduce(accumulate=accumulate) for flat in unit.flats if flat.trainable]
+                works = [gradient.reduce(accumulate=accumulate) for gradient in unit.gradients]
             self._under_way.append((unit, works))
             self._finish(self._limit)
 
@@ -91,16 +93,16 @@ class Reductions:
             unit, works = self._under_way.pop(0)
             with self.around():
                 for work in works:
-                    work.wait()
-                for flat in unit.flats:
-                    if flat.trainable:
-                        flat.reduced()
+                    if work is not None:
+                        work.wait()
+                for gradient in unit.gradients:
+                    gradient.reduced()
 
     def clear(self) -> None:
         """The step is over, or given up: its gradients are forgotten."""
         for unit in self._gathers.units:
-            for flat in unit.flats:
-                flat.clear_gradient()
+            for gradient in unit.gradients:
+                gradient.clear()
         self._reduced_before = self.unsummed = False
 
     def abandon(self, residency: Residency) -> None:

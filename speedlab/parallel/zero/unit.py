@@ -30,6 +30,7 @@ class Unit:
         """The gather under way; None when the unit is released, [] when its parameters are there."""
         self.missing = self.trainable_count
         """Gradients that this backward pass has not produced yet."""
+        self.gradients = [flat.gradient for flat in flats if flat.gradient is not None]
         self.open_calls: list[RemovableHandle] = []
         """Hooks on calls whose input gradients are still to come; kept where frozen parameters are needed to the
         end."""

@@ -69,7 +69,6 @@ class Zero:
         self.module, self.placement = module, placement
         self.gather_group, self.reduce_group = gather_group, reduce_group
         units: list[Unit] = []
-        classes = placement.flats()
         for plan in plans:
             if materialize is not None:
                 materialize(plan)
@@ -82,7 +81,7 @@ class Zero:
                     reduce_group=reduce_group,
                     axes=axes or {},
                 )
-                for name, rows in classes.items()
+                for name, rows in placement.flats.items()
                 if rows[0].unit == plan.name
             ]
             for flat in flats:
@@ -154,6 +153,14 @@ class Zero:
 
             return hook
 
+        def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            if (zero := this()) is not None and zero.partitioned:
+                raise RuntimeError(
+                    "module.state_dict(): the parameters are partitioned (ZeRO stage 3), so that this rank has only a "
+                    "part of them; engine.state_dict() or engine.module_state_dict(), on all ranks, puts them together"
+                )
+
+        self._hooks.append(self.module.register_state_dict_pre_hook(before_state_dict))
         held_by_root = {id(p) for flat in self.units[0].flats for p in flat.parameters}
         for module in self.module.modules():
             if module is not self.module and any(id(p) in held_by_root for p in module.parameters(recurse=False)):
@@ -206,7 +213,16 @@ class Zero:
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, sync: bool) -> None:
-        """Call before `loss.backward()`. Without `sync` the gradients stay with each rank."""
+        """Call before `loss.backward()`. Without `sync` the gradients stay with each rank.
+
+        Raises RuntimeError where a frozen parameter shall be trained now."""
+        for flat in self.flats:
+            for slot, parameter in zip(flat.slots, flat.parameters, strict=True):
+                if parameter.requires_grad and not flat.trainable:
+                    raise RuntimeError(
+                        f"{slot.name} was frozen at initialize and requires a gradient now, but has no place for one; "
+                        "set requires_grad before, and call initialize again"
+                    )
         self.reductions.begin(sync=sync)
         self.gathers.begin(Pass.BACKWARD)
 
@@ -237,7 +253,8 @@ class Zero:
                 f"reduced; "
                 "use torch.utils.checkpoint with use_reentrant=False, or put the module in a unit of its own"
             )
-        flat.receive(index, gradient)
+        assert flat.gradient is not None  # Only what trains has hooks.
+        flat.gradient.receive(index, gradient)
         unit.missing -= 1
         if unit.missing == 0 and unit is not self.gathers.root:
             if self.partitioned and not unit.has_frozen:
@@ -273,7 +290,7 @@ class Zero:
 
     def _collect(self, unit: Unit) -> None:
         for flat in unit.flats:
-            for index, parameter in enumerate(flat.parameters):
+            for index, parameter in enumerate(flat.parameters if flat.trainable else ()):
                 self._receive(unit, flat, index, parameter)
 
     def end_backward(self, *, leave_root: bool = False) -> None:
@@ -308,6 +325,8 @@ class Zero:
         self._forget_calls()
         self.gathers.release_all()
         self.gather_group.wait_until_all_read()
+        for flat in self.flats:
+            flat.take_changes()
         self._version += 1
 
     def _forget_calls(self) -> None:

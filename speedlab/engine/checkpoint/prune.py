@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds, and which of them may go."""
+"""Which checkpoints of a run may go."""
 
 from __future__ import annotations
 
@@ -8,36 +8,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from speedlab.engine.checkpoint.manifest import FORMAT, MANIFEST
+from speedlab.engine.checkpoint.manifest import FORMAT
+from speedlab.telemetry.checkpoints import MANIFEST, checkpoints_in
 
-_NUMBERED = re.compile(r"step-\d+")
+_NUMBERED = re.compile(r"step-\d+(-\d+)?")
 """Names that a run gives by itself; any other is a person's, who alone removes it."""
-
-
-def newest(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step in `folder`, or None."""
-    found = complete_ones(folder)
-    return found[-1] if found else None
-
-
-def complete_ones(folder: Path) -> list[Path]:
-    """All complete checkpoints in `folder`, the newest last."""
-    found = []
-    for path in folder.glob("*/" + MANIFEST):
-        try:
-            manifest = json.loads(path.read_text())
-            found.append((int(manifest["step"]), path.parent.name, path.parent))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # Foreign or damaged: not a candidate; asked for by name it gives an error that says so.
-    return [path for _, _, path in sorted(found)]
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
     """Remove all but the newest `keep` of the checkpoints that a run has numbered by itself; returns the removed ones.
 
-    Those with missing or cut files do not count as kept. To be called by one rank, after a save that went well.
+    What the run has left behind goes first; those with missing or cut files do not count as kept. To be called by one
+    rank, after a save that went well.
     """
-    numbered = [path for path in complete_ones(folder) if _NUMBERED.fullmatch(path.name)]
+    numbered = [found.path for found in checkpoints_in(folder) if _is_the_runs(found.path)]
     good = [path for path in numbered if _has_its_files(path)]
     if not good:
         return []
@@ -47,6 +31,11 @@ def prune(folder: Path, keep: int) -> list[Path]:
         (path / MANIFEST).unlink()
         shutil.rmtree(path)
     return numbered[:oldest_kept]
+
+
+def _is_the_runs(path: Path) -> bool:
+    """Whether the run has numbered it by itself, and nobody has moved it elsewhere and left a link."""
+    return _NUMBERED.fullmatch(path.name) is not None and not path.is_symlink()
 
 
 def _has_its_files(path: Path) -> bool:

@@ -1,0 +1,258 @@
+"""Whether a model of the user's can be trained as asked, found out before its run has a name.
+
+1. It is made: under fake tensors, which have shapes and no values, and where that fails for real, so that what its
+   constructor raises is the user's to mend.
+2. What can be known of a layout without ranks: whether it can be cut into stages, or as its plan says.
+3. A micro-batch goes through it under fake tensors: `losses.loss_of` finds a loss, which depends on its parameters.
+
+Fake tensors cannot follow what depends on values, nor code outside of torch. A model is not refused for that: the
+answer says what could not be tried.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from speedlab.comm import Group
+from speedlab.config import ConfigError, RunConfig
+from speedlab.engine.build.plan_module import fake_twins
+from speedlab.engine.step.losses import CONTRACT, LossFunction, loss_of, refuse_loss_of_pipeline
+from speedlab.engine.step.precision import compute_dtype
+from speedlab.layout import Layout, layer_counts
+from speedlab.models import GPT
+from speedlab.parallel import Materializer
+from speedlab.parallel.pipeline import block_costs
+from speedlab.parallel.tensor import TensorParallel
+
+Model = nn.Module | Callable[[], nn.Module]
+
+_UNTRIABLE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    GuardOnDataDependentSymNode,
+    NotImplementedError,
+)
+_UNTRIABLE_TEXT = re.compile(r"fake ?tensor|fake impl|meta|data pointer|tensor subclass|triton", re.IGNORECASE)
+"""What torch says where a fake tensor comes to code that needs values, and no class of exception tells."""
+
+_BYTES_TOKENS = 256
+
+
+def made(model: Model, seed: int) -> nn.Module:
+    """The module: `model` itself, or what it gives when it is called, from a seed that is the same on all ranks.
+
+    Raises ConfigError for anything else than a module."""
+    if isinstance(model, nn.Module):
+        return model
+    if not callable(model):
+        raise ConfigError(
+            f"model: it is a {type(model).__name__}; give a torch.nn.Module, or a function that makes one"
+        )
+    if needed := _arguments_needed(model):
+        raise ConfigError(
+            f"model: {_name(model)} is called without arguments and needs {needed}; give a function that passes them: "
+            f"model=lambda: {_name(model)}(...)"
+        )
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        module = model()
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"model: {_name(model)}() gave a {type(module).__name__}; it has to give a torch.nn.Module")
+    return module
+
+
+def _arguments_needed(function: Callable[..., Any]) -> str:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # Of a builtin, which tells nothing.
+        return ""
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return ", ".join(p.name for p in parameters if p.default is p.empty and p.kind not in several)
+
+
+def try_model(
+    config: RunConfig,
+    engines: int,
+    *,
+    model: Model | None = None,
+    loss: LossFunction | None = None,
+    tp_plan: Mapping[str, str] | None = None,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Try one micro-batch on the model of a run, the configuration's GPT when `model` is None.
+
+    Returns the number of its `parameters`, its `nbytes` as it is made (0 on meta), the `dtype` it computes in, and why
+    it could not be tried, `untried`, '' when it was. A given module is used up. Raises ConfigError for what cannot be
+    trained: what came, where, and what is expected.
+    """
+    layout, dtype = config.layout(engines, built_in=model is None), compute_dtype(config.precision, device)
+    refuse_loss_of_pipeline(loss, layout)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    module = _made(model or (lambda: GPT(config.model)), config.seed, mode)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigError(f"model: {type(module).__name__} has no parameter that can be trained")
+    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}.values()
+    nbytes = sum(tensor.nbytes for tensor in tensors if tensor.device.type != "meta")
+    _check_layout(module, config, layout, tp_plan)
+    try:
+        with mode, _without_traces_of_torch():
+            _make_fake(module, device, dtype)
+            _forward(module, config, layout, loss, device)
+        untried = ""
+    except ConfigError:
+        raise
+    except Exception as error:
+        untried = _why_untried(error, config, layout)
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return {"parameters": count, "nbytes": nbytes, "dtype": str(dtype).removeprefix("torch."), "untried": untried}
+
+
+def _made(model: Model, seed: int, mode: FakeTensorMode) -> nn.Module:
+    try:
+        with mode:
+            return made(model, seed)
+    except Exception:  # Of fake tensors, or the user's own: a real try tells.
+        pass
+    try:
+        return made(model, seed)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"model: {_name(model)}() raised {_told(error)}") from error
+
+
+def _check_layout(module: nn.Module, config: RunConfig, layout: Layout, tp_plan: Mapping[str, str] | None) -> None:
+    """Raise ConfigError where the engine would refuse to cut the module, or to give it values."""
+    stages = layout.pp * config.parallel.stages_per_rank
+    try:
+        Materializer(module, device=torch.device("cpu"), seed=config.seed).check()
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from None
+    try:
+        if layout.pp > 1 and config.parallel.cut is None:
+            costs, first, last = block_costs(module)
+            layer_counts(costs, stages, first=first, last=last)
+    except ValueError as error:
+        raise ConfigError(f"parallel.pp {layout.pp}: {error}") from None
+    try:
+        peers = cast(Group, _Peers(size=layout.tp, index=0))  # Planning asks for no more of them.
+        TensorParallel(module, peers, plan=tp_plan, sequence=config.parallel.sequence)
+    except ValueError as error:
+        raise ConfigError(f"parallel.tp {layout.tp}: {error}") from None
+
+
+@contextmanager
+def _without_traces_of_torch() -> Iterator[None]:
+    """torch logs a traceback of its own for every shape that does not fit; the error says it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+class _Peers:
+    def __init__(self, *, size: int, index: int) -> None:
+        self.size, self.index = size, index
+
+
+def _forward(
+    module: nn.Module, config: RunConfig, layout: Layout, loss: LossFunction | None, device: torch.device
+) -> None:
+    """One micro-batch through the module, as the engine would do it."""
+    micro_size = config.batch.resolve(layout.data_size).micro_size
+    shape = (micro_size, config.data.sequence_length)
+    tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+    hooks = [
+        layer.register_forward_pre_hook(_check_vocabulary(name, tokens, config))
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Embedding)
+    ]
+    module.train()
+    found = loss_of(module, (tokens, targets), loss)
+    for hook in hooks:
+        hook.remove()
+    if not found.requires_grad:
+        raise ConfigError(
+            f"model: the loss of {type(module).__name__} depends on none of its parameters: nothing would be learnt; "
+            f"look for detach(), no_grad() or item() on the way to it"
+        )
+
+
+def _make_fake(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Every parameter and buffer by its fake twin, parameters in the compute dtype. Called while tensors are fake."""
+    twins = fake_twins(module, device)
+    for layer in module.modules():
+        for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+            if tensor is not None:
+                setattr(layer, key, twins[id(tensor)])
+    for parameter in module.parameters():
+        if parameter.dtype == torch.float32:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _check_vocabulary(name: str, tokens: Tensor, config: RunConfig) -> Callable[[nn.Module, Any], None]:
+    known = {"bpe": config.data.vocab_size, "bytes": _BYTES_TOKENS}
+    count = known.get(config.data.tokenizer, 0)
+
+    def check(layer: nn.Module, args: Any) -> None:
+        assert isinstance(layer, nn.Embedding)
+        if args and args[0] is tokens and layer.num_embeddings < count:
+            raise ConfigError(
+                f"model: {name} has {layer.num_embeddings:,} tokens and the data have {count:,}; make it larger, or "
+                f"set data.vocab_size to {layer.num_embeddings}"
+            )
+
+    return check
+
+
+def _why_untried(error: Exception, config: RunConfig, layout: Layout) -> str:
+    """Why fake tensors could not follow the model. Raises ConfigError for an error that is the model's own."""
+    text = str(error)
+    theirs = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+    if isinstance(error, _UNTRIABLE) or theirs or _UNTRIABLE_TEXT.search(text):
+        return _told(error)
+    micro_size = config.batch.resolve(layout.data_size).micro_size
+    shape = f"({micro_size}, {config.data.sequence_length})"
+    expected = f"\n{CONTRACT}" if isinstance(error, TypeError) else ""
+    raise ConfigError(
+        f"model: it was tried on one micro-batch of tokens and targets, {shape} int64 each, and raised {_told(error)}"
+        f"{expected}"
+    ) from error
+
+
+def _told(error: Exception) -> str:
+    """The error, and where in the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+    here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    own = [frame for frame in frames if not frame.filename.startswith((*installed, here, "<frozen"))]
+    where = f", in {own[-1].name}, line {own[-1].lineno}" if own else ""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}{where}"
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)

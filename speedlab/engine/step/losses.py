@@ -1,0 +1,104 @@
+"""The loss of a micro-batch: what a model's forward takes and gives, and a function of the user's for all others."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from speedlab.config import ConfigError
+from speedlab.layout import Layout
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+"""`loss(model, batch)`: the mean loss of a micro-batch, one number. It calls the model."""
+
+CONTRACT = """\
+What a model's forward takes and gives is one of these:
+  forward(tokens, targets)              gives the loss, or an output with .loss; both (B, T) int64
+  forward(input_ids=..., labels=...)    gives an output with .loss, as Hugging Face's models do
+  anything else                         give loss=f as well: f(model, batch) calls the model and gives the loss;
+                                        in a run, batch is (tokens, targets)"""
+
+
+def loss_of(model: nn.Module, batch: Any, loss: LossFunction | None) -> Tensor:
+    """The loss of one micro-batch, one number that can be differentiated.
+
+    1. With `loss`, what it gives for the model and the batch, whatever that is.
+    2. A dict of tensors is the model's keyword arguments.
+    3. Of tokens and targets the model gets both; one that takes `input_ids` and `labels`, as Hugging Face's, shifts the
+       labels itself: it gets the tokens as either.
+
+    Raises ConfigError, with what would do, for any other batch and for what is no loss.
+    """
+    if loss is not None:
+        return _as_loss(loss(model, batch), f"{_name(loss)}(model, batch)")
+    if isinstance(batch, Mapping):
+        return _as_loss(model(**batch), f"{type(model).__name__}.forward")
+    if not (isinstance(batch, list | tuple) and len(batch) == 2):
+        raise ConfigError(
+            f"batch: it is a {type(batch).__name__}; give (tokens, targets), a dict of the model's keyword arguments, "
+            f"or anything together with loss="
+        )
+    tokens, targets = batch
+    return _as_loss(_call(model, tokens, targets), f"{type(model).__name__}.forward")
+
+
+def _call(model: nn.Module, tokens: Tensor, targets: Tensor) -> Any:
+    """The model's output for tokens and targets. Raises ConfigError for a forward that takes no targets."""
+    parameters = inspect.signature(model.forward).parameters
+    if "targets" in parameters:
+        return model(tokens, targets=targets)
+    kinds = [parameter.kind for parameter in parameters.values()]
+    positional = sum(
+        kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds
+    )
+    takes_anything = inspect.Parameter.VAR_KEYWORD in kinds and not positional
+    if {"input_ids", "labels"} <= parameters.keys() or takes_anything:
+        return model(input_ids=tokens, labels=tokens.contiguous())  # Some of these models ask for whole memory.
+    if positional > 1 or inspect.Parameter.VAR_POSITIONAL in kinds:
+        return model(tokens, targets)
+    raise ConfigError(
+        f"model: {type(model).__name__}.forward({', '.join(parameters)}) takes no targets, so it gives no loss\n"
+        f"{CONTRACT}"
+    )
+
+
+def refuse_loss_of_pipeline(loss: LossFunction | None, layout: Layout) -> None:
+    """Raise ConfigError for a loss function where no rank holds the whole model that it would call."""
+    if loss is not None and layout.pp > 1:
+        raise ConfigError(
+            f"loss: under {layout} no rank holds the whole model, so loss(model, batch) cannot call it; set "
+            f"parallel.pp to 1, or leave loss out for a model that computes its own"
+        )
+
+
+def _as_loss(output: Any, who: str) -> Tensor:
+    found = output
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif not isinstance(output, Tensor):
+        found = getattr(output, "loss", None)
+    if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point():
+        return found
+    raise ConfigError(f"model: {who} gave {_described(output)}, which is no loss\n{CONTRACT}")
+
+
+def _described(value: Any) -> str:
+    """For an error: what came instead of a loss."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
+    kind = type(value).__name__
+    if isinstance(value, Mapping):
+        return f"a {kind} with {', '.join(map(repr, value)) or 'nothing'}"
+    loss: Any = getattr(value, "loss", len)
+    if not callable(loss):
+        return f"a {kind} whose .loss is {_described(loss) if isinstance(loss, Tensor) else repr(loss)}"
+    if isinstance(value, list | tuple):
+        return f"a {kind} of {len(value)}"
+    return f"{value!r}" if isinstance(value, int | float | None) else f"a {kind}"
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)

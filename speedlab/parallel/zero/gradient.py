@@ -1,0 +1,208 @@
+"""The gradient of one flat on one rank: this rank's own terms, and their sum over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from speedlab.comm import Group, Transfer
+from speedlab.layout import padded_numel
+from speedlab.parallel.zero.slot import Slot
+from speedlab.placement import Holders, Residency
+
+
+class Gradient:
+    """Owner of a flat's gradient.
+
+    | tensor      | replicated                                 | partitioned                                        |
+    |-------------|--------------------------------------------|----------------------------------------------------|
+    | `own`       | always there; summed where it is           | borrowed while terms of a pass are here, else None |
+    | `partition` | this rank's slice of `own`                 | memory of its own                                  |
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        *,
+        padded: int,
+        partition: tuple[int, int],
+        dtype: torch.dtype,
+        group: Group,
+        summed_first: dict[tuple[Group, ...], list[Slot]],
+        kept: Mapping[str, torch.dtype],
+    ) -> None:
+        """`padded`: elements of the flat; `partition`: [start, end) of it that this rank sums. `summed_first`: slots
+        whose terms are summed over the same groups before those of `group`; they travel together. `kept`: what this
+        rank has for itself beside the gradient."""
+        self.slots, self.dtype, self.summed_first = slots, dtype, summed_first
+        self.used = [False] * len(slots)
+        """Which parameters got a gradient from this rank in this step."""
+        self.own: Tensor | None = None
+        self.left_to_optimizer = False
+        """Whether the sum over `group` of the present step is the optimizer's to take, from whole gradients."""
+        self.kept = {name: torch.zeros(padded, dtype=each, device=group.device) for name, each in kept.items()}
+        """What the optimizer keeps beside the gradient from step to step, over the whole flat (an error feedback)."""
+        self.group, self._padded = group, padded
+        self._start, self._end = partition
+        self._residency = Residency.of_stage(0, 1)
+        self._borrowed: Tensor | None = None
+        """`own`, where gradients are partitioned and some of this pass are here."""
+        self._earlier: Tensor | None = None
+        """What was summed by an earlier pass of this step, where the present one writes over it."""
+        self._filled = [False] * len(slots)
+        """Which parameters have a gradient of this pass in `own`."""
+        ends = [0] + [slot.offset + slot.numel for slot in slots]
+        starts = [slot.offset for slot in slots] + [padded]
+        self._gaps = [(low, high) for low, high in zip(ends, starts, strict=True) if low < high]
+        self.partition: Tensor
+
+    def place(self, residency: Residency) -> None:
+        """Allocate anew where `residency` says; to be called before anything else. What is replicated accumulates where
+        it is summed; what is partitioned needs a passing whole."""
+        self.clear()
+        self._residency, self.own = residency, None
+        self.partition = torch.empty(0)  # The old memory is free before there is new one.
+        if residency.gradients is Holders.REPLICATED:
+            self.own = self.group.empty(self._padded, self.dtype).zero_()
+            self.partition = self.own[self._start : self._end]
+        else:
+            self.partition = torch.zeros(self._end - self._start, dtype=self.dtype, device=self.group.device)
+
+    @property
+    def update(self) -> Tensor:
+        """The sum over the state range of the flat: what the optimizer uses."""
+        if self._residency.optimizer_states is Holders.PARTITIONED:
+            return self.partition
+        assert self.own is not None  # Replicated states go with replicated gradients.
+        return self.own
+
+    @property
+    def counted(self) -> tuple[int, Tensor]:
+        """What this rank counts in norms, and the place in the flat where that begins: the partition, or all of its own
+        terms, where nobody has summed them yet."""
+        if self.left_to_optimizer:
+            assert self.own is not None  # See `left_to_optimizer`.
+            return 0, self.own
+        return self._start, self.partition
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What it holds now, the borrowed whole included."""
+        return [self.partition, *self.kept.values(), *([] if self.own is None else [self.own])]
+
+    # ---- a pass ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def receive(self, index: int, gradient: Tensor) -> None:
+        """Add the gradient of parameter `index` of this backward pass to this rank's own terms."""
+        slot = self.slots[index]
+        view = self._whole()[slot.range].view(slot.shape)
+        if self._filled[index]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            self._filled[index] = self.used[index] = True
+
+    @torch.no_grad()
+    def reduce(self, *, accumulate: bool) -> Transfer | None:
+        """Start to sum the ranks' own terms; parameters without one count as zero. None when nothing is under way.
+
+        `accumulate` adds to partitions summed earlier in this step.
+        """
+        own = self._whole()
+        for slot, filled in zip(self.slots, self._filled, strict=True):
+            if not filled:
+                own[slot.range].zero_()
+        for groups, slots in self.summed_first.items():
+            self._sum_first(own, groups, slots)
+        if self.left_to_optimizer:
+            return None
+        if self._residency.gradients is Holders.PARTITIONED:
+            return self.group.reduce_scatter(own, self.partition, accumulate=accumulate)
+        if self._residency.optimizer_states is Holders.PARTITIONED:
+            return self.group.reduce_scatter(own, self.partition)
+        return self.group.all_reduce(own)
+
+    @staticmethod
+    def _sum_first(own: Tensor, groups: tuple[Group, ...], slots: list[Slot]) -> None:
+        """Sum the gradients of `slots` over `groups`, one after the other, and wait."""
+        pieces = [own[slot.range] for slot in slots]
+        total = sum(slot.numel for slot in slots)
+        for group in groups:
+            together = group.borrow(padded_numel(total, group.size), own.dtype)
+            torch.cat(pieces, out=together[:total])
+            together[total:].zero_()
+            group.all_reduce(together).wait()
+            for piece, summed in zip(pieces, together[:total].split([piece.numel() for piece in pieces]), strict=True):
+                piece.copy_(summed)
+            group.give_back(together)
+
+    def reduced(self) -> None:
+        """The sum is here: the passing whole is freed, if there is one."""
+        self._filled = [False] * len(self.slots)
+        if self._earlier is not None:
+            assert self.own is not None
+            self.group.wait_until_read(self.own)
+            self._summed.add_(self._earlier)
+            self._earlier = None
+        self._give_back()
+
+    def set_aside(self) -> None:
+        """Before another backward of a step that was summed already: keep that sum from being written over.
+
+        Partitioned gradients have a place of their own and accumulate there.
+        """
+        if self._residency.gradients is Holders.REPLICATED and self._earlier is None:
+            self._earlier = self._summed.clone()
+
+    def clear(self) -> None:
+        """Forget everything of this step. What comes next writes over it, so nothing needs zeroing."""
+        self._earlier = None
+        self._filled = [False] * len(self.slots)
+        self.used = [False] * len(self.slots)
+        self._give_back()
+
+    @property
+    def _summed(self) -> Tensor:
+        """Where a pass leaves its sum, of replicated gradients."""
+        return self.update if not self.left_to_optimizer else self._whole()
+
+    def forget_kept(self) -> None:
+        """The parameters are others now: what was kept for the old ones would mislead."""
+        for tensor in self.kept.values():
+            tensor.zero_()
+
+    def _whole(self) -> Tensor:
+        if self.own is None:
+            self.own = self._borrowed = self.group.borrow(self._padded, self.dtype)
+            for low, high in self._gaps:
+                self.own[low:high].zero_()
+        return self.own
+
+    def _give_back(self) -> None:
+        if self._borrowed is not None:
+            self.group.give_back(self._borrowed)
+            self.own = self._borrowed = None
+
+
+def used_by_any(gradients: Sequence[Gradient]) -> list[list[bool]]:
+    """Which parameters of each flat got a gradient in this step from any rank whose terms are summed. Collective over
+    the ranks of all those groups, in one exchange for each."""
+    if not gradients:
+        return []
+    counts = torch.tensor([used for gradient in gradients for used in gradient.used], dtype=torch.int64)
+    places: dict[tuple[Group, ...], list[int]] = {}
+    start = 0
+    for gradient in gradients:
+        for groups, slots in gradient.summed_first.items():
+            names = {slot.name for slot in slots}
+            own = [start + index for index, slot in enumerate(gradient.slots) if slot.name in names]
+            places.setdefault(groups, []).extend(own)
+        start += len(gradient.slots)
+    for groups, indices in places.items():
+        for group in groups:
+            counts[indices] = group.sum(counts[indices])
+    every = iter((gradients[0].group.sum(counts) > 0).tolist())
+    return [[next(every) for _ in gradient.slots] for gradient in gradients]

@@ -1,0 +1,128 @@
+"""The cheapest changes that make a training fit. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from speedlab.layout import Layout
+from speedlab.planner.devices import Machines
+from speedlab.planner.efficiency import Efficiency, efficiency_of
+from speedlab.planner.memory import predict_memory
+from speedlab.planner.search import Candidate, Memory, fast_dtype, fitting
+from speedlab.planner.setup import Setup
+from speedlab.planner.shapes import kv_heads
+from speedlab.planner.timing import StepTime, predict_time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change that makes a training fit."""
+
+    words: str
+    candidate: Candidate
+    price: float
+    """How much longer a step of the same global batch takes, relative: 0.3 is 30 % more; negative is faster."""
+
+    @property
+    def setup(self) -> Setup:
+        return self.candidate.setup
+
+    def __str__(self) -> str:
+        pace = f"{self.price:.0%} slower" if self.price >= 0 else f"{-self.price:.0%} faster"
+        return f"{self.words}: {pace}, {self.candidate.free_bytes / 2**30:.1f} GiB left"
+
+
+def cheapest_change(
+    setup: Setup,
+    machines: Machines,
+    *,
+    efficiency: Efficiency | None = None,
+    memory: Memory = predict_memory,
+    count: int = 3,
+) -> list[Change]:
+    """Up to `count` changes that make `setup` fit, cheapest first: single ones, and pairs where too few single ones
+    do."""
+    efficiency = efficiency or efficiency_of(machines.device)
+    before = predict_time(setup, machines, efficiency)
+    singles = list(_changes(setup, machines))
+    found = _fitting(singles, before, machines, efficiency, memory)
+    if len(found) < count:
+        known = {change.setup for change in found}
+        pairs = {twice for once in singles for twice in _changes(once, machines)} - known
+        found += _fitting(pairs, before, machines, efficiency, memory)
+    return found[:count]
+
+
+def _fitting(
+    changed: Iterable[Setup], before: StepTime, machines: Machines, efficiency: Efficiency, memory: Memory
+) -> list[Change]:
+    """Those that fit, cheapest first; of two at the same price the one that leaves more memory."""
+    found = []
+    for setup in changed:
+        time = predict_time(setup, machines, efficiency)
+        candidate = fitting(setup, machines, memory, time)
+        if candidate is not None:
+            words = differences(before.setup, setup)
+            found.append(Change(words=words, candidate=candidate, price=time.step_seconds / before.step_seconds - 1))
+    return sorted(found, key=lambda change: (change.price, -change.candidate.free_bytes, change.words))
+
+
+def differences(before: Setup, after: Setup) -> str:
+    """What `_changes` has made of a set-up, in words: 'ZeRO stage 1 → 3; micro-batch 4 → 2'."""
+    pairs = (
+        ("ZeRO stage", before.zero_stage, after.zero_stage),
+        ("micro-batch", before.micro_size, after.micro_size),
+        ("checkpointing", before.checkpointing, after.checkpointing),
+        ("attention", before.attention, after.attention),
+        ("tp", before.layout.tp, after.layout.tp),
+        ("pp", before.layout.pp, after.layout.pp),
+        ("dtype", before.dtype, after.dtype),
+    )
+    words = [f"{name} {old} → {new}" for name, old, new in pairs if old != new]
+    if after.sequence_parallel and not before.sequence_parallel:
+        words.append("sequence parallel")
+    if after.shape.chunked_loss and not before.shape.chunked_loss:
+        words.append("loss in chunks")
+    return "; ".join(words)
+
+
+def _changes(setup: Setup, machines: Machines) -> Iterator[Setup]:
+    """Every single change that holds less; the global batch stays."""
+    shape, layout = setup.shape, setup.layout
+    if layout.dp > 1:
+        for stage in range(setup.zero_stage + 1, 4):
+            yield replace(setup, zero_stage=stage)
+    if setup.micro_size > 1 and setup.micro_size % 2 == 0:
+        yield replace(setup, micro_size=setup.micro_size // 2, accumulation=setup.accumulation * 2)
+    if setup.micro_size > 2:
+        yield replace(setup, micro_size=1, accumulation=setup.accumulation * setup.micro_size)
+    if setup.checkpointing != "block":
+        yield replace(setup, checkpointing="block")
+    if setup.attention == "plain":
+        yield replace(setup, attention="fused")
+    if layout.tp > 1 and not setup.sequence_parallel:
+        yield replace(setup, sequence_parallel=True)
+    if not shape.chunked_loss:
+        yield replace(setup, shape=replace(shape, chunked_loss=True))
+    yield from _wider(setup, machines)
+    if setup.dtype == "float32" and fast_dtype(machines) != "float32":
+        yield replace(setup, dtype=fast_dtype(machines))
+
+
+def _wider(setup: Setup, machines: Machines) -> Iterator[Setup]:
+    """Twice the tensor or pipeline ranks, from data-parallel ones where there are, else from idle devices."""
+    shape, layout = setup.shape, setup.layout
+    if layout.dp % 2 == 0:
+        dp, accumulation = layout.dp // 2, setup.accumulation * 2
+    elif 2 * layout.world_size <= machines.world_size:
+        dp, accumulation = layout.dp, setup.accumulation
+    else:
+        return
+    moved = replace(setup, accumulation=accumulation, cut=None)
+    cut = math.gcd(kv_heads(shape), shape.ffn_hidden)
+    if cut % (2 * layout.tp) == 0 and machines.per_host % (2 * layout.tp) == 0:
+        yield replace(moved, layout=Layout(dp=dp, tp=2 * layout.tp, pp=layout.pp))
+    if shape.depth >= 2 * layout.pp * setup.stages_per_rank:
+        yield replace(moved, layout=Layout(dp=dp, tp=layout.tp, pp=2 * layout.pp))

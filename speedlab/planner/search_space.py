@@ -1,0 +1,159 @@
+"""What a search has to choose from: every layout whose axes divide, and every batch, stage, checkpointing and schedule
+that this engine has. What is fixed is left as it is. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar
+
+from speedlab.config import ParallelConfig
+from speedlab.layout import Layout
+from speedlab.planner.devices import Machines
+from speedlab.planner.setup import Checkpointing, ModelShape, Setup
+from speedlab.planner.shapes import kv_heads
+
+_Choice = TypeVar("_Choice")
+
+_MOST_MICRO = 64
+"""Sequences of the largest micro-batch that is looked at, unless it is fixed."""
+_WIDEST_TP = 16
+_DEEPEST_PP = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """What a search leaves as it is. None is free to choose."""
+
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    zero_stage: int | None = None
+    micro_size: int | None = None
+    checkpointing: Checkpointing | None = None
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] | None = None
+    chunks: int | None = None
+    sequence_parallel: bool | None = None
+    others: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields of `Setup`, which no search chooses: attention, offload, the optimizer."""
+
+    @property
+    def least_layers(self) -> int:
+        """Of a model that can be laid out so."""
+        pipeline = ParallelConfig(pp=self.pp or 1, schedule=self.schedule or "1f1b", chunks=self.chunks or 2)
+        return max(2, pipeline.pp * pipeline.stages_per_rank)
+
+    def __str__(self) -> str:
+        """'tp 3, zero_stage 2'; empty when nothing is."""
+        chosen = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "others"}
+        return ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
+
+
+FREE = Fixed()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """A model on machines, and what is fixed of how it is trained."""
+
+    shape: ModelShape
+    machines: Machines
+    dtype: Literal["float32", "bfloat16", "float16"]
+    fixed: Fixed
+
+    @property
+    def most_devices(self) -> int:
+        """All of them, unless the whole layout is fixed."""
+        tp, pp, dp = self.fixed.tp, self.fixed.pp, self.fixed.dp
+        return tp * pp * dp if tp and pp and dp else self.machines.world_size
+
+    def fewer_devices(self) -> list[int]:
+        """Powers of two of devices in one host and of whole hosts, fewer than all."""
+        machines = self.machines
+        in_host = {2**k for k in range(machines.per_host.bit_length())}
+        whole = {2**k * machines.per_host for k in range(machines.hosts.bit_length())}
+        return sorted(size for size in in_host | whole if size < self.most_devices)
+
+    def setups(self, size: int, global_size: int) -> Iterator[Setup]:
+        """Every way to train on `size` devices with so many sequences a step."""
+        for layout in self._layouts(size):
+            if global_size % layout.dp:
+                continue
+            share = global_size // layout.dp
+            for micro in self._micro_sizes(share):
+                for stage in self._stages(layout):
+                    for checkpointing in _only(self.fixed.checkpointing, ("none", "block")):
+                        yield from self._schedules(layout, stage, micro, share // micro, checkpointing)
+
+    def smallest(self, global_size: int | None) -> Iterator[Setup]:
+        """Each layout of all devices as it holds least: one sequence, blocks computed again, the highest stage. Without
+        a global batch, one micro-batch a pipeline stage."""
+        micro = self.fixed.micro_size or 1
+        checkpointing = self.fixed.checkpointing or "block"
+        for layout in self._layouts(self.most_devices):
+            share = micro * layout.pp * layout.dp if global_size is None else global_size
+            if share % (micro * layout.dp) == 0:
+                stage = max(self._stages(layout))
+                yield from self._schedules(layout, stage, micro, share // (micro * layout.dp), checkpointing)
+
+    def empty(self, global_size: int | None) -> ValueError:
+        """What to say where there is nothing to choose from."""
+        shape, machines = self.shape, self.machines
+        asked = f" with {self.fixed}" if str(self.fixed) else ""
+        batch = f", a global batch of {global_size} divides by micro-batch × dp" if global_size is not None else ""
+        return ValueError(
+            f"{shape.name} has no layout on {machines}{asked}: tp divides {shape.heads} heads, {kv_heads(shape)} KV "
+            f"heads and ffn_hidden {shape.ffn_hidden}, pp × stages a rank is at most {shape.depth} layers, "
+            f"pp × dp × tp divides {machines.world_size} devices{batch}; leave one of them free, or change it"
+        )
+
+    def _layouts(self, size: int) -> Iterator[Layout]:
+        shape, per_host, fixed = self.shape, self.machines.per_host, self.fixed
+        for tp in _only(fixed.tp, range(1, min(per_host, _WIDEST_TP, size) + 1)):
+            if size % tp or (fixed.tp is None and per_host % tp):
+                continue
+            if shape.heads % tp or kv_heads(shape) % tp or shape.ffn_hidden % tp:
+                continue
+            for pp in _only(fixed.pp, range(1, min(shape.depth, _DEEPEST_PP, size // tp) + 1)):
+                dp, rest = divmod(size, tp * pp)
+                if rest == 0 and dp and pp <= shape.depth and fixed.dp in (None, dp):
+                    yield Layout(dp=dp, tp=tp, pp=pp)
+
+    def _micro_sizes(self, share: int) -> list[int]:
+        powers = [2**k for k in range(_MOST_MICRO.bit_length()) if 2**k <= min(share, _MOST_MICRO)]
+        return [micro for micro in _only(self.fixed.micro_size, powers) if share % micro == 0]
+
+    def _stages(self, layout: Layout) -> Sequence[int]:
+        if layout.dp == 1:
+            return _only(self.fixed.zero_stage, (0,))
+        # In a pipeline stages 2 and 3 keep whole gradients during a step and gather once a micro-batch.
+        return _only(self.fixed.zero_stage, (0, 1) if layout.pp > 1 else (0, 1, 2, 3))
+
+    def _schedules(
+        self, layout: Layout, stage: int, micro: int, accumulation: int, checkpointing: Checkpointing
+    ) -> Iterator[Setup]:
+        fixed, shape = self.fixed, self.shape
+        sequence = layout.tp > 1 if fixed.sequence_parallel is None else fixed.sequence_parallel
+        setup = Setup(
+            shape=shape,
+            layout=layout,
+            zero_stage=stage,
+            dtype=self.dtype,
+            micro_size=micro,
+            accumulation=accumulation,
+            checkpointing=checkpointing,
+            sequence_parallel=sequence,
+            **fixed.others,
+        )
+        if layout.pp == 1:
+            yield setup
+            return
+        for schedule in _only(fixed.schedule, ("1f1b", "interleaved")):
+            stages = ParallelConfig(pp=layout.pp, schedule=schedule).stages_per_rank
+            chunks = fixed.chunks or stages if stages > 1 else 1
+            if chunks == 1 or (accumulation % layout.pp == 0 and shape.depth >= chunks * layout.pp):
+                yield replace(setup, schedule=schedule, chunks=chunks)
+
+
+def _only(fixed: _Choice | None, free: Sequence[_Choice]) -> Sequence[_Choice]:
+    return free if fixed is None else (fixed,)

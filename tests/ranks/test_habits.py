@@ -1,0 +1,495 @@
+"""What loops written for plain torch do by habit to a model and its optimizer: it works here as there, or is refused
+in words."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+import speedlab
+from ranks import models
+from ranks.conftest import PoolOf
+from ranks.pool import Pool
+
+STAGES = [0, 1, 2, 3]
+WIDTH = models.WIDTH
+
+
+class Block(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.up, self.dropout, self.down = nn.Linear(WIDTH, 17), nn.Dropout(p), nn.Linear(17, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.dropout(torch.tanh(self.up(x))))
+
+
+class Net(nn.Module):
+    """(B, C) → the loss, with a block that is called twice. `checkpointing`: the model's own, by torch's function."""
+
+    def __init__(self, p: float = 0.0, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(Block(p) for _ in range(3))
+        self.checkpointing = checkpointing
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in (self.blocks[0], *self.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+        return self.last(x).square().mean()
+
+
+def net(*args: Any) -> Any:
+    return models.seeded(Net, *args)
+
+
+def points(step: int) -> Tensor:
+    """This rank's micro-batch of a step, (B, C)."""
+    return models.points(step, dist.get_rank())[0]
+
+
+def sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def engine_of(
+    model: Any, stage: int, *, dtype: str = "float32", optimizer: Any = sgd, clip_norm: float | None = None
+) -> Any:
+    config = {
+        "clip_norm": clip_norm,
+        "zero": {"stage": stage, "bucket_bytes": 1},
+        "precision": {"dtype": dtype},
+        "batch": {"micro_size": 6},
+    }
+    return speedlab.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def train(engine: Any, step: int) -> float:
+    """A step; returns the norm of its gradient."""
+    engine.backward(engine(points(step)))
+    engine.step()
+    return engine.global_grad_norm
+
+
+# ---- the model's own checkpointing -----------------------------------------------------------------------------------
+
+
+def norms_with_dropout(stage: int, checkpointing: bool) -> list[float]:
+    engine = engine_of(net(0.5, checkpointing), stage)
+    try:
+        return [train(engine, step) for step in range(3)]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_own_checkpointing_drops_what_the_forward_dropped(two: Pool, stage: int) -> None:
+    """A block that is computed again draws the mask of its forward, also where it is called twice; else its gradients
+    would be those of another network."""
+    assert two.run(norms_with_dropout, stage, True) == two.run(norms_with_dropout, stage, False)
+
+
+def generator_after_a_failed_forward(stage: int) -> bool:
+    """Whether it is as it was before."""
+    engine, before = engine_of(model := net(0.5), stage), torch.get_rng_state()
+    hook = model.blocks[2].register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            engine(points(0))
+        hook.remove()
+        return before.equal(torch.get_rng_state())
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_an_exception_in_a_forward_leaves_the_generator(two: Pool) -> None:
+    """Blocks draw from seeds of their own; the caller's random numbers go on where they were."""
+    assert two.run(generator_after_a_failed_forward, 0) == [True, True]
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+def adam(parameters: Any) -> Optimizer:
+    """Not one of ours: torch's own step."""
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def step_past_the_engine(stage: int, optimizer: Any) -> str:
+    engine = engine_of(net(), stage, optimizer=optimizer)
+    try:
+        engine.backward(engine(points(0)))
+        engine.optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.destroy(keep_parameters=False)
+    return ""
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adam])
+def test_a_step_of_the_optimizer_past_the_engine_is_refused(two: Pool, optimizer: Any) -> None:
+    """It has no gradients and would do nothing, for ever."""
+    for told in two.run(step_past_the_engine, 2, optimizer):
+        assert "call engine.step() instead" in told
+
+
+def norms_around_a_failed_update(optimizer: Any, folder: Path, fails: bool) -> list[float]:
+    """Three steps; before the last one the second is taken back by a load, and before that its update may fail."""
+    engine = engine_of(net(), 1, optimizer=optimizer, clip_norm=0.01)
+    try:
+        norms = [train(engine, 0)]
+        engine.save_checkpoint(folder, "one")
+        rate = engine.optimizer.param_groups[0]["lr"]
+        if fails:
+            engine.optimizer.param_groups[0]["lr"] = "fast"
+            with pytest.raises((TypeError, ValueError)):
+                train(engine, 1)
+        engine.optimizer.param_groups[0]["lr"] = rate
+        engine.load_checkpoint(folder, "one")
+        return [*norms, train(engine, 1), train(engine, 2)]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def fused_adam(parameters: Any) -> Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01, fused=True)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adam, fused_adam])
+def test_a_load_after_an_update_that_failed(two: Pool, tmp_path: Path, optimizer: Any) -> None:
+    """Nothing that the failed one was given is left."""
+    expected = two.run(norms_around_a_failed_update, optimizer, tmp_path / "fine", False)
+    assert two.run(norms_around_a_failed_update, optimizer, tmp_path / "failed", True) == expected
+
+
+def norms_after_a_load(folder: Path, through_the_optimizer: bool) -> list[float]:
+    """Of steps after a checkpoint; before it the optimizer may have been given its own state again."""
+    engine = engine_of(net(), 1)
+    try:
+        train(engine, 0)
+        if through_the_optimizer:
+            engine.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
+        train(engine, 1)
+        engine.save_checkpoint(folder, "two")
+        engine.load_checkpoint(folder, "two")
+        engine.reshape(zero=0)
+        return [train(engine, 2), train(engine, 3)]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def test_state_that_the_optimizer_is_given(two: Pool, tmp_path: Path) -> None:
+    """`optimizer.load_state_dict` makes new tensors: checkpoints and changes of stage see those."""
+    expected = two.run(norms_after_a_load, tmp_path / "a", False)
+    assert two.run(norms_after_a_load, tmp_path / "b", True) == expected
+
+
+# ---- interrupts ------------------------------------------------------------------------------------------------------
+
+
+def norms_around_an_interrupt(stage: int) -> list[Any]:
+    """Of two steps, between them a backward that Ctrl-C breaks off on all ranks; the second may be a refusal."""
+    engine = engine_of(model := net(), stage)
+    try:
+        found: list[Any] = [train(engine, 0)]
+        # Gradients of the blocks are there by then.
+        hook = model.first.register_forward_hook(lambda module, args, output: output.register_hook(interrupt) and None)
+        loss = engine(points(1))
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(loss)
+        hook.remove()
+        try:
+            found.append(train(engine, 1))
+        except RuntimeError as error:
+            found.append(str(error))
+        return found
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def interrupt(_: Tensor) -> None:
+    raise KeyboardInterrupt
+
+
+def two_norms(stage: int) -> list[float]:
+    engine = engine_of(net(), stage)
+    try:
+        return [train(engine, 0), train(engine, 1)]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_interrupted_backward_leaves_no_gradients(pool_of: PoolOf, stage: int) -> None:
+    """What it had added would count twice when the cell is run again. A rank alone forgets it at once; several, which
+    may stand in different places, have to meet anew."""
+    assert pool_of(1).run(norms_around_an_interrupt, stage) == pool_of(1).run(two_norms, stage)
+    for _, told in pool_of(2).run(norms_around_an_interrupt, stage):
+        assert "a backward of step 2 was cut off" in told
+    pool_of(2).new_group()
+
+
+# ---- the module ------------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """(B, C) and targets, which it does not need → what has a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, targets: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.head(self.norm(x)).square().mean())
+
+
+def modes_after_evaluation() -> list[bool]:
+    engine = engine_of(model := models.seeded(Normed), 0)
+    try:
+        model.norm.eval()  # Statistics that shall stay as they are.
+        engine.evaluate([(points(0), points(0))])
+        return [model.training, model.norm.training, model.head.training]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def test_evaluation_leaves_each_module_in_its_mode(two: Pool) -> None:
+    """One that is in evaluation mode by itself, as a frozen BatchNorm, does not begin to train."""
+    assert two.run(modes_after_evaluation) == [[True, False, True]] * 2
+
+
+def norm_with_gradients_from_before(stage: int, dtype: str, earlier: bool) -> float:
+    model = net()
+    if earlier:
+        model(points(9)).backward()
+    engine = engine_of(model, stage, dtype=dtype)
+    try:
+        return train(engine, 0)
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_from_before_do_not_count(two: Pool, dtype: str) -> None:
+    """Of a look at the model before it is set up; `zero_grad` of the engine's optimizer does not reach them."""
+    expected = two.run(norm_with_gradients_from_before, 1, dtype, False)
+    assert two.run(norm_with_gradients_from_before, 1, dtype, True) == expected
+
+
+def write_in_place(parameter: nn.Parameter) -> None:
+    parameter.clamp_(-0.1, 0.1)
+
+
+def put_in_place(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.detach().clamp(-0.1, 0.1)
+
+
+def changed_by_hand(stage: int, dtype: str, way: str, folder: Path) -> dict[str, Any]:
+    """Between two steps the weight of `first` is clamped to ±0.1; then `first` is not used any more, and stays."""
+    engine = engine_of(model := net(), stage, dtype=dtype)
+    try:
+        train(engine, 0)
+        before, weight = engine.state_dict()["first.weight"].clone(), model.first.weight
+        with torch.no_grad():
+            if way == "load_state_dict":
+                model.first.load_state_dict({"weight": weight.clamp(-0.1, 0.1), "bias": model.first.bias.clone()})
+            else:
+                {"in place": write_in_place, "data": put_in_place}[way](weight)
+        saved = engine.save_checkpoint(folder, "changed")
+        model.first.requires_grad_(False)
+        train(engine, 1)
+        after = engine.state_dict()["first.weight"]
+        engine.load_checkpoint(saved.parent, saved.name)
+        return {
+            "before": before,
+            "after": after,
+            "seen": weight.detach().float().clone(),
+            "saved": engine.state_dict()["first.weight"],
+        }
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize("way", ["in place", "data", "load_state_dict"])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (0, "bfloat16"), (2, "float32"), (2, "bfloat16")])
+def test_parameters_changed_by_hand(two: Pool, tmp_path: Path, stage: int, dtype: str, way: str) -> None:
+    """They train, and are saved, with their new values; elements that stayed keep the bits of their masters."""
+    for found in two.run(changed_by_hand, stage, dtype, way, tmp_path):
+        before, limit = found["before"], torch.tensor(0.1).to(getattr(torch, dtype)).float()
+        assert (before.abs() > 0.11).any()
+        assert (before.abs() < 0.09).any()
+        inside = before.abs() <= limit
+        for name in ("after", "saved"):
+            assert found[name][inside].equal(before[inside])
+            assert found[name][~inside].equal(limit * before[~inside].sign())
+        assert found["seen"].equal(found["saved"].to(getattr(torch, dtype)).float())
+
+
+def change_partitioned() -> str:
+    engine = engine_of(model := net(), 3)
+    try:
+        put_in_place(model.first.weight)
+        train(engine, 0)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.destroy(keep_parameters=False)
+    return ""
+
+
+def test_partitioned_parameters_changed_by_hand_are_refused(two: Pool) -> None:
+    for told in two.run(change_partitioned):
+        assert "first.weight was changed while it is partitioned" in told
+
+
+def norms_with_frozen(stage: int, everything: bool) -> list[float]:
+    """The optimizer is the caller's instance, over all parameters or over those that train."""
+    model = net()
+    model.first.requires_grad_(False)
+    given = model.parameters() if everything else (p for p in model.parameters() if p.requires_grad)
+    engine = engine_of(model, stage, optimizer=sgd(given))
+    try:
+        return [train(engine, step) for step in range(2)]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def test_an_optimizer_over_frozen_parameters_too(two: Pool) -> None:
+    """As `AdamW(model.parameters())` of a model with adapters."""
+    assert two.run(norms_with_frozen, 2, True) == two.run(norms_with_frozen, 2, False)
+
+
+class Masked(nn.Module):
+    """Writes values in __init__ that `reset_parameters` does not: `what` is "mask", a buffer, or "bias"."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        if what == "mask":
+            self.register_buffer("mask", torch.ones(WIDTH, WIDTH).tril())
+        else:
+            self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+
+def made_on_meta(what: str) -> str:
+    try:
+        engine_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Masked(what)), 0).destroy()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["mask", "bias"])
+def test_values_that_a_model_on_meta_would_lose(two: Pool, what: str) -> None:
+    """They would be whatever the memory held."""
+    for told in two.run(made_on_meta, what):
+        assert told.startswith(f"1.{what} got no value when its module was made")
+
+
+# ---- what cannot be trained as it is ---------------------------------------------------------------------------------
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+
+def one_memory() -> nn.Module:
+    model = net()
+    model.blocks[1].up.weight.data = model.blocks[0].up.weight.data
+    return model
+
+
+def all_frozen() -> nn.Module:
+    return net().requires_grad_(False)
+
+
+def refusals() -> list[str]:
+    """What `initialize` says of models and schedulers that it cannot train as they are."""
+    said = []
+    for model in (Complex(), one_memory(), all_frozen()):
+        with pytest.raises(speedlab.ConfigError) as told:
+            engine_of(model, 1)
+        said.append(str(told.value))
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    model = net()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(speedlab.ConfigError) as told:
+        speedlab.initialize(model=model, optimizer=sgd, lr_scheduler=plateau, config={"batch": {"micro_size": 6}})
+    assert all(p.equal(before[name]) for name, p in model.named_parameters())
+    said.append(str(told.value))
+    model = net()
+    engine_of(model, 3)  # Dropped without destroy().
+    with pytest.raises(speedlab.ConfigError) as told:
+        engine_of(model, 3)
+    return [*said, str(told.value)]
+
+
+def test_models_that_would_train_wrongly_are_refused(two: Pool) -> None:
+    for complex_one, shared, frozen, plateau, dropped in two.run(refusals, timeout=60):
+        assert complex_one.startswith("model: turn is torch.complex64")
+        assert shared.startswith("model: blocks.0.up.weight and blocks.1.up.weight are two parameters in the same")
+        assert frozen.startswith("model: no parameter is to be trained")
+        assert plateau.startswith("lr_scheduler: ReduceLROnPlateau.step takes a metric")
+        assert "an engine that partitioned it was dropped" in dropped
+
+
+def changes_too_late() -> list[str]:
+    """What an engine says of a model and optimizer that were changed after `initialize`; it trains on afterwards."""
+    model = net()
+    model.first.requires_grad_(False)
+    engine, said = engine_of(model, 3), []
+    with pytest.raises(RuntimeError) as told:
+        model.state_dict()
+    said.append(str(told.value))
+    model.first.requires_grad_(True)
+    with pytest.raises(RuntimeError) as told:
+        train(engine, 0)
+    said.append(str(told.value))
+    model.first.requires_grad_(False)
+    engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(RuntimeError) as told:
+        train(engine, 0)
+    said.append(str(told.value))
+    del engine.optimizer.param_groups[-1]
+    engine.zero_grad()
+    norm = train(engine, 1)
+    assert norm == pytest.approx(first_norm(), rel=1e-5)
+    engine.destroy()
+    return said
+
+
+def first_norm() -> float:
+    """Of the gradient of step 1 on a new model, over both ranks."""
+    model = net()
+    model.first.requires_grad_(False)
+    torch.stack([model(models.points(1, rank)[0]) for rank in range(2)]).mean().backward()
+    return torch.linalg.vector_norm(
+        torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
+    ).item()
+
+
+def test_what_is_changed_too_late_is_refused(two: Pool) -> None:
+    for state, unfrozen, group in two.run(changes_too_late, timeout=60):
+        assert "engine.state_dict() or engine.module_state_dict()" in state
+        assert unfrozen.startswith("first.weight was frozen at initialize and requires a gradient now")
+        assert group.startswith("optimizer: it has 2 groups of parameters, and had 1 at initialize")

@@ -1,0 +1,33 @@
+"""The user's optimizer and what a configuration says of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from speedlab.config import ConfigError, OptimizerConfig
+from speedlab.engine.build.recipe import Recipe
+
+
+class TakesAnything(torch.optim.SGD):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+
+
+def built(kind: type[torch.optim.Optimizer], **named: Any) -> torch.optim.Optimizer:
+    model = nn.Linear(2, 2)
+    recipe = Recipe(kind, [model], OptimizerConfig(**named))
+    return recipe.build([[torch.zeros(6)]])
+
+
+def test_what_the_configuration_names_reaches_any_constructor() -> None:
+    assert built(TakesAnything, lr=0.5, momentum=0.25).param_groups[0]["momentum"] == 0.25
+    assert built(torch.optim.SGD, lr=0.5, momentum=0.25).param_groups[0]["lr"] == 0.5
+
+
+def test_what_a_class_does_not_take_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer.betas: SGD takes no betas; it takes lr, momentum, dampening"):
+        built(torch.optim.SGD, lr=0.5, betas=(0.5, 0.9))
