@@ -13,6 +13,7 @@ from speedlab_notebook import load_ipython_extension, unload_ipython_extension
 from traitlets.config import Config
 
 from speedlab.cluster import Run
+from speedlab.telemetry.records import RunState
 
 
 @pytest.fixture
@@ -34,9 +35,9 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Interacti
 
 
 def test_the_first_notebook(shell: InteractiveShell) -> None:
-    cells = [block.code for block in blocks_of(README) if block.heading == "The first notebook"]
-    assert len(cells) == 2
-    for cell in [*cells, "%speedlab dash  # of the run that was just started"]:
+    python = [block.code for block in blocks_of(README) if block.language == "python"]
+    start, steer, train_own = (code for code in python if "%speedlab" in code or "cluster" in code)
+    for cell in (start, steer, "%speedlab dash  # of the run that was just started"):
         shell.run_cell(cell).raise_error()
     run: Run = shell.user_ns["run"]
     reshaped = [event.details["after"] for event in run.events if event.kind == "reshaped"]
@@ -45,3 +46,9 @@ def test_the_first_notebook(shell: InteractiveShell) -> None:
     assert (run.folder.path / "checkpoints/before-lunch/manifest.json").is_file()
     assert run.placement()
     run.stop().wait(60)
+
+    shell.run_cell(train_own).raise_error()
+    own: Run = shell.user_ns["run"]
+    assert own.wait(120) is RunState.FINISHED
+    assert own.step == 20
+    assert own.records()[-1].loss < own.records()[0].loss

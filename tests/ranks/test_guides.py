@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from markdown_blocks import README, ROOT, Block, blocks_of
 from torch.utils.data import Dataset
 
@@ -50,10 +51,15 @@ def run_script(code: str, folder: Path, **names: Any) -> tuple[list[float], list
     exec(the("From a script to SpeedLab", "All scripts").code, module.__dict__)
     module.dataset = data = Recorded(module.dataset)
     names["__name__"] = "__main__"
+    # In float64, where no order of a sum can be seen.
+    torch.set_default_dtype(torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "my_model", module)
         patch.chdir(folder)
-        exec(compile(code, str(PAGE), "exec"), names)
+        try:
+            exec(compile(code, str(PAGE), "exec"), names)
+        finally:
+            torch.set_default_dtype(torch.float32)
     if "engine" in names:
         names["engine"].destroy()
     return names["losses"], data.order
@@ -73,7 +79,9 @@ def test_a_script_moved_over_trains_as_the_plain_loop(block: Block, two: Pool, p
     assert PLAIN_BATCHES in before
     plain = before.replace(PLAIN_BATCHES, "batch_sampler=batches")
     ((expected, _),) = pool_of(1).run(run_script, plain, tmp_path, batches=batches)
-    assert found == pytest.approx(expected, rel=1e-5)
+    # The optimizer of a file has float32 masters, and Adam divides small gradients, with their rounding, by their size.
+    allowed = 1e-9 if "optimizer=" in block.code else 1e-4
+    assert found == pytest.approx(expected, rel=allowed)
     assert found[-1] < found[0]
 
 
@@ -94,15 +102,16 @@ def test_there_is_one_for_each_way_to_train() -> None:
         compile(block.code, str(PAGE), "exec")
 
 
-def python_under(heading: str) -> list[str]:
-    return [block.code for block in blocks_of(README) if (block.language, block.heading) == ("python", heading)]
+def python_under(heading: str, word: str) -> list[str]:
+    found = [block.code for block in blocks_of(README) if (block.language, block.heading) == ("python", heading)]
+    return [code for code in found if word in code]
 
 
 def run_readme() -> list[str]:
     """README's loops for models of one's own, one after the other; what each has trained."""
     import transformers
 
-    own, hugging_face, _ = python_under("A model of your own")
+    own, hugging_face, _ = python_under("A model of your own", "engine")
     module: dict[str, Any] = {}
     exec(the("From a script to SpeedLab", "All scripts").code, module)
     names: dict[str, Any] = {"model": module["Model"](), "dataset": module["dataset"]}
@@ -123,12 +132,11 @@ def run_readme() -> list[str]:
 
 
 def run_readmes_pipeline() -> tuple[str, int, float]:
-    import torch
     import transformers
 
     import speedlab
 
-    *_, pipeline = python_under("A model of your own")
+    *_, pipeline = python_under("A model of your own", "engine")
     sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, use_cache=False, **sizes))
@@ -154,7 +162,7 @@ def test_readmes_step_under_every_layout(pool_of: PoolOf) -> None:
 
 
 def test_readmes_backend_for_plain_torch() -> None:
-    (code,) = python_under("Parts by themselves")
+    (code,) = python_under("Parts by themselves", "torch")
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     told = subprocess.run(
         [sys.executable, "-c", f"{code}\nprint(torch.distributed.get_backend())"],

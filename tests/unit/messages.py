@@ -47,7 +47,7 @@ _CALL = re.compile(rf"(?<![\w./%\-\"'])(?:{'|'.join(ROOTS)})(?:\.[a-zA-Z]\w*(?:{
 _COMMAND = re.compile(r"(?<![\w./\-])(%?)speedlab ([a-z][\w-]*)((?: +[^\s`;,]+)*)")
 _OPTION = re.compile(r"(?<![\w-])(?<!var\()--[a-z][\w.-]*\w")
 _KEYWORD = re.compile(r"(?<![\w.\-$])([a-z][a-z0-9_]*)=(?![=>])")
-_FIELD = re.compile(r"(?<![\w./\-])([a-z_]+)\.([a-z_]+)(?![\w.(/])")
+_FIELD = re.compile(r"(?<![\w./\-])([a-z_]+)\.([a-z][a-z_]*)(?![\w.(/])")
 _SWITCH = re.compile(r"(?<![\w.])([a-z_]+): (?:true|false)\b")
 _THEIRS = re.compile(rf"(?<![\w.])(?!(?:{'|'.join(speedlab.__all__)})\b)\w+\([^()]*\)")
 """A call of what is the reader's own, or of another library: forward(input_ids=...)."""
