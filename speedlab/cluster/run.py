@@ -22,7 +22,8 @@ import speedlab.cluster.remote as remote
 from speedlab.cluster.advance import RESTING, Advance
 from speedlab.cluster.errors import RankError
 from speedlab.cluster.known_runs import RunError, refuse_second_run, remember_run
-from speedlab.cluster.own_model import keep, packed_model, try_own_model
+from speedlab.cluster.own_model import keep, packed_model
+from speedlab.cluster.trial import try_own_model
 from speedlab.cluster.words import Pending, Step
 from speedlab.config import ConfigError, RunConfig
 from speedlab.planner import parameter_count, stage_blocks
