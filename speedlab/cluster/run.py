@@ -26,7 +26,8 @@ from speedlab.cluster.export import export_checkpoint
 from speedlab.cluster.going_on import Saved, checkpoint_of, find_engines, resume_arguments, take_engines
 from speedlab.cluster.kernel_interrupt import is_the_users
 from speedlab.cluster.known_runs import RunError, refuse_second_run, remember_run
-from speedlab.cluster.own_model import OWN_MODEL, keep, packed_model, try_own_model
+from speedlab.cluster.own_model import OWN_MODEL, keep, packed_model
+from speedlab.cluster.trial import try_own_model
 from speedlab.cluster.words import Pending, Step
 from speedlab.config import ConfigError, RunConfig
 from speedlab.planner import parameter_count, stage_blocks

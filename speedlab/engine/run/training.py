@@ -127,7 +127,8 @@ class Training:
     def _build(self, config: RunConfig) -> Engine:
         # Before any rank meets others: they would wait for one whose model cannot be made.
         given = agreed(self.control, lambda: self._make_own(config))
-        return initialize(config=config, **{"model": self._make_gpt} | given)[0]
+        arguments: dict[str, Any] = {"model": self._make_gpt, **given}
+        return initialize(config=config, **arguments)[0]
 
     def _make_own(self, config: RunConfig) -> dict[str, Any]:
         given, self._given = self._given or self._read_own_model(), {}
