@@ -161,7 +161,7 @@ def test_layouts_that_the_model_does_not_allow_are_refused() -> None:
         tried({"pp": 2}, loss=sequential_loss)
     with pytest.raises(ConfigError, match=r"parallel.tp 2: Net carries no plan .* give one as tp_plan="):
         tried({"tp": 2})
-    with pytest.raises(ConfigError, match=r"parallel.tp 2: plan: 'outt' names no module of Net; nearest: 'out'"):
+    with pytest.raises(ConfigError, match=r"parallel.tp 2: tp_plan: 'outt' names no module of Net; nearest: 'out'"):
         tried({"tp": 2}, tp_plan={"outt": "colwise_gather_output"})
     tried({"tp": 2}, tp_plan={"out": "colwise_gather_output"})
     with torch.device("meta"):
