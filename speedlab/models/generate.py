@@ -22,6 +22,7 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
     context: int | None = None,
+    vocabulary: int | None = None,
 ) -> Tensor:
     """Continue `tokens` (1, T) by `count` sampled ones: (1, T + count) int64, the prompt whole.
 
@@ -33,11 +34,12 @@ def generate(
         temperature: below 1 favours likely tokens; 0 always takes the likeliest.
         top_k: sample from this many of the likeliest tokens only.
         context: how many of the last tokens the model sees; by default the context of a GPT, else all of them.
+        vocabulary: sample from the first so many tokens only, where a tokenizer knows fewer than the model.
 
-    Raises ValueError for an empty prompt, a negative count or temperature, a top_k or context below 1, or a model
-    without logits.
+    Raises ValueError for an empty prompt, a negative count or temperature, a top_k, context or vocabulary below 1, or a
+    model without logits.
     """
-    _check(tokens, count, temperature, top_k, context)
+    _check(tokens, count, temperature, top_k=top_k, context=context, vocabulary=vocabulary)
     context = context or _context(model)
     # On the CPU, so that the numbers do not depend on the device.
     generator = torch.Generator().manual_seed(seed)
@@ -48,7 +50,7 @@ def generate(
             if not hasattr(output, "logits"):
                 kind = type(output).__name__
                 raise ValueError(f"the model gave a {kind} for tokens; generate needs an output with .logits")
-            logits = output.logits[:, -1].float().cpu()  # (1, V); waits for the device, once a token
+            logits = output.logits[:, -1, :vocabulary].float().cpu()  # (1, V); waits for the device, once a token
             chosen = _sample(logits, temperature, top_k, generator)  # (1, 1)
             tokens = torch.cat((tokens, chosen.to(tokens.device)), dim=1)
     return tokens
@@ -67,7 +69,7 @@ def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: to
     return chosen if candidates is None else candidates.gather(-1, chosen)
 
 
-def _check(tokens: Tensor, count: int, temperature: float, top_k: int | None, context: int | None) -> None:
+def _check(tokens: Tensor, count: int, temperature: float, **at_least_one: int | None) -> None:
     if tokens.dim() != 2 or tokens.shape[0] != 1 or tokens.shape[1] == 0:
         raise ValueError(
             f"the prompt has shape {tuple(tokens.shape)}; generate takes (1, T) token ids with T of at least 1"
@@ -75,7 +77,7 @@ def _check(tokens: Tensor, count: int, temperature: float, top_k: int | None, co
     for name, value, least in (("count", count, 0), ("temperature", temperature, 0)):
         if not value >= least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
-    for name, value in (("top_k", top_k), ("context", context)):
+    for name, value in at_least_one.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1, or None")
 

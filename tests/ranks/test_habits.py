@@ -493,3 +493,39 @@ def test_what_is_changed_too_late_is_refused(two: Pool) -> None:
         assert "engine.state_dict() or engine.module_state_dict()" in state
         assert unfrozen.startswith("first.weight was frozen at initialize and requires a gradient now")
         assert group.startswith("optimizer: it has 2 groups of parameters, and had 1 at initialize")
+
+
+# ---- models of transformers ------------------------------------------------------------------------------------------
+
+
+def gemma() -> nn.Module:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    shape = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    config = Gemma2Config(
+        **shape, num_key_value_heads=1, head_dim=8, vocab_size=40, sliding_window=8, attn_implementation="eager"
+    )
+    torch.manual_seed(3)
+    return Gemma2ForCausalLM(config)
+
+
+def norms_of_gemma(checkpointing: str) -> tuple[list[float], list[bool]]:
+    """Of three steps, and whether the model's cache is on: during the training, and after it."""
+    model = gemma()
+    config = {"activation": {"checkpointing": checkpointing}, "batch": {"micro_size": 2}, "zero": {"stage": 2}}
+    engine = speedlab.initialize(model=model, optimizer=sgd, config=config)[0]
+    tokens, norms = torch.arange(2 * 12).view(2, 12) % 40, []
+    for _ in range(3):
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+        norms.append(engine.global_grad_norm)
+    during = model.config.use_cache
+    engine.destroy()
+    return norms, [during, model.config.use_cache]
+
+
+def test_blocks_that_are_computed_again_fill_no_cache(pool_of: PoolOf) -> None:
+    """A block adds its keys to the model's cache; computed again, it would attend to them twice."""
+    (plain, _), (again, cached) = (pool_of(1).run(norms_of_gemma, how, timeout=60)[0] for how in ("none", "block"))
+    assert again == pytest.approx(plain, rel=1e-5)
+    assert cached == [False, True]

@@ -336,6 +336,7 @@ def test_any_callable_can_be_sampled_from():
     assert generate(Counter(), torch.tensor([[3]]), 5).tolist() == [[3, 4, 5, 6, 7, 8]]
     assert generate(Counter(), torch.tensor([[3, 8]]), 2, temperature=0).tolist() == [[3, 8, 9, 0]]
     assert generate(Counter(), torch.tensor([[3]]), 0).tolist() == [[3]]
+    assert max(generate(Counter(), torch.tensor([[3]]), 9, vocabulary=6).flatten().tolist()) == 5
 
 
 def test_the_context_is_cropped():

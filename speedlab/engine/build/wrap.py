@@ -26,8 +26,15 @@ class BlockWrapper:
                 "compile: torch.compile needs a C++ compiler on CPUs and none is installed; install g++ or set "
                 "compile: false"
             )
+        self._caching: list[Any] = []
+        """Configurations of Hugging Face's models whose cache was taken off."""
         if not (checkpointing or compile):
             return
+        if checkpointing:  # What a block adds to a cache in its forward, it would add again when it is recomputed.
+            configs = {id(c): c for zero in zeros if (c := getattr(zero.module, "config", None)) is not None}
+            self._caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+            for config in self._caching:
+                config.use_cache = False
         for module in (module for zero in zeros for unit in zero.units[1:] for module in unit.modules):
             forward = module.forward
             if checkpointing:
@@ -43,6 +50,9 @@ class BlockWrapper:
             if own is not None:
                 module.forward = own
         self._originals.clear()
+        for config in self._caching:
+            config.use_cache = True
+        self._caching.clear()
 
 
 def _checkpointed(forward: Any, module: nn.Module) -> Any:

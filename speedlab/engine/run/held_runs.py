@@ -113,8 +113,11 @@ def _write(trainer: Trainer, prompt: str, tokens: int, temperature: float, seed:
     engine, tokenizer = trainer.engine, trainer.training.corpus.tokenizer
     ids = tokenizer.encode(prompt) or [0]
     start = torch.tensor([ids], dtype=torch.int64, device=trainer.training.world.device)
+    known = tokenizer.vocab_size
     engine.eval()
-    with torch.no_grad():
-        out = generate_tokens(engine, start, tokens, temperature=temperature, seed=seed)
-    engine.train()
+    try:
+        with torch.no_grad():
+            out = generate_tokens(engine, start, tokens, temperature=temperature, seed=seed, vocabulary=known)
+    finally:
+        engine.train()
     return tokenizer.decode(np.asarray(out[0].cpu()).tolist())
