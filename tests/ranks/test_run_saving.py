@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import stat
 import threading
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import pytest
 from ranks.pool import Pool
 from ranks.runs import as_engine, new_run, trainer_of
 from ranks.test_trainer import advance, events, post
-from speedlab.engine.checkpoint import find, tensor_file
+from speedlab.engine.checkpoint import tensor_file
 from speedlab.engine.checkpoint import write as write_module
 from speedlab.engine.engine import Engine
 from speedlab.engine.run import reshaping
@@ -79,7 +80,7 @@ def where_old_ones_cannot_be_removed(run: str) -> str:
     def busy(path: Path) -> None:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path / ".nfs01"))
 
-    with as_engine(run), patch.object(find.shutil, "rmtree", busy):
+    with as_engine(run), patch.object(shutil, "rmtree", busy):
         return advance(run)
 
 
