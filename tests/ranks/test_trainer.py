@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ranks.pool import Pool
 from ranks.runs import as_engine, new_run, own_rank, trainer_of
 from speedlab.cluster import remote
+from speedlab.cluster.shipping import pack
 from speedlab.config import ConfigError
 from speedlab.engine.engine import Engine
 from speedlab.engine.run import held_runs, interrupt, training, words
@@ -352,7 +353,7 @@ def repeated_while_the_world_is_left(run: str) -> list[Any]:
 
     with as_engine(run):
         with patch.object(Engine, "evaluate", forced), patch.object(training, "leave", repeated):
-            kind = remote.call(held_runs.advance, [run], {})[remote.FAILED]["kind"]
+            kind = remote.call(pack((held_runs.advance, [run], {}), {}))[remote.FAILED]["kind"]
         left = not dist.is_initialized()
         return [kind, str(trainer_of(run).training.state), left, advance(run)]
 
