@@ -160,9 +160,9 @@ def _peak(
     loss: LossFunction | None,
 ) -> int:
     """The most bytes of a forward and backward in training."""
-    wrapped = SimpleNamespace(units=plan_units(module, units, bucket_bytes=config.zero.bucket_bytes))
+    wrapped = SimpleNamespace(module=module, units=plan_units(module, units, bucket_bytes=config.zero.bucket_bytes))
     BlockWrapper(
-        [cast(Zero, wrapped)],  # All that it reads of a Zero are its units' modules.
+        [cast(Zero, wrapped)],  # All that it reads of a Zero are its module and those of its units.
         checkpointing=config.activation.checkpointing == "block",
         compile=False,
         device=torch.device("cpu"),
