@@ -26,7 +26,7 @@ def test_the_chosen_cases_hold_every_kind() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_predicted_memory_is_the_ledgers(pool_of: PoolOf, case: GridCase) -> None:
-    for found in compare(case, pool_of(case.ranks).run(measure, case.config, timeout=60)[0]):
+    for found in compare(case, pool_of(case.ranks).run(measure, case.config, timeout=200)[0]):
         assert found.states_agree, f"rank {found.rank}: {found.predicted} predicted, {found.measured} measured"
         assert found.predicted["communication_buffers"] == found.measured["communication_buffers"]
         assert abs(found.error) < WORST, f"rank {found.rank}: {found.error:+.1%}"
