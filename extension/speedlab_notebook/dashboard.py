@@ -7,6 +7,7 @@ while somebody looks, and not at all while nobody does.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import gzip
 import threading
@@ -44,6 +45,8 @@ LAST_KEYFRAME_SECONDS = 16.0
 the next one, even while a cell keeps the kernel from answering."""
 SILENCE_SECONDS = 90.0
 """A page that has said nothing for so long, though the kernel would have heard it, was closed."""
+JOIN_SECONDS = 5.0
+"""How long closing waits for the thread, which a slow disk may hold. The thread then ends by itself."""
 
 RESTING = frozenset({RunState.PAUSED, RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
 
@@ -109,6 +112,7 @@ class Dashboard(anywidget.AnyWidget):
         frame = self._drawing.keyframe(feed.status, closed=self._at_rest)
         super().__init__(bundle=PlotlyBundle.shared(), keyframe=frame)
         self.on_msg(self._on_message)
+        atexit.register(self._end)  # While all that the thread uses is still there.
         if self._rested:
             self._leave_picture()
         self._start()
@@ -181,6 +185,8 @@ class Dashboard(anywidget.AnyWidget):
             if time.monotonic() - self._heard > SILENCE_SECONDS and self._kernel_listens():
                 self._watching = set()
             self._wake.wait(RESTING_TICK_SECONDS if self._at_rest else TICK_SECONDS)
+        if self._closed.is_set():
+            self._let_go()
 
     def _kernel_listens(self) -> bool:
         """Whether the kernel's loop is free, so that a living page would have been heard. While a cell keeps it, it is
@@ -239,16 +245,27 @@ class Dashboard(anywidget.AnyWidget):
     def _at_rest(self) -> bool:
         return self._feed.status.state in RESTING
 
-    def close(self) -> None:
-        """Stop and take the view from the page; the static picture stays."""
+    def _end(self) -> None:
+        """Let the thread end, and wait for it; none is started any more."""
         self._closed.set()
         self._wake.set()
-        thread = self._thread
+        with self._lock:  # Whoever is starting one has started it.
+            thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=2.0)
+            thread.join(JOIN_SECONDS)
+
+    def close(self) -> None:
+        """Stop and take the view from the page; the static picture stays."""
+        self._end()
+        atexit.unregister(self._end)
+        if not self.running:
+            self._let_go()
+        super().close()
+
+    def _let_go(self) -> None:
+        """Leave the feed: the thread does, so that nobody waits for what it reads, or who finds it ended."""
         if self._owns_feed:
             self._feed.close()
-        super().close()
 
 
 def show(run: Run | RunFolder | str | Path) -> Dashboard:

@@ -187,7 +187,10 @@ class _Address:
 
 
 class Subscriber:
-    """The receiving end: follows all ranks of a run, and notices when one of them comes back at another address."""
+    """The receiving end: follows all ranks of a run, and notices when one of them comes back at another address.
+
+    A ZeroMQ socket belongs to one thread at a time: whoever shares a Subscriber has a lock around it, as Feed has.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -199,6 +202,8 @@ class Subscriber:
         self._socket.set(zmq.RECONNECT_IVL, 200)
         self._socket.set(zmq.RECONNECT_IVL_MAX, 3000)
         self._close = weakref.finalize(self, self._socket.close)
+        # At exit threads may still be listening, and a socket is never closed under them. The system closes it.
+        self._close.atexit = False
 
     def refresh(self) -> None:
         """Connect to the ranks that the folder names now and leave those that are gone."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -55,7 +57,7 @@ def event(kind: str, step: int, **changes: Any) -> Event:
     return Event(**{"kind": kind, "step": step, "time": 1.0, **changes})
 
 
-def eventually(check: Callable[[], Any], seconds: float = 5.0) -> Any:
+def eventually(check: Callable[[], Any], seconds: float = 30.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := check()):
         assert time.monotonic() < deadline, f"not within {seconds} s"
@@ -455,3 +457,37 @@ def test_closing_leaves_no_thread(source):
     view.close()
     assert not view.running
     assert threading.active_count() <= before
+
+
+def test_closing_waits_for_no_slow_disk_and_the_thread_lets_go_of_the_feed(source, monkeypatch):
+    monkeypatch.setattr(module, "JOIN_SECONDS", 0.05)
+    view = Dashboard(Feed(source.folder), name="sample", owns_feed=True)
+    reading, go_on, let_go = threading.Event(), threading.Event(), threading.Event()
+    monkeypatch.setattr(view._feed, "poll", lambda: reading.set() or go_on.wait(60))
+    monkeypatch.setattr(view._feed, "close", let_go.set)
+    assert reading.wait(30)
+    view.close()
+    assert view.running
+    assert not let_go.is_set()
+    go_on.set()
+    assert let_go.wait(30)
+    eventually(lambda: not view.running)
+
+
+def test_an_exit_ends_dashboards_that_nobody_closed_before_it_takes_their_feeds(source):
+    source.write(1)
+    code = f"""
+import atexit, threading, time
+
+def look():
+    time.sleep(0.5)  # Ten polls, if the thread were still there.
+    print([thread.name for thread in threading.enumerate() if "dashboard" in thread.name])
+
+atexit.register(look)  # The first of all, so it is called last.
+from speedlab_notebook.dashboard import Dashboard
+from speedlab.telemetry.feed import Feed
+view = Dashboard(Feed({str(source.folder.path)!r}), name="sample")
+assert view.running
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
