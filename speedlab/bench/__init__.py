@@ -10,4 +10,5 @@ BENCHES = {
     "planner": "predicted memory beside the engine's ledger, over a grid of trainings",
     "steptimes": "predicted step times beside measured ones, over the same grid, after calibration",
     "saving": "checkpoints beside a plain write, and what they take of a step's time and memory",
+    "start": "from Cluster(n) until its engines are ready, beside what they import",
 }

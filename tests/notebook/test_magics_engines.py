@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,10 +154,8 @@ def test_an_interrupt_of_a_waiting_cell_frees_the_ranks(
         _thread.interrupt_main()
 
     threading.Thread(target=interrupt).start()
-    began = time.monotonic()
     result = shell.run_cell("%%ranks --wait\nprint('in it', flush=True)\nimport time; time.sleep(60)")
     assert isinstance(result.error_in_exec, KeyboardInterrupt)
-    assert time.monotonic() - began < 20
     wait_for(lambda: {status.state for status in shell.user_ns["cluster"].status()} == {"idle"})
     assert shell.user_ns["cluster"].submit(abs, -3).result(10) == [3, 3]
 

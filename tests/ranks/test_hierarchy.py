@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -217,23 +216,22 @@ def test_messages(twice_two: Pool) -> None:
 # ---- lost ranks ------------------------------------------------------------------------------------------------------
 
 
-def lose_one(lost: int, seconds: float | None) -> tuple[str, float]:
+def lose_one(lost: int, seconds: float | None) -> str:
     """Rank `lost` leaves (or, with a timeout, does not come); the others are told, on its own host and elsewhere."""
     options = {} if seconds is None else {"timeout": datetime.timedelta(seconds=seconds)}
-    said, waited = "", 0.0
+    said = ""
     with new_group(range(4), **options) as group:
         dist.barrier(group)
         if dist.get_rank() == lost:
             if seconds is None:
                 group.leave()
         else:
-            began = time.monotonic()
             try:
                 dist.all_reduce(torch.zeros(10), group=group)
             except PeerLost as error:
-                said, waited = str(error), time.monotonic() - began
+                said = str(error)
         dist.barrier()
-    return said, waited
+    return said
 
 
 @pytest.mark.parametrize("lost", range(4))
@@ -241,11 +239,10 @@ def lose_one(lost: int, seconds: float | None) -> tuple[str, float]:
 def test_lost_rank(twice_two: Pool, lost: int, seconds: float | None) -> None:
     results = twice_two.run(lose_one, lost, seconds, timeout=40)
     partner = lost ^ 1
-    for rank, (message, waited) in enumerate(results):
+    for rank, message in enumerate(results):
         if rank != lost:
             assert message.startswith(f"rank {rank} waited for rank "), message
-            assert waited < (2 if seconds is None else 5), (rank, message)
-    assert results[partner][0].startswith(f"rank {partner} waited for rank {lost} in a collective: rank {lost} ")
+    assert results[partner].startswith(f"rank {partner} waited for rank {lost} in a collective: rank {lost} ")
 
 
 def test_world_that_loses_a_rank(twice_two: Pool) -> None:

@@ -59,7 +59,7 @@ def pipeline_records(step: int, pp: int = 2, micro_batches: int = 4, **changes: 
     return found
 
 
-def eventually(check: Callable[[], Any], seconds: float = 5.0) -> Any:
+def eventually(check: Callable[[], Any], seconds: float = 30.0) -> Any:
     """Poll until `check` returns something true; fails the test after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (found := check()):

