@@ -24,17 +24,26 @@ NAME = "test-resize"
 SECONDS = 60
 
 
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # Engines import the modules of functions they run.
+        cluster = Cluster(2, name=NAME, device="cpu")
+        everything: list[psutil.Process] = []
+        try:
+            yield cluster
+            everything = processes.marked(psutil.Process(cluster.status()[0].pid).environ()[processes.TOKEN])
+        finally:
+            cluster.stop()
+            assert [process.pid for process in everything if not is_gone(process.pid)] == []
+
+
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # Engines import the modules of functions they run.
-    cluster = Cluster(2, name=NAME, device="cpu")
-    everything = processes.marked(psutil.Process(cluster.status()[0].pid).environ()[processes.TOKEN])
-    try:
-        yield cluster
-    finally:
-        cluster.stop()
-        assert [process.pid for process in everything if not is_gone(process.pid)] == []
+def cluster(started: Cluster) -> Cluster:
+    """Two engines, whatever the test before has left."""
+    started.resize(2, progress=lambda line: None)
+    return started
 
 
 def pids(cluster: Cluster) -> list[int]:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from zipfile import ZipFile
 
+import nbformat
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
@@ -133,11 +134,13 @@ def test_a_checkout_has_the_notebook_too() -> None:
     assert command.quickstart() == ROOT / "notebooks/01_quickstart.ipynb"
 
 
-def test_a_cell_that_fails_is_named_and_engines_are_ended(tmp_path, source) -> None:
-    broken = source.replace("run.wait_until(1 * STEPS_PER_STAGE)", "raise OSError('no more')")
-    (tmp_path / "notebook.ipynb").write_text(broken, encoding="utf-8")
+def test_a_cell_that_fails_is_named_and_engines_are_ended(tmp_path) -> None:
+    sources = ["import speedlab\ncluster = speedlab.Cluster(1, device='cpu')", "raise OSError('no more')"]
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "notebook.ipynb")
     done = run_demo(tmp_path, "notebook.ipynb")
     assert done.returncode == 1
     assert re.search(r"speedlab demo: cell \d+ failed", done.stderr)
+    assert "stopping engines" in done.stdout
     assert "OSError: no more" in done.stderr
     assert cluster_files(tmp_path) == []

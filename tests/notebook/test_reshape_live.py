@@ -13,7 +13,7 @@ from speedlab.cluster.run import Run, RunError
 from speedlab.config import RunConfig
 
 SIZE = 4
-STEPS = 60
+STEPS = 30
 
 
 @pytest.fixture(scope="module")

@@ -83,6 +83,7 @@ def test_another_checkout_is_measured_by_this_ones_benchmark(checkout) -> None:
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_both_versions_take_turns_in_one_run(checkout, capsys) -> None:
     """The whole of `bench step`, with what costs least."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from grids import thinned
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -25,7 +28,16 @@ from ranks.loops import (
 from ranks.pool import Pool
 from ranks.test_parity import FLOAT32, STAGES
 
-pytestmark = pytest.mark.parametrize("stage", STAGES)
+at_every_stage = pytest.mark.parametrize("stage", STAGES)
+
+
+def at_every_second_stage(name: str, values: Iterable[str]) -> Any:
+    """Neighbours among the values at the even stages and at the odd ones; nightly, each at all."""
+    values = list(values)
+    return pytest.mark.parametrize(
+        (name, "stage"),
+        thinned(itertools.product(values, STAGES), lambda value, stage: (values.index(value) + stage) % 2 == 0),
+    )
 
 
 def assert_same(ours: list[Trajectory], plain: Trajectory) -> None:
@@ -109,7 +121,7 @@ def train_plain_with_schedule(case: Case, dp: int) -> tuple[Trajectory, list[lis
     return train_plain(replace(case, optimizer=choice), dp), rates[:-1]
 
 
-@pytest.mark.parametrize("form", CHOICES)
+@at_every_second_stage("form", CHOICES)
 def test_optimizer_forms_with_a_scheduler(two: Pool, stage: int, form: str) -> None:
     case = Case(stage=stage, steps=6, optimizer=CHOICES[form], clip_norm=0.5)
     expected, rates = two.run(train_plain_with_schedule, case, 2)[0]
@@ -220,7 +232,7 @@ def plain_from_config(kind: str) -> tuple[dict[str, Tensor], list[float]]:
     return {name: p.detach() for name, p in model.named_parameters()}, [0.01 * factor for factor in factors]
 
 
-@pytest.mark.parametrize(
+@at_every_second_stage(
     "kind",
     [
         "class AdamW",
@@ -264,6 +276,7 @@ def collate(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     return {"index": index, "tokens": models.tokens(0, int(index[0]))}
 
 
+@at_every_stage
 def test_loader_shares_the_data_out(two: Pool, stage: int) -> None:
     (first, loss_0), (second, loss_1) = two.run(read_loader, stage, timeout=30)
     assert {len(batch) for batch in first + second} == {2}, "micro-batches of the configured size"
@@ -305,6 +318,7 @@ def train_float16(case: Case, initial: float, window: int) -> dict[str, Any]:
         engine.destroy()
 
 
+@at_every_stage
 def test_float16_overflow_skips_the_step_and_halves_the_scale(two: Pool, stage: int) -> None:
     case = Case(stage=stage, steps=6, build=models.rounded_transformer)
     results = two.run(train_float16, case, 2.0**24, 4, timeout=40)
@@ -346,6 +360,7 @@ def exhaust(case: Case) -> tuple[str, bool]:
     return results[-1], all(before[name].equal(after[name]) for name in before)
 
 
+@at_every_stage
 def test_float16_that_cannot_shrink_further_is_an_error(two: Pool, stage: int) -> None:
     for message, unchanged in two.run(exhaust, Case(stage=stage), timeout=30):
         assert "rank 0, 1" in message

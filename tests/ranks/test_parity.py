@@ -1,6 +1,6 @@
 """Parity: the engine on ranks gives the losses, gradient norms and parameters of a plain loop in one process.
 
-Ranks see different data, ten steps, SGD with momentum besides AdamW, because Adam hides an error of scale.
+Ranks see different data, several steps, SGD with momentum besides AdamW, because Adam hides an error of scale.
 
 Why these tolerances. Sums are taken in another order, 2^-24 each: measured 1e-7 of a loss, 1e-5 of an update. In
 bfloat16 the plain loop makes the same roundings and starts from values that bfloat16 holds, and the same was measured;
@@ -49,7 +49,20 @@ def grid(stage: int, dtype: str) -> list[Case]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_plain_loop(check: Check, ranks: Pool, stage: int, dtype: str) -> None:
-    check(ranks, grid(stage, dtype), FLOAT32 if dtype == "float32" else BFLOAT16)
+    """On 1 and 4 ranks the half of the grid that clips, on 2 ranks the other half; on gloo the other way round. In a
+    half every two values meet: so at each stage and precision all of the grid is run, on one number of ranks or two."""
+    half = (ranks.size == 2) == (ranks.backend == "gloo")
+    cases = [case for case in grid(stage, dtype) if (case.clip_norm is not None) == half]
+    check(ranks, cases, FLOAT32 if dtype == "float32" else BFLOAT16)
+
+
+@pytest.mark.nightly
+@on_both_backends
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_plain_loop_on_the_whole_grid(check: Check, ranks: Pool, stage: int, dtype: str) -> None:
+    cases = [replace(case, steps=10) for case in grid(stage, dtype)]
+    check(ranks, cases, FLOAT32 if dtype == "float32" else BFLOAT16)
 
 
 @pytest.mark.parametrize("stage", STAGES)

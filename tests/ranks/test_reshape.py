@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grids import thinned
 
 import speedlab
 from ranks import models
@@ -49,8 +50,13 @@ def train_unchanged(case: Case, stages: list[int]) -> dict[int, dict[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("before", "after"), PAIRS)
+@pytest.mark.parametrize(
+    ("before", "after", "dtype"),
+    thinned(
+        ((*pair, dtype) for pair in PAIRS for dtype in ("float32", "bfloat16")),
+        lambda before, after, dtype: (before + after) % 2 == (dtype == "bfloat16"),
+    ),
+)
 def test_every_pair_keeps_every_bit(two: Pool, before: int, after: int, dtype: str) -> None:
     """Without accumulation all stages take the same sums in the same order, so nothing may change at all."""
     case = Case(stage=before, dtype=dtype, optimizer=adamw, clip_norm=0.3, steps=6)

@@ -186,10 +186,25 @@ SESSIONS = [
 ]
 
 
+RARE = {
+    *(str(each) for each in SESSIONS if each.layout == ALL and each.rank in (3, 5)),
+    *(str(each) for each in SESSIONS if each.layout == PP_DP and each.schedule != "1f1b" and each.rank == 0),
+    *(str(each) for each in SESSIONS if each.layout == DP_TP and each.rank == 3),
+}
+"""For the nightly tier: other ranks of layouts and schedules that are there once more."""
+
+
 def sessions(reason: str = "", fails: Callable[[Session], bool] = bool) -> Any:
     """Every session as a parameter; those that fail today are marked with the reason."""
     marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
-    given = [pytest.param(each, id=str(each), marks=marks if fails(each) else ()) for each in SESSIONS]
+    given = [
+        pytest.param(
+            each,
+            id=str(each),
+            marks=[*(marks if fails(each) else ()), *([pytest.mark.nightly] if str(each) in RARE else ())],
+        )
+        for each in SESSIONS
+    ]
     return pytest.mark.parametrize("session", given)
 
 
