@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speedlab.parallel.materialize import seed_generators
 from speedlab.parallel.zero import Zero
 from speedlab.parallel.zero.unit import Pass
 
@@ -85,7 +86,7 @@ class RandomStreams:
             self._calls[name] += 1
             seed = _number([self._seed, *self._micro_batch, name, self._calls[name]])
             self._given[name, found] = seed
-        torch.manual_seed(seed)
+        seed_generators(seed, self._device)
 
 
 def _number(parts: Iterable[object]) -> int:
