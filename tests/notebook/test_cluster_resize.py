@@ -42,6 +42,9 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture
 def cluster(started: Cluster) -> Cluster:
     """Two engines, whatever the test before has left."""
+    if {status.state for status in started.status()} != {"idle"}:  # It failed; the next one need not.
+        started.stop()
+        started.start()
     started.resize(2, progress=lambda line: None)
     return started
 
@@ -105,7 +108,7 @@ def test_what_cannot_be_resized_stays_as_it_is(cluster: Cluster, monkeypatch: py
     wait_for(lambda: busy.done)
 
     monkeypatch.setattr("speedlab.cluster.launchers.ENGINE_COMMAND", ["sh", "-c", "exit 3"])
-    with pytest.raises(ClusterError, match="the engine of rank 2 ended before it was ready"):
+    with pytest.raises(ClusterError, match=r"the engine of rank [23] ended before it was ready"):
         cluster.resize(4, progress=lambda line: None)
     assert pids(cluster) == first
     assert cluster.submit(sum_over_ranks, 1.0).result(SECONDS) == [2.0, 2.0]
