@@ -1,0 +1,193 @@
+"""States in the host's memory: where the device is the host, its own; beside a GPU, pinned, with copies on a stream."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from speedlab.comm import HostCopies, Traffic, Transfer
+from speedlab.hardware import memory_bytes
+from speedlab.offload.kept import Kept, OffloadError, Store
+from speedlab.placement import Where
+
+_CPU = torch.device("cpu")
+_WAKE_SECONDS = 0.05
+"""A wait is back in Python this often, so that signals are heard."""
+
+
+class HostStore(Store):
+    """The states that a rank keeps in the host's memory."""
+
+    where = Where.HOST
+
+    def __init__(self, traffic: Traffic, device: torch.device) -> None:
+        """`device`: whose tensors are read and written beside those of the host."""
+        super().__init__()
+        self.traffic, self.device = traffic, device
+        self.copies = HostCopies(device, traffic)
+        self._kept: list[HostKept] = []
+
+    def keep(self, numel: int, dtype: torch.dtype) -> HostKept:
+        needed, available = numel * dtype.itemsize, memory_bytes()[1]
+        if needed > available:
+            raise OffloadError(
+                f"offload: the host has {available / 2**30:,.3f} GiB of memory left and {needed / 2**30:,.3f} GiB are "
+                f"needed for one more state; keep it on disk, or use more hosts"
+            )
+        kept = HostKept(self, torch.zeros(numel, dtype=dtype, pin_memory=self.device.type == "cuda"))
+        self._kept.append(kept)
+        return kept
+
+    def flush(self) -> None:
+        for kept in self._kept:
+            kept.settle()
+
+    @property
+    def sound(self) -> bool:
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        return sum(kept.nbytes for kept in self._kept)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return memory_bytes()[0]
+
+    def close(self) -> None:
+        for kept in list(self._kept):
+            kept.drop()
+
+    def forget(self, kept: HostKept) -> None:
+        self._kept.remove(kept)
+
+
+class HostKept(Kept):
+    """A state that is at home where turns use it, so that a turn moves nothing."""
+
+    where = Where.HOST
+
+    def __init__(self, store: HostStore, values: Tensor) -> None:
+        self.numel, self.dtype = values.numel(), values.dtype
+        self._store = store
+        self._values: Tensor | None = values
+        self._open = False
+        self._later: deque[_Later] = deque()
+        """What was started in a turn, and begins when it ends."""
+        self._copied: torch.cuda.Event | None = None
+        """After the last copy between the device and this state."""
+
+    # ---- turns -------------------------------------------------------------------------------------------------------
+
+    def fetch(self, *, values: bool = True) -> Transfer:
+        return self._start(self._fetch, opens=True)
+
+    def _fetch(self) -> Transfer:
+        copied = self._copied
+        return Transfer(None if copied is None else copied.synchronize, self._store.traffic, _CPU)
+
+    @property
+    def tensor(self) -> Tensor:
+        if not self._open:
+            raise RuntimeError("offload: no turn is open; `fetch` the state first")
+        return self._here()
+
+    def leave(self, *, changed: bool) -> None:
+        if not self._open:
+            raise RuntimeError("offload: no turn is open; `fetch` the state first")
+        self._open = False
+        while self._later and not self._open:
+            later = self._later.popleft()
+            self._open = later.opens
+            later.begin()
+
+    def _start(self, begin: Callable[[], Transfer], *, opens: bool = False) -> Transfer:
+        self._here()
+        if self._open:
+            later = _Later(begin, opens, self._store.traffic)
+            self._later.append(later)
+            return later
+        self._open = opens
+        return begin()
+
+    # ---- stretches ---------------------------------------------------------------------------------------------------
+
+    def read(self, into: Tensor, start: int = 0) -> Transfer:
+        stretch = self._stretch(into, start)
+        return self._start(lambda: self._copy(stretch, into.detach(), out=True))
+
+    def write(self, source: Tensor, start: int = 0) -> Transfer:
+        stretch = self._stretch(source, start)
+        return self._start(lambda: self._copy(stretch, source.detach(), out=False))
+
+    def _copy(self, stretch: Tensor, other: Tensor, *, out: bool) -> Transfer:
+        """Between the state and `other`, on the host or on the device."""
+        copies, device = self._store.copies, self._store.device
+        if device.type != "cuda":
+            return copies.to_device(stretch, other) if out else copies.to_host(other, stretch)
+        if other.device.type == "cpu":
+            self.settle()  # The next ones must not overtake it, so it is done here.
+            _ = other.copy_(stretch) if out else stretch.copy_(other)
+            return Transfer(None, self._store.traffic, _CPU, link="host copy", nbytes=other.nbytes)
+        transfer = copies.to_device(stretch, other) if out else copies.to_host(other, stretch)
+        self._copied = torch.cuda.Event()
+        self._copied.record(transfer.stream)
+        return transfer
+
+    def _stretch(self, tensor: Tensor, start: int) -> Tensor:
+        fits = 0 <= start <= self.numel - tensor.numel()
+        if tensor.dtype != self.dtype or not tensor.is_contiguous() or not fits:
+            raise ValueError(
+                f"offload: {tensor.numel()} elements of {tensor.dtype} from element {start} on, of a state of "
+                f"{self.numel} elements of {self.dtype}; expected a contiguous tensor of that dtype that lies within"
+            )
+        return self._here()[start : start + tensor.numel()].view(tensor.shape)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def drop(self) -> None:
+        if self._values is not None:
+            self.settle()
+            self._values = None
+            self._store.forget(self)
+
+    def settle(self) -> None:
+        """Wait until copies between the device and this state are over."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _here(self) -> Tensor:
+        if self._values is None:
+            raise OffloadError("offload: the state was dropped; `keep` a new one")
+        return self._values
+
+
+class _Later(Transfer):
+    """A transfer that begins when the turn that is open ends."""
+
+    def __init__(self, start: Callable[[], Transfer], opens: bool, traffic: Traffic) -> None:
+        super().__init__(self._until_begun, traffic, _CPU)
+        self.opens = opens
+        self._start, self._begun = start, threading.Event()
+        self._transfer: Transfer | None = None
+
+    def begin(self) -> None:
+        self._transfer = self._start()
+        self._begun.set()
+
+    @property
+    def over(self) -> bool:
+        return self._transfer is not None and self._transfer.over
+
+    def wait(self) -> None:
+        super().wait()
+        assert self._transfer is not None
+        self._transfer.wait()
+
+    def _until_begun(self) -> None:
+        while not self._begun.wait(_WAKE_SECONDS):
+            pass
