@@ -14,10 +14,12 @@ from collections.abc import Callable
 
 import torch
 
-from cuda_ops import adamw, flags, grad_stats, linear_cross_entropy, reduce, sgd_momentum
+from cuda_ops import adamw, adamw_compact, flags, grad_stats, linear_cross_entropy, reduce, sgd_momentum
 from cuda_ops.compile import cache_folder
 
-_STEPS: tuple[Callable[[torch.dtype], None], ...] = (
+Steps = tuple[Callable[[torch.dtype], None], ...]
+
+EVERY_RUN: Steps = (
     flags.warm,
     reduce.warm,
     grad_stats.warm,
@@ -25,36 +27,40 @@ _STEPS: tuple[Callable[[torch.dtype], None], ...] = (
     sgd_momentum.warm,
     linear_cross_entropy.warm,
 )
-"""What every run uses; other kernels are compiled by their first call."""
+"""What every run uses. Other kernels are compiled by their first call, or ahead by whoever knows that a run needs them:
+`COMPACT`."""
+
+COMPACT: Steps = (adamw_compact.warm,)
+"""What a run with 8-bit moments or without float32 masters uses beside that."""
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
 _SILENT_SECONDS = 1.0
 
 
-def warm_up(progress: Callable[[str], None] | None = None) -> None:
+def warm_up(progress: Callable[[str], None] | None = None, steps: Steps = EVERY_RUN) -> None:
     """Return when the kernels of a run in float32 and bfloat16 are compiled.
 
     `progress` gets a line once it has taken more than a second, and one at the end.
     """
     folder = cache_folder()
-    done = folder / "warm"
+    done = folder / "-".join(["warm", *(step.__module__ for step in steps if step not in EVERY_RUN)])
     if done.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "warm.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
-            _compile(progress or (lambda line: None))
+            _compile(progress or (lambda line: None), steps)
             done.touch()
 
 
-def _compile(progress: Callable[[str], None]) -> None:
+def _compile(progress: Callable[[str], None], steps: Steps) -> None:
     began, told = time.monotonic(), False
-    for number, (warm, dtype) in enumerate(itertools.product(_STEPS, _DTYPES)):
+    for number, (warm, dtype) in enumerate(itertools.product(steps, _DTYPES)):
         took = time.monotonic() - began
         if not told and took > _SILENT_SECONDS:
-            total = len(_STEPS) * len(_DTYPES)
+            total = len(steps) * len(_DTYPES)
             progress(f"compiling {total} kernels for this machine, once; about {took * total / number:.0f} s")
             told = True
         warm(dtype)

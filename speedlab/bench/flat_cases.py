@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from cuda_ops.adamw import adamw
+from cuda_ops.adamw_compact import adamw_compact
 from cuda_ops.blockquant import BLOCK, block_dequantize, block_quantize
+from cuda_ops.blockwise8 import BLOCK as CODES
 from cuda_ops.grad_stats import grad_stats
 from cuda_ops.onebit import CHUNK, onebit_average, onebit_pack
 from cuda_ops.sgd_momentum import sgd_momentum
@@ -22,10 +24,12 @@ _RANKS = 4
 _NUMBERS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 10}
 
 
-def update_of(nbytes: float, device: torch.device) -> Callable[[], object]:
-    """A sum in place that reads and writes `nbytes` altogether: the floor of what updates memory."""
+def update_of(nbytes: float, device: torch.device, *, only_read: float = 0) -> Callable[[], object]:
+    """A sum in place that reads and writes `nbytes` altogether, and a sum over `only_read` bytes more: the floor of
+    what updates memory. Reading costs less than writing, so that neither can stand for the other."""
     memory = torch.ones(int(nbytes) // 8, device=device)
-    return lambda: memory.add_(1.0)
+    read = torch.ones(int(only_read) // 4, device=device)
+    return lambda: (memory.add_(1.0), read.sum())
 
 
 def copy_of(nbytes: float, device: torch.device) -> Callable[[], object]:
@@ -53,7 +57,7 @@ def adamw_rows(device: torch.device, rounds: int) -> Iterator[Row]:
         flats = _flats(count, device)
         contestants: dict[str, Callable[[], object]] = {
             "ours": lambda flats=flats: adamw(*flats, **_NUMBERS),
-            "floor": update_of(28 * count, device),
+            "floor": update_of(24 * count, device, only_read=4 * count),
             "torch fused": _torch_adamw(*flats[:2]),
         }
         if not missing() and device.type == "cpu":
@@ -64,7 +68,7 @@ def adamw_rows(device: torch.device, rounds: int) -> Iterator[Row]:
     times = interleave(
         {
             "ours": lambda: adamw(*flats, copy, factor=0.5, **_NUMBERS),
-            "floor": update_of(30 * count, device),
+            "floor": update_of(26 * count, device, only_read=4 * count),
             "torch fused, grad_scale, copy": _torch_adamw(*flats[:2], copy=copy),
         },
         rounds=rounds,
@@ -97,6 +101,32 @@ def _deepspeed_adam(param: Tensor, grad: Tensor) -> Callable[[], None]:
     return DeepSpeedCPUAdam([own], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, adamw_mode=True).step
 
 
+def compact_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+    """AdamW over 8-bit moments, with a float32 master and a bfloat16 copy, and with a bfloat16 parameter alone."""
+    count = 100 * _MILLION
+    master, grad = _flats(count, device)[:2]
+    narrow, coarse = master.bfloat16(), grad.bfloat16()
+    first, second = torch.zeros(2, count, dtype=torch.uint8, device=device).unbind()
+    scales = torch.zeros(2, -(-count // CODES), device=device)
+    pair = (scales[0], scales[1])
+    cases: dict[str, tuple[float, float, Callable[[], object]]] = {
+        "float32 master, bfloat16 copy": (
+            2 * 6 + 2 + 1 / 16,
+            4,
+            lambda: adamw_compact(master, grad, first, second, pair, narrow, **_NUMBERS),
+        ),
+        "bfloat16 alone": (
+            2 * 4 + 1 / 16,
+            2,
+            lambda: adamw_compact(narrow, coarse, first, second, pair, seed=0, **_NUMBERS),
+        ),
+    }
+    for name, (nbytes, gradient, call) in cases.items():
+        floor = update_of(nbytes * count, device, only_read=gradient * count)
+        times = interleave({"ours": call, "floor": floor}, rounds=rounds, device=device)
+        yield from rows(f"adamw_compact 100M, 8-bit moments, {name}, {_threads(device)}", times, floor="floor")
+
+
 def sgd_rows(device: torch.device, rounds: int) -> Iterator[Row]:
     param, grad, buffer, _ = _flats(10 * _MILLION, device)
     own = torch.nn.Parameter(param.clone())
@@ -105,7 +135,7 @@ def sgd_rows(device: torch.device, rounds: int) -> Iterator[Row]:
     times = interleave(
         {
             "ours": lambda: sgd_momentum(param, grad, buffer, lr=1e-3, momentum=0.9),
-            "floor": update_of(20 * param.numel(), device),
+            "floor": update_of(16 * param.numel(), device, only_read=4 * param.numel()),
             "torch fused": optimizer.step,
         },
         rounds=rounds,
@@ -137,7 +167,7 @@ def onebit_rows(device: torch.device, rounds: int) -> Iterator[Row]:
     packed, scales = onebit_pack(values, error)
     contestants: dict[str, Callable[[], object]] = {
         "ours": lambda: onebit_pack(values, error),
-        "floor": update_of(12 * count, device),
+        "floor": update_of(8 * count, device, only_read=4 * count),
         "torch": lambda: _torch_pack(values, error),
     }
     if device.type == "cpu":

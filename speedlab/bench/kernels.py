@@ -20,6 +20,7 @@ from speedlab.bench.table import Row, missing, report
 
 CASES: dict[str, Callable[[torch.device, int], Iterator[Row]]] = {
     "adamw": flat_cases.adamw_rows,
+    "adamw_compact": flat_cases.compact_rows,
     "sgd_momentum": flat_cases.sgd_rows,
     "grad_stats": flat_cases.grad_stats_rows,
     "onebit": flat_cases.onebit_rows,
@@ -29,6 +30,10 @@ CASES: dict[str, Callable[[torch.device, int], Iterator[Row]]] = {
 }
 
 
+_THREADED = ("adamw", "adamw_compact")
+"""What the host updates for devices whose states lie there."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Every kernel beside its peers. `ratio` > 1: ours is faster; `limit_share`: share of the floor's speed."""
@@ -36,7 +41,7 @@ class Options:
     only: Annotated[tuple[str, ...], tyro.conf.arg(name="only")] = ()
     """Operations to measure; all when left out."""
     threads: tuple[int, ...] = (1, 2)
-    """Thread counts of the processor to measure adamw with; the others run with the first."""
+    """Thread counts of the processor to measure the updates of AdamW with; the others run with the first."""
     device: str = "cpu"
     """cpu or cuda."""
     rounds: int = 9
@@ -57,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     found: list[Row] = []
     for name in options.only or CASES:
         # Threads make a difference where there is memory to share; elsewhere one count tells enough.
-        for threads in options.threads if name == "adamw" and device.type == "cpu" else options.threads[:1]:
+        for threads in options.threads if name in _THREADED and device.type == "cpu" else options.threads[:1]:
             print(f"{name}, {threads} thread{'s' if threads > 1 else ''} ...", file=sys.stderr, flush=True)
             torch.set_num_threads(threads)
             found += CASES[name](device, options.rounds)
