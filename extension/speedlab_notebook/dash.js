@@ -3,6 +3,8 @@
 
 const CARDS = ["memory", "loss", "throughput", "anatomy"];
 const PIPELINE = "pipeline";
+// Below the cards, across both columns, where there is such a figure.
+const WIDE = ["places", PIPELINE];
 const STEP_FIGURES = ["loss", "throughput", "anatomy"];
 const TABLE_ROWS = 12;
 const ALIVE_MS = 20000;
@@ -237,8 +239,8 @@ function render({model, el}) {
     svg: tool("SVG", "Save all plots as SVG"),
   };
   const note = element("div", {class: "sl-note", role: "alert"}, "Loading plots …");
-  const plots = Object.fromEntries([...CARDS, PIPELINE].map((name) => [name, element("div", {class: "sl-plot", "data-plot": name})]));
-  plots[PIPELINE].hidden = true;
+  const plots = Object.fromEntries([...CARDS, ...WIDE].map((name) => [name, element("div", {class: "sl-plot", "data-plot": name})]));
+  for (const name of WIDE) plots[name].hidden = true;
   const grid = element("div", {class: "sl-grid"}, ...Object.values(plots));
   const tables = element("div", {class: "sl-tables", hidden: ""});
   const head = element("div", {class: "sl-head"}, element("span", {class: "sl-line"}, text, word), element("span", {class: "sl-tools"}, ...Object.values(buttons)));
@@ -249,7 +251,7 @@ function render({model, el}) {
     if (card === "anatomy" && byRank) return state.figures.ranks;
     return state.figures[card === "memory" && states ? "states" : card];
   };
-  const cards = () => state.figures[PIPELINE] ? [...CARDS, PIPELINE] : CARDS;
+  const cards = () => [...CARDS, ...WIDE.filter((name) => state.figures[name])];
   const schedule = (wait = 0) => { timer ||= setTimeout(draw, wait); };
 
   function draw() {
@@ -259,7 +261,7 @@ function render({model, el}) {
     if (showTable) {
       tables.replaceChildren(...cards().map((card) => table(card, figureOf(card))));
     } else {
-      plots[PIPELINE].hidden = !state.figures[PIPELINE];
+      for (const name of WIDE) plots[name].hidden = !state.figures[name];
       for (const card of cards().filter((name) => dirty.has(name))) {
         const {data, layout} = inked(figureOf(card), colours);
         Plotly.react(plots[card], data, layout, CONFIG);

@@ -153,12 +153,17 @@ def _value(value: Any) -> str:
 
 
 def ledger_text(ledger: Ledger) -> str:
-    """'Ledger 1.4 GiB of 16 GiB: parameters 312 MiB · gradients …'; what is 0 is left out."""
+    """'Ledger 1.4 GiB of 16 GiB: parameters 312 MiB · gradients …', a line more for each other place; what is 0 is left
+    out."""
     from speedlab.display.text import bytes_text
 
     parts = [f"{name} {bytes_text(count)}" for name, count in _categories(ledger) if count]
     whole = f"{bytes_text(ledger.reported_bytes)} of {bytes_text(ledger.capacity_bytes)}"
-    return f"Ledger {whole}: {' · '.join(parts) or 'empty'}"
+    lines = [f"Ledger {whole}: {' · '.join(parts) or 'empty'}"]
+    for place, held in _away(ledger):
+        named = " · ".join(f"{name.replace('_', ' ')} {bytes_text(count)}" for name, count in held.items())
+        lines.append(f"  on {place} {bytes_text(sum(held.values()))}{_of(ledger, place)}: {named}")
+    return "\n".join(lines)
 
 
 def ledger_html(ledger: Ledger) -> str:
@@ -167,7 +172,21 @@ def ledger_html(ledger: Ledger) -> str:
 
     rows = [(name, bytes_text(count)) for name, count in _categories(ledger)]
     rows += [("reported", bytes_text(ledger.reported_bytes)), ("capacity", bytes_text(ledger.capacity_bytes))]
+    for place, held in _away(ledger):
+        rows += [(f"{name.replace('_', ' ')} on {place}", bytes_text(count)) for name, count in held.items()]
+        rows += [(f"capacity of {place}", bytes_text(ledger.capacity_of(place)))] if ledger.capacity_of(place) else []
     return table_html(("category", "memory"), rows, words=("category",))
+
+
+def _away(ledger: Ledger) -> list[tuple[str, dict[str, int]]]:
+    """(place, bytes by category) of what lies elsewhere than on the device."""
+    return [(place, held) for place, held in ledger.by_place().items() if place != "device"]
+
+
+def _of(ledger: Ledger, place: str) -> str:
+    from speedlab.display.text import bytes_text
+
+    return f" of {bytes_text(ledger.capacity_of(place))}" if ledger.capacity_of(place) else ""
 
 
 def _categories(ledger: Ledger) -> list[tuple[str, int]]:

@@ -33,6 +33,7 @@ from speedlab.telemetry.folder import Status
 from speedlab.telemetry.marks import event_marks
 from speedlab.telemetry.memory_figure import memory_figure, states_are_small, states_figure
 from speedlab.telemetry.pipeline_figure import pipeline_figure
+from speedlab.telemetry.places_figure import places_figure
 from speedlab.telemetry.records import StepRecord
 from speedlab.telemetry.series import BARS, POINTS, History, stride
 from speedlab.telemetry.step_figures import (
@@ -168,9 +169,8 @@ class Drawing:
         if self.history.latest == self._latest:
             return
         self._latest = dict(self.history.latest)
-        for name, figure_of in _BARS.items():
-            spec = figure_of(self.history, devices=self._devices)
-            frame, sent = _frame(spec), self._frames[name]
+        for name, spec in self._bar_figures().items():
+            frame, sent = _frame(spec), self._frames.get(name)
             if frame != sent:
                 self._frames[name] = frame
                 _append_figure(name, spec, parts, buffers)
@@ -191,9 +191,15 @@ class Drawing:
 
     def _bar_specs(self) -> dict[str, Figure]:
         self._latest = dict(self.history.latest)
-        specs = {name: figure_of(self.history, devices=self._devices) for name, figure_of in _BARS.items()}
+        specs = self._bar_figures()
         self._frames = {name: _frame(spec) for name, spec in specs.items()}
         return specs
+
+    def _bar_figures(self) -> dict[str, Figure]:
+        """By place only where something is not on the device; what is gone leaves the page with a keyframe."""
+        by_place = places_figure(self.history)
+        specs = {name: figure_of(self.history, devices=self._devices) for name, figure_of in _BARS.items()}
+        return specs if by_place is None else {**specs, "places": by_place}
 
     def _curve_spec(self, name: str, *, closed: bool) -> Figure:
         limit, figure_of, values_of = _CURVES[name]

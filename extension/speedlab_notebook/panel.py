@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
@@ -24,10 +25,12 @@ from speedlab.cluster.devices import choose_devices
 from speedlab.cluster.errors import ClusterError, RankError
 from speedlab.cluster.known_runs import RunError
 from speedlab.cluster.learning import learn_from
+from speedlab.cluster.remote import measure_disk
 from speedlab.config import ConfigError, RunConfig
 from speedlab.hardware import Device
 from speedlab.layout import LayoutError
-from speedlab.planner import calibration_store
+from speedlab.planner import calibration_store, disk_rates
+from speedlab.planner.disk_rates import DiskRates
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import Setup
 from speedlab.telemetry.folder import RunFolderError
@@ -67,6 +70,9 @@ if TYPE_CHECKING:
 _REST_SECONDS = 0.3
 """A control that is being moved rests so long before changes that fit are looked for: they cost more than an update."""
 
+_MEASURE_SECONDS = 60.0
+"""A disk is measured in a few seconds, unless the engine is busy."""
+
 _TROUBLE = (RunError, RankError, ClusterError, RunFolderError, ConfigError, LayoutError)
 """What a person can set right: told without a traceback."""
 
@@ -103,6 +109,9 @@ class Panel(widgets.VBox):
         self._devices = _devices_of(self.cluster)
         self._watch = Watch(self._look)
         self._advisor = Watch(self._advise)
+        self._measurer = Watch(self._measure_disk)
+        self._tried: set[Path] = set()
+        """Folders of which the disk was measured, or could not be."""
         self._advice: tuple[Setup | None, str] = (None, "")
         """How what does not fit would, and what it was that does not."""
         self._view = View(len(self._devices), self._on_change, self._handlers())
@@ -148,6 +157,7 @@ class Panel(widgets.VBox):
         """Stop following the run and take the panel from the page; the run goes on."""
         self._watch.close()
         self._advisor.close()
+        self._measurer.close()
         super().close()
 
     def __repr__(self) -> str:
@@ -221,7 +231,8 @@ class Panel(widgets.VBox):
             self.fields[axis].control.offer(sizes(len(self._devices)))
         reasons = greyed_fields(values, self._devices)
         options = greyed_options(values, self.config, self._devices)
-        more = remarks(values, self._devices, self.config if not self.problems else None, options)
+        plan = self.prediction.plan if self.prediction is not None and not self.problems else None
+        more = remarks(values, self._devices, self.config if not self.problems else None, options, plan)
         for path, field in self.fields.items():
             field.show(
                 reason=reasons.get(path, ""),
@@ -238,6 +249,8 @@ class Panel(widgets.VBox):
         self._view.show_line(self._view.engines_note, note, kind="help" if self.cluster is None else "reason")
 
     def _show_summary(self) -> None:
+        if self._disk_folder() is not None:
+            self._measurer.start()
         if self.problems or self.config is None or self.prediction is None:
             self.summary_text = f"cannot run: {'; '.join(text for _, text in self.problems)}"
             self._view.show_line(self._view.summary, self.summary_text, kind="problem", strong="cannot run")
@@ -276,6 +289,31 @@ class Panel(widgets.VBox):
                 return 0.0
             self._advice = prediction.plan.setup, text
             self._show_summary()
+        return None
+
+    def _disk_folder(self) -> Path | None:
+        """Where states are to lie whose disk nobody has measured, while the engines have nothing else to do."""
+        if self.config is None or self.prediction is None or self._under_way or self._activity:
+            return None
+        offload, machines = self.config.offload, self.prediction.plan.machines
+        folder = offload.folder or self.config.folder
+        wanted = "disk" in (offload.optimizer, offload.parameters) and not machines.host.disk_measured
+        free = self.cluster is not None and self.cluster.running and folder not in self._tried
+        return folder if wanted and free else None
+
+    def _measure_disk(self) -> float | None:
+        """Let an engine measure the disk that was chosen; the kernel has no torch."""
+        folder = self._disk_folder()
+        if folder is None or self.cluster is None:
+            return None
+        self._tried.add(folder)
+        try:
+            (rates,) = self.cluster.submit(measure_disk, str(folder.absolute()), ranks=[0]).result(_MEASURE_SECONDS)
+            disk_rates.keep(folder, DiskRates(read_bytes_per_second=rates[0], write_bytes_per_second=rates[1]))
+        except (*_TROUBLE, TimeoutError, OSError, ValueError) as error:
+            self._tell_error(error if isinstance(error, _TROUBLE) else ClusterError(f"disk of {folder}: {error}"))
+            return None
+        self._refresh()
         return None
 
     def _engines_text(self) -> str:

@@ -19,7 +19,7 @@ from speedlab.display.text import bytes_text
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Model & data": ("model", "data"),
     "Parallelism": ("parallel", "batch"),
-    "ZeRO & memory": ("zero", "activation"),
+    "ZeRO & memory": ("zero", "offload", "activation"),
     "Precision": ("precision",),
     "Optimizer": ("optimizer", "schedule", "clip_norm"),
     "Run": ("name", "folder", "steps", "seed", "compile", "eval", "checkpoint", "telemetry"),
@@ -36,11 +36,20 @@ _LABELS = {
     "data.heldout_share": "held-out share",
     "data.max_bytes": "text read",
     "activation.checkpointing": "checkpointing",
+    "offload.optimizer": "offload optimizer",
+    "offload.parameters": "offload parameters",
+    "offload.activations": "offload inputs",
+    "offload.folder": "disk folder",
     "telemetry.trace_every_steps": "trace every",
     "eval.every_steps": "evaluate every",
     "checkpoint.every_steps": "save every",
 }
-_PLACEHOLDERS = {"parallel.cut": "balanced", "name": "run-1, run-2, …", "clip_norm": "never clips"}
+_PLACEHOLDERS = {
+    "parallel.cut": "balanced",
+    "offload.folder": "the run's own",
+    "name": "run-1, run-2, …",
+    "clip_norm": "never clips",
+}
 _BATCH = ("batch.global_size", "batch.micro_size", "batch.accumulation")
 _AXES = frozenset({"parallel.tp", "parallel.pp"})
 """Chosen among what the number of engines divides by."""

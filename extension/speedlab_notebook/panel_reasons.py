@@ -14,7 +14,8 @@ from speedlab.config.layouts import why_not
 from speedlab.hardware import Device
 from speedlab.layout import Layout
 from speedlab.planner import bubble_share
-from speedlab_notebook.panel_states import compute_dtype
+from speedlab.planner.plan import Plan
+from speedlab_notebook.panel_states import compute_dtype, disk_text
 
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 _FLOAT16_ON_CPU = "CPUs do not multiply float16 fast; bfloat16 is as small and needs no loss scale"
@@ -23,7 +24,7 @@ _FLOAT16_ON_CPU = "CPUs do not multiply float16 fast; bfloat16 is as small and n
 def greyed_fields(values: Mapping[str, Any], devices: Sequence[Device]) -> dict[str, str]:
     """Path of a field -> why it is greyed, given all `values` by path."""
     optimizer, dtype = values["optimizer.name"], values["precision.dtype"]
-    reasons = _greyed_parallel(values, len(devices))
+    reasons = _greyed_parallel(values, len(devices)) | _greyed_offload(values)
     adamw, sgd = ("adamw",), ("sgd",)
     owners = {"betas": ("adamw", "lion"), "eps": adamw, "bias_correction": adamw, "momentum": sgd}
     for name, owned_by in owners.items():
@@ -65,6 +66,34 @@ def _greyed_parallel(values: Mapping[str, Any], engines: int) -> dict[str, str]:
     return reasons
 
 
+def _greyed_offload(values: Mapping[str, Any]) -> dict[str, str]:
+    """A control that says something other than 'none' is not greyed: it is what has to be changed."""
+    optimizer, parameters = values["offload.optimizer"], values["offload.parameters"]
+    reasons = {}
+    if parameters == "none" and values["zero.stage"] != 3:
+        reasons["offload.parameters"] = f"parameters lie away at stage 3 only; the stage is {values['zero.stage']}"
+    elif parameters == "none" and optimizer == "none":
+        reasons["offload.parameters"] = "an update reads and writes both in one place; offload the optimizer first"
+    if values["offload.activations"] == "none" and values["activation.checkpointing"] != "block":
+        reasons["offload.activations"] = "what waits on the host are inputs of blocks; checkpointing 'block' has them"
+    if "disk" not in (optimizer, parameters):
+        reasons["offload.folder"] = "nothing lies on disk"
+    return reasons
+
+
+def _offload_remarks(values: Mapping[str, Any], devices: Sequence[Device], plan: Plan | None) -> dict[str, str]:
+    """What a place means here: on CPU cores that host and device are one memory; of a disk its speed, and whether that
+    limits."""
+    found = {}
+    one_memory = devices[0].kind == "cpu"
+    for name in ("optimizer", "parameters", "activations"):
+        if values[f"offload.{name}"] == "host" and one_memory:
+            found[f"offload.{name}"] = "here host and device are the same memory: it makes no room"
+    if "disk" in (values["offload.optimizer"], values["offload.parameters"]) and plan is not None:
+        found["offload.optimizer"] = disk_text(plan)
+    return found
+
+
 def sizes(engines: int) -> list[int]:
     """Sizes of an axis that the number of engines divides by."""
     return [size for size in range(1, engines + 1) if engines % size == 0]
@@ -98,9 +127,11 @@ def remarks(
     devices: Sequence[Device],
     config: RunConfig | None,
     greyed: Mapping[str, Mapping[Any, str]],
+    plan: Plan | None = None,
 ) -> dict[str, str]:
-    """Path of a field -> what is to be said of its value here, beside the description."""
+    """Path of a field -> what is to be said of its value here, beside the description. `plan`: of these values."""
     found = {**_parallel_remarks(config, len(devices), greyed), **_dtype_remark(values, devices, greyed)}
+    found |= _offload_remarks(values, devices, plan)
     return {path: text for path, text in found.items() if text}
 
 

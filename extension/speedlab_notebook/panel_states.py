@@ -17,6 +17,7 @@ from speedlab.layout import LayoutError
 from speedlab.planner import explain_stage
 from speedlab.planner.here import hardware_here
 from speedlab.planner.plan import Plan, plan_setup
+from speedlab.planner.plan_figure import places_svg
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search import Dtype
 from speedlab.planner.setup import Setup
@@ -25,6 +26,8 @@ from speedlab.telemetry.records import CATEGORIES
 STAGES = (0, 1, 2, 3)
 
 _MOST_BARS = 8
+_LIMITING = 0.05
+"""Share of a step from which on the wait for a disk limits it."""
 
 
 def compute_dtype(dtype: Dtype | Literal["auto"], devices: Sequence[Device]) -> Dtype:
@@ -56,7 +59,7 @@ class Prediction:
 def predict(config: RunConfig, devices: Sequence[Device]) -> Prediction:
     """Memory at every stage and the speed; one rank on each of `devices`."""
     dtype = compute_dtype(config.precision.dtype, devices)
-    hardware = hardware_here(devices, dtype)
+    hardware = hardware_here(devices, dtype, config.offload.folder or config.folder)
     try:
         setup = Setup.of_config(config, len(devices), dtype=dtype)
     except (ConfigError, LayoutError):  # Told beside its field; the picture shows dp alone until it is set right.
@@ -64,8 +67,15 @@ def predict(config: RunConfig, devices: Sequence[Device]) -> Prediction:
         setup = Setup.of_config(alone, len(devices), dtype=dtype)
     by_stage = []
     for stage in STAGES:
-        by_stage.append(hardware.by_rank(replace(setup, zero_stage=stage)))
+        by_stage.append(hardware.by_rank(_at_stage(setup, stage)))
     return Prediction(plan=plan_setup(setup, hardware), by_stage=by_stage)
+
+
+def _at_stage(setup: Setup, stage: int) -> Setup:
+    """The same at another stage; below the third parameters stay on the device."""
+    if stage == 3:
+        return replace(setup, zero_stage=stage)
+    return replace(setup, zero_stage=stage, offload=setup.offload.model_copy(update={"parameters": "none"}))
 
 
 def smallest(devices: Sequence[Device]) -> Device:
@@ -78,7 +88,8 @@ def fit_problem(prediction: Prediction, devices: Sequence[Device]) -> str:
     capacity = min(device.capacity_bytes for device in devices)
     need = prediction.heaviest[prediction.stage].total
     if need <= capacity:
-        return ""
+        full = [str(place) for place in prediction.plan.places if not place.fits and place.name != "device"]
+        return "; ".join(full)
     return f"stage {prediction.stage} needs {bytes_text(need)} on a rank, and a device has {bytes_text(capacity)}"
 
 
@@ -115,6 +126,15 @@ def limit_text(prediction: Prediction) -> str:
     return f"speed: limited by {prediction.plan.time.limit}"
 
 
+def disk_text(plan: Plan) -> str:
+    """'disk: reads 1.9 GB/s, writes 1.2 GB/s (measured), not limiting', for states that lie there."""
+    host, waited = plan.machines.host, plan.time.parts["offload"] / plan.time.step_seconds
+    reads, writes = host.disk_read_bytes_per_second / 1e9, host.disk_write_bytes_per_second / 1e9
+    known = "measured" if host.disk_measured else "assumed, not measured"
+    limits = f"{waited:.0%} of a step waits for it" if waited >= _LIMITING else "not limiting"
+    return f"disk: reads {reads:.1f} GB/s, writes {writes:.1f} GB/s ({known}), {limits}"
+
+
 def states_html(prediction: Prediction, devices: Sequence[Device], *, running: int | None) -> str:
     """The pictures, the numbers and a sentence; `running` is the stage of a live run."""
     stage, setup, heaviest = prediction.stage, prediction.plan.setup, prediction.heaviest
@@ -132,6 +152,7 @@ def states_html(prediction: Prediction, devices: Sequence[Device], *, running: i
         f'<div class="speedlab-help">predicted, at the peak of a step · {escape(count)}{which}</div>'
         f"{bars_svg(_stage_bars(heaviest, stage, running), capacity, what='memory on each rank')}"
         f"{_by_rank(stage, by_rank, capacity) if differ else ''}"
+        f"{places_svg(by_rank, prediction.plan.places)}"
         f"{_table(heaviest, stage)}"
         f'<div class="speedlab-sentence">stage {stage}: {escape(explain_stage(stage) + same)}</div>'
         f'<div class="speedlab-sentence">{escape(limit_text(prediction))}</div>'

@@ -1,4 +1,4 @@
-"""What collectives cost: bytes sent by name, bytes of buffers, and the time a rank really waited."""
+"""What transfers cost: bytes by name and way, bytes of buffers, and the time a rank really waited."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+_Waited = tuple[str, bool]
+"""Phase of the step in which a rank waited, and whether for a place rather than for peers."""
 
 
 @dataclass
@@ -27,9 +30,28 @@ class BufferMeter:
         return peak
 
 
+class Counted(NamedTuple):
+    """What was counted of one rank since the counters were last taken."""
+
+    sent_bytes: dict[str, int]
+    """By collective."""
+    moved_bytes: dict[str, int]
+    """To and from the host's memory and the disk, by the way that it went."""
+    peer_seconds: dict[str, float]
+    """Waited for peers, by phase of the step."""
+    place_seconds: dict[str, float]
+    """Waited for the host's memory and the disk, by phase; what happened in no phase is left out."""
+
+
+def leads_to_place(link: str) -> bool:
+    """Whether a way leads to the host's memory or to a disk, rather than to peers."""
+    return link == "host copy" or link.startswith("disk")
+
+
 @dataclass
 class Traffic:
-    """Bytes this rank sent, by collective, and the seconds it waited, by phase of the step, since the last `take`."""
+    """Bytes this rank sent, by collective, or moved between its own places, and the seconds it waited, by phase of the
+    step, since the last `take`."""
 
     phase: str = ""
     """The phase of the step that waits are counted in; set by whoever times phases."""
@@ -37,8 +59,10 @@ class Traffic:
     sent_bytes: Counter[str] = field(default_factory=Counter)
     link_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes since this object was made, by what they went through: shared memory, gloo, nccl, host copies."""
-    wait_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    moved_bytes: Counter[str] = field(default_factory=Counter)
+    """To and from the host's memory and the disk, by what they went through."""
+    wait_seconds: defaultdict[_Waited, float] = field(default_factory=lambda: defaultdict(float))
+    _events: list[tuple[_Waited, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def sent(self, name: str, link: str, nbytes: int) -> None:
         """Count what this rank sends: under the collective's name, and under what it goes through."""
@@ -46,33 +70,42 @@ class Traffic:
             if name:
                 self.sent_bytes[name] += nbytes
             self.link_bytes[link] += nbytes
+            if leads_to_place(link):
+                self.moved_bytes[link] += nbytes
 
-    def waited(self, wait: Callable[[], Any], device: torch.device) -> None:
-        """Run `wait` and count its time: by the clock on CPUs, by a pair of events on a GPU, which nothing waits
-        for."""
+    def waited(self, wait: Callable[[], Any], device: torch.device, link: str = "") -> None:
+        """Run `wait`, for what comes by `link`, and count its time: by the clock on CPUs, by a pair of events on a GPU,
+        which nothing waits for."""
+        kind = self.phase, leads_to_place(link)
         if device.type != "cuda":
             start = time.perf_counter()
             wait()
-            self.wait_seconds[self.phase] += time.perf_counter() - start
+            self.wait_seconds[kind] += time.perf_counter() - start
             return
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         wait()
         after.record()
-        self._events.append((self.phase, before, after))
+        self._events.append((kind, before, after))
 
-    def take(self) -> tuple[dict[str, int], dict[str, float]]:
-        """What was counted, as (bytes by collective, seconds by phase); the counters start again.
+    def take(self) -> Counted:
+        """What was counted; the counters start again.
 
         GPU times are added once their events have passed; those that have not are left for the next call.
         """
         late = []
-        for phase, before, after in self._events:
+        for kind, before, after in self._events:
             if after.query():
-                self.wait_seconds[phase] += before.elapsed_time(after) / 1e3
+                self.wait_seconds[kind] += before.elapsed_time(after) / 1e3
             else:
-                late.append((phase, before, after))
+                late.append((kind, before, after))
         self._events = late
-        taken = dict(self.sent_bytes), dict(self.wait_seconds)
-        self.sent_bytes, self.wait_seconds = Counter(), defaultdict(float)
+        waits = self.wait_seconds.items()
+        taken = Counted(
+            sent_bytes=dict(self.sent_bytes),
+            moved_bytes=dict(self.moved_bytes),
+            peer_seconds={phase: seconds for (phase, at_place), seconds in waits if not at_place},
+            place_seconds={phase: seconds for (phase, at_place), seconds in waits if at_place and phase},
+        )
+        self.sent_bytes, self.moved_bytes, self.wait_seconds = Counter(), Counter(), defaultdict(float)
         return taken

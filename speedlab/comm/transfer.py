@@ -52,7 +52,7 @@ class Transfer:
         if self._finish is not None:
             finish, self._finish = self._finish, None
             try:
-                self._traffic.waited(finish, self._device)
+                self._traffic.waited(finish, self._device, self.link)
             except BaseException as error:
                 self._error = error
                 raise

@@ -5,7 +5,7 @@
 - honoured: it has its meaning here, as the field that is named with it (or it asks for what always happens);
 - ignored, with the reason: it changes neither what is computed nor what fits;
 - refused, with the reason: it changes one of the two and SpeedLab does not do it, or its value cannot be. The reader
-  may be told to go on without a feature by its name: `ignore={"offload"}`.
+  may be told to go on without a feature by its name: `ignore={"moe"}`.
 
 A key that is left out has DeepSpeed's default, not SpeedLab's, where that changes what is trained: no ZeRO, float32, no
 clipping, a constant learning rate. `Reading.assumed` lists these. What a DeepSpeed file does not speak of (model,

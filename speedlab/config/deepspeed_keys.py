@@ -14,7 +14,6 @@ from speedlab.config.deepspeed_schema import (
     HONOURED,
     IGNORED,
     LEGACY,
-    OFFLOAD,
     OTHER_NAMES,
     SECTIONS,
     Feature,
@@ -252,7 +251,7 @@ class Keys:
                 self._finish_feature(path, value, FEATURES[path])
             elif path in IGNORED:
                 self.ignore(path, IGNORED[path])
-            elif path in SECTIONS or path in OFFLOAD:
+            elif path in SECTIONS:
                 self.refuse(path, f"expected keys and values in {{ }}, not {_short(value)}")
             else:
                 self._finish_unknown(path)
@@ -355,13 +354,6 @@ def pair(value: Any) -> tuple[float, float]:
     """two numbers in [ ]"""
     first, second = value
     return number(first), number(second)
-
-
-def section(value: Any) -> Mapping[str, Any]:
-    """keys and values in { }"""
-    if not isinstance(value, Mapping):
-        raise TypeError(value)
-    return value
 
 
 def _short(value: Any) -> str:

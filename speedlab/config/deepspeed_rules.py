@@ -1,23 +1,18 @@
 """What DeepSpeed's keys mean as fields of a RunConfig, one function for each subject.
 
-Optimizers and schedules are in `deepspeed_training.py`.
+Optimizers and schedules are in `deepspeed_training.py`, places of states in `deepspeed_offload.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from speedlab.config.batch import DEFAULT_MICRO_SIZE
-from speedlab.config.deepspeed_keys import Keys, dtype_name, number, section, whole, word, yes
-from speedlab.config.deepspeed_schema import OFFLOAD
+from speedlab.config.deepspeed_keys import Keys, dtype_name, number, whole, word, yes
+from speedlab.config.deepspeed_offload import activations, offload
 from speedlab.config.deepspeed_trainer import trainer_batch, trainer_dtype, trainer_steps
 from speedlab.config.deepspeed_training import optimizer, schedule
 
 STATIC_WINDOW = 2**31 - 1
 """A constant loss scale is one that would grow after so many good steps: never."""
-
-_DEVICE = ("device",)
 
 _LARGEST_SCALE_POWER = 100
 """float32, in which the loss is scaled, ends at 2¹²⁸."""
@@ -150,39 +145,7 @@ def zero(keys: Keys) -> None:
         keys.set("zero.stage", 0)
         keys.assumed.append("zero_optimization.stage: 0, all states are replicated")
     stage = keys.settings.get("zero", {}).get("stage", 2)
-    _offload(keys, stage)
     _buckets(keys, stage)
-
-
-def _offload(keys: Keys, stage: int) -> None:
-    """Sections and switches that move partitions to the host or to disk. They act from a certain stage on."""
-    optimizer_section, parameter_section = OFFLOAD
-    for switch, least in (("cpu_offload", 1), ("cpu_offload_param", 3)):
-        path = f"zero_optimization.{switch}"
-        if keys.has(path) and (on := keys.take(path, yes)) is not None:
-            _offloaded(keys, path, "cpu" if on else "none", stage, least)
-    for path, least in ((optimizer_section, 1), (parameter_section, 3)):
-        inner = keys.take(path, section)
-        if inner is not None and not _misnames_device(keys, path, inner):
-            _offloaded(keys, path, inner.get("device") or "none", stage, least)
-
-
-def _misnames_device(keys: Keys, path: str, inner: Mapping[str, Any]) -> bool:
-    """Whether the section says nothing of a device but for a slip, which is refused."""
-    slip = next((name for name in inner if "device" not in inner and keys.nearest(f"{path}.{name}", _DEVICE)), None)
-    if slip is not None:
-        keys.refuse(f"{path}.{slip}", f"DeepSpeed has no such key; the nearest is '{path}.device'; correct it")
-    return slip is not None
-
-
-def _offloaded(keys: Keys, path: str, device: Any, stage: int, least: int) -> None:
-    if device == "none":
-        keys.agree(path, "partitions stay on the device")
-    elif stage < least:
-        keys.ignore(path, f"it acts from ZeRO stage {least} on, and the stage is {stage}")
-    else:
-        reason = f"partitions are not moved to {device!r} yet, so a device holds more than this file counts on"
-        keys.lack(path, "offload", reason)
 
 
 def _buckets(keys: Keys, stage: int) -> None:
@@ -250,7 +213,7 @@ def reports(keys: Keys) -> None:
 
 
 RULES = (
-    *(batch, clipping, precision, zero, optimizer, schedule, trainer_steps),
-    *(activation, parallel, gradient_sums, reports),
+    *(batch, clipping, precision, zero, offload, optimizer, schedule, trainer_steps),
+    *(activation, activations, parallel, gradient_sums, reports),
 )
 """In an order in which later ones may look at settings of earlier ones."""

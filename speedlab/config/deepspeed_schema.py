@@ -106,7 +106,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "zero_optimization.zeropp_loco_param": Feature(name="zero++", reason=_ZEROPP.reason, on=_present),
     "zero_optimization.zenflow": Feature(
-        name="offload", reason="updates are not split between host and device", on=_present
+        name="zenflow", reason="an update is not split between host and device, nor delayed on one of them", on=_present
     ),
     "zero_optimization.mics_shard_size": Feature(
         name="mics",
@@ -118,9 +118,6 @@ FEATURES: dict[str, Feature] = {
         reason="gradients are averaged over ranks; a sum would be one factor dp larger",
         on=lambda value: str(value).lower() != "mean",
     ),
-    "activation_checkpointing.cpu_checkpointing": Feature(
-        name="offload", reason="activations are not moved to the host, so the device holds them", on=bool
-    ),
 }
 """Path of a key -> the feature it turns on."""
 
@@ -131,7 +128,9 @@ _UNITS = (
 )
 _FLATS = "flats are contiguous and each has one reduction, whatever this says"
 _ELSEWHERE = "records are in the run folder, and TensorBoard's event files beside them; nothing is sent to a service"
-_OFFLOAD_ONLY = "it tunes offloading, which is not built yet"
+_MEASURED = "how deep queues are, and how large pieces, is measured on the disk itself before a run"
+_PINNED = "what travels to a GPU goes through pinned memory that is used again"
+_STAGED = "reading ahead and writing behind take the room of two flats of each state, whatever this says"
 _MEAN = "the mean over ranks is the same; sums of gradients are taken in float32, which does not overflow"
 _SAVING = "each rank writes what it owns to the run folder, with a manifest and a hash for each file"
 _NARROW_SUMS = "gradients are in the compute dtype, and their sums are taken in float32"
@@ -153,8 +152,8 @@ IGNORED: dict[str, str] = {
     "hybrid_engine": "it speeds up generating text between steps; training is the same without it",
     "compile": "it tunes DeepSpeed's own compiler passes; `compile` of a SpeedLab configuration is torch.compile",
     "graph_harvesting": "it only changes how kernels are launched",
-    "aio": _OFFLOAD_ONLY,
-    "zero_force_ds_cpu_optimizer": _OFFLOAD_ONLY,
+    "aio": _MEASURED,
+    "zero_force_ds_cpu_optimizer": "one kernel updates partitions on the host, whatever optimizer is asked for",
     "zero_allow_untested_optimizer": "any optimizer that updates each element by itself works under every stage",
     "prescale_gradients": _MEAN,
     "gradient_predivide_factor": _MEAN,
@@ -220,7 +219,17 @@ IGNORED: dict[str, str] = {
             ("memory_efficient_linear override_module_apply", "modules are left as they are; hooks do the work"),
             ("log_trace_cache_warnings enable_sanity_checks", "the order of gathers is agreed after the first step"),
             ("mics_hierarchical_params_gather", "partitions are over all dp ranks"),
-            ("save_muon_momentum_buffer_in_memory cpu_offload_use_pin_memory", _OFFLOAD_ONLY),
+            ("cpu_offload_use_pin_memory offload_optimizer.pin_memory offload_param.pin_memory", _PINNED),
+            ("offload_optimizer.buffer_count offload_param.buffer_count offload_param.buffer_size", _STAGED),
+            ("offload_optimizer.pipeline_read offload_optimizer.pipeline_write offload_optimizer.pipeline", _STAGED),
+            ("offload_optimizer.fast_init", "states begin as zeros, which are never written one by one"),
+            ("offload_optimizer.ratio", "all states are where offload_optimizer says, so that a device holds no more"),
+            (
+                "offload_optimizer.super_offload offload_optimizer.cpuadam_cores_perc",
+                "the update runs on all cores that the rank is bound to",
+            ),
+            ("offload_param.max_in_cpu", "what is read ahead is in the host's memory, and nothing besides"),
+            ("save_muon_momentum_buffer_in_memory", "there is no Muon, so that there is no such buffer"),
         )
         for key in keys.split()
     },
@@ -271,15 +280,19 @@ OTHER_NAMES: dict[str, str] = {
     },
     **{f"scheduler.{name}": f"scheduler.params.{name}" for name in ("warmup_num_steps", "total_num_steps")},
     **{f"scheduler.{name}": f"scheduler.params.{name}" for name in ("warmup_min_lr", "warmup_max_lr", "warmup_type")},
-    "zero_optimization.offload_optimizer_device": "zero_optimization.offload_optimizer",
-    "zero_optimization.offload_param_device": "zero_optimization.offload_param",
+    "zero_optimization.offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_param_device": "zero_optimization.offload_param.device",
 }
 """Names and places that DeepSpeed never took, but that people write -> the key that they mean."""
+
+OFFLOAD = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+"""Sections that say where partitions live."""
 
 SECTIONS = (
     "fp16",
     "bf16",
     "zero_optimization",
+    *OFFLOAD,
     "optimizer",
     "optimizer.params",
     "scheduler",
@@ -291,9 +304,6 @@ SECTIONS = (
     "data_types",
 )
 """Keys that hold keys."""
-
-OFFLOAD = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
-"""Sections that say where partitions live."""
 
 HONOURED = (
     "train_batch_size",
@@ -315,10 +325,11 @@ HONOURED = (
     "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.cpu_offload",
     "zero_optimization.cpu_offload_param",
-    *OFFLOAD,
+    *(f"{section}.{key}" for section in OFFLOAD for key in ("device", "nvme_path")),
     "optimizer.type",
     "scheduler.type",
     "activation_checkpointing.partition_activations",
+    "activation_checkpointing.cpu_checkpointing",
     "activation_checkpointing.number_checkpoints",
     "pipeline.stages",
     "pipeline.partition",

@@ -19,7 +19,8 @@ def as_deepspeed(config: RunConfig) -> dict[str, Any]:
     """All of `config` that DeepSpeed's keys can say.
 
     They cannot say: model, data, seed, dp, the pipeline's schedule and cut, sequence parallelism, evaluation,
-    checkpoints. The dtype 'auto' is written as bf16. A warm-up of 0 steps before a falling rate is written as 1, the
+    checkpoints, offload at ZeRO stage 0. Of states on disk they name a folder, the one of all runs where none is
+    given. The dtype 'auto' is written as bf16. A warm-up of 0 steps before a falling rate is written as 1, the
     least that DeepSpeed takes.
     """
     written: dict[str, Any] = {
@@ -100,7 +101,14 @@ def _precision(config: RunConfig) -> dict[str, Any]:
 def _zero(config: RunConfig) -> dict[str, Any]:
     element_bytes = 4 if config.precision.dtype == "float32" else 2
     key = "stage3_prefetch_bucket_size" if config.zero.stage == 3 else "reduce_bucket_size"
-    return {"stage": config.zero.stage, key: max(1, config.zero.bucket_bytes // element_bytes)}
+    return {"stage": config.zero.stage, key: max(1, config.zero.bucket_bytes // element_bytes), **_offload(config)}
+
+
+def _offload(config: RunConfig) -> dict[str, Any]:
+    places, folder = config.offload, str(config.offload.folder or config.folder)
+    sections = {"none": None, "host": {"device": "cpu"}, "disk": {"device": "nvme", "nvme_path": folder}}
+    written = {"offload_optimizer": sections[places.optimizer], "offload_param": sections[places.parameters]}
+    return {key: section for key, section in written.items() if section is not None and config.zero.stage >= 1}
 
 
 def _parallel(config: RunConfig) -> dict[str, Any]:
@@ -110,6 +118,7 @@ def _parallel(config: RunConfig) -> dict[str, Any]:
         written["activation_checkpointing"] = {
             "partition_activations": True,
             "number_checkpoints": config.model.layers,
+            **({"cpu_checkpointing": True} if config.offload.activations == "host" else {}),
         }
     if config.parallel.pp > 1:
         written["pipeline"] = {"stages": config.parallel.pp, "activation_checkpoint_interval": int(checkpointing)}

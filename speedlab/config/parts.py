@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -142,6 +143,39 @@ class ActivationConfig(Part):
         default="none",
         description="'block' keeps only each block's input and computes the rest again in the backward pass",
     )
+
+
+Away = Literal["none", "host", "disk"]
+"""Where a state lies between two uses, other than on the device."""
+
+
+class OffloadConfig(Part):
+    """Which model states leave the device between two uses (arXiv:2101.06840, arXiv:2104.07857)."""
+
+    optimizer: Away = Field(
+        default="none",
+        description="Where optimizer states and float32 masters lie, and gradients once they are summed; the update is "
+        "computed on the host",
+    )
+    parameters: Away = Field(
+        default="none", description="ZeRO stage 3 only: where parameters lie while no unit needs them"
+    )
+    activations: Literal["none", "host"] = Field(
+        default="none", description="With activation checkpointing only: where the inputs of blocks wait for backward"
+    )
+    folder: Path | None = Field(
+        default=None, description="Folder in which states on disk have their files; the run's own when left out"
+    )
+
+    @field_validator("folder")
+    @classmethod
+    def _home_folder(cls, folder: Path | None) -> Path | None:
+        return None if folder is None else folder.expanduser()
+
+    @property
+    def used(self) -> bool:
+        """Whether anything lies away from the device."""
+        return (self.optimizer, self.parameters, self.activations) != ("none",) * 3
 
 
 class EvalConfig(Part):

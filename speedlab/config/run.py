@@ -17,12 +17,14 @@ from speedlab.config.deepspeed_write import as_deepspeed
 from speedlab.config.errors import ConfigError
 from speedlab.config.layouts import resolve
 from speedlab.config.model import ModelConfig
+from speedlab.config.offload_rules import offload_problems
 from speedlab.config.part import Part
 from speedlab.config.parts import (
     ActivationConfig,
     CheckpointConfig,
     DataConfig,
     EvalConfig,
+    OffloadConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -66,6 +68,9 @@ class RunConfig(Part):
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning-rate schedule")
     batch: BatchConfig = Field(default=BatchConfig(), description="The batch equation")
     activation: ActivationConfig = Field(default=ActivationConfig(), description="Activation checkpointing")
+    offload: OffloadConfig = Field(
+        default=OffloadConfig(), description="Model states away from the device: on the host, on disk"
+    )
     clip_norm: float | None = Field(default=1.0, gt=0, description="Largest global gradient norm; null never clips")
     compile: bool = Field(
         default=False, description="Whether blocks go through torch.compile (needs a C++ compiler on CPUs)"
@@ -110,6 +115,10 @@ class RunConfig(Part):
                 f"data.vocab_size {self.data.vocab_size} is larger than model.vocab_size {self.model.vocab_size}; "
                 f"lower the first or raise the second"
             )
+        if problems := offload_problems(
+            self.offload, stage=self.zero.stage, checkpointing=self.activation.checkpointing
+        ):
+            raise ValueError("\n".join(problems))
         return self
 
     def layout(self, world_size: int, *, built_in: bool = True) -> Layout:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from speedlab.layout import share_of
+from speedlab.planner.away import inputs_away
 from speedlab.planner.setup import Setup
 
 Device = Literal["cpu", "cuda"]
@@ -78,6 +79,11 @@ class Sizes:
     def local(self) -> int:
         """(n, C), or with sequence parallelism (n / tp, C): what residuals and norms work on."""
         return self.hidden // self.tp if self.sequence else self.hidden
+
+    @cached_property
+    def input_away(self) -> int:
+        """Of a block's input, what waits on the host for its backward: all of it, or nothing."""
+        return self.local if inputs_away(self.setup, self.device) else 0
 
     @cached_property
     def heads(self) -> int:

@@ -43,6 +43,8 @@ class Pass:
     """Between forward and backward."""
     forward_peak: int
     backward_peak: int
+    away: int
+    """Of what is kept, on the host."""
     halves: tuple[int, int]
     """Where a backward is computed in two halves: the most in the first one, and what stays between them."""
     forward: tuple[Mark, ...]
@@ -96,6 +98,7 @@ def walk(s: Sizes, *, blocks: int, first: bool, last: bool) -> Pass:
     return Pass(
         halves=(max(marks[0].peak, kept + blocks * _layer_gradients(s) + 2 * s.local), between),
         kept=kept,
+        away=s.input_away * (blocks - (not first)),
         forward_peak=max(each.peak for each in forward),
         backward_peak=max(each.peak for each in marks),
         forward=forward,
@@ -109,6 +112,7 @@ def _forward(t: Tally, s: Sizes, *, given: bool) -> None:
         inner = (4 if s.setup.shape.gated else 2) * s.inner
         t.touch(2 * s.local + s.hidden + max(inner, 4 * s.heads + s.pair))  # Less than backward takes.
         t.take(s.local)
+        t.free(0 if given else s.input_away)
         return
     block_forward(t, s)
     if not (s.saves_norm_input or given):
@@ -118,6 +122,7 @@ def _forward(t: Tally, s: Sizes, *, given: bool) -> None:
 def _backward(t: Tally, s: Sizes, *, given: bool, held: bool) -> None:
     checkpointed = s.setup.checkpointing == "block"
     if checkpointed:
+        t.take(0 if given else s.input_away)
         block_forward(t, s, again=True)
     block_backward(t, s, held=held)
     if held:

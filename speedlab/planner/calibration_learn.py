@@ -77,7 +77,7 @@ def _ratios(parts: Mapping[str, float], ranks: Mapping[int, Sequence[Measured]])
     medians = {
         rank: {
             phase: statistics.median(record.phases.get(phase, 0.0) for record in found)
-            for phase in ("forward", "backward", "communication", "optimizer")
+            for phase in ("forward", "backward", "communication", "offload", "optimizer")
         }
         for rank, found in ranks.items()
     }
@@ -86,7 +86,7 @@ def _ratios(parts: Mapping[str, float], ranks: Mapping[int, Sequence[Measured]])
         # The engine's own time around kernels passes in the same phases.
         "computing": slowest["forward"] + slowest["backward"] - parts["engine"],
         "communication": slowest["communication"],
-        "updating": slowest["optimizer"],
+        "updating": slowest["optimizer"] + slowest["offload"],
     }
     predicted = {name: sum(parts[part] for part in members) for name, members in CLASSES.items()}
     least = sum(parts.values()) / 100

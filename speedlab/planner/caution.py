@@ -34,7 +34,7 @@ def _memory_doubts(setup: Setup) -> list[str]:
         "attention beside the feed-forward layer": shape.parallel,
         "selective checkpointing": setup.checkpointing == "selective",
         "sparse attention": setup.attention == "sparse",
-        "offload": setup.offload != "none",
+        "offload": setup.offload.used,
         "one sum of gradients in 16 bits": not setup.wide_sums and setup.dtype != "float32" and setup.accumulation > 1,
     }
     named = [name for name, found in unlike.items() if found]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from speedlab.config.parts import Away
 from speedlab.layout import Layout
 from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import Efficiency, efficiency_of
@@ -76,6 +77,8 @@ def differences(before: Setup, after: Setup) -> str:
         ("micro-batch", before.micro_size, after.micro_size),
         ("checkpointing", before.checkpointing, after.checkpointing),
         ("attention", before.attention, after.attention),
+        ("offload.optimizer", before.offload.optimizer, after.offload.optimizer),
+        ("offload.parameters", before.offload.parameters, after.offload.parameters),
         ("tp", before.layout.tp, after.layout.tp),
         ("pp", before.layout.pp, after.layout.pp),
         ("dtype", before.dtype, after.dtype),
@@ -106,9 +109,24 @@ def _changes(setup: Setup, machines: Machines) -> Iterator[Setup]:
         yield replace(setup, sequence_parallel=True)
     if not shape.chunked_loss:
         yield replace(setup, shape=replace(shape, chunked_loss=True))
+    yield from _farther(setup, machines)
     yield from _wider(setup, machines)
     if setup.dtype == "float32" and fast_dtype(machines) != "float32":
         yield replace(setup, dtype=fast_dtype(machines))
+
+
+def _farther(setup: Setup, machines: Machines) -> Iterator[Setup]:
+    """States farther away from the device. On CPU cores the host's memory is the device's, and only a disk helps."""
+    order: tuple[Away, ...] = ("none", "host", "disk")
+    offload = setup.offload
+    for place in order[1:]:
+        if place == "host" and machines.device.on_host:
+            continue
+        if order.index(place) > order.index(offload.optimizer):
+            yield replace(setup, offload=offload.model_copy(update={"optimizer": place}))
+        may_go = setup.zero_stage == 3 and offload.optimizer != "none"
+        if may_go and order.index(place) > order.index(offload.parameters):
+            yield replace(setup, offload=offload.model_copy(update={"parameters": place}))
 
 
 def _wider(setup: Setup, machines: Machines) -> Iterator[Setup]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from speedlab.planner.hosts import HOSTS, HostSpec
 from speedlab.planner.links import IN_HOST, Link, parse_link
 from speedlab.planner.machine_words import MOST_IN_HOST, USUAL_IN_HOST, read_words
 from speedlab.planner.nearest import unknown
@@ -50,6 +51,11 @@ class DeviceSpec:
     def family(self) -> str:
         """Its name without its memory."""
         return self.name.partition("-")[0]
+
+    @property
+    def on_host(self) -> bool:
+        """Whether its memory is the host's, and the host's processors compute: CPU cores."""
+        return self.name == "cpu"
 
 
 def _gpu(
@@ -113,6 +119,8 @@ class Machines:
     in_host: Link
     between: Link | None = None
     """None only where there is one host."""
+    host: HostSpec = field(default_factory=HostSpec)
+    """The memory and the disk of each host."""
     price_per_device_hour: float | None = None
     """In whatever currency the user counts."""
     assumed: tuple[str, ...] = field(default=(), compare=False)
@@ -181,6 +189,7 @@ class Machines:
             per_host=per_host,
             in_host=inside[0] if inside else parse_link(spec.in_host),
             between=outside[0] if outside else None,
+            host=HOSTS[spec.name],
             price_per_device_hour=price_per_device_hour,
             assumed=tuple(assumed),
         )

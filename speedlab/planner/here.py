@@ -7,13 +7,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal
 
-from speedlab.hardware import Device
-from speedlab.planner import calibration_store
+from speedlab.hardware import Device, memory_bytes
+from speedlab.planner import calibration_store, disk_rates
 from speedlab.planner.calibration import Calibration
 from speedlab.planner.devices import DEVICES, DeviceSpec, Machines
 from speedlab.planner.efficiency import Efficiency, efficiency_of
+from speedlab.planner.hosts import free_disk_bytes
 from speedlab.planner.links import IN_HOST, Link, parse_link
 from speedlab.planner.memory import memory_by_rank, predict_memory
 from speedlab.planner.rank_memory import RankMemory
@@ -73,8 +75,23 @@ def _memory(setup: Setup, kind: Literal["cpu", "cuda"], process_bytes: int) -> l
     return predict_memory(setup, device=kind, outside_framework=process_bytes)
 
 
-def hardware_here(devices: Sequence[Device], dtype: str) -> Hardware:
-    """These devices of this machine, as measured in `dtype` where they were."""
+def hardware_here(devices: Sequence[Device], dtype: str, folder: Path | None = None) -> Hardware:
+    """These devices of this machine, as measured in `dtype` where they were. `folder`: where states on disk would lie;
+    the present one when it is left out."""
+    hardware = _devices_here(devices, dtype)
+    folder = folder or Path()
+    host = replace(hardware.machines.host, memory_bytes=memory_bytes()[0], disk_bytes=free_disk_bytes(folder))
+    if (rates := disk_rates.known(folder)) is not None:
+        host = replace(
+            host,
+            disk_read_bytes_per_second=rates.read_bytes_per_second,
+            disk_write_bytes_per_second=rates.write_bytes_per_second,
+            disk_measured=True,
+        )
+    return replace(hardware, machines=replace(hardware.machines, host=host))
+
+
+def _devices_here(devices: Sequence[Device], dtype: str) -> Hardware:
     capacity = min(device.capacity_bytes for device in devices)
     kind = "cpu" if devices[0].kind == "cpu" else "cuda"
     try:

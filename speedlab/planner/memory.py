@@ -2,20 +2,23 @@
 
 Model states follow the engine's flats to the byte: units, padding, alignment, dtypes, partitions (arXiv:1910.02054).
 Communication buffers are those of the engine: gathered units under stage 3, and the whole gradients that are borrowed
-while partitions are reduced. Activations: `planner.activations`. No torch.
+while partitions are reduced; the same where states lie away from the device (`planner.away`). Activations:
+`planner.activations`. No torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from speedlab.layout import padded_numel
-from speedlab.placement import Holders, Residency
+from speedlab.placement import Where
 from speedlab.planner.activation_sizes import DTYPE_BYTES, Device, Sizes
-from speedlab.planner.activations_stage import Pass, held, step_peak, walk
+from speedlab.planner.activations_stage import Pass, held, most_in_flight, step_peak, walk
+from speedlab.planner.away import has_masters, residency_of, staging_bytes, state_places
 from speedlab.planner.megatron_rules import memory_by_rules
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import ModelShape, Setup
@@ -52,16 +55,18 @@ def predict_memory(
     for pipeline in range(setup.layout.pp):
         stages = range(pipeline, len(cut), setup.layout.pp)
         for tensor, count in _tensor_positions(setup, ends=stages[0] == 0 or stages[-1] == len(cut) - 1).items():
+            passes = walks.of(cut, stages, tensor)
             rank = RankMemory(
                 pipeline=pipeline,
                 tensor=tensor,
                 ranks=count * setup.layout.dp,
-                activations=step_peak(setup, walks.of(cut, stages, tensor), pipeline),
+                activations=step_peak(setup, passes, pipeline),
+                host=_waiting_inputs(setup, passes, pipeline),
                 communication_buffers=_buffers(setup, cut, stages, tensor),
                 other_framework=other_framework,
                 outside_framework=outside_framework,
             )
-            found.append(_with_states(rank, setup, [Flats(setup, cut, number, tensor) for number in stages]))
+            found.append(_with_states(rank, setup, [Flats(setup, cut, number, tensor) for number in stages], device))
     return found
 
 
@@ -96,6 +101,7 @@ def memory_timeline(
         RankMemory(communication_buffers=_buffers(setup, cut, stages, tensor)),
         setup,
         [Flats(setup, cut, number, tensor) for number in stages],
+        device,
     )
     passes = _Walks(setup, device).of(cut, stages, tensor)
     moments = [("between steps", 0)]
@@ -248,37 +254,53 @@ def _gradient_bytes(setup: Setup) -> int:
     return _FLOAT32 if setup.accumulation > 1 else DTYPE_BYTES[setup.dtype]
 
 
-def _with_states(rank: RankMemory, setup: Setup, stages: Sequence[Flats]) -> RankMemory:
+def _with_states(rank: RankMemory, setup: Setup, stages: Sequence[Flats], device: Device) -> RankMemory:
     elements = sum(flats.root + sum(flats.units) for flats in stages)
-    dp, low = setup.layout.dp, DTYPE_BYTES[setup.dtype] < _FLOAT32
-    residency = Residency.of_stage(setup.zero_stage, dp)
+    largest = max(size for flats in stages for size in (flats.root, *flats.units))
+    dp, residency = setup.layout.dp, residency_of(setup)
     owned = residency.optimizer_states.share(elements, dp)
-    moments = setup.optimizer.moments
-    states = {
-        "parameters": DTYPE_BYTES[setup.dtype] * residency.parameters.share(elements, dp),
-        "gradients": _gradient_bytes(setup) * residency.gradients.share(elements, dp),
-        "master_weights": _FLOAT32 * owned if low else 0,
-        "optimizer_moments": moments * _FLOAT32 * owned,
+    widths = {
+        "parameters": DTYPE_BYTES[setup.dtype],
+        "gradients": _gradient_bytes(setup),
+        "master_weights": _FLOAT32 if has_masters(setup, device) else 0,
+        "optimizer_moments": _FLOAT32 * setup.optimizer.moments,
     }
-    away = {
-        "none": (),
-        "optimizer": ("gradients", "master_weights", "optimizer_moments"),
-        "parameters": tuple(states),
-    }[setup.offload]
-    host = sum(states[name] for name in away)
-    return replace(rank, **{**states, **dict.fromkeys(away, 0)}, host=host)
+    held = {
+        "parameters": residency.parameters.share(elements, dp),
+        "gradients": residency.gradients.share(elements, dp),
+        "master_weights": owned,
+        "optimizer_moments": owned,
+    }
+    by_place: dict[Where, dict[str, int]] = {Where.DEVICE: {}, Where.HOST: dict(rank.host), Where.DISK: {}}
+    for state, where in state_places(residency).items():
+        by_place[where][state] = widths[state] * held[state]
+    if staging := staging_bytes(setup, residency.optimizer_states.share(largest, dp), widths):
+        by_place[Where.HOST]["communication_buffers"] = staging
+    return replace(
+        rank,
+        **by_place[Where.DEVICE],
+        host={name: count for name, count in by_place[Where.HOST].items() if count},
+        disk={name: count for name, count in by_place[Where.DISK].items() if count},
+        one_memory=device == "cpu",
+    )
+
+
+def _waiting_inputs(setup: Setup, passes: Sequence[Pass], pipeline: int) -> dict[str, int]:
+    """Inputs of blocks on the host, of as many micro-batches as are under way."""
+    waiting = sum(each.away for each in passes)
+    return {"activations": math.ceil(most_in_flight(setup, pipeline) * waiting)} if waiting else {}
 
 
 def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: int) -> int:
     """Communication buffers of a rank with the pipeline stages `numbers`, at their most."""
     stages = [Flats(setup, cut, number, tensor) for number in numbers]
-    width, dp, pp = _gradient_bytes(setup), setup.layout.dp, setup.layout.pp
+    width, pp = _gradient_bytes(setup), setup.layout.pp
     total = 0
-    residency = Residency.of_stage(setup.zero_stage, dp)
-    if residency.gradients is Holders.PARTITIONED:
+    residency = residency_of(setup)
+    if residency.gradients_go:
         kinds = Counter(width * size for flats in stages for size in (flats.root, *flats.units) if size)
         total += borrowed_bytes(kinds, kept=pp > 1)
-    if residency.parameters is Holders.PARTITIONED:
+    if residency.parameters_come:
         element = DTYPE_BYTES[setup.dtype]
         total += gathered_bytes([(element * f.root, [element * size for size in f.units]) for f in stages])
     sizes = {padded_numel(size, setup.layout.tp) for flats in stages for size in flats.partial()}

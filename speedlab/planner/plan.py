@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from speedlab.config import ParallelConfig, RunConfig, ZeroConfig
+from speedlab.config.offload_rules import offload_problems
 from speedlab.display.figure_style import Figure
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner import presets
@@ -19,6 +20,7 @@ from speedlab.planner.caution import caution
 from speedlab.planner.changes import Change, cheapest_change
 from speedlab.planner.devices import Machines
 from speedlab.planner.here import Hardware
+from speedlab.planner.places import Place, places
 from speedlab.planner.plan_figure import found_html, plan_figure, plan_html
 from speedlab.planner.plan_table import PlanTable, found_text, plan_table, plan_text
 from speedlab.planner.rank_memory import RankMemory
@@ -74,12 +76,19 @@ class Plan:
 
     @property
     def free_bytes(self) -> int:
-        """What is left on the rank that holds most; negative when it does not fit."""
+        """What is left of the device of the rank that holds most; negative when it does not fit."""
         return self.capacity_bytes - self.heaviest.total
 
     @property
+    def places(self) -> list[Place]:
+        """Device, and host and disk where something lies there: what the rank that holds most has there, and its share
+        of what there is."""
+        return places(self.memory, self.setup, self.machines)
+
+    @property
     def fits(self) -> bool:
-        return self.free_bytes >= 0
+        """Whether every place holds what it is to hold."""
+        return all(place.fits for place in self.places)
 
     @property
     def days(self) -> float | None:
@@ -243,9 +252,12 @@ def plan_setup(setup: Setup, hardware: Hardware, *, tokens: float | None = None)
 
 
 def check_parallel(setup: Setup) -> None:
-    """Raises ValueError or LayoutError for a shape that cannot be, or cannot be laid out so."""
+    """Raises ValueError or LayoutError for a shape that cannot be, cannot be laid out so, or whose states cannot lie
+    there."""
     shape, layout = setup.shape, setup.layout
     check_shape(shape)
+    if problems := offload_problems(setup.offload, stage=setup.zero_stage, checkpointing=setup.checkpointing):
+        raise ValueError("; ".join(problems))
     cut = {"heads": shape.heads, "KV heads": kv_heads(shape), "ffn_hidden": shape.ffn_hidden}
     for name, count in cut.items():
         if count % layout.tp:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +19,20 @@ from speedlab.display.figure_style import (
     swatch,
 )
 from speedlab.display.text import byte_unit, bytes_text, seconds_text
+from speedlab.planner.places import Place
 from speedlab.planner.plan_table import (
     MOST_ROWS,
     cautions,
     found_lines,
     found_table,
     heading,
+    place_lines,
     plan_table,
     positions,
     speed_lines,
     telling,
 )
-from speedlab.planner.rank_memory import CATEGORIES
+from speedlab.planner.rank_memory import CATEGORIES, RankMemory
 from speedlab.planner.timing import PARTS
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ PART_COLOURS = {
 """Parts of a step wear the colours of the phases they belong to; what ranks wait for is a shade of communication."""
 
 _MOST_BARS = 8
+_LINE_PIXELS = 18
 _CAPACITY_IN_SIGHT = 2.5
 _STYLE = (
     "<style>.speedlab-plan svg{width:380px;max-width:100%;color:inherit;overflow:visible;display:block}"
@@ -78,6 +82,10 @@ def plan_figure(plan: Plan) -> Figure:
         _title("predicted memory by rank", 0.0),
         _title(f"predicted step: {seconds_text(plan.time.step_seconds)}", 0.58),
     ]
+    for number, line in enumerate(place_lines(plan)[1:]):  # The device's is drawn.
+        below = {"x": 0.0, "xanchor": "left", "yshift": -_LINE_PIXELS * (number + 2)}
+        layout["annotations"].append({**note(line, y=0.0), **below})
+        layout["margin"] |= {"b": layout["margin"]["b"] + _LINE_PIXELS}
     return {"data": [*_memory_bars(plan, layout), *_step_bars(plan)], "layout": layout}
 
 
@@ -139,16 +147,31 @@ def _step_bars(plan: Plan) -> list[dict[str, Any]]:
 def plan_html(plan: Plan) -> str:
     """The text, the bars and the table, escaped, without a script."""
     bars = [Bar(label=name, categories=memory.by_category(), chosen=True) for name, memory in shown_positions(plan)]
-    used = [c for c in CATEGORIES if any(bar.categories.get(c, 0) for bar in bars)]
+    away = [held for memory in plan.memory for held in memory.by_place().values()]
+    used = [c for c in CATEGORIES if any(held.get(c, 0) for held in (*(bar.categories for bar in bars), *away))]
     legend = "".join(f'<i style="background:{swatch(category)}"></i>{LABELS[category]}' for category in used)
     first, *rest = heading(plan)
     lines = "".join(f"<div>{escape(line)}</div>" for line in rest)
     below = "".join(f"<div>{escape(line)}</div>" for line in [*speed_lines(plan), *cautions(plan)])
     return (
         f'<div class="speedlab-plan">{_STYLE}<div><b>{escape(first)}</b></div>{lines}'
-        f"{bars_svg(bars, plan.capacity_bytes, what='predicted memory')}<div>{legend}</div>"
+        f"{bars_svg(bars, plan.capacity_bytes, what='predicted memory')}{places_svg(plan.memory, plan.places)}"
+        f"<div>{legend}</div>"
         f"{plan_table(plan, MOST_ROWS)._repr_html_()}{below}</div>"
     )
+
+
+def places_svg(memory: Sequence[RankMemory], found: Sequence[Place]) -> str:
+    """A line and a bar for each of these places but the device: what the rank holds there that holds most."""
+    parts = []
+    for place in found:
+        if place.name == "device":
+            continue
+        fullest = max((rank.by_place().get(place.name, {}) for rank in memory), key=lambda held: sum(held.values()))
+        bar = Bar(label=place.name, categories=fullest, kind="speedlab-bar speedlab-place")
+        parts.append(f'<div class="speedlab-help">{escape(str(place))}</div>')
+        parts.append(bars_svg([bar], place.capacity_bytes or place.held_bytes, what=f"on {place.name}"))
+    return "".join(parts)
 
 
 def found_html(found: Found) -> str:

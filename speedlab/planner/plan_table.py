@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from speedlab.display.figure_style import LABELS
 from speedlab.display.table import Table
 from speedlab.display.text import byte_unit, bytes_text, count_text, seconds_text
+from speedlab.planner.away import offload_words
 from speedlab.planner.rank_memory import CATEGORIES, RankMemory
 from speedlab.planner.search import describe, schedule_words
 from speedlab.planner.shapes import shape_parameters
@@ -29,20 +30,26 @@ class PlanTable(Table):
 
     def head(self) -> list[str]:
         unit = byte_unit(max(row["total"] for row in self))[0]
-        return ["rank", *(LABELS[category] for category in self._shown), f"total, {unit}", f"free, {unit}"]
+        away = [f"on {place}, {unit}" for place in self._places]
+        return ["rank", *(LABELS[category] for category in self._shown), f"total, {unit}", f"free, {unit}", *away]
 
     def cells(self) -> list[tuple[str, ...]]:
         size = byte_unit(max(row["total"] for row in self))[1]
-        names = [*self._shown, "total", "free"]
+        names = [*self._shown, "total", "free", *self._places]
         return [(row["rank"], *(f"{row[name] / size:,.2f}" for name in names)) for row in self]
 
     @property
     def _shown(self) -> list[str]:
         return [category for category in CATEGORIES if any(row[category] for row in self)]
 
+    @property
+    def _places(self) -> list[str]:
+        return [place for place in ("host", "disk") if any(row[place] for row in self)]
+
 
 def plan_table(plan: Plan, most: int | None = None) -> PlanTable:
-    """A row for each run of neighbours that hold the same: rank (its place), each category, total, free (bytes).
+    """A row for each run of neighbours that hold the same: rank (its place), each category, total and free on the
+    device, what is on host and disk (bytes).
 
     `most`: of more than so many, those that tell most.
     """
@@ -52,6 +59,8 @@ def plan_table(plan: Plan, most: int | None = None) -> PlanTable:
             **{category: getattr(memory, category) for category in CATEGORIES},
             "total": memory.total,
             "free": plan.capacity_bytes - memory.total,
+            "host": memory.host_bytes,
+            "disk": memory.disk_bytes,
         }
         for name, memory in telling(positions(plan), most)
     )
@@ -70,7 +79,7 @@ def positions(plan: Plan) -> list[tuple[str, RankMemory]]:
     """(name, what it holds) of the positions in the layout; of neighbours that hold the same, the first."""
     layout = plan.setup.layout
     groups: list[list[RankMemory]] = []
-    for _, ranks in groupby(plan.memory, key=lambda rank: (rank.pipeline, tuple(rank.by_category().items()))):
+    for _, ranks in groupby(plan.memory, key=lambda rank: (rank.pipeline, _held(rank))):
         groups.append(list(ranks))
     merged: list[list[RankMemory]] = []
     for group in groups:
@@ -81,8 +90,13 @@ def positions(plan: Plan) -> list[tuple[str, RankMemory]]:
     return [(_place(group, layout.pp, layout.tp), group[0]) for group in merged]
 
 
+def _held(rank: RankMemory) -> tuple[int, ...]:
+    """What tells positions apart."""
+    return (*rank.by_category().values(), rank.host_bytes, rank.disk_bytes)
+
+
 def _alike(before: Sequence[RankMemory], group: Sequence[RankMemory]) -> bool:
-    return before[0].by_category() == group[0].by_category() and before[0].tensor == group[0].tensor
+    return _held(before[0]) == _held(group[0]) and before[0].tensor == group[0].tensor
 
 
 def _place(group: Sequence[RankMemory], pp: int, tp: int) -> str:
@@ -180,7 +194,7 @@ def heading(plan: Plan) -> list[str]:
     extras = [
         f"checkpointing {setup.checkpointing}" if setup.checkpointing != "none" else "",
         "sequence parallel" if setup.sequence_parallel else "",
-        f"offload {setup.offload}" if setup.offload != "none" else "",
+        offload_words(setup.offload),
         f"schedule {schedule_words(setup)}" if setup.layout.pp > 1 else "",
     ]
     batch += f", sequences of {setup.shape.sequence_length:,}"
@@ -188,15 +202,23 @@ def heading(plan: Plan) -> list[str]:
         f"{setup.shape.name}: {count_text(plan.parameters)} parameters, {setup.dtype}, on {plan.machines}",
         " · ".join(filter(None, [f"{setup.layout}", f"ZeRO stage {setup.zero_stage}", batch, *extras])),
         fit_line(plan),
+        *place_lines(plan),
     ]
 
 
 def fit_line(plan: Plan) -> str:
-    """'fits: 27.3 GiB of 79.2 GiB on the rank that holds most, 51.9 GiB free', or what it lacks."""
+    """'fits: 27.3 GiB of 79.2 GiB on the rank that holds most, 51.9 GiB free', or what lacks, and where."""
     need, capacity = bytes_text(plan.heaviest.total), bytes_text(plan.capacity_bytes)
     if plan.fits:
         return f"fits: {need} of {capacity} on the rank that holds most, {bytes_text(plan.free_bytes)} free"
-    return f"does not fit: {need} on the rank that holds most, a device has {capacity}"
+    if plan.free_bytes < 0:
+        return f"does not fit: {need} on the rank that holds most, a device has {capacity}"
+    return f"does not fit on {' and '.join(place.name for place in plan.places if not place.fits)}"
+
+
+def place_lines(plan: Plan) -> list[str]:
+    """A line for each place in which something lies, where that is not the device alone."""
+    return [str(place) for place in plan.places] if len(plan.places) > 1 else []
 
 
 def speed_lines(plan: Plan) -> list[str]:

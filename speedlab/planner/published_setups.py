@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from speedlab.config import OptimizerConfig
+from speedlab.config import OffloadConfig, OptimizerConfig
 from speedlab.config.shape import BIASES
 from speedlab.layout import Layout
 from speedlab.planner.devices import Machines
@@ -232,8 +232,7 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(each + (begin <= stage < begin + over) for stage in range(stages))
 
 
-def _offload(layout: Row) -> Literal["none", "optimizer", "parameters"]:
+def _offload(layout: Row) -> OffloadConfig:
+    """What rows say is in the host's memory."""
     named = str(layout.get("offload", ""))
-    if not named:
-        return "none"
-    return "parameters" if "params" in named else "optimizer"
+    return OffloadConfig(optimizer="host" if named else "none", parameters="host" if "params" in named else "none")

@@ -1,8 +1,9 @@
-"""What a rank holds at the peak of a step, under the ledger's names. No torch."""
+"""What a rank holds at the peak of a step, in each place, under the ledger's names. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 CATEGORIES = (
     "parameters",
@@ -32,8 +33,12 @@ class RankMemory:
     communication_buffers: int = 0
     other_framework: int = 0
     outside_framework: int = 0
-    host: int = 0
-    """In the host's memory, where something is offloaded to it."""
+    host: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Category -> bytes in the host's memory; buffers there are those through which states on disk pass."""
+    disk: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Category -> bytes on disk."""
+    one_memory: bool = False
+    """Whether the host's memory is the device's, as for a rank on CPU cores."""
 
     @property
     def model_states(self) -> int:
@@ -42,16 +47,33 @@ class RankMemory:
 
     @property
     def counted(self) -> int:
-        """What torch's tensors take: model states, activations, communication buffers."""
+        """What torch's tensors take on the device: model states, activations, communication buffers."""
         return self.model_states + self.activations + self.communication_buffers
 
     @property
+    def host_bytes(self) -> int:
+        """In the host's memory, beside what a rank on CPU cores computes with."""
+        return sum(self.host.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(self.disk.values())
+
+    @property
     def total(self) -> int:
-        return self.counted + self.other_framework + self.outside_framework
+        """Of the device's memory, which on CPU cores is the host's too."""
+        device = self.counted + self.other_framework + self.outside_framework
+        return device + self.host_bytes if self.one_memory else device
 
     def by_category(self) -> dict[str, int]:
-        """Category → bytes, in the ledger's order."""
+        """Category → bytes on the device, in the ledger's order."""
         return {name: getattr(self, name) for name in CATEGORIES}
+
+    def by_place(self) -> dict[str, dict[str, int]]:
+        """Place (device, host, disk) → category → bytes, in the ledger's order; places where something lies."""
+        away = {"host": self.host, "disk": self.disk}
+        ordered = {place: {name: held[name] for name in CATEGORIES if held.get(name)} for place, held in away.items()}
+        return {"device": self.by_category()} | {place: held for place, held in ordered.items() if held}
 
 
 assert {field.name for field in fields(RankMemory)} > set(CATEGORIES)

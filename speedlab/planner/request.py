@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from speedlab.config import RunConfig
+from speedlab.config import OffloadConfig, RunConfig
+from speedlab.config.parts import Away
 from speedlab.hardware import Device
 from speedlab.planner import presets
 from speedlab.planner.devices import Machines
@@ -19,6 +20,7 @@ from speedlab.planner.setup import Checkpointing, Setup
 from speedlab.planner.subject import Sizes, Subject, subject_of
 
 _COUNT = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:e\d+)?) ?(?P<prefix>[kKMGBT]?)")
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:e\d+)?) ?(?P<unit>(?:[kKMGT]i?)?B)?")
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
@@ -74,8 +76,16 @@ class PlanRequest:
     """Order of a pipeline's passes."""
     chunks: int | None = None
     """Pipeline stages of each rank, for interleaved and zero-bubble; 2 when left out."""
-    offload: Literal["none", "optimizer", "parameters"] | None = None
-    """What lives in the host's memory."""
+    offload_optimizer: Away | None = None
+    """Where optimizer states, float32 masters and summed gradients lie."""
+    offload_parameters: Away | None = None
+    """Where parameters lie while no unit needs them; ZeRO stage 3 only."""
+    offload_activations: Literal["none", "host"] | None = None
+    """Where inputs of blocks wait for backward; with checkpointing of blocks only."""
+    host_bytes: str = ""
+    """Memory of each host: 128GiB, 1.5TB."""
+    disk_bytes: str = ""
+    """Free on the disk of each host: 30TB; on this machine what is free there when left out."""
     tokens: str = ""
     """Tokens of the whole training: 300B, 1.5T."""
     price: float | None = None
@@ -91,8 +101,9 @@ class PlanRequest:
     @classmethod
     def of_words(cls, words: Mapping[str, Any]) -> PlanRequest:
         """From a notebook's line, where numbers may still be text, and `global` is a word as any other."""
-        named = {"global": "global_size", "kv-heads": "kv_heads"}
-        given: dict[str, Any] = {named.get(name, name): value for name, value in words.items()}
+        given: dict[str, Any] = {name.replace("-", "_").replace(".", "_"): value for name, value in words.items()}
+        if "global" in given:
+            given["global_size"] = given.pop("global")
         if "zero" in given:
             given["zero"] = int(given["zero"])
         if "price" in given:
@@ -110,7 +121,8 @@ class PlanRequest:
         if subject.config is not None:
             # The batch is the file's, whatever layouts are looked for.
             base = replace(self, tp=None, pp=None, dp=None, schedule=None, chunks=None).plan(devices)
-            return base.search(target=self.target or "fastest", fixed=self._fixed())
+            # What else is said is part of the base.
+            return base.search(target=self.target or "fastest", fixed=replace(self._fixed(), others={}))
         if self.global_size is None:
             raise ValueError("a search needs the sequences of a step; add for instance --global 1536")
         assert subject.shape is not None
@@ -151,6 +163,7 @@ class PlanRequest:
                 schedule=self.schedule,
                 chunks=self.chunks,
                 sequence_parallel=self.sequence_parallel,
+                offload=OffloadConfig(**self._away()),
                 **self._beside(),
             ),
         )
@@ -163,9 +176,16 @@ class PlanRequest:
                 "give one of the two"
             )
         if self.machines:
-            return Hardware.of(presets.cluster(self.machines, price_per_device_hour=self.price))
-        here = hardware_here(devices, self._dtype(devices, config))
-        return replace(here, machines=replace(here.machines, price_per_device_hour=self.price))
+            found = Hardware.of(presets.cluster(self.machines, price_per_device_hour=self.price))
+        else:
+            folder = None if config is None else config.offload.folder or config.folder
+            found = hardware_here(devices, self._dtype(devices, config), folder)
+        host = replace(found.machines.host, **self._host_sizes())
+        return replace(found, machines=replace(found.machines, host=host, price_per_device_hour=self.price))
+
+    def _host_sizes(self) -> dict[str, int]:
+        said = {"memory_bytes": self.host_bytes, "disk_bytes": self.disk_bytes}
+        return {name: size_bytes(text) for name, text in said.items() if text}
 
     def _check(self) -> None:
         """Raises ValueError for words that do not go together, rather than leave one of them out."""
@@ -234,12 +254,22 @@ class PlanRequest:
             "parallel": _given(**axes, sequence=self.sequence_parallel or None),
             "zero": _given(stage=self.zero),
             "batch": _given(micro_size=self.micro, global_size=self.global_size),
+            "activation": _given(checkpointing=None if self.checkpointing == "selective" else self.checkpointing),
+            "offload": self._away(),
         }
         return config.replace(**{part: values for part, values in changes.items() if values})
 
     def _beside(self) -> dict[str, Any]:
         """Fields of a set-up that no configuration has, or with fewer choices."""
-        return _given(checkpointing=self.checkpointing, attention=self.attention, offload=self.offload)
+        return _given(checkpointing=self.checkpointing, attention=self.attention)
+
+    def _away(self) -> dict[str, Any]:
+        """What is said of where states lie, as fields of `offload`."""
+        return _given(
+            optimizer=self.offload_optimizer,
+            parameters=self.offload_parameters,
+            activations=self.offload_activations,
+        )
 
     def _fixed(self) -> Fixed:
         return Fixed(
@@ -252,7 +282,7 @@ class PlanRequest:
             schedule=self.schedule,
             chunks=self.chunks,
             sequence_parallel=self.sequence_parallel or None,
-            others=_given(attention=self.attention, offload=self.offload),
+            others=_given(attention=self.attention, offload=OffloadConfig(**away) if (away := self._away()) else None),
         )
 
 
@@ -267,3 +297,13 @@ def count(text: str) -> float:
     if found is None:
         raise ValueError(f"{text!r} is no count; write for instance 300B, 1.5T or 3e11")
     return float(found["number"]) * _PREFIXES[found["prefix"]]
+
+
+def size_bytes(text: str) -> int:
+    """'128GiB', '1.5 TB', '30e12' as bytes. Raises ValueError."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is no size; write for instance 128GiB (1024³ bytes each), 1.5TB (10¹²) or 30e12")
+    prefix, binary = (found["unit"] or "B").removesuffix("B"), "i" in (found["unit"] or "")
+    power = " kMGT".index(prefix.removesuffix("i").replace("K", "k") or " ")
+    return round(float(found["number"]) * (1024 if binary else 1000) ** power)

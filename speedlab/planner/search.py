@@ -16,11 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from speedlab.layout import Layout
+from speedlab.planner.away import offload_words
 from speedlab.planner.caution import caution
 from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import Efficiency, efficiency_of
 from speedlab.planner.formula import model_states
 from speedlab.planner.memory import predict_memory
+from speedlab.planner.places import places
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search_space import FREE, Fixed, Space
 from speedlab.planner.setup import ModelShape, Setup
@@ -80,6 +82,8 @@ def describe(setup: Setup) -> str:
         words.append("sequence parallel")
     if setup.layout.pp > 1:
         words.append(schedule_words(setup))
+    if away := offload_words(setup.offload):
+        words.append(away)
     return ", ".join(words)
 
 
@@ -159,15 +163,11 @@ def _first_that_fit(times: list[StepTime], machines: Machines, memory: Memory, c
 
 def fitting(setup: Setup, machines: Machines, memory: Memory, time: StepTime) -> Candidate | None:
     """A set-up whose time is known, as a candidate; None when it does not fit."""
-    held = held_bytes(setup, memory)
-    if held > machines.device.memory_bytes * USABLE:
+    ranks = memory(setup)
+    held = max(rank.total for rank in ranks)
+    if held > machines.device.memory_bytes * USABLE or not all(at.fits for at in places(ranks, setup, machines)):
         return None
     return Candidate(setup=setup, time=time, held_bytes=held, free_bytes=machines.device.memory_bytes - held)
-
-
-def held_bytes(setup: Setup, memory: Memory = predict_memory) -> int:
-    """Of the rank that holds most."""
-    return max(rank.total for rank in memory(setup))
 
 
 def fast_dtype(machines: Machines) -> Dtype:
@@ -183,7 +183,9 @@ def _states(setup: Setup) -> float:
     states = model_states(
         held, dp=setup.layout.dp, stage=setup.zero_stage, dtype=setup.dtype, optimizer=setup.optimizer
     )
-    return {"none": states.total, "optimizer": states.parameters, "parameters": 0}[setup.offload]
+    if setup.offload.parameters != "none":
+        return 0
+    return states.total if setup.offload.optimizer == "none" else states.parameters
 
 
 # The largest model

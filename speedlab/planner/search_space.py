@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from speedlab.config import ParallelConfig
+from speedlab.config.offload_rules import offload_problems
 from speedlab.layout import Layout
 from speedlab.planner.devices import Machines
 from speedlab.planner.setup import Checkpointing, ModelShape, Setup
@@ -124,6 +125,9 @@ class Space:
         return [micro for micro in _only(self.fixed.micro_size, powers) if share % micro == 0]
 
     def _stages(self, layout: Layout) -> Sequence[int]:
+        offload = self.fixed.others.get("offload")
+        if offload is not None and offload.parameters != "none":
+            return _only(self.fixed.zero_stage, (3,))
         if layout.dp == 1:
             return _only(self.fixed.zero_stage, (0,))
         # In a pipeline stages 2 and 3 keep whole gradients during a step and gather once a micro-batch.
@@ -145,6 +149,8 @@ class Space:
             sequence_parallel=sequence,
             **fixed.others,
         )
+        if offload_problems(setup.offload, stage=stage, checkpointing=checkpointing):
+            return
         if layout.pp == 1:
             yield setup
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from speedlab.config import OptimizerConfig, RunConfig
+from speedlab.config import OffloadConfig, OptimizerConfig, RunConfig
 from speedlab.config.shape import ModelShape
 from speedlab.layout import Layout
 
@@ -48,8 +48,8 @@ class Setup:
     idle until it is there, and again before a block is recomputed, as DeepSpeed's did in early 2021 (its
     `runtime/zero/partition_parameters.py`). This engine gathers a unit at once, one ahead."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    offload: Literal["none", "optimizer", "parameters"] = "none"
-    """What lives in the host's memory: optimizer states and gradients; parameters besides."""
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    """Which states lie away from the device between two uses."""
 
     @property
     def stages_per_rank(self) -> int:
@@ -91,4 +91,5 @@ class Setup:
             cut=config.parallel.cut,
             bucket_bytes=config.zero.bucket_bytes,
             optimizer=config.optimizer,
+            offload=config.offload,
         )

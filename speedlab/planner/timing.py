@@ -5,7 +5,7 @@
    block is recomputed. They are waited for.
 3. All micro-batches of a step, and the share of the time in which a pipeline stands still while it fills and drains.
 4. Gradients and parameters between data-parallel ranks; what forward and backward can hide is not waited for.
-5. The update, on the device or in the host's memory, with what travels there and back.
+5. The update, on the device or on the host, and what is waited for of states that lie away (`offload_time`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import Efficiency
 from speedlab.planner.flops import Convention, token_flops
 from speedlab.planner.kernels import Pass, Rates, block_pass, head_pass
-from speedlab.planner.links import parse_link
+from speedlab.planner.offload_time import waited_seconds
 from speedlab.planner.setup import Setup
 from speedlab.planner.shapes import block_cut, block_weights, check_shape, cross_attention
 
@@ -33,7 +33,7 @@ PARTS = {
     "bubble": "pipeline ranks that stand still",
     "data parallel": "gradients and parameters between data-parallel ranks",
     "optimizer": "the update",
-    "offload": "the update in the host's memory, and the way there and back",
+    "offload": "waiting for the host's memory or the disk",
     "engine": "the engine's own work around the kernels",
 }
 """Part of a step -> in words."""
@@ -121,7 +121,12 @@ def predict_time(setup: Setup, machines: Machines, efficiency: Efficiency) -> St
     parts["bubble"] = sum(parts.values()) * share / (1 - share)
     exposed, hidden = _data_parallel(setup, machines, groups.dp, turn, efficiency)
     parts["data parallel"] = exposed
-    parts["optimizer"], parts["offload"] = _update(setup, machines, rates, efficiency)
+    owned = rank_parameters(setup) / (setup.layout.dp if setup.zero_stage >= 1 else 1)
+    parts["optimizer"] = _update(setup, machines, rates, efficiency, owned)
+    computing = micro_batches * sum(turn[part] for part in ("forward", "backward", "recompute", "logits"))
+    parts["offload"] = waited_seconds(
+        setup, machines, efficiency, owned=owned, computing=computing, updating=parts["optimizer"]
+    )
     return StepTime(
         setup=setup,
         machines=machines,
@@ -232,22 +237,15 @@ def _fits_ahead(setup: Setup, machines: Machines) -> bool:
     return 3 * unit <= machines.device.memory_bytes
 
 
-def _update(setup: Setup, machines: Machines, rates: Rates, efficiency: Efficiency) -> tuple[float, float]:
-    """(optimizer, offload) seconds of a step."""
-    held = rank_parameters(setup)
-    owned = held / setup.layout.dp if setup.zero_stage >= 1 else held
+def _update(setup: Setup, machines: Machines, rates: Rates, efficiency: Efficiency, owned: float) -> float:
+    """Seconds of the update of so many parameters: on the device, or where their states lie away from a GPU on the
+    host's processors, which the ranks of a host share."""
+    if setup.offload.optimizer != "none" and not machines.device.on_host:
+        return owned * min(machines.per_host, setup.layout.world_size) * efficiency.host_adam_seconds
     element = rates.element_bytes
-    moments = setup.optimizer.moments
     # Master weights and moments are read and written, gradients read twice (the norm, the update), parameters written.
-    if setup.offload == "none":
-        moved = owned * (8 * (1 + moments) + 2 * element + (element if element < 4 else 0))
-        return moved / rates.memory_bytes, 0.0
-    link = parse_link(machines.device.host_link).bandwidth_bytes_per_second * efficiency.host_link
-    neighbours = min(machines.per_host, setup.layout.world_size)
-    travels = owned * 2 * element
-    if setup.offload == "parameters":
-        travels += 2 * setup.accumulation * owned * element
-    return 0.0, owned * neighbours * efficiency.host_adam_seconds + travels / link
+    moved = owned * (8 * (1 + setup.optimizer.moments) + 2 * element + (element if element < 4 else 0))
+    return moved / rates.memory_bytes
 
 
 def blocks_by_rank(setup: Setup) -> list[int]:
@@ -281,6 +279,9 @@ def _caution(setup: Setup, machines: Machines, efficiency: Efficiency) -> str:
         doubts.append("no encoder-decoder was compared")
     if setup.zero_stage == 3 and rings(setup.layout, machines, efficiency).dp.crosses_hosts:
         doubts.append("published runs of ZeRO-3 between hosts were missed by up to 23%")
-    if setup.offload != "none":
+    if "disk" in (setup.offload.optimizer, setup.offload.parameters):
+        known = "" if machines.host.disk_measured else ", and this disk was not measured"
+        doubts.append(f"no run with states on disk was compared{known}")
+    elif setup.offload.optimizer != "none":
         doubts.append("published runs with offload were missed by up to 30%")
     return "; ".join(doubts)

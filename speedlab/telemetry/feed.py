@@ -256,7 +256,7 @@ class _Tail:
 _NUMBER_FIELDS = tuple(
     f.name
     for f in fields(StepRecord)
-    if f.name not in ("phases", "sent_bytes", "kernels", "ledger", "heldout_loss", "traced", "timeline")
+    if f.name not in ("phases", "sent_bytes", "moved_bytes", "kernels", "ledger", "heldout_loss", "traced", "timeline")
 )
 _NUMBERS = (int, float)
 
@@ -271,7 +271,8 @@ def _check_record(record: StepRecord, rank: int) -> None:
         raise ValueError(f"step {record.step!r} of rank {record.rank!r} in the file of rank {rank}")
     if record.heldout_loss is not None and type(record.heldout_loss) not in _NUMBERS:
         raise TypeError(f"heldout_loss is {record.heldout_loss!r}, not a number")
-    numbers = [*record.phases.values(), *record.sent_bytes.values(), *_ledger_values(record.ledger)]
+    moved = (record.phases, record.sent_bytes, record.moved_bytes)
+    numbers = [value for each in moved for value in each.values()] + _ledger_values(record.ledger)
     for use in record.kernels.values():
         numbers += use.values()
     for span in record.timeline:
@@ -279,7 +280,7 @@ def _check_record(record: StepRecord, rank: int) -> None:
         if not isinstance(span.action, str):
             raise TypeError(f"timeline holds the action {span.action!r}, not a text")
     if any(type(value) not in _NUMBERS for value in numbers):
-        raise TypeError("phases, sent_bytes, kernels or ledger or timeline hold something else than numbers")
+        raise TypeError("phases, sent_bytes, moved_bytes, kernels, ledger or timeline hold something else than numbers")
 
 
 def _check_event(event: Event) -> None:
@@ -291,7 +292,8 @@ def _check_event(event: Event) -> None:
 
 
 def _ledger_values(ledger: Ledger) -> list[int]:
-    return list(ledger.__dict__.values())
+    own = [value for name, value in ledger.__dict__.items() if name not in ("host", "disk")]
+    return [*own, *ledger.host.values(), *ledger.disk.values()]
 
 
 def _modified(path: str) -> int:

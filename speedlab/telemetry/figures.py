@@ -19,6 +19,7 @@ from speedlab.telemetry.folder import Status
 from speedlab.telemetry.marks import STATE_MARKS
 from speedlab.telemetry.memory_figure import memory_figure, states_are_small, states_figure
 from speedlab.telemetry.pipeline_figure import pipeline_figure
+from speedlab.telemetry.places_figure import places_figure
 from speedlab.telemetry.prediction import error_text
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.series import History
@@ -42,6 +43,7 @@ __all__ = [
     "loss_figure",
     "memory_figure",
     "overview_figure",
+    "places_figure",
     "plain",
     "states_figure",
     "throughput_figure",
@@ -49,11 +51,14 @@ __all__ = [
 
 
 def figures(history: History, *, devices: Sequence[Device] = ()) -> dict[str, Figure]:
-    """All plots by name, in the order in which they are laid out; the pipeline's last, where there is one."""
+    """All plots by name, in the order in which they are laid out: by place where something is not on the device, the
+    pipeline's last, where there is one."""
     timeline = timeline_of(history.records)
     pipeline = {} if timeline is None else {"pipeline": pipeline_figure(timeline, devices=devices)}
+    by_place = places_figure(history)
     return {
         "memory": memory_figure(history, devices=devices),
+        **({} if by_place is None else {"places": by_place}),
         "states": states_figure(history, devices=devices),
         "loss": loss_figure(history),
         "throughput": throughput_figure(history),

@@ -38,6 +38,10 @@ _PLACEMENT_BYTES = 2**28
 class RunFolderError(RuntimeError):
     """A folder that is no run, holds something damaged, or cannot take what has to be written."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the message says all, and the frames would be ours."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Status:

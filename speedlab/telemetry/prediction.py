@@ -63,7 +63,7 @@ def prediction_of(config: RunConfig, events: Sequence[Event], devices: Sequence[
             size = int(shape["pp"]) * int(shape["dp"]) * int(shape["tp"]) if "pp" in shape else size
             here = list(devices) if len(devices) == size else [devices[0]] * size
             setup = Setup.of_config(present_config(config, changes[:number], size), size, dtype=dtype)
-            hardware = hardware_here(here, dtype)
+            hardware = hardware_here(here, dtype, config.offload.folder or config.folder)
             speeds.append((changes[number - 1].step if number else 0, hardware.time(setup).tokens_per_second))
     except (KeyError, TypeError, ValueError):  # Of another version; nothing to go by.
         return None

@@ -23,8 +23,12 @@ CATEGORIES = (
 )
 """Ledger categories in the order in which they are stacked, bottom to top."""
 
-PHASES = ("data", "forward", "backward", "communication", "optimizer")
-"""Phases of a step. `communication` is the exposed part only: time in which a rank waited; the others exclude it."""
+PHASES = ("data", "forward", "backward", "communication", "offload", "optimizer")
+"""Phases of a step. `communication` and `offload` are time in which a rank waited, for its peers and for the host's
+memory or the disk: what was not hidden. The others exclude it."""
+
+PLACES = ("device", "host", "disk")
+"""Where something may lie between two uses."""
 
 
 MOST_SPANS = 8192
@@ -46,8 +50,9 @@ class RunState(StrEnum):
 class Ledger:
     """Bytes on one rank at the peak of a step, by category.
 
-    The categories sum to `reported_bytes`, what the allocator (CUDA) or the operating system (CPU) says;
-    `other_framework` is the remainder, so it may be negative while pages are allocated but not yet touched.
+    The categories sum to `reported_bytes`, what the allocator (CUDA) or the operating system (CPU) says; on CPU cores
+    together with `host`, which is the same memory there. `other_framework` is the remainder, so it may be negative
+    while pages are allocated but not yet touched.
     """
 
     parameters: int = 0
@@ -60,11 +65,35 @@ class Ledger:
     outside_framework: int = 0
     reported_bytes: int = 0
     capacity_bytes: int = 0
+    host: dict[str, int] = field(default_factory=dict)
+    """Category -> bytes that lie in the host's memory; buffers there are those through which states on disk pass."""
+    disk: dict[str, int] = field(default_factory=dict)
+    """Category -> bytes that lie on disk."""
+    host_capacity_bytes: int = 0
+    """This rank's share of the host's memory; on CPU cores that is the device's."""
+    disk_capacity_bytes: int = 0
+    """This rank's share of what is free on the disk, with what it has there; 0 where nothing lies there."""
 
     @property
     def model_states(self) -> int:
         """Parameters, gradients, master weights and moments: what ZeRO's formula speaks of."""
         return self.parameters + self.gradients + self.master_weights + self.optimizer_moments
+
+    def by_place(self) -> dict[str, dict[str, int]]:
+        """Place (device, host, disk) → category → bytes, in the order of CATEGORIES; places where something lies."""
+        device = {name: getattr(self, name) for name in CATEGORIES}
+        away = {"host": self.host, "disk": self.disk}
+        ordered = {place: {name: held[name] for name in CATEGORIES if held.get(name)} for place, held in away.items()}
+        return {"device": device} | {place: held for place, held in ordered.items() if held}
+
+    def anywhere(self, category: str) -> int:
+        """Bytes of a category in all places together: what a rank holds, wherever that lies."""
+        return sum(held.get(category, 0) for held in self.by_place().values())
+
+    def capacity_of(self, place: str) -> int:
+        """Bytes that this rank may fill in a place; 0 where nobody knows."""
+        capacities = (self.capacity_bytes, self.host_capacity_bytes, self.disk_capacity_bytes)
+        return capacities[PLACES.index(place)]
 
 
 class Span(NamedTuple):
@@ -102,6 +131,8 @@ class StepRecord:
     seconds: float
     phases: dict[str, float] = field(default_factory=dict)
     sent_bytes: dict[str, int] = field(default_factory=dict)
+    moved_bytes: dict[str, int] = field(default_factory=dict)
+    """To and from places beside the device, by way: 'disk read', 'disk write', 'host copy'."""
     kernels: dict[str, dict[str, float]] = field(default_factory=dict)
     """By name of the kernel: calls, bytes (what it must at least read and write), seconds on its device."""
     ledger: Ledger = field(default_factory=Ledger)

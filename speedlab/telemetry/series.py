@@ -50,6 +50,8 @@ class Series:
         self.heldout: list[tuple[int, float]] = []
         self.most_bytes: dict[str, int] = dict.fromkeys(("model_states", "everything"), 0)
         """The most this rank has held at any step: of model states, and of all categories together."""
+        self.waited_for_places = False
+        """Whether any step has waited for the host's memory or the disk."""
 
     def column(self, name: str) -> np.ndarray:
         """(length,) values of a column; times in seconds."""
@@ -95,6 +97,7 @@ class Series:
             *(record.phases.get(phase, 0.0) for phase in PHASES),
         )
         self.length += 1
+        self.waited_for_places |= record.phases.get("offload", 0.0) > 0
         ledger = record.ledger
         for name, held in (("model_states", ledger.model_states), ("everything", total_bytes(ledger))):
             self.most_bytes[name] = max(self.most_bytes[name], held)
@@ -142,6 +145,12 @@ class History:
         """The most any rank has held so far of 'model_states' or 'everything': plots keep this height, so that one sees
         bars shrink."""
         return max((series.most_bytes[name] for series in self.series.values()), default=0)
+
+    @property
+    def phases(self) -> list[str]:
+        """Phases of a step that are drawn: waiting for host and disk only where there was any."""
+        waited = any(series.waited_for_places for series in self.series.values())
+        return [phase for phase in PHASES if waited or phase != "offload"]
 
     @property
     def ranks(self) -> list[int]:

@@ -6,17 +6,19 @@ shape is what the panel compares with, and what a change is made from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from speedlab.config import Batch, ConfigError, RunConfig
 from speedlab.config.errors import unknown_key
 from speedlab.telemetry.records import Event
 
-CHANGES = ("zero", "tp", "pp", "dp", "schedule", "chunks", "micro_batches", "sequence", "cut")
+CHANGES = ("zero", "tp", "pp", "dp", "schedule", "chunks", "micro_batches", "sequence", "cut", "offload")
 """What may be changed of a run that is on."""
 
 _AXES = ("pp", "dp", "tp")
+_PLACES = ("optimizer", "parameters")
+"""What of `offload` may be changed of a run that is on."""
 _PIPELINE = frozenset({"pp", "schedule", "chunks"})
 """What a cut of the blocks depends on."""
 
@@ -54,8 +56,9 @@ def change_mark(event: Event) -> str:
 def changed_config(
     config: RunConfig, engines: int, *, before: int | None = None, built_in: bool = True, **changes: Any
 ) -> RunConfig:
-    """`config` with `changes` (of CHANGES) on `engines` engines. What is not changed stays, the global batch too; dp
-    follows from the engines, and a cut of the blocks from the pipeline, unless they are given.
+    """`config` with `changes` (of CHANGES) on `engines` engines. What is not changed stays, the global batch too, and
+    what `offload` does not name; dp follows from the engines, and a cut of the blocks from the pipeline,
+    unless they are given.
 
     `before`: the number of engines that `config` runs on now, where it is another.
 
@@ -63,16 +66,26 @@ def changed_config(
     """
     if unknown := [name for name in changes if name not in CHANGES]:
         raise ConfigError(unknown_key(unknown[0], CHANGES, {}))
+    offload = changes.get("offload") or {}
+    if not isinstance(offload, Mapping) or not offload.keys() <= set(_PLACES):
+        raise ConfigError(
+            f"offload {offload!r}: while a run is on, it takes a dict of {' and '.join(_PLACES)}, each none, host or "
+            "disk; the rest is said when it starts"
+        )
     before = before or engines
     batch = config.batch.resolve(config.layout(before, built_in=built_in).data_size)
     parallel: dict[str, Any] = {
-        name: changes[name] for name in CHANGES if name in changes and name not in ("zero", "micro_batches")
+        name: changes[name] for name in CHANGES if name in changes and name not in ("zero", "micro_batches", "offload")
     }
     if changes.keys() & {"tp", "pp"} or before != engines:
         parallel.setdefault("dp", None)
     if changes.keys() & _PIPELINE:
         parallel.setdefault("cut", None)
-    wanted = config.replace(zero={"stage": changes.get("zero", config.zero.stage)}, parallel=parallel)
+    wanted = config.replace(
+        zero={"stage": changes.get("zero", config.zero.stage)},
+        parallel=parallel,
+        offload=offload,
+    )
     if not parallel and "micro_batches" not in changes:
         return wanted
     # The layout first, and only then how the global batch is shared out in it.
@@ -116,4 +129,5 @@ def shape_of(config: RunConfig, engines: int) -> dict[str, Any]:
         "micro_batches": batch.accumulation,
         "sequence": parallel.sequence,
         "cut": parallel.cut,
+        "offload": {state: getattr(config.offload, state) for state in _PLACES},
     }

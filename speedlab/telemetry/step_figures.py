@@ -22,7 +22,6 @@ from speedlab.display.figure_style import (
 from speedlab.hardware import Device
 from speedlab.telemetry.marks import over_steps
 from speedlab.telemetry.memory_figure import rank_names, shown_ranks
-from speedlab.telemetry.records import PHASES
 from speedlab.telemetry.series import BARS, POINTS, History, bucket_extremes, bucket_last, bucket_mean, stride
 
 RECENT_STEPS = 20
@@ -115,7 +114,7 @@ def anatomy_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndar
     lead = history.lead
     kept = {"closed": cut.closed, "first": cut.first}
     steps = bucket_last(lead.column("step"), cut.size, **kept)
-    phases = [bucket_mean(lead.column(phase), cut.size, **kept) for phase in PHASES]
+    phases = [bucket_mean(lead.column(phase), cut.size, **kept) for phase in history.phases]
     rest = bucket_mean(lead.column("seconds"), cut.size, **kept) - sum(phases)
     return [float32(steps, 1000 * values) for values in (*phases, np.maximum(rest, 0.0))]
 
@@ -125,7 +124,7 @@ def anatomy_figure(history: History, cut: Cut | None = None) -> Figure:
     cut = cut or cut_for(history, BARS)
     data = [
         {**_phase_bar(phase), "x": x, "y": y, "width": cut.size}
-        for phase, (x, y) in zip(PHASE_COLOURS, anatomy_values(history, cut), strict=True)
+        for phase, (x, y) in zip((*history.phases, "other"), anatomy_values(history, cut), strict=True)
     ]
     rank = min(history.series, default=0)
     layout = base_layout(f"anatomy of a step, rank {rank}", "ms")
@@ -140,7 +139,7 @@ def anatomy_by_rank_figure(history: History, *, devices: Sequence[Device] = ()) 
     ranks = shown_ranks(history)
     data = [
         {**_phase_bar(phase), "x": rank_names(history, ranks, devices), "y": values}
-        for phase, values in zip(PHASE_COLOURS, _recent_phases(history, ranks), strict=True)
+        for phase, values in zip((*history.phases, "other"), _recent_phases(history, ranks), strict=True)
     ]
     layout = base_layout(f"anatomy of a step, mean of the last {RECENT_STEPS}", "ms")
     layout |= {"barmode": "stack", "bargap": 0.3, "hovermode": "x unified"}
@@ -150,14 +149,14 @@ def anatomy_by_rank_figure(history: History, *, devices: Sequence[Device] = ()) 
 
 
 def _recent_phases(history: History, ranks: list[int]) -> list[np.ndarray]:
-    means = [[float(history.series[r].column(p)[-RECENT_STEPS:].mean()) for r in ranks] for p in PHASES]
+    means = [[float(history.series[r].column(p)[-RECENT_STEPS:].mean()) for r in ranks] for p in history.phases]
     seconds = [float(history.series[rank].column("seconds")[-RECENT_STEPS:].mean()) for rank in ranks]
     rest = [max(0.0, total - sum(phase[i] for phase in means)) for i, total in enumerate(seconds)]
     return [np.array(values, dtype=np.float32) * 1000 for values in (*means, rest)]
 
 
 def _phase_bar(phase: str) -> dict[str, Any]:
-    name = {"communication": "exposed communication"}.get(phase, phase)
+    name = {"communication": "exposed communication", "offload": "waiting for host or disk"}.get(phase, phase)
     return {
         "type": "bar",
         "name": phase,

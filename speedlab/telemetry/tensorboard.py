@@ -73,4 +73,7 @@ def _scalars(record: StepRecord) -> dict[str, float]:
         scalars["train/heldout_loss"] = record.heldout_loss
     for category in CATEGORIES:
         scalars[f"memory_gib/{category}"] = getattr(record.ledger, category) / 2**30
+    for place, held in record.ledger.by_place().items():
+        if place != "device":
+            scalars[f"memory_gib/on_{place}"] = sum(held.values()) / 2**30
     return scalars

@@ -1,0 +1,82 @@
+"""What it costs that states lie away from the device, in seconds of a step. No torch.
+
+1. During forward and backward: parameters come, for both, and summed gradients go. This travels beside the kernels,
+   and what takes longer than they do is waited for.
+2. The update reads and writes states piece by piece where the host computes it: what moves them and what computes work
+   side by side, so that the slowest of them counts.
+
+The device and the host's memory are joined by the device's own link; the disk is shared by the ranks of a host, and
+reading and writing share what it can do. On CPU cores the host's memory is the device's, so that nothing has to travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from speedlab.placement import Where
+from speedlab.planner.away import has_masters, residency_of, state_places
+from speedlab.planner.devices import Machines
+from speedlab.planner.efficiency import Efficiency
+from speedlab.planner.links import parse_link
+from speedlab.planner.setup import Setup
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """Bytes of one rank in a step, by what they go through."""
+
+    link: float
+    disk_read: float
+    disk_write: float
+
+    def seconds(self, setup: Setup, machines: Machines, efficiency: Efficiency) -> float:
+        """Of the slower of the two, which work side by side."""
+        sharing, host = min(machines.per_host, setup.layout.world_size), machines.host
+        disk = self.disk_read / host.disk_read_bytes_per_second + self.disk_write / host.disk_write_bytes_per_second
+        link = parse_link(machines.device.host_link).bandwidth_bytes_per_second * efficiency.host_link
+        return max(0.0 if machines.device.on_host else self.link / link, disk * sharing)
+
+
+def flows(setup: Setup, machines: Machines, owned: float) -> tuple[Flow, Flow]:
+    """(during forward and backward, during the update) of a rank that updates `owned` parameters."""
+    places = state_places(residency_of(setup))
+    element = _FLOAT32 if setup.dtype == "float32" else 2
+    summed = _FLOAT32 if setup.wide_sums and setup.accumulation > 1 else element
+    # A pipeline sums its gradients once a step.
+    sums = 1 if setup.layout.pp > 1 else setup.accumulation
+    masters = has_masters(setup, "cpu" if machines.device.on_host else "cuda")
+    states = _FLOAT32 * owned * (setup.optimizer.moments + masters)
+    parameters, gradients = owned * element, owned * summed
+    comes, goes = places["parameters"] is not Where.DEVICE, places["gradients"] is not Where.DEVICE
+    reads = 2 * setup.accumulation * parameters
+    passes = Flow(
+        link=(reads if comes else 0) + (sums * gradients if goes else 0),
+        disk_read=(reads if places["parameters"] is Where.DISK else 0)
+        + ((sums - 1) * gradients if places["gradients"] is Where.DISK else 0),
+        disk_write=sums * gradients if places["gradients"] is Where.DISK else 0,
+    )
+    states_on_disk = places["optimizer_moments"] is Where.DISK
+    written = parameters if places["parameters"] is Where.DISK else 0
+    update = Flow(
+        link=(0 if comes else parameters) + (0 if goes else gradients),
+        disk_read=(states if states_on_disk else 0)
+        + (gradients if places["gradients"] is Where.DISK else 0)
+        + (0 if masters else written),  # Without masters the update reads the parameters themselves.
+        disk_write=(states if states_on_disk else 0) + written,
+    )
+    return passes, update
+
+
+def waited_seconds(
+    setup: Setup, machines: Machines, efficiency: Efficiency, *, owned: float, computing: float, updating: float
+) -> float:
+    """Of a step, what a rank waits for the host's memory or the disk, where forward and backward take `computing`
+    seconds and the update of its `owned` parameters `updating`."""
+    if not setup.offload.used:
+        return 0.0
+    passes, update = flows(setup, machines, owned)
+    return max(0.0, passes.seconds(setup, machines, efficiency) - computing) + max(
+        0.0, update.seconds(setup, machines, efficiency) - updating
+    )
