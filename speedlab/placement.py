@@ -8,6 +8,7 @@ fills the columns of who and where; nothing else asks for the stage.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -15,6 +16,9 @@ from functools import cached_property
 from typing import Any
 
 from speedlab.layout import Part
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Of an element of each form."""
 
 
 class Holders(Enum):
@@ -39,6 +43,11 @@ class Where(Enum):
     HOST = "host"
     DISK = "disk"
 
+    @classmethod
+    def of_choice(cls, chosen: str) -> Where:
+        """Of a word of a configuration's `offload`: 'none', 'host' or 'disk'."""
+        return cls.DEVICE if chosen == "none" else cls(chosen)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Home:
@@ -51,26 +60,68 @@ class Home:
 
 @dataclass(frozen=True, kw_only=True)
 class Residency:
-    """Who holds parameters, gradients and optimizer states (masters and moments) of all flats."""
+    """Who holds parameters, gradients and optimizer states (masters and moments) of all flats, and where."""
 
     parameters: Holders
     gradients: Holders
     optimizer_states: Holders
+    parameters_at: Where = Where.DEVICE
+    gradients_at: Where = Where.DEVICE
+    """Of gradients that are summed."""
+    states_at: Where = Where.DEVICE
+    separate_masters: bool = False
+    """Whether parameters as wide as their masters have one apart, because the update is computed elsewhere."""
 
     @classmethod
-    def of_stage(cls, stage: int, dp: int) -> Residency:
+    def of_stage(
+        cls,
+        stage: int,
+        dp: int,
+        *,
+        optimizer: Where = Where.DEVICE,
+        parameters: Where = Where.DEVICE,
+        device: str = "cpu",
+    ) -> Residency:
         """The row of ZeRO's table. With one rank the partition is the whole, so nothing is gathered or copied.
 
-        Raises ValueError for a stage that is none.
+        `optimizer`, `parameters`: where optimizer states and parameters lie between two uses. Summed gradients go with
+        the former, unless every rank has all of them. `device`: its kind; on a CPU the host's memory is the device's.
+
+        Raises ValueError for a stage that is none, and for parameters away from the device below stage 3.
         """
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"ZeRO stage {stage!r} is not one of 0, 1, 2, 3")
+        if parameters is not Where.DEVICE and stage < 3:
+            raise ValueError(f"ZeRO stage {stage}: parameters lie away from the device at stage 3 only")
         reached = [Holders.PARTITIONED if stage >= wanted and dp > 1 else Holders.REPLICATED for wanted in (1, 2, 3)]
-        return cls(optimizer_states=reached[0], gradients=reached[1], parameters=reached[2])
+        one_each = reached[1] is Holders.PARTITIONED or dp == 1
+        return cls(
+            optimizer_states=reached[0],
+            gradients=reached[1],
+            parameters=reached[2],
+            parameters_at=parameters,
+            gradients_at=optimizer if one_each else Where.DEVICE,
+            states_at=optimizer,
+            separate_masters=device != "cpu" and optimizer is not Where.DEVICE and parameters is Where.DEVICE,
+        )
 
     def of(self, state: str) -> Holders:
         """Who holds a state, by its name in a row."""
         return {"parameter": self.parameters, "gradient": self.gradients}.get(state, self.optimizer_states)
+
+    def place_of(self, state: str) -> Where:
+        """Where it lies between two uses."""
+        return {"parameter": self.parameters_at, "gradient": self.gradients_at}.get(state, self.states_at)
+
+    @property
+    def parameters_come(self) -> bool:
+        """Whether the parameters of a unit are here only while it is used."""
+        return self.parameters is Holders.PARTITIONED or self.parameters_at is not Where.DEVICE
+
+    @property
+    def gradients_go(self) -> bool:
+        """Whether a rank's whole gradient of a unit is there only until it is summed."""
+        return self.gradients is Holders.PARTITIONED or self.gradients_at is not Where.DEVICE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +199,21 @@ def homes(
     if gradient:
         forms |= {"gradient": gradient, "moments": master or parameter} | ({"master": master} if master else {})
     own = {state: Home(holders=Holders.OWN, form=form) for state, form in (kept or {}).items() if gradient}
-    return {state: Home(holders=residency.of(state), form=form) for state, form in forms.items()} | own
+    return _placed(forms, residency) | own
+
+
+def _placed(forms: Mapping[str, str], residency: Residency) -> dict[str, Home]:
+    """The states of these forms where `residency` has them; a master as wide as its parameter is there where those are
+    apart, and on the way of an update where parameters are read and written."""
+    forms = dict(forms)
+    if forms.get("master") == forms["parameter"]:
+        del forms["master"]
+    if residency.separate_masters and "gradient" in forms:
+        forms.setdefault("master", forms["parameter"])
+    return {
+        state: Home(holders=residency.of(state), where=residency.place_of(state), form=form)
+        for state, form in forms.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,12 +249,11 @@ class Placement:
     def moved(self, residency: Residency) -> Placement:
         """The same parameters where `residency` has them."""
 
-        def move(state: str, home: Home) -> Home:
-            return home if home.holders is Holders.OWN else replace(home, holders=residency.of(state))
+        def move(states: Mapping[str, Home]) -> dict[str, Home]:
+            own = {state: home for state, home in states.items() if home.holders is Holders.OWN}
+            return _placed({key: home.form for key, home in states.items() if key not in own}, residency) | own
 
-        rows = [
-            replace(row, states={state: move(state, home) for state, home in row.states.items()}) for row in self.rows
-        ]
+        rows = [replace(row, states=move(row.states)) for row in self.rows]
         return Placement(rank=self.rank, residency=residency, rows=tuple(rows))
 
     @classmethod
@@ -200,6 +264,17 @@ class Placement:
             return several[0]
         rows = tuple(row for each in several for row in each.rows)
         return cls(rank=several[0].rank, residency=several[0].residency, rows=rows)
+
+    def bytes_at(self, where: Where, *, dp: int, moments: int) -> int:
+        """Bytes of all states that this rank has at a place, without padding; `moments`: how many an optimizer keeps of
+        each element."""
+        total = 0
+        for row in self.rows:
+            for state, home in row.states.items():
+                if home.where is where:
+                    count = home.holders.share(math.prod(row.shape), dp) * (moments if state == "moments" else 1)
+                    total += count * ITEM_BYTES[home.form]
+        return total
 
     def described(self) -> list[dict[str, Any]]:
         """All rows as what JSON can hold."""
@@ -224,7 +299,6 @@ def cells(row: Mapping[str, Any], rank: int) -> tuple[str, ...]:
     cut = f" by {', '.join(row['cut_over'])}" if row["cut_over"] else ""
     by = " by the optimizer" if row.get("left_to_optimizer") else ""  # Tables of before do not say.
     states = [_home_text(row["states"].get(state)) for state in _STATES]
-    kept = [f" + {state}: {_home_text(home)}" for state, home in row["states"].items() if state not in _STATES]
     kept = [f" + {state}: {_home_text(home)}" for state, home in row["states"].items() if state not in _STATES]
     states[1] += "".join(kept)
     if row["trainable"] and "master" not in row["states"]:

@@ -18,13 +18,16 @@ from speedlab.bench.planner_cases import GridCase, grid
 from speedlab.bench.ranks import RankSet
 from speedlab.config import RunConfig
 from speedlab.planner.memory import memory_by_rank, predict_memory
+from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import Setup
+from speedlab.telemetry.records import Ledger
 
 VALIDATED = Path(__file__).parents[1] / "planner" / "validated.md"
 """Where the table of the last whole run is kept."""
 
 _STATES = ("parameters", "gradients", "master_weights", "optimizer_moments")
 _OTHERS = ("activations", "communication_buffers")
+_BESIDE = ("other_framework", "outside_framework")
 _STEPS = 3
 
 
@@ -50,7 +53,8 @@ class Found:
     @property
     def states_agree(self) -> bool:
         """To the byte."""
-        return all(self.predicted[name] == self.measured[name] for name in _STATES)
+        names = (self.predicted.keys() | self.measured.keys()) - {*_OTHERS, *_BESIDE}
+        return all(self.predicted.get(name) == self.measured.get(name) for name in names)
 
     @property
     def error(self) -> float:
@@ -79,7 +83,7 @@ def compare(case: GridCase, ledgers: list[dict[str, int]]) -> list[Found]:
     setup = Setup.of_config(case.config, case.ranks, dtype=case.config.precision.dtype)  # type: ignore[arg-type]  # never "auto" here
     predicted = memory_by_rank(setup, predict_memory(setup, device="cpu"))
     return [
-        Found(case.name, rank, memory.by_category(), ledger)
+        Found(case.name, rank, memory.by_category() | _away(memory), ledger)
         for rank, (memory, ledger) in enumerate(zip(predicted, ledgers, strict=True))
     ]
 
@@ -105,10 +109,17 @@ def measure(config: RunConfig) -> list[dict[str, int]]:
         last = batch()
         with engine.trace_activations():
             engine.train_batch(last)
-        ledger = asdict(engine.ledger())
-        return engine.everyone.collect({name: ledger[name] for name in (*_STATES, *_OTHERS)})
+        ledger = engine.ledger()
+        own = asdict(ledger)
+        return engine.everyone.collect({name: own[name] for name in (*_STATES, *_OTHERS)} | _away(ledger))
     finally:
         engine.destroy(keep_parameters=False)
+
+
+def _away(memory: RankMemory | Ledger) -> dict[str, int]:
+    """What lies on the host and on disk of model states, by place and category."""
+    held = {"host": memory.host, "disk": memory.disk}
+    return {f"{place} {name}": count for place, own in held.items() for name, count in own.items() if name in _STATES}
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------

@@ -74,6 +74,14 @@ _LAYOUTS: list[tuple[int, dict[str, Any], tuple[int, ...]]] = [
 ]
 """(ranks, layout, ZeRO stages to measure); dp follows."""
 
+_AWAY: list[tuple[int, int, dict[str, str]]] = [
+    (1, 2, {"optimizer": "disk"}),
+    (1, 3, {"optimizer": "disk", "parameters": "disk"}),
+    (2, 1, {"optimizer": "host"}),
+    (2, 3, {"optimizer": "host", "parameters": "disk"}),
+]
+"""(ranks, ZeRO stage, what lies away from the device)."""
+
 _FORMS = [("float32", "none"), ("bfloat16", "block"), ("bfloat16", "none"), ("float32", "block")]
 """(precision, checkpointing)."""
 
@@ -104,6 +112,9 @@ def grid() -> Iterator[GridCase]:
                 accumulation = next(sums) if "pp" not in parallel else 4
                 yield _case(ranks, parallel, stage, model, dtype, checkpointing, next(sizes), accumulation)
             next(forms)  # So that a model meets all forms.
+    for ranks, stage, offload in _AWAY:
+        for dtype, checkpointing in _FORMS[:2]:
+            yield _case(ranks, {}, stage, next(models), dtype, checkpointing, 2, next(sums), offload)
 
 
 def _case(
@@ -115,6 +126,7 @@ def _case(
     checkpointing: str,
     micro_size: int,
     accumulation: int,
+    offload: dict[str, str] | None = None,
 ) -> GridCase:
     config = RunConfig(
         model=MODELS[model],
@@ -124,10 +136,12 @@ def _case(
         precision=dtype,
         batch={"micro_size": micro_size, "accumulation": accumulation},
         activation={"checkpointing": checkpointing},
+        offload=offload or {},
         optimizer="sgd" if model == "gpt2" and stage == 1 else "adamw",
     )
     layout = config.layout(ranks)
     extra = [word for word in ("schedule", "sequence") if word in parallel]
     extra = [parallel[word] if word == "schedule" else "sequence" for word in extra]
+    extra += [f"{state} on {place}" for state, place in (offload or {}).items()]
     name = ", ".join([model, str(layout), *extra, f"zero {stage}", dtype, f"checkpointing {checkpointing}"])
     return GridCase(name=f"{name}, {micro_size} × {accumulation}", ranks=ranks, config=config)

@@ -36,11 +36,11 @@ def cluster_for(name: str, engines: int | None, device: str, *, keep: bool) -> I
     if not found:
         print("starting engines ...", file=sys.stderr, flush=True)
     cluster = Cluster(engines, name=name, device=device)
-    if found:
-        print(f"using the running {cluster!r}", file=sys.stderr)
-    else:
-        print(f"started {cluster!r} in {time.monotonic() - begin:.1f} s", file=sys.stderr)
-    try:
+    try:  # From here on: who reads that it has started may press Ctrl-C at once.
+        if found:
+            print(f"using the running {cluster!r}", file=sys.stderr)
+        else:
+            print(f"started {cluster!r} in {time.monotonic() - begin:.1f} s", file=sys.stderr)
         yield cluster
     finally:
         if not found and not keep:

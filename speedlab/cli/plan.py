@@ -9,6 +9,7 @@ import tyro
 
 from speedlab.cluster.devices import choose_devices
 from speedlab.config import ConfigError
+from speedlab.config.parts import Away
 from speedlab.planner.plan import Plan
 from speedlab.planner.request import PlanRequest
 
@@ -20,6 +21,7 @@ class PlanOptions(PlanRequest):
     speedlab plan llama-3-8b --machines "8 H100" --zero 3
     speedlab plan gpt3-175b --machines "128x8 A100-80 nvlink3 ib-200x8" --tp 8 --pp 16 --zero 1 --global 1536
     speedlab plan ./Qwen2.5-7B --config ds_config.json --machines "2x8 H100"
+    speedlab plan llama-3-8b --machines "1 V100" --offload.optimizer disk --disk-bytes 2TB
     """
 
     model: Annotated[str, tyro.conf.Positional] = ""
@@ -28,6 +30,12 @@ class PlanOptions(PlanRequest):
     """ZeRO stage."""
     global_size: Annotated[int | None, tyro.conf.arg(name="global")] = None
     """Sequences of a step."""
+    offload_optimizer: Annotated[Away | None, tyro.conf.arg(name="offload.optimizer")] = None
+    """Where optimizer states, float32 masters and summed gradients lie."""
+    offload_parameters: Annotated[Away | None, tyro.conf.arg(name="offload.parameters")] = None
+    """Where parameters lie while no unit needs them; ZeRO stage 3 only."""
+    offload_activations: Annotated[Literal["none", "host"] | None, tyro.conf.arg(name="offload.activations")] = None
+    """Where inputs of blocks wait for backward; with checkpointing of blocks only."""
     published: bool = False
     """Hold the planner against published figures, row by row."""
 

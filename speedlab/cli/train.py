@@ -16,6 +16,7 @@ from speedlab.cli.resume import resume
 from speedlab.cluster import Run
 from speedlab.cluster.devices import choose_devices
 from speedlab.cluster.home import running_clusters
+from speedlab.cluster.run import check_offload_folder
 from speedlab.config import ConfigError, RunConfig
 from speedlab.config.run import SHORT_FORMS
 from speedlab.data import check
@@ -44,6 +45,7 @@ def check_before_start(config: RunConfig, options: EngineOptions) -> None:
     size = len(choose_devices(options.engines, options.device))
     config.batch.resolve(config.layout(size).data_size)
     check(config.data)
+    check_offload_folder(config)
 
 
 def _there_already(path: Path, options: EngineOptions) -> str:

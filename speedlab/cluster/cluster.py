@@ -25,7 +25,7 @@ from speedlab.cluster.home import ClusterState, Home, running_clusters
 from speedlab.cluster.results import RankResults
 from speedlab.cluster.shipping import pack
 from speedlab.cluster.tasks import POLL_SECONDS
-from speedlab.config import GivenConfig, config_of
+from speedlab.config import ConfigError, GivenConfig, config_of
 from speedlab.config.errors import more_in
 from speedlab.hardware import Device
 
@@ -191,6 +191,11 @@ class Cluster:
         """
         from speedlab.cluster.run import start_run
 
+        if loss is not None and not callable(loss):
+            raise ConfigError(
+                f"loss: {loss!r} cannot be called; give a function f(model, batch) that calls the model and gives the "
+                "mean loss, or none where the model's forward gives it"
+            )
         given = {"model": model, "loss": loss, "tp_plan": tp_plan}
         return start_run(self, config_of(config), **{key: value for key, value in given.items() if value is not None})
 

@@ -27,6 +27,10 @@ DIED = "EngineDied"
 """Kind of the failure of a rank whose engine's process ended while it worked."""
 
 _MOST_TRACES = 3
+_IN_WORDS = frozenset({"ConfigError", "LayoutError", "CheckpointError"})
+_BARE = frozenset({"Refusal", "Parted"})
+"""Kinds whose message says all, so that no traceback is shown; of the second even their own name says nothing to a
+user."""
 _PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection closed", "connection was aborted")
 
 
@@ -56,6 +60,8 @@ class RemoteFailure:
         return step + (f", in forward of {self.module}" if self.module else "")
 
     def __str__(self) -> str:
+        if self.kind in _BARE:
+            return self.message
         return f"{self.kind}: {self.message}" if self.message else self.kind
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,7 +147,8 @@ class RankError(RuntimeError):
         """The groups whose traceback is worth a person's time."""
         groups = self.groups
         causes = [group for group in groups if not group[1].follows_another] or groups[:1]
-        return [group for group in causes if group[1].traceback][:_MOST_TRACES]
+        told = [group for group in causes if group[1].traceback and group[1].kind not in _IN_WORDS | _BARE]
+        return told[:_MOST_TRACES]
 
     def _default_advice(self) -> str:
         dead = [rank for rank, failure in self.by_rank.items() if failure.kind == DIED]

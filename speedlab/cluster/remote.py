@@ -217,6 +217,15 @@ def try_model(config: str, file: str) -> dict[str, Any]:
     return go(RunConfig(**json.loads(config)), int(os.environ["WORLD_SIZE"]), device=device, **own)
 
 
+def measure_disk(folder: str) -> tuple[float, float]:
+    """(bytes read, bytes written a second) of states in `folder`, or in the nearest folder above it."""
+    from speedlab.offload.measure import measure_disk as measure
+    from speedlab.planner.hosts import existing
+
+    found = measure(existing(Path(folder)) or Path(folder))
+    return found.read_bytes_per_second, found.write_bytes_per_second
+
+
 def advance(folder: str) -> str:
     """Carry out the run's control words and train until it pauses, ends or fails; returns the state it is left in."""
     from speedlab.engine.run.held_runs import advance as go

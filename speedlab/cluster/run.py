@@ -11,6 +11,7 @@ import html
 import os
 import platform
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -199,9 +200,10 @@ class Run:
     def reshape(self, *, engines: int | None = None, **changes: Any) -> Pending:
         """Change the ZeRO stage, the layout, or how a pipeline works, between two steps; no state is lost.
 
-        `changes`: zero, tp, pp, dp, schedule, chunks, micro_batches, sequence, cut. What is not named stays as it is,
-        and dp follows from the engines. The global batch stays, so that the same data follow. Raises ConfigError or
-        LayoutError at once, with the rule and what would work, for what cannot be.
+        `changes`: zero, tp, pp, dp, schedule, chunks, micro_batches, sequence, cut, offload (a dict of where the
+        optimizer's states and the parameters lie: none, host or disk). What is not named stays as it is, and dp follows
+        from the engines. The global batch stays, so that the same data follow. Raises ConfigError or LayoutError at
+        once, with the rule and what would work, for what cannot be.
 
         With another number of `engines`, engines are started or stopped, and the run goes on from a checkpoint; this
         waits for it, and a failure leaves the run with the engines it had. See `speedlab.cluster.resize`.
@@ -412,6 +414,7 @@ def start_run(cluster: Cluster, config: RunConfig, **given: Any) -> Run:
     layout = config.layout(cluster.size, built_in="model" not in given)
     config.batch.resolve(layout.data_size)
     check(config.data)
+    check_offload_folder(config)
     pids = tuple(status.pid for status in cluster.status())
     refuse_second_run(cluster, pids)
     require_space(config.folder, _SPARE_BYTES + config.steps * cluster.size * _RECORD_BYTES)
@@ -431,15 +434,29 @@ def start_run(cluster: Cluster, config: RunConfig, **given: Any) -> Run:
     return run
 
 
+def check_offload_folder(config: RunConfig) -> None:
+    """Raises ConfigError where states shall go to a folder of this host that cannot take them."""
+    folder = config.offload.folder
+    if folder is None or "disk" not in (config.offload.optimizer, config.offload.parameters):
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"offload.folder: {folder} is no folder; make it on the disk that shall hold the states")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"offload.folder: {folder} cannot be written to ({error.strerror}); name another") from None
+
+
 def _with_absolute_sources(config: RunConfig) -> RunConfig:
-    """The engines may run in another directory: paths of data are written down whole."""
+    """The engines may run in another directory: paths of data and of states on disk are written down whole."""
     sources = config.data.source if isinstance(config.data.source, tuple) else (config.data.source,)
     absolute = tuple(source if source == "stdlib" else _absolute(source) for source in sources)
     tokenizer = config.data.tokenizer
     if tokenizer not in ("bpe", "bytes"):
         tokenizer = _absolute(tokenizer)
     source = absolute if isinstance(config.data.source, tuple) else absolute[0]
-    return config.replace(data={"source": source, "tokenizer": tokenizer})
+    offload = {} if config.offload.folder is None else {"folder": _absolute(str(config.offload.folder))}
+    return config.replace(data={"source": source, "tokenizer": tokenizer}, offload=offload)
 
 
 def _absolute(path: str) -> str:

@@ -14,7 +14,7 @@ from speedlab.hardware import Device, cpu_fast_dtype
 from speedlab.layout import Layout
 from speedlab.planner import parameters_by_rank, rank_states
 from speedlab.telemetry.feed import Feed
-from speedlab.telemetry.records import Event, StepRecord
+from speedlab.telemetry.records import Event, Ledger, StepRecord
 from speedlab.telemetry.shape import present_config, shape_after
 
 _STATES = ("parameters", "gradients", "optimizer")
@@ -25,7 +25,8 @@ class StageTable(Table):
 
     def head(self) -> list[str]:
         layout = ["layout"] if self._has_layouts else []
-        return ["stage", *layout, *(f"{name} (formula)" for name in _STATES), "speed", "change took"]
+        away = [f"on {place}" for place in self._places]
+        return ["stage", *layout, *(f"{name} (formula)" for name in _STATES), *away, "speed", "change took"]
 
     def cells(self) -> list[tuple[str, ...]]:
         return [
@@ -33,11 +34,16 @@ class StageTable(Table):
                 f"{row['stage']}",
                 *([row["layout"]] if self._has_layouts else []),
                 *(f"{bytes_text(row[name])} ({bytes_text(row[f'formula_{name}'])})" for name in _STATES),
+                *(bytes_text(row[f"{place}_bytes"]) for place in self._places),
                 f"{count_text(row['tokens_per_second'])} tokens/s",
                 "–" if row["change_seconds"] is None else seconds_text(row["change_seconds"]),
             )
             for row in self
         ]
+
+    @property
+    def _places(self) -> list[str]:
+        return [place for place in ("host", "disk") if any(row[f"{place}_bytes"] for row in self)]
 
     @property
     def _has_layouts(self) -> bool:
@@ -49,7 +55,8 @@ def stage_table(feed: Feed, *, devices: Sequence[Device] = ()) -> StageTable:
     """Rows in the order in which stages and layouts were first used.
 
     Bytes are for one rank: the largest over the ranks, at the last step of that stage and layout; `optimizer` is
-    moments and master weights together; `formula_…` is what ZeRO's formula gives. `tokens_per_second` is the median
+    moments and master weights together, wherever they lie; `host_bytes` and `disk_bytes` of all that is what lies
+    there; `formula_…` is what ZeRO's formula gives. `tokens_per_second` is the median
     over warm steps: the later half of those of that stage and layout. The earlier ones also pay for what begins with a
     run (memory, imports, the views of a notebook) or follows a change. `change_seconds` is how long changing to this
     stage and layout took; None for the first.
@@ -104,11 +111,18 @@ def _measured(stage: int, ranks: dict[int, list[StepRecord]]) -> dict[str, Any]:
     return {
         "stage": stage,
         "steps": len(records),
-        "parameters": max(ledger.parameters for ledger in ledgers),
-        "gradients": max(ledger.gradients for ledger in ledgers),
-        "optimizer": max(ledger.optimizer_moments + ledger.master_weights for ledger in ledgers),
+        "parameters": max(ledger.anywhere("parameters") for ledger in ledgers),
+        "gradients": max(ledger.anywhere("gradients") for ledger in ledgers),
+        "optimizer": max(
+            ledger.anywhere("optimizer_moments") + ledger.anywhere("master_weights") for ledger in ledgers
+        ),
+        **{f"{place}_bytes": max(_held(ledger, place) for ledger in ledgers) for place in ("host", "disk")},
         "tokens_per_second": median(record.tokens_per_second for record in warm),
     }
+
+
+def _held(ledger: Ledger, place: str) -> int:
+    return sum(ledger.by_place().get(place, {}).values())
 
 
 def _formula(feed: Feed, stage: int, layout: Layout, config: RunConfig, devices: Sequence[Device]) -> dict[str, int]:

@@ -61,6 +61,7 @@ PHASE_COLOURS = {
     "forward": COLOURS["activations"],
     "backward": COLOURS["gradients"],
     "communication": COLOURS["communication_buffers"],
+    "offload": COLOURS["master_weights"],
     "optimizer": COLOURS["optimizer_moments"],
     "other": COLOURS["other_framework"],
 }

@@ -15,7 +15,6 @@ import torch
 from speedlab.engine.checkpoint.weights import write_weights
 from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.whole import whole_state
-from speedlab.placement import Holders
 
 
 class DeepSpeedNames(TrainingState):
@@ -124,7 +123,7 @@ class DeepSpeedNames(TrainingState):
     def _whole_here(self) -> bool:
         """Whether this rank holds the whole module between steps."""
         alone = self.layout.tp == self.layout.pp == 1
-        return alone and all(zero.residency.parameters is Holders.REPLICATED for zero in self.zeros)
+        return alone and not any(zero.parameters_come for zero in self.zeros)
 
     def _frozen(self) -> set[str]:
         own = [name for module in self.modules for name, p in module.named_parameters() if not p.requires_grad]

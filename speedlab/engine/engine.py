@@ -6,7 +6,7 @@ A thin door: `step/step.py` says where a step stands, `step/drivers.py` computes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 import speedlab.engine.checkpoint as checkpoint
+from speedlab.engine.build.placing import residency_of
+from speedlab.engine.build.room import refuse_without_room
 from speedlab.engine.build.wrap import BlockWrapper
 from speedlab.engine.deepspeed_names import DeepSpeedNames
 from speedlab.engine.step.clock import PhaseClock
@@ -23,14 +25,14 @@ from speedlab.engine.step.drivers import Batch, Driver, PipelineStages, WholeMod
 from speedlab.engine.step.errors import name_module
 from speedlab.engine.step.looking import Looking
 from speedlab.engine.step.losses import LossFunction
-from speedlab.engine.step.memory import release_freed_memory
+from speedlab.engine.step.memory import release_freed_memory, suit_allocator
 from speedlab.engine.step.random_streams import RandomStreams
 from speedlab.engine.step.same_data import SAME, SameData
 from speedlab.engine.step.step import Step
 from speedlab.engine.step.totals import Totals
 from speedlab.engine.step.whole import remember_parts, whole_state
 from speedlab.parallel.zero import forget, remember
-from speedlab.placement import Residency
+from speedlab.placement import Residency, Where
 from speedlab.telemetry.checkpoints import numbered_name
 from speedlab.telemetry.records import Ledger, Span
 
@@ -60,7 +62,13 @@ class Engine(DeepSpeedNames):
             # Where a block computes its forward anew or is compiled, either half of a backward would do all of it.
             split = not checkpointing and not config.compile
             self._driver = PipelineStages(self, self._step, self.clock, dtype=self.dtype, split_backward=split)
-        self._wrapper = BlockWrapper(self.zeros, checkpointing=checkpointing, compile=config.compile, device=device)
+        self._wrapper = BlockWrapper(
+            self.zeros,
+            checkpointing=checkpointing,
+            compile=config.compile,
+            device=device,
+            waiting=self.stores if config.offload.activations == "host" else None,
+        )
         self._streams = streams
         for part in self.model_parts:
             streams.attach(part.module, part.zero)
@@ -233,21 +241,44 @@ class Engine(DeepSpeedNames):
 
     # ---- the state ---------------------------------------------------------------------------------------------------
 
-    def reshape(self, *, zero: int) -> None:
-        """Change the ZeRO stage in place, between two steps: states are cut, freed, or gathered once. Nothing is
-        lost."""
+    def reshape(self, *, zero: int | None = None, offload: Mapping[str, Any] | None = None) -> None:
+        """Change the ZeRO stage, or where states lie (fields of `offload` in the configuration), in place, between two
+        steps: states are cut, freed, gathered once, or go to another place. Nothing is lost.
+
+        Raises ValueError for a stage that is none, ConfigError for what cannot be offloaded, both before anything is
+        changed, and OffloadError where a place has no room.
+        """
         self._step.refuse_after_cut()
         self._step.refuse_inside("reshape")
+        zero = self.zero_stage if zero is None else zero
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"reshape: zero is {zero}; it is 0, 1, 2 or 3")
-        before, wanted = self.zeros[0].residency, Residency.of_stage(zero, self.group.size)
+        config = self.config.replace(offload=offload or {}, zero=zero)
+        before, device = self.zeros[0].residency, self.world.device.type
+        wanted = residency_of(config, dp=self.group.size, device=device)
         check_whole_gradients(type(self.optimizer), wanted, zero)
+        refuse_without_room(self._more_on_disk(wanted), self.stores, self.everyone)
         for part in self.zeros:
             part.place(wanted)
         self.partitioned_optimizer.move(before)
+        self.stores.flush()
+        self.stores.close_empty()
+        suit_allocator(self.world.device, sparing=config.offload.used)
         self.zero_stage = zero
+        self.config = self.config.model_copy(update={"offload": config.offload})
         release_freed_memory(self.world.device)
         self._looking.start_anew()
+
+    def _more_on_disk(self, wanted: Residency) -> int:
+        """Bytes that this rank will have on disk beyond what it has there."""
+        moments = max(
+            (len(self.partitioned_optimizer.states_of(flat)) for flat in self.flats if flat.trainable), default=0
+        )
+        needed, had = (
+            table.bytes_at(Where.DISK, dp=self.group.size, moments=moments)
+            for table in (self.placement.moved(wanted), self.placement)
+        )
+        return max(0, needed - had)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The module's whole state on every rank (a collective), parameters as float32 masters where they exist."""
@@ -345,16 +376,19 @@ class Engine(DeepSpeedNames):
         checkpoint.finish_saving(self)
         self._streams.detach()
         self._wrapper.undo()
-        for part in reversed(self.model_parts):  # Stages of one given module share some of its modules.
-            part.zero.detach()
-            part.tensor.detach()
-            part.zero.gathers.let_go()
-            forget(part.zero)
-            if keep_parameters:
-                for flat in part.zero.flats:
-                    flat.give_back()
-            part.zero.gathers.units.clear()
-            part.zero.gathers.order.clear()
+        try:
+            for part in reversed(self.model_parts):  # Stages of one given module share some of its modules.
+                part.zero.detach()
+                part.tensor.detach()
+                part.zero.gathers.let_go()
+                forget(part.zero)
+                if keep_parameters:
+                    for flat in part.zero.flats:
+                        flat.give_back()
+                part.zero.gathers.units.clear()
+                part.zero.gathers.order.clear()
+        finally:
+            self.stores.close()  # Though a disk has lost what was asked for.
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
             group["params"] = []

@@ -41,6 +41,7 @@ class Fakes:
         self.name, self.running, self.devices = "fake", True, devices or [DEVICE] * 4
         self.folder = folder
         self.trained: list[RunConfig] = []
+        self.measured: list[tuple[Any, ...]] = []
         self.refusal: Exception | None = None
         self.may_train = threading.Event()
         self.may_train.set()
@@ -48,12 +49,22 @@ class Fakes:
     def start(self) -> None:
         self.running = True
 
+    def submit(self, function: Callable[..., Any], /, *args: Any, ranks: list[int]) -> FakeAnswer:
+        """Only the disk is asked for: 2 GB/s to read, 1 to write."""
+        self.measured.append((*args, *ranks))
+        return FakeAnswer()
+
     def train(self, config: RunConfig) -> FakeRun:
         assert self.may_train.wait(10)
         if self.refusal is not None:
             raise self.refusal
         self.trained.append(config)
         return FakeRun(RunFolder.create(config.replace(folder=self.folder)), self)
+
+
+class FakeAnswer:
+    def result(self, timeout: float) -> list[tuple[float, float]]:
+        return [(2e9, 1e9)]
 
 
 class FakePending:

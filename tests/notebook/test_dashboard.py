@@ -149,6 +149,27 @@ def test_keyframe_and_ticks_make_the_same_page_as_a_later_keyframe(pace):
     assert max(len(trace["x"]) for trace in page.figures["loss"]["data"]) <= POINTS
 
 
+def test_places_come_with_the_first_record_that_has_some_and_follow_it():
+    history, records = History(), {0: [record(1)]}
+    history.update(records, [])
+    drawing = Drawing(history, name="sample")
+    page = Page(drawing.keyframe(RUNNING))
+    assert "places" not in page.figures
+    for step, count in ((2, 2**30), (3, 2**29)):
+        ledger = Ledger(parameters=2**20, capacity_bytes=2**30, disk={"gradients": count}, disk_capacity_bytes=2**31)
+        records[0].append(record(step, ledger=ledger, phases={"forward": 0.1, "offload": 0.2}))
+        history.update(records, [])
+        page.take(*drawing.tick(RUNNING))
+        gradients = next(trace for trace in page.figures["places"]["data"] if trace["name"] == "gradients")
+        assert gradients["x"][1] == "disk, of 2.0 GiB"
+        assert float(gradients["y"][1]) == 100 * count / 2**31
+    whole = Page(Drawing(History.of(records), name="sample").keyframe(RUNNING))
+    assert {name: comparable(each) for name, each in page.figures.items()} == {
+        name: comparable(each) for name, each in whole.figures.items()
+    }
+    assert "offload" in [trace["name"] for trace in page.figures["anatomy"]["data"]]
+
+
 def test_a_step_costs_a_few_hundred_bytes():
     history, records = History(), {rank: [record(step, rank) for step in range(1, 40)] for rank in range(4)}
     drawing = Drawing(history, name="sample")

@@ -153,7 +153,7 @@ RESUMED = """
     run.resume().wait(60)
     assert run.wait(60) == "finished"
     assert [record.loss for record in run.records()] == pytest.approx(whole, rel=1e-5)
-    with pytest.raises(speedlab.RankError, match=r"Refusal: left: to generate, Net.forward\\(tokens\\) has to give"):
+    with pytest.raises(speedlab.RankError, match=r"left: to generate, Net.forward\\(tokens\\) has to give"):
         run.generate("a")
 """
 

@@ -17,7 +17,7 @@ from speedlab_notebook.panel_fields import SECTIONS, Choice
 
 from speedlab.config import ConfigError, RunConfig
 from speedlab.layout import Layout
-from speedlab.planner import model_states, parameter_count, rank_parameters, stage_blocks
+from speedlab.planner import here, model_states, parameter_count, rank_parameters, stage_blocks
 
 cluster, opened, panel = panel_fakes.cluster, panel_fakes.opened, panel_fakes.panel
 BOUND_MS = 50
@@ -357,3 +357,44 @@ def test_a_control_is_shown_in_a_blink(panel: Panel) -> None:
             times.append(panel.update_ms)
             put(panel, path, before)
         assert 0 < min(times) < BOUND_MS, (path, times)
+
+
+# Places
+
+
+def test_places_are_offered_where_they_can_be(panel: Panel) -> None:
+    assert "parameters lie away at stage 3 only; the stage is 2" in note(panel, "offload.parameters")
+    assert "nothing lies on disk" in note(panel, "offload.folder")
+    put(panel, "zero.stage", 3)
+    assert "offload the optimizer first" in note(panel, "offload.parameters")
+    put(panel, "offload.optimizer", "host")
+    assert "here host and device are the same memory" in note(panel, "offload.optimizer")
+    put(panel, "offload.parameters", "host")
+    assert panel.config is not None
+    assert (panel.config.offload.optimizer, panel.config.offload.parameters) == ("host", "host")
+    put(panel, "zero.stage", 2)
+    assert panel.config is None
+    assert "needs zero.stage 3, and it is 2" in panel.summary_text
+    assert offered(panel) == set()
+
+
+def test_a_disk_is_measured_once_by_an_engine_and_told(cluster: Fakes, panel: Panel, tmp_path: Path) -> None:
+    put(panel, "offload.folder", str(tmp_path))
+    assert cluster.measured == []
+    put(panel, "offload.optimizer", "disk")
+    assert wait_for(lambda: "(measured)" in note(panel, "offload.optimizer"))
+    assert "disk: reads 2.0 GB/s, writes 1.0 GB/s (measured)" in note(panel, "offload.optimizer")
+    put(panel, "model.layers", 5)
+    assert cluster.measured == [(str(tmp_path), 0)]
+    shown = panel._view.states.value
+    assert "disk: " in shown
+    assert "free" in shown
+    assert panel.prediction is not None
+    assert [place.name for place in panel.prediction.plan.places] == ["device", "host", "disk"]
+
+
+def test_what_a_disk_cannot_hold_is_not_trained(panel: Panel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here, "free_disk_bytes", lambda folder: 2**20)
+    put(panel, "offload.optimizer", "disk")
+    assert "does not fit: disk: " in panel.summary_text
+    assert offered(panel) == set()

@@ -46,6 +46,8 @@ class Case:
     accumulation: int = 1
     checkpointing: str = "none"
     clip_norm: float | None = None
+    offload: tuple[tuple[str, str], ...] = ()
+    """Fields of the configuration's `offload`: (name, value)."""
     bucket_bytes: int = 1
     """1: each block is a unit of its own; these models' blocks would otherwise all be merged into one."""
     steps: int = 6
@@ -60,13 +62,15 @@ class Case:
             "batch": {"micro_size": 2, "accumulation": self.accumulation},
             "activation": {"checkpointing": self.checkpointing},
             "clip_norm": self.clip_norm,
+            "offload": dict(self.offload),
         }
 
     def __str__(self) -> str:
         clip = "clip" if self.clip_norm else "no clip"
         return (
             f"zero {self.stage}, {self.build.__name__}, {self.dtype}, accumulation {self.accumulation}, "
-            f"checkpointing {self.checkpointing}, {self.optimizer.__name__}, {clip}, bucket {self.bucket_bytes}"
+            f"checkpointing {self.checkpointing}, {self.optimizer.__name__}, {clip}, bucket {self.bucket_bytes}, "
+            f"offload {dict(self.offload)}"
         )
 
 

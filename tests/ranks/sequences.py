@@ -69,6 +69,8 @@ class Sequence:
     optimizer: str = "sgd"
     instance: bool = False
     clip_norm: float | None = None
+    optimizer_at: str = "none"
+    """Where the optimizer's states lie at first."""
     tensor: bool = False
     build: Callable[[], nn.Module] = field(default=probe)
 
@@ -76,7 +78,8 @@ class Sequence:
         calls = ", ".join(repr(call) for call in self.calls if call.name != "nothing")
         fields = f"stage={self.stage}, accumulation={self.accumulation}, optimizer={self.optimizer!r}"
         more = (
-            f"instance={self.instance}, clip_norm={self.clip_norm}, tensor={self.tensor}, build={self.build.__name__}"
+            f"instance={self.instance}, clip_norm={self.clip_norm}, optimizer_at={self.optimizer_at!r}, "
+            f"tensor={self.tensor}, build={self.build.__name__}"
         )
         return f"Sequence({fields}, {more}, calls=[{calls}])"
 
@@ -86,6 +89,7 @@ class Sequence:
             "precision": {"dtype": "float32"},
             "batch": {"micro_size": 2, "accumulation": self.accumulation},
             "clip_norm": self.clip_norm,
+            "offload": {"optimizer": self.optimizer_at},
             "parallel": {"tp": dist.get_world_size() if self.tensor else 1},
         }
         make: Any = OPTIMIZERS[self.optimizer]
@@ -215,7 +219,8 @@ class Plain:
         return "ZeroDivisionError" if here else ELSEWHERE
 
     def reshape(self, call: Call) -> str | None:
-        """To stage `data`. A forward of before cannot be differentiated any more: what it saved has moved."""
+        """To stage `data`, with states at the places `how`. A forward of before cannot be differentiated any more: what
+        it saved has moved."""
         if self.in_step:
             return REFUSED
         self.pending = None
@@ -346,7 +351,12 @@ class Ours:
         self.engine.reconnect()
 
     def reshape(self, call: Call) -> str | None:
-        refused = unless_refused(lambda: self.engine.reshape(zero=call.data), "micro-batch")
+        optimizer, parameters = call.how or ("none", "none")
+        # Ranks that skip blocks take shards that were offered; parameters go nowhere without the optimizer's states.
+        if call.data < 3 or self.size > 1 or optimizer == "none":
+            parameters = "none"
+        places = {"optimizer": optimizer, "parameters": parameters}
+        refused = unless_refused(lambda: self.engine.reshape(zero=call.data, offload=places), "micro-batch")
         if refused != REFUSED:
             self.pending = None
         return refused
@@ -366,7 +376,13 @@ class Ours:
         self.pending, self.fed = None, False
 
     def moments(self) -> dict[str, float]:
-        own = squares(self.engine.optimizer)
+        own: dict[str, float] = {}
+        optimizer = self.engine.partitioned_optimizer
+        for flat in optimizer.flats:
+            with optimizer.visit(flat):
+                for kind, state in optimizer.states_of(flat).items():
+                    own[kind] = own.get(kind, 0.0) + float(state.double().square().sum())
+        own = {kind: value for kind, value in own.items() if value > 0}
         total = torch.tensor([own[kind] for kind in sorted(own)], dtype=torch.float64)
         dist.all_reduce(total)
         share = self.size if self.engine.zero_stage == 0 else 1  # Replicated ones were counted on every rank.

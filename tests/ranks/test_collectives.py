@@ -236,9 +236,14 @@ def count_traffic() -> tuple[dict[str, int], dict[str, float], int, dict[str, in
     traffic.phase = "backward"
     wires.all_gather(torch.zeros(size * 10), torch.zeros(10)).wait()
     wires.reduce_scatter(torch.zeros(size * 10, dtype=torch.bfloat16), torch.zeros(10)).wait()
-    sent, waited = traffic.take()
+    counted = traffic.take()
     peak = traffic.buffers.take_peak()
-    return sent, waited, peak, {"left": traffic.buffers.live_bytes, "again": sum(traffic.take()[0].values())}
+    return (
+        counted.sent_bytes,
+        counted.peer_seconds,
+        peak,
+        {"left": traffic.buffers.live_bytes, "again": sum(traffic.take()[0].values())},
+    )
 
 
 @on_both_backends

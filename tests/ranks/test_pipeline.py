@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from speedlab.comm.wires import wires
 from speedlab.config import ModelConfig
 from speedlab.layout import Layout, layer_counts
 from speedlab.models import GPT
+from speedlab.offload import Stores
 from speedlab.parallel.pipeline import Pipeline, cut_model
 from speedlab.parallel.zero import Zero, plan_units
 from speedlab.placement import Placement, Residency, Row, homes
@@ -148,6 +150,7 @@ class Rank:
                 self.placement(module, tied),
                 gather_group=groups[0],
                 reduce_group=groups[1],
+                stores=Stores(Path.cwd(), rank=self.rank, traffic=self.traffic, device=device),
                 axes={"ends": self.ends} if self.ends else {},
             )
             for module in self.modules

@@ -24,6 +24,9 @@ numbers = st.integers(0, 63)
 
 places = st.sampled_from(["forward", "backward"])
 
+anywhere = st.sampled_from(["none", "host", "disk"])
+"""Where optimizer states, and parameters, lie after a change."""
+
 KINDS: dict[int, st.SearchStrategy[Call]] = {
     1: st.just(Call("nothing")),  # What a call that does not matter shrinks to.
     10: st.builds(Call, st.just("forward"), numbers),
@@ -36,7 +39,7 @@ KINDS: dict[int, st.SearchStrategy[Call]] = {
     68: st.builds(Call, st.just("gather")),
     73: st.builds(Call, st.just("fail"), numbers, st.tuples(places, st.none(), st.booleans())),
     76: st.builds(Call, st.just("fail"), numbers, st.tuples(places, st.integers(0, 1), st.booleans())),
-    86: st.builds(Call, st.just("reshape"), st.integers(0, 3)),
+    86: st.builds(Call, st.just("reshape"), st.integers(0, 3), st.tuples(anywhere, anywhere)),
     94: st.builds(Call, st.just("save")),
     99: st.builds(Call, st.just("load"), st.integers(0, 5)),
 }
@@ -51,6 +54,7 @@ sequences = st.builds(
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     instance=st.booleans(),
     clip_norm=st.sampled_from([None, 0.3]),
+    optimizer_at=anywhere,
     calls=st.lists(calls, min_size=CALLS, max_size=CALLS),
 )
 

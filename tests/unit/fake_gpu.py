@@ -224,9 +224,10 @@ class FakeGpu(TorchDispatchMode):
             self._to_host(args[0], "copy_", non_blocking=_non_blocking(args, kwargs))
             return args[0]
         if func in (_aten._to_copy.default, _aten.copy_.default) and host:
-            source = host[0]
-            self._check_arrived(func, host)
-            self._to_device(source, func._opname, non_blocking=_non_blocking(args, kwargs))
+            source, non_blocking = host[0], _non_blocking(args, kwargs)
+            if not (non_blocking and self.is_pinned(source)):  # Else the queue reads it, not the host.
+                self._check_arrived(func, host)
+            self._to_device(source, func._opname, non_blocking=non_blocking)
             with torch._C._DisableTorchDispatch():
                 blank = torch.empty_like(source, device="meta")
             args = (blank, *args[1:]) if func is _aten._to_copy.default else (args[0], *args[2:])

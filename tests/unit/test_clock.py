@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
-from speedlab.comm import Traffic
+from speedlab.comm import Traffic, Transfer
 from speedlab.engine.step import clock
 from speedlab.engine.step.clock import PhaseClock
 
@@ -57,6 +59,21 @@ def test_a_wait_that_is_known_before_its_phase(gpu_clock) -> None:
     assert second["optimizer"] == pytest.approx(6e-3)
     assert second["communication"] == 0.0
     assert phases.take().phases.get("optimizer", 0.0) == 0.0
+
+
+def test_a_wait_for_a_place_is_offload_and_not_communication() -> None:
+    traffic, cpu = Traffic(), torch.device("cpu")
+    phases = PhaseClock(traffic, cpu)
+    phases.take()
+    with phases.phase("optimizer"):
+        Transfer(lambda: time.sleep(0.02), traffic, cpu, link="disk read", nbytes=64).wait()
+        Transfer(lambda: time.sleep(0.01), traffic, cpu, link="gloo", nbytes=8).wait()
+    costs = phases.take()
+    assert costs.phases["offload"] >= 0.02
+    assert 0.01 <= costs.phases["communication"] < costs.phases["offload"]
+    assert costs.phases["optimizer"] < 0.01
+    assert costs.moved_bytes == {"disk read": 64}
+    assert "offload" not in phases.take().phases
 
 
 def test_waits_outside_all_phases_are_communication_only(gpu_clock) -> None:

@@ -135,7 +135,8 @@ EXPECTED = r"[\s\S]*forward\(tokens, targets\)[\s\S]*forward\(input_ids=.*labels
         ({"model": with_forward(lambda self, x, y: self.out(x.float()))}, r"RuntimeError: .* in <lambda>, line \d+"),
         ({"model": with_forward(lambda self, x, y: self.loss(x, y).detach())}, "depends on none of its parameters"),
         ({"model": Net, "loss": lambda model, batch: model}, r"<lambda>\(model, batch\) gave a Net, which is no loss"),
-        ({"model": lambda: Net(100)}, "embedding has 100 tokens and the data have 512; .* data.vocab_size to 100"),
+        ({"model": lambda: Net(300)}, "embedding has 300 tokens and the data have 512; .* data.vocab_size to 300"),
+        ({"model": lambda: Net(100)}, "embedding has 100 tokens and the data have 512; make it larger$"),
         (
             {"model": NeedsWidth},
             r"NeedsWidth is called without arguments and needs width; .*model=lambda: NeedsWidth\(",

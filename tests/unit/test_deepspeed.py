@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from speedlab import cli
-from speedlab.config import ConfigError, RunConfig, ScheduleConfig, deepspeed
+from speedlab.config import ConfigError, OffloadConfig, RunConfig, ScheduleConfig, deepspeed
 from speedlab.config.deepspeed_auto import TRAINER_DEFAULTS
 from speedlab.config.deepspeed_schema import FEATURES, HONOURED, IGNORED, LEGACY
+from speedlab.config.offload_rules import offload_problems
 
 BATCH = {"train_micro_batch_size_per_gpu": 4}
 
@@ -229,28 +231,7 @@ def test_every_known_key_without_effect_has_a_reason(path) -> None:
 @pytest.mark.parametrize(
     ("data", "path", "name"),
     [
-        (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-            "zero_optimization.offload_optimizer",
-            "offload",
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-            "zero_optimization.offload_param",
-            "offload",
-        ),
-        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "zero_optimization.cpu_offload", "offload"),
-        (
-            {"zero_optimization": {"stage": 3, "cpu_offload_params": True}},
-            "zero_optimization.cpu_offload_params",
-            "offload",
-        ),
-        (
-            {"activation_checkpointing": {"cpu_checkpointing": True}},
-            "activation_checkpointing.cpu_checkpointing",
-            "offload",
-        ),
-        ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow", "offload"),
+        ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow", "zenflow"),
         ({"sparse_attention": {"mode": "bigbird"}}, "sparse_attention", "sparse-attention"),
         ({"optimizer": params("OneBitAdam", lr=1e-3, freeze_step=10)}, "optimizer.type", "optimizer"),
         ({"optimizer": params("Lamb", lr=1e-3)}, "optimizer.type", "optimizer"),
@@ -306,15 +287,81 @@ def test_what_changes_training_or_memory_is_refused_unless_the_caller_goes_witho
     assert any(entry.path == path and "you asked" in entry.text for entry in without.ignored)
 
 
-def test_offload_counts_only_at_the_stages_where_it_acts() -> None:
-    cpu = {"device": "cpu"}
-    for stage in (0, 1, 2, 3):
-        section = {"stage": stage, "offload_optimizer": cpu, "offload_param": cpu}
-        expected = ["offload_optimizer"][: stage >= 1] + ["offload_param"][: stage >= 3]
-        assert list(refusals({**BATCH, "zero_optimization": section})) == [
-            f"zero_optimization.{key}" for key in expected
-        ]
-    assert not refusals({**BATCH, "zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}})
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_offload_counts_only_at_the_stages_where_it_acts(stage) -> None:
+    cpu = {"device": "cpu", "nvme_path": "/disk"}
+    for zero in (
+        {"stage": stage, "offload_optimizer": cpu, "offload_param": cpu},
+        {"stage": stage, "cpu_offload": True, "cpu_offload_params": True},
+    ):
+        reading = RunConfig.deepspeed_reading({**BATCH, "zero_optimization": zero})
+        offload = reading.config.offload
+        assert offload.optimizer == ("host" if stage >= 1 else "none")
+        assert offload.parameters == ("host" if stage == 3 else "none")
+        assert offload.folder is None
+        ignored = [entry for entry in reading.ignored if "it acts from ZeRO stage" in entry.text]
+        assert len(ignored) == {0: 2, 1: 1, 2: 1, 3: 0}[stage] * (2 if "offload_param" in zero else 1)
+
+
+def offload_of(zero: dict, **rest) -> tuple[str, str, Path | None]:
+    config = RunConfig.deepspeed_reading({**BATCH, "zero_optimization": zero, **rest}).config
+    return config.offload.optimizer, config.offload.parameters, config.offload.folder
+
+
+def test_states_on_disk_are_in_the_folder_that_the_file_names() -> None:
+    nvme = {"device": "nvme", "nvme_path": "/disk"}
+    assert offload_of({"stage": 2, "offload_optimizer": nvme}) == ("disk", "none", Path("/disk"))
+    both = {"stage": 3, "offload_optimizer": nvme, "offload_param": {"device": "nvme", "nvme_path": "/other"}}
+    reading = RunConfig.deepspeed_reading({**BATCH, "zero_optimization": both})
+    assert reading.config.offload.folder == Path("/disk")
+    assert reading.warnings == (
+        "zero_optimization.offload_param.nvme_path: all states on disk are in one folder here, '/disk'",
+    )
+    left_out = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
+    reading = RunConfig.deepspeed_reading({**BATCH, "zero_optimization": left_out})
+    assert (reading.config.offload.optimizer, reading.config.offload.folder) == ("disk", None)
+    assert any("the run's own folder" in text for text in reading.assumed)
+
+
+def test_parameters_that_lie_away_take_the_optimizer_with_them() -> None:
+    for optimizer in ({}, {"offload_optimizer": {"device": "none"}}):
+        zero = {"stage": 3, "offload_param": {"device": "cpu"}, **optimizer}
+        reading = RunConfig.deepspeed_reading({**BATCH, "zero_optimization": zero})
+        assert reading.config.offload == OffloadConfig(optimizer="host", parameters="host")
+        assert len(reading.warnings) == 1
+        assert reading.warnings[0].startswith("offload_param without offload_optimizer: offload.optimizer is 'host'")
+    assert offload_of({"stage": 3, "offload_param": {"device": "none"}}) == ("none", "none", None)
+    # A section counts before the switch of older releases.
+    zero = {"stage": 3, "cpu_offload": True, "offload_optimizer": {"device": "none"}}
+    assert offload_of(zero) == ("none", "none", None)
+
+
+def test_a_place_that_is_none_is_refused() -> None:
+    said = refusals({**BATCH, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}})
+    assert said == {
+        "zero_optimization.offload_optimizer.device": "'gpu' is none of DeepSpeed's places; it has none, cpu, nvme"
+    }
+    said = refusals({**BATCH, "zero_optimization": {"stage": 2, "offload_optimizer": True}})
+    assert said == {"zero_optimization.offload_optimizer": "expected keys and values in { }, not true"}
+
+
+def test_how_offload_is_tuned_has_no_effect_and_a_reason() -> None:
+    section = {"device": "cpu", "pin_memory": True, "buffer_count": 4, "fast_init": False, "ratio": 0.3}
+    reading = RunConfig.deepspeed_reading(
+        {**BATCH, "aio": {"queue_depth": 16}, "zero_optimization": {"stage": 2, "offload_optimizer": section}}
+    )
+    assert reading.config.offload.optimizer == "host"
+    ignored = {entry.path.rpartition(".")[2]: entry.text for entry in reading.ignored}
+    assert set(ignored) == {"pin_memory", "buffer_count", "fast_init", "ratio", "aio"}
+    assert ignored["aio"].endswith("is measured on the disk itself before a run")
+    assert not reading.warnings
+
+
+def test_activations_on_the_host_are_those_of_blocks_that_are_computed_again() -> None:
+    config = RunConfig.deepspeed_reading({**BATCH, "activation_checkpointing": {"cpu_checkpointing": True}}).config
+    assert (config.offload.activations, config.activation.checkpointing) == ("host", "block")
+    config = RunConfig.deepspeed_reading({**BATCH, "activation_checkpointing": {"cpu_checkpointing": False}}).config
+    assert (config.offload.activations, config.activation.checkpointing) == ("none", "none")
 
 
 def test_one_bit_adam_without_its_bits_keeps_its_numbers() -> None:
@@ -422,17 +469,17 @@ def test_what_is_near_a_key_that_the_file_has_is_no_slip() -> None:
 
 def test_refusals_say_what_the_caller_at_hand_can_do(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    data = {**BATCH, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "fp8": {"enabled": True}}
+    data = {**BATCH, "amp": {"enabled": True}, "fp8": {"enabled": True}}
     (tmp_path / "ds.json").write_text(json.dumps(data))
-    call = """speedlab.RunConfig.from_deepspeed('ds.json', ignore={"fp8", "offload"})"""
-    in_python = f"to go on without fp8, offload: config={call}"
+    call = """speedlab.RunConfig.from_deepspeed('ds.json', ignore={"amp", "fp8"})"""
+    in_python = f"to go on without amp, fp8: config={call}"
     with pytest.raises(ConfigError) as caught:
         RunConfig.load("ds.json")
     assert str(caught.value).splitlines()[-1] == in_python
     assert "--" not in str(caught.value)
     assert str(RunConfig.deepspeed_reading("ds.json")).splitlines()[4] == in_python
     in_terminal = (
-        "to go on without fp8, offload: `speedlab config --from-deepspeed ds.json --ignore fp8 offload > config.yaml`, "
+        "to go on without amp, fp8: `speedlab config --from-deepspeed ds.json --ignore amp fp8 > config.yaml`, "
         "then `speedlab train config.yaml`"
     )
     for argv in (["config", "--from-deepspeed", "ds.json"], ["config", "ds.json"], ["train", "ds.json"]):
@@ -440,7 +487,7 @@ def test_refusals_say_what_the_caller_at_hand_can_do(tmp_path, capsys, monkeypat
         said = capsys.readouterr().err
         assert in_terminal in said
         assert "RunConfig" not in said
-    assert cli.main(["config", "--from-deepspeed", "ds.json", "--ignore", "fp8", "offload"]) == 0
+    assert cli.main(["config", "--from-deepspeed", "ds.json", "--ignore", "amp", "fp8"]) == 0
     args = {"max_steps": 10}
     for source, told in ((data, "config, training_args=args"), ("ds.json", "'ds.json', training_args=args")):
         with pytest.raises(ConfigError) as caught:
@@ -758,20 +805,20 @@ def test_the_terminal_prints_configuration_and_lists(tmp_path, capsys, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds.json").write_text(
         json.dumps(
-            {"train_batch_size": 8, "steps_per_print": 5, "zero_optimization": {"stage": 1, "cpu_offload": True}}
+            {"train_batch_size": 8, "steps_per_print": 5, "zero_optimization": {"stage": 1}, "fp8": {"enabled": True}}
         )
     )
     assert cli.main(["config", "--from-deepspeed", "ds.json"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert "refused:\n  zero_optimization.cpu_offload = true: " in said.err
-    assert cli.main(["config", "--from-deepspeed", "ds.json", "--ignore", "offload"]) == 0
+    assert "refused:\n  fp8 = " in said.err
+    assert cli.main(["config", "--from-deepspeed", "ds.json", "--ignore", "fp8"]) == 0
     out = capsys.readouterr().out
     assert "#   train_batch_size = 8: batch.global_size 8\n" in out
     assert "#   steps_per_print = 5: because every step is recorded" in out
     (tmp_path / "again.yaml").write_text(out)
     assert RunConfig.load("again.yaml").zero.stage == 1
-    assert cli.main(["config", "--from-deepspeed", "ds.json", "--ignore", "offload", "--json"]) == 0
+    assert cli.main(["config", "--from-deepspeed", "ds.json", "--ignore", "fp8", "--json"]) == 0
     said = capsys.readouterr()
     assert RunConfig(**json.loads(said.out)).batch.global_size == 8
     assert "steps_per_print" in said.err
@@ -811,6 +858,10 @@ CONFIGS = st.fixed_dictionaries(
         ),
         "parallel": st.fixed_dictionaries({"tp": st.sampled_from([1, 2]), "pp": st.sampled_from([1, 2])}),
         "activation": st.fixed_dictionaries({"checkpointing": st.sampled_from(["none", "block"])}),
+        "offload": st.fixed_dictionaries(
+            {key: st.sampled_from(["none", "host", "disk"]) for key in ("optimizer", "parameters")}
+            | {"activations": st.sampled_from(["none", "host"]), "folder": st.sampled_from([None, "/disk"])}
+        ),
         "clip_norm": st.none() | st.floats(1e-3, 10),
     }
 )
@@ -819,10 +870,17 @@ CONFIGS = st.fixed_dictionaries(
 @settings(deadline=None, max_examples=150)
 @given(data=CONFIGS)
 def test_what_is_written_is_read_and_written_again_the_same(data) -> None:
+    offload = OffloadConfig(**data["offload"])
+    assume(
+        not offload_problems(offload, stage=data["zero"]["stage"], checkpointing=data["activation"]["checkpointing"])
+    )
     config = RunConfig(**data)
     written = config.to_deepspeed()
     reading = RunConfig.deepspeed_reading(json.loads(json.dumps(written)))
     again = reading.config
+    if config.zero.stage >= 1:  # Below it DeepSpeed moves no optimizer states.
+        assert (again.offload.optimizer, again.offload.parameters) == (offload.optimizer, offload.parameters)
+    assert again.offload.activations == offload.activations
     assert again.to_deepspeed() == written
     assert (again.zero.stage, again.clip_norm, again.activation) == (
         config.zero.stage,

@@ -47,7 +47,8 @@ class Broken:
 
 Expected = Read | Refused | Broken
 
-OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+ON_HOST = {"offload.optimizer": "host", "offload.parameters": "host"}
+ALONE = "offload_param without offload_optimizer"
 LOG = "scheduler.params.warmup_type is left out, which is 'log'"
 NO_ARGS = 'there are no training_args to fill "auto"'
 
@@ -65,13 +66,17 @@ EXPECTED: dict[str, Expected] = {
             "zero.bucket_bytes": 100_000_000,
         },
     ),
-    "003_aqlaboratory_openfold_deepspeed_config.json": Refused(
-        (OPTIMIZER,),
-        ("offload",),
-        {"precision.dtype": "bfloat16", "clip_norm": 0.1, "zero.stage": 2, "activation.checkpointing": "block"},
+    "003_aqlaboratory_openfold_deepspeed_config.json": Read(
+        {
+            "offload.optimizer": "host",
+            "precision.dtype": "bfloat16",
+            "clip_norm": 0.1,
+            "zero.stage": 2,
+            "activation.checkpointing": "block",
+        },
     ),
-    "005_axolotl-ai-cloud_axolotl_zero3_bf16_cpuoffload_params.json": Refused(
-        (PARAM,), ("offload",), {"precision.dtype": "bfloat16", "zero.stage": 3, "clip_norm": 1.0}
+    "005_axolotl-ai-cloud_axolotl_zero3_bf16_cpuoffload_params.json": Read(
+        {**ON_HOST, "precision.dtype": "bfloat16", "zero.stage": 3, "clip_norm": 1.0}, (ALONE, NO_ARGS)
     ),
     "007_benywon_ChiQA_ds_config.json": Read(
         {
@@ -127,11 +132,20 @@ EXPECTED: dict[str, Expected] = {
         },
         (LOG,),
     ),
-    "021_deepspeedai_DeepSpeedExamples_zero3_nvme_offload_annotated.json": Refused(
-        (PARAM,), ("offload",), {"zero.stage": 3, "batch.global_size": 1}
+    "021_deepspeedai_DeepSpeedExamples_zero3_nvme_offload_annotated.json": Read(
+        {
+            "zero.stage": 3,
+            "batch.global_size": 1,
+            "offload.parameters": "disk",
+            "offload.optimizer": "host",
+            "offload.folder": Path("/local_nvme/sglang"),
+        },
+        ("138 comments", ALONE, NO_ARGS),
     ),
     "023_deepspeedai_DeepSpeedExamples_zf_config.json": Refused(
-        (OPTIMIZER, "zero_optimization.zenflow"), ("offload",), {"optimizer.lr": 2e-5, "zero.stage": 2}
+        ("zero_optimization.zenflow",),
+        ("zenflow",),
+        {"offload.optimizer": "host", "optimizer.lr": 2e-5, "zero.stage": 2},
     ),
     "025_duyubo_GPU-Training-Profiling-for-DeepSpeed_ds_config_zero3.json": Read(
         {
@@ -144,11 +158,13 @@ EXPECTED: dict[str, Expected] = {
         },
         (LOG, NO_ARGS),
     ),
-    "027_haotian-liu_LLaVA_zero3_offload.json": Refused(
-        (OPTIMIZER, PARAM), ("offload",), {"precision.dtype": "bfloat16", "zero.stage": 3, "clip_norm": 1.0}
+    "027_haotian-liu_LLaVA_zero3_offload.json": Read(
+        {**ON_HOST, "precision.dtype": "bfloat16", "zero.stage": 3, "clip_norm": 1.0}, (LOG, NO_ARGS)
     ),
     "029_hiyouga_LLaMA-Factory_ds_z3_fp8_config.json": Refused(
-        (OPTIMIZER, "fp8"), ("offload", "fp8"), {"precision.dtype": "float32", "zero.stage": 3, "clip_norm": 0.001}
+        ("fp8",),
+        ("fp8",),
+        {"offload.optimizer": "host", "precision.dtype": "float32", "zero.stage": 3, "clip_norm": 0.001},
     ),
     "031_hiyouga_LLaMA-Factory_ds_z3_e7_gradaccum_bf16.json": Read(
         {"precision.dtype": "bfloat16", "zero.stage": 3, "zero.bucket_bytes": 400_000_000}, (NO_ARGS,)
@@ -172,8 +188,8 @@ EXPECTED: dict[str, Expected] = {
         {"zero.stage": 1, "zero.bucket_bytes": 2**20, "schedule.kind": "linear", "batch.accumulation": 1},
         (LOG, NO_ARGS),
     ),
-    "037_InternLM_xtuner_deepspeed_zero3_offload.json": Refused(
-        (OPTIMIZER, PARAM), ("offload",), {"precision.dtype": "float16", "zero.stage": 3}
+    "037_InternLM_xtuner_deepspeed_zero3_offload.json": Read(
+        {**ON_HOST, "precision.dtype": "float16", "zero.stage": 3}, (NO_ARGS,)
     ),
     "039_LLaVA-VL_LLaVA-NeXT_zero3pp.json": Refused(
         tuple(
@@ -189,14 +205,26 @@ EXPECTED: dict[str, Expected] = {
         ("curriculum",),
         {"batch.global_size": 512, "optimizer.lr": 1.5e-4, "clip_norm": 1.0, "zero.stage": 2},
     ),
-    "045_microsoft_DeepSpeedExamples_ds_zero_stage_infinity_config.json": Refused(
-        (OPTIMIZER, PARAM), ("offload",), {"batch.micro_size": 4, "zero.stage": 3, "zero.bucket_bytes": 100_000_000}
+    "045_microsoft_DeepSpeedExamples_ds_zero_stage_infinity_config.json": Read(
+        {
+            "offload.optimizer": "disk",
+            "offload.parameters": "disk",
+            "offload.folder": Path("/nvme_data"),
+            "batch.micro_size": 4,
+            "zero.stage": 3,
+            "zero.bucket_bytes": 100_000_000,
+        },
+        ("zero_optimization.stage3_param_persitence_threshold",),
     ),
-    "047_microsoft_DeepSpeedExamples_ds_config.json": Refused(
-        ("train_micro_batch_size_per_gpu", "zero_optimization.cpu_offload")
-    ),
-    "049_microsoft_DeepSpeedExamples_ds_config_nvme.json": Refused(
-        (PARAM,), ("offload",), {"batch.micro_size": 1, "zero.bucket_bytes": 2_000_000_000}
+    "047_microsoft_DeepSpeedExamples_ds_config.json": Refused(("train_micro_batch_size_per_gpu",)),
+    "049_microsoft_DeepSpeedExamples_ds_config_nvme.json": Read(
+        {
+            "offload.parameters": "disk",
+            "offload.optimizer": "host",
+            "batch.micro_size": 1,
+            "zero.bucket_bytes": 2_000_000_000,
+        },
+        (ALONE,),
     ),
     "051_microsoft_DeepSpeedExamples_ds_config.json": Read(
         {"batch.global_size": 256, "batch.micro_size": 16, "optimizer.lr": 1e-3, "precision.dtype": "float32"},
@@ -223,8 +251,9 @@ EXPECTED: dict[str, Expected] = {
     "065_OptimalScale_LMFlow_ds_config_multimodal.json": Read(
         {"batch.micro_size": 1, "precision.dtype": "float32", "zero.stage": 0}
     ),
-    "067_SulRash_minLLMTrain_ds_config.json": Refused(
-        (OPTIMIZER,), ("offload",), {"precision.dtype": "auto", "zero.stage": 2, "zero.bucket_bytes": 400_000_000}
+    "067_SulRash_minLLMTrain_ds_config.json": Read(
+        {"offload.optimizer": "host", "precision.dtype": "auto", "zero.stage": 2, "zero.bucket_bytes": 400_000_000},
+        (NO_ARGS,),
     ),
     "069_THUDM_GLM_ds_onebit_config.json": Refused(
         ("optimizer.type",), ("optimizer",), {"optimizer.lr": 1.5e-4, "zero.stage": 0, "batch.micro_size": 8}
@@ -257,14 +286,20 @@ CASES: dict[str, tuple[str, Expected]] = {
     "offload under old names": (
         '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "cpu_offload": true, "cpu_offload_params": true,\n'
         ' "stage3_gather_fp16_weights_on_model_save": true}}',
-        Refused(
-            ("zero_optimization.cpu_offload", "zero_optimization.cpu_offload_params"), ("offload",), {"zero.stage": 3}
-        ),
+        Read({**ON_HOST, "zero.stage": 3}),
     ),
     "offload to disk, and its tuning": (
         '{"train_micro_batch_size_per_gpu": 1, "aio": {"thread_count": 2}, "zero_optimization": {"stage": 3,\n'
         ' "offload_param": {"device": "nvme", "nvme_path": "/disk"}, "offload_optimizer": {"device": "nvme"}}}',
-        Refused((OPTIMIZER, PARAM), ("offload",), {"batch.micro_size": 1, "zero.stage": 3}),
+        Read(
+            {
+                "batch.micro_size": 1,
+                "zero.stage": 3,
+                "offload.optimizer": "disk",
+                "offload.parameters": "disk",
+                "offload.folder": Path("/disk"),
+            }
+        ),
     ),
     "features that are not built": (
         '{"train_batch_size": 8, "sparse_attention": {"mode": "fixed"}, "optimizer": {"type": "OneBitAdam",\n'

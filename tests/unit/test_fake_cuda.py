@@ -49,11 +49,14 @@ class Session:
     dropout: float = 0.0
     accumulation: int = 2
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    on_host: tuple[str, ...] = ()
+    """What lies in the host's memory, of the fields of `offload`."""
 
     def __str__(self) -> str:
         shape = f"pp{self.layout.pp}-dp{self.layout.dp}-tp{self.layout.tp}"
         pipeline = f"-{self.schedule}" if self.layout.pp > 1 else ""
-        return f"{shape}{pipeline}-rank{self.rank}-zero{self.stage}-{self.dtype}-{self.loss}"
+        away = "".join(f"-{state} on host" for state in self.on_host)
+        return f"{shape}{pipeline}-rank{self.rank}-zero{self.stage}-{self.dtype}-{self.loss}{away}"
 
     def model(self) -> GPT:
         layers = 4 if self.schedule in ("interleaved", "zero-bubble") else 2
@@ -68,6 +71,7 @@ class Session:
             "parallel": parallel,
             "activation": {"checkpointing": self.checkpointing},
             "batch": {"micro_size": MICRO, "accumulation": self.accumulation},
+            "offload": dict.fromkeys(self.on_host, "host"),
         }
 
 
@@ -182,6 +186,10 @@ SESSIONS = [
     Session(layout=PP_DP, rank=3, schedule="interleaved", stage=1, stages=(3,), dtype="float16"),
     Session(layout=PP_DP, rank=0, schedule="zero-bubble", stage=2, stages=()),
     Session(layout=PP_DP, rank=3, schedule="zero-bubble", stage=3, stages=(0,), dtype="float32", loss="full"),
+    Session(layout=DP, rank=0, stage=2, stages=(3,), on_host=("optimizer",)),
+    Session(layout=DP, rank=1, stage=2, stages=(3,), on_host=("optimizer",), dtype="float32"),
+    Session(layout=DP, rank=0, stage=3, stages=(), on_host=("optimizer", "parameters")),
+    Session(layout=DP, rank=0, stage=1, stages=(), checkpointing="block", on_host=("activations",)),
     *(Session(layout=ALL, rank=rank, stage=1 + rank % 2 * 2, stages=()) for rank in (0, 3, 5, 6)),
 ]
 
@@ -275,7 +283,7 @@ def test_gathers_start_as_each_piece_is_updated(session: Session) -> None:
     """The first gather after the update is started before the last piece is updated."""
     for name, seen in report_of(session).of("step").items():
         stage = int(name.split()[-1]) if " at " in name else session.stage
-        if stage in (1, 2) and session.optimizer is None:
+        if stage in (1, 2) and session.optimizer is None and not session.on_host:
             updates = [place for place, operation in enumerate(seen.order) if operation == "adamw"]
             assert "_allgather_base_" in seen.order[updates[0] : updates[-1]], name
 

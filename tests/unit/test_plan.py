@@ -210,8 +210,8 @@ SEARCH = ["llama-3-8b", "--machines", "2x8 H100", "--search", "--global", "64"]
             lambda setup: (setup.schedule, setup.chunks) == ("zero-bubble", 2),
         ),
         (
-            ["--offload", "optimizer", "--attention", "plain"],
-            lambda s: (s.offload, s.attention) == ("optimizer", "plain"),
+            ["--offload.optimizer", "host", "--attention", "plain"],
+            lambda s: (s.offload.optimizer, s.attention) == ("host", "plain"),
         ),
         (["--dtype", "float16", "--seq", "1024"], lambda s: (s.dtype, s.shape.sequence_length) == ("float16", 1024)),
     ],
@@ -296,9 +296,11 @@ def test_a_deepspeed_file_is_obeyed_and_asks_for_the_model(tmp_path: Path, capsy
         assert (setup.zero_stage, setup.micro_size, setup.accumulation, setup.layout.dp) == (3, 2, 4, 8)
         assert (setup.dtype, setup.optimizer.name) == ("float16", "sgd")
     assert setup.shape.name == "12 layers of 768, 12 heads, feed-forward 3,072, vocabulary 50,257"
-    changed = PlanRequest(model="llama-3-8b", config=str(path), machines="8 A100", zero=1, tp=2, offload="optimizer")
+    changed = PlanRequest(
+        model="llama-3-8b", config=str(path), machines="8 A100", zero=1, tp=2, offload_optimizer="host"
+    )
     setup = changed.plan([DEVICE]).setup
-    assert (setup.zero_stage, setup.layout.tp, setup.accumulation, setup.offload) == (1, 2, 8, "optimizer")
+    assert (setup.zero_stage, setup.layout.tp, setup.accumulation, setup.offload.optimizer) == (1, 2, 8, "host")
     assert cli.main(["plan", str(path), "--config", str(path)]) == 2
     assert "are two configurations" in capsys.readouterr().err
 

@@ -186,13 +186,6 @@ def test_every_rank_gets_what_its_own_position_holds() -> None:
     assert held[16:20] == held[20:] == [held[16], held[17]] * 2
 
 
-def test_what_is_offloaded_is_in_the_hosts_memory() -> None:
-    here = predict_memory(setup(dtype="bfloat16"))[0]
-    away = predict_memory(setup(dtype="bfloat16", offload="optimizer"))[0]
-    assert away.model_states == here.parameters
-    assert away.host == here.model_states - here.parameters
-
-
 def test_refusals_name_the_numbers() -> None:
     with pytest.raises(ValueError, match="12 heads do not divide by tp 5"):
         predict_memory(setup(layout=Layout(tp=5)))

@@ -18,7 +18,6 @@ from speedlab.planner.presets import cluster, model
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search import (
     USABLE,
-    held_bytes,
     largest_model,
     search,
 )
@@ -66,6 +65,11 @@ def brute_force(machines: Machines, global_size: int) -> float:
                     seconds = predict_time(wound, machines, efficiency_of(machines.device)).step_seconds
                     best = min(best, seconds)
     return best
+
+
+def held_bytes(setup: Setup) -> int:
+    """Of the rank that holds most."""
+    return max(rank.total for rank in predict_memory(setup))
 
 
 @pytest.mark.parametrize("memory_gib", [4, 6, 9, 20])

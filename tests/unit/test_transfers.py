@@ -36,10 +36,22 @@ def test_transfer_is_counted_when_started_and_waited_for_once() -> None:
     assert transfer.over
     assert calls == [1]
     assert traffic.link_bytes == {"gloo": 40}
-    sent, waited = traffic.take()
-    assert sent == {"all_gather": 40}
-    assert set(waited) == {"forward"}
-    assert traffic.take() == ({}, {})
+    counted = traffic.take()
+    assert (counted.sent_bytes, counted.moved_bytes) == ({"all_gather": 40}, {})
+    assert (set(counted.peer_seconds), counted.place_seconds) == ({"forward"}, {})
+    assert traffic.take() == ({}, {}, {}, {})
+
+
+def test_ways_to_the_host_and_the_disk_are_counted_apart() -> None:
+    traffic = Traffic(phase="optimizer")
+    for link, nbytes in (("disk read", 100), ("disk write", 60), ("host copy", 8), ("gloo", 40)):
+        Transfer(lambda: None, traffic, CPU, link=link, nbytes=nbytes).wait()
+    traffic.phase = ""
+    Transfer(lambda: None, traffic, CPU, link="disk read", nbytes=1).wait()  # A save between two steps, say.
+    counted = traffic.take()
+    assert counted.moved_bytes == {"disk read": 101, "disk write": 60, "host copy": 8}
+    assert counted.sent_bytes == {}
+    assert set(counted.peer_seconds) == set(counted.place_seconds) == {"optimizer"}
 
 
 def test_transfer_that_failed_fails_again() -> None:

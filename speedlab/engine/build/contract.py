@@ -221,9 +221,11 @@ def _check_vocabulary(name: str, tokens: Tensor, config: RunConfig) -> Callable[
     def check(layer: nn.Module, args: Any) -> None:
         assert isinstance(layer, nn.Embedding)
         if args and args[0] is tokens and layer.num_embeddings < count:
+            smaller = layer.num_embeddings > _BYTES_TOKENS and config.data.tokenizer == "bpe"
+            instead = f", or set data.vocab_size to {layer.num_embeddings}" if smaller else ""
             raise ConfigError(
-                f"model: {name} has {layer.num_embeddings:,} tokens and the data have {count:,}; make it larger, or "
-                f"set data.vocab_size to {layer.num_embeddings}"
+                f"model: {name} has {layer.num_embeddings:,} tokens and the data have {count:,}; make it "
+                f"larger{instead}"
             )
 
     return check

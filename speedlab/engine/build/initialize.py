@@ -19,18 +19,21 @@ from speedlab.config import ConfigError, GivenConfig, RunConfig, ScheduleConfig,
 from speedlab.config.batch import Batch
 from speedlab.data import Epochs
 from speedlab.engine.build.model_parts import build_model_part, plan_model_parts
+from speedlab.engine.build.placing import residency_of
 from speedlab.engine.build.recipe import OptimizerChoice, Recipe
+from speedlab.engine.build.room import away_folder
 from speedlab.engine.build.schedule import make_schedule
 from speedlab.engine.engine import Engine
 from speedlab.engine.step.communicating import check_whole_gradients, kept_by
 from speedlab.engine.step.losses import LossFunction, refuse_loss_of_pipeline
-from speedlab.engine.step.memory import PeakMemory, keep_freed_memory
+from speedlab.engine.step.memory import PeakMemory, suit_allocator
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.engine.step.precision import LossScale, compute_dtype
 from speedlab.layout import Layout
+from speedlab.offload import Stores
 from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.zero import UnitChoice
-from speedlab.placement import Placement, Residency
+from speedlab.placement import Placement
 
 log = logging.getLogger("speedlab.engine")
 
@@ -117,8 +120,7 @@ def _build(
 ) -> Engine:
     """The model's parts on this rank, the optimizer over their flats, and the engine over both. Collective."""
     layout, dtype = config.layout(world.size, built_in=False), compute_dtype(config.precision, world.device)
-    if world.device.type == "cpu":
-        keep_freed_memory()
+    suit_allocator(world.device, sparing=config.offload.used)
     outside_bytes = PeakMemory.resident()
     if isinstance(model, nn.Module):
         _take_back(model)
@@ -127,6 +129,7 @@ def _build(
     plans = plan_model_parts(model, config, layout, world, mesh.everyone, dtype, tp_plan)
     recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer)
     _check_communicating(recipe.kind, config, mesh)
+    stores = Stores(away_folder(config), rank=world.rank, traffic=traffic, device=world.device)
     parts = [
         build_model_part(
             plan,
@@ -138,6 +141,8 @@ def _build(
             compute_dtype=dtype,
             accumulation=batch.accumulation,
             kept=kept_by(recipe.kind),
+            stores=stores,
+            moments=config.optimizer.moments if optimizer is None else 2,
         )
         for plan in plans
     ]
@@ -156,6 +161,7 @@ def _build(
         world=world,
         mesh=mesh,
         traffic=traffic,
+        stores=stores,
         loss_scale=LossScale(config.precision, dtype),
         dtype=dtype,
         outside_bytes=outside_bytes,
@@ -176,7 +182,8 @@ def _config(config: GivenConfig | None) -> RunConfig:
 def _check_communicating(kind: type[Optimizer], config: RunConfig, mesh: Mesh) -> None:
     """Of optimizers that sum gradients themselves: what cannot be is refused, and what will not be is said."""
     try:
-        check_whole_gradients(kind, Residency.of_stage(config.zero.stage, mesh.gather.size), config.zero.stage)
+        residency = residency_of(config, dp=mesh.gather.size, device=mesh.device.type)
+        check_whole_gradients(kind, residency, config.zero.stage)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if kept_by(kind) is not None and config.clip_norm is not None and mesh.rank == 0:

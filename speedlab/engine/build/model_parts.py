@@ -20,15 +20,17 @@ from speedlab.comm import Group, World
 from speedlab.config import ConfigError, RunConfig
 from speedlab.engine.build.balance import measured_costs
 from speedlab.engine.build.parameters import check_parameters
-from speedlab.engine.build.placing import place_parameters
+from speedlab.engine.build.placing import place_parameters, residency_of
+from speedlab.engine.build.room import refuse_without_room
 from speedlab.engine.step.model_part import ModelPart
 from speedlab.layout import Layout
+from speedlab.offload import Stores
 from speedlab.parallel import Materializer
 from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.pipeline import block_costs, cut_model, layer_counts
 from speedlab.parallel.tensor import TensorParallel, check_plan, within
 from speedlab.parallel.zero import UnitChoice, UnitPlan, Zero, plan_units
-from speedlab.placement import Residency
+from speedlab.placement import Where
 
 ModelSource = nn.Module | Callable[[], nn.Module]
 
@@ -120,10 +122,13 @@ def build_model_part(
     compute_dtype: torch.dtype,
     accumulation: int,
     kept: Mapping[str, str] | None,
+    stores: Stores,
+    moments: int,
 ) -> ModelPart:
     """Flats, hooks and tensor parallelism for one pipeline stage. Collective over the ranks that hold it.
 
-    `kept`: see `place_parameters`.
+    `stores`: the places beside the device; `moments`: at most so many does the optimizer keep. `kept`: see
+    `place_parameters`.
     """
     module, layout = plan.module, mesh.layout
     unit_plans = plan_units(module, units, bucket_bytes=config.zero.bucket_bytes)
@@ -141,17 +146,19 @@ def build_model_part(
         mesh,
         tied=plan.tied,
         groups=groups,
-        residency=Residency.of_stage(config.zero.stage, mesh.gather.size),
+        residency=residency_of(config, dp=mesh.gather.size, device=mesh.device.type),
         compute_dtype=compute_dtype,
         accumulation=accumulation,
         kept=kept,
     )
+    refuse_without_room(placement.bytes_at(Where.DISK, dp=mesh.gather.size, moments=moments), stores, mesh.everyone)
     zero = Zero(
         module,
         unit_plans,
         placement,
         gather_group=mesh.gather,
         reduce_group=mesh.reduce,
+        stores=stores,
         axes=mesh.summed_first,
         reductions_in_flight=config.zero.reductions_in_flight,
         materialize=_values(module, tensor, mesh.device, config.seed),

@@ -6,12 +6,24 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from speedlab.config import RunConfig
 from speedlab.layout import Layout
 from speedlab.parallel.mesh import ENDS, Mesh
 from speedlab.parallel.tensor import TensorParallel
 from speedlab.parallel.zero import UnitPlan
 from speedlab.parallel.zero.flat import trainable_in_low_precision
-from speedlab.placement import Placement, Residency, Row, homes
+from speedlab.placement import Placement, Residency, Row, Where, homes
+
+
+def residency_of(config: RunConfig, *, dp: int, device: str) -> Residency:
+    """Who holds the states of a run's flats, and where, with `dp` ranks on devices of a kind."""
+    return Residency.of_stage(
+        config.zero.stage,
+        dp,
+        optimizer=Where.of_choice(config.offload.optimizer),
+        parameters=Where.of_choice(config.offload.parameters),
+        device=device,
+    )
 
 
 def place_parameters(

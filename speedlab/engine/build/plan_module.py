@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from speedlab.config import ConfigError, RunConfig
+from speedlab.engine.build.placing import residency_of
 from speedlab.engine.build.recipe import Recipe
 from speedlab.engine.build.wrap import BlockWrapper
 from speedlab.engine.step.losses import LossFunction, loss_of
@@ -29,6 +30,8 @@ from speedlab.engine.step.memory import ActivationTrace
 from speedlab.engine.step.precision import compute_dtype
 from speedlab.parallel.zero import UnitChoice, Zero, map_tensors, plan_units
 from speedlab.parallel.zero.flat import trainable_in_low_precision
+from speedlab.placement import Where
+from speedlab.planner.away import state_places
 from speedlab.planner.memory import borrowed_bytes, flat_elements, gathered_bytes
 from speedlab.planner.rank_memory import RankMemory
 
@@ -125,27 +128,40 @@ def _flats(
 def _memory(
     flats: list[_Flat], config: RunConfig, dp: int, *, summed: bool, buffers: int, activations: int
 ) -> RankMemory:
-    stage, optimizer = config.zero.stage, config.optimizer
-    moments = optimizer.moments
-    share = [dp if stage >= least else 1 for least in (1, 2, 3)]
-    states: Counter[str] = Counter(parameters=buffers)
+    residency, moments = residency_of(config, dp=dp, device="cpu"), config.optimizer.moments
+    states: Counter[str] = Counter()
     borrowed: Counter[int] = Counter()
     whole: Counter[int] = Counter()
     for flat in flats:
         low = trainable_in_low_precision(flat.dtype)
-        states["parameters"] += flat.elements * flat.dtype.itemsize // share[2]
+        states["parameters"] += residency.parameters.share(flat.elements * flat.dtype.itemsize, dp)
         whole[flat.unit] += flat.elements * flat.dtype.itemsize
         if flat.trainable:
             gradient = flat.elements * (_FLOAT32 if summed and low else flat.dtype.itemsize)
             borrowed[gradient] += 1
-            states["gradients"] += gradient // share[1]
-            states["master_weights"] += _FLOAT32 * flat.elements // share[0] if low else 0
-            states["optimizer_moments"] += moments * max(_FLOAT32, flat.dtype.itemsize) * flat.elements // share[0]
-    communication = borrowed_bytes(borrowed, kept=False) if share[1] > 1 else 0
-    if share[2] > 1:
+            states["gradients"] += residency.gradients.share(gradient, dp)
+            owned = residency.optimizer_states.share(flat.elements, dp)
+            states["master_weights"] += _FLOAT32 * owned if low else 0
+            states["optimizer_moments"] += moments * max(_FLOAT32, flat.dtype.itemsize) * owned
+    communication = borrowed_bytes(borrowed, kept=False) if residency.gradients_go else 0
+    if residency.parameters_come:
         blocks = [size for unit, size in sorted(whole.items()) if unit]
         communication += gathered_bytes([(whole[0], blocks)])
-    return RankMemory(**states, ranks=dp, activations=activations, communication_buffers=communication)
+    held: dict[Where, dict[str, int]] = {where: {} for where in Where}
+    for state, where in state_places(residency).items():
+        held[where][state] = states[state]
+    here = held[Where.DEVICE]
+    return RankMemory(
+        parameters=here.get("parameters", 0) + buffers,
+        gradients=here.get("gradients", 0),
+        master_weights=here.get("master_weights", 0),
+        optimizer_moments=here.get("optimizer_moments", 0),
+        host=held[Where.HOST],
+        disk=held[Where.DISK],
+        ranks=dp,
+        activations=activations,
+        communication_buffers=communication,
+    )
 
 
 # ---- activations -----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def load(engine: TrainingState, place: Place, tag: str | None, *, verify: bool =
         manifest = sound_manifest(engine, path, verify=verify)  # 1, 2
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {newest_good(engine, path.parent, path)}") from None
+    engine.replace_what_is_lost()
     with Files(path) as files:  # 3
         _load_flats(engine, files, manifest)
         _load_rest(engine, files, manifest)
@@ -76,40 +78,38 @@ def take_whole(
     counts: dict[str, Scalars] = {}
     placement = engine.placement
     for flat in engine.flats:
-        own = empty_states(engine, flat, sorted(moments)) if flat.trainable else {}
-        for slot, stretch, place in held(engine, flat):
-            shape = placement[slot.name].whole_shape
-            everything = Stretch(None, 0, math.prod(shape))
-            for kind, state in {"master": flat.master, **own}.items():
-                values = whole(slot.name, kind).reshape(-1)
-                copy_blocks(blocks(shape, everything, stretch), values, state[place])
+        with _replacing(engine, flat):
+            own = empty_states(engine, flat, sorted(moments)) if flat.trainable else {}
+            for slot, stretch, place in held(engine, flat):
+                shape = placement[slot.name].whole_shape
+                everything = Stretch(None, 0, math.prod(shape))
+                for kind, state in {"master": flat.master, **own}.items():
+                    values = whole(slot.name, kind).reshape(-1)
+                    copy_blocks(blocks(shape, everything, stretch), values, state[place])
         if flat.trainable:
             states[flat.name] = own
             counts[flat.name] = {slot.name: dict(scalars or {}) if moments else None for slot in flat.slots}
-    adopt(engine, states, counts)
+    engine.partitioned_optimizer.rebuild(states, counts)
 
 
-def adopt(engine: TrainingState, states: dict[str, dict[str, Tensor]], scalars: Mapping[str, Scalars]) -> None:
-    """The masters have new values: parameters follow on all ranks, and the optimizer takes these states (as
-    `PartitionedOptimizer.rebuild` has them)."""
-    for flat in engine.flats:
+@contextmanager
+def _replacing(engine: TrainingState, flat: Flat) -> Iterator[None]:
+    """Inside, the masters and moments of `flat` can be written; its parameters follow on all ranks."""
+    with engine.partitioned_optimizer.visit(flat, changed=True):
+        yield
         published = flat.publish()
         if published is not None:
             published.wait()
-        if flat.gradient is not None:
-            flat.gradient.forget_kept()
-    engine.partitioned_optimizer.rebuild(states, scalars)
+    if flat.gradient is not None:
+        flat.gradient.forget_kept()
 
 
 def empty_states(engine: TrainingState, flat: Flat, kinds: list[str]) -> dict[str, Tensor]:
-    """A tensor over the flat's state range for each kind of state; those that are there are used again."""
-    low, high = flat.state_range
-    present = engine.partitioned_optimizer.states_of(flat)
+    """A tensor over the visited flat's state range for each kind of state; those that are there are used again."""
+    optimizer = engine.partitioned_optimizer
+    present = optimizer.states_of(flat)
     return {
-        kind: present[kind]
-        if kind in present
-        else torch.zeros(high - low, dtype=flat.master.dtype, device=flat.full.device)
-        for kind in kinds
+        kind: present[kind] if kind in present else optimizer.new_state(flat, kind, flat.master.dtype) for kind in kinds
     }
 
 
@@ -158,12 +158,13 @@ def _load_flats(engine: TrainingState, files: Files, manifest: dict[str, Any]) -
     entries = manifest["parameters"]
     for flat in engine.flats:
         kinds = sorted({kind for slot in flat.slots for kind in entries[slot.name]["states"]} - {"master"})
-        own = empty_states(engine, flat, kinds) if flat.trainable else {}
-        for slot, stretch, place in held(engine, flat):
-            entry = entries[slot.name]
-            files.copy(entry, "master", stretch, flat.master[place])
-            for kind in own.keys() & entry["states"].keys():
-                files.copy(entry, kind, stretch, own[kind][place])
+        with _replacing(engine, flat):
+            own = empty_states(engine, flat, kinds) if flat.trainable else {}
+            for slot, stretch, place in held(engine, flat):
+                entry = entries[slot.name]
+                files.copy(entry, "master", stretch, flat.master[place])
+                for kind in own.keys() & entry["states"].keys():
+                    files.copy(entry, kind, stretch, own[kind][place])
         if flat.trainable:
             states[flat.name] = own
             # What has no moments was never updated.
@@ -171,7 +172,7 @@ def _load_flats(engine: TrainingState, files: Files, manifest: dict[str, Any]) -
                 slot.name: entries[slot.name]["scalars"] if entries[slot.name]["states"].keys() - {"master"} else None
                 for slot in flat.slots
             }
-    adopt(engine, states, scalars)
+    engine.partitioned_optimizer.rebuild(states, scalars)
     if len(manifest["groups"]) != len(engine.optimizer.param_groups):
         warnings.warn(
             f"the checkpoint's optimizer has {len(manifest['groups'])} groups of parameters and this one has "

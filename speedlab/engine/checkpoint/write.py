@@ -14,6 +14,7 @@ import shutil
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,16 @@ from speedlab.engine.checkpoint.saving import (
 )
 from speedlab.engine.checkpoint.tensor_file import Values, to_disk, write_tensors
 from speedlab.engine.step.state import TrainingState
+from speedlab.offload import Kept
 from speedlab.parallel.zero import Flat, Slot
-from speedlab.placement import Placement
+from speedlab.placement import Placement, Where
 from speedlab.telemetry.checkpoints import MANIFEST, CheckpointError
 
 _MARGIN_BYTES = 2**20
 """Room that must stay free beside the checkpoint itself: headers, manifest, the file system's own needs."""
+
+_READ_BYTES = 16 * 2**20
+"""Of a state that lies away from the device, in memory at once while it is written."""
 
 _pinned: weakref.WeakKeyDictionary[TrainingState, dict[str, Tensor]] = weakref.WeakKeyDictionary()
 """Of each engine on a GPU, the pinned memory through which its tensors leave the device in every save."""
@@ -65,13 +70,15 @@ def save(
 
     `wait=False` returns as soon as the tensors are copied; `saving_of(engine)` tells of the rest. A save that is still
     under way is waited for first. Without `verify` nothing is hashed or brought to the disk, for folders in memory;
-    without `moments` only the parameters' values are written.
+    without `moments` only the parameters' values are written. States on disk are written from there, so that a save of
+    them is always waited for: a copy would need the memory that they were to spare.
     """
     finish_saving(engine)
     group = engine.everyone
     target, hidden = folder / tag, folder / f".{tag}.partial"
     part = _own_part(engine, hidden, verify=verify, moments=moments)
     common = common_of(engine, client_state)
+    wait = wait or any(zero.residency.states_at is Where.DISK for zero in engine.zeros)
     told = group.collect([part.nbytes, whose()])
     needed = sum(nbytes for nbytes, _ in told)
     if not wait:
@@ -152,7 +159,7 @@ class RankPart:
         `pinned`: memory of earlier saves, used again and added to: pinning it would hold the device up."""
         copies = {}
         for key, values in self.tensors.items():
-            pieces = [piece for piece in values.pieces if isinstance(piece, Tensor)]
+            pieces = [piece if isinstance(piece, Tensor) else piece() for piece in values.pieces]
             numel, on_device = sum(piece.numel() for piece in pieces), any(piece.is_cuda for piece in pieces)
             copy = pinned.get(key)
             if copy is None or copy.numel() != numel or copy.dtype != values.dtype:
@@ -199,7 +206,7 @@ def _own_part(engine: TrainingState, hidden: Path, *, verify: bool, moments: boo
             states |= engine.partitioned_optimizer.states_of(flat)
         stretches = list(_own_stretches(flat, placement))
         for kind, state in states.items():
-            tensors[f"{flat.name}/{kind}"] = _values(state.detach(), flat, stretches)
+            tensors[f"{flat.name}/{kind}"] = _values(state.detach(), flat, stretches, flat.kept(kind))
         described = {kind: str(state.dtype).removeprefix("torch.") for kind, state in states.items()}
         histories = engine.partitioned_optimizer.scalars_of(flat) if moments and flat.trainable else {}
         offset = 0
@@ -232,8 +239,9 @@ def _own_stretches(flat: Flat, placement: Placement) -> Iterator[tuple[Slot, int
             yield slot, low - slot.offset, high - slot.offset
 
 
-def _values(state: Tensor, flat: Flat, stretches: list[tuple[Slot, int, int]]) -> Values:
-    """The stretches of a state end to end; neighbours in memory are one piece."""
+def _values(state: Tensor, flat: Flat, stretches: list[tuple[Slot, int, int]], kept: Kept | None) -> Values:
+    """The stretches of a state end to end; neighbours in memory are one piece. What is `kept` away from the device is
+    read when it is written, a little at a time."""
     base = flat.state_range[0]
     runs: list[list[int]] = []
     for slot, low, high in stretches:
@@ -243,7 +251,17 @@ def _values(state: Tensor, flat: Flat, stretches: list[tuple[Slot, int, int]]) -
         else:
             runs.append([start, end])
     numel = sum(end - start for start, end in runs)
-    return Values((numel,), state.dtype, [state[start:end] for start, end in runs])
+    if kept is None:
+        return Values((numel,), state.dtype, [state[start:end] for start, end in runs])
+    step = _READ_BYTES // state.dtype.itemsize
+    pieces = [(low, min(low + step, end)) for start, end in runs for low in range(start, end, step)]
+    return Values((numel,), state.dtype, [partial(_read, kept, low, high) for low, high in pieces])
+
+
+def _read(kept: Kept, low: int, high: int) -> Tensor:
+    values = torch.empty(high - low, dtype=kept.dtype)
+    kept.read(values, low).wait()
+    return values
 
 
 def _persistent(engine: TrainingState) -> list[str]:

@@ -63,6 +63,7 @@ class Reporter:
                 seconds=costs.seconds,
                 phases=costs.phases,
                 sent_bytes=costs.sent_bytes,
+                moved_bytes=costs.moved_bytes,
                 kernels=costs.kernels,
                 ledger=engine.ledger(),
                 heldout_loss=heldout,

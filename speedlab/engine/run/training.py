@@ -20,6 +20,7 @@ from speedlab.engine.run.fitting import held_now, refuse_what_does_not_fit
 from speedlab.engine.run.interrupt import Interruption
 from speedlab.engine.run.reshaping import Undone, rebuild
 from speedlab.models import GPT
+from speedlab.planner.away import offload_words
 from speedlab.planner.formula import flops_per_token
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import RunState
@@ -65,7 +66,8 @@ class Training:
 
     @property
     def shape_text(self) -> str:
-        return f"zero stage {self.config.zero.stage}, {self.layout}"
+        away = offload_words(self.config.offload)
+        return f"zero stage {self.config.zero.stage}, {self.layout}" + (f", {away}" if away else "")
 
     def batches(self, sampler: Sampler, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of a step: tokens and targets."""
@@ -91,8 +93,9 @@ class Training:
         held = held_now(self.engine, self.config, self.parameters, self.control, built_in=self.built_in)
         peaks = refuse_what_does_not_fit(held, wanted)
         through = "in place"
-        if differences(self.config, wanted, self.world.size).keys() <= {"zero"}:
-            self.engine.reshape(zero=wanted.zero.stage)
+        if differences(self.config, wanted, self.world.size).keys() <= {"zero", "offload"}:
+            places = {"optimizer": wanted.offload.optimizer, "parameters": wanted.offload.parameters}
+            self.engine.reshape(zero=wanted.zero.stage, offload=places)
         else:
             through = self._rebuild(wanted, sum(memory.model_states for memory in peaks.memory))
         self._take_shape(wanted)

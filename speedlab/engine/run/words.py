@@ -236,6 +236,9 @@ _CHANGE = {
         says="a list of blocks for each pipeline stage",
         fits=lambda value: isinstance(value, list) and all(_whole(0).fits(count) for count in value),
     ),
+    "offload": Argument(
+        says="a mapping of optimizer or parameters to none, host or disk", fits=lambda value: isinstance(value, Mapping)
+    ),
 }
 
 WORDS: dict[str, Word] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,13 +22,15 @@ class StepCosts:
     seconds: float
     phases: dict[str, float]
     sent_bytes: dict[str, int]
+    moved_bytes: dict[str, int]
     kernels: dict[str, dict[str, float]]
 
 
 class PhaseClock:
     """Seconds by phase since the last `take`: by the clock on CPUs, by events on a GPU.
 
-    Waits for collectives are taken out of the phase in which they happened and shown as 'communication'. GPU times are
+    Waits for collectives are taken out of the phase in which they happened and shown as 'communication', those for the
+    host's memory or the disk as 'offload'. GPU times are
     read when their events have passed, so they may show up in the next step's record.
     """
 
@@ -66,13 +68,18 @@ class PhaseClock:
             else:
                 late.append((name, before, after))
         self._events = late
-        sent, waits = self._traffic.take()
+        counted = self._traffic.take()
+        waits = Counter(counted.peer_seconds) + Counter(counted.place_seconds)
         # A wait may be known before the phase around it is: it is taken out of that when it comes.
         to_come = {name for name, *_ in late}
         left = {
             name: self._seconds[name] - waits.get(name, 0.0) for name in {*self._seconds, *(waits.keys() & to_come)}
         }
-        phases = {name: max(0.0, seconds) for name, seconds in left.items()} | {"communication": sum(waits.values())}
+        phases = {name: max(0.0, seconds) for name, seconds in left.items()} | {
+            "communication": sum(counted.peer_seconds.values())
+        }
+        if offload := sum(counted.place_seconds.values()):
+            phases["offload"] = offload
         self._seconds = defaultdict(float, {n: seconds for n, seconds in left.items() if seconds < 0 and n in to_come})
         now = time.perf_counter()
         wall, self._since = now - self._since, now
@@ -80,4 +87,10 @@ class PhaseClock:
             name: {"calls": use.calls, "bytes": use.nbytes, "seconds": use.seconds}
             for name, use in meter.take().items()
         }
-        return StepCosts(seconds=wall, phases=phases, sent_bytes=sent, kernels=kernels)
+        return StepCosts(
+            seconds=wall,
+            phases=phases,
+            sent_bytes=counted.sent_bytes,
+            moved_bytes=counted.moved_bytes,
+            kernels=kernels,
+        )

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from torch.optim import Optimizer
 
 from speedlab.parallel.zero import Gradient
-from speedlab.placement import Holders, Residency
+from speedlab.placement import Residency
 
 
 @runtime_checkable
@@ -51,8 +51,8 @@ def sums_itself(optimizer: Optimizer) -> bool:
 
 def check_whole_gradients(kind: type[Any], residency: Residency, stage: int) -> None:
     """Raises ValueError where the optimizer communicates and gradients would be partitioned."""
-    if kept_by(kind) is not None and residency.gradients is Holders.PARTITIONED:
+    if kept_by(kind) is not None and residency.gradients_go:
         raise ValueError(
             f"zero.stage {stage}: {kind.__name__} sums gradients itself and needs all of them on every rank; use stage "
-            "0 or 1"
+            "0 or 1, and no offload.optimizer"
         )

@@ -16,7 +16,6 @@ from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.step import Step
 from speedlab.parallel.pipeline import Pipeline, StageModule
 from speedlab.parallel.zero import map_tensors
-from speedlab.placement import Holders
 from speedlab.telemetry.records import Span
 
 Batch = Any
@@ -92,8 +91,7 @@ class WholeModel:
             return self._module(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
-        partitioned = self._zero.residency.gradients is Holders.PARTITIONED
-        due = self._step.sync and (self._step.at_boundary or partitioned)
+        due = self._step.sync and (self._step.at_boundary or self._zero.residency.gradients_go)
         with self._clock.phase("backward"):
             self._zero.begin_backward(sync=due)
             (loss * self._step.scale).backward()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,30 +16,28 @@ _NOT_FUSED = ("amsgrad", "maximize", "capturable", "differentiable")
 """Options of torch's classes that the kernels do not have."""
 
 
-@dataclass(frozen=True)
-class Given:
-    """What a segment's update uses beside its master: `gradient` in any floating dtype, multiplied by `factor`; `copy`
-    takes the new values in the compute dtype, where that is narrower. `then` is called when they are there."""
+class Given(NamedTuple):
+    """What the update of a `segment` uses: `gradient` in any floating dtype, multiplied by `factor`; `copy` takes the
+    new values in the compute dtype, where that is narrower."""
 
+    segment: Tensor
     gradient: Tensor
     copy: Tensor | None
     factor: float
-    then: Callable[[], None] | None = None
 
 
 class FusedOptimizer(Optimizer):
-    """An optimizer over float32 segments. `given` holds their gradients, which may be narrower than the segments."""
+    """An optimizer over float32 segments. `given` says which to update, and with what, whose gradients may be narrower
+    than the segments; what it does between two of them is done between their updates."""
 
-    given: dict[Tensor, Given]
+    given: Iterable[Given]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update every segment that something was given for, in that order."""
+        """Update every segment that something is given for, in that order."""
         group_of = {segment: group for group in self.param_groups for segment in group["params"]}
-        for segment, given in self.given.items():
-            self._update(segment, group_of[segment], given)
-            if given.then is not None:
-                given.then()
+        for given in self.given:
+            self._update(given.segment, group_of[given.segment], given)
 
     def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
         raise NotImplementedError
@@ -58,7 +55,7 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):
         weight_decay: float = 1e-2,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self.given = {}
+        self.given = ()
 
     def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
         state = self.state[segment]
@@ -87,7 +84,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
 
     def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
-        self.given = {}
+        self.given = ()
 
     def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
         state = self.state[segment]

@@ -10,9 +10,11 @@ from speedlab.engine.step.memory import (
     PeakMemory,
     known_storages,
     make_ledger,
+    measure_away,
     measure_states,
 )
 from speedlab.engine.step.state import TrainingState
+from speedlab.placement import Where
 from speedlab.telemetry.records import Ledger
 
 
@@ -32,7 +34,8 @@ class Looking:
         def known() -> set[int]:
             state = self._state
             lent = [buffer for group in state.mesh.groups for buffer in group.idle_buffers]
-            return known_storages([*state.buffers, *lent], state.flats, state.partitioned_optimizer)
+            staging = state.stores.staging
+            return known_storages([*state.buffers, *lent, *staging], state.flats, state.partitioned_optimizer)
 
         # What an optimizer makes in its first step are moments.
         with ActivationTrace(known, follows=lambda: self._state.traffic.phase != "optimizer") as trace:
@@ -42,6 +45,9 @@ class Looking:
     def ledger(self) -> Ledger:
         """Bytes by category at the peak since the last call."""
         state = self._state
+        away = {where: measure_away(state.zeros, where) for where in state.stores.made}
+        if staging := state.stores.take_staging_peak():
+            away.setdefault(Where.HOST, {})["communication_buffers"] = staging
         return make_ledger(
             measure_states(state.buffers, state.zeros, state.partitioned_optimizer),
             activations=self._activation_bytes,
@@ -49,6 +55,8 @@ class Looking:
             peak=self._peak.take(),
             outside=self._outside_bytes,
             device=state.world.device,
+            away=away,
+            capacities={where: store.capacity_bytes for where, store in state.stores.made.items() if away[where]},
         )
 
     def start_anew(self) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import ctypes
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_leaves
 from speedlab.comm.shared import arena
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.hardware import memory_bytes
+from speedlab.offload import Kept
 from speedlab.parallel.zero import Flat, Zero
+from speedlab.placement import Home, Where
 from speedlab.telemetry.records import Ledger
 
 
@@ -149,6 +151,25 @@ def keep_freed_memory() -> None:
         library.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
+_SPARING_BYTES = 256 << 10
+"""With less than that a block comes from the heap all the same: a mapping of its own costs microseconds."""
+
+
+def give_freed_memory_back() -> None:
+    """Undo `keep_freed_memory`, where memory is what a training lacks: what is freed goes back to the system."""
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL("libc.so.6")
+        library.mallopt(_MMAP_THRESHOLD, _SPARING_BYTES)
+        library.mallopt(_TRIM_THRESHOLD, _SPARING_BYTES)
+        library.malloc_trim(0)
+
+
+def suit_allocator(device: torch.device, *, sparing: bool) -> None:
+    """What a CPU rank's process does with freed memory: keep it, or be `sparing`."""
+    if device.type == "cpu":
+        (give_freed_memory_back if sparing else keep_freed_memory)()
+
+
 def release_freed_memory(device: torch.device) -> None:
     """Give freed memory back to the system and the device now."""
     if device.type == "cuda":
@@ -163,7 +184,7 @@ def storage_bytes(tensor: Tensor | None) -> int:
 
 
 def known_storages(buffers: Iterable[Tensor], flats: Iterable[Flat], optimizer: PartitionedOptimizer) -> set[int]:
-    """Identities of the storages that other ledger categories count."""
+    """Identities of the storages that other ledger categories count; those of `buffers`, and what flats hold."""
     tensors: list[Tensor | None] = [*buffers]
     for flat in flats:
         tensors += [flat.full, flat.shard, flat.master]
@@ -183,16 +204,43 @@ _CATEGORIES = {
 
 
 def measure_states(buffers: Iterable[Tensor], zeros: Iterable[Zero], optimizer: PartitionedOptimizer) -> dict[str, int]:
-    """Bytes of parameters, gradients, master weights and moments that this rank keeps between steps: of each state that
-    the placement table names, what its storages really hold."""
+    """Bytes of parameters, gradients, master weights and moments that this rank keeps on its device between steps: of
+    each state that the placement table has there, what its storages really hold."""
     sizes = dict.fromkeys(_CATEGORIES.values(), 0)
     sizes["parameters"] = sum(buffer.nbytes for buffer in buffers)
+    for flat, state, home in _homes(zeros):
+        if home.where is Where.DEVICE:
+            tensors = _tensors_of(state, flat, optimizer)
+            sizes[_CATEGORIES.get(state, "gradients")] += sum(storage_bytes(tensor) for tensor in tensors)
+    return sizes
+
+
+def measure_away(zeros: Iterable[Zero], where: Where) -> dict[str, int]:
+    """Bytes of the same categories that this rank keeps at a place other than its device; {} where it keeps nothing."""
+    sizes: dict[str, int] = {}
+    for flat, state, home in _homes(zeros):
+        if home.where is where:
+            nbytes = sum(kept.nbytes for kept in _kept(state, flat))
+            if nbytes:
+                category = _CATEGORIES.get(state, "gradients")
+                sizes[category] = sizes.get(category, 0) + nbytes
+    return sizes
+
+
+def _homes(zeros: Iterable[Zero]) -> Iterator[tuple[Flat, str, Home]]:
     for zero in zeros:
         for flat in zero.flats:
-            for state in zero.placement.flats[flat.name][0].states:
-                tensors = _tensors_of(state, flat, optimizer)
-                sizes[_CATEGORIES.get(state, "gradients")] += sum(storage_bytes(tensor) for tensor in tensors)
-    return sizes
+            for state, home in zero.placement.flats[flat.name][0].states.items():
+                yield flat, state, home
+
+
+def _kept(state: str, flat: Flat) -> Iterable[Kept]:
+    """What keeps a state of a flat that lies away."""
+    if state == "gradient":
+        return [flat.gradient.away.kept] if flat.gradient is not None and flat.gradient.away is not None else []
+    if state == "moments":
+        return [away.kept for name, away in flat.away.items() if name not in ("parameter", "master")]
+    return [flat.away[state].kept]
 
 
 def _tensors_of(state: str, flat: Flat, optimizer: PartitionedOptimizer) -> Iterable[Tensor]:
@@ -215,8 +263,11 @@ def make_ledger(
     peak: tuple[int, int | None],
     outside: int,
     device: torch.device,
+    away: Mapping[Where, dict[str, int]] | None = None,
+    capacities: Mapping[Where, int] | None = None,
 ) -> Ledger:
     """The ledger at the peak of a step: categories that sum to what was reported, the rest as other framework memory.
+    `away`: what lies at other places, with the `capacities` of these; on a CPU the host's is no longer the device's.
 
     `activations` is the last exact trace; where an allocator counts every byte, its peak gives the better figure.
     """
@@ -229,7 +280,10 @@ def make_ledger(
         reported += outside
     else:
         capacity = memory_bytes()[0] // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    host, disk = ((away or {}).get(where, {}) for where in (Where.HOST, Where.DISK))
     counted = sum(states.values()) + activations + buffers + outside
+    if device.type == "cpu":
+        reported -= sum(host.values())
     return Ledger(
         **states,
         activations=activations,
@@ -238,4 +292,8 @@ def make_ledger(
         other_framework=reported - counted,
         reported_bytes=reported,
         capacity_bytes=capacity,
+        host=host,
+        disk=disk,
+        host_capacity_bytes=(capacities or {}).get(Where.HOST, 0),
+        disk_capacity_bytes=(capacities or {}).get(Where.DISK, 0),
     )

@@ -9,7 +9,8 @@ out, and from then on has a history of its own (its count of steps, or no state 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -21,8 +22,9 @@ from speedlab.comm import Transfer
 from speedlab.engine.step.communicating import Communicating, sums_itself
 from speedlab.engine.step.fused import FusedOptimizer, Given, step_device
 from speedlab.engine.step.segments import Segment, cut, elementwise, has_kernels, owned_ranges
+from speedlab.offload import AwayState
 from speedlab.parallel.zero import Flat, Gradient
-from speedlab.placement import Holders, Placement, Residency
+from speedlab.placement import Holders, Placement, Residency, Where
 
 _CAST_BYTES = 64 * 2**20
 """Gradients in low precision are widened for the update in pieces of this many bytes."""
@@ -55,6 +57,8 @@ class PartitionedOptimizer:
         self.inner = build(self._by_group())
         self._states: dict[str, dict[str, Tensor]] = {flat.name: {} for flat in self.flats}
         """For each flat, its elementwise states (name → tensor over the flat's state range)."""
+        for flat in self.flats:
+            self._gradients[flat.name].measure = partial(self._squares, flat)
         self._adopted: set[Tensor] = set()
         """Masters of segments whose elementwise states are views of those."""
         self._updating = False
@@ -95,12 +99,17 @@ class PartitionedOptimizer:
         rank of the tensor and pipeline axes."""
         squares = []
         for flat, gradient in zip(self.flats, self.gradients, strict=True):
-            start, values = gradient.counted
-            for low, high in owned_ranges(flat, (start, start + values.numel()), self._others):
-                own = _squares(flat, values[low - start : high - start])
-                # Terms that nobody has summed: so their norm is the sum's where all ranks have the same.
-                squares.append(own * gradient.group.size if gradient.left_to_optimizer else own)
+            squares.append(self._squares(flat, *gradient.counted) if gradient.squares is None else gradient.squares)
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+
+    def _squares(self, flat: Flat, start: int, values: Tensor) -> Tensor:
+        """Of `values`, a gradient of `flat` from element `start` on, as far as this rank counts it."""
+        total = torch.zeros((), dtype=torch.float64, device=values.device)
+        for low, high in owned_ranges(flat, (start, start + values.numel()), self._others):
+            total += _squares(flat, values[low - start : high - start])
+        gradient = self._gradients[flat.name]
+        # Terms that nobody has summed: so their norm is the sum's where all ranks have the same.
+        return total * gradient.group.size if gradient.left_to_optimizer else total
 
     def refuse_new_groups(self) -> None:
         """Raises RuntimeError where the caller has added groups, whose parameters are in no flat."""
@@ -127,32 +136,55 @@ class PartitionedOptimizer:
                 self.inner.exchange(gradient, factor)
             factor = 1.0
         fused = isinstance(self.inner, FusedOptimizer)
-        pending = self._step_fused(factor, unused) if fused else self._step_plain(factor, unused)
+        try:
+            pending = self._step_fused(factor, unused) if fused else self._step_plain(factor, unused)
+        except BaseException:
+            self._end_visits()
+            raise
         for work in pending:
             work.wait()
-        self._adopt_states()
 
     def _step_fused(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Transfer]:
         assert isinstance(self.inner, FusedOptimizer)
         pending: list[Transfer] = []
-
-        def publish(flats: list[Flat]) -> None:
-            pending.extend(work for flat in flats if (work := flat.publish(copied=True)) is not None)
-
-        for flats, segments in self._turns(unused):
-            for segment in segments:
-                flat = flats[0]
-                base, narrow = flat.state_range[0], flat.narrow
-                here = slice(segment.start - base, segment.end - base)
-                # Parameters of a flat are on their way to the other ranks while the next flat is updated.
-                then = partial(publish, flats) if segment is segments[-1] else None
-                self.inner.given[segment.master] = Given(
-                    self._gradients[flat.name].update[here], None if narrow is None else narrow[here], factor, then
-                )
-            if not segments:
-                publish(flats)
-        self._step_inner()
+        given = self._given(factor, unused, pending)
+        self.inner.given = given
+        try:
+            self._step_inner()
+        finally:
+            self.inner.given = ()  # It holds gradients; those of an update that failed must not stay.
+            given.close()
         return pending
+
+    def _given(self, factor: float, unused: Mapping[str, Collection[int]], pending: list[Transfer]) -> Generator[Given]:
+        """Segment by segment what its update uses. Parameters of a flat are on their way to the other ranks, as
+        `pending`, while the next flat is updated."""
+        turns = list(self._turns(unused))
+        following = [*(flats[0] for flats, _ in turns[1:]), None]
+        for (flats, segments), ahead in zip(turns, following, strict=False):  # Of no turns there is one that follows.
+            first = flats[0]
+            with self.visit(first if segments else None, ahead, update=True):
+                for segment in segments:
+                    base, narrow = first.state_range[0], self._narrow_at_hand(first)
+                    here = slice(segment.start - base, segment.end - base)
+                    gradient = self._gradients[first.name].update.to(segment.master.device)
+                    yield Given(segment.master, gradient[here], None if narrow is None else narrow[here], factor)
+                if segments:
+                    self._adopt_states(first)
+                for flat in flats:
+                    untouched = flat is not first or not segments
+                    # What was written anew has nothing of the parameters that nobody used.
+                    partly = "parameter" in flat.away and bool(unused.get(flat.name))
+                    written = self._narrow_at_hand(flat) is not None and not partly
+                    work = flat.publish(copied=untouched or written)
+                    if work is not None:
+                        pending.append(work)
+
+    @staticmethod
+    def _narrow_at_hand(flat: Flat) -> Tensor | None:
+        """The narrow parameters, where a kernel that updates the masters can write them."""
+        narrow = flat.narrow
+        return narrow if narrow is not None and narrow.device == flat.master.device else None
 
     def _turns(self, unused: Mapping[str, Collection[int]]) -> Iterator[tuple[list[Flat], list[Segment]]]:
         """What is published together, and the segments of the first of these flats, after whose update that is done.
@@ -177,7 +209,7 @@ class PartitionedOptimizer:
         scaled_inside = factor != 1.0 and bool(getattr(self.inner, "_step_supports_amp_scaling", False))
         if scaled_inside:
             # A fused kernel divides by a scale on the way; it is handed over as torch's GradScaler does.
-            scale = torch.full((), 1.0 / factor, device=self.flats[0].full.device if self.flats else "cpu")
+            scale = torch.full((), 1.0 / factor, device=self.flats[0].master.device if self.flats else "cpu")
             self.inner.grad_scale = scale  # type: ignore[attr-defined]  # see the line above
         try:
             return self._step_pieces(None if scaled_inside else factor, unused)
@@ -188,26 +220,32 @@ class PartitionedOptimizer:
     def _step_pieces(self, factor: float | None, unused: Mapping[str, Collection[int]]) -> list[Transfer]:
         """`factor`: None where the inner optimizer scales by itself."""
         pending: list[Transfer] = []
-        for flats in self._pieces():
-            for flat in flats:
-                gradient = self._gradients[flat.name].update
-                if gradient.dtype != flat.master.dtype:
-                    gradient = gradient.to(flat.master.dtype)
-                if factor is not None and factor != 1.0:
-                    gradient.mul_(factor)
-                base = flat.state_range[0]
-                for segment in self._segments[flat.name]:
-                    if segment.first in unused.get(flat.name, ()):
-                        continue
-                    segment.master.grad = gradient[segment.start - base : segment.end - base]
-            self._step_inner()
-            for flat in flats:
-                for segment in self._segments[flat.name]:
-                    segment.master.grad = None
-                published = flat.publish()
-                if published is not None:
-                    pending.append(published)
+        pieces = list(self._pieces())
+        following = [*(flats[0] for flats in pieces[1:]), None]
+        for flats, ahead in zip(pieces, following, strict=False):  # Of no pieces there is one that follows.
+            with self.visit(flats[0], ahead, update=True):  # What lies away is a piece of its own.
+                for flat in flats:
+                    self._give_gradients(flat, factor, unused.get(flat.name, ()))
+                self._step_inner()
+                for flat in flats:
+                    for segment in self._segments[flat.name]:
+                        segment.master.grad = None
+                    self._adopt_states(flat)
+                    published = flat.publish()
+                    if published is not None:
+                        pending.append(published)
         return pending
+
+    def _give_gradients(self, flat: Flat, factor: float | None, left_out: Collection[int]) -> None:
+        gradient = self._gradients[flat.name].update.to(flat.master.device)
+        if gradient.dtype != flat.master.dtype:
+            gradient = gradient.to(flat.master.dtype)
+        if factor is not None and factor != 1.0:
+            gradient.mul_(factor)
+        base = flat.state_range[0]
+        for segment in self._segments[flat.name]:
+            if segment.first not in left_out:
+                segment.master.grad = gradient[segment.start - base : segment.end - base]
 
     def _step_inner(self) -> None:
         self._updating = True
@@ -215,8 +253,6 @@ class PartitionedOptimizer:
             self.inner.step()
         finally:
             self._updating = False
-            if isinstance(self.inner, FusedOptimizer):
-                self.inner.given.clear()  # It holds gradients; those of an update that failed must not stay.
 
     def _refuse_others(self, *_: object) -> None:
         """A hook on the inner optimizer's step: who calls it past the engine would update nothing."""
@@ -229,15 +265,19 @@ class PartitionedOptimizer:
     def _loaded(self, *_: object) -> None:
         """A hook behind the inner optimizer's load_state_dict: its new states go where flats have theirs."""
         self._adopted.clear()
-        self._adopt_states()
+        for flat in self.flats:
+            with self.visit(flat, changed=True):
+                self._adopt_states(flat)
 
     def _pieces(self) -> Iterator[list[Flat]]:
-        """All flats at once, or in pieces where a widened copy of the gradients has to be made."""
+        """All flats at once, or in pieces where a widened copy of the gradients has to be made; one that lies away is a
+        piece."""
         piece: list[Flat] = []
         held = 0
         for flat in self.flats:
             size = flat.master.nbytes if self._gradients[flat.name].dtype != flat.master.dtype else 0
-            if piece and held + size > _CAST_BYTES:
+            away = flat.residency.states_at is not Where.DEVICE
+            if piece and (away or held + size > _CAST_BYTES):
                 yield piece
                 piece, held = [], 0
             piece.append(flat)
@@ -247,23 +287,90 @@ class PartitionedOptimizer:
 
     # ---- states ------------------------------------------------------------------------------------------------------
 
-    def _adopt_states(self) -> None:
-        """Lay states that the optimizer has newly made end to end, one tensor for each flat; the optimizer keeps
-        views."""
+    @contextmanager
+    def visit(
+        self, flat: Flat | None, ahead: Flat | None = None, *, changed: bool = False, update: bool = False
+    ) -> Iterator[None]:
+        """Inside, what `flat` has away from the device has its values; that of `ahead` is on its way. What was
+        `changed` goes back. `update`: masters and moments change, from the gradient, which is visited too; narrow
+        parameters are written anew."""
+        for each in (flat, ahead):
+            if each is not None and each.lies_away:
+                self._fetch(each, update=update)
+        if flat is None or not flat.lies_away:
+            yield
+            return
+        try:
+            for state in self._away(flat, update=update):
+                state.arrive()
+            self._point(flat)
+            yield
+        except BaseException:
+            self._leave(flat, changed=False)
+            raise
+        self._leave(flat, changed=changed or update)
+
+    def _away(self, flat: Flat, *, update: bool) -> list[AwayState]:
+        gradient = flat.gradient.away if update and flat.gradient is not None else None
+        return [*flat.away.values(), *([] if gradient is None else [gradient])]
+
+    def _fetch(self, flat: Flat, *, update: bool) -> None:
+        narrow = flat.away.get("parameter") if flat.narrow is not None else None
+        for state in self._away(flat, update=update):
+            state.fetch(values=not (update and state is narrow))
+
+    def _leave(self, flat: Flat, *, changed: bool) -> None:
+        for state in flat.away.values():
+            state.leave(changed=changed)
+        if flat.gradient is not None and flat.gradient.away is not None:
+            flat.gradient.away.leave(changed=False)
+        self._point(flat)
+
+    def _end_visits(self) -> None:
+        """After an exception in an update: nothing of it is under way any more."""
         for flat in self.flats:
-            states, base = self._states[flat.name], flat.state_range[0]
-            for segment in self._segments[flat.name]:
-                own = self.inner.state.get(segment.master, {})
-                if segment.master in self._adopted or not own:
+            if flat.lies_away:
+                self._leave(flat, changed=False)
+
+    def _point(self, flat: Flat) -> None:
+        """The optimizer's tensors of `flat` are views of what its states are in memory now."""
+        base, states = flat.state_range[0], self._states.get(flat.name, {})
+        for segment in self._segments.get(flat.name, ()):
+            here = slice(segment.start - base, segment.end - base)
+            segment.master.data = flat.master[here]
+            if segment.master in self._adopted:
+                own = self.inner.state[segment.master]
+                for key, whole in states.items():
+                    if key in own:
+                        own[key].data = whole[here]
+
+    def _adopt_states(self, flat: Flat) -> None:
+        """Lay states that the optimizer has newly made of `flat`, which is visited, end to end in one tensor; the
+        optimizer keeps views."""
+        states, base = self._states[flat.name], flat.state_range[0]
+        for segment in self._segments[flat.name]:
+            own = self.inner.state.get(segment.master, {})
+            if segment.master in self._adopted or not own:
+                continue
+            self._adopted.add(segment.master)
+            for key in [key for key, value in own.items() if elementwise(value, segment)]:
+                away = flat.residency.states_at is not Where.DEVICE
+                if key not in states and segment.master.shape == flat.master.shape and not away:
+                    states[key] = own[key]  # It is the whole already.
                     continue
-                self._adopted.add(segment.master)
-                for key in [key for key, value in own.items() if elementwise(value, segment)]:
-                    if key not in states and segment.master.shape == flat.master.shape:
-                        states[key] = own[key]  # It is the whole already.
-                        continue
-                    whole = states.setdefault(key, torch.zeros_like(flat.master, dtype=own[key].dtype))
-                    here = whole[segment.start - base : segment.end - base]
-                    own[key] = here.copy_(own[key])
+                if key not in states:
+                    states[key] = self.new_state(flat, key, own[key].dtype)
+                here = states[key][segment.start - base : segment.end - base]
+                own[key] = here.copy_(own[key])
+
+    @staticmethod
+    def new_state(flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
+        """A state of a `flat` that is visited, zeros over the state range; visited as well."""
+        state = flat.room(key, dtype)
+        if key in flat.away:
+            flat.away[key].fetch(values=False)
+            flat.away[key].arrive().zero_()
+        return state
 
     def _cut_out(self, flat: Flat, unused: Collection[int]) -> None:
         """From now on the slots `unused`, and those between them, have histories of their own."""
@@ -348,19 +455,18 @@ class PartitionedOptimizer:
                 for name, own in scalars.items():
                     own.update({key: value for key, value in theirs[name].items() if own.get(key) is None})
                     kinds[name] = sorted({*kinds[name], *their_kinds[name]})
-        moved = {
-            flat.name: {kind: flat.move_state(self._state(flat, kind, before), before) for kind in kinds[flat.name]}
-            for flat in self.flats
-        }
+        moved = {flat.name: {kind: self._moved(flat, kind, before) for kind in kinds[flat.name]} for flat in self.flats}
         self.rebuild(moved, scalars)
 
-    def _state(self, flat: Flat, kind: str, before: Residency) -> Tensor:
-        """An elementwise state over the state range of `before`; zeros where no parameter here was ever updated."""
+    def _moved(self, flat: Flat, kind: str, before: Residency) -> Tensor:
+        """An elementwise state where it is now; zeros where no parameter here was ever updated."""
         found = self._states[flat.name].get(kind)
-        if found is not None:
-            return found
-        numel = flat.end - flat.start if before.optimizer_states is Holders.PARTITIONED else flat.padded
-        return torch.zeros(numel, dtype=flat.master.dtype, device=flat.master.device)
+        if found is None:
+            if before.optimizer_states is flat.residency.optimizer_states:
+                return flat.room(kind, flat.master.dtype)
+            numel = flat.end - flat.start if before.optimizer_states is Holders.PARTITIONED else flat.padded
+            found = torch.zeros(numel, dtype=flat.master.dtype, device=flat.master.device)
+        return flat.moved(kind, found, before)
 
 
 def _squares(flat: Flat, gradient: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from speedlab.engine.step.model_part import ModelPart
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.engine.step.precision import LossScale
 from speedlab.layout import Layout
+from speedlab.offload import Stores
 from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.zero import Flat, Zero
 from speedlab.placement import Placement
@@ -37,6 +38,7 @@ class TrainingState:
         world: World,
         mesh: Mesh,
         traffic: Traffic,
+        stores: Stores,
         loss_scale: LossScale,
         dtype: torch.dtype,
     ) -> None:
@@ -45,6 +47,8 @@ class TrainingState:
         self.model_parts = list(model_parts)
         self.partitioned_optimizer, self.scheduler = optimizer, scheduler
         self.config, self.batch, self.world, self.mesh, self.traffic = config, batch, world, mesh, traffic
+        self.stores = stores
+        """The places beside the device in which states of this rank lie."""
         self.loss_scale, self.dtype = loss_scale, dtype
         self._copies = HostCopies(world.device, traffic)
         self.zero_stage: int = config.zero.stage
@@ -127,6 +131,17 @@ class TrainingState:
     def buffers(self) -> list[Tensor]:
         """All buffers of this rank's parts of the model."""
         return [buffer for module in self.modules for buffer in module.buffers()]
+
+    def replace_what_is_lost(self) -> None:
+        """Before a load: where a place has lost some of what this rank has there, all of it begins anew, as zeros."""
+        if all(store.sound for store in self.stores.made.values()):
+            return
+        states = [state for flat in self.flats for state in flat.away.values()]
+        states += [flat.gradient.away for flat in self.flats if flat.gradient and flat.gradient.away]
+        for state in states:
+            state.kept.drop()
+        for state in states:
+            state.begin_anew(self.stores.of(state.kept.where))
 
     def before_change(self) -> None:
         """Parameters are about to change, by an update or a load: nothing of a pass before may live on. Collective."""

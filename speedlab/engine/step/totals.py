@@ -13,6 +13,7 @@ from speedlab.comm import Group, check_peers
 from speedlab.config.errors import more_in
 from speedlab.engine.step.errors import NonFiniteError
 from speedlab.engine.step.same_data import SAME
+from speedlab.offload import visit
 from speedlab.parallel.zero import Flat
 
 
@@ -94,11 +95,12 @@ def _non_finite_slots(flat: Flat) -> list[str]:
     found: list[str] = []
     if flat.gradient is None:
         return found
-    start, gradient = flat.gradient.counted
-    if bool(torch.isfinite(gradient).all()):
-        return found
-    for slot in flat.slots:
-        low, high = max(slot.offset, start), min(slot.offset + slot.numel, start + gradient.numel())
-        if low < high and not bool(torch.isfinite(gradient[low - start : high - start]).all()):
-            found.append(slot.name)
+    with visit([] if flat.gradient.away is None else [flat.gradient.away]):
+        start, gradient = flat.gradient.counted
+        if bool(torch.isfinite(gradient).all()):
+            return found
+        for slot in flat.slots:
+            low, high = max(slot.offset, start), min(slot.offset + slot.numel, start + gradient.numel())
+            if low < high and not bool(torch.isfinite(gradient[low - start : high - start]).all()):
+                found.append(slot.name)
     return found

@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from speedlab.comm import Group, Transfer
 from speedlab.layout import padded_numel, partition_range
+from speedlab.offload import AwayState, Kept, Stores, visit
 from speedlab.parallel.zero.gradient import Gradient
 from speedlab.parallel.zero.slot import Slot
-from speedlab.placement import Holders, Residency, Row
+from speedlab.placement import Holders, Residency, Row, Where
 
 _ALIGNMENT_BYTES = 16
 """Parameters start at multiples of this inside a flat: matrix kernels on GPUs need it."""
 
 
+class Waited(Protocol):
+    """What is under way until `wait` has returned."""
+
+    def wait(self) -> None: ...
+
+
 class Flat:
     """The parameters of one unit that share a dtype and whether they train, with their float32 master and `gradient`.
 
-    | tensor     | replicated                      | partitioned                                        |
+    | tensor     | parameters stay (`Residency`)   | parameters come: partitioned, or away              |
     |------------|---------------------------------|----------------------------------------------------|
-    | `shard`    | this rank's slice of `full`     | memory of its own                                  |
+    | `shard`    | this rank's slice of `full`     | memory of its own, or what stands for it           |
     | `full`     | always there                    | storage of size 0 unless gathered                  |
     | `master`   | float32 of the whole or of the partition, as optimizer states are; shares memory with       |
     |            | `full` or `shard` when the parameters are float32 (or wider) themselves                     |
+
+    What does not lie on the device is in `away`, by its name ("parameter", "master", an optimizer's own for moments);
+    `shard`, `master` and moments then have values during a visit only.
 
     Parameters are views of `full`, whose Storage stays the same object when it is released and filled again: tensors
     that autograd saved (a transposed weight, say) then see the gathered values. A released parameter shows NaN in its
@@ -42,17 +53,19 @@ class Flat:
         gather_group: Group,
         reduce_group: Group,
         axes: Mapping[str, Group],
+        stores: Stores,
     ) -> None:
         """`rows`: of one class of the placement table, in the order in which their parameters shall lie; `parameters`:
         by full name. `axes`: the groups over which a gradient is summed before each reduction, by the names in
-        `summed_over`.
+        `summed_over`. `stores`: the places beside the device.
 
         Rank 0's values count. Collective.
         """
         first = rows[0]
         self.name, self.trainable = name, first.trainable
         self.dtype = dtype = _dtype(first.states["parameter"].form)
-        self.gather_group = gather_group
+        self.gather_group, self._stores = gather_group, stores
+        self.away: dict[str, AwayState] = {}
         self.buffers = gather_group.traffic.buffers
         self.parameters: list[nn.Parameter] = [parameters[row.name] for row in rows]
         self.slots: list[Slot] = []
@@ -70,10 +83,10 @@ class Flat:
         self.numel = end
         self.padded = padded_numel(end, gather_group.size * step)
         self.start, self.end = partition_range(self.padded, gather_group.size, gather_group.index)
-        self._own_master = "master" in first.states
+        self._narrow = trainable_in_low_precision(dtype) and self.trainable
         self.full = self._new_full()
         self.master: Tensor = self.full
-        if self._own_master:
+        if self._narrow:
             # Made from the values given, before they are rounded to the compute dtype.
             self.master = torch.zeros(self.padded, dtype=torch.float32, device=gather_group.device)
         # What a released parameter shows: its true shape, and in the place of values NaN, in the memory of one element.
@@ -83,7 +96,7 @@ class Flat:
             with torch.no_grad():
                 self.master[slot.range].view(slot.shape).copy_(parameter)
         gather_group.broadcast(self.master)
-        if self._own_master:
+        if self._narrow:
             self.full.copy_(self.master)
         self._shown: list[Tensor] = []
         """What parameters are views of: of `full`, or placeholders."""
@@ -115,65 +128,134 @@ class Flat:
         return 0, self.padded
 
     @property
+    def lies_away(self) -> bool:
+        """Whether some of its states lie away from the device."""
+        return not self.residency.states_at is self.residency.parameters_at is Where.DEVICE
+
+    @property
     def gathered(self) -> bool:
         """Whether `full` holds memory now."""
         return self.full.untyped_storage().nbytes() > 0
+
+    @property
+    def _own_master(self) -> bool:
+        """Whether the master has memory apart from the parameters'."""
+        return self._narrow or (self.trainable and self.residency.separate_masters)
 
     @torch.no_grad()
     def place(self, residency: Residency) -> None:
         """Move this rank's part of the flat to where `residency` says. Between two steps only; gathers wait for all
         ranks.
 
-        1. Parameters come together when they were partitioned and shall be replicated.
-        2. Masters are cut, or come together.
-        3. Parameters are cut, and the whole is freed.
-        4. Gradients are allocated anew.
+        1. Parameters come together, are cut, or change their place.
+        2. Masters are cut, come together, or change their place.
+        3. Gradients are allocated anew.
         """
-        before, self.residency = self.residency, residency
-        was, now = before.parameters, residency.parameters
-        if was is Holders.PARTITIONED and now is Holders.REPLICATED:  # 1
-            self.full = self._new_full()
-            self.gather_group.all_gather(self.full, self.shard).wait()
-            self.shard = self.full[self.start : self.end]
-            self._show(self._views)
+        before, had_own = self.residency, self._own_master
+        self.residency = residency
+        if (before.parameters, before.parameters_at) != (residency.parameters, residency.parameters_at):  # 1
+            self._place_parameters(before)
         if self._own_master:  # 2
-            self.master = self.move_state(self.master, before)
-        if was is Holders.REPLICATED and now is Holders.PARTITIONED:  # 3
-            self.shard = self.gather_group.empty(self.end - self.start, self.dtype).copy_(self.shard)
-            self._show(self._placeholders)
-            # Not where peers read it: its Storage must be one that can be emptied and filled.
-            self.full = torch.empty(self.padded, dtype=self.dtype, device=self.full.device)
-            self._free(self.full)
-        if not self._own_master:
+            low, high = self.state_range
+            # One that is made only now has the parameters' values, which stay on the device then.
+            self.master = (
+                self.moved("master", self.master, before) if had_own else self._put("master", self.full[low:high])
+            )
+        else:
+            if had_own:
+                self._drop("master")
             partitioned = residency.optimizer_states is Holders.PARTITIONED
-            self.master = self.shard if partitioned else self.full
+            self.master = self.shard if partitioned or residency.parameters_come else self.full
         if self.gradient is not None:
-            self.gradient.place(residency)  # 4
+            self.gradient.place(residency, self._stores)  # 3
 
-    def move_state(self, state: Tensor, before: Residency) -> Tensor:
-        """A state tensor over the old `state_range`, as one over the present one (cut, gathered, or as it was)."""
+    def _place_parameters(self, before: Residency) -> None:
+        """Parameters go from where they were `before` to where they shall be now."""
+        old = self.away.get("parameter")
+        with visit([] if old is None else [old]):
+            if self.residency.parameters_come:
+                self.shard = self._put("parameter", self.shard)
+                if not before.parameters_come:
+                    # Not where peers read it: its Storage must be one that can be emptied and filled.
+                    self.full = torch.empty(self.padded, dtype=self.dtype, device=self.gather_group.device)
+                    self._free(self.full)
+            else:
+                self.full = self._new_full()
+                if before.parameters is Holders.PARTITIONED:
+                    self.gather_group.all_gather(self.full, self.shard.to(self.full.device)).wait()
+                else:
+                    self.full.copy_(self.shard)
+                self.shard = self.full[self.start : self.end]
+        if old is not None:
+            self._drop("parameter", old)
+        self._show(self._placeholders if self.residency.parameters_come else self._views)
+
+    def moved(self, name: str, state: Tensor, before: Residency) -> Tensor:
+        """A state over the `state_range` of `before`, where it was then, as one over the present range (cut, gathered
+        or as it was), where it is now. Collective when it comes together."""
         was, now = before.optimizer_states, self.residency.optimizer_states
-        if was is now:
+        if was is now and before.states_at is self.residency.states_at:
             return state
-        if now is Holders.PARTITIONED:
-            return state[self.start : self.end].clone()
-        whole = torch.empty(self.padded, dtype=state.dtype, device=state.device)
-        self.gather_group.all_gather(whole, state).wait()
-        return whole
+        old = self.away.get(name)
+        with visit([old] if old is not None else []):
+            if was is now:
+                moved = state
+            elif now is Holders.PARTITIONED:
+                moved = state[self.start : self.end]
+            else:
+                moved = torch.empty(self.padded, dtype=state.dtype, device=state.device)
+                self.gather_group.all_gather(moved, state).wait()
+            own = self._put(name, moved)
+        if old is not None:
+            self._drop(name, old)
+        return own
+
+    def room(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A new state over the present `state_range`, zeros, where optimizer states lie."""
+        low, high = self.state_range
+        where = self.residency.states_at
+        if where is Where.DEVICE:
+            return torch.zeros(high - low, dtype=dtype, device=self.gather_group.device)
+        self.away[name] = AwayState(self._stores.of(where).keep(high - low, dtype))
+        return self.away[name].tensor
+
+    def _put(self, name: str, values: Tensor) -> Tensor:
+        """`values` of a state in memory of their own, where the residency has it."""
+        where = self.residency.place_of(name)
+        if where is not Where.DEVICE:
+            state = self.away[name] = AwayState(self._stores.of(where).keep(values.numel(), values.dtype))
+            state.kept.write(values.contiguous()).wait()
+            return state.tensor
+        if name == "parameter":  # Where peers read it.
+            return self.gather_group.empty(values.numel(), values.dtype).copy_(values)
+        return torch.empty_like(values, device=self.gather_group.device).copy_(values)
+
+    def _drop(self, name: str, state: AwayState | None = None) -> None:
+        """Give up what lay away: a `state` that has gone elsewhere, or the present one of that name."""
+        state = state or self.away.get(name)
+        if state is not None:
+            state.kept.drop()
+            if self.away.get(name) is state:
+                del self.away[name]
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gather(self) -> Transfer:
-        """Start to fill `full` from all shards. Partitioned parameters only."""
+    def gather(self) -> Waited:
+        """Start to fill `full` from all shards. Parameters that come only."""
         self.take_changes()
         self._allocate(self.full)
         self._show(self._views)
         self.buffers.add(self.full.nbytes)
-        return self.gather_group.all_gather(self.full, self.shard)
+        away = self.away.get("parameter")
+        if away is None:
+            return self.gather_group.all_gather(self.full, self.shard)
+        own = self.full[self.start : self.end]
+        reading = away.kept.read(own)
+        return reading if self.gather_group.size == 1 else _ReadThenGathered(reading, self, own)
 
     def release(self) -> None:
-        """Free `full`; only the partition stays. Partitioned parameters only."""
+        """Free `full`; only the partition stays. Parameters that come only."""
         self.buffers.add(-self.full.nbytes)
         self._show(self._placeholders)
         self._free(self.full)
@@ -205,10 +287,11 @@ class Flat:
             if not moved and parameter._version == self._versions[index]:
                 continue
             self._versions[index] = parameter._version
-            if self.residency.parameters is Holders.PARTITIONED:
+            if self.residency.parameters_come:
+                lies = "partitioned" if self.residency.parameters is Holders.PARTITIONED else "away from the device"
                 raise RuntimeError(
-                    f"{slot.name} was changed while it is partitioned, where the change has no effect; change it "
-                    "before initialize, or at a ZeRO stage below 3"
+                    f"{slot.name} was changed while it is {lies}, where the change has no effect; change it before "
+                    "initialize, or at a ZeRO stage below 3"
                 )
             here = slice(slot.offset, slot.offset + slot.numel)
             value, replaced = parameter.detach().reshape(-1), replaced or moved
@@ -223,18 +306,34 @@ class Flat:
         """Elements whose rounded master is something else than `value` take it; the others keep all their bits."""
         low, high = self.state_range
         start, stop = max(here.start, low), min(here.stop, high)
-        if start < stop:
-            master, new = self.master[start - low : stop - low], value[start - here.start : stop - here.start]
+        if start >= stop:
+            return
+        with visit(self._master_away, changed=True):
+            master = self.master[start - low : stop - low]
+            new = value[start - here.start : stop - here.start].to(master.device)
             master.copy_(torch.where(master.to(self.dtype) == new.to(self.dtype), master, new.to(master.dtype)))
+
+    @property
+    def _master_away(self) -> list[AwayState]:
+        """What a visit of the masters visits."""
+        state = self.away.get("master" if self._own_master else "parameter")
+        return [] if state is None else [state]
+
+    def kept(self, state: str) -> Kept | None:
+        """What keeps a state ("master", or an optimizer's) away from the device; None where it lies there."""
+        away = self._master_away if state == "master" else [self.away[state]] if state in self.away else []
+        return away[0].kept if away else None
 
     def whole_master(self) -> Tensor:
         """The master values whole, on every rank. Collective where they are partitioned."""
         self.take_changes()
-        if self.residency.optimizer_states is Holders.REPLICATED:
-            return self.master
-        whole = torch.empty(self.padded, dtype=self.master.dtype, device=self.full.device)
-        self.gather_group.all_gather(whole, self.master).wait()
-        return whole
+        away = self._master_away
+        with visit(away):
+            if self.residency.optimizer_states is Holders.REPLICATED:
+                return self.master.to(self.full.device, copy=True) if away else self.master
+            whole = torch.empty(self.padded, dtype=self.master.dtype, device=self.full.device)
+            self.gather_group.all_gather(whole, self.master.to(self.full.device)).wait()
+            return whole
 
     @torch.no_grad()
     def give_back(self) -> None:
@@ -244,20 +343,25 @@ class Flat:
 
     @property
     def narrow(self) -> Tensor | None:
-        """The parameters of `state_range` in the compute dtype, where it is narrower than the masters'."""
+        """The parameters of `state_range` in the compute dtype, where masters are apart."""
         if not self._own_master:
             return None
-        return self.shard if self.residency.optimizer_states is Holders.PARTITIONED else self.full
+        cut = self.residency.optimizer_states is Holders.PARTITIONED or self.residency.parameters_come
+        return self.shard if cut else self.full
 
     @torch.no_grad()
     def publish(self, *, copied: bool = False) -> Transfer | None:
         """After an update of `master`: bring the parameters of all ranks up to date. None when nothing has to be sent.
 
-        `copied`: `narrow` holds the new values already.
+        `copied`: `narrow` holds the new values already. What lies away has to be visited.
         """
-        if self.narrow is not None and not copied:
-            self.narrow.copy_(self.master)
-        if self.residency.optimizer_states is Holders.PARTITIONED and self.residency.parameters is Holders.REPLICATED:
+        narrow = self.narrow
+        if narrow is not None and not copied:
+            if narrow.device == self.master.device:
+                narrow.copy_(self.master)
+            else:
+                self._stores.copies.to_device(self.master.to(narrow.dtype), narrow).wait()
+        if self.residency.optimizer_states is Holders.PARTITIONED and not self.residency.parameters_come:
             return self.gather_group.all_gather(self.full, self.shard)
         return None
 
@@ -270,6 +374,17 @@ class Flat:
     @staticmethod
     def _free(tensor: Tensor) -> None:
         tensor.untyped_storage().resize_(0)
+
+
+class _ReadThenGathered:
+    """A gather whose own shard has to come from its place first."""
+
+    def __init__(self, reading: Transfer, flat: Flat, own: Tensor) -> None:
+        self._reading, self._flat, self._own = reading, flat, own
+
+    def wait(self) -> None:
+        self._reading.wait()
+        self._flat.gather_group.all_gather(self._flat.full, self._own).wait()
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -5,6 +5,9 @@ a unit when it needs it, and those that it did not need at the end of the pass; 
 collective of its own for each gather has to be started in one order by all: there a rank takes part in the gathers that
 come before the unit it needs, and lets go of them at once.
 
+Parameters that lie away from the device are read before they are sent, so that nothing can be offered ahead: there,
+too, each gather is a collective of its own.
+
 The order is that in which the first step met the units. Until it is known, units are gathered when they are needed and
 nothing is gathered ahead, so that a model which calls its blocks in another order than it registers them never stands
 there whole.
@@ -18,6 +21,7 @@ import torch
 
 from speedlab.comm import Group
 from speedlab.parallel.zero.unit import Pass, Unit
+from speedlab.placement import Residency, Where
 
 
 class Gathers:
@@ -29,8 +33,10 @@ class Gathers:
         self.order = list(units)
         """In the order of a forward pass, the root first: the order of gathers; reductions go the other way."""
         self.order_is_known = False
-        self.partitioned = False
+        self.parameters_come = False
         """Whether there is anything to gather."""
+        self._offered = True
+        """Whether shards lie where peers can take them, so that they are offered at the start of a pass."""
         self.current = Pass.IDLE
         self._group = group
         self._seen: list[Unit] = []
@@ -39,6 +45,16 @@ class Gathers:
         """Units whose gather of this pass has not been started, in the order of the pass."""
         self._following: dict[Unit, Unit] = {}
         """The unit behind each in the present pass: its gather is started while that one computes."""
+
+    def place(self, residency: Residency) -> None:
+        """Parameters are where `residency` says from now on."""
+        self.parameters_come = residency.parameters_come
+        self._offered = residency.parameters_at is Where.DEVICE
+
+    @property
+    def ordered(self) -> bool:
+        """Whether every gather is one that all ranks start in one order."""
+        return self._group.ordered or not self._offered
 
     @property
     def root(self) -> Unit:
@@ -54,13 +70,14 @@ class Gathers:
         self.current = which
         if which is Pass.FORWARD and torch.is_grad_enabled():
             self._seen = []
-        if self.partitioned:
+        if self.parameters_come:
             # The root comes first in both directions: it is needed at both ends of a pass.
             order = self.order if which is Pass.FORWARD else [self.root, *self.order[:0:-1]]
             # What stays gathered does so on all ranks, so all offer the same.
             self._left = [unit for unit in order if unit.gathers is None]
             self._following = dict(pairwise(order))
-            self._group.offer([flat.shard for unit in self._left for flat in unit.flats])
+            if self._offered:
+                self._group.offer([flat.shard for unit in self._left for flat in unit.flats])
 
     def met(self, unit: Unit) -> None:
         """A forward pass has come to this unit."""
@@ -69,10 +86,10 @@ class Gathers:
 
     def require(self, unit: Unit) -> None:
         """The unit's parameters are there when this returns; the next unit's are on their way."""
-        if not self.partitioned:
+        if not self.parameters_come:
             return
         if unit in self._left:
-            if self._group.ordered and self.order_is_known:
+            if self.ordered and self.order_is_known:
                 while self._left[0] is not unit:
                     other = self._left.pop(0)
                     other.start_gather()
@@ -94,7 +111,7 @@ class Gathers:
         """The root module has returned: take part in the gathers that this rank skipped, and release what backward
         does not need first."""
         self._take_rest()
-        if self.partitioned:
+        if self.parameters_come:
             for unit in self.units:
                 if not self.stays(unit):
                     unit.release()
@@ -108,6 +125,8 @@ class Gathers:
     def _take_rest(self) -> None:
         left, self._left = self._left, []
         for unit in left:
+            if self._group.size == 1 and not self.stays(unit):
+                continue  # Nobody waits for this rank's part.
             unit.start_gather()
             unit.finish_gather()  # Whoever looks at one that stays shall see its values.
             if not (self.current is Pass.FORWARD and self.stays(unit)):
@@ -120,7 +139,7 @@ class Gathers:
 
     def let_go(self) -> None:
         """Release what is here, and speak to nobody."""
-        if self.partitioned:
+        if self.parameters_come:
             for unit in self.units:
                 unit.release()
 

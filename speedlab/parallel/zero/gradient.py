@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from speedlab.comm import Group, Transfer
 from speedlab.layout import padded_numel
+from speedlab.offload import AwayState, Stores
 from speedlab.parallel.zero.slot import Slot
-from speedlab.placement import Holders, Residency
+from speedlab.placement import Holders, Residency, Where
 
 
 class Gradient:
     """Owner of a flat's gradient.
 
-    | tensor      | replicated                                 | partitioned                                        |
+    | tensor      | gradients stay (`Residency`)               | gradients go: partitioned, or away                 |
     |-------------|--------------------------------------------|----------------------------------------------------|
     | `own`       | always there; summed where it is           | borrowed while terms of a pass are here, else None |
-    | `partition` | this rank's slice of `own`                 | memory of its own                                  |
+    | `partition` | this rank's slice of `own`                 | memory of its own; of what is away, during a visit |
     """
 
     def __init__(
@@ -42,6 +43,12 @@ class Gradient:
         self.own: Tensor | None = None
         self.left_to_optimizer = False
         """Whether the sum over `group` of the present step is the optimizer's to take, from whole gradients."""
+        self.away: AwayState | None = None
+        """`partition`, where it lies away from the device."""
+        self.measure: Callable[[int, Tensor], Tensor] | None = None
+        """What tells the squared norm of `counted`, given that place and tensor, while a sum that goes away is here."""
+        self.squares: Tensor | None = None
+        """What it told of the present sum."""
         self.kept = {name: torch.zeros(padded, dtype=each, device=group.device) for name, each in kept.items()}
         """What the optimizer keeps beside the gradient from step to step, over the whole flat (an error feedback)."""
         self.group, self._padded = group, padded
@@ -57,14 +64,22 @@ class Gradient:
         starts = [slot.offset for slot in slots] + [padded]
         self._gaps = [(low, high) for low, high in zip(ends, starts, strict=True) if low < high]
         self.partition: Tensor
+        self._stores: Stores
 
-    def place(self, residency: Residency) -> None:
-        """Allocate anew where `residency` says; to be called before anything else. What is replicated accumulates where
-        it is summed; what is partitioned needs a passing whole."""
+    def place(self, residency: Residency, stores: Stores) -> None:
+        """Allocate anew where `residency` says; to be called before anything else. What stays accumulates where it is
+        summed; what goes needs a passing whole."""
         self.clear()
-        self._residency, self.own = residency, None
+        self._residency, self._stores, self.own = residency, stores, None
         self.partition = torch.empty(0)  # The old memory is free before there is new one.
-        if residency.gradients is Holders.REPLICATED:
+        if self.away is not None:
+            self.away.kept.drop()
+            self.away = None
+        if residency.gradients_at is not Where.DEVICE:
+            kept = stores.of(residency.gradients_at).keep(self._end - self._start, self.dtype)
+            self.away = AwayState(kept)
+            self.partition = self.away.tensor
+        elif residency.gradients is Holders.REPLICATED:
             self.own = self.group.empty(self._padded, self.dtype).zero_()
             self.partition = self.own[self._start : self._end]
         else:
@@ -73,7 +88,7 @@ class Gradient:
     @property
     def update(self) -> Tensor:
         """The sum over the state range of the flat: what the optimizer uses."""
-        if self._residency.optimizer_states is Holders.PARTITIONED:
+        if self._residency.optimizer_states is Holders.PARTITIONED or self._residency.gradients_go:
             return self.partition
         assert self.own is not None  # Replicated states go with replicated gradients.
         return self.own
@@ -90,7 +105,8 @@ class Gradient:
     @property
     def tensors(self) -> list[Tensor]:
         """What it holds now, the borrowed whole included."""
-        return [self.partition, *self.kept.values(), *([] if self.own is None else [self.own])]
+        here = [] if self.away is not None else [self.partition]
+        return [*here, *self.kept.values(), *([] if self.own is None else [self.own])]
 
     # ---- a pass ------------------------------------------------------------------------------------------------------
 
@@ -119,11 +135,24 @@ class Gradient:
             self._sum_first(own, groups, slots)
         if self.left_to_optimizer:
             return None
-        if self._residency.gradients is Holders.PARTITIONED:
-            return self.group.reduce_scatter(own, self.partition, accumulate=accumulate)
+        if self._residency.gradients_go:
+            return self.group.reduce_scatter(own, self._summed_into(accumulate), accumulate=accumulate)
         if self._residency.optimizer_states is Holders.PARTITIONED:
             return self.group.reduce_scatter(own, self.partition)
         return self.group.all_reduce(own)
+
+    def _summed_into(self, accumulate: bool) -> Tensor:
+        """Memory for the sum on the device; with `accumulate` it holds that of earlier passes."""
+        away = self.away
+        if away is None:
+            return self.partition
+        if self.group.device.type == "cpu":
+            away.fetch(values=accumulate)
+            return away.arrive()
+        self.partition = torch.empty(away.kept.numel, dtype=self.dtype, device=self.group.device)
+        if accumulate:
+            away.kept.read(self.partition).wait()
+        return self.partition
 
     @staticmethod
     def _sum_first(own: Tensor, groups: tuple[Group, ...], slots: list[Slot]) -> None:
@@ -147,14 +176,27 @@ class Gradient:
             self.group.wait_until_read(self.own)
             self._summed.add_(self._earlier)
             self._earlier = None
+        if self.away is not None:
+            self._send_away(self.away)
         self._give_back()
+
+    def _send_away(self, away: AwayState) -> None:
+        """The sum goes to its place, and is measured before."""
+        if self.measure is not None:
+            self.squares = self.measure(*self.counted)
+        if self.group.device.type == "cpu":
+            away.leave(changed=True)
+            return
+        # What comes next to this place waits for it.
+        self._stores.hold(away.kept.write(self.partition))
+        self.partition = away.tensor
 
     def set_aside(self) -> None:
         """Before another backward of a step that was summed already: keep that sum from being written over.
 
-        Partitioned gradients have a place of their own and accumulate there.
+        Gradients that go have a place of their own and accumulate there.
         """
-        if self._residency.gradients is Holders.REPLICATED and self._earlier is None:
+        if not self._residency.gradients_go and self._earlier is None:
             self._earlier = self._summed.clone()
 
     def clear(self) -> None:
@@ -162,6 +204,9 @@ class Gradient:
         self._earlier = None
         self._filled = [False] * len(self.slots)
         self.used = [False] * len(self.slots)
+        self.squares = None
+        if self.away is not None:
+            self.away.leave(changed=False)  # Where an exception came between a sum and its way.
         self._give_back()
 
     @property

@@ -12,7 +12,7 @@ from speedlab.parallel.zero.flat import Flat
 from speedlab.parallel.zero.slot import Slot
 from speedlab.parallel.zero.unit import Unit
 from speedlab.parallel.zero.zero import Zero
-from speedlab.placement import Holders
+from speedlab.placement import Where
 
 
 class FlatParameter(nn.Parameter):
@@ -24,7 +24,9 @@ class FlatParameter(nn.Parameter):
             return super().__repr__()
         shape = "×".join(str(n) for n in self.shape)
         dtype = str(self.dtype).removeprefix("torch.")
-        where = place.flat.residency.parameters.value
+        residency = place.flat.residency
+        lies = "" if residency.parameters_at is Where.DEVICE else f" on {residency.parameters_at.value}"
+        where = f"{residency.parameters.value}{lies}"
         head = f"Parameter {place.slot.name} ({shape} {dtype}, unit {place.unit.name}, {where}"
         owners = ", ".join(f"rank {rank}: [{low}:{high})" for rank, low, high in owners_of(place.flat, place.slot))
         if not place.flat.gathered:
@@ -107,7 +109,7 @@ def gather_partitions(parameter: Tensor) -> Tensor:
     """The value of a parameter whole over the dp ranks, as a new tensor. Collective over them where it is partitioned;
     one that nothing partitions is simply copied."""
     place = _find(parameter)
-    if place is None or place.flat.residency.parameters is Holders.REPLICATED:
+    if place is None or not place.flat.residency.parameters_come:
         return parameter.detach().clone()
     if place.unit.gathers is not None:  # A pass has left it here, or on its way.
         place.unit.finish_gather()

@@ -11,7 +11,7 @@ from torch.autograd.profiler import record_function
 from speedlab.comm import Group, Transfer
 from speedlab.parallel.zero.gathers import Gathers
 from speedlab.parallel.zero.unit import Unit
-from speedlab.placement import Holders, Residency
+from speedlab.placement import Residency
 
 
 class Reductions:
@@ -68,7 +68,7 @@ class Reductions:
             if unit is self._gathers.root and (leave_root or not everything):
                 return  # Gradients of shared parameters may still come.
             self._cursor += 1
-            accumulate = self._reduced_before and residency.gradients is Holders.PARTITIONED
+            accumulate = self._reduced_before and residency.gradients_go
             with record_function(f"speedlab::reduce {unit.name}"), self.around():
                 works = [gradient.reduce(accumulate=accumulate) for gradient in unit.gradients]
             self._under_way.append((unit, works))
@@ -111,7 +111,7 @@ class Reductions:
         Ranks may have come to their exceptions, or to the end, by different ways: this one takes part in what is left,
         so that all have started the same reductions. (Where each gather is a collective of its own, peers may wait for
         one of this rank's, and it must not wait for them.)"""
-        if not self._group.ordered:
+        if not self._gathers.ordered:
             self.advance(residency, everything=True)
         self._finish(0)
         self.clear()

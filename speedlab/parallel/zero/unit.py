@@ -7,8 +7,7 @@ from enum import Enum
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from speedlab.comm import Transfer
-from speedlab.parallel.zero.flat import Flat
+from speedlab.parallel.zero.flat import Flat, Waited
 
 
 class Pass(Enum):
@@ -26,7 +25,7 @@ class Unit:
     def __init__(self, name: str, modules: list[nn.Module], flats: list[Flat]) -> None:
         self.name, self.modules, self.flats = name, modules, flats
         self.trainable_count = sum(len(flat.parameters) for flat in flats if flat.trainable)
-        self.gathers: list[Transfer] | None = None
+        self.gathers: list[Waited] | None = None
         """The gather under way; None when the unit is released, [] when its parameters are there."""
         self.missing = self.trainable_count
         """Gradients that this backward pass has not produced yet."""

@@ -31,13 +31,14 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from speedlab.comm import Group, PeerLost
+from speedlab.offload import Stores
 from speedlab.parallel.zero.flat import Flat
 from speedlab.parallel.zero.gathers import Gathers
 from speedlab.parallel.zero.reductions import Reductions, default_in_flight
 from speedlab.parallel.zero.unit import Pass, Unit
 from speedlab.parallel.zero.units import UnitPlan
 from speedlab.parallel.zero.walk import tensors_of
-from speedlab.placement import Holders, Placement, Residency
+from speedlab.placement import Placement, Residency
 
 
 class Zero:
@@ -51,11 +52,13 @@ class Zero:
         *,
         gather_group: Group,
         reduce_group: Group,
+        stores: Stores,
         axes: Mapping[str, Group] | None = None,
         reductions_in_flight: int | None = None,
         materialize: Callable[[UnitPlan], None] | None = None,
     ) -> None:
-        """`placement`: a row for each parameter of `plans`; its flats are made, and placed where it says.
+        """`placement`: a row for each parameter of `plans`; its flats are made, and placed where it says, which may be
+        in `stores`.
 
         `axes`: groups of ranks that hold some parameters too, and have other terms of their gradients, by the names in
         `summed_over`. A group that is on other pipeline stages only goes with parameters of the root unit and
@@ -80,6 +83,7 @@ class Zero:
                     gather_group=gather_group,
                     reduce_group=reduce_group,
                     axes=axes or {},
+                    stores=stores,
                 )
                 for name, rows in placement.flats.items()
                 if rows[0].unit == plan.name
@@ -88,7 +92,7 @@ class Zero:
                 flat.place(placement.residency)
             units.append(Unit(plan.name, plan.modules, flats))
         self.gathers = Gathers(units, gather_group)
-        self.gathers.partitioned = placement.residency.parameters is Holders.PARTITIONED
+        self.gathers.place(placement.residency)
         in_flight = reductions_in_flight or default_in_flight(gather_group.device)
         self.reductions = Reductions(self.gathers, reduce_group, in_flight=in_flight)
         self._version = 0
@@ -111,9 +115,9 @@ class Zero:
         return self.placement.residency
 
     @property
-    def partitioned(self) -> bool:
-        """Whether parameters are."""
-        return self.gathers.partitioned
+    def parameters_come(self) -> bool:
+        """Whether parameters of a unit are here only while it is used."""
+        return self.gathers.parameters_come
 
     @property
     def current(self) -> Pass:
@@ -154,10 +158,11 @@ class Zero:
             return hook
 
         def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            if (zero := this()) is not None and zero.partitioned:
+            if (zero := this()) is not None and zero.parameters_come:
                 raise RuntimeError(
-                    "module.state_dict(): the parameters are partitioned (ZeRO stage 3), so that this rank has only a "
-                    "part of them; engine.state_dict() or engine.module_state_dict(), on all ranks, puts them together"
+                    "module.state_dict(): the parameters are partitioned (ZeRO stage 3) or away from the device, so "
+                    "that they are not here; engine.state_dict() or engine.module_state_dict(), on all ranks, puts "
+                    "them together"
                 )
 
         self._hooks.append(self.module.register_state_dict_pre_hook(before_state_dict))
@@ -192,7 +197,7 @@ class Zero:
         if entered or (unit is gathers.root and self.current is Pass.IDLE):
             gathers.begin(Pass.FORWARD)
         gathers.met(unit)
-        if self.partitioned and unit.has_frozen and unit is not gathers.root and torch.is_grad_enabled():
+        if self.parameters_come and unit.has_frozen and unit is not gathers.root and torch.is_grad_enabled():
             watched = [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
             if watched:
                 self._watch_call(unit, watched)
@@ -207,7 +212,7 @@ class Zero:
             return  # Recomputation inside backward: the parameters are needed at once.
         if unit is self.gathers.root:
             self.gathers.end_forward()
-        elif self.partitioned and module_is_last and not self.gathers.stays(unit):
+        elif self.parameters_come and module_is_last and not self.gathers.stays(unit):
             unit.release()  # 2
 
     # ---- backward ----------------------------------------------------------------------------------------------------
@@ -257,7 +262,7 @@ class Zero:
         flat.gradient.receive(index, gradient)
         unit.missing -= 1
         if unit.missing == 0 and unit is not self.gathers.root:
-            if self.partitioned and not unit.has_frozen:
+            if self.parameters_come and not unit.has_frozen:
                 unit.release()
             self.reductions.advance(self.residency)  # 4
 
@@ -381,6 +386,6 @@ class Zero:
             flat.place(residency)
         self.reduce_group.drop_buffers()
         self.placement = self.placement.moved(residency)
-        self.gathers.partitioned = residency.parameters is Holders.PARTITIONED
+        self.gathers.place(residency)
         for unit in self.units:
             unit.gathers = None

@@ -1,0 +1,77 @@
+"""The places of one rank beside its device, made when they are first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from speedlab.comm import HostCopies, Traffic, Transfer
+from speedlab.offload.disk import DiskStore
+from speedlab.offload.host import HostStore
+from speedlab.offload.kept import Store
+from speedlab.placement import Where
+
+
+class Stores:
+    """The host's memory and the disk, as places for states of one rank."""
+
+    def __init__(self, folder: Path, *, rank: int, traffic: Traffic, device: torch.device) -> None:
+        """`folder`: where a file of states on disk is made."""
+        self.folder = folder
+        self._rank, self._traffic, self._device = rank, traffic, device
+        self._made: dict[Where, Store] = {}
+        self._under_way: list[Transfer] = []
+
+    def of(self, where: Where) -> Store:
+        """The store of a place other than the device. Raises OffloadError where there can be none."""
+        if where not in self._made:
+            self._made[where] = self._make(where)
+        return self._made[where]
+
+    def _make(self, where: Where) -> Store:
+        if where is Where.HOST:
+            return HostStore(self._traffic, self._device)
+        return DiskStore(self.folder, rank=self._rank, traffic=self._traffic, device=self._device)
+
+    @property
+    def made(self) -> Mapping[Where, Store]:
+        """Those that something was kept in."""
+        return self._made
+
+    @cached_property
+    def copies(self) -> HostCopies:
+        """Copies between the host's memory and the device's."""
+        return HostCopies(self._device, self._traffic)
+
+    def hold(self, transfer: Transfer) -> None:
+        """Keep a transfer that nobody waits for, and with it the memory that it reads, until it is over."""
+        self._under_way = [*(each for each in self._under_way if not each.over), transfer]
+
+    @property
+    def staging(self) -> list[Tensor]:
+        """The host's memory through which states come and go."""
+        return [tensor for store in self._made.values() for tensor in store.staging]
+
+    def take_staging_peak(self) -> int:
+        """The most bytes that it had since the last call."""
+        return sum(store.staging_meter.take_peak() for store in self._made.values())
+
+    def flush(self) -> None:
+        """Wait until all that was changed is in its place. Raises OffloadError where some of it is not."""
+        for store in self._made.values():
+            store.flush()
+
+    def close_empty(self) -> None:
+        """Give up places in which nothing is kept any more."""
+        for where in [where for where, store in self._made.items() if not store.nbytes]:
+            self._made.pop(where).close()
+
+    def close(self) -> None:
+        """Give everything up; files are gone then."""
+        for store in self._made.values():
+            store.close()
+        self._made.clear()

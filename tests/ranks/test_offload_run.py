@@ -1,0 +1,92 @@
+"""Runs whose states lie away from the device: they come and go in a run that is on, and a disk that fails costs no more
+than the way back to the last checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from ranks.pool import Pool
+from ranks.runs import as_engine, new_run, own_rank, trainer_of
+from ranks.test_trainer import advance, events, post
+from speedlab.engine.run import held_runs
+from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.records import RunState
+
+ON_DISK = {"zero": 3, "offload": {"optimizer": "disk", "parameters": "disk"}}
+
+
+@pytest.fixture
+def world(two: Pool) -> Iterator[Pool]:
+    """Two ranks that may leave their world: the pool's own is made anew behind them."""
+    yield two
+    two.new_group()
+
+
+def advanced(run: str) -> tuple[str, dict[str, Tensor]]:
+    with as_engine(run):
+        return advance(run), trainer_of(run).engine.state_dict()
+
+
+def same(states: list[dict[str, Tensor]]) -> bool:
+    return all(torch.equal(value, state[name]) for state in states[1:] for name, value in states[0].items())
+
+
+def folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_states_come_and_go_while_a_run_is_on(world: Pool, tmp_path: Path) -> None:
+    stays = new_run(folder(tmp_path / "stays"), steps=6, zero=3, batch={"global_size": 4, "micro_size": 2})
+    goes = new_run(folder(tmp_path / "goes"), steps=6, zero=3, batch={"global_size": 4, "micro_size": 2})
+    ways = [("disk", "none"), ("disk", "disk"), ("none", "none")]
+    for places in [{"optimizer": optimizer, "parameters": parameters} for optimizer, parameters in ways]:
+        post(goes, ("step", {"n": 1}), ("reshape", {"offload": places}))
+    post(goes, ("resume", {}))
+    ended = [*world.run(advanced, stays), *world.run(advanced, goes)]
+    assert [state for state, _ in ended] == ["finished"] * 4
+    assert [event.details["through"] for event in events(goes, "reshaped")] == ["in place"] * 3
+    assert same([parameters for _, parameters in ended])
+
+
+def with_a_disk_that_fails(run: str, rank: int, number: int, steps: int) -> tuple[str, str]:
+    """On `rank` the disk fails with `number` after so many steps; then, repaired, the run goes on."""
+    works = os.pwritev
+
+    def fails(*arguments: Any) -> int:
+        trainer = held_runs._trainers.get(Path(run))
+        if trainer is not None and trainer.engine.global_step >= steps:
+            raise OSError(number, os.strerror(number))
+        return works(*arguments)
+
+    with as_engine(run):
+        with patch.object(os, "pwritev", fails if own_rank() == rank else works):
+            first = advance(run)
+        if own_rank() == 0:
+            post(run, ("resume", {"step": 2}))
+        return first, advance(run)
+
+
+@pytest.mark.parametrize(("rank", "number", "says"), [(0, errno.EIO, "EIO"), (1, errno.ENOSPC, "ENOSPC")])
+def test_a_disk_that_fails_in_a_step_costs_the_way_back_to_the_last_checkpoint(
+    world: Pool, tmp_path: Path, rank: int, number: int, says: str
+) -> None:
+    run = new_run(tmp_path, steps=5, checkpoint={"every_steps": 2}, **ON_DISK)
+    outcomes = world.run(with_a_disk_that_fails, run, rank, number, 3)
+    assert outcomes[rank][0].startswith("OffloadError"), outcomes
+    assert says in outcomes[rank][0]
+    assert "go back to the last checkpoint" in outcomes[rank][0]
+    assert outcomes[1 - rank][0].startswith("PeerLost"), outcomes
+    assert [after for _, after in outcomes] == ["finished"] * 2
+    assert RunFolder(run).read_status().state is RunState.FINISHED
+    [failed] = events(run, "failed")  # The first rank writes it, and knows of the others that they left.
+    assert (says if rank == 0 else "rank 1 left") in failed.text

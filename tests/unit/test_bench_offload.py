@@ -1,0 +1,43 @@
+"""`speedlab bench offload`: what it tells, and a run of it under a limit on memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from speedlab.bench import offload
+from speedlab.bench.memory_limit import NoLimitError, memory_limit
+from speedlab.offload import DiskSpeed
+
+DISK = DiskSpeed(
+    read_bytes_per_second=1e9, write_bytes_per_second=5e8, threads=4, chunk_bytes=1 << 20, direct=True
+)  # fmt: skip
+
+
+def side(**changes: object) -> dict[str, object]:
+    losses = [3.0, 2.5]
+    return {"losses": losses, "seconds": 2.0, "read": 0, "written": 0, "parameters": 10, "states": 2**30} | changes
+
+
+def test_a_step_is_held_against_the_longer_of_computing_and_the_disk() -> None:
+    away = side(seconds=4.5, read=10**9, written=10**9)
+    *_, told = offload._told(side(), away, DISK, 2**28, 2**27)
+    assert told.endswith("4.50 s, 1.50 times the longer of both")  # 1 s to read, 2 s to write.
+
+
+def test_losses_that_differ_are_told() -> None:
+    told = offload._told(side(), side(losses=[3.0, 2.6]), DISK, 2**28, 2**27)
+    assert any("DIFFERENT" in line for line in told)
+    assert any("4.0 times the limit" in line for line in told)
+
+
+def test_a_small_training_under_a_limit(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        with memory_limit("speedlab-test"):
+            pass
+    except NoLimitError as error:
+        pytest.skip(str(error))
+    small = ["--layers", "3", "--hidden", "64", "--tokens", "16", "--steps", "2", "--times", "0.005"]
+    offload.main([*small, "--folder", str(tmp_path)])
+    told = capsys.readouterr().out
+    assert "the same bits" in told
+    assert "times the longer of both" in told
