@@ -350,7 +350,10 @@ class Panel(widgets.VBox):
             self._tell_error(error)
         finally:
             self._activity = ""
-            self._refresh()
+            try:
+                self._refresh()
+            except _TROUBLE as error:  # The run's folder may have been damaged since.
+                self._tell_error(error)
 
     def _started_cluster(self, count: int) -> Cluster:
         from speedlab.cluster import Cluster
