@@ -20,8 +20,7 @@ from speedlab.layout import Layout
 from speedlab.planner import here, model_states, parameter_count, rank_parameters, stage_blocks
 
 cluster, opened, panel = panel_fakes.cluster, panel_fakes.opened, panel_fakes.panel
-HANG_MS = 1000
-"""A control that takes so long plans anew for each of its neighbours, or worse; usual are 5 to 20."""
+BOUND_MS = 50
 
 
 # The form
@@ -342,7 +341,7 @@ def test_less_free_than_needed_is_told_before_it_hurts(tmp_path: Path, opened: C
     assert re.search(r"tight: stage 2 needs [\d.]+ MiB, and 1.0 MiB of 4.0 GiB is free now", panel.summary_text)
 
 
-def test_a_control_is_shown_at_once(panel: Panel) -> None:
+def test_a_control_is_shown_in_a_blink(panel: Panel) -> None:
     moves: list[tuple[str, Any]] = [
         ("zero.stage", 3),
         ("model.layers", 12),
@@ -357,7 +356,7 @@ def test_a_control_is_shown_at_once(panel: Panel) -> None:
             put(panel, path, value)
             times.append(panel.update_ms)
             put(panel, path, before)
-        assert 0 < min(times) < HANG_MS, (path, times)
+        assert 0 < min(times) < BOUND_MS, (path, times)
 
 
 # Places
