@@ -50,7 +50,7 @@ class Case:
     """Fields of the configuration's `offload`: (name, value)."""
     bucket_bytes: int = 1
     """1: each block is a unit of its own; these models' blocks would otherwise all be merged into one."""
-    steps: int = 6
+    steps: int = 10
     """The second has momentum, the third gathers ahead in the order that the first two took. Nightly: 10."""
     whole: bool = True
     """Whether the plain loop sees the global batch in one forward; else in micro-batches, for models that notice."""
