@@ -8,12 +8,14 @@ import json
 import os
 import signal
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import speedlab
 from speedlab.cluster.own_model import OWN_MODEL, read_own_model
 from speedlab.cluster.shipping import Globals, unpack
 from speedlab.config import ConfigError, RunConfig
@@ -23,6 +25,15 @@ FAILED = "__speedlab_failed__"
 
 _WHOLE = frozenset({"init_process_group", "new_group", "destroy_process_group"})
 """Functions of torch.distributed that have to be left to end."""
+
+_LIBRARIES = tuple(
+    {
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        *(str(Path(speedlab.__file__).parent.parent / package) + os.sep for package in ("speedlab", "cuda_ops")),
+    }
+)
+"""Where modules lie that are imported whole or not at all; a user's own may train while it is imported."""
+_COMPILER = f"{os.sep}numba{os.sep}core{os.sep}"
 
 
 def call(work: bytes) -> Any:
@@ -61,13 +72,23 @@ def _interruptible() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, but not while torch makes or ends a process group, which would leave half a group behind
-    for ever. The cluster sends the signal again, and later breaks what such a function waits for."""
+    """Raise KeyboardInterrupt, but not where half of something would stay behind for ever: half a process group, half a
+    library, half a compiler's registry of types. The cluster sends the signal again, and later breaks what such a
+    function waits for."""
     while frame is not None:
-        if frame.f_code.co_name in _WHOLE and frame.f_code.co_filename.endswith("distributed_c10d.py"):
+        if _is_whole(frame):
             return
         frame = frame.f_back
     raise KeyboardInterrupt
+
+
+def _is_whole(frame: FrameType) -> bool:
+    """Whether what this frame does is to be done whole."""
+    name, file = frame.f_code.co_name, frame.f_code.co_filename
+    if name == "<module>":  # The engine's own main module is one, too, but nothing imports it.
+        imported = frame.f_back is not None and frame.f_back.f_code.co_filename.startswith("<frozen importlib")
+        return imported and file.startswith(_LIBRARIES)
+    return (name in _WHOLE and file.endswith("distributed_c10d.py")) or _COMPILER in file
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

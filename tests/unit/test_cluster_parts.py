@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -168,6 +169,25 @@ def test_what_a_rank_raised_becomes_plain_text() -> None:
     assert "cannot be shown: ValueError" in call(fail, StubbornError())[remote.FAILED]["message"]
     assert call(fail, SystemExit(3))[remote.FAILED]["kind"] == "SystemExit"
     assert call(max, 1, 2) == 2
+
+
+@pytest.mark.usefixtures("own_interrupts")
+def test_an_interrupt_waits_until_a_library_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of numba, imported by a task that was interrupted, made every later import of it fail in that engine."""
+
+    def use(name: str) -> bool:
+        whole = importlib.import_module(name).whole
+        os.kill(os.getpid(), signal.SIGINT)  # As the cluster does again, to what a first signal did not end.
+        return whole
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("speedlab_test_library", "speedlab_test_module_of_a_user"):
+        (tmp_path / f"{name}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhole = True\n")
+    assert call(use, "speedlab_test_module_of_a_user")[remote.FAILED]["kind"] == "KeyboardInterrupt"
+    assert "speedlab_test_module_of_a_user" not in sys.modules  # A module that trains as it is imported can be stopped.
+    monkeypatch.setattr(remote, "_LIBRARIES", (str(tmp_path),))
+    assert call(use, "speedlab_test_library")[remote.FAILED]["kind"] == "KeyboardInterrupt"
+    assert sys.modules.pop("speedlab_test_library").whole
 
 
 def test_a_cluster_that_ends_while_a_handle_connects_is_told_without_its_logs() -> None:
