@@ -279,8 +279,8 @@ def _check(
         check("exp_avg", exp_avg, dtypes=[torch.float32], shape=param.shape, like=param)
         check("exp_avg_sq", exp_avg_sq, dtypes=[torch.float32], shape=param.shape, like=param)
     else:
-        check_codes("exp_avg", exp_avg, first_scales, like=param)
-        check_codes("exp_avg_sq", exp_avg_sq, second_scales, like=param)
+        check_codes(exp_avg, first_scales, like=param)
+        check_codes(exp_avg_sq, second_scales, like=param)
     if copy is not None:
         check("copy", copy, dtypes=FLOATS, shape=param.shape, like=param)
     if step < 1:
