@@ -17,7 +17,9 @@ from typing import Any
 
 from speedlab.layout import Part
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+EIGHT_BITS = "8bit"
+"""The form of states in blocks of 256 codes of a byte, with a scale in float32 each (`cuda_ops.blockwise8`)."""
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, EIGHT_BITS: 1 + 4 / 256}
 """Of an element of each form."""
 
 
@@ -191,13 +193,16 @@ def homes(
     parameter: str,
     gradient: str = "",
     master: str = "",
+    moments: str = "",
     kept: Mapping[str, str] | None = None,
 ) -> dict[str, Home]:
     """The states of a parameter under `residency`, from their forms. Without `gradient` it is frozen; without `master`
-    it is its own, and moments have its form. `kept`: what each rank has for itself beside the gradient."""
+    it is its own; without `moments` these have its master's form. `kept`: what each rank has for itself beside the
+    gradient."""
     forms = {"parameter": parameter}
     if gradient:
-        forms |= {"gradient": gradient, "moments": master or parameter} | ({"master": master} if master else {})
+        forms |= {"gradient": gradient, "moments": moments or master or parameter}
+        forms |= {"master": master} if master else {}
     own = {state: Home(holders=Holders.OWN, form=form) for state, form in (kept or {}).items() if gradient}
     return _placed(forms, residency) | own
 
@@ -208,7 +213,7 @@ def _placed(forms: Mapping[str, str], residency: Residency) -> dict[str, Home]:
     forms = dict(forms)
     if forms.get("master") == forms["parameter"]:
         del forms["master"]
-    if residency.separate_masters and "gradient" in forms:
+    if residency.separate_masters and "gradient" in forms and ITEM_BYTES[forms["parameter"]] >= 4:
         forms.setdefault("master", forms["parameter"])
     return {
         state: Home(holders=residency.of(state), where=residency.place_of(state), form=form)
@@ -273,7 +278,7 @@ class Placement:
             for state, home in row.states.items():
                 if home.where is where:
                     count = home.holders.share(math.prod(row.shape), dp) * (moments if state == "moments" else 1)
-                    total += count * ITEM_BYTES[home.form]
+                    total += math.ceil(count * ITEM_BYTES[home.form])
         return total
 
     def described(self) -> list[dict[str, Any]]:

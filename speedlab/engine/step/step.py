@@ -138,9 +138,12 @@ class Step:
                 self.reset()
                 raise
             state.updating = True
-            state.partitioned_optimizer.step(self._factor(totals, clip_norm), unused)  # 4
+            state.partitioned_optimizer.step(
+                self._factor(totals, clip_norm), unused, number=state.global_step
+            )  # 4
             for zero in state.zeros:
                 zero.learn_order()
+            state.stores.scratch.trim()
             self.reset()  # 5
         state.global_step += 1
         state.loss_scale.update(overflow=False)

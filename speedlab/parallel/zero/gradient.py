@@ -76,8 +76,8 @@ class Gradient:
             self.away.kept.drop()
             self.away = None
         if residency.gradients_at is not Where.DEVICE:
-            kept = stores.of(residency.gradients_at).keep(self._end - self._start, self.dtype)
-            self.away = AwayState(kept)
+            numel = self._end - self._start
+            self.away = AwayState(lambda: stores.of(residency.gradients_at).keep(numel, self.dtype))
             self.partition = self.away.tensor
         elif residency.gradients is Holders.REPLICATED:
             self.own = self.group.empty(self._padded, self.dtype).zero_()
