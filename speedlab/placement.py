@@ -73,6 +73,8 @@ class Residency:
     states_at: Where = Where.DEVICE
     separate_masters: bool = False
     """Whether parameters as wide as their masters have one apart, because the update is computed elsewhere."""
+    gradients_used: bool = False
+    """Whether the gradient of a unit is used as soon as it is summed, and is gone then."""
 
     @classmethod
     def of_stage(
@@ -82,12 +84,14 @@ class Residency:
         *,
         optimizer: Where = Where.DEVICE,
         parameters: Where = Where.DEVICE,
+        in_backward: bool = False,
         device: str = "cpu",
     ) -> Residency:
         """The row of ZeRO's table. With one rank the partition is the whole, so nothing is gathered or copied.
 
         `optimizer`, `parameters`: where optimizer states and parameters lie between two uses. Summed gradients go with
-        the former, unless every rank has all of them. `device`: its kind; on a CPU the host's memory is the device's.
+        the former, unless every rank has all of them. `in_backward`: each unit is updated there, so that its gradient
+        goes nowhere. `device`: its kind; on a CPU the host's memory is the device's.
 
         Raises ValueError for a stage that is none, and for parameters away from the device below stage 3.
         """
@@ -102,7 +106,8 @@ class Residency:
             gradients=reached[1],
             parameters=reached[2],
             parameters_at=parameters,
-            gradients_at=optimizer if one_each else Where.DEVICE,
+            gradients_at=optimizer if one_each and not in_backward else Where.DEVICE,
+            gradients_used=in_backward,
             states_at=optimizer,
             separate_masters=device != "cpu" and optimizer is not Where.DEVICE and parameters is Where.DEVICE,
         )
@@ -123,7 +128,7 @@ class Residency:
     @property
     def gradients_go(self) -> bool:
         """Whether a rank's whole gradient of a unit is there only until it is summed."""
-        return self.gradients is Holders.PARTITIONED or self.gradients_at is not Where.DEVICE
+        return self.gradients is Holders.PARTITIONED or self.gradients_at is not Where.DEVICE or self.gradients_used
 
 
 @dataclass(frozen=True, kw_only=True)

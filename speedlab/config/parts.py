@@ -130,6 +130,11 @@ class OptimizerConfig(Part):
         default=0.1, ge=0, description="Decay of matrices, per unit of learning rate; of sgd, added to the gradient"
     )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="sgd: share of the last update that is kept")
+    in_backward: bool = Field(
+        default=False,
+        description="Update each unit as soon as its gradient is there, in backward, and free that; for one dp rank, "
+        "one micro-batch a step, and without clip_norm",
+    )
 
     @property
     def moments(self) -> int:

@@ -155,7 +155,9 @@ class EightBits(Kept):
     def write(self, source: Tensor, start: int = 0) -> Transfer:
         """`source` is the whole state: a block has one scale."""
         if start or source.numel() != self.numel:
-            raise ValueError(f"offload: a state in 8 bits is written whole: {self.numel} elements, not {source.numel()}")
+            raise ValueError(
+                f"offload: a state in 8 bits is written whole: {self.numel} elements, not {source.numel()}"
+            )
         device = source.device if self.where is Where.DEVICE else torch.device("cpu")
         made = torch.zeros(self._bytes.numel, dtype=torch.uint8, device=device)
         blockwise8_encode(source.to(device), *self._coded(made, self.numel), signed=self._signed)

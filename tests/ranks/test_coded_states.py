@@ -84,14 +84,14 @@ def test_any_elementwise_optimizer(pool_of: PoolOf, optimizer: Any) -> None:
     torch.testing.assert_close(coarse.losses, fine.losses, rtol=0.02, atol=0)
 
 
-def linear() -> nn.Module:
+def linear() -> nn.Linear:
     torch.manual_seed(3)
     return nn.Linear(40, 25, bias=False)
 
 
 def reference(steps: int) -> torch.Tensor:
     """Both codecs written out for the one flat of `linear`, padded to whole blocks."""
-    weight = linear().weight.detach().bfloat16()
+    weight: torch.Tensor = linear().weight.detach().to(torch.bfloat16)
     states = [blockwise8_encode_reference(torch.zeros(1024), signed=signed) for signed in (True, False)]
     for step in range(steps):
         own = weight.clone().requires_grad_()
@@ -118,7 +118,7 @@ def train_linear(steps: int) -> tuple[torch.Tensor, str, dict[str, int]]:
         made = engine(torch.arange(40, dtype=torch.bfloat16).sin())
         engine.backward(made.float().square().mean() * (step + 1))
         engine.step()
-    weight = engine.module.weight.detach().clone()
+    weight = engine.module.get_parameter("weight").detach().clone()
     name, ledger = engine.flats[0].name, engine.ledger()
     engine.destroy()
     keys = ("parameters", "gradients", "master_weights", "optimizer_moments")

@@ -18,6 +18,7 @@ from speedlab.comm import Traffic, World, join
 from speedlab.config import ConfigError, GivenConfig, RunConfig, ScheduleConfig, config_of
 from speedlab.config.batch import Batch
 from speedlab.data import Epochs
+from speedlab.engine.build.in_backward import check_in_backward
 from speedlab.engine.build.model_parts import build_model_part, plan_model_parts
 from speedlab.engine.build.placing import residency_of
 from speedlab.engine.build.recipe import OptimizerChoice, Recipe
@@ -91,6 +92,7 @@ def initialize(
     layout = config.layout(world.size, built_in=False)
     refuse_loss_of_pipeline(loss, layout)
     batch = config.batch.resolve(layout.data_size)
+    check_in_backward(config, layout, batch, compute_dtype(config.precision, world.device))
     epochs = _epochs(training_data, batch, layout, world.rank, config.seed)
     engine = _build(model, optimizer, lr_scheduler, config, world, loss=loss, units=units, tp_plan=tp_plan, batch=batch)
     if isinstance(engine.scheduler, ReduceLROnPlateau):
@@ -186,6 +188,8 @@ def _check_communicating(kind: type[Optimizer], config: RunConfig, mesh: Mesh) -
         check_whole_gradients(kind, residency, config.zero.stage)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if kept_by(kind) is not None and config.optimizer.in_backward:
+        raise ConfigError(f"optimizer.in_backward: {kind.__name__} sums gradients itself, whole ones; set it to false")
     if kept_by(kind) is not None and config.clip_norm is not None and mesh.rank == 0:
         log.warning("clip_norm %g: not in steps whose gradients %s sums itself", config.clip_norm, kind.__name__)
 

@@ -22,6 +22,7 @@ def residency_of(config: RunConfig, *, dp: int, device: str) -> Residency:
         dp,
         optimizer=Where.of_choice(config.offload.optimizer),
         parameters=Where.of_choice(config.offload.parameters),
+        in_backward=config.optimizer.in_backward,
         device=device,
     )
 

@@ -9,7 +9,7 @@ out, and from then on has a history of its own (its count of steps, or no state 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -65,6 +65,8 @@ class PartitionedOptimizer:
         """Whether the inner optimizer's step is ours."""
         self._number = 0
         """Of the present update."""
+        self._now: Sequence[Flat] = ()
+        """What it updates."""
         self._hooks = [
             self.inner.register_step_pre_hook(self._refuse_others),
             self.inner.register_load_state_dict_post_hook(self._loaded),
@@ -79,6 +81,7 @@ class PartitionedOptimizer:
         self._adopted.clear()
         self.flats.clear()
         self._gradients.clear()
+        self._now = ()
 
     def _by_group(self) -> list[list[Tensor]]:
         groups: list[list[Tensor]] = [[] for _ in range(self._group_count)]
@@ -125,15 +128,22 @@ class PartitionedOptimizer:
 
     @torch.no_grad()
     def step(
-        self, factor: float = 1.0, unused: Mapping[str, Collection[int]] | None = None, *, number: int = 0
+        self,
+        factor: float = 1.0,
+        unused: Mapping[str, Collection[int]] | None = None,
+        *,
+        number: int = 0,
+        flats: Sequence[Flat] | None = None,
     ) -> None:
         """Multiply gradients by `factor`, update the masters, and bring the parameters of all ranks up to date.
 
         `unused`: for flats by name, the slots that no rank used; they and their states stay as they are. `number`: how
-        many updates there were, of which depends what is rounded at random.
+        many updates there were, of which depends what is rounded at random. `flats`: those that are updated, all when
+        left out.
         """
         unused, self._number = unused or {}, number
-        for flat in self.flats:
+        self._now = self.flats if flats is None else flats
+        for flat in self._now:
             self._cut_out(flat, unused.get(flat.name, ()))
         if sums_itself(self.inner):
             assert isinstance(self.inner, Communicating)  # See `sums_itself`.
@@ -192,7 +202,7 @@ class PartitionedOptimizer:
         parameters that nobody used; such flats may also stand at the beginning, without segments."""
         flats: list[Flat] = []
         segments: list[Segment] = []
-        for flat in self.flats:
+        for flat in self._now:
             left_out = unused.get(flat.name, ())
             own = [segment for segment in self._segments[flat.name] if segment.first not in left_out]
             if own:
@@ -273,7 +283,7 @@ class PartitionedOptimizer:
         piece."""
         piece: list[Flat] = []
         held = 0
-        for flat in self.flats:
+        for flat in self._now:
             size = flat.master.nbytes if self._gradients[flat.name].dtype != flat.master.dtype else 0
             if piece and (flat.lies_away or held + size > _CAST_BYTES):
                 yield piece
