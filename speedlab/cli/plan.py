@@ -42,11 +42,16 @@ class PlanOptions(PlanRequest):
 
 def plan(argv: list[str]) -> int:
     """Print the plan, or what was asked for instead. 0: it fits; 1: it does not."""
-    options = tyro.cli(PlanOptions, args=argv, prog="speedlab plan", config=(tyro.conf.FlagCreatePairsOff,))
+    options = parse(argv)
     try:
         return _answer(options)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def parse(argv: list[str]) -> PlanOptions:
+    """The options of a command line."""
+    return tyro.cli(PlanOptions, args=argv, prog="speedlab plan", config=(tyro.conf.FlagCreatePairsOff,))
 
 
 def _answer(options: PlanOptions) -> int:
