@@ -1,4 +1,4 @@
-"""Changes that a plan proposes are options that exist, and give what was proposed; the loss in chunks is one of them."""
+"""Changes that a plan proposes are options that exist, and give what was proposed; so does the loss in chunks."""
 
 from __future__ import annotations
 
