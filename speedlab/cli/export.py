@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from speedlab.cli.options import read_options
 from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError
 from speedlab.display.text import bytes_text
@@ -35,7 +36,7 @@ class ExportOptions:
 
 def export(argv: list[str]) -> int:
     """Write the folder and print what is in it."""
-    options = tyro.cli(ExportOptions, args=argv, prog="speedlab export")
+    options = read_options(ExportOptions, argv, "speedlab export")
     if options.step is not None and options.tag is not None:
         raise ConfigError(f"--step {options.step} and --tag {options.tag} both name a checkpoint; give one of them")
     path = find_checkpoint(_place(options.run), options.tag, step=options.step)

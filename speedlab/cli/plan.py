@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from speedlab.cli.options import read_options, refuse_two_values
 from speedlab.cluster.devices import choose_devices
 from speedlab.config import ConfigError
 from speedlab.config.parts import Away
@@ -51,7 +52,8 @@ def plan(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> PlanOptions:
     """The options of a command line."""
-    return tyro.cli(PlanOptions, args=argv, prog="speedlab plan", config=(tyro.conf.FlagCreatePairsOff,))
+    refuse_two_values(argv, {"--zero": "--zero.stage"})
+    return read_options(PlanOptions, argv, "speedlab plan", config=(tyro.conf.FlagCreatePairsOff,))
 
 
 def _answer(options: PlanOptions) -> int:

@@ -116,7 +116,6 @@ def test_a_preset_may_come_with_what_only_it_allows() -> None:
     ("arguments", "message"),
     [
         (["--zero.stage", "7"], "invalid choice '7'"),
-        (["--zero.stge", "1"], "--zero.stage"),
         (["--model.heads", "5"], "does not divide by heads 5; heads 4"),
     ],
 )
@@ -125,6 +124,45 @@ def test_options_that_cannot_be_are_refused(capsys, arguments, message) -> None:
         train.parse(arguments)
     assert refusal.value.code == 2
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--zeroo", "3"], "unknown option '--zeroo'; the nearest is '--zero'"),
+        (["train", "--zero.stge=1", "--optimizer.eps", "0"], "'--zero.stge'; the nearest is '--zero.stage'"),
+        (["train", "--zero.stge=1", "--stepz", "3"], "\nunknown option '--stepz'; the nearest is '--steps'"),
+        (["train", "--lr", "3e-4"], "unknown option '--lr'; the nearest is '--optimizer.lr'"),
+        (["train", "--learning-rate", "3e-4"], "the nearest is '--optimizer.lr'"),
+        (["train", "--batch_size", "8"], "the nearest is '--batch.global-size'"),
+        (["train", "--vocab-size", "9"], "the nearest are '--model.vocab-size', '--data.vocab-size'"),
+        (["plan", "gpt2", "--zeroo", "3"], "unknown option '--zeroo'; the nearest is '--zero'"),
+        (["plan", "--machine", "8 H100"], "the nearest is '--machines'"),
+        (["config", "--jsn"], "the nearest is '--json'"),
+        (["status", "--qqq"], "unknown option '--qqq'; `speedlab status --help` tells all"),
+        (["stop", "--yess"], "unknown option '--yess'; "),
+        (["report", "r", "--outptu", "x"], "unknown option '--outptu'; "),
+        (["export", "r", "out", "--dtyp", "float32"], "the nearest is '--dtype'"),
+        (["trace", "r", "--stp", "3"], "the nearest is '--step'"),
+        (["calibrate", "--engins", "3"], "the nearest is '--engines'"),
+        (["demo", "--notebok", "x"], "unknown option '--notebok'; "),
+        (["bench", "step", "--ronds", "1"], "the nearest is '--rounds'"),
+        (["guide", "--sektion"], "unknown option '--sektion'; "),
+        (["train", "--zero", "3", "--zero.stage", "2"], "--zero 3 and --zero.stage 2 say two things of one"),
+        (["train", "--batch.global-size=8", "--batch=16"], "--batch 16 and --batch.global-size 8 say two things"),
+        (["plan", "gpt2", "--zero.stage=1", "--zero", "0"], "--zero 0 and --zero.stage 1 say two things of one"),
+    ],
+)
+def test_an_option_that_is_not_known_is_told_with_the_nearest(capsys, arguments, message) -> None:
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"speedlab {arguments[0]}: ")
+    assert message in said.err
+    assert not said.out
+
+
+def test_an_option_may_be_said_twice_alike() -> None:
+    assert train.parse(["--zero", "3", "--zero.stage=3"])[0].zero.stage == 3
 
 
 def test_help_tells_every_fields_description(capsys) -> None:
