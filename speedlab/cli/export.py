@@ -12,7 +12,7 @@ from speedlab.cli.options import read_options
 from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError
 from speedlab.display.text import bytes_text
-from speedlab.telemetry.checkpoints import MANIFEST, checkpoints_in, find_checkpoint
+from speedlab.telemetry.checkpoints import MANIFEST, checkpoints_in, find_checkpoint, step_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ def export(argv: list[str]) -> int:
     export_hf(path, options.folder, config=options.config, dtype=options.dtype)
     size = sum(file.stat().st_size for file in options.folder.iterdir())
     without = "" if (options.folder / "tokenizer.json").exists() else ", without a tokenizer: the run's folder has none"
-    print(f"{options.folder}: {path.name} of {options.run}, {bytes_text(size)}{without}")
+    print(f"{options.folder}: step {step_of(path):,}, from {path}, {bytes_text(size)}{without}")
     return 0
 
 

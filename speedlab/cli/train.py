@@ -16,8 +16,8 @@ from speedlab.cli.options import read_options, refuse_two_values
 from speedlab.cli.resume import resume
 from speedlab.cluster import Run
 from speedlab.cluster.devices import choose_devices
+from speedlab.cluster.given_paths import check_offload_folder
 from speedlab.cluster.home import running_clusters
-from speedlab.cluster.run import check_offload_folder
 from speedlab.config import ConfigError, RunConfig
 from speedlab.config.run import SHORT_FORMS
 from speedlab.data import check

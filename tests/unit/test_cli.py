@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -309,6 +310,33 @@ def test_progress_line() -> None:
     feed.close()
 
 
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (120, "step 20/40 ━━━━━━────── 4.1 k tokens/s · loss 5.000 (held-out 5.250) · zero 2 · 10 s left"),
+        (81, "step 20/40 ━━━━━━────── 4.1 k tokens/s · loss 5.000 (held-out 5.250) · 10 s left"),
+        (80, "step 20/40 4.1 k tokens/s · loss 5.000 (held-out 5.250) · 10 s left"),
+        (60, "step 20/40 4.1 k tokens/s · loss 5.000 · 10 s left"),
+        (40, "step 20/40 · loss 5.000 · 10 s left"),
+        (30, "step 20/40 · 10 s left"),
+    ],
+)
+def test_progress_fits_the_terminal_and_keeps_its_end(monkeypatch, columns: int, shown: str) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    folder = make_run(Path("runs/p"), state=RunState.RUNNING)
+    write_steps(folder, 20, heldout=5.25)
+    feed = progress.Feed(folder)
+    feed.poll(files=True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    progress.Progress(feed, stream := Terminal()).update()
+    assert stream.getvalue().removeprefix("\r\x1b[K") == shown
+    assert len(shown) < columns
+    feed.close()
+
+
 def test_progress_in_a_file_is_plain_lines() -> None:
     feed = progress.Feed(make_run(Path("runs/p")))
     stream = io.StringIO()
@@ -447,10 +475,25 @@ def test_the_same_command_again_offers_to_go_on(monkeypatch, capsys) -> None:
 # Export
 
 
+def test_export_says_which_step_it_wrote(monkeypatch, capsys) -> None:
+    path = make_run(Path("runs/a")).path / "checkpoints" / "mine"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text('{"step": 1200}')
+
+    def written(checkpoint: Path, folder: Path, **options: object) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(bytes(2**20))
+
+    monkeypatch.setitem(sys.modules, "speedlab.engine.checkpoint", types.SimpleNamespace(export_hf=written))
+    assert cli.main(["export", "a", "out"]) == 0
+    line = f"out: step 1,200, from {path}, 1.0 MiB, without a tokenizer: the run's folder has none\n"
+    assert capsys.readouterr().out == line
+
+
 def test_export_needs_a_checkpoint(capsys) -> None:
     make_run(Path("runs/bare"), state=RunState.PAUSED)
     assert cli.main(["export", "bare", "out"]) == 2
-    assert "holds no complete checkpoint; run.save() or" in capsys.readouterr().err
+    assert "holds no complete checkpoint; run.save() writes one while engines hold" in capsys.readouterr().err
     assert cli.main(["export", "bare", "out", "--tag", "step-000007"]) == 2
     assert "step-000007" in capsys.readouterr().err
     assert not Path("out").exists()

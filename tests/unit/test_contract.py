@@ -134,10 +134,13 @@ EXPECTED = r"[\s\S]*forward\(tokens, targets\)[\s\S]*forward\(input_ids=.*labels
         ({"model": with_forward(lambda self, x, y, z: 1)}, "TypeError.*missing 1 required.*'z'" + EXPECTED),
         ({"model": with_forward(lambda self, x, y: self.out(x.float()))}, r"RuntimeError: .* in <lambda>, line \d+"),
         ({"model": with_forward(lambda self, x, y: self.loss(x, y).detach())}, "depends on none of its parameters"),
-        ({"model": Net, "loss": lambda model, batch: model}, r"^loss: <lambda>\(model, batch\) gave a Net, which is no loss"),
+        (
+            {"model": Net, "loss": lambda model, batch: model},
+            r"^loss: <lambda>\(model, batch\) gave a Net, which is",
+        ),
         (
             {"model": Net, "loss": lambda m: m},
-            r"^loss: <lambda>\(m\) cannot be called so \(too many positional arguments\); .* called as loss\(model, batch\)",
+            r"^loss: <lambda>\(m\) cannot be called so \(too many positional.*\); .* is called as loss\(model, batch\)",
         ),
         (
             {"model": Net, "loss": lambda model, batch, weight: weight},

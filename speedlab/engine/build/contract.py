@@ -35,7 +35,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from speedlab.comm import Group
 from speedlab.config import ConfigError, RunConfig
 from speedlab.engine.build.plan_module import fake_twins
-from speedlab.engine.step.losses import CONTRACT, LossFunction, loss_of, check_loss
+from speedlab.engine.step.losses import CONTRACT, LossFunction, check_loss, loss_of
 from speedlab.engine.step.precision import compute_dtype
 from speedlab.layout import Layout, layer_counts
 from speedlab.models import GPT
