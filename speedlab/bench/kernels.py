@@ -17,6 +17,7 @@ import tyro
 
 from speedlab.bench import attention_cases, flat_cases, loss_cases
 from speedlab.bench.table import Row, missing, report
+from speedlab.cli.options import read_options
 
 CASES: dict[str, Callable[[torch.device, int], Iterator[Row]]] = {
     "adamw": flat_cases.adamw_rows,
@@ -52,7 +53,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = tyro.cli(Options, args=argv, prog="speedlab bench kernels")
+    options = read_options(Options, argv, "speedlab bench kernels")
     unknown = [name for name in options.only if name not in CASES]
     if unknown:
         print(f"speedlab bench kernels: no operation {unknown[0]!r}; there are {', '.join(CASES)}", file=sys.stderr)

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from torch import Tensor
 
 from cuda_ops.adamw import adamw
 from cuda_ops.blockwise8 import BLOCK, blockwise8_decode, blockwise8_encode
 from cuda_ops.grad_stats import grad_stats
 from cuda_ops.stochastic import round_stochastically
+from speedlab.cli.options import read_options
 from speedlab.config import DataConfig, ModelConfig
 from speedlab.data import Sampler, prepare
 from speedlab.models import GPT
@@ -126,7 +126,7 @@ class States:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = tyro.cli(Options, args=argv, prog="speedlab bench states")
+    options = read_options(Options, argv, "speedlab bench states")
     corpus = prepare(DataConfig(vocab_size=_VOCABULARY, sequence_length=_SEQUENCE), progress=_say)
     losses: dict[str, list[float]] = {kind.name: [] for kind in KINDS}
     sizes: dict[str, float] = {}

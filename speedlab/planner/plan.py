@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from speedlab.config import ParallelConfig, RunConfig, ZeroConfig
+from speedlab.config.layouts import factorisations, nearest
 from speedlab.config.offload_rules import offload_problems
 from speedlab.display.figure_style import Figure
 from speedlab.layout import Layout, LayoutError
@@ -235,13 +236,20 @@ def plan(
         setup = Setup.of_config(model, machines.world_size, dtype=dtype)
     else:
         shape = presets.model(model) if isinstance(model, str) else model
-        layout = _layout(machines, dp, tp, pp)
         stages = ParallelConfig(pp=pp, schedule=changes.get("schedule", Setup.schedule)).stages_per_rank
         changes = {"zero_stage": ZeroConfig().stage, "chunks": stages, **changes}
-        accumulation = _accumulation(layout, micro_size, global_size)
-        setup = Setup(
-            shape=shape, layout=layout, dtype=dtype, micro_size=micro_size, accumulation=accumulation, **changes
-        )
+
+        def on(layout: Layout) -> Setup:
+            accumulation = _accumulation(layout, micro_size, global_size)
+            return Setup(
+                shape=shape, layout=layout, dtype=dtype, micro_size=micro_size, accumulation=accumulation, **changes
+            )
+
+        try:
+            layout = _layout(machines, dp, tp, pp)
+        except LayoutError as error:
+            raise LayoutError(f"{error}{_what_works(on, machines.world_size, Layout(tp=tp, pp=pp))}") from None
+        setup = on(layout)
     return plan_setup(setup, hardware, tokens=tokens)
 
 
@@ -297,6 +305,24 @@ def _layout(machines: Machines, dp: int | None, tp: int, pp: int) -> Layout:
     if dp is not None:
         return Layout(dp=dp, tp=tp, pp=pp)
     return Layout.for_world(machines.world_size, tp=tp, pp=pp)
+
+
+def _what_works(on: Callable[[Layout], Setup], devices: int, asked: Layout) -> str:
+    """Layouts near to `asked`: of all devices, and the same axes on some of them; empty when none works."""
+
+    def works(layout: Layout) -> bool:
+        try:
+            check_parallel(on(layout))
+        except ValueError:
+            return False
+        return True
+
+    near = nearest(filter(works, factorisations(devices)), asked)
+    advice = f"; {' or '.join(map(str, near))} would work" if near else ""
+    fewer = replace(asked, dp=max(1, devices // asked.world_size))
+    if fewer.world_size < devices and works(fewer):
+        advice += f"; so would {fewer} on {fewer.world_size} of them: --dp {fewer.dp}"
+    return advice
 
 
 def _accumulation(layout: Layout, micro_size: int, global_size: int | None) -> int:

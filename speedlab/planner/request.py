@@ -42,6 +42,8 @@ class PlanRequest:
     """Attention heads."""
     kv_heads: int | None = None
     """Heads of keys and values; as many as heads when left out."""
+    head_size: int | None = None
+    """Width of an attention head; hidden / heads when left out."""
     ffn: int | None = None
     """Width inside the feed-forward layer; four times the hidden size when left out, 8/3 where it is gated."""
     vocab: int | None = None
@@ -70,6 +72,8 @@ class PlanRequest:
     """What is computed again in backward."""
     attention: Literal["fused", "plain"] | None = None
     """Whether attention's probabilities are never kept (fused, when left out), or are (plain)."""
+    chunked_loss: bool = False
+    """Head and loss a few tokens at a time, so that logits are never whole, as the built-in GPT has them."""
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks have each a part of the sequence between the layers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] | None = None
@@ -202,7 +206,7 @@ class PlanRequest:
         """Raises ValueError where something of the model is said: that is what is looked for."""
         named = [self.model] if self.model else []
         named += [f"--config {self.config}"] if self.config else []
-        chosen = ("layers", "hidden", "heads", "kv_heads", "ffn", "gated")
+        chosen = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "gated")
         named += [f"--{name.replace('_', '-')}" for name in chosen if getattr(self, name)]
         if named:
             raise ValueError(f"--largest looks for the model, so that it cannot have {', '.join(named)}; leave it out")
@@ -215,6 +219,7 @@ class PlanRequest:
             efficiency=hardware.efficiency,
             memory=hardware.memory,
             fixed=fixed,
+            chunked_loss=self.chunked_loss,
             **_given(sequence_length=self.seq, vocab_size=self.vocab),
         )
         asked = f"the largest model that fits on {hardware.machines}{', with ' if str(fixed) else ''}{fixed}"
@@ -226,10 +231,12 @@ class PlanRequest:
             hidden=self.hidden,
             heads=self.heads,
             kv_heads=self.kv_heads,
+            head_size=self.head_size,
             ffn_hidden=self.ffn,
             vocab_size=self.vocab,
             sequence_length=self.seq,
             gated=self.gated or None,
+            chunked_loss=self.chunked_loss or None,
         )
         return subject_of(self.model, self.config, sizes, here=not self.machines)
 
@@ -250,10 +257,16 @@ class PlanRequest:
     def _changed(self, config: RunConfig) -> RunConfig:
         """The configuration with what was asked for besides."""
         axes = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "schedule": self.schedule, "chunks": self.chunks}
+        parallel = _given(**axes, sequence=self.sequence_parallel or None)
+        if self.pp not in (None, config.parallel.pp):
+            parallel["cut"] = None  # The file's is of another number of stages.
+        batch = _given(micro_size=self.micro, global_size=self.global_size)
+        if len(batch) == 2:
+            batch["accumulation"] = None  # It follows.
         changes = {
-            "parallel": _given(**axes, sequence=self.sequence_parallel or None),
+            "parallel": parallel,
             "zero": _given(stage=self.zero),
-            "batch": _given(micro_size=self.micro, global_size=self.global_size),
+            "batch": batch,
             "activation": _given(checkpointing=None if self.checkpointing == "selective" else self.checkpointing),
             "offload": self._away(),
         }

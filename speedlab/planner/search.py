@@ -201,6 +201,7 @@ def largest_model(
     efficiency: Efficiency | None = None,
     memory: Memory = predict_memory,
     fixed: Fixed = FREE,
+    chunked_loss: bool = False,
 ) -> Candidate | None:
     """The largest GPT that fits, in the layout that trains it fastest with `global_size` sequences a step (None: one
     micro-batch a pipeline stage); None when not even the smallest does. Layouts, stages and batches that are `fixed`
@@ -224,6 +225,7 @@ def largest_model(
             ffn_hidden=4 * hidden,
             vocab_size=vocab_size,
             sequence_length=sequence_length,
+            chunked_loss=chunked_loss,
         )
         return Space(shape=shape, machines=machines, dtype=dtype, fixed=fixed)
 

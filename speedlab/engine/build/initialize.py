@@ -26,7 +26,7 @@ from speedlab.engine.build.room import away_folder
 from speedlab.engine.build.schedule import make_schedule
 from speedlab.engine.engine import Engine
 from speedlab.engine.step.communicating import check_whole_gradients, kept_by
-from speedlab.engine.step.losses import LossFunction, refuse_loss_of_pipeline
+from speedlab.engine.step.losses import LossFunction, check_loss
 from speedlab.engine.step.memory import PeakMemory, suit_allocator
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.engine.step.precision import LossScale, compute_dtype
@@ -90,7 +90,7 @@ def initialize(
     gc.collect()  # What an earlier set-up of a notebook cell left behind may still be held by cycles.
     world = join(device)
     layout = config.layout(world.size, built_in=False)
-    refuse_loss_of_pipeline(loss, layout)
+    check_loss(loss, layout)
     batch = config.batch.resolve(layout.data_size)
     check_in_backward(config, layout, batch, compute_dtype(config.precision, world.device))
     epochs = _epochs(training_data, batch, layout, world.rank, config.seed)
