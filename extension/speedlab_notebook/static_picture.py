@@ -8,7 +8,8 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from speedlab.telemetry.figures import header, overview_figure, plain
+from speedlab.display.figure_style import Figure, on_paper, plain
+from speedlab.telemetry.figures import header, overview_figure
 
 if TYPE_CHECKING:
     from speedlab.hardware import Device
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from speedlab.telemetry.series import History
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
+_CONFIG = {"displaylogo": False, "showSendToCloud": False, "modeBarButtonsToRemove": ["sendChartToCloud"]}
 
 
 class StaticPicture:
@@ -48,6 +50,14 @@ class StaticPicture:
                 update_display(bundle, raw=True, display_id=self._id)
 
 
+def show_figure(figure: Figure) -> None:
+    """Display a figure, as `telemetry` and the planner give them, as an output that stays in a saved notebook."""
+    from IPython.display import display
+
+    title = (figure["layout"].get("title") or {}).get("text", "")
+    display({"text/plain": title, PLOTLY_MIME: {**plain(on_paper(figure)), "config": _CONFIG}}, raw=True)
+
+
 def picture_bundle(
     feed: Feed, history: History, devices: Sequence[Device] = (), *, png: bytes | None = None
 ) -> dict[str, Any]:
@@ -55,8 +65,7 @@ def picture_bundle(
     head = header(history, name=feed.folder.name, status=feed.status)
     title = f"{head.text} · {head.mark} {head.state}"
     figure = overview_figure(history, title=title, devices=devices)
-    config = {"displaylogo": False, "showSendToCloud": False, "modeBarButtonsToRemove": ["sendChartToCloud"]}
-    bundle: dict[str, Any] = {"text/plain": title, PLOTLY_MIME: {**plain(figure), "config": config}}
+    bundle: dict[str, Any] = {"text/plain": title, PLOTLY_MIME: {**plain(figure), "config": _CONFIG}}
     if png is not None:
         bundle["image/png"] = base64.b64encode(png).decode()
     return bundle

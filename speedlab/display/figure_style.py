@@ -69,6 +69,8 @@ PHASE_COLOURS = {
 
 ACCENT = "#D55E00"
 INK = "#808080"
+PAPER_INK, PAPER_GRID = "#1c2530", "#dde2e8"
+"""Of text and grid where a picture has its own white background."""
 
 
 def base_layout(title: str, unit: str) -> Figure:
@@ -87,6 +89,19 @@ def base_layout(title: str, unit: str) -> Figure:
         "shapes": [],
         "annotations": [],
     }
+
+
+def on_paper(figure: Figure) -> Figure:
+    """The figure with colours of its own, dark on white, for where no page gives it any: in a saved notebook."""
+    layout = figure["layout"]
+    axes = [name for name in layout if name.startswith(("xaxis", "yaxis"))]
+    coloured = {
+        **{name: {"gridcolor": PAPER_GRID, **layout[name]} for name in axes},
+        "font": {**layout["font"], "color": PAPER_INK},
+        "paper_bgcolor": "white",
+        "plot_bgcolor": "white",
+    }
+    return {"data": figure["data"], "layout": {**layout, **coloured}}
 
 
 def second_axis(title: str, tickformat: str) -> Figure:

@@ -28,6 +28,11 @@ class Place:
         return None if self.capacity_bytes is None else self.capacity_bytes - self.held_bytes
 
     @property
+    def share(self) -> float:
+        """Of its capacity; 0 where that is not known."""
+        return self.held_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
+
+    @property
     def fits(self) -> bool:
         return self.free_bytes is None or self.free_bytes >= 0
 

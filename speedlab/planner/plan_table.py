@@ -17,6 +17,7 @@ from speedlab.planner.shapes import shape_parameters
 if TYPE_CHECKING:
     from speedlab.config.shape import ModelShape
     from speedlab.planner.devices import Machines
+    from speedlab.planner.places import Place
     from speedlab.planner.plan import Found, Plan
 
 MOST_ROWS = 12
@@ -118,7 +119,8 @@ class FoundTable(Table):
     """Rows as `found_table` gives them."""
 
     def head(self) -> list[str]:
-        return ["layout", "step", "tokens/s", "TFLOP/s a device", *self._of_training, "held", "free", "limited by"]
+        held = ["held", "free", *(f"on {place}" for place in self._places)]
+        return ["layout", "step", "tokens/s", "TFLOP/s a device", *self._of_training, *held, "limited by"]
 
     def cells(self) -> list[tuple[str, ...]]:
         return [
@@ -130,18 +132,32 @@ class FoundTable(Table):
                 *(f"{row[name]:,.1f}" for name in self._of_training),
                 bytes_text(row["held_bytes"]),
                 bytes_text(row["free_bytes"]),
+                *(_of_capacity(row["places"].get(name)) for name in self._places),
                 row["limit"],
             )
             for row in self
         ]
 
     @property
+    def _places(self) -> list[str]:
+        return [place for place in ("host", "disk") if any(place in row["places"] for row in self)]
+
+    @property
     def _of_training(self) -> list[str]:
         return [name for name in ("days", "cost") if all(row[name] is not None for row in self)]
 
 
+def _of_capacity(place: Place | None) -> str:
+    """'118 GiB of 119 GiB': of a rank, and its share of what there is."""
+    if place is None:
+        return bytes_text(0)
+    whole = "" if place.capacity_bytes is None else f" of {bytes_text(place.capacity_bytes)}"
+    return f"{bytes_text(place.held_bytes)}{whole}"
+
+
 def found_table(found: Found) -> FoundTable:
-    """A row for each candidate, best first; with days and cost of the training where they can be told."""
+    """A row for each candidate, best first; with what it has on host and disk, and days and cost of the training where
+    they can be told."""
     tokens = found.tokens
     return FoundTable(
         {
@@ -153,6 +169,7 @@ def found_table(found: Found) -> FoundTable:
             "cost": None if tokens is None else candidate.time.cost(tokens),
             "held_bytes": candidate.held_bytes,
             "free_bytes": candidate.free_bytes,
+            "places": {place.name: place for place in candidate.places},
             "limit": candidate.time.limit,
         }
         for candidate in found.candidates

@@ -22,7 +22,7 @@ from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import Efficiency, efficiency_of
 from speedlab.planner.formula import model_states
 from speedlab.planner.memory import predict_memory
-from speedlab.planner.places import places
+from speedlab.planner.places import Place, places
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search_space import FREE, Fixed, Space
 from speedlab.planner.setup import ModelShape, Setup
@@ -49,6 +49,8 @@ class Candidate:
     """Of the rank that holds most."""
     free_bytes: int
     """What is left of its device."""
+    places: tuple[Place, ...] = ()
+    """Device, and host and disk where something lies there, as `Plan.places` has them."""
 
     @property
     def devices(self) -> int:
@@ -164,10 +166,11 @@ def _first_that_fit(times: list[StepTime], machines: Machines, memory: Memory, c
 def fitting(setup: Setup, machines: Machines, memory: Memory, time: StepTime) -> Candidate | None:
     """A set-up whose time is known, as a candidate; None when it does not fit."""
     ranks = memory(setup)
-    held = max(rank.total for rank in ranks)
-    if held > machines.device.memory_bytes * USABLE or not all(at.fits for at in places(ranks, setup, machines)):
+    held, found = max(rank.total for rank in ranks), places(ranks, setup, machines)
+    if held > machines.device.memory_bytes * USABLE or not all(place.fits for place in found):
         return None
-    return Candidate(setup=setup, time=time, held_bytes=held, free_bytes=machines.device.memory_bytes - held)
+    free = machines.device.memory_bytes - held
+    return Candidate(setup=setup, time=time, held_bytes=held, free_bytes=free, places=tuple(found))
 
 
 def fast_dtype(machines: Machines) -> Dtype:

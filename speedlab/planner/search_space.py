@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from speedlab.config import ParallelConfig
 from speedlab.config.offload_rules import offload_problems
 from speedlab.layout import Layout
+from speedlab.planner.away import offload_words
 from speedlab.planner.devices import Machines
 from speedlab.planner.setup import Checkpointing, ModelShape, Setup
 from speedlab.planner.shapes import kv_heads
@@ -45,9 +46,11 @@ class Fixed:
         return max(2, pipeline.pp * pipeline.stages_per_rank)
 
     def __str__(self) -> str:
-        """'tp 3, zero_stage 2'; empty when nothing is."""
+        """'tp 3, zero_stage 2, optimizer on host'; empty when nothing is."""
         chosen = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "others"}
-        return ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
+        words = [f"{name} {value}" for name, value in chosen.items() if value is not None]
+        offload = self.others.get("offload")
+        return ", ".join([*words, *([away] if offload is not None and (away := offload_words(offload)) else [])])
 
 
 FREE = Fixed()
@@ -99,7 +102,11 @@ class Space:
 
     def empty(self, global_size: int | None) -> ValueError:
         """What to say where there is nothing to choose from."""
-        shape, machines = self.shape, self.machines
+        shape, machines, fixed = self.shape, self.machines, self.fixed
+        stage = 3 if fixed.zero_stage is None else fixed.zero_stage
+        offload, checkpointing = fixed.others.get("offload"), fixed.checkpointing or "block"
+        if offload is not None and (problems := offload_problems(offload, stage=stage, checkpointing=checkpointing)):
+            return ValueError("; ".join(problems))
         asked = f" with {self.fixed}" if str(self.fixed) else ""
         batch = f", a global batch of {global_size} divides by micro-batch × dp" if global_size is not None else ""
         return ValueError(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from speedlab.display.figure_style import Figure, plain
+from speedlab.display.figure_style import PAPER_GRID, PAPER_INK, Figure, plain
 from speedlab.display.text import count_text, seconds_text
 from speedlab.hardware import Device
 from speedlab.telemetry.folder import Status
@@ -71,7 +71,7 @@ def figures(history: History, *, devices: Sequence[Device] = ()) -> dict[str, Fi
 _OVERVIEW_POINTS = 100
 _OVERVIEW_BARS = 40
 _OVERVIEW_PIXELS = 640
-_GRID = {"gridcolor": "#dde2e8"}
+_GRID = {"gridcolor": PAPER_GRID}
 
 
 def overview_figure(history: History, *, title: str = "", devices: Sequence[Device] = ()) -> Figure:
@@ -80,7 +80,7 @@ def overview_figure(history: History, *, title: str = "", devices: Sequence[Devi
     data: list[dict[str, Any]] = []
     layout: Figure = {
         "title": {"text": escape(title), "x": 0.01, "xanchor": "left", "font": {"size": 14}},
-        "font": {"size": 11, "color": "#1c2530"},
+        "font": {"size": 11, "color": PAPER_INK},
         "paper_bgcolor": "white",
         "plot_bgcolor": "white",
         "barmode": "relative",

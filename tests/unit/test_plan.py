@@ -257,6 +257,18 @@ def test_the_largest_model_leaves_what_is_asked_for(monkeypatch) -> None:
     assert f"{largest.time.cost(100e9):,.1f}" in str(found[0])
 
 
+def test_the_largest_model_says_where_its_states_lie_and_of_how_much(capsys) -> None:
+    words = ["--machines", "1 H200", "--host-bytes", "128GiB", "--offload.optimizer", "host", "--disk-bytes", "30TB"]
+    assert cli.main(["plan", "--largest", *words]) == 0
+    asked, head, row = capsys.readouterr().out.splitlines()[:3]
+    assert asked == "the largest model that fits on 1 × 1 H200 (nvlink4), with optimizer on host"
+    assert "on host" in head
+    assert "on disk" not in head
+    assert re.search(r"1\d\d GiB of 128 GiB", row)
+    assert cli.main(["plan", "--largest", "--machines", "1 H200", "--offload.parameters", "host"]) == 2
+    assert "needs offload.optimizer 'host' or 'disk'" in capsys.readouterr().err
+
+
 def test_tokens_and_price_are_told_of_what_is_found(capsys) -> None:
     assert cli.main(["plan", *SEARCH, "--tokens", "1T", "--price", "2.5"]) == 0
     head, first = capsys.readouterr().out.splitlines()[1:3]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from speedlab.config import OffloadConfig
 from speedlab.layout import Layout
 from speedlab.planner.changes import cheapest_change, differences
 from speedlab.planner.devices import Machines
@@ -16,11 +17,8 @@ from speedlab.planner.efficiency import efficiency_of
 from speedlab.planner.memory import predict_memory
 from speedlab.planner.presets import cluster, model
 from speedlab.planner.rank_memory import RankMemory
-from speedlab.planner.search import (
-    USABLE,
-    largest_model,
-    search,
-)
+from speedlab.planner.search import USABLE, Candidate, largest_model, search
+from speedlab.planner.search_space import Fixed
 from speedlab.planner.setup import ModelShape, Setup
 from speedlab.planner.shapes import shape_parameters
 from speedlab.planner.timing import predict_time
@@ -162,6 +160,50 @@ def test_the_largest_model_fits_and_the_next_one_would_not() -> None:
     assert shape_parameters(largest_model(Machines.parse("1 A100-80")).setup.shape) > shape_parameters(  # type: ignore[union-attr]
         found.setup.shape
     )
+
+
+AWAY = {"optimizer": "host", "parameters": "host", "activations": "host"}
+
+
+def largest_with(offload: dict[str, str], **host: int) -> Candidate:
+    """The largest model on one V100 in a host of these sizes, its states in these places."""
+    machines = Machines.parse("1 V100-32")
+    machines = replace(machines, host=replace(machines.host, **host))
+    found = largest_model(machines, fixed=Fixed(others={"offload": OffloadConfig.model_validate(offload)}))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("offload", "full", "host"),
+    [
+        ({"optimizer": "host"}, "device", {"memory_bytes": 1500 * 10**9}),
+        ({"optimizer": "host"}, "host", {"memory_bytes": 128 * 2**30}),
+        (AWAY, "host", {"memory_bytes": 1500 * 10**9}),
+        ({**AWAY, "optimizer": "disk", "parameters": "disk"}, "disk", {"disk_bytes": 2 * 10**12}),
+    ],
+)
+def test_the_largest_model_fills_the_place_that_is_full_first(
+    offload: dict[str, str], full: str, host: dict[str, int]
+) -> None:
+    found = largest_with(offload, **host)
+    shares = {at.name: at.held_bytes / at.capacity_bytes for at in found.places if at.capacity_bytes}
+    assert all(at.fits for at in found.places)
+    assert max(shares, key=shares.__getitem__) == full
+    assert shares[full] > 0.85  # Models grow in steps; the next one does not fit.
+    assert found.setup.offload == OffloadConfig.model_validate(offload)
+
+
+def test_more_room_beside_the_device_holds_a_larger_model() -> None:
+    sizes = [shape_parameters(largest_with(AWAY, memory_bytes=gib * 2**30).setup.shape) for gib in (64, 128, 512, 1024)]
+    assert sizes == sorted(set(sizes))
+    # 16 bytes a parameter: 2 of it, 2 of its gradient, 12 of master and moments.
+    assert 0.85 * 1024 * 2**30 / 16 < sizes[-1] < 1024 * 2**30 / 16
+
+
+def test_places_that_do_not_go_together_are_named() -> None:
+    with pytest.raises(ValueError, match=r"offload.parameters 'host' needs offload.optimizer"):
+        largest_with({"parameters": "host"})
 
 
 def test_the_cheapest_changes_fit_and_are_in_order_of_their_price() -> None:

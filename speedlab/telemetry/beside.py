@@ -1,0 +1,165 @@
+"""Several runs beside each other, by the names that the reader gives them: what each holds in which place, how long its
+steps take, what its losses are. Of each run the first rank; data for plotly, as all figures here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from speedlab.display.figure_style import LABELS, Figure, bar_marker, base_layout, curve, legend_beside
+from speedlab.display.table import Table
+from speedlab.display.text import byte_unit, bytes_text, seconds_text
+from speedlab.telemetry.feed import Feed
+from speedlab.telemetry.records import CATEGORIES, PLACES, Ledger, StepRecord
+
+Feeds = Mapping[str, Feed]
+"""The reader's name of a run -> what the run tells."""
+
+RUN_COLOURS = ("#332288", "#CC6677", "#117733", "#88CCEE", "#AA4499", "#999933")
+"""Of runs beside each other: told apart by colour-blind readers, and none of them the colour of a kind of memory."""
+
+STATES = CATEGORIES[:4]
+"""Parameters, gradients, master weights and moments."""
+
+_KEPT = (*STATES, "communication_buffers")
+"""What depends on where states lie: they, and the buffers through which they pass."""
+
+_PIXELS = 360
+_WIDEST, _NARROWER = 9.0, 2.5
+
+
+class RunsTable(Table):
+    """Rows as `runs_table` gives them."""
+
+    def head(self) -> list[str]:
+        held_out = ["held-out loss"] if self._held_out else []
+        return ["", *(f"on {place}" for place in self._places), "bytes a parameter", "step", "loss", *held_out]
+
+    def cells(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                row["run"],
+                *(bytes_text(row[place]) for place in self._places),
+                f"{row['bytes_a_parameter']:.2f}",
+                seconds_text(row["step_seconds"]),
+                f"{row['loss']:.6f}",
+                *(["–" if row["heldout_loss"] is None else f"{row['heldout_loss']:.4f}"] if self._held_out else []),
+            )
+            for row in self
+        ]
+
+    @property
+    def _places(self) -> list[str]:
+        return [place for place in PLACES if place == "device" or any(row[place] for row in self)]
+
+    @property
+    def _held_out(self) -> bool:
+        return any(row["heldout_loss"] is not None for row in self)
+
+
+def runs_table(feeds: Feeds) -> RunsTable:
+    """A row for each run, at its last step: bytes of states and of the buffers through which they pass, by place;
+    states in all places together for each parameter; the median of the later half of its steps; losses."""
+    rows = []
+    for name, feed in feeds.items():
+        records = _records(feed)
+        ledger = records[-1].ledger
+        held_out = [record.heldout_loss for record in records if record.heldout_loss is not None]
+        rows.append(
+            {
+                "run": name,
+                **{place: sum(_kept(ledger, place).values()) for place in PLACES},
+                "bytes_a_parameter": sum(map(ledger.anywhere, STATES)) / parameters_of(feed),
+                "step_seconds": median(record.seconds for record in records[len(records) // 2 :]),
+                "loss": records[-1].loss,
+                "heldout_loss": held_out[-1] if held_out else None,
+            }
+        )
+    return RunsTable(rows)
+
+
+def parameters_of(feed: Feed) -> int:
+    """Of the run's whole model, as its ranks said when they began."""
+    return next(event.details["parameters"] for event in feed.events if event.kind == "started")
+
+
+def memory_beside(feeds: Feeds) -> Figure:
+    """For each run a stacked bar for each place: what it has there at its last step."""
+    held = {(name, place): _kept(_records(feed)[-1].ledger, place) for name, feed in feeds.items() for place in PLACES}
+    unit, size = byte_unit(max(sum(kept.values()) for kept in held.values()))
+    across = [[name for name, _ in held], [place for _, place in held]]
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "name": LABELS[category],
+            "x": across,
+            "y": np.array([kept.get(category, 0) / size for kept in held.values()], dtype=np.float32),
+            "marker": bar_marker(category),
+            "hovertemplate": f"%{{x}}<br>{LABELS[category]} %{{y:.4~r}} {unit}<extra></extra>",
+        }
+        for category in _KEPT
+        if any(kept.get(category) for kept in held.values())
+    ]
+    totals = [sum(kept.values()) for kept in held.values()]
+    traces.append(
+        {
+            "type": "scatter",
+            "mode": "text",
+            "x": across,
+            "y": np.array([total / size for total in totals], dtype=np.float32),
+            "text": [bytes_text(total) if total else "" for total in totals],
+            "textposition": "top center",
+            "textfont": {"size": 10},
+            "cliponaxis": False,
+            "showlegend": False,
+            "hoverinfo": "skip",
+        }
+    )
+    layout = base_layout("states, and the buffers through which they pass, by place", unit)
+    layout |= {"barmode": "stack", "bargap": 0.25, "hovermode": "closest", "height": _PIXELS}
+    legend_beside(layout)
+    layout["xaxis"] |= {"showgrid": False}
+    return {"data": traces, "layout": layout}
+
+
+def losses_beside(feeds: Feeds) -> Figure:
+    """The losses of each run over its steps, and its held-out losses as marks. Each curve is thinner than the one
+    before it, so that those which are the same are all seen."""
+    traces: list[dict[str, Any]] = []
+    for number, (name, feed) in enumerate(feeds.items()):
+        records, colour = _records(feed), RUN_COLOURS[number % len(RUN_COLOURS)]
+        width = max(1.0, _WIDEST - _NARROWER * number)
+        points = _float32([(record.step, record.loss) for record in records])
+        traces.append(curve(name, points, "%{y:.6f}", color=colour, width=width))
+        if held_out := [(record.step, record.heldout_loss) for record in records if record.heldout_loss is not None]:
+            marks = curve(f"{name}, held-out", _float32(held_out), "%{y:.4f}", color=colour, width=1, dash="dot")
+            marker = {"symbol": "diamond", "size": 9, "color": colour}
+            traces.append(marks | {"mode": "lines+markers", "marker": marker, "showlegend": False})
+    marked = any(trace["mode"] == "lines+markers" for trace in traces)
+    layout = base_layout("loss" + (", and of held-out text (◆)" if marked else ""), "loss")
+    legend_beside(layout)
+    layout["legend"]["traceorder"] = "normal"
+    layout["height"] = _PIXELS
+    layout["xaxis"] |= {"title": {"text": "step"}}
+    return {"data": traces, "layout": layout}
+
+
+def _float32(points: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+    steps, values = np.array(points, dtype=np.float32).T
+    return steps, values
+
+
+def _kept(ledger: Ledger, place: str) -> dict[str, int]:
+    held = ledger.by_place().get(place, {})
+    return {category: held[category] for category in _KEPT if held.get(category)}
+
+
+def _records(feed: Feed) -> list[StepRecord]:
+    """Of the first rank. Raises ValueError where there is none yet."""
+    feed.poll()
+    if not feed.records.get(0):
+        raise ValueError(f"run {feed.folder.name!r} has no step yet; wait_until(1) first")
+    return feed.records[0]
