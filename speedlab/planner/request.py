@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from speedlab.config import OffloadConfig, RunConfig
+from speedlab.config import OffloadConfig, OptimizerConfig, RunConfig
 from speedlab.config.parts import Away
 from speedlab.hardware import Device
 from speedlab.planner import presets
@@ -80,6 +80,12 @@ class PlanRequest:
     """Order of a pipeline's passes."""
     chunks: int | None = None
     """Pipeline stages of each rank, for interleaved and zero-bubble; 2 when left out."""
+    masters: Literal["float32", "none"] | None = None
+    """Whether parameters in bfloat16 have float32 masters beside them (left out), or are rounded stochastically."""
+    moments: Literal["float32", "8bit"] | None = None
+    """As what the optimizer's moments are kept between two steps; float32 when left out."""
+    in_backward: bool = False
+    """Update each unit in backward, so that no gradients are kept; for one dp rank and one micro-batch."""
     offload_optimizer: Away | None = None
     """Where optimizer states, float32 masters and summed gradients lie."""
     offload_parameters: Away | None = None
@@ -169,6 +175,7 @@ class PlanRequest:
                 sequence_parallel=self.sequence_parallel,
                 offload=OffloadConfig(**self._away()),
                 **self._beside(),
+                **self._kept(),
             ),
         )
 
@@ -268,6 +275,8 @@ class PlanRequest:
             "zero": _given(stage=self.zero),
             "batch": batch,
             "activation": _given(checkpointing=None if self.checkpointing == "selective" else self.checkpointing),
+            "precision": _given(masters=self.masters, moments=self.moments),
+            "optimizer": _given(in_backward=self.in_backward or None),
             "offload": self._away(),
         }
         return config.replace(**{part: values for part, values in changes.items() if values})
@@ -275,6 +284,11 @@ class PlanRequest:
     def _beside(self) -> dict[str, Any]:
         """Fields of a set-up that no configuration has, or with fewer choices."""
         return _given(checkpointing=self.checkpointing, attention=self.attention)
+
+    def _kept(self) -> dict[str, Any]:
+        """Fields of a set-up that say as what states are kept, and how long."""
+        optimizer = OptimizerConfig(in_backward=True) if self.in_backward else None
+        return _given(masters=self.masters, moments=self.moments, optimizer=optimizer)
 
     def _away(self) -> dict[str, Any]:
         """What is said of where states lie, as fields of `offload`."""
@@ -295,7 +309,11 @@ class PlanRequest:
             schedule=self.schedule,
             chunks=self.chunks,
             sequence_parallel=self.sequence_parallel or None,
-            others=_given(attention=self.attention, offload=OffloadConfig(**away) if (away := self._away()) else None),
+            others=_given(
+                attention=self.attention,
+                offload=OffloadConfig(**away) if (away := self._away()) else None,
+                **self._kept(),
+            ),
         )
 
 
