@@ -23,8 +23,8 @@ from cuda_ops.adamw import adamw
 from cuda_ops.adamw_compact import adamw_compact
 from cuda_ops.blockwise8 import BLOCK
 from cuda_ops.grad_stats import grad_stats
-from speedlab.cli.options import read_options
 from speedlab.config import DataConfig, ModelConfig
+from speedlab.config.options import read_options
 from speedlab.data import Sampler, prepare
 from speedlab.models import GPT
 
