@@ -63,12 +63,13 @@ def _key(option: str) -> str:
 
 
 def _refusal(word: str, known: Mapping[str, str], prog: str) -> str:
-    """'unknown option '--zeroo'; the nearest is '--zero'', or where all are told."""
+    """'unknown option '--zeroo'; the nearest is '--zero''; of a part's name all of its fields, or where all are told."""
     inner: dict[str, list[str]] = {}
     for key in known:
         if "." in key:
             inner.setdefault(key.rpartition(".")[2], []).append(key)
-    near = nearest_keys(_key(word), known, inner)
+    of_part = [key for key in known if key.startswith(f"{_key(word)}.")]
+    near = of_part or nearest_keys(_key(word), known, inner)
     if not near:
         return f"unknown option {word!r}; `{prog} --help` tells all"
     named = ", ".join(repr(known[key]) for key in near)
