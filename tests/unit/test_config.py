@@ -112,6 +112,8 @@ def test_help_of_a_part_tells_its_fields(part) -> None:
     shown = "".join(pydoc.plain(pydoc.render_doc(part)).replace("|", "").split())
     for name, field in part.model_fields.items():
         assert "".join(f"{name}: {field.description}".split()) in shown
+        if (inner := part.part_of(name)) is not None:
+            assert f";{inner.__name__}({','.join(inner.model_fields)})" in shown
     assert "".join((inspect.getdoc(part) or "").partition("Attributes:")[0].split()) in shown
 
 
