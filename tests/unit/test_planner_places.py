@@ -317,7 +317,7 @@ def test_the_terminal_plans_states_on_disk(capsys) -> None:
     assert cli.main([*words, "--disk-bytes", "1GB"]) == 1
     assert "does not fit on disk" in capsys.readouterr().out
     assert cli.main(["plan", "gpt2", "--offload", "optimizer"]) == 2
-    assert "--offload.optimizer" in capsys.readouterr().err
+    assert "'--offload'; the nearest are '--offload.optimizer', '--offload.parameters'" in capsys.readouterr().err
 
 
 def test_a_disk_that_was_measured_is_remembered_by_its_file_system(tmp_path: Path, monkeypatch) -> None:
