@@ -6,14 +6,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from speedlab.display.figure_style import COLOURS, INK, Figure, base_layout
+from speedlab.display.figure_style import COLOURS, Figure, base_layout
 from speedlab.display.table import Table
 from speedlab.display.text import count_text, seconds_text
 from speedlab.planner.places import Place
 from speedlab.planner.search import Candidate
 from speedlab.planner.shapes import shape_parameters
 
-_ROW_PIXELS, _REST_PIXELS = 46, 110
+_ROW_PIXELS, _REST_PIXELS = 46, 90
+_BAR, _HALF_GAP = 0.38, 0.02
+"""Of a row's height: a bar, and half of what lies between two."""
+_PALE = "rgba(0,114,178,0.25)"
+"""Inside what is planned: parameters' own colour, which what is announced has in full."""
 _BESIDE = 12.0
 """Factor that the axis goes on beyond the longest bar, for the words behind it."""
 
@@ -77,36 +81,28 @@ def largest_figure(found: Mapping[str, Candidate], announced: Mapping[str, float
     rows = largest_table(found, announced)
     names = [row["name"] for row in rows]
     told = [row for row in rows if row["announced"] is not None]
-    planned = {
-        "color": COLOURS["parameters"],
-        "line": {"color": INK, "width": 1.5},
-    }
+    full = COLOURS["parameters"]
     traces = [
         _bars(
-            "announced",
-            [row["name"] for row in told],
-            [row["announced"] for row in told],
-            [count_text(row["announced"]) for row in told],
-            {"color": COLOURS["gradients"], "line": {"width": 0}},
+            "planned",
+            {row["name"]: row["planned"] for row in rows},
+            [f"<b>{count_text(row['planned'])}</b>, the {row['full']} full" for row in rows],
+            offsets=[-_BAR / 2 if row["announced"] is None else _HALF_GAP for row in rows],
+            marker={"color": _PALE, "line": {"color": full, "width": 1.5}},
         ),
         _bars(
-            "planned",
-            names,
-            [row["planned"] for row in rows],
-            [f"<b>{count_text(row['planned'])}</b>, the {row['full']} full" for row in rows],
-            planned,
+            "announced",
+            {row["name"]: row["announced"] for row in told},
+            [count_text(row["announced"]) for row in told],
+            offsets=[-_BAR - _HALF_GAP] * len(told),
+            marker={"color": full, "line": {"color": full, "width": 1.5}},
         ),
     ]
     values = [bar for trace in traces for bar in trace["x"]]
     layout = base_layout("the largest model that fits, parameters", "")
-    layout |= {
-        "barmode": "group",
-        "bargap": 0.25,
-        "hovermode": "closest",
-        "height": _REST_PIXELS + _ROW_PIXELS * len(rows),
-    }
+    layout |= {"barmode": "overlay", "hovermode": "closest", "height": _REST_PIXELS + _ROW_PIXELS * len(rows)}
     layout["margin"] |= {"l": 20, "r": 20, "b": 40}
-    layout["legend"] = {"x": 1, "xanchor": "right", "y": 1.0, "yanchor": "top", "traceorder": "reversed"}
+    layout["legend"] = {"x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom", "orientation": "h"}
     bounds = [math.floor(math.log10(min(values))), math.log10(max(values) * _BESIDE)]
     layout["xaxis"] |= {"type": "log", "range": bounds, "dtick": 1, "exponentformat": "SI"}
     layout["yaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": names[::-1], "showgrid": False}
@@ -114,14 +110,16 @@ def largest_figure(found: Mapping[str, Candidate], announced: Mapping[str, float
 
 
 def _bars(
-    name: str, labels: list[str], values: list[float], texts: list[str], marker: dict[str, Any]
+    name: str, values: Mapping[str, float], texts: list[str], *, offsets: list[float], marker: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "type": "bar",
         "orientation": "h",
         "name": name,
-        "y": labels,
-        "x": values,
+        "y": list(values),
+        "x": list(values.values()),
+        "offset": offsets,
+        "width": _BAR,
         "text": texts,
         "textposition": "outside",
         "cliponaxis": False,

@@ -111,7 +111,9 @@ _REASONS: dict[str, str] = {
     "z3off-fit": "fewest devices of which the host's memory decides; its use by others is not printed",
     "zero-act-1.5b": "ZeRO's own rule of 24 s b h a layer, which is less than engines keep",
     "zero-fig2": "the batch of each run is not printed",
-    "zinf": "disks are not planned",
+    "zinf": "the shape is not printed",
+    "zinf-1node": "largest models, which notebook 03 has beside the planner's",
+    "zinf-32t": "a largest model, of which neither layout nor shape is printed",
     "zpp": "compressed collectives are not planned",
 }
 """Beginning of a row's id -> why it is left out."""

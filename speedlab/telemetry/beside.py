@@ -65,13 +65,13 @@ def runs_table(feeds: Feeds) -> RunsTable:
     states in all places together for each parameter; the median of the later half of its steps; losses."""
     rows = []
     for name, feed in feeds.items():
-        records = _records(feed)
+        records = first_rank(feed)
         ledger = records[-1].ledger
         held_out = [record.heldout_loss for record in records if record.heldout_loss is not None]
         rows.append(
             {
                 "run": name,
-                **{place: sum(_kept(ledger, place).values()) for place in PLACES},
+                **{place: sum(kept_at(ledger, place).values()) for place in PLACES},
                 "bytes_a_parameter": sum(map(ledger.anywhere, STATES)) / parameters_of(feed),
                 "step_seconds": median(record.seconds for record in records[len(records) // 2 :]),
                 "loss": records[-1].loss,
@@ -88,7 +88,9 @@ def parameters_of(feed: Feed) -> int:
 
 def memory_beside(feeds: Feeds) -> Figure:
     """For each run a stacked bar for each place: what it has there at its last step."""
-    held = {(name, place): _kept(_records(feed)[-1].ledger, place) for name, feed in feeds.items() for place in PLACES}
+    held = {
+        (name, place): kept_at(first_rank(feed)[-1].ledger, place) for name, feed in feeds.items() for place in PLACES
+    }
     unit, size = byte_unit(max(sum(kept.values()) for kept in held.values()))
     across = [[name for name, _ in held], [place for _, place in held]]
     traces: list[dict[str, Any]] = [
@@ -130,7 +132,7 @@ def losses_beside(feeds: Feeds) -> Figure:
     before it, so that those which are the same are all seen."""
     traces: list[dict[str, Any]] = []
     for number, (name, feed) in enumerate(feeds.items()):
-        records, colour = _records(feed), RUN_COLOURS[number % len(RUN_COLOURS)]
+        records, colour = first_rank(feed), RUN_COLOURS[number % len(RUN_COLOURS)]
         width = max(1.0, _WIDEST - _NARROWER * number)
         points = _float32([(record.step, record.loss) for record in records])
         traces.append(curve(name, points, "%{y:.6f}", color=colour, width=width))
@@ -139,7 +141,7 @@ def losses_beside(feeds: Feeds) -> Figure:
             marker = {"symbol": "diamond", "size": 9, "color": colour}
             traces.append(marks | {"mode": "lines+markers", "marker": marker, "showlegend": False})
     marked = any(trace["mode"] == "lines+markers" for trace in traces)
-    layout = base_layout("loss" + (", and of held-out text (◆)" if marked else ""), "loss")
+    layout = base_layout("loss" + (", and of held-out text (◆)" if marked else ""), "")
     legend_beside(layout)
     layout["legend"]["traceorder"] = "normal"
     layout["height"] = _PIXELS
@@ -152,12 +154,13 @@ def _float32(points: list[Any]) -> tuple[np.ndarray, np.ndarray]:
     return steps, values
 
 
-def _kept(ledger: Ledger, place: str) -> dict[str, int]:
+def kept_at(ledger: Ledger, place: str) -> dict[str, int]:
+    """Category -> bytes of states, and of the buffers through which they pass, in a place."""
     held = ledger.by_place().get(place, {})
     return {category: held[category] for category in _KEPT if held.get(category)}
 
 
-def _records(feed: Feed) -> list[StepRecord]:
+def first_rank(feed: Feed) -> list[StepRecord]:
     """Of the first rank. Raises ValueError where there is none yet."""
     feed.poll()
     if not feed.records.get(0):

@@ -88,7 +88,7 @@ def test_the_report_says_which_rows_set_constants_and_what_was_left_out() -> Non
     assert "* nv20-a100-8B" in text
     assert "  nv20-a100-4B" in text
     assert "that set nothing: median" in text
-    assert "zinf-32t: disks are not planned" in text
+    assert "zinf-1node: largest models, which notebook 03 has" in text
 
 
 def test_an_error_is_none_where_the_prediction_rounds_to_what_is_printed() -> None:
