@@ -42,16 +42,14 @@ def adamw_reference(
     weight_decay: float,
     step: int,
     factor: float = 1.0,
-    bias_correction: bool = True,
 ) -> None:
     """The definition, in torch."""
     grad = grad.float() * factor
     param.mul_(1 - lr * weight_decay)
     exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    first, second = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
-    denominator = exp_avg_sq.sqrt().div_(math.sqrt(second)).add_(eps)
-    param.addcdiv_(exp_avg, denominator, value=-lr / first)
+    denominator = exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)
+    param.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
     if copy is not None:
         copy.copy_(param)
 
@@ -85,19 +83,12 @@ def adamw(
 
 
 def constants(
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    factor: float,
-    bias_correction: bool = True,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, factor: float
 ) -> np.ndarray:
     """The numbers of one update, (8,) float32: factor, decay, 1 - beta1, beta2, 1 - beta2, 1 / root of the second bias
     correction, eps, step size."""
-    second = 1 / math.sqrt(1 - beta2**step) if bias_correction else 1.0
-    size = lr / (1 - beta1**step) if bias_correction else lr
+    second = 1 / math.sqrt(1 - beta2**step)
+    size = lr / (1 - beta1**step)
     values = [factor, 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, second, eps, size]
     return np.array(values, dtype=np.float32)
 

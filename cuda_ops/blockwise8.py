@@ -116,25 +116,23 @@ def blockwise8_decode_reference(codes: Tensor, scales: Tensor, out: Tensor, *, s
     out.copy_(values * scales.repeat_interleave(BLOCK)[: codes.shape[0]])
 
 
-def blockwise8_encode(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """The codes and scales of blocks of 256 of `values` (n,) float32, bfloat16 or float16.
+def blockwise8_encode(values: Tensor, codes: Tensor, scales: Tensor, *, signed: bool) -> None:
+    """`codes` and `scales` = `values` (n,) float32, bfloat16 or float16 in blocks of 256.
 
     Args:
+        codes: (n,) uint8.
+        scales: (ceil(n / 256),) float32, the largest magnitude of each block.
         signed: which of the two maps; the unsigned one takes magnitudes.
-
-    Returns:
-        (n,) uint8: the codes. (ceil(n / 256),) float32: the largest magnitude of each block.
 
     What `blockwise8_decode` makes of them, encoded again, gives the same codes and scales. A block with a NaN or an
     infinity has the scale NaN and codes 0: all of it comes out NaN. A block without a magnitude of 2**-100 or more
-    becomes zeros. Raises ValueError for wrong dtypes, shapes or strides.
+    becomes zeros. Raises ValueError for wrong dtypes, shapes, strides or devices.
     """
-    codes, scales = _encode(values, signed)
-    return codes, scales
+    _encode(values, codes, scales, signed)
 
 
 def blockwise8_decode(codes: Tensor, scales: Tensor, out: Tensor, *, signed: bool) -> None:
-    """`out` (n,) float32, bfloat16 or float16 = what the codes stand for, times scales, as `blockwise8_encode` returned
+    """`out` (n,) float32, bfloat16 or float16 = what the codes stand for, times scales, as `blockwise8_encode` wrote
     them.
 
     Raises ValueError for wrong dtypes, shapes, strides or devices.
@@ -318,32 +316,26 @@ def _decode_cuda(codes: Any, scales: Any, out: Any, signed: bool) -> None:
     store(out, i, value * scales[i // np.uint64(BLOCK)])
 
 
-def check_codes(name: str, codes: Tensor, scales: Tensor, *, like: Tensor) -> None:
+def check_codes(codes: Tensor, scales: Tensor, *, like: Tensor) -> None:
     """Raise ValueError unless these are codes and scales for the elements of `like`, where it is."""
-    check(name, codes, dtypes=[torch.uint8], shape=like.shape, like=like)
-    check(f"{name}_scales", scales, dtypes=[torch.float32], shape=[-(-like.shape[0] // BLOCK)], like=like)
+    check("codes", codes, dtypes=[torch.uint8], shape=like.shape, like=like)
+    check("scales", scales, dtypes=[torch.float32], shape=[-(-like.shape[0] // BLOCK)], like=like)
 
 
-def _outputs(values: Tensor) -> tuple[Tensor, Tensor]:
-    size = values.shape[0]
-    return values.new_empty(size, dtype=torch.uint8), values.new_empty(-(-size // BLOCK), dtype=torch.float32)
-
-
-def _check_encode(values: Tensor) -> None:
+def _check_encode(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None:
     check("values", values, dtypes=FLOATS, shape=[None])
+    check_codes(codes, scales, like=values)
 
 
 def _check_decode(codes: Tensor, scales: Tensor, out: Tensor, signed: bool) -> None:
     check("out", out, dtypes=FLOATS, shape=[None])
-    check_codes("codes", codes, scales, like=out)
+    check_codes(codes, scales, like=out)
 
 
-def _cpu_encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    _check_encode(values)
-    codes, scales = _outputs(values)
+def _cpu_encode(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None:
+    _check_encode(values, codes, scales, signed)
     with meter.record("blockwise8_encode", values.nbytes + codes.nbytes + scales.nbytes, values.device):
         share(_encode_blocks, values.numel(), array(values), array(codes), array(scales), signed, multiple=BLOCK)
-    return codes, scales
 
 
 def _cpu_decode(codes: Tensor, scales: Tensor, out: Tensor, signed: bool) -> None:
@@ -352,13 +344,11 @@ def _cpu_decode(codes: Tensor, scales: Tensor, out: Tensor, signed: bool) -> Non
         share(_decode_blocks, out.numel(), array(codes), array(scales), array(out), signed, multiple=BLOCK)
 
 
-def _cuda_encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    _check_encode(values)
-    codes, scales = _outputs(values)
+def _cuda_encode(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None:
+    _check_encode(values, codes, scales, signed)
     with meter.record("blockwise8_encode", values.nbytes + codes.nbytes + scales.nbytes, values.device):
         blocks = gpu.blocks_for(values.numel())
         gpu.launch(_encode_cuda, blocks, values, codes, scales, signed, device=values.device)
-    return codes, scales
 
 
 def _cuda_decode(codes: Tensor, scales: Tensor, out: Tensor, signed: bool) -> None:
@@ -367,16 +357,11 @@ def _cuda_decode(codes: Tensor, scales: Tensor, out: Tensor, signed: bool) -> No
         gpu.launch(_decode_cuda, gpu.blocks_for(out.numel()), codes, scales, out, signed, device=out.device)
 
 
-def _fake_encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    _check_encode(values)
-    return _outputs(values)
-
-
 _encode = register(
-    "blockwise8_encode(Tensor values, bool signed) -> (Tensor, Tensor)",
+    "blockwise8_encode(Tensor values, Tensor(a!) codes, Tensor(b!) scales, bool signed) -> ()",
     cpu=_cpu_encode,
     cuda=_cuda_encode,
-    fake=_fake_encode,
+    fake=_check_encode,
 )
 _decode = register(
     "blockwise8_decode(Tensor codes, Tensor scales, Tensor(a!) out, bool signed) -> ()",
@@ -384,3 +369,10 @@ _decode = register(
     cuda=_cuda_decode,
     fake=_check_decode,
 )
+
+
+def warm(dtype: torch.dtype) -> None:
+    """Compile what a run that keeps states in eight bits needs: in whatever `dtype` it computes, they are float32."""
+    codes, scales, values = torch.zeros(1, dtype=torch.uint8), torch.zeros(1), torch.zeros(1)
+    blockwise8_encode(values, codes, scales, signed=True)
+    blockwise8_decode(codes, scales, values, signed=True)

@@ -17,7 +17,15 @@ import torch
 from numba.extending import register_jitable
 from torch import Tensor
 
+from cuda_ops import gpu
+from cuda_ops.compile import kernel
 from cuda_ops.elements import bits_of_float
+from cuda_ops.library import register
+from cuda_ops.meter import meter
+from cuda_ops.tensors import array, check
+from cuda_ops.threads import share
+
+cuda: Any = None  # numba.cuda, from the first launch on (see gpu).
 
 _FIRST, _SECOND = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 """Multipliers of the hash "lowbias32", which were searched for: each bit of the index turns half of all bits."""
@@ -29,6 +37,9 @@ _NAN = np.uint32(0x7FC0)
 _MAGNITUDE, _SIGN = np.uint32(0x7FFFFFFF), np.uint32(0x80000000)
 _INFINITY, _LARGEST = np.uint32(0x7F800000), np.uint32(0x7F7FFFFF)
 _WORD = (1 << 32) - 1
+
+_PIECE = 1 << 20
+"""Elements whose random bits have one second key, or two."""
 
 
 def keys(seed: int, step: int) -> tuple[np.uint32, np.uint32]:
@@ -73,6 +84,22 @@ def round_stochastically_reference(values: Tensor, seed: int, step: int, offset:
     return rounded.to(torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
+def round_stochastically(values: Tensor, out: Tensor, *, seed: int, step: int, offset: int = 0) -> None:
+    """`out` (n,) bfloat16 = `values` (n,) float32, each rounded to one of its two neighbours at random, to the nearer
+    one more often: on average nothing is lost.
+
+    Args:
+        seed: another one for each flat, the same in all steps and on all ranks; 0 or more.
+        step: of which update these values are, 0 or more: another one rounds otherwise.
+        offset: which element of its flat the first one of `values` is: a part of a flat is then rounded as within the
+            whole.
+
+    A value that bfloat16 holds stays, a NaN and an infinity too, and what is finite stays finite. Raises ValueError for
+    wrong dtypes, shapes, strides or devices, and for negative numbers.
+    """
+    _round(values, out, seed, step, offset)
+
+
 @register_jitable(forceinline=True)
 def random_bits(index: Any, first: Any, second: Any) -> Any:
     """The 32 random bits of the element with these low 32 bits of its index, under `keys`; `second` plus `_CARRY` times
@@ -114,3 +141,58 @@ def round_block(values: Any, target: Any, index: Any, first: Any, second: Any) -
         own = np.uint32(low + np.uint32(i))
         noise = np.uint32(random_bits(own, first, here if own >= low else beyond) >> np.uint32(16))
         target[i] = np.uint16(round_one(values[i], noise))
+
+
+@kernel()
+def _round_range(start: int, stop: int, values: Any, out: Any, offset: Any, first: Any, second: Any) -> None:
+    for low in range(start, stop, _PIECE):
+        high = min(low + _PIECE, stop)
+        round_block(values[low:high], out[low:high], np.uint64(offset + np.uint64(low)), first, second)
+
+
+def _round_cuda(values: Any, out: Any, offset: Any, first: Any, second: Any) -> None:
+    """A thread for each element."""
+    if cuda.grid(1) >= out.shape[0]:
+        return
+    i = np.uint64(cuda.grid(1))  # Unsigned: a signed index might count from the end, which Numba would look at.
+    index = np.uint64(offset + i)
+    noise = random_bits(np.uint32(index & np.uint64(0xFFFFFFFF)), first, upper_key(second, index))
+    out[i] = round_one(values[i], np.uint32(noise >> np.uint32(16)))
+
+
+def _check(values: Tensor, out: Tensor, seed: int, step: int, offset: int) -> None:
+    check("values", values, dtypes=[torch.float32], shape=[None])
+    check("out", out, dtypes=[torch.bfloat16], shape=values.shape, like=values)
+    if seed < 0:
+        raise ValueError(f"seed: {seed}, expected 0 or more")
+    if step < 0:
+        raise ValueError(f"step: {step}, expected the number of an update, 0 or more")
+    if offset < 0:
+        raise ValueError(f"offset: {offset}, expected the place of the first element in its flat, 0 or more")
+
+
+def _cpu(values: Tensor, out: Tensor, seed: int, step: int, offset: int) -> None:
+    _check(values, out, seed, step, offset)
+    with meter.record("round_stochastically", values.nbytes + out.nbytes, values.device):
+        share(_round_range, values.numel(), array(values), array(out), np.uint64(offset), *keys(seed, step))
+
+
+def _cuda(values: Tensor, out: Tensor, seed: int, step: int, offset: int) -> None:
+    _check(values, out, seed, step, offset)
+    with meter.record("round_stochastically", values.nbytes + out.nbytes, values.device):
+        numbers = (np.uint64(offset), *keys(seed, step))
+        gpu.launch(_round_cuda, gpu.blocks_for(values.numel()), values, out, *numbers, device=values.device)
+
+
+_round = register(
+    "round_stochastically(Tensor values, Tensor(a!) out, int seed, int step, int offset) -> ()",
+    cpu=_cpu,
+    cuda=_cuda,
+    fake=_check,
+)
+
+
+def warm(dtype: torch.dtype) -> None:
+    """Compile what a run that computes in `dtype` and keeps no float32 masters needs."""
+    if dtype is torch.bfloat16:
+        round_stochastically(torch.zeros(1), torch.zeros(1, dtype=dtype), seed=0, step=0)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from cuda_ops import adamw, adamw_compact, flags, grad_stats, linear_cross_entropy, reduce, sgd_momentum
+from cuda_ops import adamw, blockwise8, flags, grad_stats, linear_cross_entropy, reduce, sgd_momentum, stochastic
 from cuda_ops.compile import cache_folder
 
 Steps = tuple[Callable[[torch.dtype], None], ...]
@@ -30,7 +30,7 @@ EVERY_RUN: Steps = (
 """What every run uses. Other kernels are compiled by their first call, or ahead by whoever knows that a run needs them:
 `COMPACT`."""
 
-COMPACT: Steps = (adamw_compact.warm,)
+COMPACT: Steps = (blockwise8.warm, stochastic.warm)
 """What a run with 8-bit moments or without float32 masters uses beside that."""
 
 _DTYPES = (torch.float32, torch.bfloat16)

@@ -65,7 +65,7 @@ class Layout:
     def for_world(cls, world_size: int, *, dp: int | None = None, **others: int) -> Layout:
         """The layout of `world_size` ranks; `dp` follows from the others when it is None.
 
-        Raises LayoutError when the product is not the number of ranks.
+        Raises LayoutError when the product is not the number of ranks. What would be one is for who knows the model.
         """
         layout = cls(dp=1 if dp is None else dp, **others)  # Each axis by itself first: what follows divides by them.
         if world_size < 1:
@@ -74,18 +74,10 @@ class Layout:
         if dp is None:
             if world_size % model_ranks:
                 equation = _product({axis: size for axis, size in layout.sizes.items() if axis != "dp"})
-                raise LayoutError(
-                    f"{world_size} ranks do not divide by {equation} = {model_ranks}; "
-                    f"use a multiple of {model_ranks} engines"
-                )
+                raise LayoutError(f"{world_size} ranks do not divide by {equation} = {model_ranks}")
             return cls(dp=world_size // model_ranks, **others)
         if layout.world_size != world_size:
-            possible = (
-                f"dp {world_size // model_ranks}" if world_size % model_ranks == 0 else f"{layout.world_size} engines"
-            )
-            raise LayoutError(
-                f"{layout} = {layout.world_size} ranks, but there are {world_size} engines; {possible} would fit"
-            )
+            raise LayoutError(f"{layout} = {layout.world_size} ranks, but there are {world_size} engines")
         return layout
 
     @property

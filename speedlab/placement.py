@@ -17,7 +17,9 @@ from typing import Any
 
 from speedlab.layout import Part
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+EIGHT_BITS = "8bit"
+"""The form of states in blocks of 256 codes of a byte, with a scale in float32 each (`cuda_ops.blockwise8`)."""
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, EIGHT_BITS: 1 + 4 / 256}
 """Of an element of each form."""
 
 
@@ -71,6 +73,8 @@ class Residency:
     states_at: Where = Where.DEVICE
     separate_masters: bool = False
     """Whether parameters as wide as their masters have one apart, because the update is computed elsewhere."""
+    gradients_used: bool = False
+    """Whether the gradient of a unit is used as soon as it is summed, and is gone then."""
 
     @classmethod
     def of_stage(
@@ -80,12 +84,14 @@ class Residency:
         *,
         optimizer: Where = Where.DEVICE,
         parameters: Where = Where.DEVICE,
+        in_backward: bool = False,
         device: str = "cpu",
     ) -> Residency:
         """The row of ZeRO's table. With one rank the partition is the whole, so nothing is gathered or copied.
 
         `optimizer`, `parameters`: where optimizer states and parameters lie between two uses. Summed gradients go with
-        the former, unless every rank has all of them. `device`: its kind; on a CPU the host's memory is the device's.
+        the former, unless every rank has all of them. `in_backward`: each unit is updated there, so that its gradient
+        goes nowhere. `device`: its kind; on a CPU the host's memory is the device's.
 
         Raises ValueError for a stage that is none, and for parameters away from the device below stage 3.
         """
@@ -100,7 +106,8 @@ class Residency:
             gradients=reached[1],
             parameters=reached[2],
             parameters_at=parameters,
-            gradients_at=optimizer if one_each else Where.DEVICE,
+            gradients_at=optimizer if one_each and not in_backward else Where.DEVICE,
+            gradients_used=in_backward,
             states_at=optimizer,
             separate_masters=device != "cpu" and optimizer is not Where.DEVICE and parameters is Where.DEVICE,
         )
@@ -121,7 +128,7 @@ class Residency:
     @property
     def gradients_go(self) -> bool:
         """Whether a rank's whole gradient of a unit is there only until it is summed."""
-        return self.gradients is Holders.PARTITIONED or self.gradients_at is not Where.DEVICE
+        return self.gradients is Holders.PARTITIONED or self.gradients_at is not Where.DEVICE or self.gradients_used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,13 +198,16 @@ def homes(
     parameter: str,
     gradient: str = "",
     master: str = "",
+    moments: str = "",
     kept: Mapping[str, str] | None = None,
 ) -> dict[str, Home]:
     """The states of a parameter under `residency`, from their forms. Without `gradient` it is frozen; without `master`
-    it is its own, and moments have its form. `kept`: what each rank has for itself beside the gradient."""
+    it is its own; without `moments` these have its master's form. `kept`: what each rank has for itself beside the
+    gradient."""
     forms = {"parameter": parameter}
     if gradient:
-        forms |= {"gradient": gradient, "moments": master or parameter} | ({"master": master} if master else {})
+        forms |= {"gradient": gradient, "moments": moments or master or parameter}
+        forms |= {"master": master} if master else {}
     own = {state: Home(holders=Holders.OWN, form=form) for state, form in (kept or {}).items() if gradient}
     return _placed(forms, residency) | own
 
@@ -208,7 +218,7 @@ def _placed(forms: Mapping[str, str], residency: Residency) -> dict[str, Home]:
     forms = dict(forms)
     if forms.get("master") == forms["parameter"]:
         del forms["master"]
-    if residency.separate_masters and "gradient" in forms:
+    if residency.separate_masters and "gradient" in forms and ITEM_BYTES[forms["parameter"]] >= 4:
         forms.setdefault("master", forms["parameter"])
     return {
         state: Home(holders=residency.of(state), where=residency.place_of(state), form=form)
@@ -273,7 +283,7 @@ class Placement:
             for state, home in row.states.items():
                 if home.where is where:
                     count = home.holders.share(math.prod(row.shape), dp) * (moments if state == "moments" else 1)
-                    total += count * ITEM_BYTES[home.form]
+                    total += math.ceil(count * ITEM_BYTES[home.form])
         return total
 
     def described(self) -> list[dict[str, Any]]:

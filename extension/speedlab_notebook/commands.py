@@ -76,6 +76,7 @@ _PLAN_OPTIONS = (
     Option(name="hidden", value="N", number=True, description="width of the residual stream"),
     Option(name="heads", value="N", number=True, description="attention heads"),
     Option(name="kv-heads", value="N", number=True, description="heads of keys and values"),
+    Option(name="head-size", value="N", number=True, description="width of a head; hidden / heads when left out"),
     Option(name="ffn", value="N", number=True, description="width inside the feed-forward layer"),
     Option(name="vocab", value="N", number=True, description="tokens of the vocabulary"),
     Option(name="seq", value="N", number=True, description="tokens of a sequence"),
@@ -91,6 +92,11 @@ _PLAN_OPTIONS = (
         name="dtype", choices=("float32", "bfloat16", "float16"), description="compute dtype; the devices' fast one"
     ),
     Option(name="checkpointing", choices=("none", "selective", "block"), description="what backward computes again"),
+    Option(
+        name="attention", choices=("fused", "plain"), description="whether its probabilities are never kept, or are"
+    ),
+    Option(name="chunked-loss", description="head and loss a few tokens at a time; logits are never whole"),
+    Option(name="sequence-parallel", description="tp ranks have each a part of the sequence between the layers"),
     Option(
         name="schedule",
         choices=("gpipe", "1f1b", "interleaved", "zero-bubble"),

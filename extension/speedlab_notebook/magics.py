@@ -206,6 +206,7 @@ def _dash(shell: InteractiveShell, run: str | None = None) -> None:
 
 def _attach(shell: InteractiveShell, run: str | None = None) -> None:
     from speedlab.cluster import Cluster, attach
+    from speedlab.cluster.going_on import way_on
     from speedlab.cluster.known_runs import RunError
     from speedlab_notebook.at_hand import push_run
     from speedlab_notebook.dashboard import show as show_dashboard
@@ -223,7 +224,7 @@ def _attach(shell: InteractiveShell, run: str | None = None) -> None:
         return
     push_run(shell, found)
     if found.cluster is None:
-        print(f"{found!r} · its engines are gone: run.resume() goes on in others · it is `run`")
+        print(f"{found!r} · {way_on(found)} · it is `run`")
     else:
         print(f"{_described(found.cluster)} · {found!r} · they are `cluster` and `run`")
         show_panel(found.cluster, found)

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import tyro
-
 from speedlab.bench.interleave import Times, row, take_turns
 from speedlab.bench.ranks import run_on_ranks
 from speedlab.bench.table import Row, report
+from speedlab.cli.options import read_options
 
 _SMALL_BYTES, _SMALL_CALLS = 4 << 10, 50
 """Small ones are called many times in a row, so that the barriers around them do not count."""
@@ -37,7 +36,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = tyro.cli(Options, args=argv, prog="speedlab bench collectives")
+    options = read_options(Options, argv, "speedlab bench collectives")
     rows: list[Row] = []
     for ranks in options.ranks:
         print(f"{ranks} ranks ...", file=sys.stderr, flush=True)

@@ -19,10 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import tyro
-
 from speedlab.bench.interleave import Times, row, take_turns
 from speedlab.bench.table import report
+from speedlab.cli.options import read_options
 
 if TYPE_CHECKING:
     from speedlab.offload import DiskStore, Kept
@@ -50,7 +49,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = tyro.cli(Options, args=argv, prog="speedlab bench disk")
+    options = read_options(Options, argv, "speedlab bench disk")
     import torch
 
     from speedlab.comm import Traffic

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from cuda_ops.adamw import adamw
-from cuda_ops.adamw_compact import adamw_compact
 from cuda_ops.blockquant import BLOCK, block_dequantize, block_quantize
 from cuda_ops.blockwise8 import BLOCK as CODES
+from cuda_ops.blockwise8 import blockwise8_decode, blockwise8_encode
 from cuda_ops.grad_stats import grad_stats
 from cuda_ops.onebit import CHUNK, onebit_average, onebit_pack
 from cuda_ops.sgd_momentum import sgd_momentum
+from cuda_ops.stochastic import round_stochastically
 from speedlab.bench.interleave import interleave, row, rows
 from speedlab.bench.table import Row, missing
 
@@ -101,30 +102,40 @@ def _deepspeed_adam(param: Tensor, grad: Tensor) -> Callable[[], None]:
     return DeepSpeedCPUAdam([own], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, adamw_mode=True).step
 
 
-def compact_rows(device: torch.device, rounds: int) -> Iterator[Row]:
-    """AdamW over 8-bit moments, with a float32 master and a bfloat16 copy, and with a bfloat16 parameter alone."""
+def blockwise8_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+    """Both moments of AdamW out of their codes, and back into them."""
     count = 100 * _MILLION
-    master, grad = _flats(count, device)[:2]
-    narrow, coarse = master.bfloat16(), grad.bfloat16()
-    first, second = torch.zeros(2, count, dtype=torch.uint8, device=device).unbind()
-    scales = torch.zeros(2, -(-count // CODES), device=device)
-    pair = (scales[0], scales[1])
-    cases: dict[str, tuple[float, float, Callable[[], object]]] = {
-        "float32 master, bfloat16 copy": (
-            2 * 6 + 2 + 1 / 16,
-            4,
-            lambda: adamw_compact(master, grad, first, second, pair, narrow, **_NUMBERS),
-        ),
-        "bfloat16 alone": (
-            2 * 4 + 1 / 16,
-            2,
-            lambda: adamw_compact(narrow, coarse, first, second, pair, seed=0, **_NUMBERS),
-        ),
-    }
-    for name, (nbytes, gradient, call) in cases.items():
-        floor = update_of(nbytes * count, device, only_read=gradient * count)
-        times = interleave({"ours": call, "floor": floor}, rounds=rounds, device=device)
-        yield from rows(f"adamw_compact 100M, 8-bit moments, {name}, {_threads(device)}", times, floor="floor")
+    values = _flats(count, device)[0]
+    codes = torch.zeros(count, dtype=torch.uint8, device=device)
+    scales = torch.zeros(-(-count // CODES), device=device)
+    out = torch.zeros_like(values)
+    floor = copy_of((4 + 1 + 4 / CODES) * count, device)
+    for signed in (True, False):
+        calls = {
+            "encode": lambda signed=signed: blockwise8_encode(values, codes, scales, signed=signed),
+            "decode": lambda signed=signed: blockwise8_decode(codes, scales, out, signed=signed),
+        }
+        for name, call in calls.items():
+            times = interleave({"ours": call, "floor": floor}, rounds=rounds, device=device)
+            case = f"blockwise8_{name} 100M float32, {'signed' if signed else 'unsigned'}, {_threads(device)}"
+            yield from rows(case, times, floor="floor")
+
+
+def rounding_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+    """Updated parameters into bfloat16, at random; the peer rounds to nearest."""
+    count = 100 * _MILLION
+    values = _flats(count, device)[0]
+    out, nearest = (torch.zeros(count, dtype=torch.bfloat16, device=device) for _ in range(2))
+    times = interleave(
+        {
+            "ours": lambda: round_stochastically(values, out, seed=0, step=10),
+            "floor": copy_of((4 + 2) * count, device),
+            "torch, to nearest": lambda: nearest.copy_(values),
+        },
+        rounds=rounds,
+        device=device,
+    )
+    yield from rows(f"round_stochastically 100M, {_threads(device)}", times, floor="floor")
 
 
 def sgd_rows(device: torch.device, rounds: int) -> Iterator[Row]:

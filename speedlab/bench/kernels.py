@@ -17,10 +17,12 @@ import tyro
 
 from speedlab.bench import attention_cases, flat_cases, loss_cases
 from speedlab.bench.table import Row, missing, report
+from speedlab.cli.options import read_options
 
 CASES: dict[str, Callable[[torch.device, int], Iterator[Row]]] = {
     "adamw": flat_cases.adamw_rows,
-    "adamw_compact": flat_cases.compact_rows,
+    "blockwise8": flat_cases.blockwise8_rows,
+    "round_stochastically": flat_cases.rounding_rows,
     "sgd_momentum": flat_cases.sgd_rows,
     "grad_stats": flat_cases.grad_stats_rows,
     "onebit": flat_cases.onebit_rows,
@@ -30,7 +32,7 @@ CASES: dict[str, Callable[[torch.device, int], Iterator[Row]]] = {
 }
 
 
-_THREADED = ("adamw", "adamw_compact")
+_THREADED = ("adamw", "blockwise8", "round_stochastically")
 """What the host updates for devices whose states lie there."""
 
 
@@ -41,7 +43,7 @@ class Options:
     only: Annotated[tuple[str, ...], tyro.conf.arg(name="only")] = ()
     """Operations to measure; all when left out."""
     threads: tuple[int, ...] = (1, 2)
-    """Thread counts of the processor to measure the updates of AdamW with; the others run with the first."""
+    """Thread counts of the processor to measure AdamW and what keeps its states with; the others run with the first."""
     device: str = "cpu"
     """cpu or cuda."""
     rounds: int = 9
@@ -51,7 +53,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = tyro.cli(Options, args=argv, prog="speedlab bench kernels")
+    options = read_options(Options, argv, "speedlab bench kernels")
     unknown = [name for name in options.only if name not in CASES]
     if unknown:
         print(f"speedlab bench kernels: no operation {unknown[0]!r}; there are {', '.join(CASES)}", file=sys.stderr)

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from speedlab.bench.memory_limit import NoLimitError, memory_limit
 from speedlab.bench.ranks import RankSet
+from speedlab.cli.options import read_options
 
 _GIB = 2**30
 
@@ -45,7 +44,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = tyro.cli(Options, args=argv, prog="speedlab bench offload")
+    options = read_options(Options, argv, "speedlab bench offload")
     disk = _disk(options.folder)
     with RankSet(1) as here:
         print("with all of the memory", file=sys.stderr, flush=True)

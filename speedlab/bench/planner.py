@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from speedlab.bench.planner_cases import GridCase, grid
 from speedlab.bench.ranks import RankSet
+from speedlab.cli.options import read_options
 from speedlab.config import RunConfig
 from speedlab.planner.memory import memory_by_rank, predict_memory
 from speedlab.planner.rank_memory import RankMemory
@@ -63,7 +62,7 @@ class Found:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = tyro.cli(Options, args=argv, prog="speedlab bench planner")
+    options = read_options(Options, argv, "speedlab bench planner")
     found: list[Found] = []
     cases = [case for case in grid() if options.only in case.name]
     for ranks in sorted({case.ranks for case in cases}):

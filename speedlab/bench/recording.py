@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import tyro
-
 from speedlab.bench.ranks import run_on_ranks
 from speedlab.bench.table import Row, report
+from speedlab.cli.options import read_options
 from speedlab.config import RunConfig
 from speedlab.telemetry.folder import RunFolder
 
@@ -32,7 +31,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = tyro.cli(Options, args=argv, prog="speedlab bench recording")
+    options = read_options(Options, argv, "speedlab bench recording")
     with tempfile.TemporaryDirectory() as folder:
         config = RunConfig(
             name="recording",

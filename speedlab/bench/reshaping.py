@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from speedlab.bench.interleave import row
 from speedlab.bench.ranks import run_on_ranks
 from speedlab.bench.table import report
+from speedlab.cli.options import read_options
 
 _WAY: tuple[dict[str, Any], ...] = (
     {"tp": 2, "pp": 2, "zero": 1},
@@ -43,7 +42,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = tyro.cli(Options, args=argv, prog="speedlab bench reshaping")
+    options = read_options(Options, argv, "speedlab bench reshaping")
     print(f"{options.ranks} ranks ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         times = run_on_ranks(_measure, options.ranks, folder, options.rounds)

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from speedlab.bench.interleave import Times, row, take_turns
 from speedlab.bench.ranks import run_on_ranks
 from speedlab.bench.table import Row, report
+from speedlab.cli.options import read_options
 
 _SAMPLE_SECONDS = 0.0005
 
@@ -45,7 +44,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = tyro.cli(Options, args=argv, prog="speedlab bench saving")
+    options = read_options(Options, argv, "speedlab bench saving")
     rows: list[Row] = []
     for ranks in options.ranks:
         print(f"{ranks} ranks ...", file=sys.stderr, flush=True)

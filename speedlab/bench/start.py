@@ -14,10 +14,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from speedlab.bench.interleave import Times, row, take_turns
 from speedlab.bench.table import Row, report
+from speedlab.cli.options import read_options
 from speedlab.cluster import Cluster
 
 _IMPORTS = "import torch, speedlab.engine"
@@ -36,7 +35,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = tyro.cli(Options, args=argv, prog="speedlab bench start")
+    options = read_options(Options, argv, "speedlab bench start")
     names = [name for engines in options.engines for name in (_start_of(engines), _imports_of(engines))]
     work = {_start_of(engines): (_start, engines) for engines in options.engines}
     work |= {_imports_of(engines): (_import, engines) for engines in options.engines}

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from torch import Tensor
 
 from cuda_ops.adamw import adamw
-from cuda_ops.adamw_compact import adamw_compact
-from cuda_ops.blockwise8 import BLOCK
+from cuda_ops.blockwise8 import BLOCK, blockwise8_decode, blockwise8_encode
 from cuda_ops.grad_stats import grad_stats
+from cuda_ops.stochastic import round_stochastically
+from speedlab.cli.options import read_options
 from speedlab.config import DataConfig, ModelConfig
 from speedlab.data import Sampler, prepare
 from speedlab.models import GPT
@@ -106,18 +106,27 @@ class States:
         """One step with the gradient (n,) float32 times `factor`."""
         self.step += 1
         numbers = {**_NUMBERS, "lr": lr, "step": self.step, "factor": factor}
-        scales = None if self.scales is None else (self.scales[0], self.scales[1])
-        first, second = self.moments[0], self.moments[1]
-        if self.master is not None:
-            adamw_compact(self.master, grad, first, second, scales, self.param, **numbers)
-        elif self.kind.stochastic:
-            adamw_compact(self.param, grad, first, second, scales, **numbers, seed=self.seed)
-        else:
-            adamw(self.param.float(), grad, first, second, self.param, **numbers)
+        value = self.param.float() if self.master is None else self.master
+        first, second = self._decoded()
+        adamw(value, grad, first, second, None if self.kind.stochastic else self.param, **numbers)
+        if self.scales is not None:
+            blockwise8_encode(first, self.moments[0], self.scales[0], signed=True)
+            blockwise8_encode(second, self.moments[1], self.scales[1], signed=False)
+        if self.kind.stochastic:
+            round_stochastically(value, self.param, seed=self.seed, step=self.step)
+
+    def _decoded(self) -> tuple[Tensor, Tensor]:
+        """Both moments in float32; those in codes are encoded after the update."""
+        if self.scales is None:
+            return self.moments[0], self.moments[1]
+        first, second = torch.empty(self.moments.shape)
+        blockwise8_decode(self.moments[0], self.scales[0], first, signed=True)
+        blockwise8_decode(self.moments[1], self.scales[1], second, signed=False)
+        return first, second
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = tyro.cli(Options, args=argv, prog="speedlab bench states")
+    options = read_options(Options, argv, "speedlab bench states")
     corpus = prepare(DataConfig(vocab_size=_VOCABULARY, sequence_length=_SEQUENCE), progress=_say)
     losses: dict[str, list[float]] = {kind.name: [] for kind in KINDS}
     sizes: dict[str, float] = {}

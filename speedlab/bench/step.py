@@ -22,6 +22,7 @@ from speedlab.bench.contest import AS_INSTALLED, BEFORE, KEPT, Contestant, hold,
 from speedlab.bench.interleave import Times, row
 from speedlab.bench.ranks import KEPT_MEMORY, RankSet
 from speedlab.bench.table import Row, missing, report
+from speedlab.cli.options import read_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = tyro.cli(Options, args=argv, prog="speedlab bench step")
+    options = read_options(Options, argv, "speedlab bench step")
     against = project_at(options.against)
     if options.layout:
         report([row for dtype in options.dtypes for row in _layout_rows(dtype, options, against)], options.json)

@@ -19,11 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from speedlab.bench.planner_cases import GridCase, grid
 from speedlab.bench.ranks import RankSet
 from speedlab.bench.training import training
+from speedlab.cli.options import read_options
 from speedlab.config import RunConfig
 from speedlab.planner import calibration_store
 from speedlab.planner.calibration import Calibration
@@ -92,7 +91,7 @@ class Found:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = tyro.cli(Options, args=argv, prog="speedlab bench steptimes")
+    options = read_options(Options, argv, "speedlab bench steptimes")
     cases = [case for case in grid() if options.only in case.name][:: options.every]
     engines = sorted({case.ranks for case in cases})
     calibration = calibration_store.load() if options.stored else _calibrate(engines)

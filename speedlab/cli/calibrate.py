@@ -11,6 +11,7 @@ from typing import Annotated
 
 import tyro
 
+from speedlab.cli.options import read_options
 from speedlab.cluster.learning import learn_from
 from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError
@@ -35,7 +36,7 @@ class CalibrateOptions:
 
 def calibrate(argv: list[str]) -> int:
     """Measure, learn or show; prints what is known afterwards."""
-    options = tyro.cli(CalibrateOptions, args=argv, prog="speedlab calibrate")
+    options = read_options(CalibrateOptions, argv, "speedlab calibrate")
     try:
         if options.learn:
             print(learn_from(folder_named(options.learn), folder=options.output))

@@ -18,6 +18,7 @@ import tyro
 
 import speedlab
 from speedlab.cli.engines import deaf_to_interrupts
+from speedlab.cli.options import read_options
 from speedlab.cli.progress import progress_line
 from speedlab.cluster import Cluster, ClusterError, Run
 from speedlab.cluster.home import running_clusters
@@ -59,7 +60,7 @@ class DemoOptions:
 
 def demo(argv: list[str]) -> int:
     """Execute the notebook and print table, losses, sample and the report's path."""
-    options = tyro.cli(DemoOptions, args=argv, prog="speedlab demo")
+    options = read_options(DemoOptions, argv, "speedlab demo")
     begin = time.monotonic()
     notebook = _read(options.notebook or quickstart())
     if any(state.name == CLUSTER for state in running_clusters()):

@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 
 import tyro
 
+from speedlab.cli.options import read_options
 from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError
 from speedlab.display.text import bytes_text
-from speedlab.telemetry.checkpoints import MANIFEST, checkpoints_in, find_checkpoint
+from speedlab.telemetry.checkpoints import MANIFEST, checkpoints_in, find_checkpoint, step_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class ExportOptions:
 
 def export(argv: list[str]) -> int:
     """Write the folder and print what is in it."""
-    options = tyro.cli(ExportOptions, args=argv, prog="speedlab export")
+    options = read_options(ExportOptions, argv, "speedlab export")
     if options.step is not None and options.tag is not None:
         raise ConfigError(f"--step {options.step} and --tag {options.tag} both name a checkpoint; give one of them")
     path = find_checkpoint(_place(options.run), options.tag, step=options.step)
@@ -45,7 +46,7 @@ def export(argv: list[str]) -> int:
     export_hf(path, options.folder, config=options.config, dtype=options.dtype)
     size = sum(file.stat().st_size for file in options.folder.iterdir())
     without = "" if (options.folder / "tokenizer.json").exists() else ", without a tokenizer: the run's folder has none"
-    print(f"{options.folder}: {path.name} of {options.run}, {bytes_text(size)}{without}")
+    print(f"{options.folder}: step {step_of(path):,}, from {path}, {bytes_text(size)}{without}")
     return 0
 
 

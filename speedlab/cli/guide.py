@@ -12,6 +12,7 @@ from typing import Annotated
 import tyro
 
 import speedlab
+from speedlab.cli.options import read_options
 
 FOLDER = Path(speedlab.__file__).parent / "guides"
 
@@ -31,7 +32,7 @@ class GuideOptions:
 
 def guide(argv: list[str]) -> int:
     """Print a page of Markdown; exit status 2 for one that there is not."""
-    options = tyro.cli(GuideOptions, args=argv, prog="speedlab guide")
+    options = read_options(GuideOptions, argv, "speedlab guide")
     if not options.name:
         print(_contents())
         return 0

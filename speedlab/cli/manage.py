@@ -10,6 +10,7 @@ from typing import Annotated
 
 import tyro
 
+from speedlab.cli.options import read_options
 from speedlab.cluster import Cluster, ClusterError, Run
 from speedlab.cluster.home import running_clusters
 from speedlab.cluster.known_runs import known_folders, runs_here
@@ -42,7 +43,7 @@ class ConfigOptions:
 
 def config(argv: list[str]) -> int:
     """Print a configuration."""
-    options = tyro.cli(ConfigOptions, args=argv, prog="speedlab config", config=_FLAGS)
+    options = read_options(ConfigOptions, argv, "speedlab config", config=_FLAGS)
     if options.from_deepspeed is not None:
         return _from_deepspeed(options)
     shown = RunConfig.load(options.config) if options.config is not None else RunConfig()
@@ -76,7 +77,7 @@ class StatusOptions:
 
 def status(argv: list[str]) -> int:
     """Print clusters and runs; exit status 0, also when nothing runs."""
-    tyro.cli(StatusOptions, args=argv, prog="speedlab status")
+    read_options(StatusOptions, argv, "speedlab status")
     states = running_clusters()
     if not states:
         print("no cluster runs; `speedlab train` and `%speedlab start` start one")
@@ -124,7 +125,7 @@ class StopOptions:
 
 def stop(argv: list[str]) -> int:
     """Stop clusters; asks first when something would be lost and a person is there to answer."""
-    options = tyro.cli(StopOptions, args=argv, prog="speedlab stop", config=_FLAGS)
+    options = read_options(StopOptions, argv, "speedlab stop", config=_FLAGS)
     running = [state.name for state in running_clusters()]
     names = running if options.all else [options.cluster]
     if not options.all and options.cluster not in running:
@@ -181,7 +182,7 @@ def report(argv: list[str]) -> int:
     """Write the report and print its path."""
     from speedlab.telemetry.report import write_report
 
-    options = tyro.cli(ReportOptions, args=argv, prog="speedlab report")
+    options = read_options(ReportOptions, argv, "speedlab report")
     run = Run(folder_named(options.run))
     try:
         print(write_report(run.folder, run.table()))

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from speedlab.cli.options import read_options, refuse_two_values
 from speedlab.cluster.devices import choose_devices
 from speedlab.config import ConfigError
 from speedlab.config.parts import Away
@@ -42,11 +43,17 @@ class PlanOptions(PlanRequest):
 
 def plan(argv: list[str]) -> int:
     """Print the plan, or what was asked for instead. 0: it fits; 1: it does not."""
-    options = tyro.cli(PlanOptions, args=argv, prog="speedlab plan", config=(tyro.conf.FlagCreatePairsOff,))
+    options = parse(argv)
     try:
         return _answer(options)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def parse(argv: list[str]) -> PlanOptions:
+    """The options of a command line."""
+    refuse_two_values(argv, {"--zero": "--zero.stage"})
+    return read_options(PlanOptions, argv, "speedlab plan", config=(tyro.conf.FlagCreatePairsOff,))
 
 
 def _answer(options: PlanOptions) -> int:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from speedlab.cli.options import read_options
 from speedlab.cluster.reattach import folder_named
 from speedlab.telemetry.trace import write_trace
 
@@ -26,7 +27,7 @@ class TraceOptions:
 
 def trace(argv: list[str]) -> int:
     """Write the trace and print what it shows."""
-    options = tyro.cli(TraceOptions, args=argv, prog="speedlab trace")
+    options = read_options(TraceOptions, argv, "speedlab trace")
     step = write_trace(folder_named(options.run), options.output, options.step)
     print(f"{options.output}: step {step}; open it in chrome://tracing or Perfetto")
     return 0

@@ -12,11 +12,12 @@ import tyro
 
 from speedlab.cli.engines import EngineOptions, cluster_for
 from speedlab.cli.follow import follow, resume_command
+from speedlab.cli.options import read_options, refuse_two_values
 from speedlab.cli.resume import resume
 from speedlab.cluster import Run
 from speedlab.cluster.devices import choose_devices
+from speedlab.cluster.given_paths import check_offload_folder
 from speedlab.cluster.home import running_clusters
-from speedlab.cluster.run import check_offload_folder
 from speedlab.config import ConfigError, RunConfig
 from speedlab.config.run import SHORT_FORMS
 from speedlab.data import check
@@ -95,7 +96,7 @@ def parse(argv: list[str]) -> tuple[RunConfig, EngineOptions]:
         where: Annotated[EngineOptions, tyro.conf.arg(name="")] = field(default_factory=EngineOptions)
         run: Annotated[RunConfig, tyro.conf.arg(name="")] = base
 
-    options = tyro.cli(Options, args=argv, prog="speedlab train")
+    options = read_options(Options, argv, "speedlab train")
     if options.config is not None and file is None:
         raise ConfigError(f"{options.config}: comes first: speedlab train {options.config} --zero.stage 3 ...")
     return options.run, options.where
@@ -103,6 +104,7 @@ def parse(argv: list[str]) -> tuple[RunConfig, EngineOptions]:
 
 def _long_forms(argv: list[str]) -> list[str]:
     """Options that name a part as those of the field that they stand for."""
-    fields = {f"--{part}": f"--{part}.{field}" for part, (field, _) in SHORT_FORMS.items()}
+    fields = {f"--{part}": f"--{part}.{field.replace('_', '-')}" for part, (field, _) in SHORT_FORMS.items()}
+    refuse_two_values(argv, fields)
     words = [word.partition("=") for word in argv]
     return ["".join((fields.get(option, option), equals, value)) for option, equals, value in words]

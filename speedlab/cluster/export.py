@@ -11,6 +11,7 @@ from speedlab.cluster.known_runs import RunError
 
 def export_checkpoint(path: Path, folder: Path, **options: object) -> Path:
     """Write the checkpoint `path` to `folder` as `speedlab export` does, whose `options` these are; None is left out.
+    Prints its line: which step was written, from where, how much.
 
     Raises RunError with what the command says is wrong.
     """
@@ -20,4 +21,5 @@ def export_checkpoint(path: Path, folder: Path, **options: object) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RunError(done.stderr.strip().removeprefix("speedlab export: ") or f"{folder}: was not written")
+    print(done.stdout.strip())
     return folder

@@ -12,12 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.home import running_clusters
 from speedlab.cluster.known_runs import RunError, refuse_second_run
 from speedlab.cluster.words import Pending
 from speedlab.config import ConfigError, RunConfig
 from speedlab.telemetry.checkpoints import find_checkpoint, newest, step_of
-from speedlab.telemetry.records import Event
+from speedlab.telemetry.records import Event, RunState
 from speedlab.telemetry.shape import changed_config, shape_of
 from speedlab.telemetry.writer import note
 
@@ -86,6 +89,38 @@ def _is_being_saved(run: Run, tag: str) -> bool:
     """Whether a word that waits will save it first: words are carried out in their order."""
     waiting = run.folder.pending(run.folder.read_status().command)
     return any(command.word == "save" and command.arguments.get("tag") == tag for command in waiting)
+
+
+def way_on(run: Run) -> str:
+    """How a run goes on whose engines the handle does not reach: in those that hold it, else from a checkpoint."""
+    status = run.folder.read_status()
+    running = {state.name for state in running_clusters()}
+    if status.cluster in running and any(map(psutil.pid_exists, status.rank_pids)):
+        return f"speedlab.attach({run.name!r}) finds those that hold it"
+    kept = newest(run.folder.path / "checkpoints")
+    if kept is None and run.step > 0:
+        return (
+            "its engines are gone, and no checkpoint of it was written: it can only be looked at; start it again under "
+            "another name, with checkpoint.every_steps set"
+        )
+    first = f"speedlab.Cluster(name={status.cluster!r}, engines={len(status.rank_pids)}) starts others, then "
+    steps = f"steps={2 * kept.step}" if kept is not None and kept.step >= run.config.steps else ""
+    where = f"checkpoint of step {kept.step}" if kept is not None else "beginning"
+    # A bare handle finds no engines by itself.
+    call = f"run.resume({steps})" if run._attach else f"speedlab.attach({str(run.folder.path)!r}).resume({steps})"
+    return f"its engines are gone; {'' if running else first}{call} goes on from its {where}"
+
+
+def unsaved_text(run: Run) -> str:
+    """Of a run that has come to its end: what of it no checkpoint holds, and what can be done; empty when all is
+    saved."""
+    step, kept = int(run.step), newest(run.folder.path / "checkpoints")
+    if run.state not in (RunState.FINISHED, RunState.STOPPED) or step == (kept.step if kept is not None else 0):
+        return ""
+    text = f"step {step} is not saved" + (f", the newest checkpoint is of step {kept.step}" if kept is not None else "")
+    if run.has_engines:
+        return f"{text}: run.save() writes it, as long as the engines hold it; checkpoint.every_steps does so by itself"
+    return f"{text}, and its engines are gone; in the next run save before they end, or set checkpoint.every_steps"
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------

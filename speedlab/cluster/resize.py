@@ -24,7 +24,7 @@ from speedlab.cluster.advance import RESTING
 from speedlab.cluster.connection import Connection
 from speedlab.cluster.devices import devices_for
 from speedlab.cluster.errors import ClusterError, name_ranks
-from speedlab.cluster.going_on import change_shape
+from speedlab.cluster.going_on import change_shape, way_on
 from speedlab.cluster.home import ClusterState, EngineEntry, Home
 from speedlab.cluster.known_runs import RunError, known_folders, saved_step
 from speedlab.cluster.launchers import device_fields, rank_environment
@@ -146,7 +146,7 @@ def resize_run(run: Run, engines: int, *, progress: Progress = print, **changes:
     """
     cluster = run.cluster
     if cluster is None:
-        raise RunError(f"{run.name} has no engines here; speedlab.attach({run.name!r}) finds them")
+        raise RunError(f"{run.name} has no engines here: {way_on(run)}")
     before, had = run.present_config, cluster.size
     after = changed_config(before, engines, before=had, built_in=run.is_built_in, **changes)
     devices_for(engines, cluster.devices)

@@ -11,7 +11,6 @@ import html
 import os
 import platform
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -24,9 +23,18 @@ import speedlab.cluster.remote as remote
 from speedlab.cluster.advance import RESTING, Advance
 from speedlab.cluster.errors import ClusterError, RankError
 from speedlab.cluster.export import export_checkpoint
-from speedlab.cluster.going_on import Saved, checkpoint_of, find_engines, resume_arguments, take_engines
+from speedlab.cluster.given_paths import check_offload_folder, with_absolute_paths
+from speedlab.cluster.going_on import (
+    Saved,
+    checkpoint_of,
+    find_engines,
+    resume_arguments,
+    take_engines,
+    unsaved_text,
+    way_on,
+)
 from speedlab.cluster.kernel_interrupt import is_the_users
-from speedlab.cluster.known_runs import RunError, refuse_second_run, remember_run
+from speedlab.cluster.known_runs import RunError, refuse_second_run, remember_run, saved_step
 from speedlab.cluster.own_model import OWN_MODEL, keep, packed_model
 from speedlab.cluster.trial import try_own_model
 from speedlab.cluster.words import Pending, Step
@@ -118,11 +126,12 @@ class Run:
         return self.feed.records.get(rank, [])
 
     def table(self) -> list[dict[str, Any]]:
-        """One row for each ZeRO stage the run has been through; see `speedlab.cluster.stage_table`."""
+        """One row for each ZeRO stage the run has been through; see `speedlab.cluster.stage_table`. Below them: once
+        the run has ended, what of it is not saved."""
         from speedlab.cluster.stage_table import stage_table
 
         self.feed.poll()
-        return stage_table(self.feed, devices=self._devices())
+        return stage_table(self.feed, devices=self._devices(), notes=filter(None, [unsaved_text(self)]))
 
     def layout_table(self) -> LayoutTable:
         """One row for each rank: its pipeline stages and their blocks, its data and tensor index, its device."""
@@ -156,12 +165,16 @@ class Run:
         dtype: str | None = None,
     ) -> Path:
         """Write a checkpoint, the newest when none is named, as a folder that transformers loads: the weights, and the
-        tokenizer beside them. Returns it; the run goes on meanwhile, and needs no engines.
+        tokenizer beside them. Prints which step that is, and returns the folder; the run goes on meanwhile, and needs
+        no engines.
 
         `config`: config.json of a model of transformers, for a model of your own that carried none; `dtype`: of the
         weights, by name. Raises CheckpointError, ConfigError or RunError.
         """
-        chosen = checkpoint_of(self, step, tag) or find_checkpoint(self.folder.path)
+        chosen = checkpoint_of(self, step, tag)
+        if chosen is None and not self.has_engines and saved_step(self.folder) is None:
+            raise RunError(f"run {self.name!r} has nothing to export: {way_on(self)}")
+        chosen = chosen or find_checkpoint(self.folder.path)
         return export_checkpoint(chosen, Path(folder).expanduser().absolute(), config=config, dtype=dtype)
 
     # Control words: each returns at once
@@ -255,10 +268,7 @@ class Run:
 
     def _post(self, word: str, **arguments: Any) -> Pending:
         if self._advance is None or not self.has_engines:
-            raise RunError(
-                f"run {self.name!r} has no engines here and cannot {word}; speedlab.attach({self.name!r}) finds those "
-                "that hold it, and .resume() goes on in others"
-            )
+            raise RunError(f"run {self.name!r} has no engines here and cannot {word}: {way_on(self)}")
         number = self.folder.post(word, **arguments)
         self._advance.start_if_needed()
         return Pending(self, number, word)
@@ -291,7 +301,7 @@ class Run:
     ) -> str:
         """Text that the model, as it is now, writes after `prompt`. The run has to rest; waits for the ranks."""
         if self.cluster is None or not self.has_engines:
-            raise RunError(f"run {self.name!r} has no engines here, so no model; run.resume() takes those that run")
+            raise RunError(f"run {self.name!r} has no engines here, so no model: {way_on(self)}")
         self._until(self._idle, timeout, f"the ranks of run {self.name!r}")
         results = self.cluster.submit(
             remote.generate, str(self.folder.path), prompt, tokens, temperature=temperature, seed=seed
@@ -393,14 +403,15 @@ class Run:
     def __repr__(self) -> str:
         size = self._size()
         engines = f"{size or 'no'} engine{'' if size == 1 else 's'}"
-        return f"<Run {self.name!r}: {self.state}, step {self.step} of {self.feed.status.steps}, {engines}>"
+        unsaved = ", not saved" if unsaved_text(self) else ""
+        return f"<Run {self.name!r}: {self.state}, step {self.step} of {self.feed.status.steps}, {engines}{unsaved}>"
 
     def _repr_html_(self) -> str:
         self.feed.poll()
         last = self.feed.last
         loss = f" · loss {last.loss:.3f} · {last.tokens_per_second:,.0f} tokens/s" if last is not None else ""
         text = f"step {self.step:,}/{self.feed.status.steps:,}{loss} · {self.state}"
-        return f"<b>{html.escape(self.name)}</b> · {html.escape(text)}"
+        return f"<b>{html.escape(self.name)}</b> · {html.escape(' · '.join(filter(None, [text, unsaved_text(self)])))}"
 
 
 def start_run(cluster: Cluster, config: RunConfig, **given: Any) -> Run:
@@ -420,7 +431,7 @@ def start_run(cluster: Cluster, config: RunConfig, **given: Any) -> Run:
     require_space(config.folder, _SPARE_BYTES + config.steps * cluster.size * _RECORD_BYTES)
     with packed_model(cluster, given) as packed:
         try_own_model(cluster, config, packed)
-        folder = RunFolder.create(_with_absolute_sources(config))
+        folder = RunFolder.create(with_absolute_paths(config))
         try:
             folder.write_status(replace(folder.read_status(), cluster=cluster.name, rank_pids=pids))
             keep(packed, folder.path)
@@ -432,32 +443,3 @@ def start_run(cluster: Cluster, config: RunConfig, **given: Any) -> Run:
             raise
     remember_run(cluster, folder.path)
     return run
-
-
-def check_offload_folder(config: RunConfig) -> None:
-    """Raises ConfigError where states shall go to a folder of this host that cannot take them."""
-    folder = config.offload.folder
-    if folder is None or "disk" not in (config.offload.optimizer, config.offload.parameters):
-        return
-    if not folder.is_dir():
-        raise ConfigError(f"offload.folder: {folder} is no folder; make it on the disk that shall hold the states")
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ConfigError(f"offload.folder: {folder} cannot be written to ({error.strerror}); name another") from None
-
-
-def _with_absolute_sources(config: RunConfig) -> RunConfig:
-    """The engines may run in another directory: paths of data and of states on disk are written down whole."""
-    sources = config.data.source if isinstance(config.data.source, tuple) else (config.data.source,)
-    absolute = tuple(source if source == "stdlib" else _absolute(source) for source in sources)
-    tokenizer = config.data.tokenizer
-    if tokenizer not in ("bpe", "bytes"):
-        tokenizer = _absolute(tokenizer)
-    source = absolute if isinstance(config.data.source, tuple) else absolute[0]
-    offload = {} if config.offload.folder is None else {"folder": _absolute(str(config.offload.folder))}
-    return config.replace(data={"source": source, "tokenizer": tokenizer}, offload=offload)
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))

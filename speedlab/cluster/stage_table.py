@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -51,8 +51,14 @@ class StageTable(Table):
         return len(layouts) > 1 or any(layout != str(Layout(dp=dp)) for layout, dp in layouts.items())
 
 
-def stage_table(feed: Feed, *, devices: Sequence[Device] = ()) -> StageTable:
-    """Rows in the order in which stages and layouts were first used.
+_NOTES = {
+    "host": "on host: states that lie in the host's memory, and the buffers through which states on disk pass",
+    "disk": "on disk: states in files, each part of which is in memory only while it is used",
+}
+
+
+def stage_table(feed: Feed, *, devices: Sequence[Device] = (), notes: Iterable[str] = ()) -> StageTable:
+    """Rows in the order in which stages and layouts were first used. `notes` follow below them.
 
     Bytes are for one rank: the largest over the ranks, at the last step of that stage and layout; `optimizer` is
     moments and master weights together, wherever they lie; `host_bytes` and `disk_bytes` of all that is what lies
@@ -70,7 +76,7 @@ def stage_table(feed: Feed, *, devices: Sequence[Device] = ()) -> StageTable:
             number = bisect_left(steps, record.step)  # Changes before this step.
             _, ranks = found.setdefault((record.zero_stage, shapes[number][0]), (number, {}))
             ranks.setdefault(rank, []).append(record)
-    return StageTable(
+    table = StageTable(
         {
             **_measured(stage, ranks),
             "layout": str(layout),
@@ -80,6 +86,8 @@ def stage_table(feed: Feed, *, devices: Sequence[Device] = ()) -> StageTable:
         }
         for (stage, layout), (number, ranks) in found.items()
     )
+    table.notes = (*(_NOTES[place] for place in table._places), *notes)
+    return table
 
 
 _Shape = tuple[Layout, RunConfig]

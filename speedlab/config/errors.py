@@ -40,21 +40,26 @@ class ConfigError(ValueError):
         return [f"{type(self).__name__}: {self}"]
 
 
+def nearest_keys(key: str, own: Collection[str], inner: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    """Which of `own`, or of the keys inside the parts, is meant by a key that nobody knows; `inner` maps the latter to
+    their paths. Empty when none is near."""
+    ours = FOREIGN_KEYS.get(key, "")
+    if ours in own or ours.partition(".")[0] in own:
+        return [ours]
+    if (leaf := ours.rpartition(".")[2]) in own:
+        return [leaf]
+    if key in inner:
+        return inner[key]
+    if close := difflib.get_close_matches(key, own, n=1, cutoff=0.6):
+        return close
+    if close := difflib.get_close_matches(key, inner, n=1, cutoff=0.75):
+        return inner[close[0]]
+    return difflib.get_close_matches(key, own, n=1, cutoff=0.4)
+
+
 def unknown_key(key: str, own: Collection[str], inner: Mapping[str, Sequence[str]]) -> str:
     """What to say of a key that is not one of `own`; `inner` maps the keys inside the parts to their paths."""
-    near: Sequence[str] = ()
-    if key in FOREIGN_KEYS and FOREIGN_KEYS[key].partition(".")[0] in own:
-        near = [FOREIGN_KEYS[key]]
-    elif (leaf := FOREIGN_KEYS.get(key, "").rpartition(".")[2]) in own:
-        near = [leaf]
-    elif key in inner:
-        near = inner[key]
-    elif close := difflib.get_close_matches(key, own, n=1, cutoff=0.6):
-        near = close
-    elif close := difflib.get_close_matches(key, inner, n=1, cutoff=0.75):
-        near = inner[close[0]]
-    elif close := difflib.get_close_matches(key, own, n=1, cutoff=0.4):
-        near = close
+    near = nearest_keys(key, own, inner)
     if len(near) == 1:
         return f"unknown key {key!r}; the nearest known key is {near[0]!r}"
     if near:

@@ -6,7 +6,9 @@ layouts that work.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from speedlab.config.errors import ConfigError
@@ -30,7 +32,8 @@ def resolve(config: RunConfig, engines: int, *, built_in: bool = True) -> Layout
         layout = Layout.for_world(engines, dp=parallel.dp, tp=parallel.tp, pp=parallel.pp)
     except LayoutError as error:
         asked = Layout(dp=parallel.dp or 1, tp=parallel.tp, pp=parallel.pp)
-        raise LayoutError(f"{error}{_nearest_text(config, asked, engines, built_in)}") from None
+        advice = _dp_text(config, engines, built_in) + _nearest_text(config, asked, engines, built_in)
+        raise LayoutError(f"{error}{advice}{_fewer_text(config, engines, built_in)}") from None
     problem = _first_problem(config, layout, built_in)
     if problem is not None:
         raise LayoutError(f"parallel: {problem}{_nearest_text(config, layout, engines, built_in)}")
@@ -39,11 +42,16 @@ def resolve(config: RunConfig, engines: int, *, built_in: bool = True) -> Layout
 
 def possible(config: RunConfig, engines: int, *, built_in: bool = True) -> list[Layout]:
     """Every layout of `engines` ranks that `config` could run under, by tp, then by pp. The batch equation counts."""
-    return [
-        layout
-        for layout in _factorisations(engines)
-        if _first_problem(config, layout, built_in) is None and _batch_problem(config, layout) is None
-    ]
+    return [layout for layout in factorisations(engines) if _works(config, layout, built_in)]
+
+
+def nearest(layouts: Iterable[Layout], asked: Layout) -> list[Layout]:
+    """The few of `layouts` that are nearest to what was asked for, as factors on the axes; nearest first."""
+
+    def distance(layout: Layout) -> float:
+        return sum(abs(math.log(getattr(layout, axis) / getattr(asked, axis))) for axis in ("pp", "dp", "tp"))
+
+    return sorted(layouts, key=distance)[:_NAMED]
 
 
 def why_not(config: RunConfig, engines: int, *, built_in: bool = True, **changes: Any) -> str | None:
@@ -114,17 +122,35 @@ def _batch_problem(config: RunConfig, layout: Layout) -> str | None:
     return None
 
 
+def _works(config: RunConfig, layout: Layout, built_in: bool) -> bool:
+    return _first_problem(config, layout, built_in) is None and _batch_problem(config, layout) is None
+
+
+def _dp_text(config: RunConfig, engines: int, built_in: bool) -> str:
+    """Another dp beside what else is asked for, where one works."""
+    if config.parallel.dp is None or why_not(config, engines, built_in=built_in) is not None:
+        return ""
+    return f"; dp {engines // (config.parallel.tp * config.parallel.pp)} would fit"
+
+
 def _nearest_text(config: RunConfig, asked: Layout, engines: int, built_in: bool) -> str:
     """The layouts of `engines` ranks that work and are nearest to `asked`."""
-
-    def distance(layout: Layout) -> float:
-        return sum(abs(math.log(getattr(layout, axis) / getattr(asked, axis))) for axis in ("pp", "dp", "tp"))
-
-    near = sorted(possible(config, engines, built_in=built_in), key=distance)[:_NAMED] if engines > 0 else []
+    near = nearest(possible(config, engines, built_in=built_in), asked) if engines > 0 else []
     return f"; on {engines} engines {' or '.join(map(str, near))} would work" if near else ""
 
 
-def _factorisations(engines: int) -> list[Layout]:
+def _fewer_text(config: RunConfig, engines: int, built_in: bool) -> str:
+    """The most of fewer engines on which what is asked for works. Whether there can be more, nobody knows here."""
+    asked = config.parallel
+    for count in range(engines - 1, 0, -1):
+        with contextlib.suppress(LayoutError):
+            if _works(config, Layout.for_world(count, dp=asked.dp, tp=asked.tp, pp=asked.pp), built_in):
+                return f"; as it is asked for it works on {count} engines"
+    return ""
+
+
+def factorisations(engines: int) -> list[Layout]:
+    """Every layout of so many ranks, by tp, then by pp."""
     sizes = [n for n in range(1, engines + 1) if engines % n == 0]
     return [Layout(tp=tp, pp=pp, dp=engines // (tp * pp)) for tp in sizes for pp in sizes if engines % (tp * pp) == 0]
 

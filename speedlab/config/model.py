@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from speedlab.config.part import Part
 from speedlab.config.presets import MODELS
@@ -55,16 +55,21 @@ class ModelConfig(Part):
         if not isinstance(data, Mapping):
             return data
         name = data.get("preset", "gpt-tiny")
-        if isinstance(name, str) and name in MODELS and name not in MODEL_PRESETS:
+        return {**MODEL_PRESETS[name], "preset": name, **data} if _is_preset(name) else data
+
+    @field_validator("preset", mode="before")
+    @classmethod
+    def _known_preset(cls, name: Any) -> Any:
+        if _is_preset(name):
+            return name
+        if isinstance(name, str) and name in MODELS:
             raise ValueError(
                 f"{name} is a preset for plans (`speedlab plan {name}`), and nothing that the built-in GPT can be; to "
                 f"train it give a module of your own as the model. The built-in GPT's: {', '.join(MODEL_PRESETS)}"
             )
-        if not isinstance(name, str) or name not in MODEL_PRESETS:
-            near = difflib.get_close_matches(str(name), MODEL_PRESETS, n=1)
-            hint = f"nearest: {near[0]!r}; " if near else ""
-            raise ValueError(f"unknown model preset {name!r}; {hint}known: {', '.join(MODEL_PRESETS)}")
-        return {**MODEL_PRESETS[name], "preset": name, **data}
+        near = difflib.get_close_matches(str(name), MODEL_PRESETS, n=1)
+        hint = f"nearest: {near[0]!r}; " if near else ""
+        raise ValueError(f"unknown model preset {name!r}; {hint}known: {', '.join(MODEL_PRESETS)}")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:
@@ -88,3 +93,7 @@ class ModelConfig(Part):
         return {
             name: value for name in type(self).model_fields if (value := getattr(self, name)) != getattr(preset, name)
         }
+
+
+def _is_preset(name: Any) -> bool:
+    return isinstance(name, str) and name in MODEL_PRESETS

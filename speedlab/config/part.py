@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from speedlab.config.errors import explain, unknown_key
+from speedlab.config.errors import ConfigError, explain, unknown_key
 
 
 class Part(BaseModel):
-    """Frozen; a changed part is a new object. Raises ConfigError, for unknown keys with the nearest known name."""
+    """Frozen; a changed part is a new object. Raises ConfigError with a line for each problem, for unknown keys with
+    the nearest known name. Its docstring lists its fields, as their descriptions say."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True, allow_inf_nan=False
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        fields = [f"    {name}: {field.description}" for name, field in cls.model_fields.items()]
+        cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Attributes:", *fields])
 
     def __init__(self, /, **data: Any) -> None:
         try:
@@ -29,20 +37,46 @@ class Part(BaseModel):
     def _refuse_what_is_no_field(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        problems = []
-        for key, value in data.items():
-            if key not in cls.model_fields:
-                problems.append(unknown_key(str(key), list(cls.model_fields), cls._inner_keys()))
-            elif isinstance(value, bool) and cls.model_fields[key].annotation is not bool:
-                # Python counts True as 1, and so does pydantic; in a configuration it is a slip.
-                problems.append(f"{key} is {str(value).lower()}, but it is not a yes-or-no field")
+        problems = {key: text for key, value in data.items() if (text := cls._problem(key, value))}
         if problems:
-            raise ValueError("\n".join(problems))
+            rest = {key: value for key, value in data.items() if key not in problems}
+            raise ConfigError(problems=[*(("", text) for text in problems.values()), *cls._problems_of(rest)])
         # A part inside is made from keywords, which are text; YAML and Python allow any key.
         return {
             key: {str(inner): item for inner, item in value.items()} if isinstance(value, Mapping) else value
             for key, value in data.items()
         }
+
+    @classmethod
+    def _problem(cls, key: Any, value: Any) -> str:
+        """What is wrong with a key, or with the kind of its value; empty when nothing is."""
+        if key not in cls.model_fields:
+            return unknown_key(str(key), list(cls.model_fields), cls._inner_keys())
+        if isinstance(value, bool) and cls.model_fields[key].annotation is not bool:
+            # Python counts True as 1, and so does pydantic; in a configuration it is a slip.
+            return f"{key} is {str(value).lower()}, but it is not a yes-or-no field"
+        if (part := cls.part_of(key)) is not None and not isinstance(value, Mapping | part):
+            example = f"{key}={json.dumps(part._example(value))}"
+            return f"{key} is {value!r}, but it has fields of its own; give them, for instance {example}"
+        return ""
+
+    @classmethod
+    def _problems_of(cls, data: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
+        try:
+            cls(**data)
+        except ConfigError as error:
+            return error.problems
+        return ()
+
+    @classmethod
+    def _example(cls, value: Any) -> dict[str, Any]:
+        """One field that takes `value` as it is, else one with its default."""
+        for name in cls.model_fields:
+            with contextlib.suppress(ConfigError):
+                if value is not None and getattr(cls(**{name: value}), name) == value:
+                    return {name: value}
+        name, field = next((name, field) for name, field in cls.model_fields.items() if field.default is not None)
+        return {name: field.default}
 
     @classmethod
     def part_of(cls, name: str) -> type[Part] | None:

@@ -88,7 +88,7 @@ class ZeroConfig(Part):
 
 
 class PrecisionConfig(Part):
-    """In which dtype the model computes; masters and moments are always float32."""
+    """In which dtype the model computes, and as what masters and moments are kept between two steps."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Compute dtype; 'auto': bfloat16 where the device does it fast, else float32"
@@ -98,6 +98,15 @@ class PrecisionConfig(Part):
     )
     loss_scale_window: int = Field(default=1000, ge=1, description="float16 only: good steps before the factor doubles")
     min_loss_scale: float = Field(default=1.0, gt=0, description="float16 only: the factor never falls below this")
+    masters: Literal["float32", "none"] = Field(
+        default="float32",
+        description="bfloat16 only: 'none' keeps no float32 masters beside the parameters, and rounds each update "
+        "stochastically (arXiv:1502.02551)",
+    )
+    moments: Literal["float32", "8bit"] = Field(
+        default="float32",
+        description="The optimizer's moments between two steps: float32, or blockwise 8 bits (arXiv:2110.02861)",
+    )
 
 
 class OptimizerConfig(Part):
@@ -121,6 +130,11 @@ class OptimizerConfig(Part):
         default=0.1, ge=0, description="Decay of matrices, per unit of learning rate; of sgd, added to the gradient"
     )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="sgd: share of the last update that is kept")
+    in_backward: bool = Field(
+        default=False,
+        description="Update each unit as soon as its gradient is there, in backward, and free that; for one dp rank, "
+        "one micro-batch a step, and without clip_norm",
+    )
 
     @property
     def moments(self) -> int:

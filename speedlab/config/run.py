@@ -105,19 +105,19 @@ class RunConfig(Part):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> RunConfig:
+        problems = []
         if self.data.sequence_length > self.model.context:
-            raise ValueError(
+            problems.append(
                 f"data.sequence_length {self.data.sequence_length} is longer than model.context {self.model.context}; "
                 f"shorten the sequence or raise the context"
             )
         if self.data.tokenizer == "bpe" and self.data.vocab_size > self.model.vocab_size:
-            raise ValueError(
+            problems.append(
                 f"data.vocab_size {self.data.vocab_size} is larger than model.vocab_size {self.model.vocab_size}; "
                 f"lower the first or raise the second"
             )
-        if problems := offload_problems(
-            self.offload, stage=self.zero.stage, checkpointing=self.activation.checkpointing
-        ):
+        problems += offload_problems(self.offload, stage=self.zero.stage, checkpointing=self.activation.checkpointing)
+        if problems:
             raise ValueError("\n".join(problems))
         return self
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class ModelShape:
     dropout: float = 0.0
     chunked_loss: bool = False
     """Whether head and loss are computed a few tokens at a time, so that logits are never whole."""
+    assumed: tuple[str, ...] = field(default=(), compare=False)
+    """What was left open by whoever described the model, and taken as usual."""
 
     @property
     def depth(self) -> int:
@@ -100,7 +102,7 @@ class ModelShape:
         )
 
 
-_SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab_size", "gated")
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn_hidden", "vocab_size", "gated")
 
 
 def renamed(name: str, changed: Mapping[str, object], after: Sized) -> str:

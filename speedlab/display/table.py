@@ -10,6 +10,9 @@ from typing import Any
 class Table(list[dict[str, Any]]):
     """A list of rows, each a dict. Subclasses say how they are shown: `head` and `cells`."""
 
+    notes: tuple[str, ...] = ()
+    """Lines below the rows: what a column's name does not tell, what is to be done."""
+
     def head(self) -> Sequence[str]:
         """The names of the columns."""
         raise NotImplementedError
@@ -21,9 +24,8 @@ class Table(list[dict[str, Any]]):
     def __str__(self) -> str:
         lines = [tuple(self.head()), *self.cells()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
-        )
+        rows = ("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+        return "\n".join([*rows, *self.notes])
 
     __repr__ = __str__
 
@@ -31,4 +33,6 @@ class Table(list[dict[str, Any]]):
         def line(tag: str, cells: Sequence[str]) -> str:
             return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
-        return f"<table>{line('th', self.head())}{''.join(line('td', cells) for cells in self.cells())}</table>"
+        rows = "".join(line("td", cells) for cells in self.cells())
+        notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
+        return f"<table>{line('th', self.head())}{rows}</table>{notes}"

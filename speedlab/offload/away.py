@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from speedlab.comm import Transfer
-from speedlab.offload.kept import Kept, Store
+from speedlab.offload.kept import Kept
 
 
 class AwayState:
     """`tensor` (numel,) stands for what is `kept`. It is one object for good; outside a visit it has the true shape and
     the memory of one element. Views of it have to be taken anew in each visit."""
 
-    def __init__(self, kept: Kept) -> None:
-        self.kept = kept
+    def __init__(self, keep: Callable[[], Kept]) -> None:
+        """`keep` makes room for it."""
+        self._keep = keep
+        self.kept = kept = keep()
         nothing = torch.full((), math.nan if kept.dtype.is_floating_point else 0, dtype=kept.dtype)
         self._placeholder = nothing.expand(kept.numel)
         self.tensor: Tensor = self._placeholder.view(kept.numel)
@@ -44,10 +46,10 @@ class AwayState:
         self.tensor.data, self._coming = self._placeholder, None
         self.kept.leave(changed=changed)
 
-    def begin_anew(self, store: Store) -> None:
-        """Zeros in new room of `store`: what was kept is lost, and has been dropped."""
+    def begin_anew(self) -> None:
+        """Zeros in new room: what was kept is lost, and has been dropped."""
         self.tensor.data, self._coming = self._placeholder, None
-        self.kept = store.keep(self.kept.numel, self.kept.dtype)
+        self.kept = self._keep()
 
 
 @contextmanager

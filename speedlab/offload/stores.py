@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from speedlab.comm import HostCopies, Traffic, Transfer
+from speedlab.offload.coded import EightBits, OnDevice, Scratch, Widened
 from speedlab.offload.disk import DiskStore
 from speedlab.offload.host import HostStore
-from speedlab.offload.kept import Store
+from speedlab.offload.kept import Kept, Store
 from speedlab.placement import Where
 
 
@@ -25,12 +26,29 @@ class Stores:
         self._rank, self._traffic, self._device = rank, traffic, device
         self._made: dict[Where, Store] = {}
         self._under_way: list[Transfer] = []
+        self.scratch = Scratch(traffic.buffers)
+        """Of the visits of coded states."""
 
     def of(self, where: Where) -> Store:
         """The store of a place other than the device. Raises OffloadError where there can be none."""
         if where not in self._made:
             self._made[where] = self._make(where)
         return self._made[where]
+
+    def eight_bits(self, name: str, numel: int, where: Where) -> Kept:
+        """Room for the float32 state `name` of an optimizer in blocks of 8 bits, on the device or away from it."""
+
+        def keep(nbytes: int) -> Kept:
+            if where is Where.DEVICE:
+                return OnDevice(nbytes, self._device, self._traffic)
+            return self.of(where).keep(nbytes, torch.uint8)
+
+        return EightBits(name, numel, keep, self.scratch)
+
+    def widened(self, narrow: Callable[[], Tensor], kept: Callable[[], Kept | None], where: Where) -> Kept:
+        """Masters that are the parameters themselves, see `Widened`, for an update where states lie at `where`."""
+        device = self._device if where is Where.DEVICE else torch.device("cpu")
+        return Widened(narrow, kept, where, device, self._traffic, self.scratch)
 
     def _make(self, where: Where) -> Store:
         if where is Where.HOST:
@@ -54,7 +72,7 @@ class Stores:
     @property
     def staging(self) -> list[Tensor]:
         """The host's memory through which states come and go."""
-        return [tensor for store in self._made.values() for tensor in store.staging]
+        return [*self.scratch.tensors, *(tensor for store in self._made.values() for tensor in store.staging)]
 
     def take_staging_peak(self) -> int:
         """The most bytes that it had since the last call."""
@@ -75,3 +93,4 @@ class Stores:
         for store in self._made.values():
             store.close()
         self._made.clear()
+        self.scratch.trim()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from speedlab.config import OffloadConfig
-from speedlab.placement import Residency, Where
+from speedlab.placement import EIGHT_BITS, ITEM_BYTES, Residency, Where
 from speedlab.planner.setup import Setup
 
 _STAGED = 2
@@ -20,6 +20,7 @@ def residency_of(setup: Setup, device: str = "cpu") -> Residency:
         setup.layout.dp,
         optimizer=Where.of_choice(setup.offload.optimizer),
         parameters=Where.of_choice(setup.offload.parameters),
+        in_backward=setup.optimizer.in_backward,
         device=device,
     )
 
@@ -35,9 +36,30 @@ def state_places(residency: Residency) -> dict[str, Where]:
 
 
 def has_masters(setup: Setup, device: str) -> bool:
-    """Whether there are float32 masters beside the parameters: of narrower ones, and of those that stay on a GPU while
-    the update is computed on the host."""
-    return setup.dtype != "float32" or residency_of(setup, device).separate_masters
+    """Whether there are float32 masters beside the parameters: of narrower ones, unless these do without, and of those
+    that stay on a GPU while the update is computed on the host."""
+    if setup.dtype == "float32":
+        return residency_of(setup, device).separate_masters
+    return setup.masters == "float32" or setup.dtype != "bfloat16"
+
+
+def state_widths(setup: Setup, device: str) -> dict[str, float]:
+    """Category of the ledger -> bytes of an element between two steps."""
+    element = ITEM_BYTES[setup.dtype]
+    summed = ITEM_BYTES["float32"] if setup.accumulation > 1 else element  # Sums of several are taken in float32.
+    return {
+        "parameters": element,
+        "gradients": 0 if setup.optimizer.in_backward else summed,
+        "master_weights": ITEM_BYTES["float32"] if has_masters(setup, device) else 0,
+        "optimizer_moments": ITEM_BYTES[setup.moments] * setup.optimizer.moments,
+    }
+
+
+def decoded_bytes(setup: Setup, largest: int) -> int:
+    """Of float32 memory in which coded states of a flat are decoded, which a rank has `largest` elements of."""
+    decoded = setup.optimizer.moments if setup.moments == EIGHT_BITS else 0
+    decoded += setup.dtype == "bfloat16" and setup.masters == "none"
+    return round(ITEM_BYTES["float32"] * largest * decoded)
 
 
 def inputs_away(setup: Setup, device: str) -> bool:
@@ -45,11 +67,11 @@ def inputs_away(setup: Setup, device: str) -> bool:
     return device != "cpu" and setup.offload.activations == "host" and setup.checkpointing == "block"
 
 
-def staging_bytes(setup: Setup, largest: int, widths: Mapping[str, int]) -> int:
+def staging_bytes(setup: Setup, largest: int, widths: Mapping[str, float]) -> int:
     """Of the host's memory, what the way to and from the disk takes. `largest`: elements that a rank has of its largest
     flat; `widths`: category -> bytes of an element."""
     places = state_places(residency_of(setup))
-    return sum(_STAGED * largest * width for state, width in widths.items() if places[state] is Where.DISK)
+    return round(sum(_STAGED * largest * width for state, width in widths.items() if places[state] is Where.DISK))
 
 
 def offload_words(offload: OffloadConfig) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from speedlab.config.parts import Away
 from speedlab.layout import Layout
@@ -25,6 +26,9 @@ class Change:
     candidate: Candidate
     price: float
     """How much longer a step of the same global batch takes, relative: 0.3 is 30 % more; negative is faster."""
+
+    options: str
+    """The options of `speedlab plan` that ask for it: '--zero 3 --micro 2 --global 16'."""
 
     @property
     def setup(self) -> Setup:
@@ -65,30 +69,52 @@ def _fitting(
         time = predict_time(setup, machines, efficiency)
         candidate = fitting(setup, machines, memory, time)
         if candidate is not None:
-            words = differences(before.setup, setup)
-            found.append(Change(words=words, candidate=candidate, price=time.step_seconds / before.step_seconds - 1))
+            price = time.step_seconds / before.step_seconds - 1
+            words, options = differences(before.setup, setup), options_of(before.setup, setup)
+            found.append(Change(words=words, candidate=candidate, price=price, options=options))
     return sorted(found, key=lambda change: (change.price, -change.candidate.free_bytes, change.words))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Setting:
+    """What a change may change: its name, the option of `speedlab plan` that sets it, and where it stands."""
+
+    name: str
+    option: str
+    value: Callable[[Setup], Any]
+
+
+_SETTINGS = (
+    _Setting(name="ZeRO stage", option="--zero", value=lambda setup: setup.zero_stage),
+    _Setting(name="micro-batch", option="--micro", value=lambda setup: setup.micro_size),
+    _Setting(name="checkpointing", option="--checkpointing", value=lambda setup: setup.checkpointing),
+    _Setting(name="attention", option="--attention", value=lambda setup: setup.attention),
+    _Setting(name="offload.optimizer", option="--offload.optimizer", value=lambda setup: setup.offload.optimizer),
+    _Setting(name="offload.parameters", option="--offload.parameters", value=lambda setup: setup.offload.parameters),
+    _Setting(name="tp", option="--tp", value=lambda setup: setup.layout.tp),
+    _Setting(name="pp", option="--pp", value=lambda setup: setup.layout.pp),
+    _Setting(name="dtype", option="--dtype", value=lambda setup: setup.dtype),
+    _Setting(name="sequence parallel", option="--sequence-parallel", value=lambda setup: setup.sequence_parallel),
+    _Setting(name="loss in chunks", option="--chunked-loss", value=lambda setup: setup.shape.chunked_loss),
+)
+
+
 def differences(before: Setup, after: Setup) -> str:
-    """What `_changes` has made of a set-up, in words: 'ZeRO stage 1 → 3; micro-batch 4 → 2'."""
-    pairs = (
-        ("ZeRO stage", before.zero_stage, after.zero_stage),
-        ("micro-batch", before.micro_size, after.micro_size),
-        ("checkpointing", before.checkpointing, after.checkpointing),
-        ("attention", before.attention, after.attention),
-        ("offload.optimizer", before.offload.optimizer, after.offload.optimizer),
-        ("offload.parameters", before.offload.parameters, after.offload.parameters),
-        ("tp", before.layout.tp, after.layout.tp),
-        ("pp", before.layout.pp, after.layout.pp),
-        ("dtype", before.dtype, after.dtype),
-    )
-    words = [f"{name} {old} → {new}" for name, old, new in pairs if old != new]
-    if after.sequence_parallel and not before.sequence_parallel:
-        words.append("sequence parallel")
-    if after.shape.chunked_loss and not before.shape.chunked_loss:
-        words.append("loss in chunks")
-    return "; ".join(words)
+    """What `_changes` has made of a set-up, in words: 'ZeRO stage 1 → 3; micro-batch 4 → 2'. A switch is only ever
+    turned on, and is its name alone."""
+    changed = [(each.name, each.value(before), each.value(after)) for each in _SETTINGS]
+    return "; ".join(name if new is True else f"{name} {old} → {new}" for name, old, new in changed if old != new)
+
+
+def options_of(before: Setup, after: Setup) -> str:
+    """The same as options of `speedlab plan`. Where the micro-batch or the layout changes, the whole batch is said, so
+    that it stays, and what is left of dp."""
+    changed = {each.option: each.value(after) for each in _SETTINGS if each.value(after) != each.value(before)}
+    if after.layout != before.layout:
+        changed["--dp"] = after.layout.dp
+    if (after.layout, after.micro_size) != (before.layout, before.micro_size):
+        changed |= {"--micro": after.micro_size, "--global": after.global_size}
+    return " ".join(option if value is True else f"{option} {value}" for option, value in changed.items())
 
 
 def _changes(setup: Setup, machines: Machines) -> Iterator[Setup]:
@@ -138,9 +164,9 @@ def _wider(setup: Setup, machines: Machines) -> Iterator[Setup]:
         dp, accumulation = layout.dp, setup.accumulation
     else:
         return
-    moved = replace(setup, accumulation=accumulation, cut=None)
+    moved = replace(setup, accumulation=accumulation)
     cut = math.gcd(kv_heads(shape), shape.ffn_hidden)
     if cut % (2 * layout.tp) == 0 and machines.per_host % (2 * layout.tp) == 0:
         yield replace(moved, layout=Layout(dp=dp, tp=2 * layout.tp, pp=layout.pp))
     if shape.depth >= 2 * layout.pp * setup.stages_per_rank:
-        yield replace(moved, layout=Layout(dp=dp, tp=layout.tp, pp=2 * layout.pp))
+        yield replace(moved, layout=Layout(dp=dp, tp=layout.tp, pp=2 * layout.pp), cut=None)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from speedlab.layout import padded_numel
-from speedlab.placement import Where
+from speedlab.placement import EIGHT_BITS, Where
 from speedlab.planner.activation_sizes import DTYPE_BYTES, Device, Sizes
 from speedlab.planner.activations_stage import Pass, held, most_in_flight, step_peak, walk
-from speedlab.planner.away import has_masters, residency_of, staging_bytes, state_places
+from speedlab.planner.away import decoded_bytes, residency_of, staging_bytes, state_places, state_widths
 from speedlab.planner.megatron_rules import memory_by_rules
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import ModelShape, Setup
@@ -27,6 +27,9 @@ from speedlab.planner.shapes import block_cut, block_vectors, kv_heads, norm_vec
 _FLOAT32 = 4
 _ALIGNMENT_BYTES = 16
 """Parameters start at multiples of this inside a flat."""
+
+_CODES = 256
+"""Elements of a block of codes."""
 
 _BORROWED = 2
 """Buffers of one size that reductions use in turn."""
@@ -173,14 +176,14 @@ def block_sizes(shape: ModelShape, tp: int = 1) -> list[int]:
     return [*matrices, *(v.elements // (tp if v.cut else 1) for v in block_vectors(shape))]
 
 
-def flat_elements(sizes: Sequence[int], element: int, dp: int) -> int:
+def flat_elements(sizes: Sequence[int], element: int, dp: int, *, coded: bool = False) -> int:
     """Elements, of so many bytes each, of a flat of parameters of these `sizes`, in this order, with alignment and
-    padding."""
+    padding: to whole blocks for each rank, where moments are `coded`."""
     step = max(1, _ALIGNMENT_BYTES // element)
     end = 0
     for size in sizes:
         end = padded_numel(end, step) + size
-    return padded_numel(end, dp * step)
+    return padded_numel(end, dp * (_CODES if coded else step))
 
 
 @dataclass(frozen=True)
@@ -232,7 +235,8 @@ class Flats:
         return [elements[count] for count in self.merged]
 
     def _elements(self, sizes: Sequence[int]) -> int:
-        return flat_elements(sizes, DTYPE_BYTES[self.setup.dtype], self.setup.layout.dp) if sizes else 0
+        coded = self.setup.moments == EIGHT_BITS
+        return flat_elements(sizes, DTYPE_BYTES[self.setup.dtype], self.setup.layout.dp, coded=coded) if sizes else 0
 
     def partial(self) -> Iterator[int]:
         """Elements of each flat whose gradients the tensor-parallel ranks have terms of: under sequence parallelism
@@ -259,12 +263,7 @@ def _with_states(rank: RankMemory, setup: Setup, stages: Sequence[Flats], device
     largest = max(size for flats in stages for size in (flats.root, *flats.units))
     dp, residency = setup.layout.dp, residency_of(setup)
     owned = residency.optimizer_states.share(elements, dp)
-    widths = {
-        "parameters": DTYPE_BYTES[setup.dtype],
-        "gradients": _gradient_bytes(setup),
-        "master_weights": _FLOAT32 if has_masters(setup, device) else 0,
-        "optimizer_moments": _FLOAT32 * setup.optimizer.moments,
-    }
+    widths = state_widths(setup, device)
     held = {
         "parameters": residency.parameters.share(elements, dp),
         "gradients": residency.gradients.share(elements, dp),
@@ -273,7 +272,7 @@ def _with_states(rank: RankMemory, setup: Setup, stages: Sequence[Flats], device
     }
     by_place: dict[Where, dict[str, int]] = {Where.DEVICE: {}, Where.HOST: dict(rank.host), Where.DISK: {}}
     for state, where in state_places(residency).items():
-        by_place[where][state] = widths[state] * held[state]
+        by_place[where][state] = round(widths[state] * held[state])
     if staging := staging_bytes(setup, residency.optimizer_states.share(largest, dp), widths):
         by_place[Where.HOST]["communication_buffers"] = staging
     return replace(
@@ -297,12 +296,17 @@ def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: i
     width, pp = _gradient_bytes(setup), setup.layout.pp
     total = 0
     residency = residency_of(setup)
+    borrowed = gathered = 0
     if residency.gradients_go:
         kinds = Counter(width * size for flats in stages for size in (flats.root, *flats.units) if size)
-        total += borrowed_bytes(kinds, kept=pp > 1)
+        borrowed = borrowed_bytes(kinds, kept=pp > 1)
     if residency.parameters_come:
         element = DTYPE_BYTES[setup.dtype]
-        total += gathered_bytes([(element * f.root, [element * size for size in f.units]) for f in stages])
+        gathered = gathered_bytes([(element * f.root, [element * size for size in f.units]) for f in stages])
+    largest = max(size for flats in stages for size in (flats.root, *flats.units))
+    decoded = decoded_bytes(setup, residency.optimizer_states.share(largest, setup.layout.dp))
+    # In the update nothing is gathered any more, unless it is in backward.
+    total += borrowed + (gathered + decoded if residency.gradients_used else max(gathered, decoded))
     sizes = {padded_numel(size, setup.layout.tp) for flats in stages for size in flats.partial()}
     total += _BORROWED * width * sum(sizes)
     if setup.shape.tied and pp > 1 and any(flats.first or flats.last for flats in stages):

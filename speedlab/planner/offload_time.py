@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from speedlab.placement import Where
-from speedlab.planner.away import has_masters, residency_of, state_places
+from speedlab.planner.away import has_masters, residency_of, state_places, state_widths
 from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import Efficiency
 from speedlab.planner.links import parse_link
@@ -42,12 +42,13 @@ class Flow:
 def flows(setup: Setup, machines: Machines, owned: float) -> tuple[Flow, Flow]:
     """(during forward and backward, during the update) of a rank that updates `owned` parameters."""
     places = state_places(residency_of(setup))
-    element = _FLOAT32 if setup.dtype == "float32" else 2
+    widths = state_widths(setup, "cpu" if machines.device.on_host else "cuda")
+    element = widths["parameters"]
     summed = _FLOAT32 if setup.wide_sums and setup.accumulation > 1 else element
     # A pipeline sums its gradients once a step.
     sums = 1 if setup.layout.pp > 1 else setup.accumulation
     masters = has_masters(setup, "cpu" if machines.device.on_host else "cuda")
-    states = _FLOAT32 * owned * (setup.optimizer.moments + masters)
+    states = owned * (widths["optimizer_moments"] + widths["master_weights"])
     parameters, gradients = owned * element, owned * summed
     comes, goes = places["parameters"] is not Where.DEVICE, places["gradients"] is not Where.DEVICE
     reads = 2 * setup.accumulation * parameters

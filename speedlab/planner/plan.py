@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from speedlab.config import ParallelConfig, RunConfig, ZeroConfig
+from speedlab.config.layouts import factorisations, nearest
 from speedlab.config.offload_rules import offload_problems
 from speedlab.display.figure_style import Figure
 from speedlab.layout import Layout, LayoutError
@@ -34,6 +35,8 @@ _KEPT = (
     "attention",
     "offload",
     "optimizer",
+    "masters",
+    "moments",
     "bucket_bytes",
     "wide_sums",
     "overlap",
@@ -235,13 +238,20 @@ def plan(
         setup = Setup.of_config(model, machines.world_size, dtype=dtype)
     else:
         shape = presets.model(model) if isinstance(model, str) else model
-        layout = _layout(machines, dp, tp, pp)
         stages = ParallelConfig(pp=pp, schedule=changes.get("schedule", Setup.schedule)).stages_per_rank
         changes = {"zero_stage": ZeroConfig().stage, "chunks": stages, **changes}
-        accumulation = _accumulation(layout, micro_size, global_size)
-        setup = Setup(
-            shape=shape, layout=layout, dtype=dtype, micro_size=micro_size, accumulation=accumulation, **changes
-        )
+
+        def on(layout: Layout) -> Setup:
+            accumulation = _accumulation(layout, micro_size, global_size)
+            return Setup(
+                shape=shape, layout=layout, dtype=dtype, micro_size=micro_size, accumulation=accumulation, **changes
+            )
+
+        try:
+            layout = _layout(machines, dp, tp, pp)
+        except LayoutError as error:
+            raise LayoutError(f"{error}{_what_works(on, machines.world_size, Layout(tp=tp, pp=pp))}") from None
+        setup = on(layout)
     return plan_setup(setup, hardware, tokens=tokens)
 
 
@@ -257,6 +267,8 @@ def check_parallel(setup: Setup) -> None:
     shape, layout = setup.shape, setup.layout
     check_shape(shape)
     if problems := offload_problems(setup.offload, stage=setup.zero_stage, checkpointing=setup.checkpointing):
+        raise ValueError("; ".join(problems))
+    if problems := _update_problems(setup):
         raise ValueError("; ".join(problems))
     cut = {"heads": shape.heads, "KV heads": kv_heads(shape), "ffn_hidden": shape.ffn_hidden}
     for name, count in cut.items():
@@ -282,6 +294,21 @@ def check_parallel(setup: Setup) -> None:
         )
 
 
+def _update_problems(setup: Setup) -> list[str]:
+    """What stands against how states are kept, and when parameters are updated."""
+    layout, problems = setup.layout, []
+    if setup.masters == "none" and setup.dtype != "bfloat16":
+        problems.append(
+            f"masters none needs dtype bfloat16, whose updates are rounded stochastically, and it is {setup.dtype}"
+        )
+    if setup.optimizer.in_backward and (layout.dp > 1 or layout.pp > 1 or setup.accumulation > 1):
+        problems.append(
+            f"an update in backward is for one micro-batch and one rank of dp and pp, and there are "
+            f"{setup.accumulation} micro-batches, dp {layout.dp} and pp {layout.pp}"
+        )
+    return problems
+
+
 def _nearest_tp(layout: Layout, counts: Iterable[int]) -> int:
     """The number of tensor-parallel ranks nearest to the layout's that divides all of `counts` and the ranks there
     are."""
@@ -297,6 +324,24 @@ def _layout(machines: Machines, dp: int | None, tp: int, pp: int) -> Layout:
     if dp is not None:
         return Layout(dp=dp, tp=tp, pp=pp)
     return Layout.for_world(machines.world_size, tp=tp, pp=pp)
+
+
+def _what_works(on: Callable[[Layout], Setup], devices: int, asked: Layout) -> str:
+    """Layouts near to `asked`: of all devices, and the same axes on some of them; empty when none works."""
+
+    def works(layout: Layout) -> bool:
+        try:
+            check_parallel(on(layout))
+        except ValueError:
+            return False
+        return True
+
+    near = nearest(filter(works, factorisations(devices)), asked)
+    advice = f"; {' or '.join(map(str, near))} would work" if near else ""
+    fewer = replace(asked, dp=max(1, devices // asked.world_size))
+    if fewer.world_size < devices and works(fewer):
+        advice += f"; so would {fewer} on {fewer.world_size} of them: --dp {fewer.dp}"
+    return advice
 
 
 def _accumulation(layout: Layout, micro_size: int, global_size: int | None) -> int:

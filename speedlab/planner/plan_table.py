@@ -15,6 +15,7 @@ from speedlab.planner.search import describe, schedule_words
 from speedlab.planner.shapes import shape_parameters
 
 if TYPE_CHECKING:
+    from speedlab.config.shape import ModelShape
     from speedlab.planner.devices import Machines
     from speedlab.planner.places import Place
     from speedlab.planner.plan import Found, Plan
@@ -182,7 +183,7 @@ def found_lines(found: Found) -> tuple[str, list[str]]:
     doubts = dict.fromkeys(candidate.caution for candidate in found.candidates if candidate.caution)
     lines = [f"outside of what was validated: {doubt}" for doubt in doubts]
     lines += [f"days and cost: of {count_text(found.tokens)} tokens"] if found.tokens is not None else []
-    lines += assumed(found.candidates[0].time.machines)
+    lines += assumed(found.candidates[0].time.setup.shape, found.candidates[0].time.machines)
     shapes = dict.fromkeys(candidate.setup.shape for candidate in found.candidates)
     lines += [
         f"{shape.name}: {count_text(shape_parameters(shape))} parameters, {shape.layers} layers, {shape.heads} heads"
@@ -266,14 +267,15 @@ def speed_lines(plan: Plan) -> list[str]:
 def cautions(plan: Plan) -> list[str]:
     """What was not validated, what was assumed, and for what does not fit the cheapest changes that do."""
     lines = [f"outside of what was validated: {plan.caution}"] if plan.caution else []
-    lines += assumed(plan.machines)
+    lines += assumed(plan.setup.shape, plan.machines)
     if not plan.fits:
         changes = plan.cheapest_changes()
         lines.append("cheapest changes that fit:" if changes else "no single change makes it fit; take more devices")
-        lines += [f"  {change}" for change in changes]
+        lines += [f"  {change}: {change.options}" for change in changes]
     return lines
 
 
-def assumed(machines: Machines) -> list[str]:
-    """What the text that describes the machines left open."""
-    return [f"assumed: {', '.join(machines.assumed)}"] if machines.assumed else []
+def assumed(shape: ModelShape, machines: Machines) -> list[str]:
+    """What the descriptions of the model and of the machines left open."""
+    open_ones = (*shape.assumed, *machines.assumed)
+    return [f"assumed: {', '.join(open_ones)}"] if open_ones else []

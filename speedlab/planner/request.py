@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from speedlab.config import OffloadConfig, RunConfig
+from speedlab.config import OffloadConfig, OptimizerConfig, RunConfig
 from speedlab.config.parts import Away
 from speedlab.hardware import Device
 from speedlab.planner import presets
@@ -42,6 +42,8 @@ class PlanRequest:
     """Attention heads."""
     kv_heads: int | None = None
     """Heads of keys and values; as many as heads when left out."""
+    head_size: int | None = None
+    """Width of an attention head; hidden / heads when left out."""
     ffn: int | None = None
     """Width inside the feed-forward layer; four times the hidden size when left out, 8/3 where it is gated."""
     vocab: int | None = None
@@ -70,12 +72,20 @@ class PlanRequest:
     """What is computed again in backward."""
     attention: Literal["fused", "plain"] | None = None
     """Whether attention's probabilities are never kept (fused, when left out), or are (plain)."""
+    chunked_loss: bool = False
+    """Head and loss a few tokens at a time, so that logits are never whole, as the built-in GPT has them."""
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks have each a part of the sequence between the layers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] | None = None
     """Order of a pipeline's passes."""
     chunks: int | None = None
     """Pipeline stages of each rank, for interleaved and zero-bubble; 2 when left out."""
+    masters: Literal["float32", "none"] | None = None
+    """Whether parameters in bfloat16 have float32 masters beside them (left out), or are rounded stochastically."""
+    moments: Literal["float32", "8bit"] | None = None
+    """As what the optimizer's moments are kept between two steps; float32 when left out."""
+    in_backward: bool = False
+    """Update each unit in backward, so that no gradients are kept; for one dp rank and one micro-batch."""
     offload_optimizer: Away | None = None
     """Where optimizer states, float32 masters and summed gradients lie."""
     offload_parameters: Away | None = None
@@ -165,6 +175,7 @@ class PlanRequest:
                 sequence_parallel=self.sequence_parallel,
                 offload=OffloadConfig(**self._away()),
                 **self._beside(),
+                **self._kept(),
             ),
         )
 
@@ -202,7 +213,7 @@ class PlanRequest:
         """Raises ValueError where something of the model is said: that is what is looked for."""
         named = [self.model] if self.model else []
         named += [f"--config {self.config}"] if self.config else []
-        chosen = ("layers", "hidden", "heads", "kv_heads", "ffn", "gated")
+        chosen = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "gated")
         named += [f"--{name.replace('_', '-')}" for name in chosen if getattr(self, name)]
         if named:
             raise ValueError(f"--largest looks for the model, so that it cannot have {', '.join(named)}; leave it out")
@@ -215,6 +226,7 @@ class PlanRequest:
             efficiency=hardware.efficiency,
             memory=hardware.memory,
             fixed=fixed,
+            chunked_loss=self.chunked_loss,
             **_given(sequence_length=self.seq, vocab_size=self.vocab),
         )
         asked = f"the largest model that fits on {hardware.machines}{', with ' if str(fixed) else ''}{fixed}"
@@ -226,10 +238,12 @@ class PlanRequest:
             hidden=self.hidden,
             heads=self.heads,
             kv_heads=self.kv_heads,
+            head_size=self.head_size,
             ffn_hidden=self.ffn,
             vocab_size=self.vocab,
             sequence_length=self.seq,
             gated=self.gated or None,
+            chunked_loss=self.chunked_loss or None,
         )
         return subject_of(self.model, self.config, sizes, here=not self.machines)
 
@@ -250,11 +264,19 @@ class PlanRequest:
     def _changed(self, config: RunConfig) -> RunConfig:
         """The configuration with what was asked for besides."""
         axes = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "schedule": self.schedule, "chunks": self.chunks}
+        parallel = _given(**axes, sequence=self.sequence_parallel or None)
+        if self.pp not in (None, config.parallel.pp):
+            parallel["cut"] = None  # The file's is of another number of stages.
+        batch = _given(micro_size=self.micro, global_size=self.global_size)
+        if len(batch) == 2:
+            batch["accumulation"] = None  # It follows.
         changes = {
-            "parallel": _given(**axes, sequence=self.sequence_parallel or None),
+            "parallel": parallel,
             "zero": _given(stage=self.zero),
-            "batch": _given(micro_size=self.micro, global_size=self.global_size),
+            "batch": batch,
             "activation": _given(checkpointing=None if self.checkpointing == "selective" else self.checkpointing),
+            "precision": _given(masters=self.masters, moments=self.moments),
+            "optimizer": _given(in_backward=self.in_backward or None),
             "offload": self._away(),
         }
         return config.replace(**{part: values for part, values in changes.items() if values})
@@ -262,6 +284,11 @@ class PlanRequest:
     def _beside(self) -> dict[str, Any]:
         """Fields of a set-up that no configuration has, or with fewer choices."""
         return _given(checkpointing=self.checkpointing, attention=self.attention)
+
+    def _kept(self) -> dict[str, Any]:
+        """Fields of a set-up that say as what states are kept, and how long."""
+        optimizer = OptimizerConfig(in_backward=True) if self.in_backward else None
+        return _given(masters=self.masters, moments=self.moments, optimizer=optimizer)
 
     def _away(self) -> dict[str, Any]:
         """What is said of where states lie, as fields of `offload`."""
@@ -282,7 +309,11 @@ class PlanRequest:
             schedule=self.schedule,
             chunks=self.chunks,
             sequence_parallel=self.sequence_parallel or None,
-            others=_given(attention=self.attention, offload=OffloadConfig(**away) if (away := self._away()) else None),
+            others=_given(
+                attention=self.attention,
+                offload=OffloadConfig(**away) if (away := self._away()) else None,
+                **self._kept(),
+            ),
         )
 
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from speedlab.layout import Layout
-from speedlab.planner.away import offload_words
+from speedlab.placement import Where
+from speedlab.planner.away import offload_words, residency_of, state_places, state_widths
 from speedlab.planner.caution import caution
 from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import Efficiency, efficiency_of
-from speedlab.planner.formula import model_states
 from speedlab.planner.memory import predict_memory
 from speedlab.planner.places import Place, places
 from speedlab.planner.rank_memory import RankMemory
@@ -182,13 +182,19 @@ def fast_dtype(machines: Machines) -> Dtype:
 
 def _states(setup: Setup) -> float:
     """Bytes of the model states on the device alone: no set-up holds less."""
-    held = round(rank_parameters(setup))
-    states = model_states(
-        held, dp=setup.layout.dp, stage=setup.zero_stage, dtype=setup.dtype, optimizer=setup.optimizer
+    held, residency = round(rank_parameters(setup)), residency_of(setup)
+    holders = {
+        "parameters": residency.parameters,
+        "gradients": residency.gradients,
+        "master_weights": residency.optimizer_states,
+        "optimizer_moments": residency.optimizer_states,
+    }
+    widths = state_widths(setup, "cuda")
+    return sum(
+        widths[state] * holders[state].share(held, setup.layout.dp)
+        for state, where in state_places(residency).items()
+        if where is Where.DEVICE
     )
-    if setup.offload.parameters != "none":
-        return 0
-    return states.total if setup.offload.optimizer == "none" else states.parameters
 
 
 # The largest model
@@ -204,6 +210,7 @@ def largest_model(
     efficiency: Efficiency | None = None,
     memory: Memory = predict_memory,
     fixed: Fixed = FREE,
+    chunked_loss: bool = False,
 ) -> Candidate | None:
     """The largest GPT that fits, in the layout that trains it fastest with `global_size` sequences a step (None: one
     micro-batch a pipeline stage); None when not even the smallest does. Layouts, stages and batches that are `fixed`
@@ -227,6 +234,7 @@ def largest_model(
             ffn_hidden=4 * hidden,
             vocab_size=vocab_size,
             sequence_length=sequence_length,
+            chunked_loss=chunked_loss,
         )
         return Space(shape=shape, machines=machines, dtype=dtype, fixed=fixed)
 

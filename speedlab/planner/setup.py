@@ -48,6 +48,10 @@ class Setup:
     idle until it is there, and again before a block is recomputed, as DeepSpeed's did in early 2021 (its
     `runtime/zero/partition_parameters.py`). This engine gathers a unit at once, one ahead."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    masters: Literal["float32", "none"] = "float32"
+    """Whether parameters in bfloat16 have float32 masters beside them, or are rounded stochastically."""
+    moments: Literal["float32", "8bit"] = "float32"
+    """As what the optimizer's moments are kept between two steps."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """Which states lie away from the device between two uses."""
 
@@ -91,5 +95,7 @@ class Setup:
             cut=config.parallel.cut,
             bucket_bytes=config.zero.bucket_bytes,
             optimizer=config.optimizer,
+            masters=config.precision.masters,
+            moments=config.precision.moments,
             offload=config.offload,
         )

@@ -24,8 +24,8 @@ def check_shape(shape: ModelShape) -> None:
         divisors = [heads for heads in range(1, shape.hidden + 1) if shape.hidden % heads == 0]
         nearest = min(divisors, key=lambda heads: abs(heads - shape.heads))
         raise ValueError(
-            f"{shape.name}: hidden {shape.hidden} does not divide by heads {shape.heads}; use {nearest} heads, or give "
-            "head_size"
+            f"{shape.name}: hidden {shape.hidden} does not divide by heads {shape.heads}; use {nearest} heads, or say "
+            f"how wide a head is: head_size={round(shape.hidden / shape.heads)}, --head-size on a terminal"
         )
     if shape.heads % kv_heads(shape):
         raise ValueError(f"{shape.name}: heads {shape.heads} do not divide by kv_heads {shape.kv_heads}")

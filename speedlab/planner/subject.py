@@ -22,16 +22,18 @@ _VOCABULARY, _SEQUENCE = 50257, 2048
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is said of a model's sizes; of None nothing is."""
+    """What is said of a model's sizes, and of how its loss is computed; of None nothing is."""
 
     layers: int | None = None
     hidden: int | None = None
     heads: int | None = None
     kv_heads: int | None = None
+    head_size: int | None = None
     ffn_hidden: int | None = None
     vocab_size: int | None = None
     sequence_length: int | None = None
     gated: bool | None = None
+    chunked_loss: bool | None = None
 
     @property
     def given(self) -> dict[str, Any]:
@@ -55,16 +57,23 @@ class Sizes:
         # A gated layer has a third matrix: two thirds of the width for as many parameters, as a multiple of 256.
         ffn = self.ffn_hidden or (-(-self.hidden * 8 // 3 // 256) * 256 if self.gated else 4 * self.hidden)
         llama: dict[str, Any] = {"position": "rotary", "norm": "rms", "tied": False, "biases": frozenset()}
+        assumed = [
+            *([f"a vocabulary of {_VOCABULARY:,} (--vocab sets it)"] if self.vocab_size is None else []),
+            *([f"sequences of {_SEQUENCE:,} tokens (--seq sets it)"] if self.sequence_length is None else []),
+        ]
         shape = ModelShape(
             name="",
             layers=self.layers,
             hidden=self.hidden,
             heads=self.heads,
             kv_heads=self.kv_heads,
+            head_size=self.head_size,
             ffn_hidden=ffn,
             vocab_size=self.vocab_size or _VOCABULARY,
             sequence_length=self.sequence_length or _SEQUENCE,
             gated=bool(self.gated),
+            chunked_loss=bool(self.chunked_loss),
+            assumed=tuple(assumed),
             **(llama if self.gated else {}),
         )
         return replace(shape, name=sizes_text(shape))

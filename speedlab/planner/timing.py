@@ -245,6 +245,9 @@ def _update(setup: Setup, machines: Machines, rates: Rates, efficiency: Efficien
     element = rates.element_bytes
     # Master weights and moments are read and written, gradients read twice (the norm, the update), parameters written.
     moved = owned * (8 * (1 + setup.optimizer.moments) + 2 * element + (element if element < 4 else 0))
+    # What is coded is decoded before and encoded after: that is read or written twice in float32 and twice as codes.
+    moved += owned * (8 + 2) * (setup.optimizer.moments if setup.moments == "8bit" else 0)
+    moved += owned * (8 + 2) * (setup.dtype == "bfloat16" and setup.masters == "none")
     return moved / rates.memory_bytes
 
 

@@ -19,6 +19,7 @@ _CHECKPOINTS = "checkpoints"
 _LEFT_BEHIND = "left-behind.json"
 _LEFT_BEHIND_BYTES = 2**20
 _MOST_SHOWN = 8
+_WRITES_ONE = "run.save() writes one while engines hold the run, as save_checkpoint() does"
 
 Place = str | os.PathLike[str]
 
@@ -58,7 +59,7 @@ def find_checkpoint(place: Place, tag: str | None = None, *, step: int | None = 
     fitting = [found for found in known if tag is None and step in (None, found.step)]
     if not fitting:
         named = f"checkpoint {tag!r}" if tag is not None else f"checkpoint of step {step}" if step is not None else ""
-        there = f"it holds {_named(known)}" if known else "run.save() or save_checkpoint() writes one"
+        there = f"it holds {_named(known)}" if known else _WRITES_ONE
         raise CheckpointError(f"{folder}: holds no {named or 'complete checkpoint'}; {there}")
     return fitting[-1].path
 

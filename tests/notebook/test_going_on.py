@@ -212,7 +212,9 @@ def test_what_is_on_the_disk_is_looked_at_and_gone_on_with_when_its_engines_are_
     assert "no engines" in repr(run)
     assert len(run.layout_table()) == 1
     assert len(run.placement()) > 5
-    with pytest.raises(RunError, match=r"no engines here and cannot pause; speedlab\.attach\('kept'\)"):
+    with pytest.raises(
+        RunError, match=rf"its engines are gone; run\.resume\(\) goes on from its checkpoint of step {at}"
+    ):
         run.pause()
     # The handle of before, and one of another kernel: both take the engines that run, of whatever number.
     assert run.resume().wait(60).step == at <= stopped_at

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from cuda_ops import adamw, adamw_compact, blockquant, blockwise8, grad_stats, onebit, sgd_momentum
+from cuda_ops import adamw, blockquant, blockwise8, grad_stats, onebit, sgd_momentum, stochastic
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -32,19 +32,17 @@ def _dequantize(dtype: torch.dtype, bits: int) -> None:
     blockquant._cuda_dequantize(quantized, torch.ones(2, 1), torch.ones(9, dtype=dtype), 32, True)
 
 
-def _compact(param: torch.dtype, grad: torch.dtype, coded: bool, copy: torch.dtype | None) -> None:
-    moments = torch.zeros(2, 9, dtype=torch.uint8 if coded else torch.float32)
-    scales = torch.zeros(2, 1) if coded else (None, None)
-    tensors = (torch.ones(9, dtype=param), torch.ones(9, dtype=grad), *moments, *scales)
-    copied = None if copy is None else torch.ones(9, dtype=copy)
-    adamw_compact._cuda(*tensors, copied, 0.1, 0.9, 0.99, 1e-8, 0.1, 1, 1.0, True, 3, 5)
+def _encode8(dtype: torch.dtype, signed: bool) -> None:
+    blockwise8._cuda_encode(torch.ones(9, dtype=dtype), torch.zeros(9, dtype=torch.uint8), torch.ones(1), signed)
 
 
 def _decode8(dtype: torch.dtype, signed: bool) -> None:
     blockwise8._cuda_decode(torch.zeros(9, dtype=torch.uint8), torch.ones(1), torch.ones(9, dtype=dtype), signed)
 
 
-LAUNCHES: dict[str, Callable[[], object]] = {}
+LAUNCHES: dict[str, Callable[[], object]] = {
+    "round_stochastically": lambda: stochastic._cuda(torch.ones(9), torch.ones(9, dtype=torch.bfloat16), 3, 1, 5)
+}
 for name, dtype in FLOATS.items():
     LAUNCHES |= {
         f"adamw-{name}": lambda dtype=dtype: _adamw(dtype, None),
@@ -64,17 +62,6 @@ for name, dtype in FLOATS.items():
         }
     for signed in (True, False):
         LAUNCHES |= {
-            f"encode8-{signed}-{name}": lambda dtype=dtype, signed=signed: blockwise8._cuda_encode(
-                torch.ones(9, dtype=dtype), signed
-            ),
+            f"encode8-{signed}-{name}": lambda dtype=dtype, signed=signed: _encode8(dtype, signed),
             f"decode8-{signed}-{name}": lambda dtype=dtype, signed=signed: _decode8(dtype, signed),
-        }
-    for coded in (True, False):
-        LAUNCHES |= {
-            f"adamw_compact-{coded}-{name}": lambda dtype=dtype, coded=coded: _compact(
-                torch.float32, dtype, coded, None if dtype is torch.float32 else dtype
-            ),
-            f"adamw_compact-bfloat16-{coded}-{name}": lambda dtype=dtype, coded=coded: _compact(
-                torch.bfloat16, dtype, coded, None
-            ),
         }

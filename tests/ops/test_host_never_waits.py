@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cuda_ops import adamw, adamw_compact, blockquant, blockwise8, gpu, grad_stats, onebit, sgd_momentum
+from cuda_ops import adamw, blockquant, blockwise8, gpu, grad_stats, onebit, sgd_momentum, stochastic
 from cuda_ops import linear_cross_entropy as loss_module
 from cuda_ops.meter import meter
 from speedlab.parallel.tensor.loss import _Loss, vocabulary_cross_entropy
@@ -104,12 +104,6 @@ UPDATE = (0.1, 0.9, 0.99, 1e-8, 0.1, 3, 0.5)
 MOMENTUM = (0.1, 0.9, 0.0, 0.1, True, False, 0.5)
 
 
-def compact(dtype: torch.dtype) -> None:
-    codes, scales = on_gpu(70, torch.uint8), on_gpu(1)
-    states = (on_gpu(70, torch.bfloat16), on_gpu(70, dtype), codes, codes, scales, scales, on_gpu(70, dtype))
-    adamw_compact._cuda(*states, *UPDATE, True, 3, 5)
-
-
 OPERATIONS: dict[str, Callable[[torch.dtype], Any]] = {
     "adamw": lambda dtype: adamw._cuda(on_gpu(9), on_gpu(9, dtype), on_gpu(9), on_gpu(9), on_gpu(9, dtype), *UPDATE),
     "adamw, no copy": lambda dtype: adamw._cuda(on_gpu(9), on_gpu(9, dtype), on_gpu(9), on_gpu(9), None, *UPDATE),
@@ -119,8 +113,13 @@ OPERATIONS: dict[str, Callable[[torch.dtype], Any]] = {
 PACKED: dict[str, Callable[[torch.dtype], Any]] = {
     "onebit_pack": lambda dtype: onebit._cuda_pack(on_gpu(40, dtype), on_gpu(40), 16),
     "block_quantize": lambda dtype: blockquant._cuda_quantize(on_gpu(70, dtype), 8, 32),
-    "blockwise8_encode": lambda dtype: blockwise8._cuda_encode(on_gpu(70, dtype), True),
-    "adamw_compact": compact,
+    "blockwise8_encode": lambda dtype: blockwise8._cuda_encode(
+        on_gpu(70, dtype), on_gpu(70, torch.uint8), on_gpu(1), True
+    ),
+    "blockwise8_decode": lambda dtype: blockwise8._cuda_decode(
+        on_gpu(70, torch.uint8), on_gpu(1), on_gpu(70, dtype), True
+    ),
+    "round_stochastically": lambda dtype: stochastic._cuda(on_gpu(70), on_gpu(70, torch.bfloat16), 0, 3, 5),
 }
 
 

@@ -5,28 +5,23 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
-from cuda_ops.compile import kernel
-from cuda_ops.stochastic import keys, random_bits_reference, round_block, round_stochastically_reference
-from cuda_ops.tensors import array
+from cuda_ops.adamw import adamw
+from cuda_ops.meter import meter
+from cuda_ops.stochastic import random_bits_reference, round_stochastically, round_stochastically_reference
 
 SPECIAL = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-40, 1.0, -3.0, 3.3895e38, 3.4028e38]
 
 
-@kernel()
-def _round(values: Any, target: Any, index: Any, first: Any, second: Any) -> None:
-    round_block(values, target, index, first, second)
-
-
 def rounded(values: torch.Tensor, seed: int, step: int, offset: int = 0) -> torch.Tensor:
-    target = torch.zeros(values.shape, dtype=torch.bfloat16)
-    _round(array(values), array(target), np.uint64(offset), *keys(seed, step))
-    return target
+    out = torch.full(values.shape, 7.0, dtype=torch.bfloat16)
+    round_stochastically(values, out, seed=seed, step=step, offset=offset)
+    return out
 
 
 def same(one: torch.Tensor, two: torch.Tensor) -> bool:
@@ -36,7 +31,7 @@ def same(one: torch.Tensor, two: torch.Tensor) -> bool:
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**63 - 1),
-    step=st.integers(1, 2**40),
+    step=st.integers(0, 2**40),
     offset=st.integers(0, 2**40) | st.integers(2**32 - 600, 2**32 + 600),
     size=st.integers(0, 700),
 )
@@ -53,6 +48,15 @@ def test_an_element_is_rounded_by_its_place_in_the_flat(offset) -> None:
     whole = rounded(values, 3, 5, offset)
     for start, stop in [(0, 1), (1, 400), (299, 301), (999, 1000)]:
         assert same(rounded(values[start:stop].clone(), 3, 5, offset + start), whole[start:stop])
+
+
+@pytest.mark.parametrize("offset", [5, 2**32 - 300_000])
+def test_the_same_bits_on_any_number_of_threads_and_in_any_pieces(offset, set_threads) -> None:
+    values = torch.randn(1_100_003)
+    expected = round_stochastically_reference(values, 11, 3, offset)
+    for threads in (1, 2, 3):
+        set_threads(threads)
+        assert same(rounded(values, 11, 3, offset), expected)
 
 
 def test_another_seed_step_or_place_rounds_otherwise() -> None:
@@ -115,3 +119,54 @@ def test_random_bits_are_even() -> None:
     assert columns.mean(1).abs().max() < 5 * 0.5 / 2**8
     correlation = columns @ columns.T * 4 / 2**16 - torch.eye(32)
     assert correlation.abs().max() < 5.5 / 2**8
+
+
+def test_updates_too_small_for_bfloat16_arrive_on_average() -> None:
+    size, steps = 4096, 64
+    param = torch.ones(size, dtype=torch.bfloat16)
+    first, second = torch.zeros(2, size)
+    # A sixteenth of the spacing below 1.
+    numbers: dict[str, Any] = {"lr": 2**-12, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
+    for step in range(1, steps + 1):
+        value = param.float()
+        adamw(value, torch.ones(size), first, second, **numbers, step=step)
+        round_stochastically(value, param, seed=0, step=step)
+    moved = 1 - param.float().mean()
+    assert moved == pytest.approx(steps * 2**-12, rel=0.02)
+    assert 1 - param.float().min() > 2 * moved / 3, "and they are numbers of bfloat16"
+
+
+def test_bytes_of_one_call() -> None:
+    meter.take()
+    rounded(torch.zeros(1000), 0, 1)
+    assert meter.take()["round_stochastically"].nbytes == 1000 * (4 + 2)
+
+
+def test_bad_input_is_refused_by_name_and_changes_nothing() -> None:
+    values, out = torch.ones(300), torch.zeros(300, dtype=torch.bfloat16)
+    bad = [
+        (r"values: dtype is bfloat16, expected float32", {"values": values.bfloat16()}),
+        (r"values: dtype is float64, expected float32", {"values": values.double()}),
+        (r"values: shape is \(3, 100\), expected \(any\)", {"values": values.view(3, 100)}),
+        (r"values: strides are \(2,\)", {"values": values.repeat(2)[::2]}),
+        (r"out: dtype is float16, expected bfloat16", {"out": out.half()}),
+        (r"out: shape is \(299,\), expected \(300\)", {"out": out[1:]}),
+        (r"out: strides are \(2,\)", {"out": out.repeat(2)[::2]}),
+        (r"out: device is meta, expected cpu", {"out": out.to("meta")}),
+        (r"seed: -1, expected 0 or more", {"seed": -1}),
+        (r"step: -1, expected the number of an update, 0 or more", {"step": -1}),
+        (r"offset: -1, expected the place of the first element in its flat, 0 or more", {"offset": -1}),
+    ]
+    for message, wrong in bad:
+        with pytest.raises(ValueError, match=message):
+            round_stochastically(**{"values": values, "out": out, "seed": 0, "step": 1} | wrong)
+    assert not out.any()
+
+
+def test_registration() -> None:
+    operation = torch.ops.cuda_ops.round_stochastically.default
+    torch.library.opcheck(operation, (torch.randn(600), torch.zeros(600, dtype=torch.bfloat16), 3, 1, 2**33))
+    with FakeTensorMode():
+        assert rounded(torch.empty(600), 0, 1).shape == (600,)
+        with pytest.raises(ValueError, match="offset: -1"):
+            rounded(torch.empty(600), 0, 1, -1)

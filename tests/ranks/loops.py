@@ -48,6 +48,8 @@ class Case:
     clip_norm: float | None = None
     offload: tuple[tuple[str, str], ...] = ()
     """Fields of the configuration's `offload`: (name, value)."""
+    precision: tuple[tuple[str, str], ...] = ()
+    """Further fields of the configuration's `precision`: (name, value)."""
     bucket_bytes: int = 1
     """1: each block is a unit of its own; these models' blocks would otherwise all be merged into one."""
     steps: int = 10
@@ -58,7 +60,7 @@ class Case:
     def config(self) -> dict[str, Any]:
         return {
             "zero": {"stage": self.stage, "bucket_bytes": self.bucket_bytes},
-            "precision": {"dtype": self.dtype},
+            "precision": {"dtype": self.dtype, **dict(self.precision)},
             "batch": {"micro_size": 2, "accumulation": self.accumulation},
             "activation": {"checkpointing": self.checkpointing},
             "clip_norm": self.clip_norm,
@@ -70,7 +72,7 @@ class Case:
         return (
             f"zero {self.stage}, {self.build.__name__}, {self.dtype}, accumulation {self.accumulation}, "
             f"checkpointing {self.checkpointing}, {self.optimizer.__name__}, {clip}, bucket {self.bucket_bytes}, "
-            f"offload {dict(self.offload)}"
+            f"offload {dict(self.offload)}, precision {dict(self.precision)}"
         )
 
 

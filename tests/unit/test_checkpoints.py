@@ -55,7 +55,11 @@ def test_a_place_is_a_run_its_checkpoints_or_one_of_them(folder: Path, kind: typ
     [
         ("runs/a", {"tag": "supper"}, "holds no checkpoint 'supper'; it holds step-000020, lunch, step-000010"),
         ("runs/a", {"step": 11}, "holds no checkpoint of step 11; it holds step-000020, lunch, step-000010"),
-        ("runs/a/records", {}, "records: holds no complete checkpoint; run.save() or save_checkpoint() writes one"),
+        (
+            "runs/a/records",
+            {},
+            "holds no complete checkpoint; run.save() writes one while engines hold the run",
+        ),
         ("runs/b", {}, "runs/b: there is no such folder"),
         ("runs/a/checkpoints/lunch", {"tag": "supper"}, "is one checkpoint; to choose by tag or step, give its folder"),
         ("runs/a/checkpoints/lunch", {"step": 10}, "is one checkpoint; to choose by tag or step, give its folder"),

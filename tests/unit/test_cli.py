@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,6 @@ def test_a_preset_may_come_with_what_only_it_allows() -> None:
     ("arguments", "message"),
     [
         (["--zero.stage", "7"], "invalid choice '7'"),
-        (["--zero.stge", "1"], "--zero.stage"),
         (["--model.heads", "5"], "does not divide by heads 5; heads 4"),
     ],
 )
@@ -125,6 +125,45 @@ def test_options_that_cannot_be_are_refused(capsys, arguments, message) -> None:
         train.parse(arguments)
     assert refusal.value.code == 2
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--zeroo", "3"], "unknown option '--zeroo'; the nearest is '--zero'"),
+        (["train", "--zero.stge=1", "--optimizer.eps", "0"], "'--zero.stge'; the nearest is '--zero.stage'"),
+        (["train", "--zero.stge=1", "--stepz", "3"], "\nunknown option '--stepz'; the nearest is '--steps'"),
+        (["train", "--lr", "3e-4"], "unknown option '--lr'; the nearest is '--optimizer.lr'"),
+        (["train", "--learning-rate", "3e-4"], "the nearest is '--optimizer.lr'"),
+        (["train", "--batch_size", "8"], "the nearest is '--batch.global-size'"),
+        (["train", "--vocab-size", "9"], "the nearest are '--model.vocab-size', '--data.vocab-size'"),
+        (["plan", "gpt2", "--zeroo", "3"], "unknown option '--zeroo'; the nearest is '--zero'"),
+        (["plan", "--machine", "8 H100"], "the nearest is '--machines'"),
+        (["config", "--jsn"], "the nearest is '--json'"),
+        (["status", "--qqq"], "unknown option '--qqq'; `speedlab status --help` tells all"),
+        (["stop", "--yess"], "unknown option '--yess'; "),
+        (["report", "r", "--outptu", "x"], "unknown option '--outptu'; "),
+        (["export", "r", "out", "--dtyp", "float32"], "the nearest is '--dtype'"),
+        (["trace", "r", "--stp", "3"], "the nearest is '--step'"),
+        (["calibrate", "--engins", "3"], "the nearest is '--engines'"),
+        (["demo", "--notebok", "x"], "unknown option '--notebok'; "),
+        (["bench", "step", "--ronds", "1"], "the nearest is '--rounds'"),
+        (["guide", "--sektion"], "unknown option '--sektion'; "),
+        (["train", "--zero", "3", "--zero.stage", "2"], "--zero 3 and --zero.stage 2 say two things of one"),
+        (["train", "--batch.global-size=8", "--batch=16"], "--batch 16 and --batch.global-size 8 say two things"),
+        (["plan", "gpt2", "--zero.stage=1", "--zero", "0"], "--zero 0 and --zero.stage 1 say two things of one"),
+    ],
+)
+def test_an_option_that_is_not_known_is_told_with_the_nearest(capsys, arguments, message) -> None:
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"speedlab {arguments[0]}: ")
+    assert message in said.err
+    assert not said.out
+
+
+def test_an_option_may_be_said_twice_alike() -> None:
+    assert train.parse(["--zero", "3", "--zero.stage=3"])[0].zero.stage == 3
 
 
 def test_help_tells_every_fields_description(capsys) -> None:
@@ -271,6 +310,33 @@ def test_progress_line() -> None:
     feed.close()
 
 
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (120, "step 20/40 ━━━━━━────── 4.1 k tokens/s · loss 5.000 (held-out 5.250) · zero 2 · 10 s left"),
+        (81, "step 20/40 ━━━━━━────── 4.1 k tokens/s · loss 5.000 (held-out 5.250) · 10 s left"),
+        (80, "step 20/40 4.1 k tokens/s · loss 5.000 (held-out 5.250) · 10 s left"),
+        (60, "step 20/40 4.1 k tokens/s · loss 5.000 · 10 s left"),
+        (40, "step 20/40 · loss 5.000 · 10 s left"),
+        (30, "step 20/40 · 10 s left"),
+    ],
+)
+def test_progress_fits_the_terminal_and_keeps_its_end(monkeypatch, columns: int, shown: str) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    folder = make_run(Path("runs/p"), state=RunState.RUNNING)
+    write_steps(folder, 20, heldout=5.25)
+    feed = progress.Feed(folder)
+    feed.poll(files=True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    progress.Progress(feed, stream := Terminal()).update()
+    assert stream.getvalue().removeprefix("\r\x1b[K") == shown
+    assert len(shown) < columns
+    feed.close()
+
+
 def test_progress_in_a_file_is_plain_lines() -> None:
     feed = progress.Feed(make_run(Path("runs/p")))
     stream = io.StringIO()
@@ -409,10 +475,25 @@ def test_the_same_command_again_offers_to_go_on(monkeypatch, capsys) -> None:
 # Export
 
 
+def test_export_says_which_step_it_wrote(monkeypatch, capsys) -> None:
+    path = make_run(Path("runs/a")).path / "checkpoints" / "mine"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text('{"step": 1200}')
+
+    def written(checkpoint: Path, folder: Path, **options: object) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(bytes(2**20))
+
+    monkeypatch.setitem(sys.modules, "speedlab.engine.checkpoint", types.SimpleNamespace(export_hf=written))
+    assert cli.main(["export", "a", "out"]) == 0
+    line = f"out: step 1,200, from {path}, 1.0 MiB, without a tokenizer: the run's folder has none\n"
+    assert capsys.readouterr().out == line
+
+
 def test_export_needs_a_checkpoint(capsys) -> None:
     make_run(Path("runs/bare"), state=RunState.PAUSED)
     assert cli.main(["export", "bare", "out"]) == 2
-    assert "holds no complete checkpoint; run.save() or" in capsys.readouterr().err
+    assert "holds no complete checkpoint; run.save() writes one while engines hold" in capsys.readouterr().err
     assert cli.main(["export", "bare", "out", "--tag", "step-000007"]) == 2
     assert "step-000007" in capsys.readouterr().err
     assert not Path("out").exists()

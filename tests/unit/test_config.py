@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import pickle
+import pydoc
 from pathlib import Path
 
 import pytest
@@ -14,11 +17,13 @@ from speedlab.config import (
     BatchConfig,
     ConfigError,
     ModelConfig,
+    OffloadConfig,
     OptimizerConfig,
     RunConfig,
     ZeroConfig,
     annotated_yaml,
 )
+from speedlab.config.offload_rules import offload_problems
 
 
 def refusal(**data) -> str:
@@ -61,6 +66,55 @@ def test_every_unknown_key_is_named() -> None:
     ]
 
 
+def test_every_problem_is_told_beside_unknown_keys_in_the_parts_too() -> None:
+    assert refusal(
+        zero=9, stepz=3, compile=1, seed=True, optimizer={"lr": -1, "epz": 0}, model={"preset": "gpt3", "layerz": 2}
+    ).splitlines() == [
+        "unknown key 'stepz'; the nearest known key is 'steps'",
+        "seed is true, but it is not a yes-or-no field",
+        "model: unknown key 'layerz'; the nearest known key is 'layers'",
+        "model.preset: unknown model preset 'gpt3'; nearest: 'gpt2'; known: gpt-tiny, gpt-mini, gpt2, gpt2-medium, "
+        "gpt2-large, gpt2-xl",
+        "zero.stage: Input should be 0, 1, 2 or 3 (got 9)",
+        "optimizer: unknown key 'epz'; the nearest known key is 'eps'",
+        "optimizer.lr: Input should be greater than 0 (got -1)",
+    ]
+    assert refusal(data={"sequence_length": 512, "vocab_size": 5000}, offload={"parameters": "host"}).splitlines() == [
+        "data.sequence_length 512 is longer than model.context 256; shorten the sequence or raise the context",
+        "data.vocab_size 5000 is larger than model.vocab_size 4096; lower the first or raise the second",
+        *offload_problems(OffloadConfig(parameters="host"), stage=2, checkpointing="none"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "example"),
+    [
+        ({"offload": "disk"}, 'offload={"optimizer": "disk"}'),
+        ({"offload": "gpu"}, 'offload={"optimizer": "none"}'),
+        ({"activation": "block"}, 'activation={"checkpointing": "block"}'),
+        ({"schedule": "linear"}, 'schedule={"kind": "linear"}'),
+        ({"parallel": 2}, 'parallel={"dp": 2}'),
+        ({"checkpoint": 50}, 'checkpoint={"every_steps": 50}'),
+        ({"eval": None}, 'eval={"every_steps": 50}'),
+        ({"telemetry": "x"}, 'telemetry={"stream_hz": 10.0}'),
+        ({"zero": "3"}, 'zero={"stage": 2}'),
+    ],
+)
+def test_a_part_that_is_no_dict_is_refused_with_one_that_works(data, example) -> None:
+    (field, value) = next(iter(data.items()))
+    assert refusal(**data) == f"{field} is {value!r}, but it has fields of its own; give them, for instance {example}"
+    part = json.loads(example.partition("=")[2])
+    assert RunConfig(**{field: part})
+
+
+@pytest.mark.parametrize("part", [RunConfig, *filter(None, map(RunConfig.part_of, RunConfig.model_fields))])
+def test_help_of_a_part_tells_its_fields(part) -> None:
+    shown = "".join(pydoc.render_doc(part, renderer=pydoc.plaintext).replace("|", "").split())
+    for name, field in part.model_fields.items():
+        assert "".join(f"{name}: {field.description}".split()) in shown
+    assert "".join((inspect.getdoc(part) or "").partition("Attributes:")[0].split()) in shown
+
+
 @pytest.mark.parametrize("field", [f for f in RunConfig.model_fields if RunConfig.part_of(f)])
 def test_each_part_knows_its_own_keys_only(field) -> None:
     assert refusal(**{field: {"no-such-key": 1}}).startswith(f"{field}: unknown key 'no-such-key'; ")
@@ -79,8 +133,8 @@ def test_each_part_knows_its_own_keys_only(field) -> None:
         ({"optimizer": {"lr": float("inf")}}, "optimizer.lr: Input should be a finite number (got inf)"),
         ({"clip_norm": float("nan")}, "clip_norm: Input should be a finite number (got nan)"),
         ({"optimizer": {"betas": (0.9, 1.0)}}, "optimizer.betas: Input should be less than 1 (got 1.0)"),
-        ({"model": "gpt3"}, "model: unknown model preset 'gpt3'; nearest: 'gpt2'; known: gpt-tiny, "),
-        ({"model": {"preset": ["gpt2"]}}, "model: unknown model preset ['gpt2']; "),
+        ({"model": "gpt3"}, "model.preset: unknown model preset 'gpt3'; nearest: 'gpt2'; known: gpt-tiny, "),
+        ({"model": {"preset": ["gpt2"]}}, "model.preset: unknown model preset ['gpt2']; "),
         ({"model": {"heads": 5}}, "model: hidden 192 does not divide by heads 5; heads 4 would work"),
         (
             {"model": {"hidden": 9, "heads": 3}},

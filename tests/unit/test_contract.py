@@ -134,7 +134,19 @@ EXPECTED = r"[\s\S]*forward\(tokens, targets\)[\s\S]*forward\(input_ids=.*labels
         ({"model": with_forward(lambda self, x, y, z: 1)}, "TypeError.*missing 1 required.*'z'" + EXPECTED),
         ({"model": with_forward(lambda self, x, y: self.out(x.float()))}, r"RuntimeError: .* in <lambda>, line \d+"),
         ({"model": with_forward(lambda self, x, y: self.loss(x, y).detach())}, "depends on none of its parameters"),
-        ({"model": Net, "loss": lambda model, batch: model}, r"<lambda>\(model, batch\) gave a Net, which is no loss"),
+        (
+            {"model": Net, "loss": lambda model, batch: model},
+            r"^loss: <lambda>\(model, batch\) gave a Net, which is",
+        ),
+        (
+            {"model": Net, "loss": lambda m: m},
+            r"^loss: <lambda>\(m\) cannot be called so \(too many positional.*\); .* is called as loss\(model, batch\)",
+        ),
+        (
+            {"model": Net, "loss": lambda model, batch, weight: weight},
+            r"^loss: <lambda>\(model, batch, weight\) .*missing a required argument: 'weight'.* loss\(model, batch\)",
+        ),
+        ({"model": Net, "loss": 3}, r"^loss: it is a int; give a function that is called as loss\(model, batch\)"),
         ({"model": lambda: Net(300)}, "embedding has 300 tokens and the data have 512; .* data.vocab_size to 300"),
         ({"model": lambda: Net(100)}, "embedding has 100 tokens and the data have 512; make it larger$"),
         (

@@ -146,9 +146,9 @@ def test_one_rank_is_its_own_peer() -> None:
 @pytest.mark.parametrize(
     ("world", "axes", "message"),
     [
-        (4, {"tp": 3}, "4 ranks do not divide by pp 1 × tp 3 = 3; use a multiple of 3 engines"),
-        (4, {"dp": 3}, "pp 1 × dp 3 × tp 1 = 3 ranks, but there are 4 engines; dp 4 would fit"),
-        (5, {"dp": 2, "tp": 2}, "pp 1 × dp 2 × tp 2 = 4 ranks, but there are 5 engines; 4 engines would fit"),
+        (4, {"tp": 3}, "4 ranks do not divide by pp 1 × tp 3 = 3"),
+        (4, {"dp": 3}, "pp 1 × dp 3 × tp 1 = 3 ranks, but there are 4 engines"),
+        (5, {"dp": 2, "tp": 2}, "pp 1 × dp 2 × tp 2 = 4 ranks, but there are 5 engines"),
         (4, {"tp": 0}, "tp is 0; every axis of a layout is at least 1"),
         (4, {"dp": 0}, "dp is 0; every axis of a layout is at least 1"),
         (4, {"pp": -1}, "pp is -1; every axis of a layout is at least 1"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import pytest
 
 from speedlab.config import RunConfig, layouts
@@ -44,7 +47,17 @@ def test_uneven_pipeline_of_the_announcement() -> None:
     ("change", "engines", "said"),
     [
         ({"dp": 3}, 4, r"pp 1 × dp 3 × tp 1 = 3 ranks, but there are 4 engines; dp 4 would fit; on 4 engines pp 1"),
-        ({"tp": 3}, 4, r"4 ranks do not divide by pp 1 × tp 3 = 3; .*; on 4 engines pp 1 × dp 2 × tp 2"),
+        (
+            {"tp": 3},
+            4,
+            r"4 ranks do not divide by pp 1 × tp 3 = 3; on 4 engines pp 1 × dp 2 × tp 2 .* works on 3 engines$",
+        ),
+        ({"tp": 4}, 6, r"6 ranks do not divide by pp 1 × tp 4 = 4; on 6 engines pp 1 × dp 1 × tp 6 or .* would work$"),
+        (
+            {"dp": 3},
+            7,
+            r"there are 7 engines; dp 7 would fit; on 7 engines .* as it is asked for it works on 3 engines$",
+        ),
         ({"tp": 4}, 4, r"tp 4: 6 heads do not divide by 4; 1, 2, 3 and 6 do; on 4 engines pp 1 × dp 2 × tp 2 or"),
         ({"pp": 8}, 8, r"pp 8, but the model has 6 blocks; .*; on 8 engines pp 4 × dp 2 × tp 1 or"),
         (
@@ -69,6 +82,27 @@ def test_what_does_not_exist_is_told_with_its_numbers(change: dict, engines: int
     batch = {"batch": {"accumulation": micro_batches}} if micro_batches else {}
     with pytest.raises(LayoutError, match=said):
         TINY.replace(parallel=change, **batch).layout(engines)
+
+
+def test_no_layout_is_advised_that_does_not_work() -> None:
+    """A batch that only few layouts divide, on every number of engines: what is named is tried."""
+    for engines, tp, pp, dp in itertools.product(range(1, 13), range(1, 9), range(1, 5), (None, 2, 3)):
+        config = TINY.replace(parallel={"tp": tp, "pp": pp, "dp": dp}, batch={"global_size": 6, "micro_size": 1})
+        try:
+            config.layout(engines)
+        except LayoutError as error:
+            text = str(error)
+        else:
+            continue
+        for found in re.findall(r"(?<!: )pp (\d+) × dp (\d+) × tp (\d+)(?= or|,| would)", text):
+            axes = dict(zip(("pp", "dp", "tp"), map(int, found), strict=True))
+            assert layouts.why_not(config, engines, **axes) is None, text
+        for found in re.findall(r"; dp (\d+) would fit", text):
+            assert layouts.why_not(config, engines, dp=int(found)) is None, text
+        for found in re.findall(r"works on (\d+) engines", text):
+            assert int(found) < engines
+            assert layouts.why_not(config, int(found), dp=dp) is None, text
+        assert "multiple of" not in text.partition("batch:")[0]
 
 
 def test_fewer_micro_batches_than_stages_are_allowed() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from speedlab.cluster.run import _with_absolute_sources, check_offload_folder
+from speedlab.cluster.given_paths import check_offload_folder, with_absolute_paths
 from speedlab.config import ConfigError, RunConfig
 from speedlab.telemetry.shape import changed_config, shape_of
 
@@ -30,7 +30,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused() -> None:
 
 def test_engines_find_the_folder_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert _with_absolute_sources(on_disk(Path("states"))).offload.folder == tmp_path / "states"
+    assert with_absolute_paths(on_disk(Path("states"))).offload.folder == tmp_path / "states"
 
 
 def test_only_places_change_while_a_run_is_on(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from typing import Any
 
@@ -132,3 +133,6 @@ def test_the_table_of_stages_counts_states_wherever_they_lie(tmp_path) -> None:
     assert (table[0]["host_bytes"], table[0]["disk_bytes"]) == (GIB // 4, 6 * GIB)
     assert "on disk" in table.head()
     assert "6.0 GiB" in str(table)
+    for shown in (str(table), html.unescape(table._repr_html_())):
+        assert "on host: states that lie in the host's memory, and the buffers through which states on disk" in shown
+        assert "on disk: states in files" in shown

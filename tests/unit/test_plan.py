@@ -22,6 +22,7 @@ from speedlab.planner.memory import predict_memory
 from speedlab.planner.plan import Found, plan
 from speedlab.planner.plan_table import plan_table
 from speedlab.planner.request import PlanRequest, count
+from speedlab.planner.shapes import head_size
 
 CLUSTER = "128x8 A100-80 nvlink3 ib-200x8"
 GPT3 = ["gpt3-175b", "--machines", CLUSTER, "--tp", "8", "--pp", "16", "--zero", "1", "--global", "1536"]
@@ -126,6 +127,13 @@ def test_a_page_shows_a_plan_without_scripts_and_escaped() -> None:
         (["gpt2", "--machines", "4x8"], "do not say how many of what; write for instance"),
         (["gpt2", "--machines", "dgx-3"], "cluster 'dgx-3' is not known; nearest: dgx-2"),
         (["gpt2", "--machines", "8 A100-80", "--tp", "8"], "12 heads do not divide by it; tp 4 does"),
+        (
+            ["gpt2", "--machines", "8 H100", "--tp", "3"],
+            "8 ranks do not divide by pp 1 × tp 3 = 3; pp 1 × dp 2 × tp 4 or pp 2 × dp 1 × tp 4 or pp 1 × dp 4 × tp 2 "
+            "would work; so would pp 1 × dp 2 × tp 3 on 6 of them: --dp 2",
+        ),
+        (["--layers", "4", "--hidden", "100", "--heads", "3", "--machines", "8 H100"], "--head-size on a terminal"),
+        (["--machines", "8 H100", "--largest", "--head-size", "64"], "cannot have --head-size"),
         (["gpt2", "--machines", "16 V100-32", "--pp", "16"], "gpt2 has 12 layers"),
         (["gpt2", "--machines", "8 A100-80", "--global", "12"], "a global batch of 16 would work"),
         (["gpt2", "--machines", "8 A100-80", "--tokens", "many"], "write for instance 300B"),
@@ -338,6 +346,22 @@ def test_any_model_is_described_by_its_sizes() -> None:
     named = PlanRequest(model="llama-3-8b", machines="8 H100").plan([DEVICE])
     assert replace(made.setup.shape, name="llama-3-8b") == named.setup.shape
     assert made.setup.shape.name == "32 layers of 4,096, 32 heads, feed-forward 14,336, vocabulary 128,256"
+
+
+def test_what_sizes_leave_open_is_told_with_the_option_that_says_it() -> None:
+    words: dict[str, Any] = {"layers": 8, "hidden": 512, "heads": 8, "machines": "1x8 H100-80"}
+    assert "assumed: a vocabulary of 50,257 (--vocab sets it), sequences of 2,048 tokens (--seq sets it)" in str(
+        PlanRequest(**words).plan([DEVICE])
+    )
+    assert "50,257 (--vocab" in str(PlanRequest(**words, search=True, global_size=64).answer([DEVICE]))
+    said = str(PlanRequest(**words, vocab=50257, seq=2048).plan([DEVICE]))
+    assert "--vocab" not in said
+    assert "--seq" not in said
+
+
+def test_the_width_of_a_head_may_be_said() -> None:
+    made = PlanRequest(layers=4, hidden=100, heads=3, head_size=32, machines="8 H100").plan([DEVICE])
+    assert head_size(made.setup.shape) == 32
 
 
 def test_a_heading_does_not_name_a_model_that_was_replaced(tmp_path: Path) -> None:

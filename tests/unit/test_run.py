@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import html
+import json
 import stat
 import subprocess
 import sys
@@ -18,9 +20,10 @@ import pytest
 from telemetry_samples import eventually, make_event, make_record
 
 import speedlab.cluster
-from speedlab.cluster import remote
+from speedlab.cluster import going_on, remote
 from speedlab.cluster.advance import Claim
 from speedlab.cluster.errors import ClusterError, RankError, RemoteFailure
+from speedlab.cluster.going_on import resume_arguments
 from speedlab.cluster.known_runs import RunError, remembered_runs
 from speedlab.cluster.own_model import OWN_MODEL, read_own_model
 from speedlab.cluster.reattach import attach
@@ -619,6 +622,73 @@ def test_a_run_without_engines_is_there_to_look_at(make, engines, monkeypatch):
     seen.feed.close()
 
 
+@pytest.fixture
+def no_clusters(monkeypatch):
+    """No cluster runs, whatever this machine's do."""
+    running: list[Any] = []
+    monkeypatch.setattr(going_on, "running_clusters", lambda: running)
+    return running
+
+
+def write_checkpoint(run: Run, step: int) -> None:
+    path = run.folder.path / "checkpoints" / f"step-{step:06d}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text(json.dumps({"step": step}))
+
+
+def test_a_run_whose_engines_are_gone_says_how_it_goes_on(make, engines, no_clusters, monkeypatch):
+    """Not that it be attached to, where nothing holds it; and what is named works."""
+    run = make(name="gone", steps=3)
+    run.wait(10)
+    run.cluster = None  # As after cluster.stop().
+
+    def told(word: Callable[[], Any] = run.pause) -> str:
+        with pytest.raises(RunError, match="has no engines here") as refused:
+            word()
+        assert "attach" not in str(refused.value)
+        return str(refused.value)
+
+    assert "its engines are gone, and no checkpoint of it was written: it can only be looked at" in told()
+    with pytest.raises(RunError, match="has nothing to export: its engines are gone, and no checkpoint"):
+        run.export("out")
+    write_checkpoint(run, 2)
+    back = "run.resume() goes on from its checkpoint of step 2"
+    assert f"speedlab.Cluster(name='fake', engines=2) starts others, then {back}" in told()
+    assert back in told(lambda: run.generate("a"))
+    no_clusters.append(types.SimpleNamespace(name="another"))
+    assert told().endswith(f"cannot pause: its engines are gone; {back}")
+    write_checkpoint(run, 3)
+    assert "run.resume(steps=6) goes on from its checkpoint of step 3" in told(run.save)
+    assert resume_arguments(run, None, None, 6) == {"steps": 6}
+
+    bare = Run(run.folder)
+    with pytest.raises(RunError, match=r"; speedlab\.attach\('.*gone'\)\.resume\(steps=6\) goes on"):
+        bare.pause()
+    no_clusters.append(types.SimpleNamespace(name="fake"))
+    monkeypatch.setattr("speedlab.cluster.going_on.psutil.pid_exists", lambda pid: True)
+    with pytest.raises(RunError, match=r"cannot pause: speedlab\.attach\('gone'\) finds those that hold it"):
+        bare.pause()
+    bare.feed.close()
+
+
+def test_a_run_that_ends_unsaved_says_so_and_what_to_do(make, no_clusters):
+    run = make(name="unsaved", steps=3)
+    run.wait(10)
+    held = "step 3 is not saved: run.save() writes it, as long as the engines hold it; checkpoint.every_steps does so"
+    assert held in run._repr_html_()
+    assert held in str(run.table())
+    assert held in run.table()._repr_html_()
+    assert "2 engines, not saved>" in repr(run)
+    write_checkpoint(run, 2)
+    assert "step 3 is not saved, the newest checkpoint is of step 2: run.save() writes it" in str(run.table())
+    run.cluster = None
+    gone = "is of step 2, and its engines are gone; in the next run save before they end, or set checkpoint.every_steps"
+    assert gone in str(run.table())
+    assert "run.save()" not in run._repr_html_()
+    write_checkpoint(run, 3)
+    assert "saved" not in (repr(run) + str(run.table()) + run._repr_html_()).replace("unsaved", "")
+
+
 def test_ranks_whose_processes_are_gone_end_the_wait(make, engines, monkeypatch):
     run = make(steps=3)
     run.wait(10)
@@ -712,11 +782,15 @@ def test_the_table_sets_what_was_measured_beside_the_formula(make, engines):
 def test_it_says_where_it_stands_and_escapes_what_it_says(make):
     run = make(name="plain", steps=2)
     run.wait(10)
-    assert repr(run) == "<Run 'plain': finished, step 2 of 2, 2 engines>"
+    assert repr(run) == "<Run 'plain': finished, step 2 of 2, 2 engines, not saved>"
     eventually(lambda: not run._advance.active)
     # A folder from elsewhere may be called anything.
     seen = Run(run.folder.path.rename(run.folder.path.with_name("<i>x")))
-    assert seen._repr_html_() == "<b>&lt;i&gt;x</b> · step 2/2 · loss 7.980 · 8,192 tokens/s · finished"
+    assert (
+        seen._repr_html_()
+        == "<b>&lt;i&gt;x</b> · step 2/2 · loss 7.980 · 8,192 tokens/s · finished · "
+        + html.escape(going_on.unsaved_text(seen))
+    )
     run.folder.path.with_name("<i>x").rename(run.folder.path)
     seen.feed.close()
 

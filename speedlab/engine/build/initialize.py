@@ -18,6 +18,7 @@ from speedlab.comm import Traffic, World, join
 from speedlab.config import ConfigError, GivenConfig, RunConfig, ScheduleConfig, config_of
 from speedlab.config.batch import Batch
 from speedlab.data import Epochs
+from speedlab.engine.build.in_backward import check_in_backward
 from speedlab.engine.build.model_parts import build_model_part, plan_model_parts
 from speedlab.engine.build.placing import residency_of
 from speedlab.engine.build.recipe import OptimizerChoice, Recipe
@@ -25,7 +26,7 @@ from speedlab.engine.build.room import away_folder
 from speedlab.engine.build.schedule import make_schedule
 from speedlab.engine.engine import Engine
 from speedlab.engine.step.communicating import check_whole_gradients, kept_by
-from speedlab.engine.step.losses import LossFunction, refuse_loss_of_pipeline
+from speedlab.engine.step.losses import LossFunction, check_loss
 from speedlab.engine.step.memory import PeakMemory, suit_allocator
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.engine.step.precision import LossScale, compute_dtype
@@ -89,8 +90,9 @@ def initialize(
     gc.collect()  # What an earlier set-up of a notebook cell left behind may still be held by cycles.
     world = join(device)
     layout = config.layout(world.size, built_in=False)
-    refuse_loss_of_pipeline(loss, layout)
+    check_loss(loss, layout)
     batch = config.batch.resolve(layout.data_size)
+    check_in_backward(config, layout, batch, compute_dtype(config.precision, world.device))
     epochs = _epochs(training_data, batch, layout, world.rank, config.seed)
     engine = _build(model, optimizer, lr_scheduler, config, world, loss=loss, units=units, tp_plan=tp_plan, batch=batch)
     if isinstance(engine.scheduler, ReduceLROnPlateau):
@@ -186,6 +188,8 @@ def _check_communicating(kind: type[Optimizer], config: RunConfig, mesh: Mesh) -
         check_whole_gradients(kind, residency, config.zero.stage)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if kept_by(kind) is not None and config.optimizer.in_backward:
+        raise ConfigError(f"optimizer.in_backward: {kind.__name__} sums gradients itself, whole ones; set it to false")
     if kept_by(kind) is not None and config.clip_norm is not None and mesh.rank == 0:
         log.warning("clip_norm %g: not in steps whose gradients %s sums itself", config.clip_norm, kind.__name__)
 

@@ -148,6 +148,7 @@ def build_model_part(
         groups=groups,
         residency=residency_of(config, dp=mesh.gather.size, device=mesh.device.type),
         compute_dtype=compute_dtype,
+        precision=config.precision,
         accumulation=accumulation,
         kept=kept,
     )

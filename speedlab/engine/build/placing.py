@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from speedlab.config import RunConfig
+from speedlab.config import PrecisionConfig, RunConfig
 from speedlab.layout import Layout
 from speedlab.parallel.mesh import ENDS, Mesh
 from speedlab.parallel.tensor import TensorParallel
 from speedlab.parallel.zero import UnitPlan
 from speedlab.parallel.zero.flat import trainable_in_low_precision
-from speedlab.placement import Placement, Residency, Row, Where, homes
+from speedlab.placement import EIGHT_BITS, Placement, Residency, Row, Where, homes
 
 
 def residency_of(config: RunConfig, *, dp: int, device: str) -> Residency:
@@ -22,6 +22,7 @@ def residency_of(config: RunConfig, *, dp: int, device: str) -> Residency:
         dp,
         optimizer=Where.of_choice(config.offload.optimizer),
         parameters=Where.of_choice(config.offload.parameters),
+        in_backward=config.optimizer.in_backward,
         device=device,
     )
 
@@ -35,6 +36,7 @@ def place_parameters(
     groups: Mapping[int, int],
     residency: Residency,
     compute_dtype: torch.dtype,
+    precision: PrecisionConfig,
     accumulation: int,
     kept: Mapping[str, str] | None = None,
 ) -> Placement:
@@ -43,6 +45,7 @@ def place_parameters(
     Args:
         tied: names of parameters that the first and the last pipeline stage both hold.
         groups: id of a parameter → index of its optimizer group.
+        precision: as what masters and moments are kept.
         accumulation: micro-batches of a step. The gradients of several are summed in float32.
         kept: of an optimizer that sums gradients itself, what it keeps beside them; theirs are in float32.
     """
@@ -70,7 +73,7 @@ def place_parameters(
                     trainable=parameter.requires_grad,
                     states=homes(
                         residency,
-                        **_forms(form, parameter.requires_grad, wide=accumulation > 1 or kept is not None),
+                        **_forms(form, parameter.requires_grad, precision, wide=accumulation > 1 or kept is not None),
                         kept=kept,
                     ),
                 )
@@ -84,10 +87,17 @@ def _answering(layout: Layout, rank: int, tensor_index: int, tied: bool) -> int:
     return layout.rank(**(place | {"pp": 0} if tied else place))
 
 
-def _forms(dtype: torch.dtype, trainable: bool, *, wide: bool) -> dict[str, str]:
+def _forms(dtype: torch.dtype, trainable: bool, precision: PrecisionConfig, *, wide: bool) -> dict[str, str]:
     name = str(dtype).removeprefix("torch.")
     if not trainable:
         return {"parameter": name}
-    if not trainable_in_low_precision(dtype):
-        return {"parameter": name, "gradient": name}
-    return {"parameter": name, "gradient": "float32" if wide else name, "master": "float32"}
+    forms = {"parameter": name, "gradient": name}
+    if trainable_in_low_precision(dtype):
+        forms["gradient"] = "float32" if wide else name
+        forms["moments"] = "float32"
+        # What has no master is rounded stochastically, which bfloat16 alone has a kernel for.
+        if precision.masters == "float32" or dtype is not torch.bfloat16:
+            forms["master"] = "float32"
+    if precision.moments == EIGHT_BITS and dtype.itemsize <= 4:
+        forms["moments"] = EIGHT_BITS
+    return forms

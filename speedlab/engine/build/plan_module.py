@@ -30,7 +30,7 @@ from speedlab.engine.step.memory import ActivationTrace
 from speedlab.engine.step.precision import compute_dtype
 from speedlab.parallel.zero import UnitChoice, Zero, map_tensors, plan_units
 from speedlab.parallel.zero.flat import trainable_in_low_precision
-from speedlab.placement import Where
+from speedlab.placement import EIGHT_BITS, ITEM_BYTES, Where
 from speedlab.planner.away import state_places
 from speedlab.planner.memory import borrowed_bytes, flat_elements, gathered_bytes
 from speedlab.planner.rank_memory import RankMemory
@@ -121,7 +121,9 @@ def _flats(
             dtype = compute if parameter.dtype == torch.float32 else parameter.dtype
             sizes[dtype, parameter.requires_grad].append(parameter.numel())
         for (dtype, trainable), each in sizes.items():
-            flats.append(_Flat(number, flat_elements(each, dtype.itemsize, dp), dtype, trainable=trainable))
+            coded = trainable and config.precision.moments == EIGHT_BITS
+            elements = flat_elements(each, dtype.itemsize, dp, coded=coded)
+            flats.append(_Flat(number, elements, dtype, trainable=trainable))
     return flats
 
 
@@ -132,6 +134,7 @@ def _memory(
     states: Counter[str] = Counter()
     borrowed: Counter[int] = Counter()
     whole: Counter[int] = Counter()
+    decoded = 0
     for flat in flats:
         low = trainable_in_low_precision(flat.dtype)
         states["parameters"] += residency.parameters.share(flat.elements * flat.dtype.itemsize, dp)
@@ -139,14 +142,20 @@ def _memory(
         if flat.trainable:
             gradient = flat.elements * (_FLOAT32 if summed and low else flat.dtype.itemsize)
             borrowed[gradient] += 1
-            states["gradients"] += residency.gradients.share(gradient, dp)
+            states["gradients"] += 0 if residency.gradients_used else residency.gradients.share(gradient, dp)
             owned = residency.optimizer_states.share(flat.elements, dp)
-            states["master_weights"] += _FLOAT32 * owned if low else 0
-            states["optimizer_moments"] += moments * max(_FLOAT32, flat.dtype.itemsize) * owned
+            rounded = flat.dtype == torch.bfloat16 and config.precision.masters == "none"
+            states["master_weights"] += _FLOAT32 * owned if low and not rounded else 0
+            coded = config.precision.moments == EIGHT_BITS and flat.dtype.itemsize <= _FLOAT32
+            width = ITEM_BYTES[EIGHT_BITS] if coded else max(_FLOAT32, flat.dtype.itemsize)
+            states["optimizer_moments"] += round(moments * width * owned)
+            decoded = max(decoded, _FLOAT32 * owned * (moments * coded + rounded))
     communication = borrowed_bytes(borrowed, kept=False) if residency.gradients_go else 0
+    gathered = 0
     if residency.parameters_come:
         blocks = [size for unit, size in sorted(whole.items()) if unit]
-        communication += gathered_bytes([(whole[0], blocks)])
+        gathered = gathered_bytes([(whole[0], blocks)])
+    communication += gathered + decoded if residency.gradients_used else max(gathered, decoded)
     held: dict[Where, dict[str, int]] = {where: {} for where in Where}
     for state, where in state_places(residency).items():
         held[where][state] = states[state]

@@ -16,6 +16,9 @@ from speedlab.engine.step.segments import has_kernels
 
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "Lamb")
 
+_NOT_ARGUMENTS = {"name", "in_backward"}
+"""What a configuration says of an optimizer that is no argument of its class."""
+
 OptimizerChoice = type[Optimizer] | Callable[..., Optimizer] | Optimizer | None
 
 
@@ -39,13 +42,13 @@ class Recipe:
             groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
             groups = [group for group in groups if group["params"]]
             kind: type[Optimizer] = _kind_of(config)
-            options = config.model_dump(exclude={"name"})
+            options = config.model_dump(exclude=_NOT_ARGUMENTS)
             self._make = lambda segments, fusible: _construct(kind, segments, options, fusible)
         elif isinstance(choice, type):
             kind = choice
             groups = [{"params": trainable}]
             # The class's own defaults hold for what the configuration does not name.
-            named = config.model_dump(include=config.model_fields_set - {"name"})
+            named = config.model_dump(include=config.model_fields_set - _NOT_ARGUMENTS)
             _refuse_unknown(choice, named)
             self._make = lambda segments, fusible: _construct(choice, segments, named, fusible)
         else:

@@ -37,41 +37,47 @@ class PhaseClock:
     def __init__(self, traffic: Traffic, device: torch.device) -> None:
         self._traffic, self._device = traffic, device
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
+        """(phase, the one around it, begin, end)."""
         self._since = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time of the block under `name`. Phases do not nest."""
+        """Count the time of the block under `name`, and not under a phase that is around it."""
         outer, self._traffic.phase = self._traffic.phase, name
         try:
             with record_function(f"speedlab::{name}"):
                 if self._device.type != "cuda":
                     start = time.perf_counter()
                     yield
-                    self._seconds[name] += time.perf_counter() - start
+                    self._count(name, outer, time.perf_counter() - start)
                 else:
                     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                     before.record()
                     yield
                     after.record()
-                    self._events.append((name, before, after))
+                    self._events.append((name, outer, before, after))
         finally:
             self._traffic.phase = outer
+
+    def _count(self, name: str, outer: str, seconds: float) -> None:
+        self._seconds[name] += seconds
+        if outer:
+            self._seconds[outer] -= seconds
 
     def take(self) -> StepCosts:
         """What was measured since the last call."""
         late = []
-        for name, before, after in self._events:
+        for name, outer, before, after in self._events:
             if after.query():
-                self._seconds[name] += before.elapsed_time(after) / 1e3
+                self._count(name, outer, before.elapsed_time(after) / 1e3)
             else:
-                late.append((name, before, after))
+                late.append((name, outer, before, after))
         self._events = late
         counted = self._traffic.take()
         waits = Counter(counted.peer_seconds) + Counter(counted.place_seconds)
         # A wait may be known before the phase around it is: it is taken out of that when it comes.
-        to_come = {name for name, *_ in late}
+        to_come = {name for names in late for name in names[:2] if name}
         left = {
             name: self._seconds[name] - waits.get(name, 0.0) for name in {*self._seconds, *(waits.keys() & to_come)}
         }

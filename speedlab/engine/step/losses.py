@@ -22,6 +22,12 @@ What a model's forward takes and gives is one of these:
                                         in a run, batch is (tokens, targets)"""
 
 
+_LOSS_CONTRACT = (
+    "give a function that is called as loss(model, batch), calls the model, and gives the mean loss; in a run, batch "
+    "is (tokens, targets)"
+)
+
+
 def loss_of(model: nn.Module, batch: Any, loss: LossFunction | None) -> Tensor:
     """The loss of one micro-batch, one number that can be differentiated.
 
@@ -33,16 +39,16 @@ def loss_of(model: nn.Module, batch: Any, loss: LossFunction | None) -> Tensor:
     Raises ConfigError, with what would do, for any other batch and for what is no loss.
     """
     if loss is not None:
-        return _as_loss(loss(model, batch), f"{_name(loss)}(model, batch)")
+        return _as_loss(loss(model, batch), f"loss: {_name(loss)}(model, batch)")
     if isinstance(batch, Mapping):
-        return _as_loss(model(**batch), f"{type(model).__name__}.forward")
+        return _as_loss(model(**batch), f"model: {type(model).__name__}.forward")
     if not (isinstance(batch, list | tuple) and len(batch) == 2):
         raise ConfigError(
             f"batch: it is a {type(batch).__name__}; give (tokens, targets), a dict of the model's keyword arguments, "
             f"or anything together with loss="
         )
     tokens, targets = batch
-    return _as_loss(_call(model, tokens, targets), f"{type(model).__name__}.forward")
+    return _as_loss(_call(model, tokens, targets), f"model: {type(model).__name__}.forward")
 
 
 def _call(model: nn.Module, tokens: Tensor, targets: Tensor) -> Any:
@@ -65,9 +71,21 @@ def _call(model: nn.Module, tokens: Tensor, targets: Tensor) -> Any:
     )
 
 
-def refuse_loss_of_pipeline(loss: LossFunction | None, layout: Layout) -> None:
-    """Raise ConfigError for a loss function where no rank holds the whole model that it would call."""
-    if loss is not None and layout.pp > 1:
+def check_loss(loss: LossFunction | None, layout: Layout) -> None:
+    """Raise ConfigError for what cannot be called with a model and a batch, and for any loss function where no rank
+    holds the whole model that it would call."""
+    if loss is None:
+        return
+    if not callable(loss):
+        raise ConfigError(f"loss: it is a {type(loss).__name__}; {_LOSS_CONTRACT}")
+    try:
+        inspect.signature(loss).bind(None, None)
+    except TypeError as error:
+        takes = inspect.signature(loss)
+        raise ConfigError(f"loss: {_name(loss)}{takes} cannot be called so ({error}); {_LOSS_CONTRACT}") from None
+    except ValueError:
+        pass  # Of a builtin, which tells nothing.
+    if layout.pp > 1:
         raise ConfigError(
             f"loss: under {layout} no rank holds the whole model, so loss(model, batch) cannot call it; set "
             f"parallel.pp to 1, or leave loss out for a model that computes its own"
@@ -82,7 +100,7 @@ def _as_loss(output: Any, who: str) -> Tensor:
         found = getattr(output, "loss", None)
     if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point():
         return found
-    raise ConfigError(f"model: {who} gave {_described(output)}, which is no loss\n{CONTRACT}")
+    raise ConfigError(f"{who} gave {_described(output)}, which is no loss\n{CONTRACT}")
 
 
 def _described(value: Any) -> str:

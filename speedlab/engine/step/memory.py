@@ -21,7 +21,7 @@ from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.hardware import memory_bytes
 from speedlab.offload import Kept
 from speedlab.parallel.zero import Flat, Zero
-from speedlab.placement import Home, Where
+from speedlab.placement import EIGHT_BITS, Home, Where
 from speedlab.telemetry.records import Ledger
 
 
@@ -211,7 +211,10 @@ def measure_states(buffers: Iterable[Tensor], zeros: Iterable[Zero], optimizer: 
     for flat, state, home in _homes(zeros):
         if home.where is Where.DEVICE:
             tensors = _tensors_of(state, flat, optimizer)
-            sizes[_CATEGORIES.get(state, "gradients")] += sum(storage_bytes(tensor) for tensor in tensors)
+            nbytes = sum(storage_bytes(tensor) for tensor in tensors)
+            if home.form == EIGHT_BITS:  # The tensors have values in an update only.
+                nbytes = sum(kept.nbytes for kept in _kept(state, flat))
+            sizes[_CATEGORIES.get(state, "gradients")] += nbytes
     return sizes
 
 

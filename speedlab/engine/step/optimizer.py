@@ -9,7 +9,7 @@ out, and from then on has a history of its own (its count of steps, or no state 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -24,7 +24,7 @@ from speedlab.engine.step.fused import FusedOptimizer, Given, step_device
 from speedlab.engine.step.segments import Segment, cut, elementwise, has_kernels, owned_ranges
 from speedlab.offload import AwayState
 from speedlab.parallel.zero import Flat, Gradient
-from speedlab.placement import Holders, Placement, Residency, Where
+from speedlab.placement import Holders, Placement, Residency
 
 _CAST_BYTES = 64 * 2**20
 """Gradients in low precision are widened for the update in pieces of this many bytes."""
@@ -63,6 +63,10 @@ class PartitionedOptimizer:
         """Masters of segments whose elementwise states are views of those."""
         self._updating = False
         """Whether the inner optimizer's step is ours."""
+        self._number = 0
+        """Of the present update."""
+        self._now: Sequence[Flat] = ()
+        """What it updates."""
         self._hooks = [
             self.inner.register_step_pre_hook(self._refuse_others),
             self.inner.register_load_state_dict_post_hook(self._loaded),
@@ -77,6 +81,7 @@ class PartitionedOptimizer:
         self._adopted.clear()
         self.flats.clear()
         self._gradients.clear()
+        self._now = ()
 
     def _by_group(self) -> list[list[Tensor]]:
         groups: list[list[Tensor]] = [[] for _ in range(self._group_count)]
@@ -122,13 +127,23 @@ class PartitionedOptimizer:
     # ---- the update --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, factor: float = 1.0, unused: Mapping[str, Collection[int]] | None = None) -> None:
+    def step(
+        self,
+        factor: float = 1.0,
+        unused: Mapping[str, Collection[int]] | None = None,
+        *,
+        number: int = 0,
+        flats: Sequence[Flat] | None = None,
+    ) -> None:
         """Multiply gradients by `factor`, update the masters, and bring the parameters of all ranks up to date.
 
-        `unused`: for flats by name, the slots that no rank used; they and their states stay as they are.
+        `unused`: for flats by name, the slots that no rank used; they and their states stay as they are. `number`: how
+        many updates there were, of which depends what is rounded at random. `flats`: those that are updated, all when
+        left out.
         """
-        unused = unused or {}
-        for flat in self.flats:
+        unused, self._number = unused or {}, number
+        self._now = self.flats if flats is None else flats
+        for flat in self._now:
             self._cut_out(flat, unused.get(flat.name, ()))
         if sums_itself(self.inner):
             assert isinstance(self.inner, Communicating)  # See `sums_itself`.
@@ -165,7 +180,7 @@ class PartitionedOptimizer:
             first = flats[0]
             with self.visit(first if segments else None, ahead, update=True):
                 for segment in segments:
-                    base, narrow = first.state_range[0], self._narrow_at_hand(first)
+                    base, narrow = first.state_range[0], first.written_by_update
                     here = slice(segment.start - base, segment.end - base)
                     gradient = self._gradients[first.name].update.to(segment.master.device)
                     yield Given(segment.master, gradient[here], None if narrow is None else narrow[here], factor)
@@ -175,16 +190,10 @@ class PartitionedOptimizer:
                     untouched = flat is not first or not segments
                     # What was written anew has nothing of the parameters that nobody used.
                     partly = "parameter" in flat.away and bool(unused.get(flat.name))
-                    written = self._narrow_at_hand(flat) is not None and not partly
-                    work = flat.publish(copied=untouched or written)
+                    written = flat.written_by_update is not None and not partly
+                    work = flat.publish(copied=untouched or written, update=self._number)
                     if work is not None:
                         pending.append(work)
-
-    @staticmethod
-    def _narrow_at_hand(flat: Flat) -> Tensor | None:
-        """The narrow parameters, where a kernel that updates the masters can write them."""
-        narrow = flat.narrow
-        return narrow if narrow is not None and narrow.device == flat.master.device else None
 
     def _turns(self, unused: Mapping[str, Collection[int]]) -> Iterator[tuple[list[Flat], list[Segment]]]:
         """What is published together, and the segments of the first of these flats, after whose update that is done.
@@ -193,7 +202,7 @@ class PartitionedOptimizer:
         parameters that nobody used; such flats may also stand at the beginning, without segments."""
         flats: list[Flat] = []
         segments: list[Segment] = []
-        for flat in self.flats:
+        for flat in self._now:
             left_out = unused.get(flat.name, ())
             own = [segment for segment in self._segments[flat.name] if segment.first not in left_out]
             if own:
@@ -231,7 +240,7 @@ class PartitionedOptimizer:
                     for segment in self._segments[flat.name]:
                         segment.master.grad = None
                     self._adopt_states(flat)
-                    published = flat.publish()
+                    published = flat.publish(update=self._number)
                     if published is not None:
                         pending.append(published)
         return pending
@@ -274,10 +283,9 @@ class PartitionedOptimizer:
         piece."""
         piece: list[Flat] = []
         held = 0
-        for flat in self.flats:
+        for flat in self._now:
             size = flat.master.nbytes if self._gradients[flat.name].dtype != flat.master.dtype else 0
-            away = flat.residency.states_at is not Where.DEVICE
-            if piece and (away or held + size > _CAST_BYTES):
+            if piece and (flat.lies_away or held + size > _CAST_BYTES):
                 yield piece
                 piece, held = [], 0
             piece.append(flat)
@@ -312,12 +320,15 @@ class PartitionedOptimizer:
 
     def _away(self, flat: Flat, *, update: bool) -> list[AwayState]:
         gradient = flat.gradient.away if update and flat.gradient is not None else None
-        return [*flat.away.values(), *([] if gradient is None else [gradient])]
+        parameter = flat.away.get("parameter")  # Masters may be made of it.
+        first = [] if parameter is None else [parameter]
+        others = [state for state in flat.away.values() if state is not parameter]
+        return [*first, *others, *([] if gradient is None else [gradient])]
 
     def _fetch(self, flat: Flat, *, update: bool) -> None:
-        narrow = flat.away.get("parameter") if flat.narrow is not None else None
+        written = flat.away.get("parameter") if flat.written_by_update is not None else None
         for state in self._away(flat, update=update):
-            state.fetch(values=not (update and state is narrow))
+            state.fetch(values=not (update and state is written))
 
     def _leave(self, flat: Flat, *, changed: bool) -> None:
         for state in flat.away.values():
@@ -354,8 +365,8 @@ class PartitionedOptimizer:
                 continue
             self._adopted.add(segment.master)
             for key in [key for key, value in own.items() if elementwise(value, segment)]:
-                away = flat.residency.states_at is not Where.DEVICE
-                if key not in states and segment.master.shape == flat.master.shape and not away:
+                comes = flat.comes(key, own[key].dtype)
+                if key not in states and segment.master.shape == flat.master.shape and not comes:
                     states[key] = own[key]  # It is the whole already.
                     continue
                 if key not in states:

@@ -13,7 +13,20 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype:
-    """The dtype that `config` asks for; for 'auto', bfloat16 where `device` multiplies it fast, else float32."""
+    """The dtype that `config` asks for; for 'auto', bfloat16 where `device` multiplies it fast, else float32. Raises
+    ConfigError where the device does not have it, or masters are asked for that it cannot have."""
+    dtype = _chosen(config, device)
+    if config.masters == "none" and dtype is not torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        chosen = f"'auto' stands for {name} on this device" if config.dtype == "auto" else f"it is {name}"
+        raise ConfigError(
+            f"precision.masters 'none' needs precision.dtype bfloat16, whose updates are rounded stochastically, and "
+            f"{chosen}; set precision.dtype to 'bfloat16', or precision.masters to 'float32'"
+        )
+    return dtype
+
+
+def _chosen(config: PrecisionConfig, device: torch.device) -> torch.dtype:
     if config.dtype != "auto":
         dtype = _DTYPES[config.dtype]
         if dtype is torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():

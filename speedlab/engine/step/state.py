@@ -141,7 +141,7 @@ class TrainingState:
         for state in states:
             state.kept.drop()
         for state in states:
-            state.begin_anew(self.stores.of(state.kept.where))
+            state.begin_anew()
 
     def before_change(self) -> None:
         """Parameters are about to change, by an update or a load: nothing of a pass before may live on. Collective."""

@@ -6,6 +6,9 @@
 3. A gradient that is not finite ends the step without an update.
 4. Parameters that no rank used are left alone; all others are updated, clipped together.
 5. Whatever happens, the state is one between two steps afterwards (`reset`), or `updating` says that it is not.
+
+With `optimizer.in_backward` each unit is updated as soon as its gradient is there (`_use`), and the end finds nothing
+left to update.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from speedlab.engine.step.communicating import sums_itself
 from speedlab.engine.step.random_streams import RandomStreams
 from speedlab.engine.step.same_data import SameData
 from speedlab.engine.step.state import TrainingState
-from speedlab.engine.step.totals import Totals, find_non_finite, sum_totals
-from speedlab.parallel.zero import used_by_any
+from speedlab.engine.step.totals import Totals, find_non_finite, sum_totals, updated_non_finite
+from speedlab.parallel.zero import Flat, Gradient, used_by_any
 from speedlab.parallel.zero.unit import Pass
 
 Update = Callable[[], AbstractContextManager[object]]
@@ -49,8 +52,14 @@ class Step:
         self._fed = False
         """Whether a backward of the present step has ended."""
         self._around_update = around_update
+        self._in_backward = state.config.optimizer.in_backward
         for zero in state.zeros:
             zero.reductions.left_to_optimizer = partial(sums_itself, state.optimizer)
+        if self._in_backward:
+            for flat, gradient in zip(
+                state.partitioned_optimizer.flats, state.partitioned_optimizer.gradients, strict=True
+            ):
+                gradient.use = partial(self._use, flat, gradient)
 
     @property
     def scale(self) -> float:
@@ -101,6 +110,7 @@ class Step:
         """Gradients of these losses, one of a micro-batch each, are in the flats."""
         self._losses += [loss.detach() for loss in losses]
         self._fed = True
+        self._state.updating = False  # All units are updated, where they are in backward.
 
     def ended_micro_batch(self) -> None:
         self.micro_step += 1
@@ -132,15 +142,18 @@ class Step:
                 if not totals.finite:
                     self._overflow()  # 3
                     return False
-                unused = self._unused() if totals.unused else {}
+                unused = self._unused() if totals.unused and not self._in_backward else {}
                 state.before_change()
             except Exception:
                 self.reset()
                 raise
             state.updating = True
-            state.partitioned_optimizer.step(self._factor(totals, clip_norm), unused)  # 4
+            if not self._in_backward:
+                factor = self._factor(totals, clip_norm)
+                state.partitioned_optimizer.step(factor, unused, number=state.global_step)  # 4
             for zero in state.zeros:
                 zero.learn_order()
+            state.stores.scratch.trim()
             self.reset()  # 5
         state.global_step += 1
         state.loss_scale.update(overflow=False)
@@ -148,6 +161,17 @@ class Step:
         if state.scheduler is not None:
             state.scheduler.step()
         return True
+
+    def _use(self, flat: Flat, gradient: Gradient) -> None:
+        """Update a flat whose gradient is there, in the middle of a backward."""
+        state = self._state
+        unused = {index for index, used in enumerate(gradient.used) if not used}
+        if len(unused) == len(flat.slots):
+            return
+        with self._around_update():
+            flat.take_changes()
+            state.updating = True
+            state.partitioned_optimizer.step(unused={flat.name: unused}, number=state.global_step, flats=[flat])
 
     def _factor(self, totals: Totals, clip_norm: float | None) -> float:
         factor = 1.0 / self._state.loss_scale.value
@@ -186,7 +210,10 @@ class Step:
     def _overflow(self) -> None:
         """Skip the update; float16 goes on with a smaller scale, anything else stops."""
         state, error = self._state, None
-        if state.loss_scale.exhausted:
+        if self._in_backward:
+            state.updating = True
+            error = updated_non_finite(state.everyone, self._losses, step=state.global_step + 1)
+        elif state.loss_scale.exhausted:
             flats = state.partitioned_optimizer.flats
             error = find_non_finite(state.everyone, self._losses, flats, step=state.global_step + 1)
         state.loss_scale.update(overflow=True)

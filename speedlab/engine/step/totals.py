@@ -72,15 +72,11 @@ def sum_totals(
 
 def find_non_finite(everyone: Group, losses: Sequence[Tensor], flats: Iterable[Flat], *, step: int) -> NonFiniteError:
     """The error that says in which losses and gradients of step `step` it was. Collective."""
-    own = bool(losses) and not bool(torch.isfinite(torch.stack([loss.float() for loss in losses])).all())
     # Ranges of the partitions do not overlap, so every bad element is named by the rank that owns it.
     tensors = [name for flat in flats for name in _non_finite_slots(flat)]
-    reports = everyone.collect({"loss": own, "tensors": tensors[:5]})
-    ranks = [rank for rank, report in zip(everyone.ranks, reports, strict=True) if report["loss"]]
-    names = list(dict.fromkeys(name for report in reports for name in report["tensors"]))
-    where = f"the loss is not finite on rank {', '.join(map(str, ranks))}"
-    if not ranks:
-        where = "the loss is finite on every rank"
+    ranks, reports = _whose_loss(everyone, losses, tensors[:5])
+    names = list(dict.fromkeys(name for report in reports for name in report))
+    where = _where(ranks)
     what = f"the gradient is not finite in {', '.join(names[:3])}" + (" and others" if len(names) > 3 else "")
     return NonFiniteError(
         f"step {step}: {where}; {what}. The update was not made: parameters are those of step {step - 1}. "
@@ -89,6 +85,32 @@ def find_non_finite(everyone: Group, losses: Sequence[Tensor], flats: Iterable[F
         ranks=ranks,
         tensors=names,
     )
+
+
+def updated_non_finite(everyone: Group, losses: Sequence[Tensor], *, step: int) -> NonFiniteError:
+    """The error where gradients were used in backward, before anybody could know. Collective."""
+    ranks, _ = _whose_loss(everyone, losses, [])
+    return NonFiniteError(
+        f"step {step}: {_where(ranks)}; a gradient was not finite, and optimizer.in_backward has updated parameters "
+        f"with it. Go back with load_checkpoint and lower optimizer.lr; {more_in('loss')}",
+        step=step,
+        ranks=ranks,
+        tensors=[],
+    )
+
+
+def _whose_loss(everyone: Group, losses: Sequence[Tensor], tensors: list[str]) -> tuple[list[int], list[list[str]]]:
+    """Ranks that have a loss that is not finite, and the `tensors` that each of all ranks tells of. Collective."""
+    own = bool(losses) and not bool(torch.isfinite(torch.stack([loss.float() for loss in losses])).all())
+    reports = everyone.collect({"loss": own, "tensors": tensors})
+    ranks = [rank for rank, report in zip(everyone.ranks, reports, strict=True) if report["loss"]]
+    return ranks, [report["tensors"] for report in reports]
+
+
+def _where(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "the loss is finite on every rank"
+    return f"the loss is not finite on rank {', '.join(map(str, ranks))}"
 
 
 def _non_finite_slots(flat: Flat) -> list[str]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from cuda_ops.blockwise8 import BLOCK as CODES
+from cuda_ops.stochastic import round_stochastically
 from speedlab.comm import Group, Transfer
 from speedlab.layout import padded_numel, partition_range
 from speedlab.offload import AwayState, Kept, Stores, visit
 from speedlab.parallel.zero.gradient import Gradient
 from speedlab.parallel.zero.slot import Slot
-from speedlab.placement import Holders, Residency, Row, Where
+from speedlab.placement import EIGHT_BITS, Holders, Residency, Row, Where
 
 _ALIGNMENT_BYTES = 16
 """Parameters start at multiples of this inside a flat: matrix kernels on GPUs need it."""
@@ -34,10 +37,11 @@ class Flat:
     | `shard`    | this rank's slice of `full`     | memory of its own, or what stands for it           |
     | `full`     | always there                    | storage of size 0 unless gathered                  |
     | `master`   | float32 of the whole or of the partition, as optimizer states are; shares memory with       |
-    |            | `full` or `shard` when the parameters are float32 (or wider) themselves                     |
+    |            | `full` or `shard` when the parameters are float32 (or wider) themselves; where narrow ones  |
+    |            | have none, it is them, widened for a visit                                                  |
 
-    What does not lie on the device is in `away`, by its name ("parameter", "master", an optimizer's own for moments);
-    `shard`, `master` and moments then have values during a visit only.
+    What does not lie on the device, or is coded there, is in `away`, by its name ("parameter", "master", an optimizer's
+    own for moments); `shard`, `master` and moments then have values during a visit only.
 
     Parameters are views of `full`, whose Storage stays the same object when it is released and filled again: tensors
     that autograd saved (a transposed weight, say) then see the gathered values. A released parameter shows NaN in its
@@ -64,6 +68,11 @@ class Flat:
         first = rows[0]
         self.name, self.trainable = name, first.trainable
         self.dtype = dtype = _dtype(first.states["parameter"].form)
+        self._narrow = trainable_in_low_precision(dtype) and self.trainable
+        self._rounded = self._narrow and "master" not in first.states
+        """Whether there are no masters beside the parameters, which are rounded stochastically."""
+        self._coded = self.trainable and first.states["moments"].form == EIGHT_BITS
+        """Whether moments are kept in blocks of 8 bits."""
         self.gather_group, self._stores = gather_group, stores
         self.away: dict[str, AwayState] = {}
         self.buffers = gather_group.traffic.buffers
@@ -81,9 +90,8 @@ class Flat:
                 summed_first.setdefault(groups, []).append(slot)
             end = offset + parameter.numel()
         self.numel = end
-        self.padded = padded_numel(end, gather_group.size * step)
+        self.padded = padded_numel(end, gather_group.size * (CODES if self._coded else step))
         self.start, self.end = partition_range(self.padded, gather_group.size, gather_group.index)
-        self._narrow = trainable_in_low_precision(dtype) and self.trainable
         self.full = self._new_full()
         self.master: Tensor = self.full
         if self._narrow:
@@ -129,8 +137,9 @@ class Flat:
 
     @property
     def lies_away(self) -> bool:
-        """Whether some of its states lie away from the device."""
-        return not self.residency.states_at is self.residency.parameters_at is Where.DEVICE
+        """Whether some of its states lie away from the device, or are coded there."""
+        at_home = self.residency.states_at is self.residency.parameters_at is Where.DEVICE
+        return not at_home or self._rounded or self._coded
 
     @property
     def gathered(self) -> bool:
@@ -139,7 +148,7 @@ class Flat:
 
     @property
     def _own_master(self) -> bool:
-        """Whether the master has memory apart from the parameters'."""
+        """Whether the master is something else than the parameters' memory."""
         return self._narrow or (self.trainable and self.residency.separate_masters)
 
     @torch.no_grad()
@@ -155,7 +164,9 @@ class Flat:
         self.residency = residency
         if (before.parameters, before.parameters_at) != (residency.parameters, residency.parameters_at):  # 1
             self._place_parameters(before)
-        if self._own_master:  # 2
+        if self._rounded:  # 2
+            self.master = self._widened()
+        elif self._own_master:
             low, high = self.state_range
             # One that is made only now has the parameters' values, which stay on the device then.
             self.master = (
@@ -210,20 +221,45 @@ class Flat:
             self._drop(name, old)
         return own
 
+    def comes(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether a state of this name and dtype has values during a visit only."""
+        return self.residency.place_of(name) is not Where.DEVICE or self._is_coded(name, dtype)
+
     def room(self, name: str, dtype: torch.dtype) -> Tensor:
         """A new state over the present `state_range`, zeros, where optimizer states lie."""
         low, high = self.state_range
-        where = self.residency.states_at
-        if where is Where.DEVICE:
+        if not self.comes(name, dtype):
             return torch.zeros(high - low, dtype=dtype, device=self.gather_group.device)
-        self.away[name] = AwayState(self._stores.of(where).keep(high - low, dtype))
-        return self.away[name].tensor
+        return self._keep(name, high - low, dtype).tensor
+
+    def _keep(self, name: str, numel: int, dtype: torch.dtype) -> AwayState:
+        """Room for a state that comes."""
+        where = self.residency.place_of(name)
+
+        def keep() -> Kept:
+            if self._is_coded(name, dtype):
+                return self._stores.eight_bits(name, numel, where)
+            return self._stores.of(where).keep(numel, dtype)
+
+        self.away[name] = AwayState(keep)
+        return self.away[name]
+
+    def _is_coded(self, name: str, dtype: torch.dtype) -> bool:
+        return self._coded and name not in ("parameter", "master") and dtype is torch.float32
+
+    def _widened(self) -> Tensor:
+        """What stands for the masters of parameters that have none."""
+        narrow, away = self.narrow, self.away.get("parameter")
+        assert narrow is not None  # A master is something else, see `_own_master`.
+        where = self.residency.states_at
+        kept = self._stores.widened(lambda: narrow, lambda: None if away is None else away.kept, where)
+        self.away["master"] = AwayState(lambda: kept)
+        return self.away["master"].tensor
 
     def _put(self, name: str, values: Tensor) -> Tensor:
         """`values` of a state in memory of their own, where the residency has it."""
-        where = self.residency.place_of(name)
-        if where is not Where.DEVICE:
-            state = self.away[name] = AwayState(self._stores.of(where).keep(values.numel(), values.dtype))
+        if self.comes(name, values.dtype):
+            state = self._keep(name, values.numel(), values.dtype)
             state.kept.write(values.contiguous()).wait()
             return state.tensor
         if name == "parameter":  # Where peers read it.
@@ -315,14 +351,14 @@ class Flat:
 
     @property
     def _master_away(self) -> list[AwayState]:
-        """What a visit of the masters visits."""
-        state = self.away.get("master" if self._own_master else "parameter")
-        return [] if state is None else [state]
+        """What a visit of the masters visits, parameters first where they are made of these."""
+        names = ["parameter", "master"] if self._rounded else ["master" if self._own_master else "parameter"]
+        return [self.away[name] for name in names if name in self.away]
 
     def kept(self, state: str) -> Kept | None:
         """What keeps a state ("master", or an optimizer's) away from the device; None where it lies there."""
         away = self._master_away if state == "master" else [self.away[state]] if state in self.away else []
-        return away[0].kept if away else None
+        return away[-1].kept if away else None
 
     def whole_master(self) -> Tensor:
         """The master values whole, on every rank. Collective where they are partitioned."""
@@ -350,20 +386,38 @@ class Flat:
         return self.shard if cut else self.full
 
     @torch.no_grad()
-    def publish(self, *, copied: bool = False) -> Transfer | None:
+    def publish(self, *, copied: bool = False, update: int = 0) -> Transfer | None:
         """After an update of `master`: bring the parameters of all ranks up to date. None when nothing has to be sent.
 
-        `copied`: `narrow` holds the new values already. What lies away has to be visited.
+        `copied`: `narrow` holds the new values already. `update`: its number, for what is rounded at random; values
+        that parameters hold as they are stay, whatever it is. What lies away has to be visited.
         """
         narrow = self.narrow
         if narrow is not None and not copied:
             if narrow.device == self.master.device:
-                narrow.copy_(self.master)
+                self._narrow_down(narrow, update)
             else:
-                self._stores.copies.to_device(self.master.to(narrow.dtype), narrow).wait()
+                made = torch.empty(narrow.numel(), dtype=narrow.dtype, pin_memory=narrow.is_cuda)
+                self._narrow_down(made, update)
+                self._stores.copies.to_device(made, narrow).wait()
         if self.residency.optimizer_states is Holders.PARTITIONED and not self.residency.parameters_come:
             return self.gather_group.all_gather(self.full, self.shard)
         return None
+
+    def _narrow_down(self, out: Tensor, update: int) -> None:
+        """The masters in the parameters' dtype."""
+        if not self._rounded:
+            out.copy_(self.master)
+            return
+        # Another key for each flat; the same on all ranks, of which each rounds elements by their place in the whole.
+        seed = zlib.crc32(self.name.encode())
+        round_stochastically(self.master, out, seed=seed, step=update, offset=self.state_range[0])
+
+    @property
+    def written_by_update(self) -> Tensor | None:
+        """The narrow parameters, where a kernel that updates masters can write them on its way."""
+        narrow = None if self._rounded else self.narrow
+        return narrow if narrow is not None and narrow.device == self.master.device else None
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 

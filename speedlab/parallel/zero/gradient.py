@@ -47,6 +47,8 @@ class Gradient:
         """`partition`, where it lies away from the device."""
         self.measure: Callable[[int, Tensor], Tensor] | None = None
         """What tells the squared norm of `counted`, given that place and tensor, while a sum that goes away is here."""
+        self.use: Callable[[], None] | None = None
+        """What uses the sum as soon as it is here, where none stays; it is measured before."""
         self.squares: Tensor | None = None
         """What it told of the present sum."""
         self.kept = {name: torch.zeros(padded, dtype=each, device=group.device) for name, each in kept.items()}
@@ -76,9 +78,11 @@ class Gradient:
             self.away.kept.drop()
             self.away = None
         if residency.gradients_at is not Where.DEVICE:
-            kept = stores.of(residency.gradients_at).keep(self._end - self._start, self.dtype)
-            self.away = AwayState(kept)
+            numel = self._end - self._start
+            self.away = AwayState(lambda: stores.of(residency.gradients_at).keep(numel, self.dtype))
             self.partition = self.away.tensor
+        elif residency.gradients_used:
+            pass  # It is borrowed, whole, until it was used.
         elif residency.gradients is Holders.REPLICATED:
             self.own = self.group.empty(self._padded, self.dtype).zero_()
             self.partition = self.own[self._start : self._end]
@@ -88,7 +92,8 @@ class Gradient:
     @property
     def update(self) -> Tensor:
         """The sum over the state range of the flat: what the optimizer uses."""
-        if self._residency.optimizer_states is Holders.PARTITIONED or self._residency.gradients_go:
+        partly = self._residency.optimizer_states is Holders.PARTITIONED or self._residency.gradients_go
+        if partly and not self._residency.gradients_used:
             return self.partition
         assert self.own is not None  # Replicated states go with replicated gradients.
         return self.own
@@ -97,8 +102,8 @@ class Gradient:
     def counted(self) -> tuple[int, Tensor]:
         """What this rank counts in norms, and the place in the flat where that begins: the partition, or all of its own
         terms, where nobody has summed them yet."""
-        if self.left_to_optimizer:
-            assert self.own is not None  # See `left_to_optimizer`.
+        if self.left_to_optimizer or self._residency.gradients_used:
+            assert self.own is not None  # See `left_to_optimizer`; what is used is whole.
             return 0, self.own
         return self._start, self.partition
 
@@ -135,7 +140,7 @@ class Gradient:
             self._sum_first(own, groups, slots)
         if self.left_to_optimizer:
             return None
-        if self._residency.gradients_go:
+        if self._residency.gradients_go and not self._residency.gradients_used:
             return self.group.reduce_scatter(own, self._summed_into(accumulate), accumulate=accumulate)
         if self._residency.optimizer_states is Holders.PARTITIONED:
             return self.group.reduce_scatter(own, self.partition)
@@ -168,8 +173,8 @@ class Gradient:
                 piece.copy_(summed)
             group.give_back(together)
 
-    def reduced(self) -> None:
-        """The sum is here: the passing whole is freed, if there is one."""
+    def reduced(self, *, wanted: bool = True) -> None:
+        """The sum is here: the passing whole is freed, if there is one. Unless it is `wanted`, nothing uses it."""
         self._filled = [False] * len(self.slots)
         if self._earlier is not None:
             assert self.own is not None
@@ -178,12 +183,18 @@ class Gradient:
             self._earlier = None
         if self.away is not None:
             self._send_away(self.away)
+        if self.use is not None and wanted:
+            self._measure()
+            self.use()
         self._give_back()
+
+    def _measure(self) -> None:
+        if self.measure is not None:
+            self.squares = self.measure(*self.counted)
 
     def _send_away(self, away: AwayState) -> None:
         """The sum goes to its place, and is measured before."""
-        if self.measure is not None:
-            self.squares = self.measure(*self.counted)
+        self._measure()
         if self.group.device.type == "cpu":
             away.leave(changed=True)
             return
@@ -194,8 +205,13 @@ class Gradient:
     def set_aside(self) -> None:
         """Before another backward of a step that was summed already: keep that sum from being written over.
 
-        Gradients that go have a place of their own and accumulate there.
+        Gradients that go have a place of their own and accumulate there. Raises RuntimeError where that sum was used.
         """
+        if self.use is not None:
+            raise RuntimeError(
+                "backward: optimizer.in_backward has updated the parameters in this step's first backward already; "
+                "call engine.step() after each one"
+            )
         if not self._residency.gradients_go and self._earlier is None:
             self._earlier = self._summed.clone()
 

@@ -88,7 +88,7 @@ class Reductions:
         self._finish(0)
         self._reduced_before, self.unsummed = True, False
 
-    def _finish(self, leave: int) -> None:
+    def _finish(self, leave: int, *, wanted: bool = True) -> None:
         while len(self._under_way) > leave:
             unit, works = self._under_way.pop(0)
             with self.around():
@@ -96,7 +96,7 @@ class Reductions:
                     if work is not None:
                         work.wait()
                 for gradient in unit.gradients:
-                    gradient.reduced()
+                    gradient.reduced(wanted=wanted)
 
     def clear(self) -> None:
         """The step is over, or given up: its gradients are forgotten."""
@@ -113,7 +113,7 @@ class Reductions:
         one of this rank's, and it must not wait for them.)"""
         if not self._gathers.ordered:
             self.advance(residency, everything=True)
-        self._finish(0)
+        self._finish(0, wanted=False)
         self.clear()
 
     def forget(self) -> None:

@@ -1,0 +1,75 @@
+"""Options of a command line: read by tyro, refused with the nearest that exists, and never said twice differently."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import tyro
+
+from speedlab.config import ConfigError
+from speedlab.config.errors import nearest_keys
+
+_Options = TypeVar("_Options")
+_OPTION = re.compile(r"--[a-z][\w.-]*\w")
+
+
+def read_options(kind: type[_Options], argv: list[str] | None, prog: str, *, config: Sequence[Any] = ()) -> _Options:
+    """The options of a command line; None: of this process. Raises ConfigError for options that the command does not
+    have, with a line for each; what else tyro refuses, or its help, ends the process as usual."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kind, args=argv, prog=prog, config=config)
+    except SystemExit as ending:
+        if ending.code:
+            known = _known(kind, prog, config)
+            options = [word.partition("=")[0] for word in argv or sys.argv[1:] if word.startswith("--")]
+            if unknown := [option for option in options if _key(option) not in known]:
+                raise ConfigError("\n".join(_refusal(option, known, prog) for option in unknown)) from None
+        sys.stderr.write(said.getvalue())
+        raise
+
+
+def refuse_two_values(argv: Sequence[str], names: Mapping[str, str]) -> None:
+    """Raises ConfigError where an option is given by both of its names, short and long, with values that differ."""
+    values: dict[str, str] = {}
+    for number, word in enumerate(argv):
+        option, equals, value = word.partition("=")
+        values[option] = value if equals else "".join(argv[number + 1 : number + 2])
+    for short, long in names.items():
+        if values.get(short, given := values.get(long)) != given is not None:
+            raise ConfigError(
+                f"{short} {values[short]} and {long} {given} say two things of one; {short} is short for {long}, give "
+                "one of them"
+            )
+
+
+def _known(kind: type, prog: str, config: Sequence[Any]) -> dict[str, str]:
+    """All options that the help tells, by what they are compared by."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        tyro.cli(kind, args=["--help"], prog=prog, config=config)
+    return {_key(option): option for option in _OPTION.findall(shown.getvalue())}
+
+
+def _key(option: str) -> str:
+    """'--kv-heads' as a field is called: 'kv_heads'."""
+    return option.removeprefix("--").replace("-", "_")
+
+
+def _refusal(word: str, known: Mapping[str, str], prog: str) -> str:
+    """'unknown option '--zeroo'; the nearest is '--zero'', or where all are told."""
+    inner: dict[str, list[str]] = {}
+    for key in known:
+        if "." in key:
+            inner.setdefault(key.rpartition(".")[2], []).append(key)
+    near = nearest_keys(_key(word), known, inner)
+    if not near:
+        return f"unknown option {word!r}; `{prog} --help` tells all"
+    named = ", ".join(repr(known[key]) for key in near)
+    return f"unknown option {word!r}; the nearest {'is' if len(near) == 1 else 'are'} {named}"

@@ -1,0 +1,235 @@
+"""States that take fewer bytes between two uses than in one: moments in blocks of 8 bits, masters that are parameters.
+
+A codec is a way of keeping a state: a visit finds float32, what it changed is encoded when it leaves. So optimizers,
+checkpoints and reshapes know nothing of it, and it goes with any place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cuda_ops.blockwise8 import BLOCK, blockwise8_decode, blockwise8_encode
+from speedlab.comm import BufferMeter, Traffic, Transfer
+from speedlab.offload.buffers import Buffers
+from speedlab.offload.kept import Kept
+from speedlab.placement import Where
+
+_SCALE_BYTES = 4
+_MAGNITUDES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf"})
+"""States of torch's optimizers that are never negative: all 8 bits are for their magnitude."""
+
+
+class Scratch:
+    """Float32 memory for the visits of coded states, used again until `trim`."""
+
+    def __init__(self, meter: BufferMeter) -> None:
+        self._buffers = Buffers(meter)
+
+    def take(self, numel: int, device: torch.device) -> Tensor:
+        """(numel,) float32 with any values."""
+        if device.type != "cpu":  # Its allocator keeps memory for the next one by itself.
+            return torch.empty(numel, device=device)
+        return self._buffers.take(numel * 4)[: numel * 4].view(torch.float32)
+
+    def give_back(self, taken: Tensor) -> None:
+        if taken.device.type == "cpu":
+            self._buffers.give_back(taken)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What of it lies in the host's memory."""
+        return self._buffers.all
+
+    def trim(self) -> None:
+        """Give back what no visit uses."""
+        self._buffers.trim()
+
+
+class OnDevice(Kept):
+    """Bytes that are where they are used: a turn moves nothing."""
+
+    where = Where.DEVICE
+
+    def __init__(self, numel: int, device: torch.device, traffic: Traffic) -> None:
+        self.numel, self.dtype = numel, torch.uint8
+        self._values, self._traffic = torch.zeros(numel, dtype=torch.uint8, device=device), traffic
+
+    def fetch(self, *, values: bool = True) -> Transfer:
+        return self._done()
+
+    @property
+    def tensor(self) -> Tensor:
+        return self._values
+
+    def leave(self, *, changed: bool) -> None:
+        """What was changed is in its place."""
+
+    def read(self, into: Tensor, start: int = 0) -> Transfer:
+        into.copy_(self._values[start : start + into.numel()])
+        return self._done()
+
+    def write(self, source: Tensor, start: int = 0) -> Transfer:
+        self._values[start : start + source.numel()].copy_(source)
+        return self._done()
+
+    def drop(self) -> None:
+        del self._values
+
+    def _done(self) -> Transfer:
+        return Transfer(None, self._traffic, torch.device("cpu"))
+
+
+class EightBits(Kept):
+    """A float32 state as codes and scales of blocks of 256 elements, which begin where the state does.
+
+    They are kept as bytes, the codes first. On disk or on the host the host's kernels work on them, else the device's.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, name: str, numel: int, keep: Callable[[int], Kept], scratch: Scratch) -> None:
+        """`name`: of the state; `keep` makes room for so many bytes."""
+        self.numel, self._scratch = numel, scratch
+        self._blocks = -(-numel // BLOCK)
+        self._bytes = keep(self._blocks * (BLOCK + _SCALE_BYTES))
+        self._signed = name not in _MAGNITUDES
+        self.where = self._bytes.where
+        self._wanted = True
+        """Whether the present turn is to find values."""
+        self._here: Tensor | None = None
+        """What the present turn finds."""
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes.nbytes
+
+    # ---- turns -------------------------------------------------------------------------------------------------------
+
+    def fetch(self, *, values: bool = True) -> Transfer:
+        self._wanted = values
+        return self._bytes.fetch(values=values)
+
+    @property
+    def tensor(self) -> Tensor:
+        if self._here is None:
+            kept = self._bytes.tensor
+            self._here = self._scratch.take(self.numel, kept.device)
+            if self._wanted:
+                blockwise8_decode(*self._coded(kept, self.numel), self._here, signed=self._signed)
+        return self._here
+
+    def leave(self, *, changed: bool) -> None:
+        if self._here is not None:
+            if changed:
+                blockwise8_encode(self._here, *self._coded(self._bytes.tensor, self.numel), signed=self._signed)
+            self._scratch.give_back(self._here)
+            self._here = None
+        self._bytes.leave(changed=changed)
+
+    def _coded(self, kept: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Codes and scales in the bytes of `numel` elements."""
+        blocks = -(-numel // BLOCK)
+        scales = kept[blocks * BLOCK : blocks * (BLOCK + _SCALE_BYTES)].view(torch.float32)
+        return kept[:numel], scales
+
+    # ---- stretches ---------------------------------------------------------------------------------------------------
+
+    def read(self, into: Tensor, start: int = 0) -> Transfer:
+        """The values are in `into` when this returns."""
+        first, last = start // BLOCK, -(-(start + into.numel()) // BLOCK)
+        numel, blocks = min(last * BLOCK, self.numel) - first * BLOCK, last - first
+        device = self._bytes.tensor.device if self.where is Where.DEVICE else torch.device("cpu")
+        codes = torch.empty(blocks * BLOCK, dtype=torch.uint8, device=device)
+        scales = torch.empty(blocks * _SCALE_BYTES, dtype=torch.uint8, device=device)
+        coming = self._bytes.read(codes, first * BLOCK)
+        self._bytes.read(scales, self._blocks * BLOCK + first * _SCALE_BYTES).wait()
+        coming.wait()
+        decoded = torch.empty(numel, device=device)
+        blockwise8_decode(codes[:numel], scales.view(torch.float32), decoded, signed=self._signed)
+        into.copy_(decoded[start - first * BLOCK :][: into.numel()])
+        return coming
+
+    def write(self, source: Tensor, start: int = 0) -> Transfer:
+        """`source` is the whole state: a block has one scale."""
+        if start or source.numel() != self.numel:
+            raise ValueError(
+                f"offload: a state in 8 bits is written whole: {self.numel} elements, not {source.numel()}"
+            )
+        device = source.device if self.where is Where.DEVICE else torch.device("cpu")
+        made = torch.zeros(self._bytes.numel, dtype=torch.uint8, device=device)
+        blockwise8_encode(source.to(device), *self._coded(made, self.numel), signed=self._signed)
+        return self._bytes.write(made)
+
+    def drop(self) -> None:
+        self._bytes.drop()
+
+
+class Widened(Kept):
+    """Masters that are the parameters themselves: float32 in a turn, and nothing between two.
+
+    What a turn changes is `Flat.publish`'s to round and to write back.
+    """
+
+    dtype = torch.float32
+
+    def __init__(
+        self,
+        narrow: Callable[[], Tensor],
+        kept: Callable[[], Kept | None],
+        where: Where,
+        device: torch.device,
+        traffic: Traffic,
+        scratch: Scratch,
+    ) -> None:
+        """`narrow`: the parameters as they are now; `kept`: what keeps them, where they lie away. `where` the optimizer
+        states lie, and the `device` on which the update is computed."""
+        self.numel, self.where = narrow().numel(), where
+        self._narrow, self._kept, self._device = narrow, kept, device
+        self._traffic, self._scratch = traffic, scratch
+        self._wanted = True
+        self._here: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def fetch(self, *, values: bool = True) -> Transfer:
+        self._wanted = values
+        return self._done()
+
+    @property
+    def tensor(self) -> Tensor:
+        if self._here is None:
+            self._here = self._scratch.take(self.numel, self._device)
+            if self._wanted:
+                self._here.copy_(self._narrow())
+        return self._here
+
+    def leave(self, *, changed: bool) -> None:
+        if self._here is not None:
+            self._scratch.give_back(self._here)
+            self._here = None
+
+    def read(self, into: Tensor, start: int = 0) -> Transfer:
+        """The values are in `into` when this returns."""
+        kept, stop = self._kept(), start + into.numel()
+        if kept is None:
+            into.copy_(self._narrow()[start:stop])
+            return self._done()
+        narrow = torch.empty(into.numel(), dtype=kept.dtype)
+        coming = kept.read(narrow, start)
+        coming.wait()
+        into.copy_(narrow)
+        return coming
+
+    def write(self, source: Tensor, start: int = 0) -> Transfer:
+        raise NotImplementedError("parameters are written by Flat.publish")
+
+    def drop(self) -> None:
+        """It has no room of its own."""
+
+    def _done(self) -> Transfer:
+        return Transfer(None, self._traffic, torch.device("cpu"))
