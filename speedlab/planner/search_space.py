@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
-from speedlab.config import ParallelConfig
+from speedlab.config import OffloadConfig, OptimizerConfig, ParallelConfig
 from speedlab.config.offload_rules import offload_problems
 from speedlab.layout import Layout
 from speedlab.planner.away import offload_words
@@ -46,11 +46,14 @@ class Fixed:
         return max(2, pipeline.pp * pipeline.stages_per_rank)
 
     def __str__(self) -> str:
-        """'tp 3, zero_stage 2, optimizer on host'; empty when nothing is."""
+        """'tp 3, zero_stage 2, optimizer on host, moments 8bit'; empty when nothing is."""
         chosen = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "others"}
         words = [f"{name} {value}" for name, value in chosen.items() if value is not None]
-        offload = self.others.get("offload")
-        return ", ".join([*words, *([away] if offload is not None and (away := offload_words(offload)) else [])])
+        usual = {"offload": OffloadConfig(), "optimizer": OptimizerConfig(), "masters": "float32", "moments": "float32"}
+        kept: dict[str, Any] = {**usual, **self.others}
+        words += [f"{state} {kept[state]}" for state in ("masters", "moments") if kept[state] != "float32"]
+        words += ["updated in backward"] if kept["optimizer"].in_backward else []
+        return ", ".join(filter(None, [*words, offload_words(kept["offload"])]))
 
 
 FREE = Fixed()
