@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from speedlab.cluster.going_on import unsaved_text
 from speedlab.config import RunConfig
 from speedlab.display.text import bytes_text, count_text, seconds_text
 from speedlab.telemetry.marks import STATE_MARKS
@@ -105,10 +106,11 @@ def live_batch(running: RunConfig, engines: int) -> dict[str, Any]:
 
 
 def run_line(run: Run) -> str:
-    """'● running: step 120 of 2,000 · loss 5.91 · 41.2 k tokens/s'."""
+    """'● running: step 120 of 2,000 · loss 5.91 · 41.2 k tokens/s', and what of a run that has ended is not saved."""
     state, last = run.state, run.feed.last
     figures = f" · loss {last.loss:.3f} · {count_text(last.tokens_per_second)} tokens/s" if last is not None else ""
-    return f"{STATE_MARKS[state]} {run.name} {state}: step {run.step:,} of {run.feed.status.steps:,}{figures}"
+    line = f"{STATE_MARKS[state]} {run.name} {state}: step {run.step:,} of {run.feed.status.steps:,}{figures}"
+    return " · ".join(filter(None, [line, unsaved_text(run)]))
 
 
 def answer_line(event: Event) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from speedlab.bench.interleave import Times, row, take_turns
 from speedlab.bench.ranks import run_on_ranks
 from speedlab.bench.table import Row, report
-from speedlab.cli.options import read_options
+from speedlab.config.options import read_options
 
 _SMALL_BYTES, _SMALL_CALLS = 4 << 10, 50
 """Small ones are called many times in a row, so that the barriers around them do not count."""

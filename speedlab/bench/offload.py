@@ -18,7 +18,7 @@ from typing import Any
 
 from speedlab.bench.memory_limit import NoLimitError, memory_limit
 from speedlab.bench.ranks import RankSet
-from speedlab.cli.options import read_options
+from speedlab.config.options import read_options
 
 _GIB = 2**30
 

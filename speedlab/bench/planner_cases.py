@@ -82,6 +82,14 @@ _AWAY: list[tuple[int, int, dict[str, str]]] = [
 ]
 """(ranks, ZeRO stage, what lies away from the device)."""
 
+_SMALL: list[tuple[int, int, dict[str, str], dict[str, Any]]] = [
+    (1, 0, {}, {"dtype": "bfloat16", "masters": "none", "moments": "8bit", "in_backward": True}),
+    (1, 3, {"optimizer": "disk", "parameters": "disk"}, {"dtype": "float32", "moments": "8bit"}),
+    (2, 1, {}, {"dtype": "bfloat16", "masters": "none"}),
+    (2, 3, {}, {"dtype": "bfloat16", "masters": "none", "moments": "8bit"}),
+]
+"""(ranks, ZeRO stage, what lies away from the device, as what states are kept)."""
+
 _FORMS = [("float32", "none"), ("bfloat16", "block"), ("bfloat16", "none"), ("float32", "block")]
 """(precision, checkpointing)."""
 
@@ -115,6 +123,9 @@ def grid() -> Iterator[GridCase]:
     for ranks, stage, offload in _AWAY:
         for dtype, checkpointing in _FORMS[:2]:
             yield _case(ranks, {}, stage, next(models), dtype, checkpointing, 2, next(sums), offload)
+    for ranks, stage, offload, kept in _SMALL:
+        sum_of = 1 if kept.get("in_backward") else 2
+        yield _case(ranks, {}, stage, next(models), kept["dtype"], "none", 2, sum_of, offload, kept)
 
 
 def _case(
@@ -127,21 +138,26 @@ def _case(
     micro_size: int,
     accumulation: int,
     offload: dict[str, str] | None = None,
+    kept: dict[str, Any] | None = None,
 ) -> GridCase:
+    precision = {word: value for word, value in (kept or {}).items() if word != "in_backward"}
+    in_backward = bool(kept and kept.get("in_backward"))
     config = RunConfig(
         model=MODELS[model],
         data={"sequence_length": LENGTH, "tokenizer": "bytes"},
         parallel=parallel,
         zero={"stage": stage, "bucket_bytes": 2**22},
-        precision=dtype,
+        precision=precision or dtype,
         batch={"micro_size": micro_size, "accumulation": accumulation},
         activation={"checkpointing": checkpointing},
         offload=offload or {},
-        optimizer="sgd" if model == "gpt2" and stage == 1 else "adamw",
+        optimizer={"name": "sgd" if model == "gpt2" and stage == 1 else "adamw", "in_backward": in_backward},
+        clip_norm=None if in_backward else 1.0,
     )
     layout = config.layout(ranks)
     extra = [word for word in ("schedule", "sequence") if word in parallel]
     extra = [parallel[word] if word == "schedule" else "sequence" for word in extra]
     extra += [f"{state} on {place}" for state, place in (offload or {}).items()]
+    extra += [f"{word} {value}" for word, value in (kept or {}).items() if word != "dtype"]
     name = ", ".join([model, str(layout), *extra, f"zero {stage}", dtype, f"checkpointing {checkpointing}"])
     return GridCase(name=f"{name}, {micro_size} × {accumulation}", ranks=ranks, config=config)

@@ -22,7 +22,7 @@ from speedlab.bench.contest import AS_INSTALLED, BEFORE, KEPT, Contestant, hold,
 from speedlab.bench.interleave import Times, row
 from speedlab.bench.ranks import KEPT_MEMORY, RankSet
 from speedlab.bench.table import Row, missing, report
-from speedlab.cli.options import read_options
+from speedlab.config.options import read_options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ from typing import Annotated
 
 import tyro
 
-from speedlab.cli.options import read_options
 from speedlab.cluster.learning import learn_from
 from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError
+from speedlab.config.options import read_options
 from speedlab.planner import calibration_store
 from speedlab.planner.calibration import CLASSES, Calibration
 

@@ -18,11 +18,11 @@ import tyro
 
 import speedlab
 from speedlab.cli.engines import deaf_to_interrupts
-from speedlab.cli.options import read_options
 from speedlab.cli.progress import progress_line
 from speedlab.cluster import Cluster, ClusterError, Run
 from speedlab.cluster.home import running_clusters
 from speedlab.config import ConfigError
+from speedlab.config.options import read_options
 from speedlab.display.text import seconds_text
 from speedlab.telemetry.folder import RunFolder, RunFolderError
 from speedlab.telemetry.records import RunState

@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from speedlab.cli.options import read_options
 from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError
+from speedlab.config.options import read_options
 from speedlab.display.text import bytes_text
 from speedlab.telemetry.checkpoints import MANIFEST, checkpoints_in, find_checkpoint, step_of
 

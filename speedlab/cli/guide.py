@@ -12,7 +12,7 @@ from typing import Annotated
 import tyro
 
 import speedlab
-from speedlab.cli.options import read_options
+from speedlab.config.options import read_options
 
 FOLDER = Path(speedlab.__file__).parent / "guides"
 

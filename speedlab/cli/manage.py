@@ -10,12 +10,12 @@ from typing import Annotated
 
 import tyro
 
-from speedlab.cli.options import read_options
 from speedlab.cluster import Cluster, ClusterError, Run
 from speedlab.cluster.home import running_clusters
 from speedlab.cluster.known_runs import known_folders, runs_here
 from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError, RunConfig, annotated_yaml
+from speedlab.config.options import read_options
 from speedlab.display.text import bytes_text, seconds_text
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import RunState

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from speedlab.cli.options import read_options, refuse_two_values
 from speedlab.cluster.devices import choose_devices
 from speedlab.config import ConfigError
+from speedlab.config.options import read_options, refuse_two_values
 from speedlab.config.parts import Away
 from speedlab.planner.plan import Plan
 from speedlab.planner.request import PlanRequest

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from speedlab.cli.options import read_options
 from speedlab.cluster.reattach import folder_named
+from speedlab.config.options import read_options
 from speedlab.telemetry.trace import write_trace
 
 

@@ -12,13 +12,13 @@ import tyro
 
 from speedlab.cli.engines import EngineOptions, cluster_for
 from speedlab.cli.follow import follow, resume_command
-from speedlab.cli.options import read_options, refuse_two_values
 from speedlab.cli.resume import resume
 from speedlab.cluster import Run
 from speedlab.cluster.devices import choose_devices
 from speedlab.cluster.given_paths import check_offload_folder
 from speedlab.cluster.home import running_clusters
 from speedlab.config import ConfigError, RunConfig
+from speedlab.config.options import read_options, refuse_two_values
 from speedlab.config.run import SHORT_FORMS
 from speedlab.data import check
 from speedlab.telemetry.folder import RunFolderError

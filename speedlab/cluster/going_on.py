@@ -114,8 +114,10 @@ def way_on(run: Run) -> str:
 def unsaved_text(run: Run) -> str:
     """Of a run that has come to its end: what of it no checkpoint holds, and what can be done; empty when all is
     saved."""
+    if run.state not in (RunState.FINISHED, RunState.STOPPED):
+        return ""
     step, kept = int(run.step), newest(run.folder.path / "checkpoints")
-    if run.state not in (RunState.FINISHED, RunState.STOPPED) or step == (kept.step if kept is not None else 0):
+    if step == (kept.step if kept is not None else 0):
         return ""
     text = f"step {step} is not saved" + (f", the newest checkpoint is of step {kept.step}" if kept is not None else "")
     if run.has_engines:

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import speedlab
 from speedlab.cluster.own_model import OWN_MODEL, read_own_model
 from speedlab.cluster.shipping import Globals, unpack
 from speedlab.config import ConfigError, RunConfig
@@ -29,7 +28,7 @@ _WHOLE = frozenset({"init_process_group", "new_group", "destroy_process_group"})
 _LIBRARIES = tuple(
     {
         *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-        *(str(Path(speedlab.__file__).parent.parent / package) + os.sep for package in ("speedlab", "cuda_ops")),
+        *(str(Path(__file__).parents[2] / package) + os.sep for package in ("speedlab", "cuda_ops")),
     }
 )
 """Where modules lie that are imported whole or not at all; a user's own may train while it is imported."""

@@ -23,8 +23,12 @@ class Part(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        fields = [f"    {name}: {field.description}" for name, field in cls.model_fields.items()]
-        cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Attributes:", *fields])
+        lines = [inspect.cleandoc(cls.__doc__ or ""), "", "Attributes:"]
+        for name, field in cls.model_fields.items():
+            part = cls.part_of(name)
+            inside = f"; {part.__name__}({', '.join(part.model_fields)})" if part is not None else ""
+            lines.append(f"    {name}: {field.description}{inside}")
+        cls.__doc__ = "\n".join(lines)
 
     def __init__(self, /, **data: Any) -> None:
         try:

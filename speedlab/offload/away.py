@@ -21,7 +21,7 @@ class AwayState:
         """`keep` makes room for it."""
         self._keep = keep
         self.kept = kept = keep()
-        nothing = torch.full((), math.nan if kept.dtype.is_floating_point else 0, dtype=kept.dtype)
+        nothing = torch.full((), math.nan if kept.dtype.is_floating_point else 0, dtype=kept.dtype, device=kept.device)
         self._placeholder = nothing.expand(kept.numel)
         self.tensor: Tensor = self._placeholder.view(kept.numel)
         self._coming: Transfer | None = None

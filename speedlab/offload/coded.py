@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cuda_ops.blockwise8 import BLOCK, blockwise8_decode, blockwise8_encode
-from speedlab.comm import BufferMeter, Traffic, Transfer
+from speedlab.comm import BufferMeter, HostCopies, Traffic, Transfer
 from speedlab.offload.buffers import Buffers
 from speedlab.offload.kept import Kept
 from speedlab.placement import Where
@@ -54,7 +54,7 @@ class OnDevice(Kept):
     where = Where.DEVICE
 
     def __init__(self, numel: int, device: torch.device, traffic: Traffic) -> None:
-        self.numel, self.dtype = numel, torch.uint8
+        self.numel, self.dtype, self.device = numel, torch.uint8, device
         self._values, self._traffic = torch.zeros(numel, dtype=torch.uint8, device=device), traffic
 
     def fetch(self, *, values: bool = True) -> Transfer:
@@ -96,7 +96,7 @@ class EightBits(Kept):
         self._blocks = -(-numel // BLOCK)
         self._bytes = keep(self._blocks * (BLOCK + _SCALE_BYTES))
         self._signed = name not in _MAGNITUDES
-        self.where = self._bytes.where
+        self.where, self.device = self._bytes.where, self._bytes.device
         self._wanted = True
         """Whether the present turn is to find values."""
         self._here: Tensor | None = None
@@ -116,7 +116,7 @@ class EightBits(Kept):
     def tensor(self) -> Tensor:
         if self._here is None:
             kept = self._bytes.tensor
-            self._here = self._scratch.take(self.numel, kept.device)
+            self._here = self._scratch.take(self.numel, self.device)
             if self._wanted:
                 blockwise8_decode(*self._coded(kept, self.numel), self._here, signed=self._signed)
         return self._here
@@ -141,13 +141,12 @@ class EightBits(Kept):
         """The values are in `into` when this returns."""
         first, last = start // BLOCK, -(-(start + into.numel()) // BLOCK)
         numel, blocks = min(last * BLOCK, self.numel) - first * BLOCK, last - first
-        device = self._bytes.tensor.device if self.where is Where.DEVICE else torch.device("cpu")
-        codes = torch.empty(blocks * BLOCK, dtype=torch.uint8, device=device)
-        scales = torch.empty(blocks * _SCALE_BYTES, dtype=torch.uint8, device=device)
+        codes = torch.empty(blocks * BLOCK, dtype=torch.uint8, device=self.device)
+        scales = torch.empty(blocks * _SCALE_BYTES, dtype=torch.uint8, device=self.device)
         coming = self._bytes.read(codes, first * BLOCK)
         self._bytes.read(scales, self._blocks * BLOCK + first * _SCALE_BYTES).wait()
         coming.wait()
-        decoded = torch.empty(numel, device=device)
+        decoded = torch.empty(numel, device=self.device)
         blockwise8_decode(codes[:numel], scales.view(torch.float32), decoded, signed=self._signed)
         into.copy_(decoded[start - first * BLOCK :][: into.numel()])
         return coming
@@ -158,9 +157,8 @@ class EightBits(Kept):
             raise ValueError(
                 f"offload: a state in 8 bits is written whole: {self.numel} elements, not {source.numel()}"
             )
-        device = source.device if self.where is Where.DEVICE else torch.device("cpu")
-        made = torch.zeros(self._bytes.numel, dtype=torch.uint8, device=device)
-        blockwise8_encode(source.to(device), *self._coded(made, self.numel), signed=self._signed)
+        made = torch.zeros(self._bytes.numel, dtype=torch.uint8, device=self.device)
+        blockwise8_encode(source.to(self.device), *self._coded(made, self.numel), signed=self._signed)
         return self._bytes.write(made)
 
     def drop(self) -> None:
@@ -177,19 +175,20 @@ class Widened(Kept):
 
     def __init__(
         self,
-        narrow: Callable[[], Tensor],
-        kept: Callable[[], Kept | None],
+        narrow: Tensor,
         where: Where,
         device: torch.device,
+        *,
+        copies: HostCopies,
         traffic: Traffic,
         scratch: Scratch,
     ) -> None:
-        """`narrow`: the parameters as they are now; `kept`: what keeps them, where they lie away. `where` the optimizer
+        """`narrow`: the parameters, which have values when a turn's transfer is waited for. `where` the optimizer's
         states lie, and the `device` on which the update is computed."""
-        self.numel, self.where = narrow().numel(), where
-        self._narrow, self._kept, self._device = narrow, kept, device
-        self._traffic, self._scratch = traffic, scratch
-        self._wanted = True
+        self.numel, self.where, self.device = narrow.numel(), where, device
+        self._narrow, self._copies, self._traffic, self._scratch = narrow, copies, traffic, scratch
+        self._source: Tensor | None = None
+        """What is widened in the present turn; None where there is only room."""
         self._here: Tensor | None = None
 
     @property
@@ -197,39 +196,30 @@ class Widened(Kept):
         return 0
 
     def fetch(self, *, values: bool = True) -> Transfer:
-        self._wanted = values
-        return self._done()
+        self._source = self._narrow if values else None
+        if not values or self._narrow.device == self.device:
+            return Transfer(None, self._traffic, self.device)
+        self._source = torch.empty(self.numel, dtype=self._narrow.dtype, pin_memory=True)
+        return self._copies.to_host(self._narrow, self._source)
 
     @property
     def tensor(self) -> Tensor:
         if self._here is None:
-            self._here = self._scratch.take(self.numel, self._device)
-            if self._wanted:
-                self._here.copy_(self._narrow())
+            self._here = self._scratch.take(self.numel, self.device)
+            if self._source is not None:
+                self._here.copy_(self._source)
         return self._here
 
     def leave(self, *, changed: bool) -> None:
         if self._here is not None:
             self._scratch.give_back(self._here)
-            self._here = None
+        self._here = self._source = None
 
     def read(self, into: Tensor, start: int = 0) -> Transfer:
-        """The values are in `into` when this returns."""
-        kept, stop = self._kept(), start + into.numel()
-        if kept is None:
-            into.copy_(self._narrow()[start:stop])
-            return self._done()
-        narrow = torch.empty(into.numel(), dtype=kept.dtype)
-        coming = kept.read(narrow, start)
-        coming.wait()
-        into.copy_(narrow)
-        return coming
+        raise NotImplementedError("parameters are read where they lie")
 
     def write(self, source: Tensor, start: int = 0) -> Transfer:
         raise NotImplementedError("parameters are written by Flat.publish")
 
     def drop(self) -> None:
         """It has no room of its own."""
-
-    def _done(self) -> Transfer:
-        return Transfer(None, self._traffic, torch.device("cpu"))

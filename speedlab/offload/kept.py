@@ -22,6 +22,8 @@ class Kept(ABC):
     where: Where
     numel: int
     dtype: torch.dtype
+    device: torch.device = torch.device("cpu")
+    """Where it has values during a turn."""
 
     @property
     def nbytes(self) -> int:
@@ -29,13 +31,13 @@ class Kept(ABC):
 
     @abstractmethod
     def fetch(self, *, values: bool = True) -> Transfer:
-        """Begin a turn: start to bring the state into the host's memory. Without `values` only room for it, which the
+        """Begin a turn: start to bring the state to `device`. Without `values` only room for it, which the
         caller fills."""
 
     @property
     @abstractmethod
     def tensor(self) -> Tensor:
-        """(numel,) in the host's memory, once the transfer of `fetch` is over and until `leave`."""
+        """(numel,) on `device`, once the transfer of `fetch` is over and until `leave`."""
 
     @abstractmethod
     def leave(self, *, changed: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -45,10 +45,10 @@ class Stores:
 
         return EightBits(name, numel, keep, self.scratch)
 
-    def widened(self, narrow: Callable[[], Tensor], kept: Callable[[], Kept | None], where: Where) -> Kept:
+    def widened(self, narrow: Tensor, where: Where) -> Kept:
         """Masters that are the parameters themselves, see `Widened`, for an update where states lie at `where`."""
         device = self._device if where is Where.DEVICE else torch.device("cpu")
-        return Widened(narrow, kept, where, device, self._traffic, self.scratch)
+        return Widened(narrow, where, device, copies=self.copies, traffic=self._traffic, scratch=self.scratch)
 
     def _make(self, where: Where) -> Store:
         if where is Where.HOST:

@@ -25,7 +25,7 @@ def check_shape(shape: ModelShape) -> None:
         nearest = min(divisors, key=lambda heads: abs(heads - shape.heads))
         raise ValueError(
             f"{shape.name}: hidden {shape.hidden} does not divide by heads {shape.heads}; use {nearest} heads, or say "
-            f"how wide a head is: head_size={round(shape.hidden / shape.heads)}, --head-size on a terminal"
+            "how wide a head is: --head-size, in Python the shape's head_size"
         )
     if shape.heads % kv_heads(shape):
         raise ValueError(f"{shape.name}: heads {shape.heads} do not divide by kv_heads {shape.kv_heads}")

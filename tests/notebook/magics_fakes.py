@@ -127,6 +127,7 @@ class FakeRun:
     def __init__(self, folder: RunFolder, cluster: FakeCluster | None) -> None:
         self.folder, self.cluster = folder, cluster
 
+    step, _attach = 0, None
     name = property(lambda self: self.folder.name)
     config = property(lambda self: self.folder.config)
     state = property(lambda self: self.folder.read_status().state)

@@ -94,6 +94,7 @@ class FakeRun:
         self._writer = RecordWriter(folder, 0, stream_hz=10)
         self.now(RunState.RUNNING)
 
+    has_engines = True
     name = property(lambda self: self.folder.name)
     config = property(lambda self: self.folder.config)
 

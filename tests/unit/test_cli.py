@@ -137,6 +137,7 @@ def test_options_that_cannot_be_are_refused(capsys, arguments, message) -> None:
         (["train", "--learning-rate", "3e-4"], "the nearest is '--optimizer.lr'"),
         (["train", "--batch_size", "8"], "the nearest is '--batch.global-size'"),
         (["train", "--vocab-size", "9"], "the nearest are '--model.vocab-size', '--data.vocab-size'"),
+        (["train", "--checkpoint", "50"], "the nearest are '--checkpoint.every-steps', '--checkpoint.keep'"),
         (["plan", "gpt2", "--zeroo", "3"], "unknown option '--zeroo'; the nearest is '--zero'"),
         (["plan", "--machine", "8 H100"], "the nearest is '--machines'"),
         (["config", "--jsn"], "the nearest is '--json'"),

@@ -109,9 +109,11 @@ def test_a_part_that_is_no_dict_is_refused_with_one_that_works(data, example) ->
 
 @pytest.mark.parametrize("part", [RunConfig, *filter(None, map(RunConfig.part_of, RunConfig.model_fields))])
 def test_help_of_a_part_tells_its_fields(part) -> None:
-    shown = "".join(pydoc.render_doc(part, renderer=pydoc.plaintext).replace("|", "").split())
+    shown = "".join(pydoc.plain(pydoc.render_doc(part)).replace("|", "").split())
     for name, field in part.model_fields.items():
         assert "".join(f"{name}: {field.description}".split()) in shown
+        if (inner := part.part_of(name)) is not None:
+            assert f";{inner.__name__}({','.join(inner.model_fields)})" in shown
     assert "".join((inspect.getdoc(part) or "").partition("Attributes:")[0].split()) in shown
 
 

@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "data": frozenset({"config"}),
     "models": frozenset({"config", "cuda_ops"}),
     "comm": frozenset({"layout", "cuda_ops"}),
-    "offload": BASE | {"comm"},
+    "offload": BASE | {"comm", "cuda_ops"},
     "parallel": BASE | {"comm", "offload", "models", "telemetry", "cuda_ops"},
     "engine": BASE | {"parallel", "offload", "comm", "models", "data", "telemetry", "planner", "display", "cuda_ops"},
     "bench": EVERYTHING,

@@ -132,7 +132,10 @@ def test_a_page_shows_a_plan_without_scripts_and_escaped() -> None:
             "8 ranks do not divide by pp 1 × tp 3 = 3; pp 1 × dp 2 × tp 4 or pp 2 × dp 1 × tp 4 or pp 1 × dp 4 × tp 2 "
             "would work; so would pp 1 × dp 2 × tp 3 on 6 of them: --dp 2",
         ),
-        (["--layers", "4", "--hidden", "100", "--heads", "3", "--machines", "8 H100"], "--head-size on a terminal"),
+        (
+            ["--layers", "4", "--hidden", "100", "--heads", "3", "--machines", "8 H100"],
+            "or say how wide a head is: --head-size",
+        ),
         (["--machines", "8 H100", "--largest", "--head-size", "64"], "cannot have --head-size"),
         (["gpt2", "--machines", "16 V100-32", "--pp", "16"], "gpt2 has 12 layers"),
         (["gpt2", "--machines", "8 A100-80", "--global", "12"], "a global batch of 16 would work"),

@@ -671,6 +671,25 @@ def test_a_run_whose_engines_are_gone_says_how_it_goes_on(make, engines, no_clus
     bare.feed.close()
 
 
+def test_export_says_what_was_written(make, monkeypatch, capsys, tmp_path):
+    run = make(name="exported", steps=3)
+    run.wait(10)
+    write_checkpoint(run, 2)
+    lines = []
+
+    def command(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        lines.append(words)
+        return subprocess.CompletedProcess(
+            words, 0, stdout=f"{words[-1]}: step 2, from {words[-2]}, 1.0 MiB\n", stderr=""
+        )
+
+    monkeypatch.setattr(subprocess, "run", command)
+    assert run.export(tmp_path / "out") == tmp_path / "out"
+    path = run.folder.path / "checkpoints/step-000002"
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}: step 2, from {path}, 1.0 MiB\n"
+    assert lines[0][-3:] == ["export", str(path), str(tmp_path / "out")]
+
+
 def test_a_run_that_ends_unsaved_says_so_and_what_to_do(make, no_clusters):
     run = make(name="unsaved", steps=3)
     run.wait(10)

@@ -24,6 +24,7 @@ from speedlab.engine.build.placing import residency_of
 from speedlab.engine.build.recipe import OptimizerChoice, Recipe
 from speedlab.engine.build.room import away_folder
 from speedlab.engine.build.schedule import make_schedule
+from speedlab.engine.build.small_states import prepare_small_states
 from speedlab.engine.engine import Engine
 from speedlab.engine.step.communicating import check_whole_gradients, kept_by
 from speedlab.engine.step.losses import LossFunction, check_loss
@@ -93,6 +94,7 @@ def initialize(
     check_loss(loss, layout)
     batch = config.batch.resolve(layout.data_size)
     check_in_backward(config, layout, batch, compute_dtype(config.precision, world.device))
+    prepare_small_states(config, world.device)
     epochs = _epochs(training_data, batch, layout, world.rank, config.seed)
     engine = _build(model, optimizer, lr_scheduler, config, world, loss=loss, units=units, tp_plan=tp_plan, batch=batch)
     if isinstance(engine.scheduler, ReduceLROnPlateau):

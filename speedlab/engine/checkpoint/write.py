@@ -201,7 +201,7 @@ def _own_part(engine: TrainingState, hidden: Path, *, verify: bool, moments: boo
     parameters: dict[str, Any] = {}
     placement = engine.placement
     for flat in engine.flats:
-        states = {"master": flat.master}
+        states = {"master": flat.lasting_master}
         if moments and flat.trainable:
             states |= engine.partitioned_optimizer.states_of(flat)
         stretches = list(_own_stretches(flat, placement))
@@ -259,7 +259,7 @@ def _values(state: Tensor, flat: Flat, stretches: list[tuple[Slot, int, int]], k
 
 
 def _read(kept: Kept, low: int, high: int) -> Tensor:
-    values = torch.empty(high - low, dtype=kept.dtype)
+    values = torch.empty(high - low, dtype=kept.dtype, device=kept.device)
     kept.read(values, low).wait()
     return values
 

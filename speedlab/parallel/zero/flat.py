@@ -249,10 +249,9 @@ class Flat:
 
     def _widened(self) -> Tensor:
         """What stands for the masters of parameters that have none."""
-        narrow, away = self.narrow, self.away.get("parameter")
+        narrow = self.narrow
         assert narrow is not None  # A master is something else, see `_own_master`.
-        where = self.residency.states_at
-        kept = self._stores.widened(lambda: narrow, lambda: None if away is None else away.kept, where)
+        kept = self._stores.widened(narrow, self.residency.states_at)
         self.away["master"] = AwayState(lambda: kept)
         return self.away["master"].tensor
 
@@ -355,10 +354,18 @@ class Flat:
         names = ["parameter", "master"] if self._rounded else ["master" if self._own_master else "parameter"]
         return [self.away[name] for name in names if name in self.away]
 
+    @property
+    def lasting_master(self) -> Tensor:
+        """The masters, or the parameters where there are none beside them: what a checkpoint keeps."""
+        narrow = self.narrow if self._rounded else None
+        return self.master if narrow is None else narrow
+
     def kept(self, state: str) -> Kept | None:
-        """What keeps a state ("master", or an optimizer's) away from the device; None where it lies there."""
-        away = self._master_away if state == "master" else [self.away[state]] if state in self.away else []
-        return away[-1].kept if away else None
+        """What keeps `lasting_master` ("master") or an optimizer's state away from the device, or coded there; None
+        where it simply lies there."""
+        if state == "master" and (self._rounded or not self._own_master):
+            state = "parameter"
+        return self.away[state].kept if state in self.away else None
 
     def whole_master(self) -> Tensor:
         """The master values whole, on every rank. Collective where they are partitioned."""

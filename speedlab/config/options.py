@@ -21,18 +21,21 @@ _OPTION = re.compile(r"--[a-z][\w.-]*\w")
 def read_options(kind: type[_Options], argv: list[str] | None, prog: str, *, config: Sequence[Any] = ()) -> _Options:
     """The options of a command line; None: of this process. Raises ConfigError for options that the command does not
     have, with a line for each; what else tyro refuses, or its help, ends the process as usual."""
+    words = sys.argv[1:] if argv is None else argv
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(kind, args=argv, prog=prog, config=config)
+            options = tyro.cli(kind, args=words, prog=prog, config=config)
     except SystemExit as ending:
         if ending.code:
             known = _known(kind, prog, config)
-            options = [word.partition("=")[0] for word in argv or sys.argv[1:] if word.startswith("--")]
-            if unknown := [option for option in options if _key(option) not in known]:
+            given = [word.partition("=")[0] for word in words if re.match(r"--\w", word)]
+            if unknown := [option for option in given if _key(option) not in known]:
                 raise ConfigError("\n".join(_refusal(option, known, prog) for option in unknown)) from None
         sys.stderr.write(said.getvalue())
         raise
+    sys.stderr.write(said.getvalue())
+    return options
 
 
 def refuse_two_values(argv: Sequence[str], names: Mapping[str, str]) -> None:
@@ -42,10 +45,10 @@ def refuse_two_values(argv: Sequence[str], names: Mapping[str, str]) -> None:
         option, equals, value = word.partition("=")
         values[option] = value if equals else "".join(argv[number + 1 : number + 2])
     for short, long in names.items():
-        if values.get(short, given := values.get(long)) != given is not None:
+        if {short, long} <= values.keys() and values[short] != values[long]:
             raise ConfigError(
-                f"{short} {values[short]} and {long} {given} say two things of one; {short} is short for {long}, give "
-                "one of them"
+                f"{short} {values[short]} and {long} {values[long]} say two things of one; {short} is short for "
+                f"{long}, give one of them"
             )
 
 
@@ -63,12 +66,13 @@ def _key(option: str) -> str:
 
 
 def _refusal(word: str, known: Mapping[str, str], prog: str) -> str:
-    """'unknown option '--zeroo'; the nearest is '--zero'', or where all are told."""
+    """'unknown option '--zeroo'; the nearest is '--zero''; of a part's name all its fields, or where all are told."""
     inner: dict[str, list[str]] = {}
     for key in known:
         if "." in key:
             inner.setdefault(key.rpartition(".")[2], []).append(key)
-    near = nearest_keys(_key(word), known, inner)
+    of_part = [key for key in known if key.startswith(f"{_key(word)}.")]
+    near = of_part or nearest_keys(_key(word), known, inner)
     if not near:
         return f"unknown option {word!r}; `{prog} --help` tells all"
     named = ", ".join(repr(known[key]) for key in near)
