@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from speedlab.config import OffloadConfig
+from speedlab.layout import padded_numel
 from speedlab.placement import EIGHT_BITS, ITEM_BYTES, Residency, Where
 from speedlab.planner.setup import Setup
+
+PAGE_BYTES = 4096
+"""Memory for decoded states comes in whole pages."""
 
 _STAGED = 2
 """Flats of each state on disk for which there is room in the host's memory: one is read ahead, or written behind,
@@ -60,7 +64,7 @@ def decoded_bytes(setup: Setup, largest: int) -> int:
     update is computed."""
     decoded = setup.optimizer.moments if setup.moments == EIGHT_BITS else 0
     decoded += setup.dtype == "bfloat16" and setup.masters == "none"
-    return round(ITEM_BYTES["float32"] * largest * decoded)
+    return decoded * padded_numel(4 * largest, PAGE_BYTES)
 
 
 def decodes_on_host(setup: Setup, device: str) -> bool:

@@ -28,10 +28,11 @@ from speedlab.engine.build.wrap import BlockWrapper
 from speedlab.engine.step.losses import LossFunction, loss_of
 from speedlab.engine.step.memory import ActivationTrace
 from speedlab.engine.step.precision import compute_dtype
+from speedlab.layout import padded_numel
 from speedlab.parallel.zero import UnitChoice, Zero, map_tensors, plan_units
 from speedlab.parallel.zero.flat import trainable_in_low_precision
 from speedlab.placement import EIGHT_BITS, ITEM_BYTES, Where
-from speedlab.planner.away import state_places
+from speedlab.planner.away import PAGE_BYTES, state_places
 from speedlab.planner.memory import borrowed_bytes, flat_elements, gathered_bytes
 from speedlab.planner.rank_memory import RankMemory
 
@@ -149,7 +150,7 @@ def _memory(
             coded = config.precision.moments == EIGHT_BITS and flat.dtype.itemsize <= _FLOAT32
             width = ITEM_BYTES[EIGHT_BITS] if coded else max(_FLOAT32, flat.dtype.itemsize)
             states["optimizer_moments"] += round(moments * width * owned)
-            decoded = max(decoded, _FLOAT32 * owned * (moments * coded + rounded))
+            decoded = max(decoded, padded_numel(_FLOAT32 * owned, PAGE_BYTES) * (moments * coded + rounded))
     communication = borrowed_bytes(borrowed, kept=False) if residency.gradients_go else 0
     gathered = 0
     if residency.parameters_come:
