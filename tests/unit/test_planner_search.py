@@ -223,6 +223,17 @@ def test_smaller_states_hold_a_larger_model_on_the_device_alone_and_beside_it() 
     assert rank.communication_buffers == pytest.approx(here.communication_buffers, rel=0.01)
 
 
+def test_an_update_in_backward_is_planned_for_one_rank_and_its_tensor_peers_only() -> None:
+    in_backward = {"optimizer": OptimizerConfig(in_backward=True)}
+    found = largest_model(Machines.parse("8 H100"), fixed=Fixed(tp=8, others=in_backward))
+    assert found is not None
+    assert found.setup.layout == Layout(dp=1, tp=8, pp=1)
+    with pytest.raises(ValueError, match="one micro-batch and one rank of dp"):
+        largest_model(Machines.parse("8 H100"), fixed=Fixed(dp=8, others=in_backward))
+    with pytest.raises(ValueError, match="masters none needs dtype bfloat16"):
+        largest_model(Machines.parse("1 V100-32"), fixed=Fixed(others={"masters": "none"}))
+
+
 def test_places_that_do_not_go_together_are_named() -> None:
     with pytest.raises(ValueError, match=r"offload.parameters 'host' needs offload.optimizer"):
         largest_with({"parameters": "host"})
