@@ -60,10 +60,16 @@ def state_widths(setup: Setup, device: str) -> dict[str, float]:
 
 
 def decoded_bytes(setup: Setup, largest: int) -> int:
-    """Of float32 memory in which coded states of a flat are decoded, which a rank has `largest` elements of."""
+    """Of float32 memory in which coded states of a flat are decoded, which a rank has `largest` elements of; where the
+    update is computed."""
     decoded = setup.optimizer.moments if setup.moments == EIGHT_BITS else 0
     decoded += setup.dtype == "bfloat16" and setup.masters == "none"
     return decoded * padded_numel(4 * largest, PAGE_BYTES)
+
+
+def decodes_on_host(setup: Setup, device: str) -> bool:
+    """Whether that is in the host's memory, beside a GPU's. A CPU's is the host's."""
+    return device != "cpu" and residency_of(setup, device).states_at is not Where.DEVICE
 
 
 def inputs_away(setup: Setup, device: str) -> bool:

@@ -18,7 +18,14 @@ from speedlab.layout import padded_numel
 from speedlab.placement import EIGHT_BITS, Where
 from speedlab.planner.activation_sizes import DTYPE_BYTES, Device, Sizes
 from speedlab.planner.activations_stage import Pass, held, most_in_flight, step_peak, walk
-from speedlab.planner.away import decoded_bytes, residency_of, staging_bytes, state_places, state_widths
+from speedlab.planner.away import (
+    decoded_bytes,
+    decodes_on_host,
+    residency_of,
+    staging_bytes,
+    state_places,
+    state_widths,
+)
 from speedlab.planner.megatron_rules import memory_by_rules
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import ModelShape, Setup
@@ -65,7 +72,7 @@ def predict_memory(
                 ranks=count * setup.layout.dp,
                 activations=step_peak(setup, passes, pipeline),
                 host=_waiting_inputs(setup, passes, pipeline),
-                communication_buffers=_buffers(setup, cut, stages, tensor),
+                communication_buffers=_buffers(setup, cut, stages, tensor, device),
                 other_framework=other_framework,
                 outside_framework=outside_framework,
             )
@@ -101,7 +108,7 @@ def memory_timeline(
     cut = block_cut(setup)
     stages = range(pipeline, len(cut), setup.layout.pp)
     rank = _with_states(
-        RankMemory(communication_buffers=_buffers(setup, cut, stages, tensor)),
+        RankMemory(communication_buffers=_buffers(setup, cut, stages, tensor, device)),
         setup,
         [Flats(setup, cut, number, tensor) for number in stages],
         device,
@@ -273,8 +280,10 @@ def _with_states(rank: RankMemory, setup: Setup, stages: Sequence[Flats], device
     by_place: dict[Where, dict[str, int]] = {Where.DEVICE: {}, Where.HOST: dict(rank.host), Where.DISK: {}}
     for state, where in state_places(residency).items():
         by_place[where][state] = round(widths[state] * held[state])
-    if staging := staging_bytes(setup, residency.optimizer_states.share(largest, dp), widths):
-        by_place[Where.HOST]["communication_buffers"] = staging
+    passing = residency.optimizer_states.share(largest, dp)
+    staging = staging_bytes(setup, passing, widths)
+    staging += decoded_bytes(setup, passing) if decodes_on_host(setup, device) else 0
+    by_place[Where.HOST]["communication_buffers"] = staging
     return replace(
         rank,
         **by_place[Where.DEVICE],
@@ -290,8 +299,8 @@ def _waiting_inputs(setup: Setup, passes: Sequence[Pass], pipeline: int) -> dict
     return {"activations": math.ceil(most_in_flight(setup, pipeline) * waiting)} if waiting else {}
 
 
-def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: int) -> int:
-    """Communication buffers of a rank with the pipeline stages `numbers`, at their most."""
+def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: int, device: Device) -> int:
+    """Communication buffers on the device of a rank with the pipeline stages `numbers`, at their most."""
     stages = [Flats(setup, cut, number, tensor) for number in numbers]
     width, pp = _gradient_bytes(setup), setup.layout.pp
     total = 0
@@ -304,7 +313,8 @@ def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: i
         element = DTYPE_BYTES[setup.dtype]
         gathered = gathered_bytes([(element * f.root, [element * size for size in f.units]) for f in stages])
     largest = max(size for flats in stages for size in (flats.root, *flats.units))
-    decoded = decoded_bytes(setup, residency.optimizer_states.share(largest, setup.layout.dp))
+    owned = residency.optimizer_states.share(largest, setup.layout.dp)
+    decoded = 0 if decodes_on_host(setup, device) else decoded_bytes(setup, owned)
     # In the update nothing is gathered any more, unless it is in backward.
     total += borrowed + (gathered + decoded if residency.gradients_used else max(gathered, decoded))
     sizes = {padded_numel(size, setup.layout.tp) for flats in stages for size in flats.partial()}

@@ -27,7 +27,7 @@ from speedlab.planner.plan_table import PlanTable, found_text, plan_table, plan_
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search import Candidate, Dtype, Target, fast_dtype, search
 from speedlab.planner.search_space import FREE, Fixed
-from speedlab.planner.setup import ModelShape, Setup
+from speedlab.planner.setup import ModelShape, Setup, update_problems
 from speedlab.planner.shapes import check_shape, kv_heads, shape_parameters
 from speedlab.planner.timing import StepTime
 
@@ -268,7 +268,7 @@ def check_parallel(setup: Setup) -> None:
     check_shape(shape)
     if problems := offload_problems(setup.offload, stage=setup.zero_stage, checkpointing=setup.checkpointing):
         raise ValueError("; ".join(problems))
-    if problems := _update_problems(setup):
+    if problems := update_problems(setup):
         raise ValueError("; ".join(problems))
     cut = {"heads": shape.heads, "KV heads": kv_heads(shape), "ffn_hidden": shape.ffn_hidden}
     for name, count in cut.items():
@@ -292,21 +292,6 @@ def check_parallel(setup: Setup) -> None:
             f"no whole rounds; {near} or {near + layout.pp} would be: a global batch of {_sequences(setup, near)} or "
             f"{_sequences(setup, near + layout.pp)}"
         )
-
-
-def _update_problems(setup: Setup) -> list[str]:
-    """What stands against how states are kept, and when parameters are updated."""
-    layout, problems = setup.layout, []
-    if setup.masters == "none" and setup.dtype != "bfloat16":
-        problems.append(
-            f"masters none needs dtype bfloat16, whose updates are rounded stochastically, and it is {setup.dtype}"
-        )
-    if setup.optimizer.in_backward and (layout.dp > 1 or layout.pp > 1 or setup.accumulation > 1):
-        problems.append(
-            f"an update in backward is for one micro-batch and one rank of dp and pp, and there are "
-            f"{setup.accumulation} micro-batches, dp {layout.dp} and pp {layout.pp}"
-        )
-    return problems
 
 
 def _nearest_tp(layout: Layout, counts: Iterable[int]) -> int:

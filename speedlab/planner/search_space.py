@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
-from speedlab.config import ParallelConfig
+from speedlab.config import OffloadConfig, OptimizerConfig, ParallelConfig
 from speedlab.config.offload_rules import offload_problems
 from speedlab.layout import Layout
 from speedlab.planner.away import offload_words
 from speedlab.planner.devices import Machines
-from speedlab.planner.setup import Checkpointing, ModelShape, Setup
+from speedlab.planner.setup import Checkpointing, ModelShape, Setup, update_problems
 from speedlab.planner.shapes import kv_heads
 
 _Choice = TypeVar("_Choice")
@@ -46,11 +46,14 @@ class Fixed:
         return max(2, pipeline.pp * pipeline.stages_per_rank)
 
     def __str__(self) -> str:
-        """'tp 3, zero_stage 2, optimizer on host'; empty when nothing is."""
+        """'tp 3, zero_stage 2, optimizer on host, moments 8bit'; empty when nothing is."""
         chosen = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "others"}
         words = [f"{name} {value}" for name, value in chosen.items() if value is not None]
-        offload = self.others.get("offload")
-        return ", ".join([*words, *([away] if offload is not None and (away := offload_words(offload)) else [])])
+        usual = {"offload": OffloadConfig(), "optimizer": OptimizerConfig(), "masters": "float32", "moments": "float32"}
+        kept: dict[str, Any] = {**usual, **self.others}
+        words += [f"{state} {kept[state]}" for state in ("masters", "moments") if kept[state] != "float32"]
+        words += ["updated in backward"] if kept["optimizer"].in_backward else []
+        return ", ".join(filter(None, [*words, offload_words(kept["offload"])]))
 
 
 FREE = Fixed()
@@ -107,6 +110,11 @@ class Space:
         offload, checkpointing = fixed.others.get("offload"), fixed.checkpointing or "block"
         if offload is not None and (problems := offload_problems(offload, stage=stage, checkpointing=checkpointing)):
             return ValueError("; ".join(problems))
+        alone = Layout(dp=fixed.dp or 1, tp=fixed.tp or 1, pp=fixed.pp or 1)
+        least = {"micro_size": fixed.micro_size or 1, "accumulation": 1, "zero_stage": stage}
+        setup = Setup(shape=shape, layout=alone, dtype=self.dtype, **least, **fixed.others)
+        if problems := update_problems(setup):
+            return ValueError("; ".join(problems))
         asked = f" with {self.fixed}" if str(self.fixed) else ""
         batch = f", a global batch of {global_size} divides by micro-batch × dp" if global_size is not None else ""
         return ValueError(
@@ -156,7 +164,7 @@ class Space:
             sequence_parallel=sequence,
             **fixed.others,
         )
-        if offload_problems(setup.offload, stage=stage, checkpointing=checkpointing):
+        if offload_problems(setup.offload, stage=stage, checkpointing=checkpointing) or update_problems(setup):
             return
         if layout.pp == 1:
             yield setup

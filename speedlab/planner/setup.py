@@ -99,3 +99,18 @@ class Setup:
             moments=config.precision.moments,
             offload=config.offload,
         )
+
+
+def update_problems(setup: Setup) -> list[str]:
+    """What stands against how states are kept, and when parameters are updated."""
+    layout, problems = setup.layout, []
+    if setup.masters == "none" and setup.dtype != "bfloat16":
+        problems.append(
+            f"masters none needs dtype bfloat16, whose updates are rounded stochastically, and it is {setup.dtype}"
+        )
+    if setup.optimizer.in_backward and (layout.dp > 1 or layout.pp > 1 or setup.accumulation > 1):
+        problems.append(
+            f"an update in backward is for one micro-batch and one rank of dp and pp, and there are "
+            f"{setup.accumulation} micro-batches, dp {layout.dp} and pp {layout.pp}"
+        )
+    return problems

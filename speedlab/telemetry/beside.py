@@ -106,25 +106,55 @@ def memory_beside(feeds: Feeds) -> Figure:
         if any(kept.get(category) for kept in held.values())
     ]
     totals = [sum(kept.values()) for kept in held.values()]
-    traces.append(
-        {
-            "type": "scatter",
-            "mode": "text",
-            "x": across,
-            "y": np.array([total / size for total in totals], dtype=np.float32),
-            "text": [bytes_text(total) if total else "" for total in totals],
-            "textposition": "top center",
-            "textfont": {"size": 10},
-            "cliponaxis": False,
-            "showlegend": False,
-            "hoverinfo": "skip",
-        }
-    )
+    traces.append(_words(across, [total / size for total in totals], [bytes_text(t) if t else "" for t in totals]))
     layout = base_layout("states, and the buffers through which they pass, by place", unit)
     layout |= {"barmode": "stack", "bargap": 0.25, "hovermode": "closest", "height": _PIXELS}
     legend_beside(layout)
     layout["xaxis"] |= {"showgrid": False}
     return {"data": traces, "layout": layout}
+
+
+def bytes_beside(feeds: Feeds) -> Figure:
+    """For each run a stacked bar: bytes of states for each parameter of the model, in all places together."""
+    held = {
+        name: {state: first_rank(feed)[-1].ledger.anywhere(state) / parameters_of(feed) for state in STATES}
+        for name, feed in feeds.items()
+    }
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "name": LABELS[state],
+            "x": list(held),
+            "y": np.array([kept[state] for kept in held.values()], dtype=np.float32),
+            "marker": bar_marker(state),
+            "hovertemplate": f"%{{x}}<br>{LABELS[state]} %{{y:.3f}} bytes a parameter<extra></extra>",
+        }
+        for state in STATES
+        if any(kept[state] for kept in held.values())
+    ]
+    totals = [sum(kept.values()) for kept in held.values()]
+    traces.append(_words(list(held), totals, [f"<b>{total:.2f}</b>" for total in totals]))
+    layout = base_layout("bytes a parameter between two steps", "bytes")
+    layout |= {"barmode": "stack", "bargap": 0.45, "hovermode": "closest", "height": _PIXELS}
+    legend_beside(layout)
+    layout["xaxis"] |= {"type": "category", "showgrid": False}
+    return {"data": traces, "layout": layout}
+
+
+def _words(across: Any, heights: list[float], texts: list[str]) -> dict[str, Any]:
+    """Texts on top of bars."""
+    return {
+        "type": "scatter",
+        "mode": "text",
+        "x": across,
+        "y": np.array(heights, dtype=np.float32),
+        "text": texts,
+        "textposition": "top center",
+        "textfont": {"size": 10},
+        "cliponaxis": False,
+        "showlegend": False,
+        "hoverinfo": "skip",
+    }
 
 
 def losses_beside(feeds: Feeds) -> Figure:

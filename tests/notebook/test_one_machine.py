@@ -74,7 +74,8 @@ def test_the_largest_models_are_the_planners_and_stand_beside_what_was_announced
     told = dict(zip(announced["y"], announced["x"], strict=True))
     assert sorted(told.values()) == [1.4e9, 13e9, 40e9, 70e9, 1e12]
     assert all(sizes[name] > told[name] for name in told)
-    assert sizes["1 V100, optimizer on the host"] == pytest.approx(13e9, rel=0.1)
+    assert sizes["V100, optimizer on the host"] == pytest.approx(13e9, rel=0.1)
+    assert sizes["H200, 4 bytes"] > 30e9 > 3 * sizes["H200"]
     table = text(outputs["largest"])
     for name in sizes:
         assert f"{name}  " in table
@@ -91,6 +92,8 @@ def test_all_of_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert len({loss for loss, _ in losses}) == 1
     assert text(outputs["memory"]).count("16.00") == 4  # Bytes a parameter, wherever they are.
     assert len(re.findall(r"^after step \d+, in \d+ ms: ", text(outputs["live"]), re.MULTILINE)) == 3
+    kept = re.findall(r"^ *(.+?)  .* (\d+\.\d\d)  +\d", text(outputs["bytes"]), re.MULTILINE)
+    assert [float(count) for _, count in kept] == pytest.approx([16, 16, 10, 6, 4], abs=0.1)
     drawn = [cell for cell, found in outputs.items() if figures(found)]
-    assert {"same", "memory", "live-start", "live", "largest"} <= set(drawn)
+    assert {"same", "memory", "live-start", "live", "bytes", "largest"} <= set(drawn)
     assert running_clusters() == []

@@ -10,7 +10,7 @@ import pytest
 from telemetry_samples import make_event, make_folder, make_record
 
 from speedlab.display.figure_style import PAPER_GRID, Figure, on_paper
-from speedlab.telemetry.beside import losses_beside, memory_beside, runs_table
+from speedlab.telemetry.beside import bytes_beside, losses_beside, memory_beside, runs_table
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.moves_figure import moves_figure
 from speedlab.telemetry.records import Event, Ledger, StepRecord
@@ -69,6 +69,17 @@ def test_bars_of_several_runs_hold_what_each_place_holds(tmp_path: Path) -> None
     assert [sum(column) for column in zip(*(bar["y"] for bar in bars), strict=True)] == [16, 0, 0, 5, 2, 12]
     assert totals["text"] == ["16.0 MiB", "", "", "5.0 MiB", "2.0 MiB", "12.0 MiB"]
     assert "activations" not in {bar["name"] for bar in bars}
+
+
+def test_bars_of_bytes_a_parameter_count_states_wherever_they_lie(tmp_path: Path) -> None:
+    feeds = {"here": feed(tmp_path, "a", steps(HERE)), "away": feed(tmp_path, "b", steps(AWAY))}
+    *bars, totals = drawn(bytes_beside(feeds))["data"]
+    assert {bar["name"]: list(bar["y"]) for bar in bars} == {
+        "parameters": [4, 4],
+        "gradients": [4, 4],
+        "optimizer moments": [8, 8],
+    }
+    assert totals["text"] == ["<b>16.00</b>"] * 2
 
 
 def test_equal_curves_are_all_seen(tmp_path: Path) -> None:

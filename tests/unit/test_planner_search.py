@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from speedlab.config import OffloadConfig
+from speedlab.config import OffloadConfig, OptimizerConfig
 from speedlab.layout import Layout
 from speedlab.planner.changes import cheapest_change, differences
 from speedlab.planner.devices import Machines
@@ -199,6 +199,39 @@ def test_more_room_beside_the_device_holds_a_larger_model() -> None:
     assert sizes == sorted(set(sizes))
     # 16 bytes a parameter: 2 of it, 2 of its gradient, 12 of master and moments.
     assert 0.85 * 1024 * 2**30 / 16 < sizes[-1] < 1024 * 2**30 / 16
+
+
+def test_smaller_states_hold_a_larger_model_on_the_device_alone_and_beside_it() -> None:
+    smallest = {"masters": "none", "moments": "8bit", "optimizer": OptimizerConfig(in_backward=True)}
+    machines = Machines.parse("1 H200")
+    plain, small = (largest_model(machines, fixed=Fixed(others=others)) for others in ({}, smallest))
+    assert plain is not None
+    assert small is not None
+    # 16 bytes a parameter against 4.03, of which activations and buffers of a unit take their part.
+    sizes = [shape_parameters(found.setup.shape) for found in (plain, small)]
+    assert 30e9 < sizes[1] < machines.device.memory_bytes / 4.03
+    assert 3 < sizes[1] / sizes[0] < 16 / 4.03
+    assert str(Fixed(others=smallest)) == "masters none, moments 8bit, updated in backward"
+    away = OffloadConfig.model_validate(AWAY | {"optimizer": "disk", "parameters": "disk"})
+    on_disk = largest_model(machines, fixed=Fixed(others={**smallest, "offload": away}))
+    assert on_disk is not None
+    # What the host decodes for its update takes the host's memory, not the device's.
+    rank = max(predict_memory(on_disk.setup), key=lambda rank: rank.total)
+    here = max(
+        predict_memory(replace(on_disk.setup, moments="float32", masters="float32")), key=lambda rank: rank.total
+    )
+    assert rank.communication_buffers == pytest.approx(here.communication_buffers, rel=0.01)
+
+
+def test_an_update_in_backward_is_planned_for_one_rank_and_its_tensor_peers_only() -> None:
+    in_backward = {"optimizer": OptimizerConfig(in_backward=True)}
+    found = largest_model(Machines.parse("8 H100"), fixed=Fixed(tp=8, others=in_backward))
+    assert found is not None
+    assert found.setup.layout == Layout(dp=1, tp=8, pp=1)
+    with pytest.raises(ValueError, match="one micro-batch and one rank of dp"):
+        largest_model(Machines.parse("8 H100"), fixed=Fixed(dp=8, others=in_backward))
+    with pytest.raises(ValueError, match="masters none needs dtype bfloat16"):
+        largest_model(Machines.parse("1 V100-32"), fixed=Fixed(others={"masters": "none"}))
 
 
 def test_places_that_do_not_go_together_are_named() -> None:
