@@ -26,17 +26,20 @@ class Scratch:
     """Float32 memory for the visits of coded states, used again until `trim`."""
 
     def __init__(self, meter: BufferMeter) -> None:
-        self._buffers = Buffers(meter)
+        self._meter, self._buffers = meter, Buffers(meter)
 
     def take(self, numel: int, device: torch.device) -> Tensor:
         """(numel,) float32 with any values."""
         if device.type != "cpu":  # Its allocator keeps memory for the next one by itself.
+            self._meter.add(4 * numel)
             return torch.empty(numel, device=device)
         return self._buffers.take(numel * 4)[: numel * 4].view(torch.float32)
 
     def give_back(self, taken: Tensor) -> None:
         if taken.device.type == "cpu":
             self._buffers.give_back(taken)
+        else:
+            self._meter.add(-taken.nbytes)
 
     @property
     def tensors(self) -> list[Tensor]:

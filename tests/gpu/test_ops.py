@@ -12,10 +12,12 @@ from torch import Tensor
 from cuda_ops import gpu
 from cuda_ops.adamw import adamw
 from cuda_ops.blockquant import block_dequantize_sum, block_quantize
+from cuda_ops.blockwise8 import blockwise8_decode, blockwise8_encode
 from cuda_ops.grad_stats import grad_stats
 from cuda_ops.meter import meter
 from cuda_ops.onebit import CHUNK, onebit_average, onebit_pack
 from cuda_ops.sgd_momentum import sgd_momentum
+from cuda_ops.stochastic import round_stochastically
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,6 +86,24 @@ def test_onebit(size, dtype) -> None:
     packed, scales = onebit_pack(values, torch.randn(size))
     rows, weights = torch.stack([packed, ~packed, packed]), torch.stack([scales, 2 * scales, 4 * scales])
     close(both(onebit_average, [rows, weights, torch.zeros(size, dtype=dtype)]), 1e-6 if dtype.itemsize == 4 else 1e-2)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", SIZES)
+def test_blockwise8(size, dtype, signed) -> None:
+    values = values_of(size, dtype) if signed else values_of(size, dtype).abs()
+    codes, scales = torch.zeros(size, dtype=torch.uint8), torch.zeros(-(-size // 256))
+    on_cpu, on_gpu = both(blockwise8_encode, [values, codes, scales], signed=signed)
+    close((on_cpu, on_gpu), 0)
+    close(both(blockwise8_decode, [*on_cpu[1:], torch.zeros(size, dtype=dtype)], signed=signed), 0)
+
+
+@pytest.mark.parametrize("offset", [0, 2**32 - 100])
+@pytest.mark.parametrize("size", SIZES)
+def test_rounding(size, offset) -> None:
+    target = torch.zeros(size, dtype=torch.bfloat16)
+    close(both(round_stochastically, [values_of(size, torch.float32), target], seed=3, step=5, offset=offset), 0)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
