@@ -10,7 +10,7 @@ out, and from then on has a history of its own (its count of steps, or no state 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from speedlab.comm import Transfer
 from speedlab.engine.step.communicating import Communicating, sums_itself
 from speedlab.engine.step.fused import FusedOptimizer, Given, step_device
 from speedlab.engine.step.segments import Segment, cut, elementwise, has_kernels, owned_ranges
-from speedlab.offload import AwayState
+from speedlab.engine.step.visits import leave, visit
 from speedlab.parallel.zero import Flat, Gradient
 from speedlab.placement import Holders, Placement, Residency
 
@@ -298,54 +298,19 @@ class PartitionedOptimizer:
 
     # ---- states ------------------------------------------------------------------------------------------------------
 
-    @contextmanager
     def visit(
         self, flat: Flat | None, ahead: Flat | None = None, *, changed: bool = False, update: bool = False
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Inside, what `flat` has away from the device has its values; that of `ahead` is on its way. What was
         `changed` goes back. `update`: masters and moments change, from the gradient, which is visited too; narrow
         parameters are written anew."""
-        for each in (flat, ahead):
-            if each is not None and each.lies_away:
-                self._fetch(each, update=update)
-        if flat is None or not flat.lies_away:
-            yield
-            return
-        try:
-            for state in self._away(flat, update=update):
-                state.arrive()
-            self._point(flat)
-            yield
-        except BaseException:
-            self._leave(flat, changed=False)
-            raise
-        self._leave(flat, changed=changed or update)
-
-    def _away(self, flat: Flat, *, update: bool) -> list[AwayState]:
-        gradient = flat.gradient.away if update and flat.gradient is not None else None
-        parameter = flat.away.get("parameter")  # Masters may be made of it.
-        first = [] if parameter is None else [parameter]
-        others = [state for state in flat.away.values() if state is not parameter]
-        return [*first, *others, *([] if gradient is None else [gradient])]
-
-    def _fetch(self, flat: Flat, *, update: bool) -> None:
-        written = flat.away.get("parameter") if flat.written_by_update is not None else None
-        for state in self._away(flat, update=update):
-            state.fetch(values=not (update and state is written))
-
-    def _leave(self, flat: Flat, *, changed: bool) -> None:
-        for state in flat.away.values():
-            state.leave(changed=changed)
-        if flat.gradient is not None and flat.gradient.away is not None:
-            flat.gradient.away.leave(changed=False)
-        self._point(flat)
+        return visit(flat, ahead, changed=changed, update=update, point=self._point)
 
     def end_visits(self, flats: Iterable[Flat] | None = None) -> None:
         """Of an update that was broken off, or is not made: nothing of it (or of these `flats`) is under way any
         more."""
         for flat in self.flats if flats is None else flats:
-            if flat.lies_away:
-                self._leave(flat, changed=False)
+            leave(flat, changed=False, point=self._point)
 
     def _point(self, flat: Flat) -> None:
         """The optimizer's tensors of `flat` are views of what its states are in memory now."""

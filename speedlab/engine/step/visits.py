@@ -1,0 +1,65 @@
+"""Visits of flats whose states lie away from the device, or are coded: for an update, a load, a look.
+
+1. What the flat has away is on its way, and that of the one behind it, too.
+2. It arrives, parameters first, of which masters may be made; whoever has views of it takes them anew (`point`).
+3. What was changed goes back, and views show what stands for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from speedlab.offload import AwayState
+from speedlab.parallel.zero import Flat
+
+Point = Callable[[Flat], None]
+
+
+@contextmanager
+def visit(flat: Flat | None, ahead: Flat | None, *, changed: bool, update: bool, point: Point) -> Iterator[None]:
+    """Inside, `flat` has its values. None, or one that lies on the device: there is nothing to do.
+
+    `update`: the gradient is visited, too, and comes back unchanged.
+    """
+    for each in (flat, ahead):
+        if each is not None:
+            _fetch(each, update=update)
+    if flat is None or not flat.lies_away:
+        yield
+        return
+    try:
+        for state in _states(flat, update=update):
+            state.arrive()
+        point(flat)
+        yield
+    except BaseException:
+        leave(flat, changed=False, point=point)
+        raise
+    leave(flat, changed=changed or update, point=point)
+
+
+def leave(flat: Flat, *, changed: bool, point: Point) -> None:
+    """End a visit, if there is one."""
+    if not flat.lies_away:
+        return
+    for state in flat.away.values():
+        state.leave(changed=changed)
+    if flat.gradient is not None and flat.gradient.away is not None:
+        flat.gradient.away.leave(changed=False)
+    point(flat)
+
+
+def _fetch(flat: Flat, *, update: bool) -> None:
+    if flat.lies_away:
+        written = flat.away.get("parameter") if flat.written_by_update is not None else None
+        for state in _states(flat, update=update):
+            state.fetch(values=not (update and state is written))
+
+
+def _states(flat: Flat, *, update: bool) -> list[AwayState]:
+    parameter = flat.away.get("parameter")
+    first = [] if parameter is None else [parameter]
+    others = [state for state in flat.away.values() if state is not parameter]
+    gradient = flat.gradient.away if update and flat.gradient is not None else None
+    return [*first, *others, *([] if gradient is None else [gradient])]
