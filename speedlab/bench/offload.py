@@ -37,6 +37,8 @@ class Options:
     """Steps of each side; the first is not timed."""
     times: float = 10.0
     """States, in parts of the memory that may be used."""
+    in_backward: bool = True
+    """Update each unit in backward, so that the disk has work while it computes; else all of them after it."""
     dtype: str = "float32"
     """Precision: float32 or bfloat16."""
     folder: Path = Path(tempfile.gettempdir())
@@ -122,6 +124,8 @@ def _train(options: Options, places: dict[str, str]) -> dict[str, Any]:
         batch={"micro_size": 1, "accumulation": 1},
         activation={"checkpointing": "block"},
         offload=places,
+        optimizer={"in_backward": options.in_backward},
+        clip_norm=None,
     )
     engine = speedlab.initialize(model=lambda: GPT(config.model), config=config)[0]
     generator = torch.Generator().manual_seed(0)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from speedlab.config.errors import ConfigError
+from speedlab.config.in_backward import in_backward_problems
 from speedlab.layout import Layout, LayoutError
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ _NAMED = 3
 
 
 def resolve(config: RunConfig, engines: int, *, built_in: bool = True) -> Layout:
-    """The layout of `config` on `engines` engines. Raises LayoutError when there is none.
+    """The layout of `config` on `engines` engines. Raises LayoutError when there is none, and ConfigError where the
+    update cannot be in backward under it.
 
     Without `built_in` the model is somebody's own, and only what does not depend on it is checked; the engine looks at
     the rest when it has the model.
@@ -37,6 +39,8 @@ def resolve(config: RunConfig, engines: int, *, built_in: bool = True) -> Layout
     problem = _first_problem(config, layout, built_in)
     if problem is not None:
         raise LayoutError(f"parallel: {problem}{_nearest_text(config, layout, engines, built_in)}")
+    if problems := in_backward_problems(config, layout):
+        raise ConfigError("\n".join(problems))
     return layout
 
 

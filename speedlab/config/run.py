@@ -116,6 +116,12 @@ class RunConfig(Part):
                 f"data.vocab_size {self.data.vocab_size} is larger than model.vocab_size {self.model.vocab_size}; "
                 f"lower the first or raise the second"
             )
+        if self.precision.masters == "none" and self.precision.dtype in ("float32", "float16"):
+            problems.append(
+                f"precision.masters 'none' needs precision.dtype bfloat16, whose updates are rounded stochastically, "
+                f"and it is {self.precision.dtype}; set precision.dtype to 'bfloat16', or precision.masters to "
+                "'float32'"
+            )
         problems += offload_problems(self.offload, stage=self.zero.stage, checkpointing=self.activation.checkpointing)
         if problems:
             raise ValueError("\n".join(problems))

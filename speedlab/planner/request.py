@@ -279,7 +279,10 @@ class PlanRequest:
             "optimizer": _given(in_backward=self.in_backward or None),
             "offload": self._away(),
         }
-        return config.replace(**{part: values for part, values in changes.items() if values})
+        given: dict[str, Any] = {part: values for part, values in changes.items() if values}
+        if self.in_backward:
+            given["clip_norm"] = None  # Which a plan does not count, and a run would have to leave out.
+        return config.replace(**given)
 
     def _beside(self) -> dict[str, Any]:
         """Fields of a set-up that no configuration has, or with fewer choices."""

@@ -59,17 +59,20 @@ class SometimesUsed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.always, self.sometimes = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
         self.step = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.step += 1
-        x = self.always(x)
-        return self.sometimes(x) if self.step % 2 else x
+        for number, block in enumerate(self.blocks):
+            if number != 2 or self.step % 2:
+                x = block(x)
+        return x
 
 
-def sometimes(inside: bool) -> dict[str, torch.Tensor]:
-    config = {"batch": {}, "zero": 0, "optimizer": {"in_backward": inside}}
+def sometimes(inside: bool, offload: dict[str, str]) -> dict[str, torch.Tensor]:
+    zero = {"stage": 3, "bucket_bytes": 1}
+    config = {"batch": {}, "zero": zero, "optimizer": {"in_backward": inside}, "offload": offload}
     engine, *_ = speedlab.initialize(model=SometimesUsed(), optimizer=adamw, config=config)
     for step in range(6):
         engine.backward(engine(torch.arange(6.0) + step).square().mean())
@@ -79,8 +82,10 @@ def sometimes(inside: bool) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_parameters_that_were_not_used_are_left_alone(pool_of: PoolOf) -> None:
-    after, inside = (pool_of(1).run(sometimes, each)[0] for each in (False, True))
+@pytest.mark.parametrize("offload", [{}, {"optimizer": "disk", "parameters": "disk"}], ids=["here", "on disk"])
+def test_parameters_that_were_not_used_are_left_alone(pool_of: PoolOf, offload: dict[str, str]) -> None:
+    """Those of a whole unit, too, whose states were on their way already."""
+    after, inside = (pool_of(1).run(sometimes, each, offload)[0] for each in (False, True))
     assert not [name for name, value in inside.items() if not value.equal(after[name])]
 
 
@@ -119,9 +124,10 @@ class Breaks(nn.Module):
             raise ArithmeticError("in backward")
 
 
-def broken_off(folder: str) -> str:
+def broken_off(folder: str, offload: dict[str, str]) -> str:
     model = Breaks()
-    config = {"batch": {}, "zero": {"stage": 0, "bucket_bytes": 1}, "optimizer": {"in_backward": True}}
+    zero = {"stage": 3, "bucket_bytes": 1}
+    config = {"batch": {}, "zero": zero, "optimizer": {"in_backward": True}, "offload": offload}
     engine, *_ = speedlab.initialize(model=model, optimizer=adamw, config=config)
 
     def one() -> None:
@@ -143,8 +149,11 @@ def broken_off(folder: str) -> str:
     return str(told.value)
 
 
-def test_a_step_that_is_broken_off_is_told_and_can_be_taken_back(pool_of: PoolOf, tmp_path: Any) -> None:
-    text = pool_of(1).run(broken_off, str(tmp_path))[0]
+@pytest.mark.parametrize("offload", [{}, {"optimizer": "disk", "parameters": "disk"}], ids=["here", "on disk"])
+def test_a_step_that_is_broken_off_is_told_and_can_be_taken_back(
+    pool_of: PoolOf, tmp_path: Any, offload: dict[str, str]
+) -> None:
+    text = pool_of(1).run(broken_off, str(tmp_path), offload)[0]
     assert "update of step 2 was cut off and has changed some parameters only; go back with load_checkpoint" in text
 
 

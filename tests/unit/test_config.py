@@ -400,3 +400,27 @@ def test_the_home_folder_is_expanded(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert RunConfig(folder="~/runs").folder == tmp_path / "runs"
     assert RunConfig().folder == Path("runs")
+
+
+def test_an_update_in_backward_is_refused_before_anything_starts() -> None:
+    config = RunConfig(optimizer={"in_backward": True}, batch={"accumulation": 2, "micro_size": 1}, precision="float16")
+    with pytest.raises(ConfigError) as told:
+        config.layout(2)
+    assert [
+        line.split(":")[0].removeprefix("optimizer.in_backward cannot be with ")
+        for line in str(told.value).splitlines()
+    ] == [
+        "clip_norm 1.0",
+        "batch.accumulation 2",
+        "parallel.dp 2",
+        "precision.dtype float16",
+    ]
+    good = RunConfig(optimizer={"in_backward": True}, clip_norm=None)
+    assert good.layout(1).dp == 1
+
+
+def test_masters_are_left_out_in_bfloat16_only() -> None:
+    with pytest.raises(ConfigError) as told:
+        RunConfig(precision={"dtype": "float32", "masters": "none"})
+    assert "precision.masters 'none' needs precision.dtype bfloat16" in str(told.value)
+    assert RunConfig(precision={"masters": "none"}).precision.dtype == "auto"

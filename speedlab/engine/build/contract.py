@@ -34,7 +34,6 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from speedlab.comm import Group
 from speedlab.config import ConfigError, RunConfig
-from speedlab.engine.build.in_backward import check_in_backward
 from speedlab.engine.build.plan_module import fake_twins
 from speedlab.engine.step.losses import CONTRACT, LossFunction, check_loss, loss_of
 from speedlab.engine.step.precision import compute_dtype
@@ -109,7 +108,6 @@ def try_model(
     """
     layout, dtype = config.layout(engines, built_in=model is None), compute_dtype(config.precision, device)
     check_loss(loss, layout)
-    check_in_backward(config, layout, config.batch.resolve(layout.data_size), dtype)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     module = _made(model or (lambda: GPT(config.model)), config.seed, mode)
     if not any(parameter.requires_grad for parameter in module.parameters()):

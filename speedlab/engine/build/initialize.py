@@ -18,7 +18,6 @@ from speedlab.comm import Traffic, World, join
 from speedlab.config import ConfigError, GivenConfig, RunConfig, ScheduleConfig, config_of
 from speedlab.config.batch import Batch
 from speedlab.data import Epochs
-from speedlab.engine.build.in_backward import check_in_backward
 from speedlab.engine.build.model_parts import build_model_part, plan_model_parts
 from speedlab.engine.build.placing import residency_of
 from speedlab.engine.build.recipe import OptimizerChoice, Recipe
@@ -93,7 +92,6 @@ def initialize(
     layout = config.layout(world.size, built_in=False)
     check_loss(loss, layout)
     batch = config.batch.resolve(layout.data_size)
-    check_in_backward(config, layout, batch, compute_dtype(config.precision, world.device))
     prepare_small_states(config, world.device)
     epochs = _epochs(training_data, batch, layout, world.rank, config.seed)
     engine = _build(model, optimizer, lr_scheduler, config, world, loss=loss, units=units, tp_plan=tp_plan, batch=batch)

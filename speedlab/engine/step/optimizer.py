@@ -9,7 +9,7 @@ out, and from then on has a history of its own (its count of steps, or no state 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -67,6 +67,8 @@ class PartitionedOptimizer:
         """Of the present update."""
         self._now: Sequence[Flat] = ()
         """What it updates."""
+        self._ahead: Flat | None = None
+        """What the next one does."""
         self._hooks = [
             self.inner.register_step_pre_hook(self._refuse_others),
             self.inner.register_load_state_dict_post_hook(self._loaded),
@@ -81,7 +83,7 @@ class PartitionedOptimizer:
         self._adopted.clear()
         self.flats.clear()
         self._gradients.clear()
-        self._now = ()
+        self._now, self._ahead = (), None
 
     def _by_group(self) -> list[list[Tensor]]:
         groups: list[list[Tensor]] = [[] for _ in range(self._group_count)]
@@ -134,15 +136,16 @@ class PartitionedOptimizer:
         *,
         number: int = 0,
         flats: Sequence[Flat] | None = None,
+        ahead: Flat | None = None,
     ) -> None:
         """Multiply gradients by `factor`, update the masters, and bring the parameters of all ranks up to date.
 
         `unused`: for flats by name, the slots that no rank used; they and their states stay as they are. `number`: how
         many updates there were, of which depends what is rounded at random. `flats`: those that are updated, all when
-        left out.
+        left out; `ahead`: the one that will be next, whose states are then on their way.
         """
         unused, self._number = unused or {}, number
-        self._now = self.flats if flats is None else flats
+        self._now, self._ahead = self.flats if flats is None else flats, ahead
         for flat in self._now:
             self._cut_out(flat, unused.get(flat.name, ()))
         if sums_itself(self.inner):
@@ -154,7 +157,7 @@ class PartitionedOptimizer:
         try:
             pending = self._step_fused(factor, unused) if fused else self._step_plain(factor, unused)
         except BaseException:
-            self._end_visits()
+            self.end_visits()
             raise
         for work in pending:
             work.wait()
@@ -175,7 +178,7 @@ class PartitionedOptimizer:
         """Segment by segment what its update uses. Parameters of a flat are on their way to the other ranks, as
         `pending`, while the next flat is updated."""
         turns = list(self._turns(unused))
-        following = [*(flats[0] for flats, _ in turns[1:]), None]
+        following = [*(flats[0] for flats, _ in turns[1:]), self._ahead]
         for (flats, segments), ahead in zip(turns, following, strict=False):  # Of no turns there is one that follows.
             first = flats[0]
             with self.visit(first if segments else None, ahead, update=True):
@@ -230,7 +233,7 @@ class PartitionedOptimizer:
         """`factor`: None where the inner optimizer scales by itself."""
         pending: list[Transfer] = []
         pieces = list(self._pieces())
-        following = [*(flats[0] for flats in pieces[1:]), None]
+        following = [*(flats[0] for flats in pieces[1:]), self._ahead]
         for flats, ahead in zip(pieces, following, strict=False):  # Of no pieces there is one that follows.
             with self.visit(flats[0], ahead, update=True):  # What lies away is a piece of its own.
                 for flat in flats:
@@ -337,9 +340,10 @@ class PartitionedOptimizer:
             flat.gradient.away.leave(changed=False)
         self._point(flat)
 
-    def _end_visits(self) -> None:
-        """After an exception in an update: nothing of it is under way any more."""
-        for flat in self.flats:
+    def end_visits(self, flats: Iterable[Flat] | None = None) -> None:
+        """Of an update that was broken off, or is not made: nothing of it (or of these `flats`) is under way any
+        more."""
+        for flat in self.flats if flats is None else flats:
             if flat.lies_away:
                 self._leave(flat, changed=False)
 

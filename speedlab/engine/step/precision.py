@@ -17,11 +17,11 @@ def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype:
     ConfigError where the device does not have it, or masters are asked for that it cannot have."""
     dtype = _chosen(config, device)
     if config.masters == "none" and dtype is not torch.bfloat16:
-        name = str(dtype).removeprefix("torch.")
-        chosen = f"'auto' stands for {name} on this device" if config.dtype == "auto" else f"it is {name}"
+        name = str(dtype).removeprefix("torch.")  # Of 'auto'; what is said is looked at in the configuration.
         raise ConfigError(
             f"precision.masters 'none' needs precision.dtype bfloat16, whose updates are rounded stochastically, and "
-            f"{chosen}; set precision.dtype to 'bfloat16', or precision.masters to 'float32'"
+            f"'auto' stands for {name} on this device; set precision.dtype to 'bfloat16', or precision.masters to "
+            "'float32'"
         )
     return dtype
 

@@ -119,6 +119,8 @@ class Step:
         """Forget what the step has gathered: losses, gradients, the count."""
         for zero in self._state.zeros:
             zero.clear_gradients()
+        if self._in_backward:
+            self._state.partitioned_optimizer.end_visits()
         self._losses.clear()
         self.data.forget()
         self.micro_step, self._fed = 0, False
@@ -167,11 +169,22 @@ class Step:
         state = self._state
         unused = {index for index, used in enumerate(gradient.used) if not used}
         if len(unused) == len(flat.slots):
+            state.partitioned_optimizer.end_visits([flat])
             return
         with self._around_update():
             flat.take_changes()
             state.updating = True
-            state.partitioned_optimizer.step(unused={flat.name: unused}, number=state.global_step, flats=[flat])
+            state.partitioned_optimizer.step(
+                unused={flat.name: unused}, number=state.global_step, flats=[flat], ahead=self._next(flat)
+            )
+
+    def _next(self, flat: Flat) -> Flat | None:
+        """The one whose gradient comes next. Its backward is over: its reduction is under way when this is asked."""
+        order = [
+            each for zero in self._state.zeros for unit in zero.backward_order for each in unit.flats if each.trainable
+        ]
+        place = order.index(flat)
+        return order[place + 1] if place + 1 < len(order) else None
 
     def _factor(self, totals: Totals, clip_norm: float | None) -> float:
         factor = 1.0 / self._state.loss_scale.value
