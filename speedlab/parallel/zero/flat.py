@@ -16,7 +16,7 @@ from speedlab.comm import Group, Transfer
 from speedlab.layout import padded_numel, partition_range
 from speedlab.offload import AwayState, Kept, Stores, visit
 from speedlab.parallel.zero.gradient import Gradient
-from speedlab.parallel.zero.slot import Slot
+from speedlab.parallel.zero.slot import Slot, lay_out
 from speedlab.placement import EIGHT_BITS, Holders, Residency, Row, Where
 
 _ALIGNMENT_BYTES = 16
@@ -77,20 +77,10 @@ class Flat:
         self.away: dict[str, AwayState] = {}
         self.buffers = gather_group.traffic.buffers
         self.parameters: list[nn.Parameter] = [parameters[row.name] for row in rows]
-        self.slots: list[Slot] = []
-        summed_first: dict[tuple[Group, ...], list[Slot]] = {}
         step = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
-        end = 0
-        for row, parameter in zip(rows, self.parameters, strict=True):
-            offset = padded_numel(end, step)
-            slot = Slot(name=row.name, offset=offset, numel=parameter.numel(), shape=parameter.shape, group=row.group)
-            self.slots.append(slot)
-            groups = tuple(axes[axis] for axis in row.summed_over[:-1])
-            if groups:
-                summed_first.setdefault(groups, []).append(slot)
-            end = offset + parameter.numel()
-        self.numel = end
-        self.padded = padded_numel(end, gather_group.size * (CODES if self._coded else step))
+        self.slots: list[Slot] = lay_out(rows, [parameter.shape for parameter in self.parameters], step)
+        self.numel = self.slots[-1].offset + self.slots[-1].numel
+        self.padded = padded_numel(self.numel, gather_group.size * (CODES if self._coded else step))
         self.start, self.end = partition_range(self.padded, gather_group.size, gather_group.index)
         self.full = self._new_full()
         self.master: Tensor = self.full
@@ -121,7 +111,7 @@ class Flat:
                 partition=(self.start, self.end),
                 dtype=_dtype(first.states["gradient"].form),
                 group=reduce_group,
-                summed_first=summed_first,
+                summed_first=_summed_first(rows, self.slots, axes),
                 kept={state: _dtype(home.form) for state, home in first.states.items() if home.holders is Holders.OWN},
             )
         self.residency = Residency.of_stage(0, 1)
@@ -435,6 +425,18 @@ class Flat:
     @staticmethod
     def _free(tensor: Tensor) -> None:
         tensor.untyped_storage().resize_(0)
+
+
+def _summed_first(
+    rows: Sequence[Row], slots: Sequence[Slot], axes: Mapping[str, Group]
+) -> dict[tuple[Group, ...], list[Slot]]:
+    """Groups over which terms of a gradient are summed before the reduction of its flat, and whose."""
+    found: dict[tuple[Group, ...], list[Slot]] = {}
+    for row, slot in zip(rows, slots, strict=True):
+        groups = tuple(axes[axis] for axis in row.summed_over[:-1])
+        if groups:
+            found.setdefault(groups, []).append(slot)
+    return found
 
 
 class _ReadThenGathered:
