@@ -169,7 +169,17 @@ class Row:
 
     @property
     def _class(self) -> tuple[Any, ...]:
-        return self.unit, self.trainable, self.left_to_optimizer, tuple(self.states.items())
+        """What rows of a flat have in common. Where a state depends on the place in the flat (blocks of 8 bits, masters
+        that are left out), what several ranks hold alike is apart from what they do not, or their copies would part."""
+        shared = (bool(self.cut_over), self.summed_over) if self._depends_on_place else ()
+        return self.unit, self.trainable, self.left_to_optimizer, shared, tuple(self.states.items())
+
+    @property
+    def _depends_on_place(self) -> bool:
+        if "moments" not in self.states:
+            return False
+        narrow = ITEM_BYTES[self.states["parameter"].form] < ITEM_BYTES["float32"]
+        return self.states["moments"].form == EIGHT_BITS or (narrow and "master" not in self.states)
 
     def described(self) -> dict[str, Any]:
         """The row as what JSON can hold."""

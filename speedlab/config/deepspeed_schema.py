@@ -48,7 +48,8 @@ _ZEROPP = Feature(
 )
 _NARROW = Feature(
     name="narrow-states",
-    reason="master weights and moments are always float32 here, so more bytes are held than this file counts on",
+    reason="master weights and moments are float32 unless precision.masters 'none' or precision.moments '8bit' says "
+    "otherwise, so more bytes are held than this file counts on",
     on=bool,
 )
 _MOE = "mixtures of experts are not built yet, so experts would not be spread over ranks"

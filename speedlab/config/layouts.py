@@ -127,7 +127,9 @@ def _batch_problem(config: RunConfig, layout: Layout) -> str | None:
 
 
 def _works(config: RunConfig, layout: Layout, built_in: bool) -> bool:
-    return _first_problem(config, layout, built_in) is None and _batch_problem(config, layout) is None
+    if _first_problem(config, layout, built_in) is not None or _batch_problem(config, layout) is not None:
+        return False
+    return not in_backward_problems(config, layout)
 
 
 def _dp_text(config: RunConfig, engines: int, built_in: bool) -> str:

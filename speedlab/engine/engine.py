@@ -17,6 +17,7 @@ from torch import Tensor
 import speedlab.engine.checkpoint as checkpoint
 from speedlab.engine.build.placing import residency_of
 from speedlab.engine.build.room import refuse_without_room
+from speedlab.engine.build.small_states import prepare_small_states
 from speedlab.engine.build.wrap import BlockWrapper
 from speedlab.engine.deepspeed_names import DeepSpeedNames
 from speedlab.engine.step.clock import PhaseClock
@@ -257,6 +258,7 @@ class Engine(DeepSpeedNames):
         before, device = self.zeros[0].residency, self.world.device.type
         wanted = residency_of(config, dp=self.group.size, device=device)
         check_whole_gradients(type(self.optimizer), wanted, zero)
+        prepare_small_states(config, self.world.device)
         refuse_without_room(self._more_on_disk(wanted), self.stores, self.everyone)
         for part in self.zeros:
             part.place(wanted)

@@ -125,12 +125,16 @@ class EightBits(Kept):
         return self._here
 
     def leave(self, *, changed: bool) -> None:
-        if self._here is not None:
-            if changed:
-                blockwise8_encode(self._here, *self._coded(self._bytes.tensor, self.numel), signed=self._signed)
-            self._scratch.give_back(self._here)
-            self._here = None
-        self._bytes.leave(changed=changed)
+        here, self._here = self._here, None
+        whole = False
+        try:
+            if here is not None and changed:
+                blockwise8_encode(here, *self._coded(self._bytes.tensor, self.numel), signed=self._signed)
+            whole = True
+        finally:  # Ctrl-C, too, ends the turn: the next one would wait for it.
+            if here is not None:
+                self._scratch.give_back(here)
+            self._bytes.leave(changed=changed and whole)
 
     def _coded(self, kept: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Codes and scales in the bytes of `numel` elements."""
@@ -165,6 +169,9 @@ class EightBits(Kept):
         return self._bytes.write(made)
 
     def drop(self) -> None:
+        if self._here is not None:
+            self._scratch.give_back(self._here)
+            self._here = None
         self._bytes.drop()
 
 
@@ -225,4 +232,5 @@ class Widened(Kept):
         raise NotImplementedError("parameters are written by Flat.publish")
 
     def drop(self) -> None:
-        """It has no room of its own."""
+        """It has no room of its own, but for what a turn has."""
+        self.leave(changed=False)

@@ -20,6 +20,7 @@ from ranks.conftest import PoolOf
 from ranks.loops import Case, adamw, sgd, train_cases
 from ranks.test_offload import travel
 from speedlab.config import ConfigError
+from speedlab.models import GPT
 
 EIGHT = (("moments", "8bit"),)
 NONE = (("masters", "none"),)
@@ -106,7 +107,7 @@ def reference(steps: int) -> torch.Tensor:
         numbers = {"lr": 0.003, "beta1": 0.9, "beta2": 0.999, "eps": 1e-5, "weight_decay": 0.05}
         adamw_reference(master, gradient, *moments, **numbers, step=step + 1)
         states = [blockwise8_encode_reference(m, signed=s) for m, s in zip(moments, (True, False), strict=True)]
-        seed = zlib.crc32(b"root/bfloat16")
+        seed = zlib.crc32(b"weight")
         weight = round_stochastically_reference(master, seed, step, 0)[:1000].view(25, 40)
     return weight
 
@@ -149,3 +150,36 @@ def test_masters_are_left_out_in_bfloat16_only(pool_of: PoolOf) -> None:
         "precision.masters 'none' needs precision.dtype bfloat16, whose updates are rounded stochastically, and it is "
         "float32; set precision.dtype to 'bfloat16', or precision.masters to 'float32'"
     )
+
+
+def whole_ones(precision: dict[str, str]) -> dict[str, torch.Tensor]:
+    """What this rank has, after a few steps, of parameters that every tensor rank holds whole."""
+    model = {"layers": 2, "hidden": 48, "heads": 4, "ffn_hidden": 80, "vocab_size": 37, "context": 16}
+    shape = {**model, "position": "learned", "norm": "layer", "bias": True}
+    config = speedlab.RunConfig(
+        model=shape,
+        data={"sequence_length": 16, "tokenizer": "bytes"},
+        parallel={"tp": 2},
+        zero={"stage": 0, "bucket_bytes": 1},
+        precision=precision,
+        batch={"micro_size": 2},
+    )
+    engine, *_ = speedlab.initialize(model=lambda: GPT(config.model), config=config)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        rows = torch.randint(37, (2, 17), generator=generator)
+        engine.train_batch([(rows[:, :-1], rows[:, 1:])])
+    named = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    found = {row.name: named[row.name] for row in engine.placement.rows if not row.cut_over}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_on_tensor_ranks_stay_copies(pool_of: PoolOf, kind: str) -> None:
+    """They lie at the same places of flats of their own, whatever else a rank has."""
+    precision = {"dtype": "float32" if kind == "8bit" else "bfloat16", **dict(KINDS[kind])}
+    first, second = pool_of(2).run(whole_ones, precision)
+    assert "positions.weight" in first
+    assert len(first) > 8
+    assert not [name for name, value in first.items() if not value.equal(second[name])]

@@ -157,6 +157,49 @@ def test_a_step_that_is_broken_off_is_told_and_can_be_taken_back(
     assert "update of step 2 was cut off and has changed some parameters only; go back with load_checkpoint" in text
 
 
+def fails_early() -> bool:
+    """In the unit whose gradients come first, of which some are here already."""
+    model = Breaks()
+    config = {"batch": {}, "zero": {"stage": 0, "bucket_bytes": 1}, "optimizer": {"in_backward": True}}
+    engine, *_ = speedlab.initialize(model=model, optimizer=adamw, config=config)
+    before = engine.state_dict()
+    made = engine(torch.ones(4))
+    made.register_hook(model._hook)
+    model.fails = True
+    with pytest.raises(ArithmeticError):
+        engine.backward(made.sum())
+    same = all(value.equal(before[name]) for name, value in engine.state_dict().items())
+    model.fails = False
+    engine.backward(engine(torch.ones(4)).sum())
+    return same and engine.step()
+
+
+def test_a_failure_before_the_first_update_changes_nothing(pool_of: PoolOf) -> None:
+    assert pool_of(1).run(fails_early) == [True]
+
+
+def ends_badly() -> str:
+    """The update is made, and the end of the step fails."""
+    engine, *_ = speedlab.initialize(model=Breaks(), config={"batch": {}, "optimizer": {"in_backward": True}})
+    engine.backward(engine(torch.ones(4)).sum())
+    sums = engine._step._sum_totals
+
+    def fail(signals: Any) -> Any:
+        raise ConnectionError("no totals")
+
+    engine._step._sum_totals = fail  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        engine.step()
+    engine._step._sum_totals = sums  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError) as told:
+        engine.backward(engine(torch.ones(4)).sum())
+    return str(told.value)
+
+
+def test_a_step_whose_end_fails_is_not_taken_for_one_that_was_not_made(pool_of: PoolOf) -> None:
+    assert "go back with load_checkpoint" in pool_of(1).run(ends_badly)[0]
+
+
 def not_finite() -> str:
     engine, *_ = speedlab.initialize(model=nn.Linear(2, 2), config={"batch": {}, "optimizer": {"in_backward": True}})
     engine.backward(engine(torch.full((2,), torch.inf)).sum())

@@ -183,13 +183,13 @@ def _config(config: GivenConfig | None) -> RunConfig:
 
 def _check_communicating(kind: type[Optimizer], config: RunConfig, mesh: Mesh) -> None:
     """Of optimizers that sum gradients themselves: what cannot be is refused, and what will not be is said."""
+    if kept_by(kind) is not None and config.optimizer.in_backward:
+        raise ConfigError(f"optimizer.in_backward: {kind.__name__} sums gradients itself, whole ones; set it to false")
     try:
         residency = residency_of(config, dp=mesh.gather.size, device=mesh.device.type)
         check_whole_gradients(kind, residency, config.zero.stage)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if kept_by(kind) is not None and config.optimizer.in_backward:
-        raise ConfigError(f"optimizer.in_backward: {kind.__name__} sums gradients itself, whole ones; set it to false")
     if kept_by(kind) is not None and config.clip_norm is not None and mesh.rank == 0:
         log.warning("clip_norm %g: not in steps whose gradients %s sums itself", config.clip_norm, kind.__name__)
 

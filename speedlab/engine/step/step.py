@@ -78,7 +78,8 @@ class Step:
 
     def refuse_after_cut(self) -> None:
         """Raises RuntimeError where an update or a backward was cut off in the middle."""
-        if self._state.updating:
+        # What is updated in backward is between its end and that of the step as it should be.
+        if self._state.updating and not (self._in_backward and self._fed):
             raise RuntimeError(
                 f"the update of step {self._state.global_step + 1} was cut off and has changed some parameters only; "
                 "go back with load_checkpoint"
@@ -110,7 +111,6 @@ class Step:
         """Gradients of these losses, one of a micro-batch each, are in the flats."""
         self._losses += [loss.detach() for loss in losses]
         self._fed = True
-        self._state.updating = False  # All units are updated, where they are in backward.
 
     def ended_micro_batch(self) -> None:
         self.micro_step += 1
@@ -121,6 +121,7 @@ class Step:
             zero.clear_gradients()
         if self._in_backward:
             self._state.partitioned_optimizer.end_visits()
+        self._state.stores.scratch.trim()
         self._losses.clear()
         self.data.forget()
         self.micro_step, self._fed = 0, False
@@ -155,7 +156,6 @@ class Step:
                 state.partitioned_optimizer.step(factor, unused, number=state.global_step)  # 4
             for zero in state.zeros:
                 zero.learn_order()
-            state.stores.scratch.trim()
             self.reset()  # 5
         state.global_step += 1
         state.loss_scale.update(overflow=False)
@@ -167,7 +167,9 @@ class Step:
     def _use(self, flat: Flat, gradient: Gradient) -> None:
         """Update a flat whose gradient is there, in the middle of a backward."""
         state = self._state
-        unused = {index for index, used in enumerate(gradient.used) if not used}
+        # Peers over which terms were summed may have used what this rank has not.
+        used = used_by_any([gradient])[0] if gradient.summed_first else gradient.used
+        unused = {index for index, is_used in enumerate(used) if not is_used}
         if len(unused) == len(flat.slots):
             state.partitioned_optimizer.end_visits([flat])
             return
@@ -224,7 +226,6 @@ class Step:
         """Skip the update; float16 goes on with a smaller scale, anything else stops."""
         state, error = self._state, None
         if self._in_backward:
-            state.updating = True
             error = updated_non_finite(state.everyone, self._losses, step=state.global_step + 1)
         elif state.loss_scale.exhausted:
             flats = state.partitioned_optimizer.flats

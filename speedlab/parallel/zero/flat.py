@@ -406,8 +406,9 @@ class Flat:
         if not self._rounded:
             out.copy_(self.master)
             return
-        # Another key for each flat; the same on all ranks, of which each rounds elements by their place in the whole.
-        seed = zlib.crc32(self.name.encode())
+        # Another key for each flat; the same on all ranks that hold its parameters, of which each rounds elements by
+        # their place in the whole.
+        seed = zlib.crc32(self.slots[0].name.encode())
         round_stochastically(self.master, out, seed=seed, step=update, offset=self.state_range[0])
 
     @property

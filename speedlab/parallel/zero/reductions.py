@@ -59,8 +59,11 @@ class Reductions:
         """Whether the unit's gradients of this pass are summed, or on their way: none may come any more."""
         return self.sync and self._cursor > self._turn[unit]
 
-    def advance(self, residency: Residency, *, everything: bool = False, leave_root: bool = False) -> None:
-        """Start the reductions that are due: of units whose gradients are all here, or of all that are left."""
+    def advance(
+        self, residency: Residency, *, everything: bool = False, leave_root: bool = False, wanted: bool = True
+    ) -> None:
+        """Start the reductions that are due: of units whose gradients are all here, or of all that are left. Unless
+        they are `wanted`, nothing uses them."""
         if not self.sync:
             return
         while self._cursor < len(self._order) and (everything or self._order[self._cursor].missing <= 0):
@@ -72,7 +75,7 @@ class Reductions:
             with record_function(f"speedlab::reduce {unit.name}"), self.around():
                 works = [gradient.reduce(accumulate=accumulate) for gradient in unit.gradients]
             self._under_way.append((unit, works))
-            self._finish(self._limit)
+            self._finish(self._limit, wanted=wanted)
 
     def end(self, residency: Residency, *, leave_root: bool) -> None:
         """The backward pass is over; `leave_root`: those of the root unit wait for `end_root`."""
@@ -112,7 +115,7 @@ class Reductions:
         so that all have started the same reductions. (Where each gather is a collective of its own, peers may wait for
         one of this rank's, and it must not wait for them.)"""
         if not self._gathers.ordered:
-            self.advance(residency, everything=True)
+            self.advance(residency, everything=True, wanted=False)
         self._finish(0, wanted=False)
         self.clear()
 
