@@ -25,8 +25,9 @@ _MAGNITUDES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "a
 class Scratch:
     """Float32 memory for the visits of coded states, used again until `trim`."""
 
-    def __init__(self, meter: BufferMeter) -> None:
-        self._meter, self._buffers = meter, Buffers(meter)
+    def __init__(self, device: BufferMeter, host: BufferMeter) -> None:
+        """The meters of the device's memory and of the host's; of a rank on CPU cores they are one."""
+        self._meter, self._buffers = device, Buffers(host)
 
     def take(self, numel: int, device: torch.device) -> Tensor:
         """(numel,) float32 with any values."""

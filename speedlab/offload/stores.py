@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speedlab.comm import HostCopies, Traffic, Transfer
+from speedlab.comm import BufferMeter, HostCopies, Traffic, Transfer
 from speedlab.offload.coded import EightBits, OnDevice, Scratch, Widened
 from speedlab.offload.disk import DiskStore
 from speedlab.offload.host import HostStore
@@ -26,7 +26,8 @@ class Stores:
         self._rank, self._traffic, self._device = rank, traffic, device
         self._made: dict[Where, Store] = {}
         self._under_way: list[Transfer] = []
-        self.scratch = Scratch(traffic.buffers)
+        self._decoded = BufferMeter()
+        self.scratch = Scratch(traffic.buffers, traffic.buffers if device.type == "cpu" else self._decoded)
         """Of the visits of coded states."""
 
     def of(self, where: Where) -> Store:
@@ -76,7 +77,7 @@ class Stores:
 
     def take_staging_peak(self) -> int:
         """The most bytes that it had since the last call."""
-        return sum(store.staging_meter.take_peak() for store in self._made.values())
+        return self._decoded.take_peak() + sum(store.staging_meter.take_peak() for store in self._made.values())
 
     def flush(self) -> None:
         """Wait until all that was changed is in its place. Raises OffloadError where some of it is not."""
