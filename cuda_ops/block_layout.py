@@ -14,15 +14,17 @@ class BlockLayout:
     """A layout of attention in blocks of `block` tokens.
 
     `mask` (Q, K) bool, on the CPU: block q of queries sees block k of keys. With `causal` no query sees a later key:
-    blocks above the diagonal are taken out, and blocks on it are cut along it. Layouts are compared by identity.
+    blocks above the diagonal are taken out, and blocks on it are cut along it. With a `window` besides, no query sees a
+    key that many tokens before itself, or more. Layouts are compared by identity.
 
-    Raises ValueError for a mask of another kind, a block size that is no multiple of 16, or a causal mask that is not
-    square.
+    Raises ValueError for a mask of another kind, a block size that is no multiple of 16, a causal mask that is not
+    square, or a window of no tokens or without `causal`.
     """
 
     mask: Tensor
     causal: bool = False
     block: int = 64
+    window: int | None = None
     offsets: Tensor = field(init=False, repr=False)
     """(Q + 1,) int64: where each block of queries starts in `columns`."""
     columns: Tensor = field(init=False, repr=False)
@@ -38,6 +40,8 @@ class BlockLayout:
             raise ValueError(f"block: {self.block}, expected a multiple of 16")
         if self.causal and self.mask.shape[0] != self.mask.shape[1]:
             raise ValueError(f"mask: shape is {tuple(self.mask.shape)}, expected a square, since causal is set")
+        if self.window is not None and (self.window < 1 or not self.causal):
+            raise ValueError(f"window: {self.window}, expected 1 or more, and causal set, which is {self.causal}")
         mask = self.mask.tril() if self.causal else self.mask.clone()
         offsets = torch.zeros(len(mask) + 1, dtype=torch.int64)
         torch.cumsum(mask.sum(1), 0, out=offsets[1:])
@@ -45,9 +49,9 @@ class BlockLayout:
             object.__setattr__(self, name, value)  # Frozen from here on.
 
     @classmethod
-    def from_mask(cls, mask: Tensor, *, causal: bool = False, block: int = 64) -> Self:
+    def from_mask(cls, mask: Tensor, *, causal: bool = False, block: int = 64, window: int | None = None) -> Self:
         """The layout of `mask` (Q, K) bool."""
-        return cls(mask, causal, block)
+        return cls(mask, causal, block, window)
 
     @classmethod
     def local(cls, length: int, window: int, *, causal: bool = False, block: int = 64) -> Self:
@@ -95,11 +99,12 @@ class BlockLayout:
         return cls(mask.scatter_(1, chosen, True), causal, block)
 
     def __or__(self, other: BlockLayout) -> Self:
-        """The blocks of either layout. Raises ValueError unless they have the same size, block and causality."""
-        mine, others = ((tuple(each.mask.shape), each.causal, each.block) for each in (self, other))
+        """The blocks of either layout. Raises ValueError unless they have the same size, block, causality and
+        window."""
+        mine, others = ((tuple(each.mask.shape), each.causal, each.block, each.window) for each in (self, other))
         if mine != others:
-            raise ValueError(f"layouts of (blocks, causal, block) {mine} and {others} cannot be joined")
-        return type(self)(self.mask | other.mask, self.causal, self.block)
+            raise ValueError(f"layouts of (blocks, causal, block, window) {mine} and {others} cannot be joined")
+        return type(self)(self.mask | other.mask, self.causal, self.block, self.window)
 
     @property
     def density(self) -> float:

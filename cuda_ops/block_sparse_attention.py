@@ -49,7 +49,8 @@ def block_sparse_attention_reference(
 def token_mask(layout: BlockLayout, queries: int, keys: int) -> Tensor:
     """(queries, keys) bool: which query sees which key."""
     mask = layout.mask.repeat_interleave(layout.block, 0).repeat_interleave(layout.block, 1)[:queries, :keys]
-    return mask.tril() if layout.causal else mask
+    mask = mask.tril() if layout.causal else mask
+    return mask if layout.window is None else mask.triu(1 - layout.window)
 
 
 def block_sparse_attention(
@@ -71,7 +72,8 @@ def block_sparse_attention(
     if q.device.type == "cuda":
         blocks = flex_blocks(layout, q.shape[2], k.shape[2], q.device)
         return _compiled_flex()(q, k, v, block_mask=blocks, scale=scale)
-    return _attend(q, k, v, layout.offsets, layout.columns, layout.block, layout.causal, scale)[0]
+    window = q.shape[2] if layout.window is None else layout.window
+    return _attend(q, k, v, layout.offsets, layout.columns, layout.block, layout.causal, window, scale)[0]
 
 
 @cache
@@ -82,16 +84,19 @@ def _compiled_flex() -> Any:
 @lru_cache(maxsize=64)
 def flex_blocks(layout: BlockLayout, queries: int, keys: int, device: torch.device) -> BlockMask:
     """`layout` for FlexAttention: blocks of which it needs to look at every score (on the diagonal of a causal layout,
-    or partial ones at the end of the keys), and the others."""
+    at the far end of a window, or partial ones at the end of the keys), and the others."""
     partial = torch.zeros_like(layout.mask)
+    window = queries if layout.window is None else layout.window
     if layout.causal:
-        partial |= torch.eye(len(partial), dtype=torch.bool)
+        place = torch.arange(len(partial))
+        farthest = (place[:, None] - place + 1) * layout.block - 1  # From the last query of a block to its first key.
+        partial |= torch.eye(len(partial), dtype=torch.bool) | (farthest >= window)
     if keys % layout.block:
         partial[:, -1] = True
     causal = layout.causal
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key < keys) & (query >= key) if causal else key < keys
+        return (key < keys) & (query >= key) & (query - key < window) if causal else key < keys
 
     lists = []
     for mask in (layout.mask & partial, layout.mask & ~partial):
@@ -167,15 +172,18 @@ def _add_product(a: Any, b: Any, c: Any) -> None:
 
 
 @kernel()
-def _scores(keys: Any, queries: Any, count: int, diagonal: bool, out: Any) -> None:
-    """out (block, block) = keys (block, D) queries (D, block), -inf for keys from `count` on, and where the key is
-    later than the query if this is a block on the `diagonal`."""
+def _scores(keys: Any, queries: Any, count: int, diagonal: bool, reach: int, out: Any) -> None:
+    """out (block, block) = keys (block, D) queries (D, block), -inf for keys from `count` on, where the key is later
+    than the query if this is a block on the `diagonal`, and where the query's place in its block is `reach` or more
+    after the key's."""
     out[:] = 0
     _add_product(keys, queries, out)
     out[count:] = -np.inf
     if diagonal:
         for j in range(out.shape[0]):
             out[j, :j] = -np.inf
+    for j in range(min(out.shape[0], out.shape[0] - reach)):
+        out[j, max(0, j + reach) :] = -np.inf
 
 
 @kernel()
@@ -213,6 +221,7 @@ def _forward(
     columns: Any,
     block: int,
     causal: bool,
+    window: int,
     scale: float,
     out: Any,
     lse: Any,
@@ -235,7 +244,8 @@ def _forward(
             column = columns[place]
             keys = _rows(k[head], column * block, scratch[0])
             values = _rows(v[head], column * block, scratch[1])
-            _scores(keys, queries, k.shape[1] - column * block, causal and row == column, scores)
+            reach = window - (row - column) * block
+            _scores(keys, queries, k.shape[1] - column * block, causal and row == column, reach, scores)
             _softmax_step(scores, greatest, total, sums)
             _add_product(values.T, scores, sums)
         for i in range(min(block, length - row * block)):
@@ -271,6 +281,7 @@ def _backward(
     columns: Any,
     block: int,
     causal: bool,
+    window: int,
     scale: float,
     grad_q: Any,
     grad_k: Any,
@@ -305,7 +316,7 @@ def _backward(
             for place in range(offsets[row], offsets[row + 1]):
                 first = columns[place] * block
                 keys, values = _rows(k[head], first, scratch[2]), _rows(v[head], first, scratch[3])
-                _scores(keys, queries, k.shape[1] - first, causal and low == first, scores)
+                _scores(keys, queries, k.shape[1] - first, causal and low == first, window - (low - first), scores)
                 products[:] = 0
                 _add_product(values, grads, products)
                 _gradient_of_scores(scores, products, sums_lse, delta)
@@ -344,19 +355,35 @@ def _heads(tensor: Tensor) -> np.ndarray:
 
 
 def _attend_cpu(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, columns: Tensor, block: int, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    columns: Tensor,
+    block: int,
+    causal: bool,
+    window: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
     nbytes = q.nbytes + k.nbytes + v.nbytes + out.nbytes
     with meter.record("block_sparse_attention", nbytes, q.device):
         items = q.shape[0] * q.shape[1] * (len(offsets) - 1)
-        arguments = *map(_heads, (q, k, v)), array(offsets), array(columns), block, causal, scale
+        arguments = *map(_heads, (q, k, v)), array(offsets), array(columns), block, causal, window, scale
         share(_forward, items, *arguments, _heads(out), _heads(lse), multiple=1, worth=4)
     return out, lse
 
 
 def _attend_fake(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, columns: Tensor, block: int, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    columns: Tensor,
+    block: int,
+    causal: bool,
+    window: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -372,6 +399,7 @@ def _gradients_cpu(
     columns: Tensor,
     block: int,
     causal: bool,
+    window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = [torch.empty_like(each) for each in (q, k, v)]
@@ -379,20 +407,20 @@ def _gradients_cpu(
     with meter.record("block_sparse_attention_backward", nbytes, q.device):
         arguments = *map(_heads, (grad.contiguous(), q, k, v, out, lse)), array(offsets), array(columns)
         heads = q.shape[0] * q.shape[1]
-        share(_backward, heads, *arguments, block, causal, scale, *map(_heads, gradients), multiple=1, worth=1)
+        share(_backward, heads, *arguments, block, causal, window, scale, *map(_heads, gradients), multiple=1, worth=1)
     return gradients[0], gradients[1], gradients[2]
 
 
 _attend = register(
     "block_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor columns, int block, bool causal, "
-    "float scale) -> (Tensor, Tensor)",
+    "int window, float scale) -> (Tensor, Tensor)",
     cpu=_attend_cpu,
     fake=_attend_fake,
 )
 
 _gradients = register(
     "block_sparse_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor offsets, Tensor columns, int block, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+    "Tensor offsets, Tensor columns, int block, bool causal, int window, float scale) -> (Tensor, Tensor, Tensor)",
     cpu=_gradients_cpu,
     fake=lambda grad, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
 )
@@ -408,8 +436,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward_of(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 8
-    return *_gradients(grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None
+        return (None,) * 9
+    return *_gradients(grad, *ctx.saved_tensors, *ctx.rest), *(None,) * 6
 
 
 register_autograd("block_sparse_attention", _backward_of, _setup_context)

@@ -14,7 +14,17 @@ from collections.abc import Callable
 
 import torch
 
-from cuda_ops import adamw, blockwise8, flags, grad_stats, linear_cross_entropy, reduce, sgd_momentum, stochastic
+from cuda_ops import (
+    adamw,
+    block_sparse_attention,
+    blockwise8,
+    flags,
+    grad_stats,
+    linear_cross_entropy,
+    reduce,
+    sgd_momentum,
+    stochastic,
+)
 from cuda_ops.compile import cache_folder
 
 Steps = tuple[Callable[[torch.dtype], None], ...]
@@ -28,10 +38,13 @@ EVERY_RUN: Steps = (
     linear_cross_entropy.warm,
 )
 """What every run uses. Other kernels are compiled by their first call, or ahead by whoever knows that a run needs them:
-`COMPACT`."""
+`COMPACT`, `SPARSE`."""
 
 COMPACT: Steps = (blockwise8.warm, stochastic.warm)
 """What a run with 8-bit moments or without float32 masters uses beside that."""
+
+SPARSE: Steps = (block_sparse_attention.warm,)
+"""What a run with block-sparse attention uses beside that."""
 
 _DTYPES = (torch.float32, torch.bfloat16)
 

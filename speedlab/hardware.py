@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where a container finds the limits of its control group (version 2)."""
+"""Where the limits of control groups are; of version 1 those on memory in `memory`."""
+
+OWN_CGROUPS = Path("/proc/self/cgroup")
+"""The groups that this process is in, a line for each hierarchy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,21 +76,41 @@ def _core_quota() -> int | None:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(total, available) bytes of memory for this process: the machine's, or its control group's if that is less."""
+    """(total, available) bytes of memory for this process: the machine's, or those of a control group that it is in
+    (a container, a job of a batch system) where that is less."""
     import psutil
 
     memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
+    for limit, used in _memory_limits():
+        if limit < memory.total:
+            total, available = min(total, limit), max(0, min(available, limit - used))
+    return total, available
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """(limit, used) bytes of this process's control groups, own ones and those above."""
     try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        used = int((CGROUP / "memory.current").read_text())
-        statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return memory.total, memory.available
-    if limit == "max" or int(limit) >= memory.total:
-        return memory.total, memory.available
-    # File pages that nobody has used for a while count as used, but make room at once when something is allocated.
-    used -= int(statistics.get("inactive_file", 0))
-    return int(limit), max(0, min(memory.available, int(limit) - used))
+        lines = [line.split(":", 2) for line in OWN_CGROUPS.read_text().splitlines()]
+    except OSError:
+        lines = []
+    version_1 = next((path for _, controllers, path in lines if "memory" in controllers.split(",")), "/")
+    version_2 = next((path for _, controllers, path in lines if not controllers), "/")
+    for root, own, files, idle in (
+        (CGROUP, version_2, ("memory.max", "memory.current"), "inactive_file"),
+        (CGROUP / "memory", version_1, ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"),
+    ):
+        group = root / own.lstrip("/")
+        # A container may see its own group as the root, under a path that only the host knows.
+        for folder in [each for each in (group, *group.parents) if each.is_relative_to(root)]:
+            try:
+                limit, used = ((folder / name).read_text().strip() for name in files)
+                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                continue
+            if limit != "max":
+                # File pages that nobody has used for a while count as used, but make room when something is allocated.
+                yield int(limit), int(used) - int(statistics.get(idle, 0))
 
 
 def cpu_devices(count: int) -> list[Device]:

@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, product
-from math import prod
+from math import lcm, prod
 
 _HALVINGS = 60
+ALWAYS_NAMED = ("pp", "dp", "tp")
+"""Axes that everybody knows; others are named where they are used."""
 
 
 class LayoutError(ValueError):
@@ -55,6 +57,7 @@ class Layout:
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
 
     def __post_init__(self) -> None:
         for axis, size in self.sizes.items():
@@ -142,6 +145,11 @@ class Layout:
         """Of how many shares the global batch consists."""
         return prod(size for axis, size in self.sizes.items() if KINDS[axis].sees_other_data)
 
+    @property
+    def replicas(self) -> int:
+        """How many ranks compute with the same parameters: ZeRO partitions the states of those over them."""
+        return prod(size for axis, size in self.sizes.items() if axis in REPLICATED)
+
     def data_index(self, rank: int) -> int:
         """Which share of the global batch a rank sees: the same for all that differ along the other axes only."""
         share = 0
@@ -157,10 +165,13 @@ class Layout:
 AXES: tuple[str, ...] = tuple(axis for axis in KINDS if axis in {field.name for field in fields(Layout)})
 """The axes that a layout has today, slow to fast."""
 
+REPLICATED: tuple[str, ...] = tuple(axis for axis in AXES if not KINDS[axis].holds_other_parameters)
+"""Those along which ranks hold the same parameters."""
+
 
 def _product(sizes: dict[str, int]) -> str:
     """'pp 1 × dp 4 × tp 2'."""
-    return " × ".join(f"{axis} {size}" for axis, size in sizes.items())
+    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis in ALWAYS_NAMED)
 
 
 def _check_names(axes: Iterable[str]) -> None:
@@ -191,13 +202,40 @@ def share_of(count: int, size: int, index: int) -> tuple[int, int]:
     return count * index // size, count * (index + 1) // size
 
 
+def sequence_multiple(cp: int, heads: int) -> int:
+    """What a sequence's length has to be a multiple of, to be cut over `cp` ranks of which `heads` share heads."""
+    return cp if heads == cp else lcm(cp, 2 * (cp // heads))
+
+
+def own_positions(length: int, cp: int, heads: int, index: int) -> list[range]:
+    """The positions that rank `index` along cp has of a sequence of `length` tokens, a `sequence_multiple`.
+
+    Under a causal mask late tokens look at more than early ones. A ring of R = cp / `heads` therefore cuts the sequence
+    into 2 R chunks, of which the r-th has the chunks r and 2 R - 1 - r, so that all have equally much to do (zig-zag;
+    arXiv:2407.21783, section 3.3.2). Ranks that share heads are one of the ring together: each has an even share of its
+    tokens.
+    """
+    ring, place = divmod(index, heads)
+    size = cp // heads
+    chunk, mirrored = length // (2 * size), 2 * size - 1 - ring
+    together = [range(length)]
+    if size > 1:
+        together = [range(k * chunk, (k + 1) * chunk) for k in (ring, mirrored)]
+    begin, end = place * (length // cp), (place + 1) * (length // cp)
+    found = []
+    for part in together:
+        found.append(part[max(0, begin) : max(0, end)])
+        begin, end = begin - len(part), end - len(part)
+    return [part for part in found if part]
+
+
 def padded_numel(numel: int, dp: int) -> int:
-    """Length of a flat of `numel` elements once it divides by `dp`."""
+    """Length of a flat of `numel` elements once it divides by `dp`, the ranks that share it."""
     return -(-numel // dp) * dp
 
 
 def partition_range(padded: int, dp: int, index: int) -> tuple[int, int]:
-    """[start, end) of the partition that the rank with data index `index` owns of a flat of `padded` elements."""
+    """[start, end) of the partition that rank `index` of `dp` owns of a flat of `padded` elements."""
     size = padded // dp
     return index * size, (index + 1) * size
 

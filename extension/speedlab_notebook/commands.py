@@ -84,6 +84,7 @@ _PLAN_OPTIONS = (
     Option(name="engines", value="N", number=True, description="engines of this machine"),
     Option(name="tp", value="N", number=True, description="tensor-parallel ranks"),
     Option(name="pp", value="N", number=True, description="pipeline ranks"),
+    Option(name="cp", value="N", number=True, description="context-parallel ranks, each with a part of every sequence"),
     Option(name="dp", value="N", number=True, description="data-parallel ranks; as many as there are devices for"),
     Option(name="zero", choices=("0", "1", "2", "3"), description="ZeRO stage"),
     Option(name="micro", value="N", number=True, description="sequences of a micro-batch"),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from speedlab.cluster import EngineStatus
     from speedlab.config import RunConfig
+    from speedlab.config.part import Part
     from speedlab.hardware import Device
     from speedlab.telemetry.folder import Status
     from speedlab.telemetry.records import Event, Ledger, StepRecord
@@ -87,14 +88,22 @@ def engines_bundle(title: str, engines: Sequence[EngineStatus], notes: Sequence[
 
 # One object
 
+_TEXT_WIDTH = 140
+"""Letters of a line of a configuration's text, unless one field is longer."""
+
 
 def run_config_text(config: RunConfig) -> str:
-    """One line for each part; what differs from the defaults is marked."""
+    """Each part on a line of its own, or more where it is long; what differs from the defaults is marked."""
     width = max(len(name) for name, _ in _parts(config))
     lines = ["RunConfig (* differs from the default)"]
     for name, fields in _parts(config):
-        shown = " · ".join(f"{key} {value}{'*' if changed else ''}" for key, value, _, changed in fields)
-        lines.append(f"  {name:<{width}}  {shown}")
+        rows = [""]
+        for key, value, _, changed in fields:
+            shown = f"{key} {value}{'*' if changed else ''}"
+            if rows[-1] and width + len(rows[-1]) + len(shown) > _TEXT_WIDTH:
+                rows.append("")
+            rows[-1] += f" · {shown}" if rows[-1] else shown
+        lines += [f"  {name if row is rows[0] else '':<{width}}  {row}" for row in rows]
     return "\n".join(lines)
 
 
@@ -118,14 +127,18 @@ _Field = tuple[str, str, str, bool]
 
 
 def _parts(config: RunConfig) -> list[tuple[str, list[_Field]]]:
-    """The run's own fields, then each part's."""
-    kind = type(config)
-    default = kind()
-    own = [name for name in kind.model_fields if kind.part_of(name) is None]
-    parts = [("run", _fields(config, default, own))]
-    for name in kind.model_fields:
-        if (inner := kind.part_of(name)) is not None:
-            parts.append((name, _fields(getattr(config, name), getattr(default, name), list(inner.model_fields))))
+    """The run's own fields, then each part's, which are followed by those of the parts inside."""
+    return _with_inner("run", config, type(config)())
+
+
+def _with_inner(name: str, part: Part, default: Part) -> list[tuple[str, list[_Field]]]:
+    kind = type(part)
+    own = [field for field in kind.model_fields if kind.part_of(field) is None]
+    parts = [(name, _fields(part, default, own))]
+    for field in kind.model_fields:
+        if kind.part_of(field) is not None:
+            path = field if name == "run" else f"{name}.{field}"
+            parts += _with_inner(path, getattr(part, field), getattr(default, field))
     return parts
 
 

@@ -227,7 +227,7 @@ class Panel(widgets.VBox):
         for path, text in self.problems:
             problems[path] = f"{problems[path]}; {text}" if path in problems else text
         values = {path: field.get() for path, field in self.fields.items()}
-        for axis in ("parallel.tp", "parallel.pp"):
+        for axis in ("parallel.tp", "parallel.pp", "parallel.cp"):
             self.fields[axis].control.offer(sizes(len(self._devices)))
         reasons = greyed_fields(values, self._devices)
         options = greyed_options(values, self.config, self._devices)
@@ -263,7 +263,7 @@ class Panel(widgets.VBox):
             fits,
             advice,
             speed_text(self.prediction),
-            "" if layout.tp == layout.pp == 1 else str(layout),
+            "" if layout.world_size == layout.dp else str(layout),
         ]
         self.summary_text = " · ".join(filter(None, [*parts, self.batch_text, bubble_text(self.config, layout)]))
         self._view.show_line(self._view.summary, self.summary_text, strong=fits)

@@ -14,6 +14,7 @@ import ipywidgets as widgets
 import traitlets
 
 from speedlab.config import MODEL_PRESETS, RunConfig
+from speedlab.config.part import Part
 from speedlab.display.text import bytes_text
 
 SECTIONS: dict[str, tuple[str, ...]] = {
@@ -32,6 +33,7 @@ _LABELS = {
     "batch.global_size": "global batch",
     "batch.micro_size": "micro-batch",
     "parallel.sequence": "sequence parallel",
+    "parallel.cp_heads": "cp share heads",
     "optimizer.name": "optimizer",
     "data.heldout_share": "held-out share",
     "data.max_bytes": "text read",
@@ -46,12 +48,13 @@ _LABELS = {
 }
 _PLACEHOLDERS = {
     "parallel.cut": "balanced",
+    "parallel.cp_heads": "as many as can",
     "offload.folder": "the run's own",
     "name": "run-1, run-2, …",
     "clip_norm": "never clips",
 }
 _BATCH = ("batch.global_size", "batch.micro_size", "batch.accumulation")
-_AXES = frozenset({"parallel.tp", "parallel.pp"})
+_AXES = frozenset({"parallel.tp", "parallel.pp", "parallel.cp"})
 """Chosen among what the number of engines divides by."""
 _MOST_LETTERS = 16
 """Options with more letters than this, together, do not fit beside their note."""
@@ -152,7 +155,7 @@ class Field:
     def set(self, value: Any) -> None:
         """Show `value`, a value of RunConfig's."""
         if isinstance(self.control, widgets.Text | widgets.Combobox):
-            self.control.value = _text_of(value)
+            self.control.value = self._text_of(value)
         else:
             self.control.value = value
 
@@ -178,6 +181,14 @@ class Field:
     def _in_other_units(self) -> str:
         value = self.control.value
         return bytes_text(value) if self.path.endswith("_bytes") and isinstance(value, int) else ""
+
+    def _text_of(self, value: Any) -> str:
+        """As `get` reads it."""
+        if value is None:
+            return ""
+        if isinstance(value, tuple):
+            return (os.pathsep if self.path == "data.source" else ", ").join(map(str, value))
+        return str(value)
 
     # Making the control
 
@@ -208,7 +219,7 @@ class Field:
             lower = next((ge for bound in self._info.metadata if (ge := getattr(bound, "ge", None)) is not None), 0)
             return widgets.BoundedIntText(value=default, min=lower, max=_MOST_IN_A_NUMBER_BOX, **common)
         placeholder = _PLACEHOLDERS.get(self.path, "follows" if _is_optional(kind) else "")
-        return widgets.Text(value=_text_of(default), placeholder=placeholder, continuous_update=False, **common)
+        return widgets.Text(value=self._text_of(default), placeholder=placeholder, continuous_update=False, **common)
 
 
 class Form:
@@ -224,7 +235,7 @@ class Form:
         for title, names in SECTIONS.items():
             rows: list[widgets.Widget] = list(extra.get(title, ()))
             for name in names:
-                rows += self._rows(name, layout, style)
+                rows += self._rows(RunConfig, name, name, layout, style)
             page = widgets.GridBox(rows, layout={"grid_template_columns": "318px minmax(140px, 1fr)"})
             page.layout.grid_gap = "3px 12px"  # pyright: ignore[reportAttributeAccessIssue]  # a trait
             page.add_class("speedlab-page")
@@ -238,8 +249,11 @@ class Form:
         """What the controls say, as keywords of RunConfig."""
         values: dict[str, Any] = {}
         for path, field in self.fields.items():
-            part, _, name = path.rpartition(".")
-            (values.setdefault(part, {}) if part else values)[name] = field.get()
+            *parts, name = path.split(".")
+            inside = values
+            for part in parts:
+                inside = inside.setdefault(part, {})
+            inside[name] = field.get()
         return values
 
     def load(self, config: RunConfig) -> None:
@@ -260,15 +274,15 @@ class Form:
         parts = {path.partition(".")[0] for path in paths}
         self.tabs.titles = [f"{title} ▲" if parts & set(names) else title for title, names in SECTIONS.items()]
 
-    def _rows(self, name: str, layout: Any, style: Any) -> list[widgets.Widget]:
-        part = RunConfig.part_of(name)
+    def _rows(self, owner: type[Part], name: str, path: str, layout: Any, style: Any) -> list[widgets.Widget]:
+        """Those of the field `name` of `owner`; of a part, a heading and its fields, which may be parts, too."""
+        info, part = owner.model_fields[name], owner.part_of(name)
         if part is None:
-            return self._row(name, RunConfig.model_fields[name], layout, style)
-        title = escape(RunConfig.model_fields[name].description or name)
-        heading = widgets.HTML(f"<h4>{title}</h4>").add_class("speedlab-title")
+            return self._row(path, info, layout, style)
+        heading = widgets.HTML(f"<h4>{escape(info.description or name)}</h4>").add_class("speedlab-title")
         rows: list[widgets.Widget] = [heading]
-        for inner, info in part.model_fields.items():
-            rows += self._row(f"{name}.{inner}", info, layout, style)
+        for inner in part.model_fields:
+            rows += self._rows(part, inner, f"{path}.{inner}", layout, style)
         return rows
 
     def _row(self, path: str, info: Any, layout: Any, style: Any) -> list[widgets.Widget]:
@@ -287,8 +301,8 @@ class Form:
 
     def _fill_from_preset(self) -> None:
         """The shape that belongs to the preset, as RunConfig would take it."""
-        model = RunConfig(model={"preset": self.fields["model.preset"].get()}, data={"sequence_length": 1}).model
-        self.put({f"model.{name}": getattr(model, name) for name in type(model).model_fields})
+        config = RunConfig(model={"preset": self.fields["model.preset"].get()}, data={"sequence_length": 1})
+        self.put({path: value_at(config, path) for path in self.fields if path.startswith("model.")})
 
 
 def value_at(config: RunConfig, path: str) -> Any:
@@ -319,17 +333,8 @@ def layout_field(text: str, last: str) -> str:
     that it begins with."""
     if last.startswith("parallel."):
         return last
-    named = re.match(r"parallel[:.] ?(tp|pp|cut|schedule)\b", text)
+    named = re.match(r"parallel[:.] ?(tp|pp|cp|cp_heads|cut|schedule)\b", text)
     return f"parallel.{named[1]}" if named else "parallel.dp"
-
-
-def _text_of(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, tuple):
-        texts = [str(item) for item in value]
-        return (", " if all(isinstance(item, int | float) for item in value) else os.pathsep).join(texts)
-    return str(value)
 
 
 def _is_optional(kind: Any) -> bool:

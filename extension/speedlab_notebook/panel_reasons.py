@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from speedlab.config import RunConfig
+from speedlab.config.context import heads_shared
 from speedlab.config.layouts import why_not
 from speedlab.hardware import Device
 from speedlab.layout import Layout
@@ -46,14 +47,17 @@ def greyed_fields(values: Mapping[str, Any], devices: Sequence[Device]) -> dict[
 
 
 def _greyed_parallel(values: Mapping[str, Any], engines: int) -> dict[str, str]:
-    tp, pp, schedule = (values[f"parallel.{name}"] for name in ("tp", "pp", "schedule"))
+    tp, pp, cp, schedule = (values[f"parallel.{name}"] for name in ("tp", "pp", "cp", "schedule"))
     reasons = {}
     if values["parallel.dp"] is None:
-        dp = engines // (tp * pp)
-        whole = f"dp {dp} = " if dp * tp * pp == engines else ""
-        reasons["parallel.dp"] = f"follows from the engines: {whole}{engines} engines / (pp {pp} × tp {tp})"
+        dp = engines // (tp * pp * cp)
+        whole = f"dp {dp} = " if dp * tp * pp * cp == engines else ""
+        others = str(Layout(pp=pp, cp=cp, tp=tp)).replace(" × dp 1", "")
+        reasons["parallel.dp"] = f"follows from the engines: {whole}{engines} engines / ({others})"
     if tp == 1 and not values["parallel.sequence"]:
         reasons["parallel.sequence"] = "the tp ranks share out the tokens, and tp is 1"
+    if cp == 1 and values["parallel.cp_heads"] is None:
+        reasons["parallel.cp_heads"] = "how the cp ranks divide the work of attention, and cp is 1"
     if pp == 1:
         needs = "only a pipeline has it, and pp is 1"
         reasons |= {f"parallel.{name}": needs for name in ("schedule", "chunks", "balance")}
@@ -107,7 +111,8 @@ def greyed_options(
     if not any(device.kind == "cuda" for device in devices) and values["precision.dtype"] != "float16":
         greyed["precision.dtype"] = {"float16": _FLOAT16_ON_CPU}
     if config is not None:
-        offered = {"tp": sizes(len(devices)), "pp": sizes(len(devices)), "schedule": _SCHEDULES}
+        axes = {name: sizes(len(devices)) for name in ("tp", "pp", "cp")}
+        offered = {**axes, "schedule": _SCHEDULES}
         for name, options in offered.items():
             against = {option: _against(config, len(devices), name, option) for option in options}
             chosen = values[f"parallel.{name}"]
@@ -118,7 +123,7 @@ def greyed_options(
 def _against(config: RunConfig, engines: int, name: str, option: Any) -> str:
     """What stands against this option, given all other values; '' when nothing does."""
     # Another pipeline is cut anew, unless a person says how.
-    cut = {"cut": None} if name != "tp" else {}
+    cut = {} if name in ("tp", "cp") else {"cut": None}
     return why_not(config, engines, **cut, **{name: option}) or ""
 
 
@@ -139,9 +144,12 @@ def _parallel_remarks(
     config: RunConfig | None, engines: int, greyed: Mapping[str, Mapping[Any, str]]
 ) -> dict[str, str]:
     found = {}
-    for name in ("tp", "pp", "schedule"):
+    for name in ("tp", "pp", "cp", "schedule"):
         found[f"parallel.{name}"] = _greyed_text(greyed.get(f"parallel.{name}", {}))
-    if config is not None and (layout := _layout(config, engines)) is not None and layout.pp > 1:
+    layout = None if config is None else _layout(config, engines)
+    if config is not None and layout is not None and layout.cp > 1:
+        found["parallel.cp"] = " · ".join(filter(None, (ways_text(config, layout), found["parallel.cp"])))
+    if config is not None and layout is not None and layout.pp > 1:
         micro_batches = config.batch.resolve(layout.data_size).accumulation
         found["batch.accumulation"] = f"the pipeline's micro-batches: {micro_batches}"
         if micro_batches < layout.pp:
@@ -158,6 +166,14 @@ def _greyed_text(reasons: Mapping[Any, str]) -> str:
     # Sizes stand in their reasons already.
     told = [f"{', '.join(names)}: {why}" if not names[0].isdecimal() else why for why, names in options.items()]
     return f"greyed: {'; '.join(told)}" if told else ""
+
+
+def ways_text(config: RunConfig, layout: Layout) -> str:
+    """How the ranks along cp divide attention: '2 share heads, in a ring of 2'."""
+    shared = heads_shared(config.model, layout, config.parallel.cp_heads)
+    ring = layout.cp // shared
+    parts = [f"{shared} share heads" if shared > 1 else "", f"a ring of {ring}" if ring > 1 else ""]
+    return " in ".join(filter(None, parts))
 
 
 def bubble_text(config: RunConfig, layout: Layout) -> str:

@@ -16,6 +16,7 @@ from speedlab.hardware import Device
 from speedlab.layout import LayoutError
 from speedlab.planner import explain_stage
 from speedlab.planner.here import hardware_here
+from speedlab.planner.offload_time import LIMITING_SHARE
 from speedlab.planner.plan import Plan, plan_setup
 from speedlab.planner.plan_figure import places_svg
 from speedlab.planner.rank_memory import RankMemory
@@ -26,8 +27,6 @@ from speedlab.telemetry.records import CATEGORIES
 STAGES = (0, 1, 2, 3)
 
 _MOST_BARS = 8
-_LIMITING = 0.05
-"""Share of a step from which on the wait for a disk limits it."""
 
 
 def compute_dtype(dtype: Dtype | Literal["auto"], devices: Sequence[Device]) -> Dtype:
@@ -131,17 +130,18 @@ def disk_text(plan: Plan) -> str:
     host, waited = plan.machines.host, plan.time.parts["offload"] / plan.time.step_seconds
     reads, writes = host.disk_read_bytes_per_second / 1e9, host.disk_write_bytes_per_second / 1e9
     known = "measured" if host.disk_measured else "assumed, not measured"
-    limits = f"{waited:.0%} of a step waits for it" if waited >= _LIMITING else "not limiting"
+    limits = f"{waited:.0%} of a step waits for it" if waited >= LIMITING_SHARE else "not limiting"
     return f"disk: reads {reads:.1f} GB/s, writes {writes:.1f} GB/s ({known}), {limits}"
 
 
 def states_html(prediction: Prediction, devices: Sequence[Device], *, running: int | None) -> str:
     """The pictures, the numbers and a sentence; `running` is the stage of a live run."""
     stage, setup, heaviest = prediction.stage, prediction.plan.setup, prediction.heaviest
-    dp = setup.layout.dp
+    layout = setup.layout
     count = f"{count_text(prediction.plan.parameters)} parameters, {setup.dtype}"
-    same = "; with dp 1 there is nobody to share with" if dp == 1 else f", dp {dp}"
-    if setup.layout.pp > 1 and stage >= 2 and dp > 1:
+    together = f", dp {layout.dp}" if layout.cp == 1 else f"; the ranks of cp {layout.cp} count with those of dp"
+    same = "; with dp 1 there is nobody to share with" if layout.replicas == 1 else together
+    if layout.pp > 1 and stage >= 2 and layout.replicas > 1:
         same += "; a pipeline reduces gradients once a step, and until then a rank also holds its own sums whole"
     by_rank = prediction.by_stage[stage]
     differ = len({rank.total for rank in by_rank}) > 1

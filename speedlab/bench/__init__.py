@@ -13,5 +13,7 @@ BENCHES = {
     "saving": "checkpoints beside a plain write, and what they take of a step's time and memory",
     "start": "from Cluster(n) until its engines are ready, beside what they import",
     "offload": "states on disk of many times the memory that may be used, beside the same training in memory",
+    "long": "the longest trainable sequence in a limit on memory, and a step's time, sparse beside dense attention",
+    "context": "sequences cut over ranks, by a ring and by heads, beside one rank with as many threads",
     "disk": "states on disk beside fio with the same pattern",
 }

@@ -137,7 +137,7 @@ class PeerStage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.embedding is not None:
             x = self.embedding(x)
-        rotation = rotation_table(x.shape[1], self.head_size, x.device)
+        rotation = rotation_table(torch.arange(x.shape[1], device=x.device), self.head_size)
         for block in self.blocks:
             x = block(x, rotation)
         if self.norm is not None and self.head is not None:

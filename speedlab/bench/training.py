@@ -19,7 +19,9 @@ def training(config: RunConfig) -> Iterator[Callable[[], object]]:
 
     engine, *_ = initialize(model=lambda: GPT(config.model), config=config)
     shape = (2, config.batch.resolve(engine.layout.data_size).micro_size, config.data.sequence_length)
-    tokens, targets = torch.randint(0, config.model.vocab_size, shape, device=engine.world.device)
+    generator = torch.Generator().manual_seed(engine.mesh.data_index)
+    drawn = torch.randint(0, config.model.vocab_size, shape, generator=generator)
+    tokens, targets = drawn.to(engine.world.device)
     try:
         yield lambda: engine.train_batch([(tokens, targets)] * engine.accumulation)
     finally:

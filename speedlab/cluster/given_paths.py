@@ -24,7 +24,9 @@ def check_offload_folder(config: RunConfig) -> None:
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The engines may run in another directory: paths of data and of states on disk are written down whole."""
     sources = config.data.source if isinstance(config.data.source, tuple) else (config.data.source,)
-    absolute = tuple(source if source == "stdlib" else _absolute(source) for source in sources)
+    absolute = tuple(
+        source if source == "stdlib" or source.startswith("task:") else _absolute(source) for source in sources
+    )
     tokenizer = config.data.tokenizer
     if tokenizer not in ("bpe", "bytes"):
         tokenizer = _absolute(tokenizer)

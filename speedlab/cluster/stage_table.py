@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
@@ -15,7 +15,7 @@ from speedlab.layout import Layout
 from speedlab.planner import parameters_by_rank, rank_states
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.records import Event, Ledger, StepRecord
-from speedlab.telemetry.shape import present_config, shape_after
+from speedlab.telemetry.shape import layout_in, present_config, shape_after
 
 _STATES = ("parameters", "gradients", "optimizer")
 
@@ -97,19 +97,13 @@ def _shapes(feed: Feed, changes: Sequence[Event]) -> list[_Shape]:
     """Layout and configuration before the first change, and after each one."""
     config = feed.folder.config
     said = next((event.details for event in feed.events if event.kind == "started"), {})
-    layout = _layout_in(said) or Layout(dp=max(1, len(feed.records)))
+    layout = layout_in(said) or Layout(dp=max(1, len(feed.records)))
     found = [(layout, config)]
     for number, event in enumerate(changes, 1):
         after = shape_after(event)
-        layout = (_layout_in(after) if {"pp", "tp"} <= after.keys() else None) or layout
+        layout = (layout_in(after) if {"pp", "tp"} <= after.keys() else None) or layout
         found.append((layout, present_config(config, changes[:number], layout.world_size)))
     return found
-
-
-def _layout_in(told: Mapping[str, Any]) -> Layout | None:
-    axes = {axis: told.get(axis, 1) for axis in ("pp", "dp", "tp")}
-    sound = "dp" in told and all(isinstance(size, int) and size > 0 for size in axes.values())
-    return Layout(**axes) if sound else None
 
 
 def _measured(stage: int, ranks: dict[int, list[StepRecord]]) -> dict[str, Any]:

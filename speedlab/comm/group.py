@@ -26,6 +26,24 @@ _BUFFERS = 2
 """Buffers of one kind that a pass uses: one is filled while the other is reduced and read by peers."""
 
 
+class Rotation:
+    """What comes from the rank before, while this rank's own goes to the next."""
+
+    def __init__(self, received: Tensor, transfer: Transfer, open_ones: dict[Rotation, int]) -> None:
+        """`open_ones`: those that nobody has waited for, each with how many others it is to outlive."""
+        self._received, self._transfer, self._open = received, transfer, open_ones
+
+    def wait(self) -> Tensor:
+        """What came."""
+        self._transfer.wait()
+        del self._open[self]
+        for other in list(self._open):
+            self._open[other] -= 1
+            if self._open[other] < 0:
+                del self._open[other]
+        return self._received
+
+
 class Group:
     """The ranks of one axis, as seen by one of them.
 
@@ -54,6 +72,7 @@ class Group:
         """Take the wires of the present world. Collective over the world when they are new."""
         # A group of one needs no wires, and new_group would cost a rendezvous.
         self._wires: Wires | Any = wires(self._channel, tuple(self.ranks)) if self.size > 1 else None
+        self._rotations: dict[Rotation, int] = {}
         self._transports: dict[str, Transport | None] = {}
         self._links: dict[str, Link] = {}
         """By kind of device: a group whose device is a GPU may have flats on the host too."""
@@ -301,6 +320,41 @@ class Group:
         with self._explained():
             work = self._wires.group.recv([tensor], peer, tag)
         return self._started(work.wait, tensor.device)
+
+    def take_tags(self, count: int) -> int:
+        """The first of `count` tags in a row, the same on all ranks that take equally many."""
+        return self._wires.take_tags(count)
+
+    def rotate(self, tensor: Tensor, tag: int) -> Rotation:
+        """Start to send `tensor` to the next rank, and to receive what the one before sends, of the same shape and
+        dtype; it must not change before `wait`. `tag`: of `take_tags`, each used once.
+
+        One that nobody waits for, after an exception, goes on until 2 · `size` others were waited for: gloo sends from
+        this memory when the receiver asks for it, and reads nothing else while it has no place for what came.
+        """
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        sent, into = (each.view(-1).view(torch.uint8) for each in (tensor.contiguous(), received))
+        to, source, group = (self.index + 1) % self.size, (self.index - 1) % self.size, self._wires.group
+        with self._explained():
+            if tensor.device.type == "cpu":
+                works = [group.recv([into], source, tag), group.send([sent], to, tag)]
+            else:  # Both at once: one after the other, a circle of ranks would wait for itself.
+                operations = (dist.isend, sent, to), (dist.irecv, into, source)
+                works = dist.batch_isend_irecv(
+                    [dist.P2POp(op, each, group=group, group_peer=peer) for op, each, peer in operations]
+                )
+        finish = lambda: ([work.wait() for work in works], sent)  # noqa: E731  # one expression
+        rotation = Rotation(received, self._started(finish, tensor.device, "send", tensor.nbytes), self._rotations)
+        self._rotations[rotation] = 2 * self.size
+        return rotation
+
+    def exchange(self, slices: Tensor) -> Tensor:
+        """Slice k of `slices` (n, …) goes to rank k; slice k of what is returned comes from it. Waits on CPUs."""
+        sent = slices.contiguous()
+        received = torch.empty_like(sent)
+        nbytes = (self.size - 1) * sent.nbytes // self.size
+        self._started(lambda: exchange(received, sent, self._wires.group), sent.device, "all_to_all", nbytes).wait()
+        return received
 
     def share(self, value: Any, source: int = 0) -> Any:
         """A small JSON value of `source`, on every rank. JSON, because nothing is ever unpickled from the network."""

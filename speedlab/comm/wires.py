@@ -20,8 +20,15 @@ class Wires:
         self._tag = 0
 
     def next_tag(self) -> int:
-        self._tag = (self._tag + 1) % self._TAGS
-        return self._tag
+        return self.take_tags(1)
+
+    def take_tags(self, count: int) -> int:
+        """The first of so many in a row, for who may leave before using all."""
+        if self._tag + count >= self._TAGS:
+            self._tag = 0
+        first = self._tag + 1
+        self._tag += count
+        return first
 
 
 _wires: dict[tuple[str, tuple[int, ...]], Wires] = {}

@@ -3,6 +3,8 @@
 Every part is frozen; a changed configuration is a new object. Unknown keys are refused with the nearest known name.
 """
 
+from speedlab.config.attention import AttentionConfig
+from speedlab.config.attention_pattern import AttentionView, describe
 from speedlab.config.batch import Batch, BatchConfig
 from speedlab.config.errors import ConfigError, explain
 from speedlab.config.given import GivenConfig, config_of
@@ -26,6 +28,8 @@ from speedlab.config.text import annotated_yaml
 __all__ = [
     "MODEL_PRESETS",
     "ActivationConfig",
+    "AttentionConfig",
+    "AttentionView",
     "Batch",
     "BatchConfig",
     "CheckpointConfig",
@@ -44,5 +48,6 @@ __all__ = [
     "ZeroConfig",
     "annotated_yaml",
     "config_of",
+    "describe",
     "explain",
 ]

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 from speedlab.config.deepspeed_keys import Entry, Keys
 from speedlab.config.deepspeed_rules import RULES
 from speedlab.config.deepspeed_schema import FEATURES, TOP_LEVEL
+from speedlab.config.deepspeed_sparse import FEATURE as SPARSE
+from speedlab.config.deepspeed_sparse import HEADS
 from speedlab.config.deepspeed_text import parse
 from speedlab.config.errors import ConfigError
 from speedlab.layout import LayoutError
@@ -31,7 +33,8 @@ from speedlab.layout import LayoutError
 if TYPE_CHECKING:
     from speedlab.config.run import RunConfig
 
-FEATURE_NAMES = tuple(sorted({feature.name for feature in FEATURES.values()} | {"optimizer", "schedule"}))
+_FEATURES_OF_RULES = {"optimizer", "schedule", SPARSE, HEADS}
+FEATURE_NAMES = tuple(sorted({feature.name for feature in FEATURES.values()} | _FEATURES_OF_RULES))
 """What `ignore` may name."""
 
 

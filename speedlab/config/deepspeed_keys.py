@@ -191,11 +191,11 @@ class Keys:
     # What became of them
 
     def set(self, field: str, value: Any) -> None:
-        part, _, name = field.partition(".")
-        if name:
-            self.settings.setdefault(part, {})[name] = value
-        else:
-            self.settings[part] = value
+        *parts, name = field.split(".")
+        inside = self.settings
+        for part in parts:
+            inside = inside.setdefault(part, {})
+        inside[name] = value
 
     def honour(self, path: str, field: str, value: Any, note: str = "") -> None:
         """The key says that `field` of the configuration is `value`."""

@@ -5,9 +5,12 @@ Optimizers and schedules are in `deepspeed_training.py`, places of states in `de
 
 from __future__ import annotations
 
+import math
+
 from speedlab.config.batch import DEFAULT_MICRO_SIZE
 from speedlab.config.deepspeed_keys import Keys, dtype_name, number, whole, word, yes
 from speedlab.config.deepspeed_offload import activations, offload
+from speedlab.config.deepspeed_sparse import sparse_attention
 from speedlab.config.deepspeed_trainer import trainer_batch, trainer_dtype, trainer_steps
 from speedlab.config.deepspeed_training import optimizer, schedule
 
@@ -130,7 +133,7 @@ def _one_micro_batch(keys: Keys) -> bool:
     total, micro, accumulation = (sizes.get(name) for name in ("global_size", "micro_size", "accumulation"))
     if accumulation is not None or total is None or micro is None:
         return accumulation in (None, 1)
-    ranks = (keys.engines or 0) // ((ways.get("tp") or 1) * (ways.get("pp") or 1))
+    ranks = (keys.engines or 0) // math.prod(ways.get(axis) or 1 for axis in ("tp", "pp", "cp"))
     return total == micro * ranks
 
 
@@ -200,6 +203,8 @@ def parallel(keys: Keys) -> None:
         keys.ignore("pipeline.partition", "stages are balanced by parameters or by time; give parallel.cut for others")
     if (size := keys.take("tensor_parallel.autotp_size", whole, "parallel.tp")) is not None:
         keys.honour("tensor_parallel.autotp_size", "parallel.tp", size or 1)
+    if (size := keys.take("sequence_parallel_size", whole, "parallel.cp")) is not None:
+        keys.honour("sequence_parallel_size", "parallel.cp", size or 1)
 
 
 def reports(keys: Keys) -> None:
@@ -214,6 +219,6 @@ def reports(keys: Keys) -> None:
 
 RULES = (
     *(batch, clipping, precision, zero, offload, optimizer, schedule, trainer_steps),
-    *(activation, activations, parallel, gradient_sums, reports),
+    *(activation, activations, parallel, gradient_sums, sparse_attention, reports),
 )
 """In an order in which later ones may look at settings of earlier ones."""

@@ -55,11 +55,6 @@ _NARROW = Feature(
 _MOE = "mixtures of experts are not built yet, so experts would not be spread over ranks"
 
 FEATURES: dict[str, Feature] = {
-    "sparse_attention": Feature(
-        name="sparse-attention",
-        reason="a model's attention is not replaced by a sparse one from the configuration",
-        on=lambda value: _present(value) and not (isinstance(value, Mapping) and value.get("mode") == "dense"),
-    ),
     "compression_training": Feature(
         name="compression", reason="weights and activations are not quantised or pruned here", on=_enabled_inside
     ),
@@ -89,11 +84,6 @@ FEATURES: dict[str, Feature] = {
     "fp8": Feature(name="fp8", reason="computing in float8 is not built yet; set bf16"),
     "moe": Feature(name="moe", reason=_MOE, on=_present),
     "expert_parallel": Feature(name="moe", reason=_MOE),
-    "sequence_parallel_size": Feature(
-        name="context-parallel",
-        reason="sequences are not cut over ranks of their own, so each rank holds whole ones",
-        on=lambda value: _above(value, 1),
-    ),
     "fp16.fp16_master_weights_and_grads": _NARROW,
     "bf16.bf16_master_weights_and_grads": _NARROW,
     "bf16.bf16_optimizer_states": _NARROW,
@@ -303,6 +293,7 @@ SECTIONS = (
     "tensor_parallel",
     "tensorboard",
     "data_types",
+    "sparse_attention",
 )
 """Keys that hold keys."""
 
@@ -336,8 +327,17 @@ HONOURED = (
     "pipeline.partition",
     "pipeline.activation_checkpoint_interval",
     "tensor_parallel.autotp_size",
+    "sequence_parallel_size",
     "tensorboard.enabled",
     "data_types.grad_accum_dtype",
+    *(
+        f"sparse_attention.{key}"
+        for key in (
+            *("mode", "block", "attention", "different_layout_per_head", "horizontal_global_attention"),
+            *("num_local_blocks", "num_global_blocks", "num_different_global_patterns", "num_random_blocks"),
+            *("num_sliding_window_blocks", "global_block_indices", "global_block_end_indices", "local_window_blocks"),
+        )
+    ),
 )
 """Keys that have a meaning here, without the parameters of optimizers and schedulers."""
 

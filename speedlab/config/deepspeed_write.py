@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from speedlab.config.batch import DEFAULT_MICRO_SIZE
 from speedlab.config.deepspeed_rules import STATIC_WINDOW
+from speedlab.config.deepspeed_sparse import section_of
 
 if TYPE_CHECKING:
     from speedlab.config.run import RunConfig
@@ -18,10 +19,11 @@ _RATE_DIGITS = 9
 def as_deepspeed(config: RunConfig) -> dict[str, Any]:
     """All of `config` that DeepSpeed's keys can say.
 
-    They cannot say: model, data, seed, dp, the pipeline's schedule and cut, sequence parallelism, evaluation,
-    checkpoints, offload at ZeRO stage 0, masters that are left out, moments in 8 bits, the update in backward. Of
-    states on disk they name a folder, the one of all runs where none is given. The dtype 'auto' is written as bf16. A
-    warm-up of 0 steps before a falling rate is written as 1, the least that DeepSpeed takes.
+    They cannot say: model (but its attention under the patterns fixed, longformer and bigbird), data, seed, dp, the
+    pipeline's schedule and cut, sequence parallelism, evaluation, checkpoints, offload at ZeRO stage 0, masters that
+    are left out, moments in 8 bits, the update in backward. Of states on disk they name a folder, the one of all runs
+    where none is given. The dtype 'auto' is written as bf16. A warm-up of 0 steps before a falling rate is written as
+    1, the least that DeepSpeed takes.
     """
     written: dict[str, Any] = {
         **_batch(config),
@@ -31,6 +33,7 @@ def as_deepspeed(config: RunConfig) -> dict[str, Any]:
         **_precision(config),
         "zero_optimization": _zero(config),
         **_parallel(config),
+        **section_of(config.model.attention),
         "tensorboard": {"enabled": config.telemetry.tensorboard},
     }
     return written
@@ -124,4 +127,6 @@ def _parallel(config: RunConfig) -> dict[str, Any]:
         written["pipeline"] = {"stages": config.parallel.pp, "activation_checkpoint_interval": int(checkpointing)}
     if config.parallel.tp > 1:
         written["tensor_parallel"] = {"autotp_size": config.parallel.tp}
+    if config.parallel.cp > 1:
+        written["sequence_parallel_size"] = config.parallel.cp
     return written

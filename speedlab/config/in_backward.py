@@ -24,6 +24,7 @@ def in_backward_problems(config: RunConfig, layout: Layout) -> list[str]:
         "1": accumulation > 1,
         f"parallel.dp {layout.dp}: what no rank used is known when the backward has ended; use one dp rank, with tp "
         "for more devices": layout.dp > 1,
+        f"parallel.cp {layout.cp}: gradients are summed over these ranks when all are; set it to 1": layout.cp > 1,
         f"parallel.pp {layout.pp}: a pipeline sums the gradients of its micro-batches; set it to 1": layout.pp > 1,
         "precision.dtype float16: whether a step overflows is known when the backward has ended; use bfloat16": (
             config.precision.dtype == "float16"

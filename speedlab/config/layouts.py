@@ -11,9 +11,11 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from speedlab.config.attention import length_problems
+from speedlab.config.context import context_problem
 from speedlab.config.errors import ConfigError
 from speedlab.config.in_backward import in_backward_problems
-from speedlab.layout import Layout, LayoutError
+from speedlab.layout import AXES, Layout, LayoutError
 
 if TYPE_CHECKING:
     from speedlab.config.run import RunConfig
@@ -24,36 +26,40 @@ _NAMED = 3
 
 def resolve(config: RunConfig, engines: int, *, built_in: bool = True) -> Layout:
     """The layout of `config` on `engines` engines. Raises LayoutError when there is none, and ConfigError where the
-    update cannot be in backward under it.
+    update cannot be in backward under it, or the model's attention is wider than a sequence.
 
     Without `built_in` the model is somebody's own, and only what does not depend on it is checked; the engine looks at
     the rest when it has the model.
     """
     parallel = config.parallel
     try:
-        layout = Layout.for_world(engines, dp=parallel.dp, tp=parallel.tp, pp=parallel.pp)
+        layout = Layout.for_world(engines, dp=parallel.dp, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
     except LayoutError as error:
-        asked = Layout(dp=parallel.dp or 1, tp=parallel.tp, pp=parallel.pp)
+        asked = Layout(dp=parallel.dp or 1, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
         advice = _dp_text(config, engines, built_in) + _nearest_text(config, asked, engines, built_in)
         raise LayoutError(f"{error}{advice}{_fewer_text(config, engines, built_in)}") from None
     problem = _first_problem(config, layout, built_in)
     if problem is not None:
         raise LayoutError(f"parallel: {problem}{_nearest_text(config, layout, engines, built_in)}")
-    if problems := in_backward_problems(config, layout):
+    problems = in_backward_problems(config, layout)
+    if built_in:
+        problems += length_problems(config.model.attention, config.data.sequence_length)
+    if problems:
         raise ConfigError("\n".join(problems))
     return layout
 
 
 def possible(config: RunConfig, engines: int, *, built_in: bool = True) -> list[Layout]:
-    """Every layout of `engines` ranks that `config` could run under, by tp, then by pp. The batch equation counts."""
-    return [layout for layout in factorisations(engines) if _works(config, layout, built_in)]
+    """Every layout of `engines` ranks that `config` could run under with its cp, by tp, then by pp. The batch equation
+    counts."""
+    return [layout for layout in factorisations(engines, config.parallel.cp) if _works(config, layout, built_in)]
 
 
 def nearest(layouts: Iterable[Layout], asked: Layout) -> list[Layout]:
     """The few of `layouts` that are nearest to what was asked for, as factors on the axes; nearest first."""
 
     def distance(layout: Layout) -> float:
-        return sum(abs(math.log(getattr(layout, axis) / getattr(asked, axis))) for axis in ("pp", "dp", "tp"))
+        return sum(abs(math.log(getattr(layout, axis) / getattr(asked, axis))) for axis in AXES)
 
     return sorted(layouts, key=distance)[:_NAMED]
 
@@ -81,11 +87,14 @@ def _first_problem(config: RunConfig, layout: Layout, built_in: bool) -> str | N
                 return f"tp {tp}: {count} {name} do not divide by {tp}; {_divisors_text(count)} do"
         if model.vocab_size < tp:
             return f"tp {tp}: a vocabulary of {model.vocab_size} leaves ranks without a token"
-    if parallel.sequence and tp > 1 and config.data.sequence_length % tp:
-        length = config.data.sequence_length
+        if (problem := context_problem(model, layout, parallel.cp_heads, config.data.sequence_length)) is not None:
+            return problem
+    length, ways = config.data.sequence_length, tp * layout.cp
+    if parallel.sequence and tp > 1 and length % ways:
+        cut = f" and cp {layout.cp}" if layout.cp > 1 else ""
         return (
-            f"tp {tp} with sequence parallelism: sequences of {length} tokens do not divide by {tp}; "
-            f"{length // tp * tp} would, or set parallel.sequence to false"
+            f"tp {tp}{cut} with sequence parallelism: sequences of {length} tokens do not divide by {ways}; "
+            f"{length // ways * ways} would, or set parallel.sequence to false"
         )
     return _pipeline_problem(config, pp, built_in) if pp > 1 else None
 
@@ -136,7 +145,8 @@ def _dp_text(config: RunConfig, engines: int, built_in: bool) -> str:
     """Another dp beside what else is asked for, where one works."""
     if config.parallel.dp is None or why_not(config, engines, built_in=built_in) is not None:
         return ""
-    return f"; dp {engines // (config.parallel.tp * config.parallel.pp)} would fit"
+    parallel = config.parallel
+    return f"; dp {engines // (parallel.tp * parallel.pp * parallel.cp)} would fit"
 
 
 def _nearest_text(config: RunConfig, asked: Layout, engines: int, built_in: bool) -> str:
@@ -150,15 +160,18 @@ def _fewer_text(config: RunConfig, engines: int, built_in: bool) -> str:
     asked = config.parallel
     for count in range(engines - 1, 0, -1):
         with contextlib.suppress(LayoutError):
-            if _works(config, Layout.for_world(count, dp=asked.dp, tp=asked.tp, pp=asked.pp), built_in):
+            if _works(config, Layout.for_world(count, dp=asked.dp, tp=asked.tp, pp=asked.pp, cp=asked.cp), built_in):
                 return f"; as it is asked for it works on {count} engines"
     return ""
 
 
-def factorisations(engines: int) -> list[Layout]:
-    """Every layout of so many ranks, by tp, then by pp."""
-    sizes = [n for n in range(1, engines + 1) if engines % n == 0]
-    return [Layout(tp=tp, pp=pp, dp=engines // (tp * pp)) for tp in sizes for pp in sizes if engines % (tp * pp) == 0]
+def factorisations(engines: int, cp: int = 1) -> list[Layout]:
+    """Every layout of so many ranks with this cp, by tp, then by pp."""
+    if engines % cp:
+        return []
+    rest = engines // cp
+    sizes = [n for n in range(1, rest + 1) if rest % n == 0]
+    return [Layout(tp=tp, pp=pp, cp=cp, dp=rest // (tp * pp)) for tp in sizes for pp in sizes if rest % (tp * pp) == 0]
 
 
 def _divisors_text(count: int) -> str:

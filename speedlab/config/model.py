@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from speedlab.config.attention import AttentionConfig, attention_problems
+from speedlab.config.errors import ConfigError
 from speedlab.config.part import Part
 from speedlab.config.presets import MODELS
 
@@ -45,9 +47,16 @@ class ModelConfig(Part):
         default="chunked",
         description="Head and cross-entropy: a few tokens at a time, or through all logits at once (the same numbers)",
     )
+    ffn_tile: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens of a sequence for which the feed-forward layer is computed at once, and again in backward, "
+        "so that its inner activation never exists whole; null: all, and nothing again (the same numbers)",
+    )
     dropout: float = Field(
         default=0.0, ge=0, lt=1, description="Probability with which an activation is dropped in training"
     )
+    attention: AttentionConfig = Field(default=AttentionConfig(), description="Dense or block-sparse attention")
 
     @model_validator(mode="before")
     @classmethod
@@ -85,6 +94,15 @@ class ModelConfig(Part):
                 else f"rotary positions need an even head size; hidden {self.hidden} / heads {self.heads} is odd"
             )
             raise ValueError(f"{fault}; heads {min(possible, key=lambda n: abs(n - self.heads))} would work")
+        return self
+
+    @model_validator(mode="after")
+    def _attention_fits(self) -> ModelConfig:
+        problems = attention_problems(
+            self.attention, hidden=self.hidden, heads=self.heads, dropout=self.dropout, context=self.context
+        )
+        if problems:
+            raise ConfigError(problems=problems)
         return self
 
     def changes(self) -> dict[str, Any]:

@@ -17,7 +17,8 @@ class DataConfig(Part):
 
     source: str | tuple[str, ...] = Field(
         default="stdlib",
-        description="'stdlib' (this Python's own sources), files or folders of text, or a token file (.bin, .tokens)",
+        description="'stdlib' (this Python's own sources), files or folders of text, a token file (.bin, .tokens), or "
+        "a synthetic task over vocab_size tokens: 'task:copy', 'task:retrieval', 'task:retrieval@0.5' (at that depth)",
     )
     sequence_length: int = Field(default=256, ge=1, description="Length of a training sequence, tokens")
     tokenizer: str = Field(
@@ -38,7 +39,7 @@ class DataConfig(Part):
 
 
 class ParallelConfig(Part):
-    """The layout pp × dp × tp, and how a pipeline works."""
+    """The layout pp × dp × cp × tp, and how a pipeline works."""
 
     dp: int | None = Field(
         default=None, ge=1, description="Data-parallel ranks; follows from the number of engines when left out"
@@ -46,6 +47,15 @@ class ParallelConfig(Part):
     tp: int = Field(default=1, ge=1, description="Tensor-parallel ranks a layer is cut over")
     sequence: bool = Field(
         default=False, description="Whether tp ranks also share out the tokens between layers (sequence parallelism)"
+    )
+    cp: int = Field(
+        default=1, ge=1, description="Context-parallel ranks a sequence is cut over; they share in ZeRO's partitions"
+    )
+    cp_heads: int | None = Field(
+        default=None,
+        ge=1,
+        description="Of the cp ranks, how many exchange tokens for heads in attention (Ulysses); the others form a "
+        "ring, around which keys and values go; as many as heads allow when left out",
     )
     pp: int = Field(default=1, ge=1, description="Pipeline ranks the blocks are cut over")
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(

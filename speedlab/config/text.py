@@ -72,7 +72,7 @@ def _annotated(part: Part, indent: str) -> list[str]:
         description = type(part).model_fields[name].description or ""
         if inner := type(part).part_of(name):
             about = (inspect.getdoc(inner) or description).splitlines()[0]
-            lines += ["", f"# {about}", f"{indent}{name}:"]
+            lines += ["", f"{indent}# {about}", f"{indent}{name}:"]
             lines += _annotated(getattr(part, name), indent + "  ")
         else:
             if not indent and lines and lines[-1].startswith(" "):

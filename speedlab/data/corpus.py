@@ -29,6 +29,7 @@ from speedlab.data.cache import (
 )
 from speedlab.data.encode import build, refuse_all_binary
 from speedlab.data.files import describe, is_token_file
+from speedlab.data.tasks import Task, parts_of, task_of
 from speedlab.data.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
@@ -43,7 +44,8 @@ _FORMAT = 1  # raise it when a change of code would encode the same files differ
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Corpus:
-    """Tokens of a data source. `train` and `heldout` are (N,) uint16 or uint32, read-only and memory-mapped."""
+    """Tokens of a data source. `train` and `heldout` are (N,) uint16 or uint32, read-only, and memory-mapped but of a
+    synthetic task."""
 
     source: str
     train: np.ndarray
@@ -75,6 +77,9 @@ class Corpus:
 
 def check(config: DataConfig) -> None:
     """Refuse unfit data without tokenizing: ConfigError if missing, unreadable, empty, binary or far too short."""
+    if task := task_of(config):
+        task.samples(1, config.sequence_length, config.vocab_size, seed=0)
+        return
     if config.tokenizer not in ("bpe", "bytes"):
         FileTokenizer(config.tokenizer)
     token_files = _token_files(config)
@@ -107,6 +112,8 @@ def prepare(
     the held-out part, a cache that cannot be written.
     Sets TOKENIZERS_PARALLELISM where it is not set and text is encoded.
     """
+    if task := task_of(config):
+        return _of_task(config, task)
     report = Progress(progress)
     cache = default_cache() if cache is None else Path(cache)
     token_files = _token_files(config)
@@ -115,6 +122,15 @@ def prepare(
     _long_enough(config, len(corpus.heldout), f"the held-out part of {corpus.source}", "raise data.heldout_share")
     report.done(f"{corpus.source}: {len(corpus.train):,} tokens to train on, {len(corpus.heldout):,} held out")
     return corpus
+
+
+def _of_task(config: DataConfig, task: Task) -> Corpus:
+    """Made anew by each rank, which takes less time than reading it."""
+    train, heldout = parts_of(config, task)
+    tokenizer = NumberTokenizer(config.vocab_size)
+    return Corpus(
+        source=describe(config), train=train, heldout=heldout, tokenizer=tokenizer, max_token=config.vocab_size - 1
+    )
 
 
 def _token_files(config: DataConfig) -> list[Path]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import speedlab.engine.checkpoint as checkpoint
+from speedlab.engine.build.attention import BlockSparse
 from speedlab.engine.build.placing import residency_of
 from speedlab.engine.build.room import refuse_without_room
 from speedlab.engine.build.small_states import prepare_small_states
@@ -26,12 +27,13 @@ from speedlab.engine.step.drivers import Batch, Driver, PipelineStages, WholeMod
 from speedlab.engine.step.errors import name_module
 from speedlab.engine.step.looking import Looking
 from speedlab.engine.step.losses import LossFunction
-from speedlab.engine.step.memory import release_freed_memory, suit_allocator
+from speedlab.engine.step.memory import release_freed_memory, settle_allocator, suit_allocator
 from speedlab.engine.step.random_streams import RandomStreams
 from speedlab.engine.step.same_data import SAME, SameData
 from speedlab.engine.step.step import Step
 from speedlab.engine.step.totals import Totals
 from speedlab.engine.step.whole import remember_parts, whole_state
+from speedlab.models.gpt import FeedForward
 from speedlab.parallel.zero import forget, remember
 from speedlab.placement import Residency, Where
 from speedlab.telemetry.checkpoints import numbered_name
@@ -47,10 +49,13 @@ class Engine(DeepSpeedNames):
     `speedlab.initialize`.
     """
 
-    def __init__(self, *args: Any, outside_bytes: int, loss: LossFunction | None = None, **kwargs: Any) -> None:
-        """`args`, `kwargs`: of TrainingState. `outside_bytes`: what the process held before. `loss`: as for
-        `initialize`."""
+    def __init__(
+        self, *args: Any, outside_bytes: int, attention: BlockSparse, loss: LossFunction | None = None, **kwargs: Any
+    ) -> None:
+        """`args`, `kwargs`: of TrainingState. `outside_bytes`: what the process held before. `attention`: what models
+        of transformers were given. `loss`: as for `initialize`."""
         super().__init__(*args, **kwargs)
+        self._attention = attention
         device, config = self.world.device, self.config
         self.clock = PhaseClock(self.traffic, device)
         streams = RandomStreams(config.seed, device)
@@ -61,8 +66,16 @@ class Engine(DeepSpeedNames):
             self._driver = WholeModel(self, self._step, self.clock, dtype=self.dtype, loss=loss)
         else:
             # Where a block computes its forward anew or is compiled, either half of a backward would do all of it.
-            split = not checkpointing and not config.compile
-            self._driver = PipelineStages(self, self._step, self.clock, dtype=self.dtype, split_backward=split)
+            modules = (module for zero in self.zeros for module in zero.module.modules())
+            tiled = any(isinstance(module, FeedForward) and module.tile is not None for module in modules)
+            self._driver = PipelineStages(
+                self,
+                self._step,
+                self.clock,
+                dtype=self.dtype,
+                split_backward=not (checkpointing or config.compile or tiled),
+                context=self.model_parts[0].context,
+            )
         self._wrapper = BlockWrapper(
             self.zeros,
             checkpointing=checkpointing,
@@ -76,6 +89,8 @@ class Engine(DeepSpeedNames):
             remember(part.zero)
             remember_parts(part)
         self._looking = Looking(self, outside_bytes=outside_bytes)
+        self._settled = not config.offload.used
+        """Whether lasting memory has its place, as far as somebody cares."""
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -117,6 +132,9 @@ class Engine(DeepSpeedNames):
             return False
         updated = self._step.end(signals, self.config.clip_norm)
         self.skipped_steps += not updated
+        if updated and not self._settled:
+            settle_allocator(self.world.device)
+            self._settled = True
         self.global_samples += self.batch.global_size
         if self.epochs is not None:
             self.epochs.advance(self.batch.global_size)
@@ -176,7 +194,7 @@ class Engine(DeepSpeedNames):
         finally:
             for module, mode in modes:
                 module.training = mode
-        counted = losses if self.mesh["tp"].index == 0 else []  # Those of its tensor peers are the same.
+        counted = losses if self.mesh.counts_losses else []
         vector = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         if counted:
             vector[0], vector[1] = torch.stack([loss.double() for loss in counted]).sum(), len(counted)
@@ -266,6 +284,7 @@ class Engine(DeepSpeedNames):
         self.stores.flush()
         self.stores.close_empty()
         suit_allocator(self.world.device, sparing=config.offload.used)
+        self._settled = not config.offload.used
         self.zero_stage = zero
         self.config = self.config.model_copy(update={"offload": config.offload})
         release_freed_memory(self.world.device)
@@ -378,9 +397,11 @@ class Engine(DeepSpeedNames):
         checkpoint.finish_saving(self)
         self._streams.detach()
         self._wrapper.undo()
+        self._attention.undo()
         try:
             for part in reversed(self.model_parts):  # Stages of one given module share some of its modules.
                 part.zero.detach()
+                part.context.detach()
                 part.tensor.detach()
                 part.zero.gathers.let_go()
                 forget(part.zero)

@@ -2,8 +2,9 @@
 
 Shapes: B sequences, T tokens, C = hidden, H heads of D = C / H, V = vocabulary.
 
-What parallelism changes are modules, some without parameters (`Attend`, `Rotary`, `Prediction`), whose methods others
-may replace; nothing here reads the number of heads or the length of a sequence where another value would do.
+What parallelism changes are modules, some without parameters (`Attend`, `Dropout`, `Positions`, `Rotary`,
+`Prediction`), whose methods others may replace; nothing here reads the number of heads or the length of a sequence
+where another value would do.
 
 Every module that owns parameters has `reset_parameters()`, and there are no buffers, so that a model built on `meta` is
 whole after `to_empty()` and one call of `reset_parameters()` on each module.
@@ -19,9 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from cuda_ops.block_sparse_attention import block_sparse_attention
 from cuda_ops.linear_cross_entropy import linear_cross_entropy
 from cuda_ops.tensors import FLOATS
-from speedlab.config import ModelConfig
+from speedlab.config import AttentionConfig, ModelConfig
+from speedlab.models.attention_layout import layout_of
+from speedlab.models.tiles import in_tiles
 
 _INIT_STD = 0.02
 _ROTARY_BASE = 10_000.0
@@ -52,6 +56,18 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=_INIT_STD)
+
+
+class Dropout(nn.Dropout):
+    """torch's, which also tells what it draws, so that others may draw for more than is here."""
+
+    def mask(self, x: Tensor) -> Tensor:
+        """What `forward` draws for `x`: 1 where a value stays. The random state moves as there."""
+        return torch.empty_like(x, memory_format=torch.contiguous_format).bernoulli_(1 - self.p)
+
+    def masked(self, x: Tensor, mask: Tensor) -> Tensor:
+        """What `forward` makes of `x` with this mask."""
+        return x * (mask / (1 - self.p))
 
 
 class Attend(nn.Module):
@@ -85,6 +101,21 @@ class Attend(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
 
 
+class SparseAttend(nn.Module):
+    """Causal attention over a pattern's blocks, the same for all heads: q, k, v (B, H, T, D) each -> the same.
+
+    Time and memory are in proportion to the blocks that are seen.
+    """
+
+    def __init__(self, attention: AttentionConfig) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        layout = layout_of(self.attention, q.shape[2])  # pyright: ignore[reportCallIssue]  # disable() loses its types
+        return block_sparse_attention(q.contiguous(), k.contiguous(), v.contiguous(), layout)
+
+
 class Attention(nn.Module):
     """Causal self-attention; queries and keys are turned by `rotation` where positions are rotary."""
 
@@ -92,9 +123,9 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size = config.hidden // config.heads
         self.qkv = Linear(config.hidden, 3 * config.hidden, bias=config.bias)
-        self.attend = Attend(config.dropout)
+        self.attend = Attend(config.dropout) if config.attention.kind == "dense" else SparseAttend(config.attention)
         self.out = Linear(config.hidden, config.hidden, bias=config.bias, std=_residual_std(config))
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_size))  # (B, T, 3, H, D)
@@ -106,17 +137,23 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with GPT-2's approximation of GELU between."""
+    """Two linear layers with GPT-2's approximation of GELU between, for `tile` tokens of a sequence at a time."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.up = Linear(config.hidden, config.ffn_hidden, bias=config.bias)
         self.down = Linear(config.ffn_hidden, config.hidden, bias=config.bias, std=_residual_std(config))
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
+        self.tile = config.ffn_tile
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.down(F.gelu(self.up(x), approximate="tanh"))  # (B, T, C) -> (B, T, ffn_hidden) -> (B, T, C)
+        if self.tile is None or x.shape[1] <= self.tile:
+            return self.dropout(self._compute(x))
+        x = in_tiles(self._compute, x, self.parameters(), self.tile)  # pyright: ignore[reportCallIssue]  # disable() loses its types
         return self.dropout(x)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))  # (B, T, C) -> (B, T, ffn_hidden) -> (B, T, C)
 
 
 class Block(nn.Module):
@@ -134,16 +171,28 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class Positions(nn.Module):
+    """Which tokens of a sequence are here, without parameters: all of them."""
+
+    def forward(self, length: int, device: torch.device) -> Tensor:
+        """Positions (T,) int64 of the T = `length` tokens that are here."""
+        return torch.arange(length, device=device)
+
+    def own(self, tokens: Tensor) -> Tensor:
+        """Of all tokens of the sequences (B, T, …) those that are here."""
+        return tokens
+
+
 class Rotary(nn.Module):
     """The rotation of a sequence's positions, without parameters."""
 
-    def __init__(self, head_size: int) -> None:
+    def __init__(self, head_size: int, positions: Positions) -> None:
         super().__init__()
-        self.head_size = head_size
+        self.head_size, self.positions = head_size, positions
 
     def forward(self, x: Tensor) -> Tensor:
         """(2, T, D / 2) float32 for the tokens of `x` (B, T, C)."""
-        return rotation_table(x.shape[1], self.head_size, x.device)
+        return rotation_table(self.positions(x.shape[1], x.device), self.head_size)
 
 
 class Prediction(nn.Module):
@@ -183,8 +232,9 @@ class GPT(nn.Module):
         learned = config.position == "learned"
         self.embedding = Embedding(config.vocab_size, config.hidden)
         self.positions = Embedding(config.context, config.hidden) if learned else None
-        self.rotary = None if learned else Rotary(config.hidden // config.heads)
-        self.dropout = nn.Dropout(config.dropout)
+        self.places = Positions()
+        self.rotary = None if learned else Rotary(config.hidden // config.heads, self.places)
+        self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = _norm(config)
         self.head = None if config.tied else Linear(config.hidden, config.vocab_size, bias=False)
@@ -209,9 +259,10 @@ class GPT(nn.Module):
                 f"a sequence of {length} tokens is longer than the model's context of {self.config.context}; "
                 f"cut the sequence, or build the model with a larger context"
             )
+        tokens = self.places.own(tokens)
         x = self.embedding(tokens)  # (B, T, C)
         if self.positions is not None:
-            x = x + self.positions(torch.arange(length, device=tokens.device))
+            x = x + self.positions(self.places(tokens.shape[-1], tokens.device))
         return self.dropout(x)
 
     def rotation(self, x: Tensor) -> Tensor | None:
@@ -224,14 +275,14 @@ class GPT(nn.Module):
         return self.prediction(self.norm(x), weight, targets)
 
 
-def rotation_table(length: int, head_size: int, device: torch.device) -> Tensor:
-    """Cosines and sines of the rotary angles (arXiv:2104.09864): (2, T, D / 2) float32.
+def rotation_table(positions: Tensor, head_size: int) -> Tensor:
+    """Cosines and sines of the rotary angles (arXiv:2104.09864) at `positions` (T,): (2, T, D / 2) float32.
 
     Computed anew in each forward pass, which costs nothing beside a block, rather than kept in a buffer: a buffer would
     be lost on `meta`, and rounded when the model is cast to 16 bits.
     """
-    frequencies = _ROTARY_BASE ** (-torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size)
-    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
+    pairs = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
+    angles = torch.outer(positions.float(), _ROTARY_BASE ** (-pairs / head_size))
     return torch.stack((angles.cos(), angles.sin()))
 
 

@@ -2,6 +2,7 @@
 
 from speedlab.offload.away import AwayState, visit
 from speedlab.offload.buffers import Buffers
+from speedlab.offload.coming import Coming
 from speedlab.offload.disk import DiskStore
 from speedlab.offload.host import HostStore
 from speedlab.offload.kept import Kept, OffloadError, Store
@@ -11,6 +12,7 @@ from speedlab.offload.stores import Stores
 __all__ = [
     "AwayState",
     "Buffers",
+    "Coming",
     "DiskSpeed",
     "DiskStore",
     "HostStore",

@@ -25,11 +25,13 @@ class AwayState:
         self._placeholder = nothing.expand(kept.numel)
         self.tensor: Tensor = self._placeholder.view(kept.numel)
         self._coming: Transfer | None = None
+        self.blank = False
+        """Whether there is only room for values, in this visit."""
 
     def fetch(self, *, values: bool = True) -> None:
         """Begin a visit: start to bring the values here; without `values` there is only room, for others."""
         if self._coming is None:
-            self._coming = self.kept.fetch(values=values)
+            self._coming, self.blank = self.kept.fetch(values=values), not values
 
     def arrive(self) -> Tensor:
         """The values are here when this returns."""

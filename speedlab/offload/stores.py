@@ -11,6 +11,7 @@ from torch import Tensor
 
 from speedlab.comm import BufferMeter, HostCopies, Traffic, Transfer
 from speedlab.offload.coded import EightBits, OnDevice, Scratch, Widened
+from speedlab.offload.coming import Pages
 from speedlab.offload.disk import DiskStore
 from speedlab.offload.host import HostStore
 from speedlab.offload.kept import Kept, Store
@@ -29,6 +30,8 @@ class Stores:
         self._decoded = BufferMeter()
         self.scratch = Scratch(traffic.buffers, traffic.buffers if device.type == "cpu" else self._decoded)
         """Of the visits of coded states."""
+        self.pages = Pages()
+        """Of parameters that come to the device for a while."""
 
     def of(self, where: Where) -> Store:
         """The store of a place other than the device. Raises OffloadError where there can be none."""
@@ -66,6 +69,11 @@ class Stores:
         """Copies between the host's memory and the device's."""
         return HostCopies(self._device, self._traffic)
 
+    def trim(self) -> None:
+        """Free what the next step does not begin with."""
+        self.scratch.trim()
+        self.pages.trim()
+
     def hold(self, transfer: Transfer) -> None:
         """Keep a transfer that nobody waits for, and with it the memory that it reads, until it is over."""
         self._under_way = [*(each for each in self._under_way if not each.over), transfer]
@@ -94,4 +102,4 @@ class Stores:
         for store in self._made.values():
             store.close()
         self._made.clear()
-        self.scratch.trim()
+        self.trim()

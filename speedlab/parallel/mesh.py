@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from speedlab.comm import Group, Traffic, World
 from speedlab.comm.wires import wires
-from speedlab.layout import AXES, Layout
+from speedlab.layout import AXES, REPLICATED, Layout
 
 ENDS = "ends"
 """The first and the last pipeline rank of one dp and tp index, which both hold tied embeddings. No axis of the mesh,
@@ -24,12 +25,17 @@ class Mesh:
         """Collective over all ranks."""
         rank, device = world.rank, world.device
         self.layout, self.rank, self.device = layout, rank, device
+        self._traffic = traffic
+        self._others: dict[tuple[str, tuple[int, ...]], Group] = {}
         self.axes = {axis: Group(layout.peers(rank, axis), traffic, device, channel=axis) for axis in AXES}
-        self.gather = self.axes["dp"]
+        # Along cp ranks also share what they compute: gathers have connections of their own there.
+        channel = "dp" if layout.cp == 1 else "gather"
+        members = layout.peers(rank, *REPLICATED)
+        self.gather = self.axes["dp"] if channel == "dp" else Group(members, traffic, device, channel=channel)
         """The ranks that hold the same part of the model: parameters come together over it."""
         # A device's communicators cost memory and start-up, and there gathers and reductions come in one order on all
         # ranks: they share one.
-        self.reduce = Group(self.gather.ranks, traffic, device, channel="reduce" if device.type == "cpu" else "dp")
+        self.reduce = Group(self.gather.ranks, traffic, device, channel="reduce" if device.type == "cpu" else channel)
         """The same ranks: gradients are summed over it, on CPUs in an order of its own."""
         self.everyone = Group(range(layout.world_size), traffic, device, channel="everyone")
         line = self.axes["pp"].ranks
@@ -48,6 +54,11 @@ class Mesh:
         return self.layout.data_index(self.rank)
 
     @property
+    def counts_losses(self) -> bool:
+        """Whether this rank's losses count; those of its peers along tp and cp are the same."""
+        return self.axes["tp"].index == self.axes["cp"].index == 0
+
+    @property
     def summed_first(self) -> dict[str, Group]:
         """Groups over which terms of a gradient are summed before those of the dp ranks, by the names that rows of the
         placement table have for them."""
@@ -57,7 +68,16 @@ class Mesh:
     @property
     def groups(self) -> list[Group]:
         """All, in the order in which they were made."""
-        return [*self.axes.values(), self.reduce, self.everyone, *([self.ends] if self.ends is not None else [])]
+        made = [*self.axes.values(), self.gather, self.reduce, self.everyone]
+        return list(dict.fromkeys([*made, *([self.ends] if self.ends is not None else []), *self._others.values()]))
+
+    def group(self, channel: str, ranks: Sequence[int]) -> Group:
+        """Another group of ranks, this one among them; the same when it is asked for again. Collective: all ranks ask
+        for groups of the same channels in the same order."""
+        key = channel, tuple(ranks)
+        if key not in self._others:
+            self._others[key] = Group(ranks, self._traffic, self.device, channel=channel)
+        return self._others[key]
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:

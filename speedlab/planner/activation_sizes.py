@@ -60,7 +60,7 @@ class Sizes:
 
     @cached_property
     def tokens(self) -> int:
-        return self.setup.micro_size * self.setup.shape.sequence_length
+        return self.setup.tokens
 
     @cached_property
     def tp(self) -> int:

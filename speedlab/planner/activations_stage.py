@@ -245,7 +245,7 @@ def _cut_loss(t: Tally, s: Sizes) -> None:
 def _head_backward(t: Tally, s: Sizes, *, tied: bool) -> None:
     """To the gradient of the last block's output. `tied`: the table's gradient waits for that of its other use."""
     setup = s.setup
-    scaled = setup.accumulation * setup.layout.dp > 1 or setup.dtype == "float16"
+    scaled = setup.accumulation * setup.layout.replicas > 1 or setup.dtype == "float16"
     if s.tp > 1:
         if scaled:
             t.take(s.hidden, s.table)

@@ -21,7 +21,7 @@ def residency_of(setup: Setup, device: str = "cpu") -> Residency:
     """Who holds which state, and where, on devices of a kind."""
     return Residency.of_stage(
         setup.zero_stage,
-        setup.layout.dp,
+        setup.layout.replicas,
         optimizer=Where.of_choice(setup.offload.optimizer),
         parameters=Where.of_choice(setup.offload.parameters),
         in_backward=setup.optimizer.in_backward,

@@ -256,13 +256,13 @@ def engine_events(setup: Setup) -> dict[str, float]:
         "step": 1,
         "micro-batch": turns,
         "block": blocks * turns,
-        "gather": (units * (gathers + reductions) if layout.dp > 1 else 0) + norms,
+        "gather": (units * (gathers + reductions) if layout.replicas > 1 else 0) + norms,
         "sum": 0 if setup.sequence_parallel else sums,
         "scatter": sums if setup.sequence_parallel else 0,
     }
 
 
-_TURNS = ("forward", "backward", "recompute", "logits", "tensor parallel", "pipeline messages")
+_TURNS = ("forward", "backward", "recompute", "logits", "tensor parallel", "context parallel", "pipeline messages")
 """Parts that a micro-batch has on each pipeline rank."""
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from speedlab.config.parts import Away
-from speedlab.layout import Layout
 from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import Efficiency, efficiency_of
 from speedlab.planner.memory import predict_memory
@@ -94,6 +93,7 @@ _SETTINGS = (
     _Setting(name="offload.optimizer", option="--offload.optimizer", value=lambda setup: setup.offload.optimizer),
     _Setting(name="offload.parameters", option="--offload.parameters", value=lambda setup: setup.offload.parameters),
     _Setting(name="tp", option="--tp", value=lambda setup: setup.layout.tp),
+    _Setting(name="cp", option="--cp", value=lambda setup: setup.layout.cp),
     _Setting(name="pp", option="--pp", value=lambda setup: setup.layout.pp),
     _Setting(name="dtype", option="--dtype", value=lambda setup: setup.dtype),
     _Setting(name="sequence parallel", option="--sequence-parallel", value=lambda setup: setup.sequence_parallel),
@@ -169,6 +169,6 @@ def _wider(setup: Setup, machines: Machines) -> Iterator[Setup]:
     moved = replace(setup, accumulation=accumulation)
     cut = math.gcd(kv_heads(shape), shape.ffn_hidden)
     if cut % (2 * layout.tp) == 0 and machines.per_host % (2 * layout.tp) == 0:
-        yield replace(moved, layout=Layout(dp=dp, tp=2 * layout.tp, pp=layout.pp))
+        yield replace(moved, layout=replace(layout, dp=dp, tp=2 * layout.tp))
     if shape.depth >= 2 * layout.pp * setup.stages_per_rank:
-        yield replace(moved, layout=Layout(dp=dp, tp=layout.tp, pp=2 * layout.pp), cut=None)
+        yield replace(moved, layout=replace(layout, dp=dp, pp=2 * layout.pp), cut=None)

@@ -82,9 +82,11 @@ def ring(machines: Machines, efficiency: Efficiency, *, ranks: int, stride: int,
 
 @dataclass(frozen=True, kw_only=True)
 class Rings:
-    """A layout's three groups."""
+    """A layout's groups."""
 
     dp: Ring
+    """Of all ranks that hold the same parameters."""
+    cp: Ring
     tp: Ring
     pp: Ring
 
@@ -92,7 +94,8 @@ class Rings:
 def rings(layout: Layout, machines: Machines, efficiency: Efficiency) -> Rings:
     """Along each axis, as far apart as the layout puts its ranks."""
     return Rings(
-        dp=ring(machines, efficiency, ranks=layout.dp, stride=layout.stride("dp")),
+        dp=ring(machines, efficiency, ranks=layout.replicas, stride=layout.stride("cp")),
+        cp=ring(machines, efficiency, ranks=layout.cp, stride=layout.stride("cp"), messages=True),
         tp=ring(machines, efficiency, ranks=layout.tp, stride=layout.stride("tp")),
         pp=ring(machines, efficiency, ranks=layout.pp, stride=layout.stride("pp"), messages=True),
     )

@@ -71,8 +71,7 @@ class Rates:
 
 def block_pass(setup: Setup, rates: Rates, *, cross: bool = False) -> Pass:
     """One block; with `cross`, a decoder's, which attends to the encoder besides."""
-    shape, tp = setup.shape, setup.layout.tp
-    tokens = setup.micro_size * shape.sequence_length
+    shape, tp, tokens = setup.shape, setup.layout.tp, setup.tokens
     hidden, ffn = shape.hidden, shape.ffn_hidden / tp
     queries = shape.heads * head_size(shape) / tp
     values = kv_heads(shape) * head_size(shape) / tp
@@ -101,11 +100,11 @@ def block_pass(setup: Setup, rates: Rates, *, cross: bool = False) -> Pass:
 def _attention(setup: Setup, rates: Rates) -> Pass:
     """Scores, softmax and the weighted sum of one block."""
     shape = setup.shape
-    heads = setup.micro_size * shape.heads / setup.layout.tp
+    heads = setup.micro_size * shape.heads / setup.layout.tp / setup.layout.cp  # Or as much of all of them.
     length, size = shape.sequence_length, head_size(shape)
     if setup.attention != "plain":
         causal = 0.5 if shape.causal else 1.0
-        flops = 4 * heads * length * length * size * causal
+        flops = 4 * heads * length * length * size * causal * setup.attention_share
         seconds = flops / rates.attention_flops
         return Pass(
             forward=seconds + rates.kernel_seconds, backward=_FUSED_BACKWARD * seconds + 2 * rates.kernel_seconds
@@ -139,13 +138,12 @@ def _between_layers(setup: Setup, rates: Rates, tokens: float, ffn: float, rotat
 
 def _whole_tokens(setup: Setup) -> float:
     """Tokens between the layers on one tensor-parallel rank."""
-    tokens = setup.micro_size * setup.shape.sequence_length
-    return tokens / setup.layout.tp if setup.sequence_parallel else tokens
+    return setup.tokens / setup.layout.tp if setup.sequence_parallel else setup.tokens
 
 
 def head_pass(setup: Setup, rates: Rates) -> Pass:
     """Logits and loss: the loss is computed in float32, which is made, read twice, and read and written backward."""
-    tokens = setup.micro_size * setup.shape.sequence_length
+    tokens = setup.tokens
     vocabulary = setup.shape.vocab_size / setup.layout.tp
     product = rates.matmul(tokens, vocabulary, setup.shape.hidden)
     logits, element = tokens * vocabulary, rates.element_bytes

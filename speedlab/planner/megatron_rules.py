@@ -56,14 +56,14 @@ def layer_activation_bytes(setup: Setup) -> float:
     cut = 2 * (queries + 2 * values) + 2 * queries + (8 if shape.gated else 4) * shape.ffn_hidden
     if setup.attention == "plain" and setup.checkpointing != "selective":
         cut += (5 if mask else 2) * shape.heads * shape.sequence_length
-    tokens = setup.micro_size * shape.sequence_length
+    tokens = setup.tokens
     return tokens * (whole / (t if setup.sequence_parallel else 1) + cut / t)
 
 
 def stage_activation_bytes(setup: Setup, stage: int) -> float:
     """Of all micro-batches that pipeline rank `stage` has begun and not finished, under the set-up's schedule."""
     shape, layout = setup.shape, setup.layout
-    tokens = setup.micro_size * shape.sequence_length
+    tokens = setup.tokens
     in_flight = most_in_flight(setup, stage)
     blocks = blocks_by_rank(setup)[stage]
     layer = layer_activation_bytes(setup)
@@ -79,7 +79,7 @@ def peak_bytes(setup: Setup, states: StateBytes) -> float:
     """Of the rank that holds most: states, activations, and, under ZeRO-3, the layer that is gathered."""
     held = rank_parameters(setup)
     most = max(stage_activation_bytes(setup, stage) for stage in range(setup.layout.pp))
-    of_states = states.of_rank(held, stage=setup.zero_stage, dp=setup.layout.dp)
+    of_states = states.of_rank(held, stage=setup.zero_stage, dp=setup.layout.replicas)
     return of_states + states.buffers + most + _gathered_bytes(setup, held)
 
 
@@ -92,13 +92,13 @@ def memory_by_rules(setup: Setup) -> list[RankMemory]:
     are those of the position that computes with most. Offload is left out."""
     held = round(rank_parameters(setup))
     states = model_states(
-        held, dp=setup.layout.dp, stage=setup.zero_stage, dtype=setup.dtype, optimizer=setup.optimizer
+        held, dp=setup.layout.replicas, stage=setup.zero_stage, dtype=setup.dtype, optimizer=setup.optimizer
     )
     wide = 2 if setup.accumulation > 1 and setup.dtype != "float32" else 1
     return [
         RankMemory(
             pipeline=stage,
-            ranks=setup.layout.dp * setup.layout.tp,
+            ranks=setup.layout.replicas * setup.layout.tp,
             parameters=states.parameters,
             gradients=wide * states.gradients,
             master_weights=states.master_weights,

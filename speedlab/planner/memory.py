@@ -69,7 +69,7 @@ def predict_memory(
             rank = RankMemory(
                 pipeline=pipeline,
                 tensor=tensor,
-                ranks=count * setup.layout.dp,
+                ranks=count * setup.layout.replicas,
                 activations=step_peak(setup, passes, pipeline),
                 host=_waiting_inputs(setup, passes, pipeline),
                 communication_buffers=_buffers(setup, cut, stages, tensor, device),
@@ -243,7 +243,9 @@ class Flats:
 
     def _elements(self, sizes: Sequence[int]) -> int:
         coded = self.setup.moments == EIGHT_BITS
-        return flat_elements(sizes, DTYPE_BYTES[self.setup.dtype], self.setup.layout.dp, coded=coded) if sizes else 0
+        return (
+            flat_elements(sizes, DTYPE_BYTES[self.setup.dtype], self.setup.layout.replicas, coded=coded) if sizes else 0
+        )
 
     def partial(self) -> Iterator[int]:
         """Elements of each flat whose gradients the tensor-parallel ranks have terms of: under sequence parallelism
@@ -268,7 +270,7 @@ def _gradient_bytes(setup: Setup) -> int:
 def _with_states(rank: RankMemory, setup: Setup, stages: Sequence[Flats], device: Device) -> RankMemory:
     elements = sum(flats.root + sum(flats.units) for flats in stages)
     largest = max(size for flats in stages for size in (flats.root, *flats.units))
-    dp, residency = setup.layout.dp, residency_of(setup)
+    dp, residency = setup.layout.replicas, residency_of(setup)
     owned = residency.optimizer_states.share(elements, dp)
     widths = state_widths(setup, device)
     held = {
@@ -313,7 +315,7 @@ def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: i
         element = DTYPE_BYTES[setup.dtype]
         gathered = gathered_bytes([(element * f.root, [element * size for size in f.units]) for f in stages])
     largest = max(size for flats in stages for size in (flats.root, *flats.units))
-    owned = residency.optimizer_states.share(largest, setup.layout.dp)
+    owned = residency.optimizer_states.share(largest, setup.layout.replicas)
     decoded = 0 if decodes_on_host(setup, device) else decoded_bytes(setup, owned)
     # In the update nothing is gathered any more, unless it is in backward.
     total += borrowed + (gathered + decoded if residency.gradients_used else max(gathered, decoded))

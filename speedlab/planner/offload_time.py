@@ -3,7 +3,7 @@
 1. During forward and backward: parameters come, for both, and summed gradients go. This travels beside the kernels,
    and what takes longer than they do is waited for.
 2. The update reads and writes states piece by piece where the host computes it: what moves them and what computes work
-   side by side, so that the slowest of them counts.
+   side by side, so that the slowest of them counts. In backward it is a part of the passes.
 
 The device and the host's memory are joined by the device's own link; the disk is shared by the ranks of a host, and
 reading and writing share what it can do. On CPU cores the host's memory is the device's, so that nothing has to travel.
@@ -22,6 +22,9 @@ from speedlab.planner.setup import Setup
 
 _FLOAT32 = 4
 
+LIMITING_SHARE = 0.05
+"""Of a step: from this on, the wait for a disk limits it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
@@ -30,6 +33,13 @@ class Flow:
     link: float
     disk_read: float
     disk_write: float
+
+    def __add__(self, other: Flow) -> Flow:
+        return Flow(
+            link=self.link + other.link,
+            disk_read=self.disk_read + other.disk_read,
+            disk_write=self.disk_write + other.disk_write,
+        )
 
     def seconds(self, setup: Setup, machines: Machines, efficiency: Efficiency) -> float:
         """Of the slower of the two, which work side by side."""
@@ -60,11 +70,12 @@ def flows(setup: Setup, machines: Machines, owned: float) -> tuple[Flow, Flow]:
     )
     states_on_disk = places["optimizer_moments"] is Where.DISK
     written = parameters if places["parameters"] is Where.DISK else 0
+    at_hand = setup.optimizer.in_backward and machines.device.on_host  # Gathered parameters are there at that time.
     update = Flow(
         link=(0 if comes else parameters) + (0 if goes else gradients),
         disk_read=(states if states_on_disk else 0)
         + (gradients if places["gradients"] is Where.DISK else 0)
-        + (0 if masters else written),  # Without masters the update reads the parameters themselves.
+        + (0 if masters or at_hand else written),  # Without masters the update reads the parameters themselves.
         disk_write=(states if states_on_disk else 0) + written,
     )
     return passes, update
@@ -78,6 +89,8 @@ def waited_seconds(
     if not setup.offload.used:
         return 0.0
     passes, update = flows(setup, machines, owned)
+    if setup.optimizer.in_backward:
+        return max(0.0, (passes + update).seconds(setup, machines, efficiency) - computing - updating)
     return max(0.0, passes.seconds(setup, machines, efficiency) - computing) + max(
         0.0, update.seconds(setup, machines, efficiency) - updating
     )

@@ -209,6 +209,7 @@ def plan(
     *,
     tp: int = 1,
     pp: int = 1,
+    cp: int = 1,
     dp: int | None = None,
     micro_size: int = 1,
     global_size: int | None = None,
@@ -222,7 +223,8 @@ def plan(
     `model`: an announced model by name (`presets.MODELS`), a shape, a run's configuration or a whole set-up; the last
     two bring their own layout and batch, so that the words for these are left out.
     `machines`: '128x8 A100-80 nvlink3 ib-200x8', the name of an announced cluster, or an object.
-    `tp`, `pp`, `dp`, `micro_size`, `global_size`: the layout, and the batch in sequences; what is left out follows.
+    `tp`, `pp`, `cp`, `dp`, `micro_size`, `global_size`: the layout, and the batch in sequences; what is left out
+    follows.
     `changes`: other fields of `Setup`, as zero_stage=1, checkpointing="block".
 
     Raises ValueError (LayoutError for layouts) for what cannot be: the rule, the values, what would work.
@@ -248,9 +250,10 @@ def plan(
             )
 
         try:
-            layout = _layout(machines, dp, tp, pp)
+            layout = _layout(machines, dp, tp=tp, pp=pp, cp=cp)
         except LayoutError as error:
-            raise LayoutError(f"{error}{_what_works(on, machines.world_size, Layout(tp=tp, pp=pp))}") from None
+            asked = Layout(tp=tp, pp=pp, cp=cp)
+            raise LayoutError(f"{error}{_what_works(on, machines.world_size, asked)}") from None
         setup = on(layout)
     return plan_setup(setup, hardware, tokens=tokens)
 
@@ -278,6 +281,14 @@ def check_parallel(setup: Setup) -> None:
                 f"tp {layout.tp}: {shape.name}'s {count} {name} do not divide by it; tp {near} does, of "
                 f"{', '.join(f'{count} {name}' for name, count in cut.items())}"
             )
+    if shape.sequence_length % layout.cp or (layout.cp > 1 and not shape.causal):
+        near = shape.sequence_length // layout.cp * layout.cp
+        raise LayoutError(
+            f"cp {layout.cp}: {shape.name} has sequences of {shape.sequence_length:,} tokens, which do not divide by "
+            f"it; {near:,} or {near + layout.cp:,} do"
+            if shape.causal
+            else f"cp {layout.cp}: {shape.name} is no causal decoder, whose sequences could be cut; use cp 1"
+        )
     stages = layout.pp * setup.stages_per_rank
     if stages > shape.depth:
         each = f" × {setup.stages_per_rank} stages a rank" if stages > layout.pp else ""
@@ -297,7 +308,7 @@ def check_parallel(setup: Setup) -> None:
 def _nearest_tp(layout: Layout, counts: Iterable[int]) -> int:
     """The number of tensor-parallel ranks nearest to the layout's that divides all of `counts` and the ranks there
     are."""
-    common = math.gcd(*counts, layout.world_size // layout.pp)
+    common = math.gcd(*counts, layout.world_size // layout.pp // layout.cp)
     return min((tp for tp in range(1, common + 1) if common % tp == 0), key=lambda tp: abs(tp - layout.tp))
 
 
@@ -305,10 +316,10 @@ def _sequences(setup: Setup, accumulation: int) -> int:
     return setup.micro_size * accumulation * setup.layout.data_size
 
 
-def _layout(machines: Machines, dp: int | None, tp: int, pp: int) -> Layout:
+def _layout(machines: Machines, dp: int | None, **others: int) -> Layout:
     if dp is not None:
-        return Layout(dp=dp, tp=tp, pp=pp)
-    return Layout.for_world(machines.world_size, tp=tp, pp=pp)
+        return Layout(dp=dp, **others)
+    return Layout.for_world(machines.world_size, **others)
 
 
 def _what_works(on: Callable[[Layout], Setup], devices: int, asked: Layout) -> str:
@@ -321,7 +332,7 @@ def _what_works(on: Callable[[Layout], Setup], devices: int, asked: Layout) -> s
             return False
         return True
 
-    near = nearest(filter(works, factorisations(devices)), asked)
+    near = nearest(filter(works, factorisations(devices, asked.cp)), asked)
     advice = f"; {' or '.join(map(str, near))} would work" if near else ""
     fewer = replace(asked, dp=max(1, devices // asked.world_size))
     if fewer.world_size < devices and works(fewer):

@@ -44,6 +44,7 @@ PART_COLOURS = {
     "recompute": "#A8527E",
     "logits": COLOURS["parameters"],
     "tensor parallel": COLOURS["communication_buffers"],
+    "context parallel": "#CFC45C",
     "pipeline messages": "#B8AC2E",
     "bubble": "#D0D5DB",
     "data parallel": "#8C8320",

@@ -58,6 +58,8 @@ class PlanRequest:
     """Tensor-parallel ranks."""
     pp: int | None = None
     """Pipeline ranks."""
+    cp: int | None = None
+    """Context-parallel ranks, each with a part of every sequence; of one layout, none is searched."""
     dp: int | None = None
     """Data-parallel ranks; left out: as many as there are devices for."""
     zero: Literal[0, 1, 2, 3] | None = None
@@ -163,6 +165,7 @@ class PlanRequest:
             hardware,
             tp=self.tp or 1,
             pp=self.pp or 1,
+            cp=self.cp or 1,
             dp=self.dp,
             micro_size=self.micro or 1,
             global_size=self.global_size,
@@ -202,6 +205,8 @@ class PlanRequest:
         """Raises ValueError for words that do not go together, rather than leave one of them out."""
         if self.search and self.largest:
             raise ValueError("--search looks for layouts of a model, --largest for a model; give one of the two")
+        if self.cp is not None and (self.search or self.largest):
+            raise ValueError(f"--cp {self.cp}: no layout with cp is searched; leave --search or --largest out")
         if self.target is not None and not self.search:
             raise ValueError(f"--target {self.target} is what a search looks for; add --search")
         if self.price is not None and not self.tokens:
@@ -263,7 +268,14 @@ class PlanRequest:
 
     def _changed(self, config: RunConfig) -> RunConfig:
         """The configuration with what was asked for besides."""
-        axes = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "schedule": self.schedule, "chunks": self.chunks}
+        axes = {
+            "tp": self.tp,
+            "pp": self.pp,
+            "cp": self.cp,
+            "dp": self.dp,
+            "schedule": self.schedule,
+            "chunks": self.chunks,
+        }
         parallel = _given(**axes, sequence=self.sequence_parallel or None)
         if self.pp not in (None, config.parallel.pp):
             parallel["cut"] = None  # The file's is of another number of stages.

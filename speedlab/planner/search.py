@@ -191,7 +191,7 @@ def _states(setup: Setup) -> float:
     }
     widths = state_widths(setup, "cuda")
     return sum(
-        widths[state] * holders[state].share(held, setup.layout.dp)
+        widths[state] * holders[state].share(held, setup.layout.replicas)
         for state, where in state_places(residency).items()
         if where is Where.DEVICE
     )

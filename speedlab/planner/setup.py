@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from speedlab.config import OffloadConfig, OptimizerConfig, RunConfig
+from speedlab.config import OffloadConfig, OptimizerConfig, RunConfig, describe
 from speedlab.config.shape import ModelShape
 from speedlab.layout import Layout
 
@@ -29,7 +29,13 @@ class Setup:
     """Micro-batches of a step on each rank; those of the pipeline where there is one."""
     checkpointing: Checkpointing = "none"
     attention: AttentionKind = "fused"
+    attention_share: float = 1.0
+    """Of sparse attention: its blocks over those of dense attention."""
+    feed_forward_tiled: bool = False
+    """Whether feed-forward layers are computed a tile of tokens at a time; counted as if they were whole."""
     sequence_parallel: bool = False
+    cp_heads: int | None = None
+    """Of the ranks along cp, how many share heads; None: as many as heads allow."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
     chunks: int = 1
     cut: tuple[int, ...] | None = None
@@ -61,6 +67,11 @@ class Setup:
         return self.chunks if self.layout.pp > 1 and self.schedule in ("interleaved", "zero-bubble") else 1
 
     @property
+    def tokens(self) -> int:
+        """Of a micro-batch on each rank."""
+        return self.micro_size * self.shape.sequence_length // self.layout.cp
+
+    @property
     def global_size(self) -> int:
         """Sequences of a step."""
         return self.micro_size * self.accumulation * self.layout.data_size
@@ -81,6 +92,7 @@ class Setup:
         """
         layout = config.layout(engines, built_in=shape is None)
         batch = config.batch.resolve(layout.data_size)
+        sparse = shape is None and config.model.attention.kind == "block_sparse"
         return cls(
             shape=shape or ModelShape.of_config(config.model, config.data.sequence_length),
             layout=layout,
@@ -89,7 +101,11 @@ class Setup:
             micro_size=batch.micro_size,
             accumulation=batch.accumulation,
             checkpointing=config.activation.checkpointing,
+            attention="sparse" if sparse else "fused",
+            attention_share=describe(config.model.attention, config.data.sequence_length).density if sparse else 1.0,
+            feed_forward_tiled=shape is None and config.model.ffn_tile is not None,
             sequence_parallel=config.parallel.sequence,
+            cp_heads=config.parallel.cp_heads,
             schedule=config.parallel.schedule,
             chunks=config.parallel.stages_per_rank,
             cut=config.parallel.cut,
@@ -108,9 +124,10 @@ def update_problems(setup: Setup) -> list[str]:
         problems.append(
             f"masters none needs dtype bfloat16, whose updates are rounded stochastically, and it is {setup.dtype}"
         )
-    if setup.optimizer.in_backward and (layout.dp > 1 or layout.pp > 1 or setup.accumulation > 1):
+    if setup.optimizer.in_backward and (layout.replicas > 1 or layout.pp > 1 or setup.accumulation > 1):
+        replicas = f"dp {layout.dp}" if layout.cp == 1 else f"dp {layout.dp}, cp {layout.cp}"
         problems.append(
             f"an update in backward is for one micro-batch and one rank of dp and pp, and there are "
-            f"{setup.accumulation} micro-batches, dp {layout.dp} and pp {layout.pp}"
+            f"{setup.accumulation} micro-batches, {replicas} and pp {layout.pp}"
         )
     return problems

@@ -29,6 +29,6 @@ def rank_states(
     sums = dtype != "float32" and config.batch.resolve(layout.data_size).accumulation > 1
     found = []
     for count in parameters:
-        state = model_states(count, dp=layout.dp, stage=stage, dtype=dtype, optimizer=config.optimizer)
+        state = model_states(count, dp=layout.replicas, stage=stage, dtype=dtype, optimizer=config.optimizer)
         found.append(replace(state, gradients=2 * state.gradients) if sums else state)
     return found

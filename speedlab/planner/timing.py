@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import gcd
 
 from speedlab.layout import LayoutError
 from speedlab.planner.bubble import bubble_share
@@ -29,6 +30,7 @@ PARTS = {
     "recompute": "computing activations again",
     "logits": "logits and loss",
     "tensor parallel": "sums between tensor-parallel ranks",
+    "context parallel": "keys, values and heads between context-parallel ranks",
     "pipeline messages": "activations between pipeline stages",
     "bubble": "pipeline ranks that stand still",
     "data parallel": "gradients and parameters between data-parallel ranks",
@@ -121,7 +123,7 @@ def predict_time(setup: Setup, machines: Machines, efficiency: Efficiency) -> St
     parts["bubble"] = sum(parts.values()) * share / (1 - share)
     exposed, hidden = _data_parallel(setup, machines, groups.dp, turn, efficiency)
     parts["data parallel"] = exposed
-    owned = rank_parameters(setup) / (setup.layout.dp if setup.zero_stage >= 1 else 1)
+    owned = rank_parameters(setup) / (setup.layout.replicas if setup.zero_stage >= 1 else 1)
     parts["optimizer"] = _update(setup, machines, rates, efficiency, owned)
     computing = micro_batches * sum(turn[part] for part in ("forward", "backward", "recompute", "logits"))
     parts["offload"] = waited_seconds(
@@ -169,13 +171,13 @@ def _turn(
 ) -> dict[str, float]:
     """Seconds by part of one micro-batch on a pipeline rank with so many plain and crossed blocks."""
     layout, shape = setup.layout, setup.shape
-    tokens = setup.micro_size * shape.sequence_length
-    hidden_bytes = tokens * shape.hidden * (4 if setup.dtype == "float32" else 2)
+    hidden_bytes = setup.tokens * shape.hidden * (4 if setup.dtype == "float32" else 2)
     again = setup.checkpointing == "block"
     forward = plain * block.forward + crossed * cross.forward
     core = plain * block.core + crossed * cross.core
     sums = (2 * plain + 3 * crossed) * (3 if again else 2)
     boundary = hidden_bytes / layout.tp if setup.sequence_parallel or setup.scattered_messages else hidden_bytes
+    positions = _between_positions(setup, groups.cp, hidden_bytes / layout.tp, again=again)
     messages = 2 * setup.chunks if setup.schedule in ("interleaved", "zero-bubble") else 2
     return {
         "forward": forward,
@@ -183,8 +185,24 @@ def _turn(
         "recompute": forward if again else core if setup.checkpointing == "selective" else 0.0,
         "logits": head.forward + head.backward if last else 0.0,
         "tensor parallel": (sums + (1 if last else 0)) * groups.tp.all_reduce(hidden_bytes),
+        "context parallel": (plain + crossed) * positions,
         "pipeline messages": messages * groups.pp.send(boundary),
     }
+
+
+def _between_positions(setup: Setup, cp: Ring, nbytes: float, *, again: bool) -> float:
+    """Seconds of a block's attention between ranks that have other positions; `nbytes`: of a rank's queries. Nothing of
+    it is taken to be hidden."""
+    if setup.layout.cp == 1:
+        return 0.0
+    shared = setup.cp_heads or gcd(setup.layout.cp, setup.shape.heads // setup.layout.tp)
+    turns, wide = setup.layout.cp // shared - 1, 4 / (4 if setup.dtype == "float32" else 2)
+    # Queries, keys, values and what attention gives of them change places; there and back again.
+    heads = replace(cp, ranks=shared).gather(4 * nbytes)
+    forward = turns * cp.send(2 * nbytes)
+    # Keys and values again, and with them the sums of their gradients, a turn further.
+    backward = forward + (turns + 1) * cp.send(2 * wide * nbytes) if turns else 0.0
+    return (2 if again else 1) * (heads + forward) + heads + backward
 
 
 def _data_parallel(
@@ -277,14 +295,16 @@ def _caution(setup: Setup, machines: Machines, efficiency: Efficiency) -> str:
     if not efficiency.validated:
         doubts.append(f"no published run of {machines.device.name} was compared; its efficiency is taken from H100")
     if setup.attention == "sparse":
-        doubts.append("sparse attention is timed as if it were dense")
+        doubts.append("sparse attention is timed by its share of blocks, each at the speed of dense attention's")
+    if setup.layout.cp > 1:
+        doubts.append("context parallelism was not compared")
     if setup.shape.decoder_layers:
         doubts.append("no encoder-decoder was compared")
     if setup.zero_stage == 3 and rings(setup.layout, machines, efficiency).dp.crosses_hosts:
         doubts.append("published runs of ZeRO-3 between hosts were missed by up to 23%")
     if "disk" in (setup.offload.optimizer, setup.offload.parameters):
         known = "" if machines.host.disk_measured else ", and this disk was not measured"
-        doubts.append(f"no run with states on disk was compared{known}")
+        doubts.append(f"small trainings with states away on one machine were missed by up to 35%{known}")
     elif setup.offload.optimizer != "none":
         doubts.append("published runs with offload were missed by up to 30%")
     return "; ".join(doubts)

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from speedlab.display.table import Table
 from speedlab.hardware import Device
-from speedlab.layout import AXES, Layout
+from speedlab.layout import ALWAYS_NAMED, AXES, Layout
 
 _INDEXED = tuple(axis for axis in AXES if axis != "pp")  # Along pp, the stages and their blocks say more.
 
@@ -20,7 +20,7 @@ class LayoutTable(Table):
         return [
             "rank",
             "pipeline stage",
-            *(f"{axis} index" for axis in _INDEXED),
+            *(f"{axis} index" for axis in _INDEXED if axis in ALWAYS_NAMED or any(row[axis] for row in self)),
             *device,
             *(["host"] if self._hosts else []),
         ]

@@ -14,7 +14,7 @@ from speedlab.planner.here import hardware_here
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import Setup
 from speedlab.telemetry.records import Event, Ledger
-from speedlab.telemetry.shape import present_config, shape_after
+from speedlab.telemetry.shape import layout_in, present_config, shape_after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,8 @@ def prediction_of(config: RunConfig, events: Sequence[Event], devices: Sequence[
         speeds, setup, hardware = [], None, None
         size = 1
         for number, shape in enumerate(shapes):
-            size = int(shape["pp"]) * int(shape["dp"]) * int(shape["tp"]) if "pp" in shape else size
+            layout = layout_in(shape)
+            size = size if layout is None else layout.world_size
             here = list(devices) if len(devices) == size else [devices[0]] * size
             setup = Setup.of_config(present_config(config, changes[:number], size), size, dtype=dtype)
             hardware = hardware_here(here, dtype, config.offload.folder or config.folder)

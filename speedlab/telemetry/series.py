@@ -12,6 +12,7 @@ import numpy as np
 
 from speedlab.telemetry.prediction import Prediction
 from speedlab.telemetry.records import CATEGORIES, PHASES, Event, Ledger, StepRecord
+from speedlab.telemetry.shape import layout_in
 
 POINTS = 400
 """Most points of one curve on screen."""
@@ -184,8 +185,9 @@ def _world_size(events: Sequence[Event]) -> int | None:
     """How many ranks the newest change of layout has left; None when there was none."""
     for event in reversed(events):
         after = event.details.get("after")
-        if event.kind == "reshaped" and isinstance(after, dict) and after.keys() >= {"pp", "dp", "tp"}:
-            return int(after["pp"]) * int(after["dp"]) * int(after["tp"])
+        layout = layout_in(after) if event.kind == "reshaped" and isinstance(after, dict) else None
+        if layout is not None:
+            return layout.world_size
     return None
 
 

@@ -11,12 +11,25 @@ from typing import Any
 
 from speedlab.config import Batch, ConfigError, RunConfig
 from speedlab.config.errors import unknown_key
+from speedlab.layout import AXES, Layout
 from speedlab.telemetry.records import Event
 
-CHANGES = ("zero", "tp", "pp", "dp", "schedule", "chunks", "micro_batches", "sequence", "cut", "offload")
+CHANGES = (
+    "zero",
+    "tp",
+    "pp",
+    "cp",
+    "dp",
+    "schedule",
+    "chunks",
+    "micro_batches",
+    "sequence",
+    "cp_heads",
+    "cut",
+    "offload",
+)
 """What may be changed of a run that is on."""
 
-_AXES = ("pp", "dp", "tp")
 _PLACES = ("optimizer", "parameters")
 """What of `offload` may be changed of a run that is on."""
 _PIPELINE = frozenset({"pp", "schedule", "chunks"})
@@ -41,6 +54,13 @@ def shape_after(event: Event) -> dict[str, Any]:
     return {name: told[name] for name in CHANGES if name in told}
 
 
+def layout_in(told: Mapping[str, Any]) -> Layout | None:
+    """The layout that an event tells of; None where it tells of none, or of none that can be."""
+    axes = {axis: told.get(axis, 1) for axis in AXES}
+    sound = "dp" in told and all(isinstance(size, int) and size > 0 for size in axes.values())
+    return Layout(**axes) if sound else None
+
+
 def change_mark(event: Event) -> str:
     """What a change of shape has changed, as short as a plot needs it: '2→3', 'pp 2 × dp 1 × tp 2'; '' for the rest."""
     before, after = event.details.get("before"), shape_after(event)
@@ -48,8 +68,9 @@ def change_mark(event: Event) -> str:
     words = []
     if isinstance(stage, int) and "zero" in after and stage != after["zero"]:
         words.append(f"{stage}→{after['zero']}")
-    if isinstance(before, dict) and any(before.get(axis) != after.get(axis) for axis in _AXES):
-        words.append(" × ".join(f"{axis} {after[axis]}" for axis in _AXES if axis in after))
+    layout = layout_in(after)
+    if isinstance(before, dict) and layout is not None and layout != layout_in(before):
+        words.append(str(layout))
     return ", ".join(words)
 
 
@@ -77,7 +98,7 @@ def changed_config(
     parallel: dict[str, Any] = {
         name: changes[name] for name in CHANGES if name in changes and name not in ("zero", "micro_batches", "offload")
     }
-    if changes.keys() & {"tp", "pp"} or before != engines:
+    if changes.keys() & {"tp", "pp", "cp"} or before != engines:
         parallel.setdefault("dp", None)
     if changes.keys() & _PIPELINE:
         parallel.setdefault("cut", None)
@@ -123,11 +144,13 @@ def shape_of(config: RunConfig, engines: int) -> dict[str, Any]:
         "zero": config.zero.stage,
         "tp": layout.tp,
         "pp": layout.pp,
+        "cp": layout.cp,
         "dp": layout.dp,
         "schedule": parallel.schedule,
         "chunks": parallel.chunks,
         "micro_batches": batch.accumulation,
         "sequence": parallel.sequence,
+        "cp_heads": parallel.cp_heads,
         "cut": parallel.cut,
         "offload": {state: getattr(config.offload, state) for state in _PLACES},
     }

@@ -40,7 +40,7 @@ def test_a_configuration_is_a_table(notebook: Notebook) -> None:
     assert lines[0] == "RunConfig (* differs from the default)"
     assert lines[1].split()[:3] == ["run", "name", "a*"]
     assert any(line.split()[:3] == ["zero", "stage", "3*"] for line in lines)
-    assert max(map(len, lines)) < 200
+    assert max(map(len, lines)) < 160
     page = shown["text/html"]
     assert "<b title=" in page
     assert "source &lt;x&gt;, y" in page

@@ -29,11 +29,12 @@ BOUND_MS = 50
 def test_every_field_of_a_run_is_in_one_tab_with_its_description(panel: Panel) -> None:
     names = [name for section in SECTIONS.values() for name in section]
     assert sorted(names) == sorted(RunConfig.model_fields)
-    kinds = RunConfig.model_fields
     for path, field in panel.fields.items():
-        part, _, name = path.rpartition(".")
-        owner = RunConfig.part_of(part).model_fields if part else kinds  # pyright: ignore[reportOptionalMemberAccess]
-        assert field.description == owner[name].description
+        *parts, name = path.split(".")
+        owner: Any = RunConfig
+        for part in parts:
+            owner = owner.part_of(part)
+        assert field.description == owner.model_fields[name].description
         # What is greyed says why instead.
         told = field.control.children[1:] if isinstance(field.control, Choice) else [field.control]
         assert all(field.description in control.tooltip or control.disabled for control in told), path

@@ -70,8 +70,9 @@ def test_through_many_layouts(cluster: Cluster, plain: list[float], tmp_path: Pa
         {"pp": 2, "zero": 3, "schedule": "interleaved"},
         {"pp": 1, "tp": 4},
         {"tp": 2, "zero": 0},
-        {"zero": 3},
-        {"tp": 1},
+        {"cp": 2, "zero": 3},
+        {"cp": 4, "tp": 1},
+        {"cp": 1},
     ):
         event = run.reshape(**changes).wait(60)
         assert event.kind == "reshaped"
@@ -92,13 +93,14 @@ def assert_told(run: Run) -> None:
     layout, stage = run.present_config.layout(SIZE), run.present_config.zero.stage
     tables = [run.placement(rank) for rank in range(SIZE)]
     held = {row["states"]["parameter"]["holders"] for table in tables for row in table}
-    assert held == {"partitioned" if stage == 3 and layout.dp > 1 else "replicated"}
+    assert held == {"partitioned" if stage == 3 and layout.replicas > 1 else "replicated"}
     cut = [row["name"] for row in tables[0] if row["cut_over"]]
     assert bool(cut) == (layout.tp > 1)
     blocks = {row["name"].split(".")[1] for table in tables for row in table if row["name"].startswith("blocks.")}
     assert blocks == {"0", "1", "2", "3"}
     answered = {rank: {row["answered_by"] for row in table} for rank, table in enumerate(tables)}
-    assert all(layout.index(other, "dp") == layout.index(rank, "dp") for rank in answered for other in answered[rank])
+    places = {rank: (layout.index(rank, "dp"), layout.index(rank, "cp")) for rank in answered}
+    assert all(places[other] == places[rank] for rank in answered for other in answered[rank])
 
 
 def test_restarted_engines_go_on_in_the_present_layout(cluster: Cluster, plain: list[float], tmp_path: Path) -> None:

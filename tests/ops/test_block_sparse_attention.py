@@ -93,6 +93,24 @@ def test_layouts(layout) -> None:
     assert_as_defined(*example(208), layout, scale=0.7)
 
 
+@pytest.mark.parametrize("width", [1, 2, 16, 17, 31, 32, 50, 199, 200, 400])
+def test_windows_of_tokens(width) -> None:
+    """Over the blocks that the window needs, and over all: blocks out of its reach add nothing."""
+    for mask in (BlockLayout.local(200, -(-(width - 1) // 16) + 1, block=16).mask, torch.ones(13, 13).bool()):
+        layout = BlockLayout.from_mask(mask, causal=True, block=16, window=width)
+        q, k, v = example(200)
+        assert_as_defined(q, k, v, layout)
+        seen = token_mask(layout, 200, 200)
+        assert seen.sum(1).tolist() == [min(row + 1, width) for row in range(200)]
+        assert bool(seen.diagonal().all())
+
+
+@pytest.mark.parametrize(("width", "causal"), [(0, True), (5, False)])
+def test_windows_that_are_refused(width, causal) -> None:
+    with pytest.raises(ValueError, match=f"window: {width}, expected 1 or more, and causal set, which is {causal}"):
+        BlockLayout.from_mask(torch.ones(1, 1).bool(), causal=causal, window=width)
+
+
 def test_all_blocks_are_dense_attention() -> None:
     q, k, v = example(256)
     layout = BlockLayout.from_mask(torch.ones(4, 4, dtype=torch.bool), causal=True)
@@ -232,7 +250,7 @@ def test_kernels_are_counted() -> None:
 def test_registration(dtype) -> None:
     q, k, v = example(70, 16, dtype=dtype)
     layout = window(70)
-    lists = layout.offsets, layout.columns, layout.block, layout.causal, 0.25
+    lists = layout.offsets, layout.columns, layout.block, layout.causal, 16, 0.25
     torch.library.opcheck(torch.ops.cuda_ops.block_sparse_attention.default, (q, k, v, *lists))
     out, lse = torch.ops.cuda_ops.block_sparse_attention(q, k, v, *lists)
     saved = [each.detach() for each in (torch.ones_like(out), q, k, v, out, lse)]
@@ -358,6 +376,7 @@ def test_bad_layouts_are_refused() -> None:
     with pytest.raises(ValueError, match=r"length: 0, expected 1 or more"):
         BlockLayout.strided(0, 2)
     with pytest.raises(
-        ValueError, match=r"layouts of .* \(\(2, 2\), True, 64\) and \(\(2, 2\), False, 64\) cannot be joined"
+        ValueError,
+        match=r"layouts of .* \(\(2, 2\), True, 64, None\) and \(\(2, 2\), False, 64, None\) cannot be joined",
     ):
         BlockLayout.local(100, 1, causal=True) | BlockLayout.local(100, 1)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import speedlab
@@ -37,6 +38,52 @@ def rounded_gpt() -> nn.Module:
 
 
 untied_gpt2 = partial(gpt, tied=False, position="learned", norm="layer", bias=True)
+
+
+tiled_gpt = partial(gpt, ffn_tile=3, bias=True)
+"""Its feed-forward layers are computed 3 tokens at a time, and again in backward; sequences have 7 or 8."""
+
+whole_gpt = partial(gpt, bias=True)
+
+
+def sparse_gpt() -> nn.Module:
+    """A GPT whose attention is over some blocks of 16 tokens; 41 tokens are two whole blocks and a part of one."""
+    attention = {"kind": "block_sparse", "block": 16, "pattern": "sliding", "window": 19}
+    shape = {"layers": 4, "hidden": 64, "heads": 4, "ffn_hidden": 32, "vocab_size": models.VOCABULARY, "context": 64}
+    return models.seeded(GPT, ModelConfig(**shape, attention=attention))
+
+
+def masked_gpt() -> nn.Module:
+    """`sparse_gpt` by its definition: dense attention with a mask."""
+    model = sparse_gpt()
+    for block in model.blocks:
+        block.attention.attend = Masked(model.config.attention.window)
+    return model
+
+
+class Masked(nn.Module):
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril().triu(1 - self.window)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def long_tokens(step: int, index: int) -> tuple[Tensor, Tensor]:
+    return _tokens(step, index, 41)
+
+
+def even_tokens(step: int, index: int) -> tuple[Tensor, Tensor]:
+    """A number of tokens that two ranks can share."""
+    return _tokens(step, index, 42)
+
+
+def _tokens(step: int, index: int, length: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1_000_003 * step + index)
+    rows = torch.randint(models.VOCABULARY, (2, length + 1), generator=generator)
+    return rows[:, :-1], (rows[:, 1:] + rows[:, :-1]) % models.VOCABULARY
 
 
 def llama() -> nn.Module:
@@ -71,6 +118,7 @@ class LayoutCase(Case):
     layout: Layout
     schedule: str = "1f1b"
     sequence: bool = False
+    cp_heads: int | None = None
     cut: tuple[int, ...] | None = None
     balance: str = "parameters"
     build: Any = gpt
@@ -83,6 +131,8 @@ class LayoutCase(Case):
         parallel = {
             "tp": self.layout.tp,
             "pp": self.layout.pp,
+            "cp": self.layout.cp,
+            "cp_heads": self.cp_heads,
             "schedule": self.schedule,
             "sequence": self.sequence,
             "cut": self.cut,
@@ -92,7 +142,7 @@ class LayoutCase(Case):
 
     def __str__(self) -> str:
         shape = f"{self.layout}, {self.schedule if self.layout.pp > 1 else 'no pipeline'}"
-        return f"{shape}{', sequence' if self.sequence else ''}, {super().__str__()}"
+        return f"{shape}{', sequence' if self.sequence else ''}, heads {self.cp_heads}, {super().__str__()}"
 
     def plain(self) -> Case:
         """The same training for the plain loop."""
@@ -119,19 +169,20 @@ def train_layouts(cases: list[LayoutCase]) -> list[Trajectory]:
     paths = []
     for case in cases:
         try:
-            paths.append(_train(case))
+            paths.append(train_layout(case))
         except Exception as error:
             error.add_note(f"in case: {case}")
             raise
     return paths
 
 
-def _train(case: LayoutCase) -> Trajectory:
-    path = Trajectory()
-    engine = speedlab.initialize(model=case.build(), optimizer=case.optimizer, config=case.config())[0]
+def train_layout(case: LayoutCase, *, own_loss: bool = False) -> Trajectory:
+    """Train a case on this rank; with `own_loss` the engine computes the case's loss, too."""
+    path, loss = Trajectory(), case.loss if own_loss else None
+    engine = speedlab.initialize(model=case.build(), optimizer=case.optimizer, config=case.config(), loss=loss)[0]
     try:
         for step in range(case.steps):
-            path.losses.append(engine.train_batch(batches(case, step, engine.group.index)))
+            path.losses.append(engine.train_batch(batches(case, step, engine.mesh.data_index)))
             path.norms.append(engine.global_grad_norm)
         path.parameters = engine.state_dict()
     finally:

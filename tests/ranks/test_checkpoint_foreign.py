@@ -242,6 +242,20 @@ def round_trip(small: Small, parallel: dict[str, int], stage: int, folder: Path)
     return with_engine(lambda: GPT(small.config), config, work)
 
 
+def export_of_sparse_attention(folder: Path) -> str:
+    from speedlab.engine.checkpoint import export_hf
+
+    shape = {"layers": 1, "hidden": 32, "heads": 2, "ffn_hidden": 32, "vocab_size": 29, "context": 32}
+    config = ModelConfig(**shape, attention={"kind": "block_sparse", "block": 16, "window": 16})
+    return with_engine(lambda: GPT(config), settings(0), lambda engine: failure_of(export_hf, engine, folder))
+
+
+def test_sparse_attention_is_nothing_that_transformers_has(two: Pool, tmp_path: Path) -> None:
+    for said in two.run(export_of_sparse_attention, tmp_path / "out"):
+        assert said.startswith("CheckpointError")
+        assert "model.attention.kind is 'block_sparse', and no architecture of transformers attends to blocks" in said
+
+
 @pytest.mark.parametrize("parallel", [{"tp": 4}, {"pp": 2, "tp": 2}, {"pp": 2}], ids=str)
 def test_folders_of_transformers_know_no_layout(pool_of: PoolOf, tmp_path: Path, parallel: dict[str, int]) -> None:
     from transformers import AutoModelForCausalLM

@@ -74,7 +74,9 @@ def signs(values: Tensor, error: Tensor) -> Tensor:
 
 
 def configuration(stage: int, **more: Any) -> dict[str, Any]:
-    return {"zero": {"stage": stage}, "optimizer": RATES, "batch": {"micro_size": 2}, **more}
+    # In bfloat16, which the best dtype of some processors is, an optimizer's own sums are of float32, the engine's not.
+    precision = {"dtype": "float32"}
+    return {"zero": {"stage": stage}, "optimizer": RATES, "batch": {"micro_size": 2}, "precision": precision, **more}
 
 
 @contextmanager

@@ -141,9 +141,11 @@ def test_wrong_number_of_micro_batches_does_nothing(exact, accumulation: int) ->
     exact(Sequence(build=straight, accumulation=accumulation, calls=calls))
 
 
-def break_the_pipeline(case: LayoutCase, fails_in: tuple[int, int]) -> Trajectory:
-    """Before step 1 a pass in which each pipeline rank raises in the forward of one of its micro-batches."""
-    path, fails = Trajectory(), [-1]
+def break_the_pipeline(case: LayoutCase, fails_in: tuple[int, int], meeting: str) -> Trajectory:
+    """Before step 1 a pass in which each pipeline rank raises in the forward of one of its micro-batches.
+
+    Where rank 0 needs nothing of rank 1 before that, rank 1 begins the pass when rank 0 has left it."""
+    path, fails, store = Trajectory(), [-1], dist.FileStore(meeting, 2)
 
     def fail(module: nn.Module, args: Any) -> None:
         fails[0] -= 1
@@ -156,8 +158,11 @@ def break_the_pipeline(case: LayoutCase, fails_in: tuple[int, int]) -> Trajector
         for step in range(case.steps):
             if step == 1:
                 fails[0] = fails_in[engine.world.rank]
+                if engine.world.rank == 1 and fails_in[0] == 1:
+                    store.wait(["rank 0 is out"])
                 with pytest.raises(ZeroDivisionError):
                     engine.train_batch(batches(case, 99, 0))
+                store.set(f"rank {engine.world.rank} is out", "")
                 fails[0] = -1
             path.losses.append(engine.train_batch(batches(case, step, 0)))
             path.norms.append(engine.global_grad_norm)
@@ -170,12 +175,14 @@ def break_the_pipeline(case: LayoutCase, fails_in: tuple[int, int]) -> Trajector
 
 @pytest.mark.parametrize("backend", ["shared", "gloo"])
 @pytest.mark.parametrize("fails_in", [(1, 0), (2, 1)], ids=["first micro-batches", "later ones"])
-def test_pipeline_step_after_a_broken_one(pool_of: PoolOf, plain, backend: str, fails_in: tuple[int, int]) -> None:
+def test_pipeline_step_after_a_broken_one(
+    pool_of: PoolOf, plain, tmp_path: Path, backend: str, fails_in: tuple[int, int]
+) -> None:
     """A step after one that raised on every pipeline rank, with no `reconnect` between, is as if that had not been.
 
     The rank behind fails one micro-batch earlier than the one before it, so that none waits for what never comes."""
     case = LayoutCase(layout=Layout(pp=2), steps=4)
-    for path in pool_of(2, backend).run(break_the_pipeline, case, fails_in, timeout=40):
+    for path in pool_of(2, backend).run(break_the_pipeline, case, fails_in, str(tmp_path / "store"), timeout=40):
         assert problems([path], plain(case.plain(), 1), FLOAT32) == []
 
 

@@ -243,3 +243,21 @@ def test_what_cannot_be_is_refused(pool_of: PoolOf) -> None:
         "optimizer.in_backward cannot be with parallel.dp 2: what no rank used is known when the backward has "
         "ended; use one dp rank, with tp for more devices",
     ]
+
+
+def read_bytes(case: Case) -> tuple[int, int]:
+    """(bytes that a later step reads from disk, elements of the flats)."""
+    config = {**case.config(), "optimizer": {"in_backward": True}}
+    with engine_for(case, config=config) as engine:
+        for step in range(2):
+            engine_step(engine, case, step)
+        engine.traffic.take()
+        engine_step(engine, case, 2)
+        return engine.traffic.take().moved_bytes["disk read"], sum(flat.padded for flat in engine.flats)
+
+
+def test_gathered_parameters_are_not_read_again(pool_of: PoolOf) -> None:
+    """From disk come parameters for forward and for backward, what stays between the two only once, and two moments."""
+    case = Case(optimizer=adamw, stage=3, offload=(("optimizer", "disk"), ("parameters", "disk")))
+    read, elements = pool_of(1).run(read_bytes, case)[0]
+    assert 4 * (1 + 2) * elements < read <= 4 * (2 + 2) * elements

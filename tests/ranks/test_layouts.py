@@ -7,6 +7,7 @@ counts a parameter twice, or misses one, is found as a wrong training.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,13 +16,19 @@ from ranks.conftest import PoolOf
 from ranks.layout_cases import (
     LayoutCase,
     bert,
+    even_tokens,
     gpt2,
     labels_loss,
     llama,
+    long_tokens,
+    masked_gpt,
     rounded_gpt,
+    sparse_gpt,
     t5,
+    tiled_gpt,
     train_layouts,
     untied_gpt2,
+    whole_gpt,
 )
 from ranks.loops import Case, Tolerance, Trajectory, adamw, problems
 from speedlab.layout import Layout
@@ -46,12 +53,20 @@ def schedules_of(layout: Layout) -> list[str]:
     return SCHEDULES if layout.pp > 1 else ["1f1b"]
 
 
-def check(pool_of: PoolOf, plain: PlainOf, cases: Sequence[LayoutCase], allowed: Tolerance, timeout: float) -> None:
+def check(
+    pool_of: PoolOf,
+    plain: PlainOf,
+    cases: Sequence[LayoutCase],
+    allowed: Tolerance,
+    timeout: float,
+    **of_plain: Any,
+) -> None:
+    """`of_plain`: what is different in the plain training."""
     size = cases[0].layout.world_size
     by_rank = pool_of(size).run(train_layouts, list(cases), timeout=timeout)
     wrong = []
     for case, *paths in zip(cases, *by_rank, strict=True):
-        expected = plain(case.plain(), case.layout.dp)
+        expected = plain(replace(case.plain(), **of_plain), case.layout.dp)
         assert all(path.parameters.keys() >= expected.parameters.keys() for path in paths)
         wrong += [
             f"[{case}] rank {rank}: {line}" for rank, p in enumerate(paths) for line in problems([p], expected, allowed)
@@ -114,6 +129,34 @@ def test_variants(pool_of: PoolOf, plain: PlainOf, layout: Layout) -> None:
         cases.append(LayoutCase(layout=layout, stage=2, cut=(5, 3)))
         cases.append(LayoutCase(layout=layout, stage=3, accumulation=1))
     check(pool_of, plain, cases, FLOAT32, timeout=120)
+
+
+def test_sparse_attention(pool_of: PoolOf, plain: PlainOf) -> None:
+    """Against dense attention with a mask, under every stage and axis."""
+    options: list[dict[str, Any]] = [
+        {"layout": Layout(dp=4), "stage": 0, "accumulation": 2},
+        {"layout": Layout(dp=4), "stage": 3, "accumulation": 2, "checkpointing": "block"},
+        {"layout": Layout(tp=2, dp=2), "stage": 1, "accumulation": 1},
+        {"layout": Layout(tp=2, dp=2), "stage": 3, "sequence": True, "batch": even_tokens},
+        {"layout": Layout(pp=2, dp=2), "stage": 2, "schedule": "zero-bubble"},
+        {"layout": Layout(tp=2, pp=2), "stage": 1, "checkpointing": "block"},
+    ]
+    cases = [LayoutCase(**{"build": sparse_gpt, "batch": long_tokens, **each}) for each in options]
+    check(pool_of, plain, cases, FLOAT32, timeout=120, build=masked_gpt)
+
+
+def test_feed_forward_in_tiles(pool_of: PoolOf, plain: PlainOf) -> None:
+    """Against whole layers, under every stage and axis: a parameter's gradient is received once in a backward."""
+    options: list[dict[str, Any]] = [
+        {"layout": Layout(dp=4), "stage": 0, "accumulation": 2},
+        {"layout": Layout(dp=4), "stage": 2, "accumulation": 1},
+        {"layout": Layout(dp=4), "stage": 3, "accumulation": 2, "checkpointing": "block"},
+        {"layout": Layout(tp=2, dp=2), "stage": 3, "sequence": True, "batch": _eight_tokens},
+        {"layout": Layout(pp=2, dp=2), "stage": 2, "schedule": "zero-bubble"},
+        {"layout": Layout(tp=2, pp=2), "stage": 1, "checkpointing": "block"},
+    ]
+    cases = [LayoutCase(**{"build": tiled_gpt, **each}) for each in options]
+    check(pool_of, plain, cases, FLOAT32, timeout=120, build=whole_gpt)
 
 
 @pytest.mark.parametrize(

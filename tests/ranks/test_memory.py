@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
+import mmap
 import re
 import weakref
 from collections.abc import Callable
@@ -292,7 +294,8 @@ def test_meta_construction_follows_the_configured_seed(two: Pool) -> None:
 class LiveBytes(TorchDispatchMode):
     """The most bytes of storages (of one dtype, or of all) that were alive at once since it was entered.
 
-    Storages that exist already are not seen. Every operation looks again, so that resized ones count as what they are.
+    Storages that exist already are not seen. Every operation looks again, so that resized ones count as what they are,
+    and addresses whose pages come and go as what is there.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -311,12 +314,24 @@ class LiveBytes(TorchDispatchMode):
 
     def live(self) -> int:
         found = [reference() for reference in self._alive.values()]
-        return sum(storage.nbytes() for storage in found if storage is not None)
+        return sum(held(storage) for storage in found if storage is not None)
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key not in self._alive:
             self._alive[key] = weakref.ref(storage, lambda _: self._alive.pop(key, None))
+
+
+def held(storage: torch.UntypedStorage) -> int:
+    """Bytes of memory behind a storage: behind one that torch has not allocated, of the pages that were touched."""
+    if storage.resizable():
+        return storage.nbytes()
+    begin = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    pages = -(-(storage.data_ptr() + storage.nbytes() - begin) // mmap.PAGESIZE)
+    here = (ctypes.c_ubyte * pages)()
+    size = ctypes.c_size_t(pages * mmap.PAGESIZE)
+    assert ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(begin), size, here) == 0, ctypes.get_errno()
+    return min(storage.nbytes(), sum(page & 1 for page in here) * mmap.PAGESIZE)
 
 
 def peaks(case: Case) -> dict[str, int]:

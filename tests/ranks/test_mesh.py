@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -11,28 +12,28 @@ import speedlab
 from ranks import models
 from ranks.conftest import PoolOf
 from speedlab.comm import Traffic, World
-from speedlab.layout import Layout
+from speedlab.layout import AXES, Layout
 from speedlab.parallel.mesh import Mesh
 
 
-def sums_by_axis() -> dict[str, tuple[float, float]]:
+def sums_by_axis(layout: Layout) -> dict[str, tuple[float, float]]:
     """For each axis the sum of the ranks along it, by our group and by torch's DeviceMesh."""
     rank = dist.get_rank()
-    mesh = Mesh(Layout(pp=2, dp=2), World(rank=rank, size=4, device=torch.device("cpu")), Traffic())
+    mesh = Mesh(layout, World(rank=rank, size=4, device=torch.device("cpu")), Traffic())
     found = {}
-    for axis in ("pp", "dp", "tp"):
+    for axis in AXES:
         own, theirs = mesh[axis].sum(torch.tensor([float(rank)])), torch.tensor([float(rank)])
         dist.all_reduce(theirs, group=mesh.device_mesh[axis].get_group())
         found[axis] = own.item(), theirs.item()
-    assert mesh.device_mesh.mesh_dim_names == ("pp", "dp", "tp")
+    assert mesh.device_mesh.mesh_dim_names == ("pp", "dp", "cp", "tp")
     mesh.disconnect()
     return found
 
 
-def test_torchs_mesh_has_the_same_groups(pool_of: PoolOf) -> None:
-    layout = Layout(pp=2, dp=2)
-    for rank, found in enumerate(pool_of(4).run(sums_by_axis)):
-        expected = {axis: float(sum(layout.peers(rank, axis))) for axis in ("pp", "dp", "tp")}
+@pytest.mark.parametrize("layout", [Layout(pp=2, dp=2), Layout(cp=2, tp=2)], ids=str)
+def test_torchs_mesh_has_the_same_groups(pool_of: PoolOf, layout: Layout) -> None:
+    for rank, found in enumerate(pool_of(4).run(sums_by_axis, layout)):
+        expected = {axis: float(sum(layout.peers(rank, axis))) for axis in AXES}
         assert found == {axis: (value, value) for axis, value in expected.items()}
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,7 @@ from ranks.pool import Pool
 from ranks.runs import as_engine, new_run, own_rank, trainer_of
 from ranks.test_trainer import advance, events, post
 from speedlab.engine.run import held_runs
+from speedlab.engine.step.clock import PhaseClock, StepCosts
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import RunState
 
@@ -56,6 +58,26 @@ def test_states_come_and_go_while_a_run_is_on(world: Pool, tmp_path: Path) -> No
     assert [state for state, _ in ended] == ["finished"] * 4
     assert [event.details["through"] for event in events(goes, "reshaped")] == ["in place"] * 3
     assert same([parameters for _, parameters in ended])
+
+
+def with_a_slow_disk(run: str) -> str:
+    """Steps of which half is a wait for the disk, as the clock says."""
+    take = PhaseClock.take
+
+    def slow(clock: PhaseClock) -> StepCosts:
+        costs = take(clock)
+        return replace(costs, seconds=2.0, phases={**costs.phases, "offload": 1.0})
+
+    with as_engine(run), patch.object(PhaseClock, "take", slow):
+        return advance(run)
+
+
+def test_a_disk_that_limits_is_told_after_the_first_steps_and_allowed(world: Pool, tmp_path: Path) -> None:
+    run = new_run(tmp_path, steps=6, **ON_DISK)
+    assert world.run(with_a_slow_disk, run) == ["finished"] * 2
+    (told,) = events(run, "warning")
+    assert told.step == 4
+    assert told.text.startswith("offload: steps wait 1 s of 2 s (50%, measured) for the disk with states")
 
 
 def with_a_disk_that_fails(run: str, rank: int, number: int, steps: int) -> tuple[str, str]:

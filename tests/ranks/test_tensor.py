@@ -24,6 +24,7 @@ GPTS: dict[str, dict[str, Any]] = {
     "full loss": {"loss": "full", "norm": "layer"},
     "dropout": {**GPT2_LIKE, "dropout": 0.2},
     "rotary with dropout": {"tied": False, "dropout": 0.2},
+    "tiles": {"ffn_tile": 5, "bias": True},
 }
 
 SIZES = [2, 3, 4]
@@ -50,7 +51,8 @@ def test_gpt(pool_of: PoolOf, size: int, kind: str, sequence: bool) -> None:
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
 def test_checkpointed_blocks(pool_of: PoolOf, sequence: bool) -> None:
     """Recomputation repeats the collectives and the dropout masks of the forward pass."""
-    check(pool_of(2), run.gpt, fields=GPTS["dropout"], sequence=sequence, recompute=True)
+    fields = {**GPTS["dropout"], "ffn_tile": 5}
+    check(pool_of(2), run.gpt, fields=fields, sequence=sequence, recompute=True)
 
 
 HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {

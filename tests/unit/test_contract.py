@@ -206,3 +206,22 @@ def test_the_loss_of_each_kind_of_batch() -> None:
     assert torch.equal(loss_of(theirs, {"input_ids": tokens, "labels": tokens}, None), expected)
     with pytest.raises(ConfigError, match="batch: it is a Tensor; give"):
         loss_of(model, tokens, None)
+
+
+def test_attention_over_blocks_is_tried_and_refused() -> None:
+    blocks = {"attention": {"kind": "block_sparse", "block": 16, "window": 8}}
+    with pytest.raises(ConfigError, match="'block_sparse' has no effect on a Net"):
+        try_model(CONFIG.replace(model=blocks), 1, model=Net, device=CPU)
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match="'block_sparse' takes heads of a multiple of 8 elements"):
+        try_model(CONFIG.replace(model=blocks), 1, model=hugging_face, device=CPU)
+    assert try_model(CONFIG.replace(model=blocks), 1, model=larger_hugging_face, device=CPU)["untried"] == ""
+
+
+def larger_hugging_face() -> nn.Module:
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=512, n_positions=8, n_embd=32, n_layer=1, n_head=2, attn_pdrop=0, bos_token_id=1, eos_token_id=1
+    )
+    return transformers.GPT2LMHeadModel(config)

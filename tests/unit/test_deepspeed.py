@@ -158,6 +158,7 @@ def params(kind: str, **values) -> dict:
         ),
         ({"pipeline": {"stages": "auto"}}, {"parallel.pp": 1}),
         ({"tensor_parallel": {"autotp_size": 2}}, {"parallel.tp": 2}),
+        ({"sequence_parallel_size": 2}, {"parallel.cp": 2}),
         ({"tensor_parallel": {"tp": {"tp_size": 2}}}, {"parallel.tp": 2}),
         ({"tensorboard": {"enabled": False}}, {"telemetry.tensorboard": False}),
     ],
@@ -232,7 +233,7 @@ def test_every_known_key_without_effect_has_a_reason(path) -> None:
     ("data", "path", "name"),
     [
         ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow", "zenflow"),
-        ({"sparse_attention": {"mode": "bigbird"}}, "sparse_attention", "sparse-attention"),
+        ({"sparse_attention": {"mode": "bigbird"}}, "sparse_attention.mode", "sparse-attention"),
         ({"optimizer": params("OneBitAdam", lr=1e-3, freeze_step=10)}, "optimizer.type", "optimizer"),
         ({"optimizer": params("Lamb", lr=1e-3)}, "optimizer.type", "optimizer"),
         (
@@ -254,7 +255,6 @@ def test_every_known_key_without_effect_has_a_reason(path) -> None:
         ({"amp": {"enabled": True}}, "amp", "amp"),
         ({"fp8": {"enabled": True}}, "fp8", "fp8"),
         ({"expert_parallel": {"enabled": True}}, "expert_parallel", "moe"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size", "context-parallel"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights", "zero++"),
         ({"zero_optimization": {"mics_shard_size": 4}}, "zero_optimization.mics_shard_size", "mics"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op", "gradient-sum"),
@@ -504,7 +504,7 @@ def test_two_names_of_one_key() -> None:
 
 
 def test_older_names_lead_to_names_of_today() -> None:
-    known = {*HONOURED, *IGNORED, *FEATURES, "bf16", "tensor_parallel"}
+    known = {*HONOURED, *IGNORED, *FEATURES, "bf16", "tensor_parallel", "sparse_attention"}
     assert set(LEGACY.values()) <= known
 
 

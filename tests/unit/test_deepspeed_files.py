@@ -54,9 +54,14 @@ NO_ARGS = 'there are no training_args to fill "auto"'
 
 EXPECTED: dict[str, Expected] = {
     "001_ai-forever_ru-gpts_gpt3_xl_sparse_2048.json": Refused(
-        ("sparse_attention",),
-        ("sparse-attention",),
+        ("sparse_attention.different_layout_per_head",),
+        ("head-layouts",),
         {
+            "model.attention.kind": "block_sparse",
+            "model.attention.pattern": "fixed",
+            "model.attention.block": 16,
+            "model.attention.window": 128,
+            "model.attention.global_blocks": 1,
             "batch.micro_size": 2,
             "batch.accumulation": 1,
             "precision.dtype": "float16",
@@ -305,7 +310,7 @@ CASES: dict[str, tuple[str, Expected]] = {
         '{"train_batch_size": 8, "sparse_attention": {"mode": "fixed"}, "optimizer": {"type": "OneBitAdam",\n'
         ' "params": {"lr": 0.001}}, "curriculum_learning": {"enabled": true}, "fp8": {"enabled": true}}',
         Refused(
-            ("optimizer.type", "sparse_attention", "curriculum_learning", "fp8"),
+            ("optimizer.type", "sparse_attention.mode", "curriculum_learning", "fp8"),
             ("optimizer", "sparse-attention", "curriculum", "fp8"),
             {"optimizer.name": "adamw"},
         ),

@@ -62,6 +62,7 @@ def test_bfloat16_is_fast_where_there_are_instructions_for_it(monkeypatch, flags
 def cgroup(monkeypatch, tmp_path):
     """A made-up control group on a machine of 4 cores and 16 GiB, of which 10 are available; write its files."""
     monkeypatch.setattr(hardware, "CGROUP", tmp_path)
+    monkeypatch.setattr(hardware, "OWN_CGROUPS", tmp_path / "none")
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=16 * GIB, available=10 * GIB))
     return tmp_path
@@ -97,6 +98,28 @@ def test_memory_is_at_most_the_control_groups_limit(cgroup, limit, used, cached,
     (cgroup / "memory.current").write_text(f"{used}\n")
     (cgroup / "memory.stat").write_text(f"anon {used - cached}\ninactive_file {cached}\n")
     assert hardware.memory_bytes() == expected
+
+
+@pytest.mark.parametrize("group", ["job/step", "job", "."])
+def test_a_limit_counts_for_all_groups_below_it(cgroup, monkeypatch, group) -> None:
+    """Of a batch system's job, say: the process is in a group below the one with the limit. Both versions."""
+    own = cgroup / "own"
+    monkeypatch.setattr(hardware, "OWN_CGROUPS", own)
+    for lines, root, names in (
+        ("0::/job/step\n", cgroup, ("memory.max", "memory.current", "inactive_file")),
+        ("9:cpu:/other\n4:memory,hugetlb:/job/step\n0::/\n", cgroup / "memory",
+         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    ):  # fmt: skip
+        own.write_text(lines)
+        folder = root / group
+        folder.mkdir(parents=True, exist_ok=True)
+        limit, used, idle = names
+        (folder / limit).write_text(f"{8 * GIB}\n")
+        (folder / used).write_text(f"{3 * GIB}\n")
+        (folder / "memory.stat").write_text(f"{idle} {GIB}\n")
+        assert hardware.memory_bytes() == (8 * GIB, 6 * GIB)
+        (folder / limit).unlink()
+        assert hardware.memory_bytes() == (16 * GIB, 10 * GIB)
 
 
 # GPUs

@@ -11,17 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import speedlab.layout
-from speedlab.layout import AXES, KINDS, Layout, LayoutError, padded_numel, partition_range
+from speedlab.layout import (
+    AXES,
+    KINDS,
+    Layout,
+    LayoutError,
+    own_positions,
+    padded_numel,
+    partition_range,
+    sequence_multiple,
+)
 
 axis = st.integers(1, 6)
-layouts = st.builds(Layout, dp=axis, tp=axis, pp=axis)
+layouts = st.builds(Layout, dp=axis, tp=axis, pp=axis, cp=st.integers(1, 3))
 
 
 @given(layouts)
 def test_coordinates_and_rank_undo_each_other_for_every_rank(layout: Layout) -> None:
     seen = [layout.coordinates(rank) for rank in range(layout.world_size)]
     assert len({tuple(coordinates.values()) for coordinates in seen}) == layout.world_size
-    assert layout.world_size == layout.pp * layout.dp * layout.tp == prod(layout.mesh_shape)
+    assert layout.world_size == layout.pp * layout.dp * layout.cp * layout.tp == prod(layout.mesh_shape)
     assert [layout.rank(**coordinates) for coordinates in seen] == list(range(layout.world_size))
     for rank, coordinates in enumerate(seen):
         assert coordinates == {axis: layout.index(rank, axis) for axis in AXES}
@@ -31,15 +40,19 @@ def test_coordinates_and_rank_undo_each_other_for_every_rank(layout: Layout) -> 
 @given(layouts)
 def test_tensor_index_is_fastest_and_pipeline_index_slowest(layout: Layout) -> None:
     assert [layout.coordinates(rank) for rank in range(layout.world_size)] == [
-        {"pp": p, "dp": d, "tp": t} for p in range(layout.pp) for d in range(layout.dp) for t in range(layout.tp)
+        {"pp": p, "dp": d, "cp": c, "tp": t}
+        for p in range(layout.pp)
+        for d in range(layout.dp)
+        for c in range(layout.cp)
+        for t in range(layout.tp)
     ]
 
 
 @given(layouts)
 def test_sizes_are_named_from_slow_to_fast(layout: Layout) -> None:
-    assert AXES == ("pp", "dp", "tp")
-    assert list(layout.sizes.items()) == [("pp", layout.pp), ("dp", layout.dp), ("tp", layout.tp)]
-    assert layout.mesh_shape == (layout.pp, layout.dp, layout.tp)
+    assert AXES == ("pp", "dp", "cp", "tp")
+    assert list(layout.sizes.values()) == [layout.pp, layout.dp, layout.cp, layout.tp]
+    assert layout.mesh_shape == (layout.pp, layout.dp, layout.cp, layout.tp)
     assert [layout.size(axis) for axis in AXES] == list(layout.mesh_shape)
 
 
@@ -78,7 +91,7 @@ def test_all_axes_together_reach_every_rank_and_none_reaches_only_itself(layout:
 def test_data_index_is_the_same_along_tensor_and_pipeline_axes_and_counts_the_shares(layout: Layout) -> None:
     assert layout.data_size == layout.dp
     for rank in range(layout.world_size):
-        seen = {layout.data_index(peer) for peer in layout.peers(rank, "pp", "tp")}
+        seen = {layout.data_index(peer) for peer in layout.peers(rank, "pp", "cp", "tp")}
         assert seen == {layout.index(rank, "dp")}
         assert sorted(map(layout.data_index, layout.peers(rank, "dp"))) == list(range(layout.data_size))
 
@@ -97,9 +110,8 @@ def test_an_axis_says_who_sees_other_data_and_who_holds_other_parameters() -> No
 
 @dataclass(frozen=True, kw_only=True)
 class Wider(Layout):
-    """With the axes that are to come."""
+    """With the axis that is to come."""
 
-    cp: int = 1
     ep: int = 1
 
 
@@ -113,7 +125,7 @@ class Wider(Layout):
         ep=st.integers(1, 3),
     )
 )
-def test_axes_to_come_need_only_a_field(layout: Wider) -> None:
+def test_an_axis_to_come_needs_only_a_field(layout: Wider) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speedlab.layout, "AXES", tuple(KINDS))
         assert layout.mesh_shape == (layout.pp, layout.dp, layout.cp, layout.ep, layout.tp)
@@ -126,6 +138,29 @@ def test_axes_to_come_need_only_a_field(layout: Wider) -> None:
                 layout.data_index(rank)
             }
         assert Wider.for_world(layout.world_size, **{a: n for a, n in layout.sizes.items() if a != "dp"}) == layout
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 3))
+def test_every_position_is_on_one_rank_and_late_ones_on_all(ring: int, heads: int, times: int) -> None:
+    cp = ring * heads
+    length = times * sequence_multiple(cp, heads)
+    own = [[place for part in own_positions(length, cp, heads, k) for place in part] for k in range(cp)]
+    assert sorted(place for places in own for place in places) == list(range(length))
+    assert {len(places) for places in own} == {length // cp}
+    assert all(places == sorted(places) for places in own)
+    # Under a causal mask a token costs as much as it has before it: all ranks of a ring cost the same.
+    of_ring = [sum(sum(places) for places in own[k * heads :][:heads]) for k in range(ring)]
+    assert len(set(of_ring)) == 1
+
+
+def test_positions_of_a_ring_of_two_with_two_that_share_heads() -> None:
+    """Chunks of 3 to the ranks 0 1 1 0 of the ring, each in halves."""
+    own = [own_positions(12, 4, 2, k) for k in range(4)]
+    assert own == [[range(3)], [range(9, 12)], [range(3, 6)], [range(6, 9)]]
+    assert sequence_multiple(4, 2) == 4
+    assert sequence_multiple(4, 1) == 8
+    assert sequence_multiple(3, 3) == 3
+    assert sequence_multiple(6, 2) == 6
 
 
 def test_every_field_of_a_layout_is_an_axis() -> None:
@@ -176,15 +211,15 @@ def test_what_is_outside_the_grid_has_no_rank_and_no_coordinates() -> None:
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda layout: layout.size("cp"),
-        lambda layout: layout.stride("cp"),
-        lambda layout: layout.index(0, "cp"),
-        lambda layout: layout.rank(cp=0),
-        lambda layout: layout.peers(0, "dp", "cp"),
+        lambda layout: layout.size("ep"),
+        lambda layout: layout.stride("ep"),
+        lambda layout: layout.index(0, "ep"),
+        lambda layout: layout.rank(ep=0),
+        lambda layout: layout.peers(0, "dp", "ep"),
     ],
 )
 def test_an_axis_that_the_layout_does_not_have_is_refused(ask: Callable[[Layout], object]) -> None:
-    with pytest.raises(LayoutError, match="'cp' is no axis of a layout; its axes are pp, dp, tp"):
+    with pytest.raises(LayoutError, match="'ep' is no axis of a layout; its axes are pp, dp, cp, tp"):
         ask(Layout())
 
 

@@ -39,3 +39,9 @@ def test_uneven_stages_of_the_announced_model() -> None:
     counts = (6,) * 48 + (5, 5)
     table = layout_table(Layout(pp=50), counts)
     assert table[49]["blocks"] == ((293, 297),)
+
+
+def test_an_axis_that_few_use_has_a_column_where_it_is_used() -> None:
+    lines = str(layout_table(Layout(cp=2, tp=2))).splitlines()
+    assert lines[0].split() == ["rank", "pipeline", "stage", "dp", "index", "cp", "index", "tp", "index"]
+    assert [line.split() for line in lines[1:]] == [[str(r), "0", "0", str(r // 2), str(r % 2)] for r in range(4)]

@@ -8,9 +8,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from speedlab.config import MODEL_PRESETS, ModelConfig
+from cuda_ops.block_sparse_attention import token_mask
+from speedlab.config import MODEL_PRESETS, AttentionConfig, ModelConfig
 from speedlab.models import GPT, GPTOutput, generate
-from speedlab.models.gpt import Attend, rotate, rotation_table
+from speedlab.models.attention_layout import layout_of
+from speedlab.models.gpt import Attend, SparseAttend, rotate, rotation_table
 
 SMALL = {"layers": 2, "hidden": 48, "heads": 4, "ffn_hidden": 96, "vocab_size": 101, "context": 32}
 GPT2_LIKE = {"position": "learned", "norm": "layer", "tied": True, "bias": True}
@@ -265,6 +267,48 @@ def test_attention_never_draws_for_more_than_one_head():
     assert largest.elements == 2 * 16 * 16
 
 
+# ---- block-sparse attention ------------------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """Dense attention with the mask of a pattern."""
+
+    def __init__(self, attention: AttentionConfig) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, q, k, v):
+        length = q.shape[2]
+        mask = token_mask(layout_of(self.attention, length), length, length)
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+@pytest.mark.parametrize("length", [64, 57, 5])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pattern": "sliding", "window": 21},
+        {"pattern": "bigbird", "window": 16, "random_blocks": 1},
+        {"pattern": "custom", "mask": ("x...", "x...", ".xx.", "x..x")},
+    ],
+)
+def test_sparse_attention_is_dense_attention_with_a_mask(fields, length):
+    """A length that blocks do not divide too: values and every gradient."""
+    shape = {"hidden": 64, "context": 64, "attention": {"kind": "block_sparse", "block": 16, **fields}}
+    sparse, masked = build(**shape), build(**shape)
+    for block in masked.blocks:
+        assert isinstance(block.attention.attend, SparseAttend)
+        block.attention.attend = Masked(masked.config.attention)
+    tokens, targets = batch(length=length)
+    torch.testing.assert_close(sparse(tokens).logits, masked(tokens).logits, rtol=1e-5, atol=1e-5)
+    losses = [model(tokens, targets).loss for model in (sparse, masked)]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    for loss in losses:
+        loss.backward()
+    for a, b in zip(sparse.parameters(), masked.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-5 * b.grad.abs().max().item())
+
+
 def test_dropout_acts_in_training_only():
     model = build(dropout=0.5)
     tokens, _ = batch()
@@ -292,7 +336,7 @@ def test_a_model_learns_a_small_text_by_heart():
 
 def test_rotation_keeps_lengths_and_leaves_the_first_position():
     x = torch.randn(2, 3, 10, 8, generator=torch.Generator().manual_seed(0))
-    turned = rotate(x, rotation_table(10, 8, x.device))
+    turned = rotate(x, rotation_table(torch.arange(10), 8))
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
     torch.testing.assert_close(turned[:, :, 0], x[:, :, 0])
 
@@ -300,7 +344,7 @@ def test_rotation_keeps_lengths_and_leaves_the_first_position():
 def test_products_of_rotated_vectors_depend_on_the_distance_only():
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(8, generator=generator), torch.randn(8, generator=generator)
-    table = rotation_table(40, 8, torch.device("cpu"))
+    table = rotation_table(torch.arange(40), 8)
     queries = rotate(q.expand(1, 1, 40, 8), table)[0, 0]
     keys = rotate(k.expand(1, 1, 40, 8), table)[0, 0]
     products = queries @ keys.t()  # (40, 40)
@@ -312,7 +356,7 @@ def test_products_of_rotated_vectors_depend_on_the_distance_only():
 
 def test_rotation_is_computed_in_float32_whatever_the_dtype():
     x = torch.randn(1, 1, 32, 8, generator=torch.Generator().manual_seed(0))
-    table = rotation_table(32, 8, x.device)
+    table = rotation_table(torch.arange(32), 8)
     assert table.dtype == torch.float32
     low = x.bfloat16()
     assert torch.equal(rotate(low, table), rotate(low.float(), table).bfloat16())

@@ -242,6 +242,15 @@ def test_bytes_on_the_way_are_those_of_the_engine() -> None:
     assert (passes.link, update.link) == (0, (2 + 2) * owned)
 
 
+def test_parameters_that_are_gathered_are_not_read_for_the_update() -> None:
+    cores, owned = hardware_here([CORES], "float32").machines, 1000.0
+    after = setup("disk", "disk", dtype="float32")
+    inside = replace(after, optimizer=after.optimizer.model_copy(update={"in_backward": True}))
+    for asked, states in ((after, 2 + 1 + 2 + 1), (inside, 2 + 2)):  # Passes, for the update, moments, gradients.
+        passes, update = flows(asked, cores, owned)
+        assert (passes + update).disk_read == 4 * states * owned
+
+
 def test_only_what_is_not_hidden_is_waited_for() -> None:
     def time(read: float, **changes: Any):
         disk = HostSpec(disk_read_bytes_per_second=read, disk_write_bytes_per_second=read)

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from speedlab.config import RunConfig
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner.bubble import bubble_share
 from speedlab.planner.collectives import Ring, rings
 from speedlab.planner.devices import DeviceSpec, Machines
 from speedlab.planner.efficiency import Efficiency, efficiency_of
 from speedlab.planner.flops import token_flops
+from speedlab.planner.kernels import Rates, block_pass
 from speedlab.planner.links import Link
 from speedlab.planner.presets import cluster, model
 from speedlab.planner.setup import Setup
@@ -285,6 +287,17 @@ def test_narrow_products_are_slow() -> None:
     assert rates[0] < 0.7 * rates[1]
 
 
+def test_sparse_attention_is_timed_by_its_share_of_blocks() -> None:
+    """Of 16 blocks of 64 tokens a window of 2 sees 31 of 136."""
+
+    def core(**attention: Any) -> float:
+        model = {"context": 1024, "attention": attention}
+        setup = Setup.of_config(RunConfig(model=model, data={"sequence_length": 1024}), 1, dtype="float32")
+        return block_pass(setup, Rates.of(ideal().device, IDEAL, "float32")).core
+
+    assert core(kind="block_sparse", pattern="longformer", global_blocks=0) == pytest.approx(31 / 136 * core())
+
+
 def test_what_was_not_validated_says_so() -> None:
     b200 = Machines.parse("8 B200")
     assert "B200" in predict_time(setup(), b200, efficiency_of(b200.device)).caution
@@ -312,3 +325,19 @@ def test_two_trillion_parameters_are_planned_at_once() -> None:
         checkpointing="block",
     )
     assert predict_time(wanted, machines, efficiency_of(machines.device)).step_seconds > 0
+
+
+def test_ranks_along_cp_share_attention_and_what_they_send_takes_time() -> None:
+    machines = cluster("1024-a100")
+    long = replace(model("gpt3-175b"), sequence_length=32_768, context=32_768)
+
+    def parts(cp: int, cp_heads: int | None) -> dict[str, float]:
+        wanted = setup(shape=long, layout=Layout(cp=cp, tp=2), cp_heads=cp_heads, checkpointing="block")
+        return predict_time(wanted, machines, efficiency_of(machines.device)).parts
+
+    alone, heads, ring = parts(1, 2), parts(4, 4), parts(4, 1)
+    assert alone["context parallel"] == 0, "whatever cp_heads says of another cp"
+    assert 0 < heads["context parallel"] < ring["context parallel"]
+    for part in ("forward", "backward", "recompute"):
+        assert heads[part] == ring[part]
+        assert heads[part] == pytest.approx(alone[part] / 4, rel=0.05)

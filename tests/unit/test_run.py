@@ -470,7 +470,7 @@ def test_a_reshape_posts_what_was_named_and_starts_from_the_present_shape(make, 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({}, r"reshape\(\) changes nothing; name what is to change: engines, zero, tp, pp, dp"),
+        ({}, r"reshape\(\) changes nothing; name what is to change: engines, zero, tp, pp, cp, dp"),
         ({"zero": 4}, "zero.stage: Input should be 0, 1, 2 or 3"),
         ({"stage": 3}, "unknown key 'stage'"),
         ({"pp": 3}, "2 ranks do not divide by pp 3 × tp 1 = 3"),

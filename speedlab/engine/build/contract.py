@@ -34,12 +34,14 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from speedlab.comm import Group
 from speedlab.config import ConfigError, RunConfig
+from speedlab.engine.build.attention import BlockSparse
 from speedlab.engine.build.plan_module import fake_twins
 from speedlab.engine.step.losses import CONTRACT, LossFunction, check_loss, loss_of
 from speedlab.engine.step.precision import compute_dtype
 from speedlab.layout import Layout, layer_counts
 from speedlab.models import GPT
 from speedlab.parallel import Materializer
+from speedlab.parallel.context import check_model
 from speedlab.parallel.pipeline import block_costs
 from speedlab.parallel.tensor import TensorParallel
 
@@ -115,6 +117,7 @@ def try_model(
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}.values()
     nbytes = sum(tensor.nbytes for tensor in tensors if tensor.device.type != "meta")
     _check_layout(module, config, layout, tp_plan)
+    BlockSparse(config.model.attention).within(module)
     try:
         with mode, _without_traces_of_torch():
             _make_fake(module, device, dtype)
@@ -160,6 +163,11 @@ def _check_layout(module: nn.Module, config: RunConfig, layout: Layout, tp_plan:
         TensorParallel(module, peers, plan=tp_plan, sequence=config.parallel.sequence)
     except ValueError as error:
         raise ConfigError(f"parallel.tp {layout.tp}: {error}") from None
+    try:
+        if layout.cp > 1:
+            check_model(module, layout, config.parallel.cp_heads)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 @contextmanager

@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
+from cuda_ops import warm
 from speedlab.comm import Traffic, World, join
 from speedlab.config import ConfigError, GivenConfig, RunConfig, ScheduleConfig, config_of
 from speedlab.config.batch import Batch
 from speedlab.data import Epochs
+from speedlab.engine.build.attention import BlockSparse, check_attention
 from speedlab.engine.build.model_parts import build_model_part, plan_model_parts
 from speedlab.engine.build.placing import residency_of
 from speedlab.engine.build.recipe import OptimizerChoice, Recipe
@@ -92,9 +94,29 @@ def initialize(
     layout = config.layout(world.size, built_in=False)
     check_loss(loss, layout)
     batch = config.batch.resolve(layout.data_size)
+    if isinstance(model, nn.Module):
+        check_attention(model, config.model.attention)
     prepare_small_states(config, world.device)
+    if config.model.attention.kind == "block_sparse" and world.device.type == "cpu":
+        warm.warm_up(lambda line: print(line, flush=True), steps=warm.SPARSE)
     epochs = _epochs(training_data, batch, layout, world.rank, config.seed)
-    engine = _build(model, optimizer, lr_scheduler, config, world, loss=loss, units=units, tp_plan=tp_plan, batch=batch)
+    attention = BlockSparse(config.model.attention)
+    try:
+        engine = _build(
+            model,
+            optimizer,
+            lr_scheduler,
+            config,
+            world,
+            loss=loss,
+            units=units,
+            tp_plan=tp_plan,
+            batch=batch,
+            attention=attention,
+        )
+    except BaseException:
+        attention.undo()
+        raise
     if isinstance(engine.scheduler, ReduceLROnPlateau):
         engine.destroy()
         raise ConfigError(
@@ -119,6 +141,7 @@ def _build(
     units: UnitChoice | None,
     tp_plan: Mapping[str, str] | None,
     batch: Batch,
+    attention: BlockSparse,
 ) -> Engine:
     """The model's parts on this rank, the optimizer over their flats, and the engine over both. Collective."""
     layout, dtype = config.layout(world.size, built_in=False), compute_dtype(config.precision, world.device)
@@ -126,6 +149,7 @@ def _build(
     outside_bytes = PeakMemory.resident()
     if isinstance(model, nn.Module):
         _take_back(model)
+    model = attention.within(model)
     traffic = Traffic()
     mesh = Mesh(layout, world, traffic)
     plans = plan_model_parts(model, config, layout, world, mesh.everyone, dtype, tp_plan)
@@ -168,6 +192,7 @@ def _build(
         dtype=dtype,
         outside_bytes=outside_bytes,
         loss=loss,
+        attention=attention,
     )
 
 

@@ -5,7 +5,8 @@ The visible order in which a model is made parallel, the same for every layout (
 1. Pipeline: the stages' modules, with the parameters' names of the whole model.
 2. Units: what is gathered together is planned over whole parameters.
 3. Tensor: what each rank's part of a parameter will be.
-4. Unit by unit: values, this rank's part of them, and flats over the dp ranks.
+4. Context: what each rank computes of a sequence.
+5. Unit by unit: values, this rank's part of them, and flats over the dp ranks.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from speedlab.engine.step.model_part import ModelPart
 from speedlab.layout import Layout
 from speedlab.offload import Stores
 from speedlab.parallel import Materializer
+from speedlab.parallel.context import ContextParallel
 from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.pipeline import block_costs, cut_model, layer_counts
 from speedlab.parallel.tensor import TensorParallel, check_plan, within
@@ -138,6 +140,11 @@ def build_model_part(
         tensor = TensorParallel(module, mesh["tp"], plan=own_plan, sequence=config.parallel.sequence)
     except ValueError as error:
         raise ConfigError(f"parallel.tp {layout.tp}: {error}") from None
+    try:
+        sequence = config.parallel.sequence and layout.tp > 1
+        context = ContextParallel(module, mesh, heads=config.parallel.cp_heads, sequence=sequence)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     _move_whole(module, mesh.device)
     _set_buffers(module, mesh.gather)
     placement = place_parameters(
@@ -165,7 +172,8 @@ def build_model_part(
         materialize=_values(module, tensor, mesh.device, config.seed),
     )
     tensor.attach()
-    return ModelPart(index=plan.index, module=module, cut=plan.cut, tensor=tensor, zero=zero)
+    context.attach()
+    return ModelPart(index=plan.index, module=module, cut=plan.cut, tensor=tensor, context=context, zero=zero)
 
 
 def _make(source: ModelSource) -> nn.Module:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from speedlab.config import PrecisionConfig, RunConfig
-from speedlab.layout import Layout
+from speedlab.layout import REPLICATED, Layout
 from speedlab.parallel.mesh import ENDS, Mesh
 from speedlab.parallel.tensor import TensorParallel
 from speedlab.parallel.zero import UnitPlan
@@ -65,8 +65,8 @@ def place_parameters(
                     shape=tuple(parameter.shape) if part is None else part.own_shape,
                     part=part,
                     cut_over=() if part is None else ("tp",),
-                    summed_over=(*first, "dp"),
-                    scale=1.0 / (accumulation * layout.data_size),
+                    summed_over=(*first, *_spread(layout)),
+                    scale=1.0 / (accumulation * layout.replicas),
                     answered_by=holder,
                     answers=holder == mesh.rank,
                     left_to_optimizer=kept is not None,
@@ -79,6 +79,11 @@ def place_parameters(
                 )
             )
     return Placement(rank=mesh.rank, residency=residency, rows=tuple(rows))
+
+
+def _spread(layout: Layout) -> tuple[str]:
+    """The name of the ranks that ZeRO partitions over, as one."""
+    return (" × ".join(axis for axis in REPLICATED if layout.size(axis) > 1 or axis == "dp"),)
 
 
 def _answering(layout: Layout, rank: int, tensor_index: int, tied: bool) -> int:

@@ -60,12 +60,12 @@ def plan_module(
     layout = config.layout(engines, built_in=False)
     if layout.world_size != layout.dp:
         raise ConfigError(
-            f"plan_module: {layout} cuts the model, and a module is traced whole; set tp and pp to 1, or plan the "
+            f"plan_module: {layout} cuts the model, and a module is traced whole; set tp, pp and cp to 1, or plan the "
             f"built-in GPT by its shape"
         )
     sizes = config.batch.resolve(layout.data_size)
     dtype = compute_dtype(config.precision, torch.device("cpu"))
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):  # The blocks that sparse attention sees are real.
         module = _fake(source)
         flats = _flats(module, config, units, dtype, layout.dp)
         for tensor in module.parameters():

@@ -127,6 +127,11 @@ def _architecture(path: Path, manifest: dict[str, Any], config: Any) -> Architec
         names = [*manifest["parameters"], *manifest.get("buffers", ())]
         return Architecture(theirs, {name: Theirs((name,)) for name in names}, "")
     model = ModelConfig(**manifest.get("model", manifest["config"]["model"]))
+    if model.attention.kind != "dense":
+        raise CheckpointError(
+            f"{path}: model.attention.kind is {model.attention.kind!r}, and no architecture of transformers attends to "
+            "blocks as this model does; train on with 'dense' to export it, or load the checkpoint in SpeedLab"
+        )
     own = _built_in(model, {name: tuple(entry["shape"]) for name, entry in manifest["parameters"].items()})
     if own is None:
         raise CheckpointError(

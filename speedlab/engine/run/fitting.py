@@ -136,7 +136,8 @@ def _activation_share(config: RunConfig, size: int) -> float:
     layout = config.layout(size, built_in=False)
     batch = config.batch.resolve(layout.data_size)
     waiting = batch.accumulation if config.parallel.schedule == "gpipe" else min(batch.accumulation, layout.pp)
-    return batch.micro_size * config.data.sequence_length * (waiting if layout.pp > 1 else 1) / (layout.tp * layout.pp)
+    model_ranks = layout.tp * layout.cp * layout.pp
+    return batch.micro_size * config.data.sequence_length * (waiting if layout.pp > 1 else 1) / model_ranks
 
 
 def _changes_that_fit(held: Held, wanted: RunConfig) -> Iterator[dict[str, Any]]:
@@ -147,6 +148,7 @@ def _changes_that_fit(held: Held, wanted: RunConfig) -> Iterator[dict[str, Any]]
         *({"zero": stage} for stage in range(wanted.zero.stage + 1, 4)),
         *({"micro_batches": micro_batches * more} for more in (2, 4, 8)),
         {"tp": 2 * layout.tp},
+        {"cp": 2 * layout.cp},
         {"pp": 2 * layout.pp},
     ]
     pairs = [

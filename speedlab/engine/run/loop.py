@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from speedlab.engine.checkpoint import CheckpointError, Saving, prune
 from speedlab.engine.run.agreement import Parted, together
 from speedlab.engine.run.reporting import Reporter
+from speedlab.engine.run.slow_disk import SlowDisk
 from speedlab.engine.run.training import Training
 from speedlab.telemetry.records import RunState
 
@@ -18,6 +19,7 @@ class Loop:
         self._training, self._reporter = training, reporter
         self._saving: Saving | None = None
         """A save in the background that was not told of yet."""
+        self._slow_disk = SlowDisk()
 
     def step(self) -> bool:
         """One optimizer step and what is due after it. True when a control word waits."""
@@ -39,6 +41,8 @@ class Loop:
             training.interruption.heard()  # The run stops behind this step; what is due before may take its time.
         done = engine.global_step
         self._reporter.record(costs, heldout=self._evaluate_if_due(done), traced=traced)
+        if slow := self._slow_disk.after_step(training.config.offload, costs):
+            self._reporter.event("warning", slow)
         self.report_saving()
         self._save_if_due(done)
         self._end_of_step(done, interrupted=interrupted > 0)

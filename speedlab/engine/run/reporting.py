@@ -119,6 +119,7 @@ class Reporter:
             "kernels": kernels_in_use(training.world.device),
             "pp": layout.pp,
             "dp": layout.dp,
+            "cp": layout.cp,
             "tp": layout.tp,
             "zero": engine.zero_stage,
             "peak_flops": sum(training.control.collect(peak)),

@@ -181,7 +181,7 @@ class Training:
     def _count_parameters(self) -> int:
         """Of the whole model: each rank counts those for which no other answers."""
         own = sum(math.prod(row.shape) for row in self.engine.placement.rows if row.answers)
-        return sum(self.control.collect(own)) // self.layout.dp
+        return sum(self.control.collect(own)) // self.layout.replicas
 
     def _flops_per_token(self) -> float:
         if self.built_in:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import lcm
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -14,6 +15,8 @@ from speedlab.engine.step.clock import PhaseClock
 from speedlab.engine.step.losses import LossFunction, loss_of
 from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.step import Step
+from speedlab.layout import LayoutError
+from speedlab.parallel.context import ContextParallel
 from speedlab.parallel.pipeline import Pipeline, StageModule
 from speedlab.parallel.zero import map_tensors
 from speedlab.telemetry.records import Span
@@ -143,10 +146,17 @@ class PipelineStages:
     """No rank holds the model's forward: a step is one call."""
 
     def __init__(
-        self, state: TrainingState, step: Step, clock: PhaseClock, *, dtype: torch.dtype, split_backward: bool
+        self,
+        state: TrainingState,
+        step: Step,
+        clock: PhaseClock,
+        *,
+        dtype: torch.dtype,
+        split_backward: bool,
+        context: ContextParallel,
     ) -> None:
-        """`split_backward`: see `Pipeline`."""
-        self._state, self._step = state, step
+        """`split_backward`: see `Pipeline`; `context`: of each of the stages."""
+        self._state, self._step, self._context = state, step, context
         parallel, mesh = state.config.parallel, state.mesh
         self._group = mesh["pp"]
         self._pipeline = Pipeline(
@@ -155,7 +165,7 @@ class PipelineStages:
             self._group,
             schedule=parallel.schedule,
             dtype=dtype,
-            sequence_share=mesh.layout.tp if parallel.sequence else 1,
+            own_length=self._own_length,
             split_backward=split_backward,
             on_forward=step.begin_micro_batch,
             phase=clock.phase,
@@ -177,7 +187,25 @@ class PipelineStages:
         shape, dtype = group.share(described, group.size - 1)
         logits = made[0] if made else torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
         group.broadcast(logits, group.size - 1)
-        return PipelineOutput(logits)
+        return PipelineOutput(logits[:, : tokens.shape[1]])  # Without what pads them.
+
+    @property
+    def _token_share(self) -> int:
+        """Of how many tensor ranks each has its tokens of an activation."""
+        return self._state.layout.tp if self._state.config.parallel.sequence else 1
+
+    def _own_length(self, length: int) -> int:
+        return -(-self._context.own_length(length) // self._token_share)
+
+    def _check_length(self, length: int) -> None:
+        """On all ranks, of which only some embed the tokens: the others would wait for theirs."""
+        layout = self._state.layout
+        multiple = lcm(self._context.multiple, layout.cp * self._token_share)
+        if rest := length % multiple:
+            raise LayoutError(
+                f"train_batch: under {layout} a sequence of {length} tokens does not divide by {multiple}; use "
+                f"{length - rest} or {length - rest + multiple} tokens"
+            )
 
     def backward(self, loss: Tensor) -> None:
         raise RuntimeError(f"under {self._state.layout} a step is one call: engine.train_batch(batches)")
@@ -189,6 +217,7 @@ class PipelineStages:
         if len(shapes := {tuple(tokens.shape) for tokens, _ in pairs}) > 1:
             told = ", ".join("×".join(map(str, shape)) for shape in sorted(shapes))
             raise ValueError(f"train_batch: under a pipeline micro-batches are of one shape, and these are {told}")
+        self._check_length(pairs[0][0].shape[1])
         tokens, targets = (self._state.to_device(torch.cat(parts)) for parts in zip(*pairs, strict=True))
         step.ended_backward(self._pipeline.train(tokens, targets, micro_batches=step.accumulation, scale=step.scale))
         step.micro_step = step.accumulation - 1

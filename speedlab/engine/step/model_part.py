@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from speedlab.parallel.context import ContextParallel
 from speedlab.parallel.tensor import TensorParallel
 from speedlab.parallel.zero import Zero
 
@@ -19,4 +20,5 @@ class ModelPart:
     cut: tuple[int, ...]
     """Blocks of every pipeline stage; empty without a pipeline."""
     tensor: TensorParallel
+    context: ContextParallel
     zero: Zero

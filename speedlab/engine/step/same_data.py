@@ -1,7 +1,7 @@
 """Whether ranks that compute one batch together were given the same one.
 
-Tensor and pipeline ranks of one data index each do a part of the same computation; given other tokens than its peers, a
-rank makes numbers that look like a training and are none.
+Tensor, context and pipeline ranks of one data index each do a part of the same computation; given other tokens than its
+peers, a rank makes numbers that look like a training and are none.
 
 1. Each tensor that comes in becomes a number, a linear function of its elements modulo 2⁶⁴, where the tensor is: on a
    GPU nothing waits for it. The number of a step is the sum of those.
@@ -20,8 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedlab.layout import ALWAYS_NAMED, AXES, KINDS
 from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.zero import map_tensors
+
+_ONE_BATCH = tuple(axis for axis in reversed(AXES) if not KINDS[axis].sees_other_data)
+"""Axes along which ranks compute one batch."""
 
 SAME = 1.0
 """The sum over all ranks of what `take` gives, where peers were given the same."""
@@ -45,8 +49,8 @@ class SameData:
     def __init__(self, mesh: Mesh, *, compare_first: bool = True) -> None:
         """`compare_first`: whether the first tensors are compared at once; collective over all ranks then."""
         self._mesh = mesh
-        peers = mesh.layout.tp * mesh.layout.pp
-        leads = mesh["tp"].index == mesh["pp"].index == 0
+        peers = math.prod(mesh.layout.size(axis) for axis in _ONE_BATCH)
+        leads = all(mesh[axis].index == 0 for axis in _ONE_BATCH)
         self._factor = (peers - 1 if leads else -1) * (mesh.data_index % _FACTORS + 1)
         self._alone = peers == 1
         self._compare_next = compare_first
@@ -113,7 +117,7 @@ class SameData:
 
     def _compare(self, shapes: list[list[int]]) -> None:
         mesh, own = self._mesh, [shapes, self._on_host()]
-        differ = any(theirs != own for axis in ("tp", "pp") for theirs in mesh[axis].collect(own))
+        differ = any(theirs != own for axis in _ONE_BATCH for theirs in mesh[axis].collect(own))
         if float(mesh.everyone.sum_scalars(torch.tensor([float(differ)], dtype=torch.float64))):
             self.forget()
             raise self._error(mesh.everyone.collect([mesh.data_index, own]))
@@ -128,8 +132,9 @@ class SameData:
             others = [rank for rank, given in members if given != members[0][1]]
             if others:
                 told.append(f"rank {', '.join(map(str, others))} not what rank {members[0][0]} was given")
+        *others, last = (axis for axis in _ONE_BATCH if axis in ALWAYS_NAMED or layout.size(axis) > 1)
         return ValueError(
-            f"under {layout} ranks that differ only along tp and pp compute one batch together, but were given "
-            f"different tokens: {'; '.join(told)}. Choose data by engine.mesh.data_index instead of the rank, or take "
-            "them from the loader that initialize returns"
+            f"under {layout} ranks that differ only along {', '.join(others)} and {last} compute "
+            f"one batch together, but were given different tokens: {'; '.join(told)}. Choose data by "
+            "engine.mesh.data_index instead of the rank, or take them from the loader that initialize returns"
         )

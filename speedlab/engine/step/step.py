@@ -63,8 +63,9 @@ class Step:
 
     @property
     def scale(self) -> float:
-        """Factor on the loss of a micro-batch, so that gradients are means over the global batch."""
-        return self._state.loss_scale.value / (self.accumulation * self._state.layout.data_size)
+        """Factor on the loss of a micro-batch, so that gradients are means over the global batch, and over ranks that
+        have the same loss of one batch."""
+        return self._state.loss_scale.value / (self.accumulation * self._state.layout.replicas)
 
     @property
     def at_boundary(self) -> bool:
@@ -121,7 +122,7 @@ class Step:
             zero.clear_gradients()
         if self._in_backward:
             self._state.partitioned_optimizer.end_visits()
-        self._state.stores.scratch.trim()
+        self._state.stores.trim()
         self._losses.clear()
         self.data.forget()
         self.micro_step, self._fed = 0, False
@@ -198,7 +199,7 @@ class Step:
 
     def _sum_totals(self, signals: Sequence[float]) -> Totals:
         state = self._state
-        losses = self._losses if state.mesh["tp"].index == 0 else []  # Those of its tensor peers are the same.
+        losses = self._losses if state.mesh.counts_losses else []
         unused = sum(gradient.used.count(False) for gradient in state.partitioned_optimizer.gradients)
         squares = torch.zeros((), dtype=torch.float64, device=state.world.device)
         if self._fed:  # Else what stands there are the gradients of the step before.

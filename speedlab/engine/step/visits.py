@@ -22,15 +22,19 @@ def visit(flat: Flat | None, ahead: Flat | None, *, changed: bool, update: bool,
 
     `update`: the gradient is visited, too, and comes back unchanged.
     """
-    for each in (flat, ahead):
-        if each is not None:
-            _fetch(each, update=update)
+    if flat is not None:
+        _fetch(flat, _states(flat, update=update), update=update)
+    if ahead is not None:
+        states = _states(ahead, update=update)
+        # In the middle of a pass, whose gather of these parameters may be still to come: it has to be first.
+        first = [state for state in states if state is not ahead.away.get("parameter")]
+        _fetch(ahead, first if ahead.residency.gradients_used else states, update=update)
     if flat is None or not flat.lies_away:
         yield
         return
     try:
         for state in _states(flat, update=update):
-            state.arrive()
+            _arrive(flat, state)
         point(flat)
         yield
     except BaseException:
@@ -50,11 +54,21 @@ def leave(flat: Flat, *, changed: bool, point: Point) -> None:
     point(flat)
 
 
-def _fetch(flat: Flat, *, update: bool) -> None:
+def _fetch(flat: Flat, states: list[AwayState], *, update: bool) -> None:
     if flat.lies_away:
-        written = flat.away.get("parameter") if flat.written_by_update is not None else None
-        for state in _states(flat, update=update):
-            state.fetch(values=not (update and state is written))
+        needless = flat.away.get("parameter") if flat.written_by_update is not None or flat.at_hand else None
+        for state in states:
+            state.fetch(values=not (update and state is needless))
+
+
+def _arrive(flat: Flat, state: AwayState) -> None:
+    fills = state.blank and state is flat.away.get("parameter") and flat.written_by_update is None
+    if fills and not flat.at_hand:  # It was, when the visit began.
+        state.leave(changed=False)
+        fills = False
+    state.arrive()
+    if fills:
+        flat.take_gathered()
 
 
 def _states(flat: Flat, *, update: bool) -> list[AwayState]:

@@ -69,7 +69,7 @@ class Pipeline:
         *,
         schedule: str,
         dtype: torch.dtype,
-        sequence_share: int = 1,
+        own_length: Callable[[int], int] = lambda length: length,
         split_backward: bool = True,
         on_forward: Callable[[int], None] = lambda micro_batch: None,
         phase: Timing = lambda name: nullcontext(),
@@ -78,7 +78,7 @@ class Pipeline:
         stages: this rank's, first one first: stage s of the model is on pipeline rank s % pp. Each with its Zero.
         group: the pipeline ranks of this rank's dp and tp index. Whoever made it reconnects it.
         dtype: of activations between stages.
-        sequence_share: activations between stages are (B, T / sequence_share, C).
+        own_length: tokens of an activation between stages on this rank, of sequences of so many.
         split_backward: whether zero-bubble computes the halves of a backward apart. Say no where blocks are
             recomputed in backward or compiled: there, either half would do the work of both.
         on_forward: called with the number of a micro-batch before each of its forwards in `train`.
@@ -94,7 +94,7 @@ class Pipeline:
         self._count = self.pp * len(stages)
         self._group = group
         self._device, self._dtype = group.device, dtype
-        self._hidden, self._sequence_share = stages[0].hidden, sequence_share
+        self._hidden, self._own_length = stages[0].hidden, own_length
         self._shifts_targets = stages[0].shifts_targets
         self._on_forward, self._phase = on_forward, phase
         self._timeline = Timeline(group.device)
@@ -109,6 +109,8 @@ class Pipeline:
         self._arriving: dict[tuple[Kind, int, int], tuple[Tensor, Transfer]] = {}
         self._leaving: dict[tuple[Kind, int, int], Transfer] = {}
         """Sends whose tensors must stay. On shared memory none: a message is copied when it is sent."""
+        self._cut_off: list[object] = []
+        """What passes that raised had under way, which peers that are still in them may need."""
 
     @property
     def timeline(self) -> list[Span]:
@@ -149,6 +151,7 @@ class Pipeline:
             with self._phase("backward"):
                 for stage in self._stages.values():  # 3
                     stage.zero.reduce_root()
+            self._cut_off.clear()  # Every neighbour has sent something of this pass, so it has left those before.
         except Exception:
             self.abandon()
             raise
@@ -241,7 +244,7 @@ class Pipeline:
 
     def _activation_shape(self, tokens: Tensor) -> tuple[int, ...]:
         batch, length = tokens.shape
-        return batch, length // self._sequence_share, self._hidden
+        return batch, self._own_length(length), self._hidden
 
     def _tag(self, sent: Kind, stage: int, micro_batch: int) -> int:
         """The same on both sides, and another one in every step."""
@@ -292,7 +295,11 @@ class Pipeline:
         self._leaving.clear()
 
     def abandon(self) -> None:
-        """After an exception: drop what is under way and all gradients of the step, on this rank."""
+        """After an exception: drop what is under way and all gradients of the step, on this rank.
+
+        Messages that were started are let go on: gloo sends from this rank's memory when the receiver asks for it, and
+        a connection on which something comes that nobody has a place for any more reads nothing else."""
+        self._cut_off += [*self._arriving.values(), *self._leaving.values()]
         self._arriving.clear()
         self._leaving.clear()
         for stage in self._stages.values():
@@ -303,6 +310,7 @@ class Pipeline:
         """The group and the Zeros have the present world's connections; a step that was cut off is forgotten."""
         self._arriving.clear()
         self._leaving.clear()
+        self._cut_off.clear()
         self._first_tag = self._next_tag = 0
         for stage in self._stages.values():
             stage.forget()

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from speedlab.comm import Group
 from speedlab.layout import LayoutError
+from speedlab.models.gpt import Dropout
+from speedlab.parallel.changes import Change
 from speedlab.parallel.tensor.functions import TOKENS, copy, gather, gather_tokens, split
-from speedlab.parallel.tensor.layers import Change, draw_mask, masked_dropout
 from speedlab.parallel.tensor.loss import vocabulary_cross_entropy
 from speedlab.parallel.tensor.plans import is_gpt
 from speedlab.parallel.tensor.styles import Cut, PlanError, Style
@@ -82,7 +83,7 @@ class BuiltIn:
             yield Change(model.prediction, "loss", lambda _: self._loss)
         for block in model.blocks:
             attention = block.attention
-            if attention.qkv in self._cut:
+            if attention.qkv in self._cut and model.config.dropout:
                 first = self._group.index * (model.config.heads // self._group.size)
                 yield Change(attention.attend, "first_head", lambda _, first=first: first)
         if self._sequence:
@@ -111,16 +112,16 @@ class BuiltIn:
 
     # ---- dropout as in one process -----------------------------------------------------------------------------------
 
-    def _drop_tokens(self, module: nn.Dropout, x: Tensor) -> Tensor:
+    def _drop_tokens(self, module: Dropout, x: Tensor) -> Tensor:
         if not module.training or module.p == 0:
             return x
         batch, length, hidden = x.shape
-        mask = draw_mask((batch, length * self._group.size, hidden), module.p, x)  # 2
-        return masked_dropout(x, module.p, mask.narrow(TOKENS, length * self._group.index, length))
+        every = x.new_empty(1).expand(batch, length * self._group.size, hidden)
+        return module.masked(x, module.mask(every).narrow(TOKENS, length * self._group.index, length))  # 2
 
     # ---- sequence parallelism ----------------------------------------------------------------------------------------
 
-    def _enter(self, module: nn.Dropout, x: Tensor) -> Tensor:
+    def _enter(self, module: Dropout, x: Tensor) -> Tensor:
         self._length = x.shape[TOKENS]
         missing = -self._length % self._group.size
         if missing and module.training:

@@ -98,17 +98,26 @@ class Heads:
         """Masks of a rank's own heads would be other ones than in one process; the built-in GPT draws them rightly."""
         if class_name(self.module).startswith(f"{GPT}."):
             return
-        for attribute in _DROPOUTS:
-            value = getattr(self.module, attribute, None)
-            p = getattr(value, "p", value)
-            if isinstance(p, float) and p > 0:
-                config = getattr(self.module, "config", None)
-                fields = [field for field in _DROPOUT_FIELDS if getattr(config, field, None) == p]
-                where = f"{fields[0]} of the model's configuration" if fields else f"{self.name}.{attribute}"
-                raise PlanError(
-                    f"{self.name}: attention probabilities are dropped with probability {p}, and tensor parallelism "
-                    f"would drop others than one process does; set {where} to 0"
-                )
+        dropped = attention_dropout(self.name, self.module)
+        if dropped is not None:
+            p, where = dropped
+            raise PlanError(
+                f"{self.name}: attention probabilities are dropped with probability {p}, and tensor parallelism "
+                f"would drop others than one process does; set {where} to 0"
+            )
+
+
+def attention_dropout(name: str, module: nn.Module) -> tuple[float, str] | None:
+    """(the probability with which attention module `name` drops attention probabilities, where it is set); None where
+    it drops none."""
+    for attribute in _DROPOUTS:
+        value = getattr(module, attribute, None)
+        p = getattr(value, "p", value)
+        if isinstance(p, float) and p > 0:
+            config = getattr(module, "config", None)
+            fields = [field for field in _DROPOUT_FIELDS if getattr(config, field, None) == p]
+            return p, f"{fields[0]} of the model's configuration" if fields else f"{name}.{attribute}"
+    return None
 
 
 def _first(module: object, names: Sequence[str]) -> int | None:

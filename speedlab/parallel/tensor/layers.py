@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedlab.comm import Group
 from speedlab.layout import Part
+from speedlab.parallel.changes import Change
 from speedlab.parallel.tensor.functions import copy, gather, gather_tokens, reduce, scatter_tokens, split, sum_shared
 from speedlab.parallel.tensor.styles import PlanError, Style
-
-
-@dataclass(frozen=True)
-class Change:
-    """What a module gets in the place of its attribute `name`: made of what was there."""
-
-    module: nn.Module
-    name: str
-    new: Callable[[Any], Any]
 
 
 def outputs_dim(name: str, module: nn.Module) -> int:
@@ -145,13 +135,3 @@ def check_embedding(name: str, layer: nn.Embedding) -> None:
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(layer, option):
             raise PlanError(f"{name}: an embedding with {option}={getattr(layer, option)!r} is not cut; turn it off")
-
-
-def masked_dropout(x: Tensor, p: float, mask: Tensor) -> Tensor:
-    """Dropout as torch computes it on CPUs, with the numbers it draws given."""
-    return x * mask.div(1 - p)
-
-
-def draw_mask(shape: tuple[int, ...], p: float, like: Tensor) -> Tensor:
-    """What torch's dropout draws for a tensor of `shape`: 1 where a value stays. The random state moves as there."""
-    return torch.empty(shape, dtype=like.dtype, device=like.device).bernoulli_(1 - p)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from speedlab.comm import Group
 from speedlab.layout import LayoutError, Part
+from speedlab.parallel.changes import Change, Changes
 from speedlab.parallel.tensor.gpt import BuiltIn
 from speedlab.parallel.tensor.heads import Heads
 from speedlab.parallel.tensor.layers import (
-    Change,
     Inputs,
     check_embedding,
     column,
@@ -33,8 +33,6 @@ from speedlab.parallel.tensor.layers import (
 from speedlab.parallel.tensor.parts import cut_along, take
 from speedlab.parallel.tensor.plans import find_plan, resolve
 from speedlab.parallel.tensor.styles import Cut, PlanError, Style
-
-_ABSENT: Any = object()
 
 
 class TensorParallel:
@@ -62,7 +60,7 @@ class TensorParallel:
         """Full parameter name → the first of the ranks that hold the same part of it, where there are several."""
         self._model = model
         self._changes: list[Change] = []
-        self._undo: list[tuple[nn.Module, str, Any]] = []
+        self._made = Changes()
         self._hooks: list[Any] = []
         self._parents: list[tuple[nn.Module, Inputs]] = []
         if group.size > 1:
@@ -205,21 +203,13 @@ class TensorParallel:
 
     def attach(self) -> None:
         """Change the forwards of the model to those of its parts."""
-        assert not self._undo, "attached already"
-        for change in self._changes:
-            self._undo.append((change.module, change.name, change.module.__dict__.get(change.name, _ABSENT)))
-            setattr(change.module, change.name, change.new(getattr(change.module, change.name)))
+        self._made.make(self._changes)
         for parent, inputs in self._parents:
             self._hooks.append(parent.register_forward_hook(inputs.forget, always_call=True))
 
     def detach(self) -> None:
         """Give the model its own forwards back; parameters stay what they are."""
-        while self._undo:
-            module, name, before = self._undo.pop()
-            if before is _ABSENT:
-                delattr(module, name)
-            else:
-                setattr(module, name, before)
+        self._made.undo()
         while self._hooks:
             self._hooks.pop().remove()
 

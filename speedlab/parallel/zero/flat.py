@@ -14,7 +14,7 @@ from cuda_ops.blockwise8 import BLOCK as CODES
 from cuda_ops.stochastic import round_stochastically
 from speedlab.comm import Group, Transfer
 from speedlab.layout import padded_numel, partition_range
-from speedlab.offload import AwayState, Kept, Stores, visit
+from speedlab.offload import AwayState, Coming, Kept, Stores, visit
 from speedlab.parallel.zero.gradient import Gradient
 from speedlab.parallel.zero.slot import Slot, lay_out
 from speedlab.placement import EIGHT_BITS, Holders, Residency, Row, Where
@@ -35,7 +35,7 @@ class Flat:
     | tensor     | parameters stay (`Residency`)   | parameters come: partitioned, or away              |
     |------------|---------------------------------|----------------------------------------------------|
     | `shard`    | this rank's slice of `full`     | memory of its own, or what stands for it           |
-    | `full`     | always there                    | storage of size 0 unless gathered                  |
+    | `full`     | always there                    | without memory unless gathered (`Coming`)          |
     | `master`   | float32 of the whole or of the partition, as optimizer states are; shares memory with       |
     |            | `full` or `shard` when the parameters are float32 (or wider) themselves; where narrow ones  |
     |            | have none, it is them, widened for a visit                                                  |
@@ -43,7 +43,7 @@ class Flat:
     What does not lie on the device, or is coded there, is in `away`, by its name ("parameter", "master", an optimizer's
     own for moments); `shard`, `master` and moments then have values during a visit only.
 
-    Parameters are views of `full`, whose Storage stays the same object when it is released and filled again: tensors
+    Parameters are views of `full`, whose Storage stays the same object when it is released and gathered again: tensors
     that autograd saved (a transposed weight, say) then see the gathered values. A released parameter shows NaN in its
     true shape, because torch would read memory that is not there.
     """
@@ -83,6 +83,8 @@ class Flat:
         self.padded = padded_numel(self.numel, gather_group.size * (CODES if self._coded else step))
         self.start, self.end = partition_range(self.padded, gather_group.size, gather_group.index)
         self.full = self._new_full()
+        self._coming: Coming | None = None
+        """Whose tensor `full` is, where parameters come."""
         self.master: Tensor = self.full
         if self._narrow:
             # Made from the values given, before they are rounded to the compute dtype.
@@ -134,7 +136,7 @@ class Flat:
     @property
     def gathered(self) -> bool:
         """Whether `full` holds memory now."""
-        return self.full.untyped_storage().nbytes() > 0
+        return self._coming is None or self._coming.here
 
     @property
     def _own_master(self) -> bool:
@@ -178,10 +180,10 @@ class Flat:
                 self.shard = self._put("parameter", self.shard)
                 if not before.parameters_come:
                     # Not where peers read it: its Storage must be one that can be emptied and filled.
-                    self.full = torch.empty(self.padded, dtype=self.dtype, device=self.gather_group.device)
-                    self._free(self.full)
+                    self._coming = self._stores.pages.room(self.padded, self.dtype, self.gather_group.device)
+                    self.full = self._coming.tensor
             else:
-                self.full = self._new_full()
+                self.full, self._coming = self._new_full(), None
                 if before.parameters is Holders.PARTITIONED:
                     self.gather_group.all_gather(self.full, self.shard.to(self.full.device)).wait()
                 else:
@@ -269,21 +271,36 @@ class Flat:
     def gather(self) -> Waited:
         """Start to fill `full` from all shards. Parameters that come only."""
         self.take_changes()
-        self._allocate(self.full)
+        assert self._coming is not None  # Parameters come.
+        self._coming.come()
         self._show(self._views)
         self.buffers.add(self.full.nbytes)
-        away = self.away.get("parameter")
-        if away is None:
-            return self.gather_group.all_gather(self.full, self.shard)
-        own = self.full[self.start : self.end]
-        reading = away.kept.read(own)
-        return reading if self.gather_group.size == 1 else _ReadThenGathered(reading, self, own)
+        try:
+            away = self.away.get("parameter")
+            if away is None:
+                return self.gather_group.all_gather(self.full, self.shard)
+            own = self.full[self.start : self.end]
+            return ReadThenGathered(away.kept.read(own), self, own)
+        except BaseException:
+            self.release()  # Nothing is on its way.
+            raise
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether parameters that lie on disk are gathered on the host, from where they need not be read again."""
+        on_disk = self.residency.parameters_at is Where.DISK
+        return on_disk and self.gathered and self.full.device.type == "cpu"
+
+    def take_gathered(self) -> None:
+        """Give `shard`, which is visited, the values of its part of `full`."""
+        self.shard.copy_(self.full[self.start : self.end])
 
     def release(self) -> None:
         """Free `full`; only the partition stays. Parameters that come only."""
         self.buffers.add(-self.full.nbytes)
         self._show(self._placeholders)
-        self._free(self.full)
+        assert self._coming is not None  # Parameters come.
+        self._coming.go()
 
     def _new_full(self) -> Tensor:
         """Memory for the whole, in which peers may read this rank's slice."""
@@ -417,16 +434,6 @@ class Flat:
         narrow = None if self._rounded else self.narrow
         return narrow if narrow is not None and narrow.device == self.master.device else None
 
-    # ---- memory ------------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _allocate(tensor: Tensor) -> None:
-        tensor.untyped_storage().resize_(tensor.nbytes)
-
-    @staticmethod
-    def _free(tensor: Tensor) -> None:
-        tensor.untyped_storage().resize_(0)
-
 
 def _summed_first(
     rows: Sequence[Row], slots: Sequence[Slot], axes: Mapping[str, Group]
@@ -440,15 +447,16 @@ def _summed_first(
     return found
 
 
-class _ReadThenGathered:
+class ReadThenGathered:
     """A gather whose own shard has to come from its place first."""
 
     def __init__(self, reading: Transfer, flat: Flat, own: Tensor) -> None:
-        self._reading, self._flat, self._own = reading, flat, own
+        self.reading, self._flat, self._own = reading, flat, own
 
     def wait(self) -> None:
-        self._reading.wait()
-        self._flat.gather_group.all_gather(self._flat.full, self._own).wait()
+        self.reading.wait()
+        if self._flat.gather_group.size > 1:
+            self._flat.gather_group.all_gather(self._flat.full, self._own).wait()
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

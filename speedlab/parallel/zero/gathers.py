@@ -166,8 +166,6 @@ class Gathers:
         """After the world was left in the middle of a pass: nothing arrives any more."""
         for unit in self.units:
             unit.forget_calls()
-            if unit.gathers is not None:
-                unit.gathers = []
-                unit.release()
+            unit.forget_gather()
         self._left = []
         self.current = Pass.IDLE

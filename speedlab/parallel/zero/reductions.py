@@ -75,7 +75,8 @@ class Reductions:
             with record_function(f"speedlab::reduce {unit.name}"), self.around():
                 works = [gradient.reduce(accumulate=accumulate) for gradient in unit.gradients]
             self._under_way.append((unit, works))
-            self._finish(self._limit, wanted=wanted)
+            # What uses gradients takes most of a unit's time: there is nothing to hide behind it.
+            self._finish(0 if residency.gradients_used else self._limit, wanted=wanted)
 
     def end(self, residency: Residency, *, leave_root: bool) -> None:
         """The backward pass is over; `leave_root`: those of the root unit wait for `end_root`."""

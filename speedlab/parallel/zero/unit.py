@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import Enum
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from speedlab.parallel.zero.flat import Flat, Waited
+from speedlab.offload import OffloadError
+from speedlab.parallel.zero.flat import Flat, ReadThenGathered, Waited
 
 
 class Pass(Enum):
@@ -50,6 +52,17 @@ class Unit:
             for flat in self.flats:
                 flat.release()
             self.gathers = None
+
+    def forget_gather(self) -> None:
+        """Nothing comes from peers any more. What this rank reads itself does, and has to be over before its memory
+        serves others."""
+        for pending in self.gathers or ():
+            if isinstance(pending, ReadThenGathered):
+                with suppress(OffloadError):  # Whoever needs the values is told.
+                    pending.reading.wait()
+        if self.gathers is not None:
+            self.gathers = []
+            self.release()
 
     def forget_calls(self) -> None:
         """No gradients will come for the calls that are open. (A hook on several tensors holds their graph, which holds

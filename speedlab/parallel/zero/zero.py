@@ -262,6 +262,8 @@ class Zero:
         flat.gradient.receive(index, gradient)
         unit.missing -= 1
         if unit.missing == 0 and unit is not self.gathers.root:
+            if self.residency.gradients_used:  # The update takes the parameters as they stand here.
+                self.reductions.advance(self.residency)
             if self.parameters_come and not unit.has_frozen:
                 unit.release()
             self.reductions.advance(self.residency)  # 4
@@ -303,6 +305,8 @@ class Zero:
 
         `leave_root`: those of the root unit wait for `reduce_root`, for a caller whose ranks may not wait here.
         """
+        if self.residency.gradients_used:
+            self.reductions.end(self.residency, leave_root=leave_root)
         self.gathers.end_backward()
         self._forget_calls()
         self.reductions.end(self.residency, leave_root=leave_root)  # 5

@@ -1,0 +1,203 @@
+"""Which keys a query attends to: all before it, or those of a pattern of blocks. Of the built-in GPT, and of
+transformers' models that are given one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from speedlab.config.errors import ConfigError
+from speedlab.config.part import Part
+
+_SEEN, _UNSEEN = "x", "."
+_BLOCK_MULTIPLE = 16
+_HEAD_MULTIPLE, _LEAST_HEAD, _LARGEST_HEAD = 8, 16, 256
+"""Of elements of a head, for the kernels: cuda_ops/block_sparse_attention.py."""
+
+HEADS_THAT_FIT = f"heads of a multiple of {_HEAD_MULTIPLE} elements from {_LEAST_HEAD} to {_LARGEST_HEAD}"
+
+_NAMED = 3
+"""How many numbers that would work an error names."""
+
+Pattern = Literal["sliding", "fixed", "longformer", "bigbird", "strided", "custom"]
+
+_TOKENS: dict[Pattern, tuple[str, ...]] = {
+    "sliding": ("window",),
+    "fixed": ("window",),
+    "longformer": ("window",),
+    "bigbird": ("window",),
+    "strided": ("window", "stride"),
+    "custom": (),
+}
+"""The fields that a pattern uses and that are counted in tokens."""
+
+
+class AttentionConfig(Part):
+    """Dense or block-sparse causal attention; block-sparse takes time and memory for the blocks it sees alone."""
+
+    kind: Literal["dense", "block_sparse"] = Field(
+        default="dense", description="Whether a query attends to all before it, or to the blocks of a pattern"
+    )
+    pattern: Pattern = Field(
+        default="sliding",
+        description="sliding: the last `window` tokens; fixed: runs of `window` tokens and the last blocks of earlier "
+        "runs (arXiv:1904.10509); longformer: a window of blocks and the first ones (arXiv:2004.05150); bigbird: and "
+        "random ones (arXiv:2007.14062); strided: a window and every stride-th block; custom: `mask`",
+    )
+    block: int = Field(default=64, ge=1, description="Tokens of a block, a multiple of 16")
+    window: int = Field(
+        default=128,
+        ge=1,
+        description="Tokens nearest to a query that it sees, itself included; whole blocks but under sliding",
+    )
+    global_blocks: int = Field(
+        default=1,
+        ge=0,
+        description="longformer, bigbird: so many first blocks are seen by all; fixed: so many last ones of each run",
+    )
+    random_blocks: int = Field(
+        default=2, ge=0, description="bigbird: further blocks that each block sees, drawn from those before it"
+    )
+    stride: int = Field(
+        default=128, ge=1, description="strided: tokens from a block seen to the next one, whole blocks"
+    )
+    seed: int = Field(default=0, ge=0, description="bigbird: seed of the random blocks")
+    mask: tuple[str, ...] | None = Field(
+        default=None,
+        description="custom: a row of text for each block of queries, 'x' for a block of keys that it sees, '.' for "
+        "others, as many as model.context has blocks: x.. xx. x.x",
+    )
+
+    if TYPE_CHECKING:  # pydantic writes it for what is frozen, and type checkers do not know.
+
+        def __hash__(self) -> int: ...
+
+    @field_validator("block")
+    @classmethod
+    def _whole_tiles(cls, block: int) -> int:
+        if block % _BLOCK_MULTIPLE:
+            raise ValueError(
+                f"{block} is no multiple of {_BLOCK_MULTIPLE}, in which the kernels work; "
+                f"{_multiples_text(block, _BLOCK_MULTIPLE)} would work"
+            )
+        return block
+
+    @model_validator(mode="after")
+    def _pattern_fits(self) -> AttentionConfig:
+        problems = self._mask_problems()
+        if self.kind == "block_sparse" and self.pattern != "sliding":
+            problems += [
+                (
+                    name,
+                    f"{tokens} tokens are no whole blocks of {self.block}, as pattern {self.pattern!r} needs; "
+                    f"{_multiples_text(tokens, self.block)} would work",
+                )
+                for name in _TOKENS[self.pattern]
+                if (tokens := getattr(self, name)) % self.block
+            ]
+        runs = self.kind == "block_sparse" and self.pattern == "fixed"
+        if runs and not problems and self.global_blocks > (blocks := self.window // self.block):
+            problems.append(
+                (
+                    "global_blocks",
+                    f"{self.global_blocks} of a run of {blocks} blocks (window {self.window} / block {self.block}); "
+                    f"at most {blocks} would work",
+                )
+            )
+        if problems:
+            raise ConfigError(problems=problems)
+        return self
+
+    def _mask_problems(self) -> list[tuple[str, str]]:
+        if self.pattern != "custom":
+            unused = "is given, and pattern {!r} does not use it; set pattern to 'custom', or leave mask out"
+            return [] if self.mask is None else [("mask", unused.format(self.pattern))]
+        if self.mask is None:
+            example = "['x..', 'xx.', 'x.x']"
+            return [("mask", f"pattern 'custom' needs it: a row for each block of queries, for instance {example}")]
+        rows = len(self.mask)
+        for number, row in enumerate(self.mask):
+            if len(row) != rows or set(row) - {_SEEN, _UNSEEN}:
+                return [
+                    ("mask", f"row {number} is {row!r}; expected {rows} of '{_SEEN}' and '{_UNSEEN}', as many as rows")
+                ]
+            if _SEEN not in row[: number + 1]:
+                return [
+                    (
+                        "mask",
+                        f"row {number} is {row!r}, and sees nothing at or before itself (later blocks do not count); "
+                        f"put '{_SEEN}' at one of its places 0 to {number}",
+                    )
+                ]
+        return []
+
+
+def attention_problems(
+    attention: AttentionConfig, *, hidden: int, heads: int, dropout: float, context: int
+) -> list[tuple[str, str]]:
+    """What stands against `attention` in a model of these sizes: (field, the rule with its values and what to change);
+    empty when nothing does."""
+    if attention.kind == "dense":
+        return []
+    problems = []
+    if not head_fits(hidden // heads):
+        possible = [n for n in range(1, hidden + 1) if hidden % n == 0 and head_fits(hidden // n)]
+        near = sorted(sorted(possible, key=lambda n: abs(n - heads))[:_NAMED])
+        way_out = f"heads {_or(near)} would work" if near else "set hidden to a multiple of 16"
+        problems.append(
+            (
+                "attention.kind",
+                f"'block_sparse' takes {HEADS_THAT_FIT}, and hidden {hidden} / heads {heads} are {hidden // heads}; "
+                f"{way_out}",
+            )
+        )
+    if dropout:
+        problems.append(
+            (
+                "attention.kind",
+                f"'block_sparse' drops no attention probabilities, and dropout is {dropout}; set dropout to 0, or "
+                "attention.kind to 'dense'",
+            )
+        )
+    needed = -(-context // attention.block)
+    if attention.mask is not None and len(attention.mask) < needed:
+        reach = len(attention.mask) * attention.block
+        problems.append(
+            (
+                "attention.mask",
+                f"{len(attention.mask)} rows are for {reach} tokens in blocks of {attention.block}, and context is "
+                f"{context}; give {needed} rows, or set context to {reach}",
+            )
+        )
+    return problems
+
+
+def length_problems(attention: AttentionConfig, length: int) -> list[str]:
+    """What stands against `attention` over sequences of `length` tokens in a run; empty when nothing does."""
+    if attention.kind == "dense":
+        return []
+    return [
+        f"model.attention.{name}: {tokens} tokens are more than data.sequence_length {length}, so that none is left "
+        f"out by it; at most {_most(length, attention)} would work, or model.attention.kind 'dense'"
+        for name in _TOKENS[attention.pattern]
+        if (tokens := getattr(attention, name)) > max(length, attention.block)
+    ]
+
+
+def _most(length: int, attention: AttentionConfig) -> int:
+    whole = 1 if attention.pattern == "sliding" else attention.block
+    return max(length // whole * whole, whole)
+
+
+def head_fits(size: int) -> bool:
+    """Whether the kernels take heads of `size` elements."""
+    return size % _HEAD_MULTIPLE == 0 and _LEAST_HEAD <= size <= _LARGEST_HEAD
+
+
+def _multiples_text(number: int, of: int) -> str:
+    return _or([n for n in (number // of * of, (number // of + 1) * of) if n])
+
+
+def _or(numbers: list[int]) -> str:
+    return " or ".join(map(str, numbers))

@@ -1,0 +1,230 @@
+"""What changes in a built-in GPT whose sequences are cut over ranks.
+
+1. Every rank is given whole sequences, and embeds its own positions of them.
+2. All but attention works on tokens by themselves.
+3. Dropout draws for whole sequences on every rank, which keeps what is of its tokens: the same elements as in one
+   process.
+4. In attention the ranks that share heads (`heads`) exchange tokens for heads, and among those of a ring keys and
+   values go round.
+5. The loss is the mean over the whole sequences on every rank, each of which computes the part of its own targets.
+   ZeRO takes the mean of the ranks' gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from math import lcm
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from cuda_ops.linear_cross_entropy import check_range
+from speedlab.comm import Group
+from speedlab.config.context import context_problem, heads_shared
+from speedlab.layout import Layout, LayoutError, own_positions, sequence_multiple
+from speedlab.models import GPT
+from speedlab.models.gpt import Attend, Block, Dropout, GPTOutput, SparseAttend
+from speedlab.parallel.changes import Change, Changes
+from speedlab.parallel.context.heads import share_heads, share_tokens
+from speedlab.parallel.context.ring import ring_attention
+from speedlab.parallel.mesh import Mesh
+
+
+def check_model(model: nn.Module, layout: Layout, heads: int | None) -> GPT:
+    """The GPT whose sequences can be cut under the layout. Raises LayoutError, with what would work, for others."""
+    kind: Any = type(model)
+    if not isinstance(model, GPT) or kind.embed is not GPT.embed or kind.output is not GPT.output:
+        raise LayoutError(
+            f"parallel.cp {layout.cp}: sequences are cut for this package's GPT as it is, not for {kind.__name__}; set "
+            "parallel.cp to 1, and use tp, pp or dp for more devices"
+        )
+    if (problem := context_problem(model.config, layout, heads)) is not None:
+        raise LayoutError(f"parallel: {problem}")
+    attends = [block.attention.attend for block in cast(Iterable[Block], model.blocks)]
+    own = [each for each in attends if type(each) not in (Attend, SparseAttend) or "forward" in vars(each)]
+    if own and heads_shared(model.config, layout, heads) != layout.cp:
+        raise LayoutError(
+            f"parallel.cp {layout.cp}: the attention of this model is a {type(own[0]).__name__} of its own, which "
+            "sees whole sequences only where all cp ranks share heads; choose a cp that divides the heads, without "
+            "cp_heads"
+        )
+    return model
+
+
+_IGNORED = -100
+"""A target that does not count."""
+
+
+class ContextParallel:
+    """Context parallelism of one module over the ranks along cp; without several of them nothing changes."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, *, heads: int | None = None, sequence: bool = False) -> None:
+        """`heads`: so many of the ranks share heads, as many as can when it is None; `sequence`: whether tp ranks share
+        out the tokens between layers. Collective over all ranks.
+
+        Raises LayoutError for a model that cannot be cut along its sequences."""
+        self._group, self._sequence = mesh["cp"], sequence
+        self._token_share = mesh.layout.tp if sequence else 1
+        self._made = Changes()
+        self._changes: list[Change] = []
+        self.multiple = 1
+        """What the length of a sequence is padded to a multiple of; in training it has to be one."""
+        self._length = 0
+        """Tokens of the sequences that were embedded last."""
+        if self._group.size > 1:
+            gpt = check_model(model, mesh.layout, heads)
+            shared = heads_shared(gpt.config, mesh.layout, heads)
+            ring, place = divmod(self._group.index, shared)
+            self._heads = mesh.group("cp heads", self._group.ranks[ring * shared :][:shared])
+            self._ring = mesh.group("cp ring", self._group.ranks[place::shared])
+            cut = sequence_multiple(self._group.size, shared)
+            self.multiple = lcm(cut, self._group.size * mesh.layout.tp) if sequence else cut
+            self._own_heads = gpt.config.heads // mesh.layout.tp // shared
+            self._changes += self._of_gpt(gpt)
+
+    def own_length(self, length: int) -> int:
+        """Tokens on this rank of sequences of so many."""
+        return -(-length // self.multiple) * self.multiple // self._group.size
+
+    def attach(self) -> None:
+        self._made.make(self._changes)
+
+    def detach(self) -> None:
+        self._made.undo()
+
+    def _of_gpt(self, model: GPT) -> Iterator[Change]:
+        # Those of classes: pipeline stages of one rank may share these modules, and each of them changes them.
+        vocabulary = model.config.vocab_size
+        yield Change(model.places, "forward", lambda _: partial(self._positions, model.config.context))
+        yield Change(model.places, "own", lambda _: partial(self._embedded, model.places, vocabulary))
+        yield Change(model.prediction, "forward", lambda _: partial(self._predict, model.prediction, vocabulary))
+        dropouts, first_own = [cast(Dropout, model.dropout)], self._heads.index * self._own_heads
+        for block in cast(Iterable[Block], model.blocks):
+            attention = block.attention
+            dropouts += [attention.dropout, block.mlp.dropout]
+            yield Change(attention.attend, "forward", self._across_ranks)
+            if model.config.dropout:
+                yield Change(attention.attend, "first_head", lambda first: first + first_own)
+        for dropout in dropouts if model.config.dropout else []:
+            yield Change(dropout, "mask", lambda _, each=dropout: partial(self._own_mask, each))
+            if not self._sequence:  # Else tensor parallelism has its part of that mask.
+                yield Change(dropout, "forward", lambda _, each=dropout: partial(self._drop, each))
+
+    # ---- tokens ------------------------------------------------------------------------------------------------------
+
+    def _positions(self, context: int, length: int, device: torch.device) -> Tensor:
+        # What pads a sequence comes behind it, where a table of positions may have ended.
+        return self._own_places(length * self._group.size, device).clamp_(max=context - 1)
+
+    def _own_places(self, whole: int, device: torch.device) -> Tensor:
+        own = own_positions(whole, self._group.size, self._heads.size, self._group.index)
+        return torch.cat([torch.arange(part.start, part.stop, device=device) for part in own])
+
+    def _embedded(self, places: nn.Module, vocabulary: int, tokens: Tensor) -> Tensor:
+        self._length = tokens.shape[1]
+        rest = self._length % self.multiple
+        if rest and places.training and torch.is_grad_enabled():
+            raise LayoutError(
+                f"parallel.cp {self._group.size}: a sequence of {self._length} tokens does not divide by "
+                f"{self.multiple}; use {self._length - rest} or {self._length - rest + self.multiple} tokens"
+            )
+        if tokens.is_cpu and ((tokens < 0) | (tokens >= vocabulary)).any():  # On all ranks, not on who has it.
+            raise IndexError(f"tokens: {int(tokens.min())} to {int(tokens.max())}, expected 0 to {vocabulary - 1}")
+        return self._own(tokens, 0)
+
+    def _own(self, tokens: Tensor, padding: int) -> Tensor:
+        """This rank's tokens. No token sees a later one, so that padding changes nothing."""
+        missing = -tokens.shape[1] % self.multiple
+        padded = F.pad(tokens, (0, missing), value=padding) if missing else tokens
+        return padded[:, self._own_places(padded.shape[1], tokens.device)]
+
+    # ---- dropout ---------------------------------------------------------------------------------------------------
+
+    def _own_mask(self, module: Dropout, x: Tensor) -> Tensor:
+        batch, length, hidden = x.shape
+        whole = type(module).mask(module, x.new_empty(1).expand(batch, length * self._group.size, hidden))
+        return whole[:, self._own_places(whole.shape[1], x.device)]
+
+    @staticmethod
+    def _drop(module: Dropout, x: Tensor) -> Tensor:
+        return module.masked(x, module.mask(x)) if module.training and module.p else x
+
+    # ---- attention ---------------------------------------------------------------------------------------------------
+
+    def _across_ranks(self, forward: Any) -> Any:
+        return torch.compiler.disable(partial(self._attend, forward))  # It communicates.
+
+    def _attend(self, forward: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads, ring = self._heads, self._ring
+        if heads.size > 1:
+            q, k, v = share_heads(torch.stack((q, k, v)), heads).unbind()
+        y = ring_attention(q, k, v, ring) if ring.size > 1 else forward(q, k, v)
+        return share_tokens(y, heads) if heads.size > 1 else y
+
+    # ---- head and loss -----------------------------------------------------------------------------------------------
+
+    def _predict(
+        self, prediction: Any, vocabulary: int, x: Tensor, weight: Tensor, targets: Tensor | None
+    ) -> GPTOutput:
+        if targets is None:
+            return GPTOutput(None, self._all_logits(prediction.logits(x, weight)))
+        same = self.own_length(targets.shape[1]) == x.shape[1] * self._token_share
+        if not same or (self._length and targets.shape[1] != self._length):  # No stage behind the first knows that.
+            raise ValueError(
+                f"targets: {targets.shape[1]} of a sequence, expected one for each token; give as many, with "
+                f"{_IGNORED} where none counts"
+            )
+        if targets.is_cpu:
+            check_range(targets.flatten(), vocabulary, _IGNORED)
+        own = self._own(targets, _IGNORED)
+        count, total = (((each >= 0) & (each < vocabulary)).sum() for each in (own, targets))
+        # The mean of no targets would not be a number; that of any is counted not at all. Where the whole has none, it
+        # is none, too.
+        own[:, 0] = torch.where((count > 0) | (total == 0), own[:, 0], 0)
+        loss = prediction.loss(x, weight, own) * (count / total.clamp(min=1))
+        return GPTOutput(_SumOfRanks.apply(loss, self._group), None)
+
+    def _all_logits(self, own: Tensor) -> Tensor:
+        """(B, T, V) in the order of the sequences, on every rank."""
+        every = _GatherTokens.apply(own, self._group)
+        length = every.shape[1]
+        size, heads = self._group.size, self._heads.size
+        order = torch.cat(
+            [torch.arange(part.start, part.stop) for k in range(size) for part in own_positions(length, size, heads, k)]
+        )
+        every = every.index_select(1, order.argsort().to(own.device))
+        return every[:, : self._length] if self._length > length - self.multiple else every
+
+
+# Gradients are averaged over the ranks that have the same loss: terms of it that only one rank computes count for all.
+
+
+class _SumOfRanks(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.size = group.size
+        return group.sum(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient * ctx.size, None
+
+
+class _GatherTokens(Function):
+    """The ranks' tokens side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return group.gather_along(x, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient.chunk(ctx.group.size, 1)[ctx.group.index] * ctx.group.size, None

@@ -1,0 +1,43 @@
+"""From some tokens of all heads to all tokens of some heads, and back (Ulysses, arXiv:2309.14509)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from speedlab.comm import Group
+
+
+def share_heads(x: Tensor, group: Group) -> Tensor:
+    """`x` (…, H, T / n, D) of n ranks' tokens in rank order -> (…, H / n, T, D). Collective."""
+    return _Exchange.apply(x, group, _to_heads, _to_tokens)
+
+
+def share_tokens(x: Tensor, group: Group) -> Tensor:
+    """The way back: `x` (…, H / n, T, D) -> (…, H, T / n, D). Collective."""
+    return _Exchange.apply(x, group, _to_tokens, _to_heads)
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, there: Any, back: Any) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(gradient, ctx.group), None, None, None
+
+
+def _to_heads(x: Tensor, group: Group) -> Tensor:
+    received = group.exchange(x.unflatten(-3, (group.size, -1)).movedim(-4, 0))  # (n, …, H / n, T / n, D), by sender
+    return received.movedim(0, -3).flatten(-3, -2)
+
+
+def _to_tokens(x: Tensor, group: Group) -> Tensor:
+    received = group.exchange(x.unflatten(-2, (group.size, -1)).movedim(-3, 0))
+    return received.movedim(0, -4).flatten(-4, -3)

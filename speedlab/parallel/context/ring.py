@@ -1,0 +1,143 @@
+"""Causal attention over a ring of ranks, each with a part of every sequence (ring attention, arXiv:2310.01889).
+
+1. Queries stay; keys and values go round, on their way to the next rank while this one computes with them.
+2. With the chunks of `positions` rank i sees of rank j's keys: its own under the causal mask; where j is before i, the
+   first chunk, from all its queries; where j is behind, both, from its second chunk of queries. That is half of the
+   scores in every turn.
+3. Outputs of turns are put together by the logarithms of their sums, in float32.
+4. In backward the sums of keys' and values' gradients travel with them, and are home after a whole round.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from speedlab.comm import Group
+
+_HEAD_MULTIPLE = 8
+"""On GPUs, kernels take heads of a multiple of so many elements."""
+
+_LARGEST_FLASH_HEAD = 256
+
+_EFFICIENT_ROWS = 32
+"""torch's memory-efficient attention keeps logarithms for a multiple of so many queries."""
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Group) -> Tensor:
+    """Causal attention of this rank's tokens to those of all ranks of `ring`: q, k, v (B, H, T, D) each -> the same.
+    Collective."""
+    size = q.shape[-1]
+    missing = -size % _HEAD_MULTIPLE if q.is_cuda else 0
+    if missing:  # Zeros change no score.
+        q, k, v = (F.pad(each, (0, missing)) for each in (q, k, v))
+    y = _Ring.apply(q, k, v, size**-0.5, ring)
+    return y[..., :size] if missing else y
+
+
+class _Ring(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, ring: Group) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        whole = torch.zeros_like(q, dtype=wide)
+        logarithms = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
+        both, tag = torch.stack((k, v)), ring.take_tags(ring.size)
+        for turn in range(ring.size):
+            coming = ring.rotate(both, tag + turn) if turn + 1 < ring.size else None  # 1
+            rows, columns = _seen(ring, turn, q.shape[2])
+            keys, values = both[:, :, :, columns]
+            out, logarithm = _attend(q[:, :, rows], keys, values, scale, causal=turn == 0)
+            _add(whole[:, :, rows], logarithms[:, :, rows], out, logarithm)
+            if coming is not None:
+                both = coming.wait()
+        result = whole.to(q.dtype)
+        ctx.ring, ctx.scale = ring, scale
+        ctx.save_for_backward(q, k, v, result, logarithms)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ring: Group = ctx.ring
+        q, k, v, result, logarithms = ctx.saved_tensors
+        both, tag = torch.stack((k, v)), ring.take_tags(2 * ring.size)
+        of_queries = torch.zeros_like(q, dtype=logarithms.dtype)
+        sums, on_their_way = torch.zeros_like(both, dtype=logarithms.dtype), None
+        for turn in range(ring.size):
+            coming = ring.rotate(both, tag + turn) if turn + 1 < ring.size else None
+            rows, columns = _seen(ring, turn, q.shape[2])
+            keys, values = both[:, :, :, columns]
+            here = gradient[:, :, rows], q[:, :, rows], keys, values, result[:, :, rows], logarithms[:, :, rows]
+            gradients = _attend_backward(*here, ctx.scale, causal=turn == 0)
+            of_queries[:, :, rows] += gradients[0]
+            if on_their_way is not None:
+                sums = on_their_way.wait()
+            sums[0, :, :, columns] += gradients[1]
+            sums[1, :, :, columns] += gradients[2]
+            on_their_way = ring.rotate(sums, tag + ring.size + turn)  # 4
+            if coming is not None:
+                both = coming.wait()
+        assert on_their_way is not None  # There is at least one turn.
+        of_keys, of_values = on_their_way.wait().to(k.dtype)
+        return of_queries.to(q.dtype), of_keys, of_values, None, None
+
+
+def _seen(ring: Group, turn: int, length: int) -> tuple[slice, slice]:
+    """Of this rank's queries and of the keys that are here in a turn: those between which there are scores."""  # 2
+    source, everything = (ring.index - turn) % ring.size, slice(None)
+    if turn == 0:
+        return everything, everything
+    return (everything, slice(length // 2)) if source < ring.index else (slice(length // 2, None), everything)
+
+
+def _add(whole: Tensor, logarithms: Tensor, out: Tensor, logarithm: Tensor) -> None:
+    """Add a turn's output to that of earlier ones, whose sums of exponentials have these `logarithms`, in place."""
+    # 3
+    together = torch.logaddexp(logarithms, logarithm)
+    whole.mul_((logarithms - together).exp_().unsqueeze(-1))
+    whole.addcmul_(out.to(whole.dtype), (logarithm - together).exp_().unsqueeze(-1))
+    logarithms.copy_(together)
+
+
+# ---- torch's kernels, which also tell the logarithms -----------------------------------------------------------------
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """(output, logarithm of the sum of exponentials (B, H, T) float32, of float64 float64)."""
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    if _flash(q):
+        out, logarithm, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        return out, logarithm
+    out, logarithm, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, logarithm[:, :, : q.shape[2]]
+
+
+def _attend_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logarithm: Tensor, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, where `out` and `logarithm` are those of all turns together."""
+    aten, given = torch.ops.aten, (gradient, q, k, v)
+    if q.device.type == "cpu":
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(*given, out, logarithm, 0.0, causal, scale=scale)
+    # Nothing is dropped: what the forwards drew does not count.
+    random = [torch.empty((), dtype=torch.int64) for _ in range(2)]
+    if _flash(q):
+        backward, lengths = aten._scaled_dot_product_flash_attention_backward, (q.shape[2], k.shape[2])
+        return backward(*given, out, logarithm.contiguous(), None, None, *lengths, 0.0, causal, *random, scale=scale)
+    padded = F.pad(logarithm, (0, -q.shape[2] % _EFFICIENT_ROWS), value=float("inf"))
+    backward, needed = aten._scaled_dot_product_efficient_attention_backward, (True, True, True, False)
+    return backward(*given, None, out, padded, *random, 0.0, needed, causal, scale=scale)[:3]
+
+
+def _flash(q: Tensor) -> bool:
+    """Whether torch's flash attention takes this on a GPU; the memory-efficient one takes the rest."""
+    capable = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return capable and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= _LARGEST_FLASH_HEAD

@@ -1,0 +1,359 @@
+"""Sequences that are cut over ranks (`speedlab/parallel/context`): parity with one process, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import speedlab
+from ranks import models
+from ranks.conftest import PoolOf
+from ranks.layout_cases import LayoutCase, gpt, masked_gpt, rounded_gpt, sparse_gpt, train_layout, train_layouts
+from ranks.loops import Trajectory, adamw, problems
+from ranks.test_layouts import BFLOAT16, FLOAT32, SCHEDULES, PlainOf, check
+from speedlab.config import ConfigError, ModelConfig, RunConfig
+from speedlab.layout import Layout, LayoutError
+from speedlab.models import GPT
+
+SPARSE = {"kind": "block_sparse", "block": 16, "window": 16}
+LOW: dict[str, Any] = {"dtype": "bfloat16", "whole": False}
+
+
+def rows_of(length: int, step: int, index: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets (2, length), of which some do not count: all that some ranks have, among them."""
+    generator = torch.Generator().manual_seed(1_000_003 * step + index)
+    rows = torch.randint(models.VOCABULARY, (2, length + 1), generator=generator)
+    targets = (rows[:, 1:] + rows[:, :-1]) % models.VOCABULARY
+    targets[:, : length // 4] = -100
+    return rows[:, :-1], targets
+
+
+eight, sixteen, many = partial(rows_of, 8), partial(rows_of, 16), partial(rows_of, 48)
+
+
+def long_gpt(**changes: Any) -> nn.Module:
+    shape = {"layers": 4, "hidden": 24, "heads": 4, "ffn_hidden": 32, "vocab_size": models.VOCABULARY, "context": 48}
+    return models.seeded(GPT, ModelConfig(**shape, **changes))
+
+
+def learned() -> nn.Module:
+    return long_gpt(tied=False, position="learned", norm="layer", bias=True)
+
+
+@pytest.mark.parametrize("cp_heads", [1, 2, 4])
+def test_ring_heads_and_both(pool_of: PoolOf, plain: PlainOf, cp_heads: int) -> None:
+    cases = [
+        LayoutCase(layout=Layout(cp=4), stage=stage, cp_heads=cp_heads, batch=batch, build=build)
+        for stage, batch, build in ((0, eight, gpt), (1, many, long_gpt), (2, sixteen, learned), (3, many, learned))
+    ]
+    check(pool_of, plain, cases, FLOAT32, timeout=120)
+
+
+@pytest.mark.parametrize("layout", [Layout(cp=2, dp=2), Layout(cp=2, tp=2), Layout(cp=2, pp=2)], ids=str)
+def test_with_every_other_axis(pool_of: PoolOf, plain: PlainOf, layout: Layout) -> None:
+    cases = [
+        LayoutCase(
+            layout=layout,
+            stage=stage,
+            cp_heads=1 + stage % 2,
+            build=learned if stage > 1 else long_gpt,
+            batch=many,
+            checkpointing="block" if stage in (0, 3) else "none",
+            sequence=layout.tp > 1 and stage > 1,
+            schedule=SCHEDULES[stage] if layout.pp > 1 else "1f1b",
+            optimizer=adamw,
+        )
+        for stage in range(4)
+    ]
+    check(pool_of, plain, cases, FLOAT32, timeout=120)
+
+
+def test_bfloat16(pool_of: PoolOf, plain: PlainOf) -> None:
+    cases = [
+        LayoutCase(layout=layout, stage=stage, cp_heads=heads, build=rounded_gpt, batch=eight, **LOW)
+        for layout, stage, heads in ((Layout(cp=4), 3, 1), (Layout(cp=4), 1, 2), (Layout(cp=2, tp=2), 2, 2))
+    ]
+    check(pool_of, plain, cases, BFLOAT16, timeout=120)
+
+
+def test_sparse_attention(pool_of: PoolOf, plain: PlainOf) -> None:
+    """All ranks share heads."""
+    cases = [
+        LayoutCase(layout=layout, stage=stage, build=sparse_gpt, batch=many, accumulation=2)
+        for layout, stage in ((Layout(cp=4), 3), (Layout(cp=2, dp=2), 1), (Layout(cp=2, tp=2), 2))
+    ]
+    check(pool_of, plain, cases, FLOAT32, timeout=120, build=masked_gpt)
+
+
+def test_dropout_drops_what_one_process_drops(pool_of: PoolOf) -> None:
+    """Beside an engine on one rank, whose random streams are the same."""
+    build = partial(long_gpt, dropout=0.2)
+    cases = [
+        LayoutCase(layout=layout, stage=1, build=build, batch=many, accumulation=1, sequence=sequence, whole=False)
+        for layout, sequence in ((Layout(cp=4), False), (Layout(cp=2, tp=2), False), (Layout(cp=2, tp=2), True))
+    ]
+    # Stages of one rank share the dropout behind the embedding.
+    cases.append(replace(cases[0], layout=Layout(cp=2, pp=2), schedule="interleaved"))
+    (alone,) = pool_of(1).run(train_layouts, [replace(cases[0], layout=Layout())], timeout=60)[0]
+    alone.start = {name: parameter.detach() for name, parameter in build().named_parameters()}
+    for paths in pool_of(4).run(train_layouts, cases, timeout=120):
+        for path in paths:
+            assert problems([path], alone, FLOAT32) == []
+
+
+def penalised(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A term that every rank computes whole, beside the loss of its own tokens and one of the logits."""
+    logits = model(batch[0]).logits
+    square = sum(parameter.square().sum() for parameter in model.parameters())
+    return model(*batch).loss + 0.05 * square + 0.1 * logits.float().logsumexp(-1).square().mean()
+
+
+@pytest.mark.parametrize("cp_heads", [1, 2])
+def test_terms_of_a_loss_of_the_users_count_once(pool_of: PoolOf, plain: PlainOf, cp_heads: int) -> None:
+    options: dict[str, Any] = {"build": long_gpt, "batch": many, "loss": penalised, "accumulation": 2}
+    case = LayoutCase(layout=Layout(cp=2), stage=1, cp_heads=cp_heads, **options)
+    for path in pool_of(2).run(train_layout, case, own_loss=True, timeout=120):
+        assert problems([path], plain(case.plain(), 1), FLOAT32) == []
+
+
+def break_the_ring(case: LayoutCase, turn: int) -> Trajectory:
+    """Before step 1 a pass in which attention raises on every rank, in the forward or (from 6 on) the backward."""
+    from speedlab.parallel.context import ring
+
+    path, attend = Trajectory(), (ring._attend, ring._attend_backward)
+    calls = [-1]
+
+    def fail(which: int) -> Any:
+        def kernel(*args: Any, **named: Any) -> Any:
+            calls[0] -= 1
+            if calls[0] == -1:
+                raise ZeroDivisionError("in this turn")
+            return attend[which](*args, **named)
+
+        return kernel
+
+    engine: Any = speedlab.initialize(model=case.build(), optimizer=case.optimizer, config=case.config())[0]
+    try:
+        ring._attend, ring._attend_backward = fail(0), fail(1)
+        for step in range(case.steps):
+            if step == 1:
+                calls[0] = turn
+                with pytest.raises(ZeroDivisionError):
+                    engine.train_batch([rows_of(48, 99, 0)])
+                calls[0] = -1
+            path.losses.append(engine.train_batch([rows_of(48, step, 0)]))
+            path.norms.append(engine.global_grad_norm)
+        path.parameters = engine.state_dict()
+    finally:
+        ring._attend, ring._attend_backward = attend
+        engine.destroy(keep_parameters=False)
+    return path
+
+
+@pytest.mark.parametrize("backend", ["shared", "gloo"])
+def test_a_step_after_a_broken_ring(pool_of: PoolOf, plain: PlainOf, backend: str) -> None:
+    """What was under way when attention raised is never taken for something else, and holds nobody up."""
+    case = LayoutCase(layout=Layout(cp=2), stage=0, cp_heads=1, build=long_gpt, batch=many, accumulation=1, steps=4)
+    for turn in (0, 3, 9):
+        for path in pool_of(2, backend).run(break_the_ring, case, turn, timeout=60):
+            assert problems([path], plain(case.plain(), 1), FLOAT32) == []
+
+
+def uncounted(layout: Layout) -> tuple[float, float, float]:
+    """(loss, norm) of a micro-batch in which no target counts beside one in which some do; and what a step leaves."""
+    config = {"parallel": {"cp": layout.cp, "cp_heads": 1}, "precision": "float32", "batch": {"accumulation": 2}}
+    engine: Any = speedlab.initialize(model=long_gpt(), config={**config, "zero": {"stage": 0}})[0]
+    try:
+        tokens, targets = rows_of(48, 0, 0)
+        losses = engine.train_batch([(tokens, torch.full_like(targets, -100)), (tokens, targets)])
+        return losses, engine.global_grad_norm, float(engine.state_dict()["norm.weight"].sum())
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def test_a_micro_batch_without_a_counted_target_has_no_gradient(pool_of: PoolOf) -> None:
+    (alone,) = pool_of(1).run(uncounted, Layout(), timeout=60)
+    for loss, norm, left in pool_of(2).run(uncounted, Layout(cp=2), timeout=60):
+        assert loss != loss
+        assert alone[0] != alone[0]
+        assert norm == pytest.approx(alone[1], rel=1e-5)
+        assert left == pytest.approx(alone[2], rel=1e-6)
+
+
+class Windowed(nn.Module):
+    """Somebody's own attention."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril().triu(-4)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def windowed() -> nn.Module:
+    model: Any = long_gpt()
+    for block in model.blocks:
+        block.attention.attend = Windowed()
+    return model
+
+
+def test_an_attention_of_the_users_is_kept_or_refused(pool_of: PoolOf, plain: PlainOf) -> None:
+    case = LayoutCase(layout=Layout(cp=2), stage=1, build=windowed, batch=many, accumulation=1)
+    check(pool_of, plain, [case], FLOAT32, timeout=60)
+    told = pool_of(2).run(refused, windowed(), {"cp_heads": 1}, timeout=30)
+    assert all("the attention of this model is a Windowed of its own" in each for each in told)
+
+
+def look(case: LayoutCase) -> dict[str, Any]:
+    engine: Any = speedlab.initialize(model=case.build(), optimizer=case.optimizer, config=case.config())[0]
+    try:
+        tokens, targets = rows_of(45, 0, 0)
+        with torch.no_grad():
+            found = {"logits": engine.eval()(tokens).logits, "loss": engine.evaluate([(tokens, targets)])}
+        engine.train()
+        steps = case.accumulation
+        with pytest.raises(ValueError, match=r"a sequence of 45 tokens does not divide by .; use 44 or 4[68] tokens"):
+            engine.train_batch([(tokens, targets)] * steps)
+        if case.layout.pp == 1:  # Else it is known on the last stage only.
+            tokens, targets = rows_of(48, 0, 0)
+            with pytest.raises(ValueError, match="targets: 46 of a sequence, expected one for each token"):
+                engine.train_batch([(tokens, targets[:, 2:])] * steps)
+            with pytest.raises(ValueError, match="targets: 999 at position 47"):
+                engine.train_batch([(tokens, targets.index_fill(1, torch.tensor(47), 999))] * steps)
+            with pytest.raises(IndexError, match=r"tokens: \d+ to 999, expected 0 to"):
+                engine.train_batch([(tokens.index_fill(1, torch.tensor(3), 999), targets)] * steps)
+        engine.train_batch([rows_of(48, 0, 0)] * steps)
+        found["placement"] = str(engine.placement)
+        return found
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def test_what_is_looked_at_is_of_whole_sequences(pool_of: PoolOf) -> None:
+    """Of any length: logits in their order on every rank, and the loss of all tokens."""
+    model = learned()
+    tokens, targets = rows_of(45, 0, 0)
+    layouts = Layout(cp=2), Layout(cp=2, pp=2), Layout(cp=2, tp=2, pp=1)
+    for cp_heads, layout in itertools.product((1, 2), layouts):
+        options: dict[str, Any] = {
+            "accumulation": layout.pp,
+            "sequence": layout.tp > 1,
+            "stage": 3 if layout.pp == 1 else 1,
+        }
+        case = LayoutCase(layout=layout, build=learned, cp_heads=cp_heads, **options)
+        for found in pool_of(layout.world_size).run(look, case, timeout=60):
+            torch.testing.assert_close(found["logits"], model(tokens).logits)
+            assert found["loss"] == pytest.approx(model(tokens, targets=targets).loss.item(), rel=1e-6)
+            assert "dp × cp" in found["placement"]
+
+
+def save_and_go_on(case: LayoutCase, folder: str) -> Trajectory:
+    """Two steps, a checkpoint, and the others from it; under another layout in between."""
+    path = Trajectory()
+    layouts = [case, replace(case, layout=Layout(dp=2), accumulation=1), replace(case, stage=1, cp_heads=1)]
+    for number, each in enumerate(layouts):
+        engine: Any = speedlab.initialize(model=each.build(), optimizer=each.optimizer, config=each.config())[0]
+        try:
+            if number:
+                engine.load_checkpoint(folder, str(number - 1))
+            for step in range(2 * number, 2 * number + 2):
+                # One micro-batch of all under cp, one for each rank under dp: the same global batch.
+                sizes = [rows_of(48, step, micro) for micro in range(2)]
+                given = sizes if each.layout.dp == 1 else [sizes[engine.mesh.data_index]]
+                path.losses.append(engine.train_batch(given))
+                path.norms.append(engine.global_grad_norm)
+            engine.save_checkpoint(folder, str(number))
+            path.parameters = engine.state_dict()
+        finally:
+            engine.destroy(keep_parameters=False)
+    return path
+
+
+def test_checkpoints_know_nothing_of_cp(pool_of: PoolOf, plain: PlainOf, tmp_path: Path) -> None:
+    case = LayoutCase(layout=Layout(cp=2), stage=3, build=learned, batch=many, accumulation=2, optimizer=adamw, steps=6)
+    for path in pool_of(2).run(save_and_go_on, case, str(tmp_path), timeout=90):
+        assert problems([path], plain(case.plain(), 1), FLOAT32) == []
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length": 42}, "cp 4: sequences of 42 tokens do not divide by 4; 40 or 44 would"),
+        ({"length": 44, "cp_heads": 1}, "cp 4: sequences of 44 tokens do not divide by 8; 40 or 48 would"),
+        ({"cp_heads": 3}, "cp_heads 3 does not divide cp 4; 1, 2, 4 do"),
+        ({"cp_heads": 4}, "cp_heads 4: the 6 heads of a tp rank do not divide by it; 1, 2 would"),
+        ({"dropout": 0.1}, "cp 4 with model.dropout 0.1: all cp ranks have to share heads, and the 6 heads"),
+        ({"dropout": 0.1, "heads": 8, "cp_heads": 2}, "share heads, and cp_heads is 2; leave it out"),
+        ({"attention": SPARSE}, "cp 4 with block_sparse attention: all cp ranks have to share heads, and the 6 heads"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_what_would_work(changes: dict[str, Any], message: str) -> None:
+    model = {"hidden": 96, "heads": 6, "context": 64, "layers": 2} | changes
+    data = {"sequence_length": model.pop("length", 48)}
+    config = RunConfig(parallel={"cp": 4, "cp_heads": model.pop("cp_heads", None)}, data=data, model=model)
+    with pytest.raises(LayoutError, match=re.escape(message)):
+        config.layout(4)
+
+
+def refused(model: Any, how: dict[str, Any]) -> str:
+    with pytest.raises((ConfigError, LayoutError)) as told:
+        speedlab.initialize(model=model, config={"parallel": {"cp": 2} | how})
+    return str(told.value)
+
+
+def test_other_models_are_refused(pool_of: PoolOf) -> None:
+    expected = "parallel.cp 2: sequences are cut for this package's GPT as it is, not for Linear; set parallel.cp to 1"
+    assert all(told.startswith(expected) for told in pool_of(2).run(refused, nn.Linear(2, 2), {}, timeout=30))
+
+
+# ---- very long -------------------------------------------------------------------------------------------------------
+
+LONG = 65_536
+
+
+def very_long_gpt() -> GPT:
+    shape: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "ffn_hidden": 128, "vocab_size": 64}
+    return models.seeded(GPT, ModelConfig(**shape, context=LONG))
+
+
+def very_long_gradients(layout: Layout, cp_heads: int | None) -> tuple[float, dict[str, Tensor]]:
+    """(loss, gradient of every parameter) of one sequence, by a step of plain SGD at a high rate."""
+    config = {
+        "parallel": {"cp": layout.cp, "cp_heads": cp_heads},
+        "precision": {"dtype": "float32"},
+        "zero": {"stage": 3},
+        "batch": {"micro_size": 1},
+        "activation": {"checkpointing": "block"},
+    }
+    model = very_long_gpt()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    engine: Any = speedlab.initialize(model=model, optimizer=partial(torch.optim.SGD, lr=1024.0), config=config)[0]
+    try:
+        tokens = torch.randint(64, (1, LONG + 1), generator=torch.Generator().manual_seed(1))
+        loss = engine.train_batch([(tokens[:, :-1], tokens[:, 1:])])
+        return loss, {name: before[name] - value for name, value in engine.state_dict().items()}
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_sixty_four_thousand_tokens(pool_of: PoolOf) -> None:
+    """A ring, heads and both are the dense attention of one rank, in the loss and every gradient."""
+    (alone,) = pool_of(1).run(very_long_gradients, Layout(), None, timeout=300)
+    for cp_heads in (1, 2, 4):
+        for loss, gradients in pool_of(4).run(very_long_gradients, Layout(cp=4), cp_heads, timeout=300):
+            assert loss == pytest.approx(alone[0], rel=1e-6)
+            for name, expected in alone[1].items():
+                torch.testing.assert_close(
+                    gradients[name], expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item()
+                )
