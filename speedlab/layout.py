@@ -3,6 +3,7 @@ pipeline stages. No torch, no processes."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, product
@@ -91,7 +92,7 @@ class Layout:
     @property
     def sizes(self) -> dict[str, int]:
         """Size of each axis, slow to fast."""
-        return {axis: getattr(self, axis) for axis in AXES}
+        return {axis: getattr(self, axis) for axis in _axes_of(type(self))}
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -100,13 +101,13 @@ class Layout:
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis."""
-        _check_names((axis,))
+        self._check_names((axis,))
         return self.sizes[axis]
 
     def stride(self, axis: str) -> int:
         """By how much the ranks of neighbours along an axis differ."""
-        _check_names((axis,))
-        return prod(self.mesh_shape[AXES.index(axis) + 1 :])
+        self._check_names((axis,))
+        return prod(self.mesh_shape[list(self.sizes).index(axis) + 1 :])
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Index of a rank along each axis, slow to fast."""
@@ -115,16 +116,16 @@ class Layout:
         found = {}
         for axis, size in reversed(self.sizes.items()):
             rank, found[axis] = divmod(rank, size)
-        return {axis: found[axis] for axis in AXES}
+        return {axis: found[axis] for axis in self.sizes}
 
     def index(self, rank: int, axis: str) -> int:
         """Index of a rank in its group along an axis."""
-        _check_names((axis,))
+        self._check_names((axis,))
         return self.coordinates(rank)[axis]
 
     def rank(self, **coordinates: int) -> int:
         """The rank at these coordinates; axes left out are 0. Raises LayoutError when they are outside the mesh."""
-        _check_names(coordinates)
+        self._check_names(coordinates)
         rank = 0
         for axis, size in self.sizes.items():
             index = coordinates.get(axis, 0)
@@ -135,10 +136,10 @@ class Layout:
 
     def peers(self, rank: int, *axes: str) -> list[int]:
         """The ranks that differ from `rank` only along these axes, itself among them, in rank order."""
-        _check_names(axes)
+        self._check_names(axes)
         own = self.coordinates(rank)
         spans = [range(size) if axis in axes else (own[axis],) for axis, size in self.sizes.items()]
-        return [self.rank(**dict(zip(AXES, indices, strict=True))) for indices in product(*spans)]
+        return [self.rank(**dict(zip(self.sizes, indices, strict=True))) for indices in product(*spans)]
 
     @property
     def data_size(self) -> int:
@@ -158,11 +159,22 @@ class Layout:
                 share = share * self.size(axis) + index
         return share
 
+    def _check_names(self, axes: Iterable[str]) -> None:
+        for axis in axes:
+            if axis not in self.sizes:
+                raise LayoutError(f"{axis!r} is no axis of a layout; its axes are {', '.join(self.sizes)}")
+
     def __str__(self) -> str:
         return _product(self.sizes)
 
 
-AXES: tuple[str, ...] = tuple(axis for axis in KINDS if axis in {field.name for field in fields(Layout)})
+@functools.cache
+def _axes_of(kind: type[Layout]) -> tuple[str, ...]:
+    own = {field.name for field in fields(kind)}
+    return tuple(axis for axis in KINDS if axis in own)
+
+
+AXES = _axes_of(Layout)
 """The axes that a layout has today, slow to fast."""
 
 REPLICATED: tuple[str, ...] = tuple(axis for axis in AXES if not KINDS[axis].holds_other_parameters)
@@ -172,12 +184,6 @@ REPLICATED: tuple[str, ...] = tuple(axis for axis in AXES if not KINDS[axis].hol
 def _product(sizes: dict[str, int]) -> str:
     """'pp 1 × dp 4 × tp 2'."""
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis in ALWAYS_NAMED)
-
-
-def _check_names(axes: Iterable[str]) -> None:
-    for axis in axes:
-        if axis not in AXES:
-            raise LayoutError(f"{axis!r} is no axis of a layout; its axes are {', '.join(AXES)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import speedlab.layout
 from speedlab.layout import (
     AXES,
     KINDS,
@@ -126,18 +125,14 @@ class Wider(Layout):
     )
 )
 def test_an_axis_to_come_needs_only_a_field(layout: Wider) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speedlab.layout, "AXES", tuple(KINDS))
-        assert layout.mesh_shape == (layout.pp, layout.dp, layout.cp, layout.ep, layout.tp)
-        assert layout.data_size == layout.dp * layout.ep
-        for rank in range(layout.world_size):
-            assert layout.rank(**layout.coordinates(rank)) == rank
-            shares = [layout.data_index(peer) for peer in layout.peers(rank, "dp", "ep")]
-            assert shares == list(range(layout.data_size))
-            assert {layout.data_index(peer) for peer in layout.peers(rank, "pp", "cp", "tp")} == {
-                layout.data_index(rank)
-            }
-        assert Wider.for_world(layout.world_size, **{a: n for a, n in layout.sizes.items() if a != "dp"}) == layout
+    assert layout.mesh_shape == (layout.pp, layout.dp, layout.cp, layout.ep, layout.tp)
+    assert layout.data_size == layout.dp * layout.ep
+    for rank in range(layout.world_size):
+        assert layout.rank(**layout.coordinates(rank)) == rank
+        shares = [layout.data_index(peer) for peer in layout.peers(rank, "dp", "ep")]
+        assert shares == list(range(layout.data_size))
+        assert {layout.data_index(peer) for peer in layout.peers(rank, "pp", "cp", "tp")} == {layout.data_index(rank)}
+    assert Wider.for_world(layout.world_size, **{a: n for a, n in layout.sizes.items() if a != "dp"}) == layout
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 3))
