@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,8 +116,8 @@ class Run:
         self.feed.poll()
         return self.feed.events
 
-    def records(self, rank: int = 0) -> list[StepRecord]:
-        """All step records of a rank, from the first step on."""
+    def records(self, rank: int = 0) -> Sequence[StepRecord]:
+        """All step records of a rank, from the first step on, growing while the run does."""
         self.feed.poll()
         if rank not in self.feed.records and not 0 <= rank < len(self.feed.status.rank_pids):
             raise RunError(

@@ -3,7 +3,7 @@ steps take, what its losses are. Of each run the first rank; data for plotly, as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -190,7 +190,7 @@ def kept_at(ledger: Ledger, place: str) -> dict[str, int]:
     return {category: held[category] for category in _KEPT if held.get(category)}
 
 
-def first_rank(feed: Feed) -> list[StepRecord]:
+def first_rank(feed: Feed) -> Sequence[StepRecord]:
     """Of the first rank. Raises ValueError where there is none yet."""
     feed.poll()
     if not feed.records.get(0):

@@ -6,18 +6,16 @@ import os
 import re
 import threading
 import time
-from dataclasses import fields, replace
-from pathlib import Path
 
 from speedlab.telemetry.folder import RunFolder, RunFolderError, Status
-from speedlab.telemetry.records import Event, Ledger, StepRecord
-from speedlab.telemetry.stream import LINE_LIMIT_BYTES, Message, Subscriber
+from speedlab.telemetry.rank_records import RankRecords
+from speedlab.telemetry.records import Event, StepRecord
+from speedlab.telemetry.stream import Message, Subscriber
+from speedlab.telemetry.tail import Tail
 
 _STREAM_FRESH_SECONDS = 2.0
 _SWEEP_SECONDS = 0.5
 _LOOK_AROUND_SECONDS = 1.0
-_TIMELINES = 256
-"""Steps whose timelines are kept in memory; those of earlier ones are in the files."""
 
 
 class Feed:
@@ -27,24 +25,23 @@ class Feed:
     2. A line that starts where this feed has read to is taken as it is; one that starts later shows a gap, which is
        read from the file; an earlier one is known.
     3. The files themselves are looked at in every poll while the stream is silent, and twice a second otherwise.
+    4. Of a rank the end of its file is read, and all of it when somebody asks for more than its newest records.
 
-    `records` and `events` only grow (new lists when a file was replaced by a shorter one, or a poll was interrupted);
-    timelines are kept for the newest steps only. `version` counts the polls that found something, for several readers
-    of one feed. `damaged_lines` counts lines that are no records, `problem` is the last thing that could not be read.
-    Any thread may poll.
+    `events` only grow (a new list when the file was replaced by a shorter one, or a poll was interrupted). `version`
+    counts the polls that found something, for several readers of one feed. `problem` is the last thing that could not
+    be read. Any thread may poll, and ask for records.
     """
 
     def __init__(self, folder: RunFolder | str | os.PathLike[str]) -> None:
         self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
-        self.records: dict[int, list[StepRecord]] = {}
+        self.records: dict[int, RankRecords] = {}
         self.events: list[Event] = []
         self.status = Status()
         self.version = 0
-        self.damaged_lines = 0
         self.problem = ""
         self._lock = threading.RLock()
-        self._tails: dict[int, _Tail] = {}
-        self._event_tail = _Tail(self.folder.path / "events.jsonl")
+        self._damaged_events = 0
+        self._event_tail = Tail(self.folder.path / "events.jsonl")
         self._status_path = str(self.folder.path / "status.json")
         self._status_seen: tuple[int, int, int] | None = None
         self._directories = [str(self.folder.path / name) for name in ("records", "stream")]
@@ -62,8 +59,8 @@ class Feed:
                 news = self._poll(time.monotonic(), files)
             except BaseException:
                 # An interrupt may have come between reading lines and keeping them: read everything again next time.
-                self._tails, self.records, self.events = {}, {}, []
-                self._event_tail = _Tail(self.folder.path / "events.jsonl")
+                self.records, self.events, self._damaged_events = {}, [], 0
+                self._event_tail = Tail(self.folder.path / "events.jsonl")
                 self._last_look = float("-inf")
                 raise
             self.version += news
@@ -79,8 +76,8 @@ class Feed:
         quiet = now - self._last_message > _STREAM_FRESH_SECONDS
         if files or quiet or now - self._last_sweep > _SWEEP_SECONDS:
             self._last_sweep = now
-            for rank in self._tails:
-                news |= self._read_records(rank)
+            for records in self.records.values():
+                news |= records.read()
         return news
 
     def close(self) -> None:
@@ -91,9 +88,14 @@ class Feed:
                 self._subscriber = None
 
     @property
+    def damaged_lines(self) -> int:
+        """Lines that are no records or events, of those that were read."""
+        return self._damaged_events + sum(records.damaged_lines for records in self.records.values())
+
+    @property
     def last(self) -> StepRecord | None:
         """The newest record of the lowest rank."""
-        for _, records in sorted(self.records.items()):
+        for records in self.records.values():
             if records:
                 return records[-1]
         return None
@@ -122,17 +124,17 @@ class Feed:
         news = False
         records = self._directories[0]
         for name in os.listdir(records) if modified[0] else []:
-            if (match := re.fullmatch(r"rank-(\d{1,6})\.jsonl", name)) and int(match[1]) not in self._tails:
+            if (match := re.fullmatch(r"rank-(\d{1,6})\.jsonl", name)) and int(match[1]) not in self.records:
                 news |= self._add_rank(int(match[1]))
         if self._subscriber is not None:
             self._subscriber.refresh()
         return news
 
     def _add_rank(self, rank: int) -> bool:
-        self._tails[rank] = _Tail(self.folder.path / "records" / f"rank-{rank}.jsonl")
-        self.records[rank] = []
-        self.records = dict(sorted(self.records.items()))
-        return self._read_records(rank)
+        path = self.folder.path / "records" / f"rank-{rank}.jsonl"
+        found = RankRecords(path, rank, self._lock, self._say_damaged)
+        self.records = dict(sorted({**self.records, rank: found}.items()))
+        return found.read()
 
     def _drain_stream(self, now: float) -> bool:
         news = False
@@ -142,145 +144,42 @@ class Feed:
         return news
 
     def _take(self, message: Message) -> bool:
-        tail = self._event_tail if message.kind == b"e" else self._tails.get(message.rank)
-        if tail is None or message.start < tail.position:
+        source = self._event_tail if message.kind == b"e" else self.records.get(message.rank)
+        if source is None or message.start < source.position:
             return False
-        if message.start > tail.position or not message.line.endswith(b"\n"):
-            return self._read_events() if message.kind == b"e" else self._read_records(message.rank)
-        tail.position += len(message.line)
-        if message.kind == b"e":
-            return self._add_event(message.line)
-        return self._add_record(message.rank, message.line)
+        gap = message.start > source.position or not message.line.endswith(b"\n")
+        if isinstance(source, RankRecords):
+            return source.read() if gap else source.take(message.line)
+        if gap:
+            return self._read_events()
+        source.position += len(message.line)
+        return self._add_event(message.line)
 
     def _read_events(self) -> bool:
         lines = self._event_tail.read()
         if self._event_tail.restarted:
-            self.events = []
+            self.events, self._damaged_events = [], 0
         return sum(self._add_event(line) for line in lines) > 0
-
-    def _read_records(self, rank: int) -> bool:
-        tail = self._tails[rank]
-        lines = tail.read()
-        if tail.restarted:
-            self.records[rank] = []
-        return sum(self._add_record(rank, line) for line in lines) > 0
-
-    def _add_record(self, rank: int, line: bytes) -> bool:
-        try:
-            record = StepRecord.from_json(line)
-            _check_record(record, rank)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            self._damaged(f"records of rank {rank}", error)
-            return False
-        records = self.records[rank]
-        while records and records[-1].step >= record.step:
-            records.pop()  # The run went back to a checkpoint: the steps behind it are computed again.
-        records.append(record)
-        if len(records) > _TIMELINES and records[-_TIMELINES - 1].timeline:
-            records[-_TIMELINES - 1] = replace(records[-_TIMELINES - 1], timeline=[])
-        return True
 
     def _add_event(self, line: bytes) -> bool:
         try:
             event = Event.from_json(line)
             _check_event(event)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            self._damaged("events", error)
+            self._damaged_events += 1
+            self._say_damaged(f"events: a line is damaged: {str(error)[:200]}")
             return False
         self.events.append(event)
         return True
 
-    def _damaged(self, where: str, error: Exception) -> None:
-        self.damaged_lines += 1
-        self.problem = f"{where}: a line is damaged: {str(error)[:200]}"
+    def _say_damaged(self, problem: str) -> None:
+        self.problem = problem
 
     def __repr__(self) -> str:
-        count = sum(map(len, self.records.values()))
-        return f"Feed({self.folder.name!r}: {count} records of {len(self.records)} ranks, {len(self.events)} events)"
+        return f"Feed({self.folder.name!r}: {len(self.records)} ranks, {len(self.events)} events)"
 
 
-class _Tail:
-    """Reads the complete lines of a growing file; what stands behind the last newline is left for the next time."""
-
-    _BUDGET_BYTES = 64 * LINE_LIMIT_BYTES
-
-    def __init__(self, path: Path) -> None:
-        self.position = 0
-        """Where the first line that was not read starts, bytes."""
-        self.restarted = False
-        """Whether the last read began at the start again, because the file had become shorter."""
-        self._path = str(path)
-        self._size_seen = 0
-        self._in_long_line = False
-
-    def read(self) -> list[bytes]:
-        """Lines that were completed since the last call; of a huge file, at most 64 MiB at once."""
-        self.restarted = False
-        try:
-            size = os.stat(self._path).st_size
-        except FileNotFoundError:
-            return []
-        if size == self._size_seen or size == self.position:
-            return []
-        if size < self.position:
-            self.position, self.restarted = 0, True
-        self._size_seen = size
-        lines: list[bytes] = []
-        stop = self.position + self._BUDGET_BYTES
-        with open(self._path, "rb") as file:
-            file.seek(self.position)
-            while self.position < stop:
-                if not (data := file.read(LINE_LIMIT_BYTES)):
-                    break
-                end = data.rfind(b"\n") + 1
-                if end == 0 and len(data) < LINE_LIMIT_BYTES:
-                    break
-                lines += self._split(data, end or len(data))
-                file.seek(self.position)
-            else:
-                self._size_seen = -1  # There is more: do not take this size as read.
-        return lines
-
-    def _split(self, data: bytes, end: int) -> list[bytes]:
-        """The lines of `data[:end]`. A line beyond the limit is passed over; an empty one stands for it."""
-        self.position += end
-        if data[end - 1 : end] != b"\n":
-            self._in_long_line = True
-            return []
-        lines = data[: end - 1].split(b"\n")
-        if self._in_long_line:
-            lines[0], self._in_long_line = b"", False
-        return lines
-
-
-_NUMBER_FIELDS = tuple(
-    f.name
-    for f in fields(StepRecord)
-    if f.name not in ("phases", "sent_bytes", "moved_bytes", "kernels", "ledger", "heldout_loss", "traced", "timeline")
-)
 _NUMBERS = (int, float)
-
-
-def _check_record(record: StepRecord, rank: int) -> None:
-    """Whether a record from a file is what it should be: what is drawn and formatted later must be numbers."""
-    values = record.__dict__
-    for name in _NUMBER_FIELDS:
-        if type(values[name]) not in _NUMBERS:
-            raise TypeError(f"{name} is {values[name]!r}, not a number")
-    if record.rank != rank or type(record.step) is not int:
-        raise ValueError(f"step {record.step!r} of rank {record.rank!r} in the file of rank {rank}")
-    if record.heldout_loss is not None and type(record.heldout_loss) not in _NUMBERS:
-        raise TypeError(f"heldout_loss is {record.heldout_loss!r}, not a number")
-    moved = (record.phases, record.sent_bytes, record.moved_bytes)
-    numbers = [value for each in moved for value in each.values()] + _ledger_values(record.ledger)
-    for use in record.kernels.values():
-        numbers += use.values()
-    for span in record.timeline:
-        numbers += span[1:]
-        if not isinstance(span.action, str):
-            raise TypeError(f"timeline holds the action {span.action!r}, not a text")
-    if any(type(value) not in _NUMBERS for value in numbers):
-        raise TypeError("phases, sent_bytes, moved_bytes, kernels, ledger or timeline hold something else than numbers")
 
 
 def _check_event(event: Event) -> None:
@@ -289,11 +188,6 @@ def _check_event(event: Event) -> None:
         raise TypeError(f"event {event.kind!r} at step {event.step!r} has fields of the wrong kind")
     if event.command is not None and type(event.command) is not int:
         raise TypeError(f"command is {event.command!r}, not a number")
-
-
-def _ledger_values(ledger: Ledger) -> list[int]:
-    own = [value for name, value in ledger.__dict__.items() if name not in ("host", "disk")]
-    return [*own, *ledger.host.values(), *ledger.disk.values()]
 
 
 def _modified(path: str) -> int:

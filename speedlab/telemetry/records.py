@@ -156,9 +156,9 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> StepRecord:
-        data = json.loads(line)
-        data["ledger"] = Ledger(**data.get("ledger", {}))
-        data["timeline"] = [Span(*span) for span in data.get("timeline", ())]
+        data = _known(json.loads(line), cls)
+        data["ledger"] = Ledger(**_known(data.get("ledger", {}), Ledger))
+        data["timeline"] = [Span(*span[: len(Span._fields)]) for span in data.get("timeline", ())]
         return cls(**data)
 
 
@@ -191,7 +191,13 @@ class Event:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Event:
-        return cls(**json.loads(line))
+        return cls(**_known(json.loads(line), cls))
+
+
+def _known(data: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
+    """Without the fields that a later version may have written."""
+    names = kind.__dataclass_fields__
+    return data if data.keys() <= names.keys() else {name: data[name] for name in names if name in data}
 
 
 assert {f.name for f in fields(Ledger)} >= set(CATEGORIES)

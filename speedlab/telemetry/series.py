@@ -6,7 +6,7 @@ that doubles as the run grows; between two doublings a plot only ever gets new p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -41,15 +41,24 @@ def total_bytes(ledger: Ledger) -> int:
     return sum(getattr(ledger, category) for category in CATEGORIES)
 
 
+MOST: dict[str, Callable[[Ledger], int]] = {
+    "model_states": lambda ledger: ledger.model_states,
+    "everything": total_bytes,
+}
+"""What a rank holds at most over the steps."""
+
+
 class Series:
     """The records of one rank as float64 columns by name, plus its held-out losses."""
 
     def __init__(self) -> None:
         self._data = np.empty((len(_COLUMNS), 256))
         self._seen = 0
+        self._newest = 0.0
+        """When the last of those records was made."""
         self.length = 0
         self.heldout: list[tuple[int, float]] = []
-        self.most_bytes: dict[str, int] = dict.fromkeys(("model_states", "everything"), 0)
+        self.most_bytes: dict[str, int] = dict.fromkeys(MOST, 0)
         """The most this rank has held at any step: of model states, and of all categories together."""
         self.waited_for_places = False
         """Whether any step has waited for the host's memory or the disk."""
@@ -66,13 +75,17 @@ class Series:
 
     def update(self, records: Sequence[StepRecord]) -> bool:
         """Take in what is new in `records`. True when earlier steps were replaced: a plot must be drawn anew."""
-        rewritten = len(records) < self._seen
+        count = len(records)
+        # A run that went back to a checkpoint may have come further than before since the last look.
+        rewritten = count < self._seen or (self._seen > 0 and records[self._seen - 1].time != self._newest)
         if rewritten:
             self._seen = self.length = 0
             self.heldout.clear()
-        for record in records[self._seen :]:
+        for place in range(self._seen, count):
+            record = records[place]
             rewritten |= self._append(record)
-        self._seen = len(records)
+            self._newest = record.time
+        self._seen = count
         return rewritten
 
     def _append(self, record: StepRecord) -> bool:
@@ -99,23 +112,26 @@ class Series:
         )
         self.length += 1
         self.waited_for_places |= record.phases.get("offload", 0.0) > 0
-        ledger = record.ledger
-        for name, held in (("model_states", ledger.model_states), ("everything", total_bytes(ledger))):
-            self.most_bytes[name] = max(self.most_bytes[name], held)
+        for name, held in MOST.items():
+            self.most_bytes[name] = max(self.most_bytes[name], held(record.ledger))
         if record.heldout_loss is not None:
             self.heldout.append((record.step, record.heldout_loss))
         return rewritten
 
 
 class History:
-    """Everything the plots of a run are drawn from: a Series and the newest record for each rank, and the events.
-    `records` are those it was last updated from."""
+    """Everything the plots of a run are drawn from: a Series of the lowest rank, which speaks for the run where ranks
+    agree (loss, tokens, learning rate), the newest record of each rank, and the events. `records` are those it was last
+    updated from; of other ranks than the lowest, only the newest are asked for."""
 
     def __init__(self) -> None:
-        self.series: dict[int, Series] = {}
+        self.lead_rank = 0
+        self.lead = Series()
         self.latest: dict[int, StepRecord] = {}
         self.records: Mapping[int, Sequence[StepRecord]] = {}
         self.events: list[Event] = []
+        self._most_bytes = dict.fromkeys(MOST, 0)
+        self._waited_for_places = False
         self.predicted: Prediction | None = None
         """What the planner said, where somebody asked it."""
 
@@ -127,14 +143,16 @@ class History:
 
     def update(self, records: Mapping[int, Sequence[StepRecord]], events: Sequence[Event]) -> bool:
         """Take in what is new. True when earlier steps of the leading rank were replaced."""
-        rewritten = False
         self.records = records
-        for rank, entries in records.items():
-            if not entries:
-                continue
-            changed = self.series.setdefault(rank, Series()).update(entries)
-            self.latest[rank] = entries[-1]
-            rewritten |= changed and rank == min(self.series)
+        self.latest |= {rank: entries[-1] for rank, entries in sorted(records.items()) if entries}
+        lead = min(self.latest, default=0)
+        if lead != self.lead_rank:
+            self.lead_rank, self.lead = lead, Series()
+        rewritten = self.lead.update(records.get(lead, ()))
+        for record in self.latest.values():
+            self._waited_for_places |= record.phases.get("offload", 0.0) > 0
+            for name, held in MOST.items():
+                self._most_bytes[name] = max(self._most_bytes[name], held(record.ledger))
         self.events = list(events)
         size = _world_size(self.events)
         if size is not None:
@@ -143,24 +161,19 @@ class History:
         return rewritten
 
     def most_bytes(self, name: str) -> int:
-        """The most any rank has held so far of 'model_states' or 'everything': plots keep this height, so that one sees
-        bars shrink."""
-        return max((series.most_bytes[name] for series in self.series.values()), default=0)
+        """The most any rank has held of 'model_states' or 'everything', of what was seen: plots keep this height, so
+        that one sees bars shrink."""
+        return max(self._most_bytes[name], self.lead.most_bytes[name])
 
     @property
     def phases(self) -> list[str]:
         """Phases of a step that are drawn: waiting for host and disk only where there was any."""
-        waited = any(series.waited_for_places for series in self.series.values())
+        waited = self._waited_for_places or self.lead.waited_for_places
         return [phase for phase in PHASES if waited or phase != "offload"]
 
     @property
     def ranks(self) -> list[int]:
         return sorted(self.latest)
-
-    @property
-    def lead(self) -> Series:
-        """The series of the lowest rank, which speaks for the run where ranks agree (loss, tokens, learning rate)."""
-        return self.series[min(self.series)] if self.series else Series()
 
     @property
     def heldout(self) -> list[tuple[int, float]]:

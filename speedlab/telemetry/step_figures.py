@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -126,8 +127,7 @@ def anatomy_figure(history: History, cut: Cut | None = None) -> Figure:
         {**_phase_bar(phase), "x": x, "y": y, "width": cut.size}
         for phase, (x, y) in zip((*history.phases, "other"), anatomy_values(history, cut), strict=True)
     ]
-    rank = min(history.series, default=0)
-    layout = base_layout(f"anatomy of a step, rank {rank}", "ms")
+    layout = base_layout(f"anatomy of a step, rank {history.lead_rank}", "ms")
     layout |= {"barmode": "stack", "bargap": 0.08}
     legend_beside(layout)
     over_steps(layout, history.events)
@@ -149,8 +149,9 @@ def anatomy_by_rank_figure(history: History, *, devices: Sequence[Device] = ()) 
 
 
 def _recent_phases(history: History, ranks: list[int]) -> list[np.ndarray]:
-    means = [[float(history.series[r].column(p)[-RECENT_STEPS:].mean()) for r in ranks] for p in history.phases]
-    seconds = [float(history.series[rank].column("seconds")[-RECENT_STEPS:].mean()) for rank in ranks]
+    recent = [history.records[rank][-RECENT_STEPS:] for rank in ranks]
+    means = [[fmean(each.phases.get(phase, 0.0) for each in found) for found in recent] for phase in history.phases]
+    seconds = [fmean(each.seconds for each in found) for found in recent]
     rest = [max(0.0, total - sum(phase[i] for phase in means)) for i, total in enumerate(seconds)]
     return [np.array(values, dtype=np.float32) * 1000 for values in (*means, rest)]
 

@@ -14,7 +14,8 @@ from telemetry_samples import eventually, make_event, make_folder, make_record
 
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import Status
-from speedlab.telemetry.records import RunState, Span
+from speedlab.telemetry.rank_records import NEWEST, RankRecords
+from speedlab.telemetry.records import RunState, Span, StepRecord
 from speedlab.telemetry.writer import RecordWriter
 
 
@@ -85,7 +86,9 @@ def test_a_cut_line_that_the_next_writer_removed_is_never_seen(folder):
         b"[1, 2]\n",
         b"\xff\xfe\n",
         b"[" * 50_000 + b"\n",
-        json.dumps({**json.loads(line(9)), "unknown": 1}).encode() + b"\n",
+        json.dumps({**json.loads(line(9)), "tokens": float("nan")}).encode() + b"\n",
+        json.dumps({**json.loads(line(9)), "step": 10**30}).encode() + b"\n",
+        json.dumps({**json.loads(line(9)), "traced": 2}).encode() + b"\n",
         json.dumps({**json.loads(line(9)), "loss": "<script>"}).encode() + b"\n",
         json.dumps({**json.loads(line(9)), "phases": {"forward": "<b>"}}).encode() + b"\n",
         json.dumps({**json.loads(line(9)), "ledger": {"parameters": None}}).encode() + b"\n",
@@ -101,6 +104,74 @@ def test_a_damaged_line_is_counted_and_the_next_ones_are_read(folder, bad):
     assert steps(feed) == [1, 2]
     assert feed.damaged_lines == 1
     assert "rank 0" in feed.problem
+
+
+def test_what_a_later_version_tells_besides_is_passed_over(folder):
+    written = json.loads(line(1))
+    written |= {"unknown": 1, "ledger": {**written["ledger"], "unknown": 1}}
+    append(folder, 0, json.dumps(written).encode() + b"\n")
+    event = {**json.loads(make_event("paused", 3).to_json()), "unknown": 1}
+    (folder.path / "events.jsonl").write_text(json.dumps(event) + "\n")
+    feed = Feed(folder)
+    feed.poll()
+    assert list(feed.records[0]) == [make_record(1)]
+    assert feed.events == [make_event("paused", 3)]
+    assert feed.damaged_lines == 0
+
+
+def test_of_a_rank_the_newest_records_are_read_and_the_others_when_somebody_asks(folder, monkeypatch):
+    append(folder, 5, b"".join(line(step, 5) for step in range(1, 501)))
+    read: list[int] = []
+    from_json = StepRecord.from_json
+
+    def counted(text: bytes) -> StepRecord:
+        read.append(len(text))
+        return from_json(text)
+
+    monkeypatch.setattr(StepRecord, "from_json", counted)
+    feed = Feed(folder)
+    feed.poll()
+    assert read == []
+    records = feed.records[5]
+    assert records
+    assert [record.step for record in records[-NEWEST:]] == list(range(501 - NEWEST, 501))
+    append(folder, 5, line(501, 5))
+    feed.poll(files=True)
+    assert records[-1].step == 501
+    assert len(read) == NEWEST + 1
+    assert [record.step for record in records] == list(range(1, 502))
+    assert len(read) == NEWEST + 1 + 501
+    assert records[250] == make_record(251, 5)
+    append(folder, 5, line(502, 5))
+    feed.poll(files=True)
+    assert len(records) == 502
+    assert len(read) == NEWEST + 1 + 501 + 1
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_records_are_those_that_count_however_they_came_and_whenever_somebody_asks(folder, asked):
+    """Steps that go on, go back to a checkpoint, lines that are damaged, a file that begins anew."""
+    random_numbers = random.Random(1)
+    feed, model, step = Feed(folder), [], 0
+    for turn in range(400):
+        step = max(1, step - random_numbers.randrange(40)) if random_numbers.random() < 0.05 else step + 1
+        if random_numbers.random() < 0.005:
+            (folder.path / "records" / "rank-0.jsonl").write_bytes(b"")
+            feed.poll(files=True)
+            model = []
+        if random_numbers.random() < 0.05:
+            append(folder, 0, b"{}\n")
+        append(folder, 0, line(step))
+        model = [known for known in model if known < step] + [step]
+        feed.poll(files=True)
+        if 0 not in feed.records:
+            eventually(lambda: feed.poll() or 0 in feed.records)
+        newest = feed.records[0][-3:]
+        if asked or turn > 300:
+            assert steps(feed) == model
+        # Of what is damaged or was computed again, the last lines may hold less than so many records.
+        assert [record.step for record in newest] == model[-len(newest) :]
+        assert feed.records[0][-1].step == model[-1]
 
 
 def test_damaged_events_and_status_are_reported_and_the_last_good_status_stays(folder):
@@ -131,7 +202,7 @@ def test_an_interrupt_in_the_middle_of_a_poll_loses_nothing(folder, monkeypatch)
     feed = Feed(folder)
     feed.poll()
     append(folder, 0, line(3))
-    monkeypatch.setattr(feed, "_add_record", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(RankRecords, "_add", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         feed.poll()
     monkeypatch.undo()

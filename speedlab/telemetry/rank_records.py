@@ -1,0 +1,186 @@
+"""The step records of one rank, which are read when somebody asks for them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import overload
+
+from speedlab.telemetry.columns import Columns
+from speedlab.telemetry.records import Ledger, StepRecord
+from speedlab.telemetry.tail import Tail
+
+NEWEST = 32
+"""So many of the newest records are at hand without reading the file from its start."""
+
+
+class RankRecords(Sequence[StepRecord]):
+    """The records of one rank in the order of their steps, which grow while the run does.
+
+    1. At first the end of the file is read alone: the newest records (`records[-1]`, `records[-20:]`).
+    2. Whoever asks for others, or for their number, has the whole file read, once, into columns.
+
+    A run that goes back to a checkpoint takes the steps behind it away. Any thread may ask.
+    """
+
+    def __init__(self, path: Path, rank: int, lock: threading.RLock, damaged: Callable[[str], None]) -> None:
+        """`lock`: its feed's; `damaged`: told of each line that is no record."""
+        self.rank = rank
+        self.damaged_lines = 0
+        self._path, self._lock, self._tell = path, lock, damaged
+        self._tail = Tail(path)
+        self._columns: Columns | None = None
+        self._newest: deque[StepRecord] = deque(maxlen=NEWEST)
+        self._lines: deque[bytes] = deque(maxlen=NEWEST)
+        """Behind the newest records: what nobody has asked for yet."""
+        self._tail.skip(NEWEST)
+        self._earlier = self._tail.position > 0
+        """Whether there are more records than those."""
+
+    @property
+    def position(self) -> int:
+        """Where the first line that was not read starts in the file, bytes."""
+        return self._tail.position
+
+    def read(self) -> bool:
+        """Take in what is new in the file; True when there was something."""
+        lines = self._tail.read()
+        if self._tail.restarted:
+            self._columns, self.damaged_lines = None if self._columns is None else Columns(self.rank), 0
+            self._forget_newest()
+            self._earlier = False
+        return sum(self._add(line) for line in lines) > 0
+
+    def take(self, line: bytes) -> bool:
+        """Take in a line that starts at `position`; True when it may be a record."""
+        self._tail.position += len(line)
+        return self._add(line)
+
+    # ---- as a sequence -----------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._all() if self._columns is not None or self._earlier else self._at_hand())
+
+    def __bool__(self) -> bool:
+        with self._lock:
+            return bool(self._columns) or bool(self._at_hand())
+
+    @overload
+    def __getitem__(self, index: int) -> StepRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StepRecord]: ...
+    def __getitem__(self, index: int | slice) -> StepRecord | list[StepRecord]:
+        with self._lock:
+            if self._columns is None:
+                newest, first = self._at_hand(), index.start if isinstance(index, slice) else index
+                if not self._earlier or (isinstance(first, int) and -len(newest) <= first < 0):
+                    return list(newest)[index] if isinstance(index, slice) else newest[index]
+            columns = self._all()
+            if isinstance(index, slice):
+                return [columns[place] for place in range(*index.indices(len(columns)))]
+            if not -len(columns) <= index < len(columns):
+                raise IndexError(f"record {index} of rank {self.rank}, which has {len(columns)}")
+            return columns[index % len(columns)]
+
+    def __repr__(self) -> str:
+        count = "not read yet" if self._columns is None else f"{len(self._columns):,}"
+        return f"<records of rank {self.rank}: {count}>"
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def _all(self) -> Columns:
+        with self._lock:
+            if self._columns is None:
+                self.damaged_lines, columns = 0, Columns(self.rank)
+                for line in self._tail.before():
+                    self._append(columns, line)
+                self._columns = columns  # Only now: an interrupt leaves what there was.
+                self._forget_newest()
+            return self._columns
+
+    def _at_hand(self) -> deque[StepRecord]:
+        """The newest records, without reading the whole file."""
+        newest = self._newest
+        while self._lines:
+            record = self._parse(self._lines[0])
+            if record is not None:
+                while newest and newest[-1].step >= record.step:
+                    newest.pop()
+                self._earlier |= len(newest) == NEWEST
+                newest.append(record)
+            self._lines.popleft()  # Only now: an interrupt loses none.
+        return newest
+
+    def _forget_newest(self) -> None:
+        self._newest.clear()
+        self._lines.clear()
+
+    def _add(self, line: bytes) -> bool:
+        if self._columns is not None:
+            return self._append(self._columns, line)
+        if len(self._lines) == NEWEST:
+            self._earlier = True
+            self._newest.clear()  # Not next to each other any more.
+        self._lines.append(line)
+        return True
+
+    def _append(self, columns: Columns, line: bytes) -> bool:
+        record = self._parse(line)
+        if record is not None:
+            columns.append(record)
+        return record is not None
+
+    def _parse(self, line: bytes) -> StepRecord | None:
+        try:
+            record = StepRecord.from_json(line)
+            _check_record(record, self.rank)
+        except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            self.damaged_lines += 1
+            self._tell(f"records of rank {self.rank}: a line is damaged: {str(error)[:200]}")
+            return None
+        return record
+
+
+_NUMBER_FIELDS = tuple(
+    f.name
+    for f in fields(StepRecord)
+    if f.name not in ("phases", "sent_bytes", "moved_bytes", "kernels", "ledger", "heldout_loss", "traced", "timeline")
+)
+_NUMBERS = {int, float}
+_LARGEST = 2**53
+"""Whole numbers up to here are the same as float64."""
+
+
+def _check_record(record: StepRecord, rank: int) -> None:
+    """Whether a record from a file is what it should be: what is drawn and formatted later must be numbers."""
+    values = record.__dict__
+    for name in _NUMBER_FIELDS:
+        if type(values[name]) not in _NUMBERS:
+            raise TypeError(f"{name} is {values[name]!r}, not a number")
+    if record.rank != rank or type(record.step) is not int:
+        raise ValueError(f"step {record.step!r} of rank {record.rank!r} in the file of rank {rank}")
+    if record.heldout_loss is not None and type(record.heldout_loss) not in _NUMBERS:
+        raise TypeError(f"heldout_loss is {record.heldout_loss!r}, not a number")
+    if type(record.traced) is not bool:
+        raise TypeError(f"traced is {record.traced!r}, not true or false")
+    counts = [record.step, record.zero_stage, record.tokens, *_ledger_values(record.ledger)]
+    counts += [*record.sent_bytes.values(), *record.moved_bytes.values()]
+    numbers: list[float] = [value for use in record.kernels.values() for value in use.values()]
+    numbers += record.phases.values()
+    for span in record.timeline:
+        numbers += span[1:]
+        if not isinstance(span.action, str):
+            raise TypeError(f"timeline holds the action {span.action!r}, not a text")
+    if not {*map(type, numbers), *map(type, counts)} <= _NUMBERS:
+        raise TypeError("phases, sent_bytes, moved_bytes, kernels, ledger or timeline hold something else than numbers")
+    if not sum(map(abs, counts)) < _LARGEST:  # Also where one is not a number.
+        raise ValueError("steps, tokens or bytes are no whole numbers that anybody could have counted")
+
+
+def _ledger_values(ledger: Ledger) -> list[int]:
+    own = [value for name, value in ledger.__dict__.items() if name not in ("host", "disk")]
+    return [*own, *ledger.host.values(), *ledger.disk.values()]
