@@ -7,6 +7,7 @@ BENCHES = {
     "states": "held-out loss with 8-bit moments and without float32 masters, over several seeds",
     "collectives": "the shared-memory backend beside gloo",
     "recording": "what recording costs of a step",
+    "reading": "opening a long run of many ranks, and following it, as a dashboard does",
     "reshaping": "moving a run that is on to another layout",
     "planner": "predicted memory beside the engine's ledger, over a grid of trainings",
     "steptimes": "predicted step times beside measured ones, over the same grid, after calibration",

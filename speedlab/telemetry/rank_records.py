@@ -86,6 +86,11 @@ class RankRecords(Sequence[StepRecord]):
                 raise IndexError(f"record {index} of rank {self.rank}, which has {len(columns)}")
             return columns[index % len(columns)]
 
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, RankRecords | list | tuple) else NotImplemented
+
+    __hash__ = None  # As a list's. # pyright: ignore[reportAssignmentType]
+
     def __repr__(self) -> str:
         count = "not read yet" if self._columns is None else f"{len(self._columns):,}"
         return f"<records of rank {self.rank}: {count}>"

@@ -192,6 +192,34 @@ def test_a_long_run_is_drawn_with_bounded_points_and_keeps_its_spikes():
     assert float(drawn["loss"]["data"][1]["x"][-1]) == 20_000
 
 
+def test_a_run_that_went_back_and_came_further_between_two_looks_is_drawn_anew():
+    entries = [make_record(step) for step in range(1, 11)]
+    whole = History.of({0: entries})
+    again = entries[:5] + [make_record(step, loss=1.0, time=2000.0 + step) for step in range(6, 13)]
+    assert whole.update({0: again}, ()) is True
+    assert whole.lead.column("loss").tolist() == [record.loss for record in again]
+    assert whole.update({0: again}, ()) is False
+
+
+class Newest(list):
+    """Records of which only the last ones may be asked for."""
+
+    def __len__(self) -> int:
+        raise AssertionError("the whole file is read for this")
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def test_of_other_ranks_only_the_newest_records_are_asked_for():
+    entries = {rank: [make_record(step, rank) for step in range(1, 31)] for rank in range(3)}
+    few = {0: entries[0]} | {rank: Newest(entries[rank]) for rank in (1, 2)}
+    whole = History.of(few)
+    assert {rank: record.step for rank, record in whole.latest.items()} == {0: 30, 1: 30, 2: 30}
+    assert whole.lead.length == 30
+    assert whole.most_bytes("everything") == sum(getattr(entries[2][-1].ledger, name) for name in CATEGORIES)
+
+
 @pytest.mark.parametrize(("length", "limit", "size"), [(0, 4, 1), (4, 4, 1), (5, 4, 2), (8, 4, 2), (9, 4, 4)])
 def test_stride_is_the_least_power_of_two(length, limit, size):
     assert series.stride(length, limit) == size
