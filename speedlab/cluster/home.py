@@ -1,12 +1,14 @@
 """Where a cluster keeps its files: a folder of its own under the IPython directory, readable by its owner only.
 
-    <IPython directory>/profile_default/speedlab/<name>/
+    <IPython directory>/profile_default/speedlab/<name>/    (<name>@<host>/ where another host has the name already)
+        host             the host that it is of
         cluster.json     what runs: token, controller, engines and devices by rank
         security/ log/   connection files and logs of ipyparallel; the folder is the engines' IPython profile
         rendezvous/      file stores of the process group, and `generation`
     <IPython directory>/profile_default/speedlab/<name>.lock
 
-The profile is always the default one, so that every kernel, script and terminal of a person finds the same clusters.
+A home folder may be shared by several hosts: each has its own cluster of a name, and touches no other's. The profile is
+always the default one, so that every kernel, script and terminal of a person finds the same clusters.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
 import re
 import secrets
 import shutil
 import time
+import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.processes import is_alive
@@ -29,6 +34,12 @@ from speedlab.hardware import Device
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,59}")
 _LOCK_SECONDS = 120.0
+_HOST = "host"
+
+
+def this_host() -> str:
+    """The name under which this machine knows itself."""
+    return platform.node()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +64,29 @@ class ClusterState:
     engines: tuple[EngineEntry, ...]
     backend: str
     """How CPU engines reach each other: "shared" (memory) or "gloo"."""
+    host: str = field(default_factory=this_host)
+    """Where its processes are."""
 
     @property
     def running(self) -> bool:
-        return is_alive(self.controller_pid, self.token)
+        """Whether its controller runs, on this host."""
+        return self.host == this_host() and is_alive(self.controller_pid, self.token)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> ClusterState:
-        data = json.loads(text)
-        data["devices"] = tuple(Device(**{**device, "cores": tuple(device["cores"])}) for device in data["devices"])
-        data["engines"] = tuple(EngineEntry(**engine) for engine in data["engines"])
+        data = _known(json.loads(text), cls)
+        devices = [_known(device, Device) for device in data["devices"]]
+        data["devices"] = tuple(Device(**{**device, "cores": tuple(device["cores"])}) for device in devices)
+        data["engines"] = tuple(EngineEntry(**_known(engine, EngineEntry)) for engine in data["engines"])
         return cls(**data)
+
+
+def _known(data: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
+    """Without the fields that a later version may have written."""
+    return {name: data[name] for name in kind.__dataclass_fields__ if name in data}
 
 
 class Home:
@@ -78,10 +98,24 @@ class Home:
                 f"{name!r} cannot name a cluster; use 1 to 60 letters, digits, '-', '_' or '.', first a letter or digit"
             )
         self.name = name
-        self.path = root() / name
-        self.rendezvous = self.path / "rendezvous"
-        self.log = self.path / "log"
-        self._state_file = self.path / "cluster.json"
+
+    @property
+    def path(self) -> Path:
+        """The folder: of this host alone where another one has, or had, a cluster of that name."""
+        common, own = root() / self.name, root() / f"{self.name}@{this_host()}"
+        return common if not own.exists() and _host_of(common) in (None, this_host()) else own
+
+    @property
+    def rendezvous(self) -> Path:
+        return self.path / "rendezvous"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log"
+
+    @property
+    def _state_file(self) -> Path:
+        return self.path / "cluster.json"
 
     def connection_file(self, kind: str) -> Path:
         """What the controller writes for `kind`, 'client' or 'engine'."""
@@ -90,8 +124,11 @@ class Home:
     def create(self) -> None:
         """Make the folder anew, empty."""
         self.remove()
-        for folder in (self.path, self.path / "security", self.log, self.rendezvous):
+        path = self.path
+        for folder in (path, path / "security", path / "log", path / "rendezvous"):
             folder.mkdir(mode=0o700, parents=True)
+            if folder == path:
+                write_private(path / _HOST, this_host())
         self._write_generation(0)
 
     def remove(self) -> None:
@@ -101,15 +138,8 @@ class Home:
             shutil.rmtree(self.path)
 
     def read(self) -> ClusterState | None:
-        """What was written last; None when nothing was, or by a version that wrote something else."""
-        try:
-            return ClusterState.from_json(self._state_file.read_text())
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError) as error:
-            raise ClusterError(
-                f"{self._state_file} is damaged ({error}); remove the folder {self.path} once no engine of it runs"
-            ) from None
+        """What was written last; None when nothing was. Raises ClusterError for a damaged file, with its name."""
+        return _read(self.path)
 
     def stamp(self) -> int:
         """Changes whenever the state is written; 0 without one."""
@@ -177,10 +207,34 @@ def running_clusters() -> list[ClusterState]:
     """Every cluster of this person that runs, the newest first."""
     states = []
     for file in root().glob("*/cluster.json"):
-        state = Home(file.parent.name).read()
+        try:
+            state = _read(file.parent)
+        except ClusterError as error:  # The others can be used all the same.
+            warnings.warn(str(error), stacklevel=2)
+            continue
         if state is not None and state.running:
             states.append(state)
     return sorted(states, key=lambda state: -state.started)
+
+
+def _read(folder: Path) -> ClusterState | None:
+    file = folder / "cluster.json"
+    try:
+        return ClusterState.from_json(file.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ClusterError(
+            f"{file} is damaged ({error}); remove the folder {folder} once no engine of it runs"
+        ) from None
+
+
+def _host_of(folder: Path) -> str | None:
+    """The host whose cluster a folder is; None where nobody has one there."""
+    try:
+        return (folder / _HOST).read_text()
+    except OSError:
+        return None
 
 
 def write_private(path: Path, text: str) -> None:

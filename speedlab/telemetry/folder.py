@@ -211,16 +211,23 @@ class RunFolder:
         raise AssertionError("unreachable: the numbers do not end")
 
     def pending(self, after: int) -> list[Command]:
-        """Control words with a number above `after`, in order. Costs one failed open when there is none."""
+        """Control words with a number above `after`, in order. Costs one failed open when there is none.
+
+        Raises RunFolderError where the mailbox itself cannot be read."""
         return list(self._words_from(after + 1))
 
     def _words_from(self, first: int) -> Iterator[Command]:
+        last: int | None = None
         for number in itertools.count(first):
             path = _word_path(self.path / "control", number)
             try:
                 data = read_object(path, _WORD_LIMIT_BYTES, missing=_NO_WORD)
             except RunFolderError:
-                continue  # A damaged word is no word; the ones behind it still count.
+                # A damaged word is no word; the ones behind it still count. Where no word can be read, none is there.
+                last = self._last_number() if last is None else last
+                if number > last:
+                    return
+                continue
             if data is _NO_WORD:
                 return
             word, arguments = data.get("word"), data.get("arguments")
@@ -228,7 +235,13 @@ class RunFolder:
                 yield Command(number=number, word=word, arguments=arguments)
 
     def _last_number(self) -> int:
-        names = (re.fullmatch(r"(\d{6,12})\.json", entry.name) for entry in os.scandir(self.path / "control"))
+        control = self.path / "control"
+        try:
+            names = [re.fullmatch(r"(\d{6,12})\.json", name) for name in os.listdir(control)]
+        except OSError as error:
+            raise RunFolderError(
+                f"{control}: cannot be read, so that nobody can tell the run anything: {error.strerror}"
+            ) from error
         return max((int(match[1]) for match in names if match), default=0)
 
     def _read_config(self) -> RunConfig:

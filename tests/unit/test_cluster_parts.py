@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import platform
 import signal
 import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,41 @@ def test_state_is_private_and_comes_back_equal() -> None:
         home.read()
     home.remove()
     assert home.read() is None
+
+
+def test_a_home_that_two_hosts_share_keeps_the_clusters_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on(host: str) -> Home:
+        monkeypatch.setattr(platform, "node", lambda: host)
+        return Home("box")
+
+    one = on("one")
+    one.create()
+    one.write(box_state(1))
+    two = on("two")
+    assert two.read() is None
+    two.create()
+    two.write(replace(box_state(2), host="two"))
+    assert (two.read(), two.generation) == (replace(box_state(2), host="two"), 0)
+    assert on("one").read() == replace(box_state(1), host="one")
+    on("one").remove()
+    assert on("one").read() is None
+    assert on("two").read() is not None  # As before, whatever has become of the other.
+    on("one").create()
+    on("two").remove()
+    assert on("one").generation == 0
+
+
+def test_a_damaged_cluster_is_named_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("box", "broken"):
+        Home(name).create()
+    state = box_state(os.getpid())
+    written = json.loads(state.to_json()) | {"unknown": 1}
+    written["engines"][0]["unknown"] = written["devices"][0]["unknown"] = 1
+    (Home("box").path / "cluster.json").write_text(json.dumps(written))
+    (Home("broken").path / "cluster.json").write_text('{"name": "broken"')
+    monkeypatch.setattr(ClusterState, "running", True)
+    with pytest.warns(UserWarning, match=r"broken/cluster\.json is damaged"):
+        assert running_clusters() == [state]
 
 
 def test_processes_are_known_by_their_token() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import threading
 from dataclasses import replace
@@ -204,3 +205,23 @@ def test_a_failed_atomic_write_leaves_the_old_file_and_no_draft(tmp_path):
 def test_config_keeps_the_name_it_was_given(tmp_path):
     folder = RunFolder.create(RunConfig(folder=tmp_path))
     assert json.loads((folder.path / "config.json").read_text())["name"] == "run-1"
+
+
+@pytest.mark.parametrize("damage", ["a file", "gone", "a folder in the place of a word"])
+def test_a_mailbox_that_cannot_be_read_is_named_and_nobody_waits_for_it(tmp_path, damage):
+    folder = make_folder(tmp_path)
+    control = folder.path / "control"
+    folder.post("pause")
+    shutil.rmtree(control)
+    if damage == "a file":
+        control.write_text("")
+    if damage == "a folder in the place of a word":
+        (control / "000001.json").mkdir(parents=True)
+        assert folder.pending(0) == []
+        assert folder.post("stop") == 2
+        assert [command.number for command in folder.pending(0)] == [2]
+    elif damage == "gone":
+        assert folder.pending(0) == []  # As a run that nobody has ever told anything.
+    else:
+        with pytest.raises(RunFolderError, match="control: cannot be read"):
+            folder.pending(0)

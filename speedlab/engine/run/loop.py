@@ -74,8 +74,7 @@ class Loop:
         return due and not training.config.compile
 
     def _word_waits(self) -> bool:
-        training = self._training
-        return training.world.rank == 0 and bool(training.folder.pending(self._reporter.last_command))
+        return bool(self._reporter.waiting())
 
     def _evaluate_if_due(self, step: int) -> float | None:
         config = self._training.config

@@ -11,6 +11,7 @@ from speedlab.engine.run.diagnose import matmul_flops
 from speedlab.engine.run.training import Training
 from speedlab.engine.step.clock import StepCosts
 from speedlab.planner.bubble import bubble_share
+from speedlab.telemetry.folder import Command, RunFolderError
 from speedlab.telemetry.records import Event, StepRecord
 from speedlab.telemetry.writer import RecordWriter
 
@@ -23,6 +24,7 @@ class Reporter:
         self._writer: RecordWriter | None = None
         self._untold: list[Event] = []
         """What happened while the folder was closed."""
+        self._mailbox_problem = ""
         self.last_command = training.folder.read_status().command
         """Number of the last control word that was answered."""
 
@@ -39,6 +41,20 @@ class Reporter:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
+
+    def waiting(self) -> list[Command]:
+        """Control words that nobody has answered, on the first rank. A mailbox that cannot be read is told of once, and
+        the run goes on without words."""
+        if self._training.world.rank != 0:
+            return []
+        try:
+            found, problem = self._training.folder.pending(self.last_command), ""
+        except RunFolderError as error:
+            found, problem = [], str(error)
+        if problem and problem != self._mailbox_problem:
+            self.event("warning", f"{problem}; the run goes on, and hears words again once it can be read")
+        self._mailbox_problem = problem
+        return found
 
     # ---- what every rank writes --------------------------------------------------------------------------------------
 

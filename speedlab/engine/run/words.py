@@ -61,8 +61,7 @@ def carry_out_pending(training: Training, reporter: Reporter) -> None:
     """Every control word that waits, in order. Collective."""
     commands = None
     if training.world.rank == 0:
-        waiting = training.folder.pending(reporter.last_command)
-        commands = [[command.number, command.word, command.arguments] for command in waiting]
+        commands = [[command.number, command.word, command.arguments] for command in reporter.waiting()]
     for number, word, arguments in training.control.share(commands):
         _carry_out(training, reporter, Command(number=number, word=word, arguments=arguments))
 
