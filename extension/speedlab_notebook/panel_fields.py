@@ -231,6 +231,8 @@ class Form:
         layout = widgets.Layout(width="318px", margin="0")
         style = {"description_width": "122px"}
         self.fields: dict[str, Field] = {}
+        self.attention: Any = widgets.HTML().add_class("speedlab-seen")
+        """What queries see, below the fields of `model.attention`; empty for dense attention."""
         pages = []
         for title, names in SECTIONS.items():
             rows: list[widgets.Widget] = list(extra.get(title, ()))
@@ -283,7 +285,7 @@ class Form:
         rows: list[widgets.Widget] = [heading]
         for inner in part.model_fields:
             rows += self._rows(part, inner, f"{path}.{inner}", layout, style)
-        return rows
+        return [*rows, self.attention] if path == "model.attention" else rows
 
     def _row(self, path: str, info: Any, layout: Any, style: Any) -> list[widgets.Widget]:
         field = self.fields[path] = Field(path, info, layout=layout, style=style)

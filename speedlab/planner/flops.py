@@ -43,3 +43,12 @@ def token_flops(shape: ModelShape, convention: Convention, checkpointing: Checkp
         selective = scores / 3 if checkpointing == "selective" else 0
         return (blocks + scores) * (4 / 3 if again else 1) + selective + head
     raise ValueError(f"convention {convention!r} is not one of {', '.join(CONVENTIONS)}")
+
+
+def share_of_step(shape: ModelShape, density: float) -> float:
+    """FLOP of a step with block-sparse attention of this `density` over those with dense attention, both causal."""
+    whole = token_flops(shape, "model")
+    scores = token_flops(shape, "attention") - 6 * shape_parameters(shape)
+    halved = scores / 2 if shape.causal else scores
+    dense = whole - scores + halved
+    return 1 - halved * (1 - density) / dense

@@ -33,6 +33,8 @@ from speedlab.planner.timing import StepTime
 
 _KEPT = (
     "attention",
+    "pattern",
+    "feed_forward_tiled",
     "offload",
     "optimizer",
     "masters",

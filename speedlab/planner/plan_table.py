@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from speedlab.display.figure_style import LABELS
 from speedlab.display.table import Table
 from speedlab.display.text import byte_unit, bytes_text, count_text, seconds_text
+from speedlab.planner.attention_figure import attention_lines
 from speedlab.planner.away import offload_words
 from speedlab.planner.rank_memory import CATEGORIES, RankMemory
 from speedlab.planner.search import describe, schedule_words
@@ -199,7 +200,9 @@ def found_text(found: Found) -> str:
 
 def plan_text(plan: Plan) -> str:
     """The whole plan: what was asked, what fits, the table, the step and its parts, what the training takes."""
-    return "\n".join([*heading(plan), "", str(plan_table(plan, MOST_ROWS)), "", *speed_lines(plan), *cautions(plan)])
+    lines = [*heading(plan), "", str(plan_table(plan, MOST_ROWS)), "", *speed_lines(plan)]
+    lines += [f"attention: {line}" for line in attention_lines(plan.setup)]
+    return "\n".join([*lines, *cautions(plan)])
 
 
 def heading(plan: Plan) -> list[str]:

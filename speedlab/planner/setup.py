@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from speedlab.config import OffloadConfig, OptimizerConfig, RunConfig, describe
+from speedlab.config import AttentionConfig, AttentionView, OffloadConfig, OptimizerConfig, RunConfig, describe
 from speedlab.config.shape import ModelShape
 from speedlab.layout import Layout
 
@@ -29,8 +29,8 @@ class Setup:
     """Micro-batches of a step on each rank; those of the pipeline where there is one."""
     checkpointing: Checkpointing = "none"
     attention: AttentionKind = "fused"
-    attention_share: float = 1.0
-    """Of sparse attention: its blocks over those of dense attention."""
+    pattern: AttentionConfig = field(default_factory=AttentionConfig)
+    """Of sparse attention: what a query sees."""
     feed_forward_tiled: bool = False
     """Whether feed-forward layers are computed a tile of tokens at a time; counted as if they were whole."""
     sequence_parallel: bool = False
@@ -72,6 +72,18 @@ class Setup:
         return self.micro_size * self.shape.sequence_length // self.layout.cp
 
     @property
+    def seen(self) -> AttentionView | None:
+        """What sparse attention sees; None for dense attention. Raises ValueError where a custom mask is too short."""
+        if self.attention != "sparse":
+            return None
+        return describe(self.pattern, self.shape.sequence_length, layers=self.shape.depth)
+
+    @property
+    def attention_share(self) -> float:
+        """Of the blocks of dense attention, those that are computed."""
+        return 1.0 if self.seen is None else self.seen.density
+
+    @property
     def global_size(self) -> int:
         """Sequences of a step."""
         return self.micro_size * self.accumulation * self.layout.data_size
@@ -92,7 +104,6 @@ class Setup:
         """
         layout = config.layout(engines, built_in=shape is None)
         batch = config.batch.resolve(layout.data_size)
-        sparse = shape is None and config.model.attention.kind == "block_sparse"
         return cls(
             shape=shape or ModelShape.of_config(config.model, config.data.sequence_length),
             layout=layout,
@@ -101,8 +112,8 @@ class Setup:
             micro_size=batch.micro_size,
             accumulation=batch.accumulation,
             checkpointing=config.activation.checkpointing,
-            attention="sparse" if sparse else "fused",
-            attention_share=describe(config.model.attention, config.data.sequence_length).density if sparse else 1.0,
+            attention="sparse" if config.model.attention.kind == "block_sparse" else "fused",
+            pattern=config.model.attention,
             feed_forward_tiled=shape is None and config.model.ffn_tile is not None,
             sequence_parallel=config.parallel.sequence,
             cp_heads=config.parallel.cp_heads,
