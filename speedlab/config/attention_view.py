@@ -45,6 +45,8 @@ class AttentionView:
     @cached_property
     def density(self) -> float:
         """Blocks computed over those of dense causal attention: its share of the work."""
+        if self.attention.kind == "dense":
+            return 1.0
         return sum(map(len, self.rows)) / (self.blocks * (self.blocks + 1) // 2)
 
     @cached_property
@@ -199,7 +201,7 @@ class AttentionView:
 
     def html(self, *more: str) -> str:
         """The picture beside the words, and beside `more` lines."""
-        lines = "".join(f"<div>{escape(line)}</div>" for line in (*self.words, *more))
+        lines = "".join(f'<div style="margin:3px 0">{escape(line)}</div>' for line in (*self.words, *more))
         return (
             '<div class="speedlab-attention" style="display:flex;flex-flow:row wrap;gap:4px 16px;align-items:center">'
             f'<div>{self.svg()}</div><div style="flex:1 1 240px">{lines}</div></div>'

@@ -58,7 +58,7 @@ _MOST_BARS = 8
 _LINE_PIXELS = 18
 _CAPACITY_IN_SIGHT = 2.5
 _STYLE = (
-    "<style>.speedlab-plan svg{width:380px;max-width:100%;color:inherit;overflow:visible;display:block}"
+    "<style>.speedlab-plan .speedlab-bars{width:380px;max-width:100%;color:inherit;overflow:visible;display:block}"
     ".speedlab-plan text{fill:currentColor;font-size:10.5px}.speedlab-plan .speedlab-grid{stroke:#88888855}"
     ".speedlab-plan .speedlab-capacity{stroke:currentColor;stroke-width:1.5}"
     ".speedlab-plan .speedlab-outline{fill:none;stroke:currentColor;stroke-width:1.5}"

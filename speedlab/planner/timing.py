@@ -65,7 +65,8 @@ class StepTime:
 
     def tflops(self, convention: Convention) -> float:
         """TFLOP/s of each device, by that convention."""
-        flops = token_flops(self.setup.shape, convention, self.setup.checkpointing)
+        setup = self.setup
+        flops = token_flops(setup.shape, convention, setup.checkpointing, attention_share=setup.attention_share)
         return flops * self.tokens_per_second / self.setup.layout.world_size / 1e12
 
     @property
