@@ -34,6 +34,7 @@ _LABELS = {
     "batch.micro_size": "micro-batch",
     "parallel.sequence": "sequence parallel",
     "parallel.cp_heads": "cp share heads",
+    "parallel.cp_pad": "cp pads",
     "optimizer.name": "optimizer",
     "data.heldout_share": "held-out share",
     "data.max_bytes": "text read",
@@ -335,7 +336,7 @@ def layout_field(text: str, last: str) -> str:
     that it begins with."""
     if last.startswith("parallel."):
         return last
-    named = re.match(r"parallel[:.] ?(tp|pp|cp|cp_heads|cut|schedule)\b", text)
+    named = re.match(r"parallel[:.] ?(tp|pp|cp|cp_heads|cp_pad|cut|schedule)\b", text)
     return f"parallel.{named[1]}" if named else "parallel.dp"
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from speedlab.config import ParallelConfig, RunConfig, ZeroConfig
+from speedlab.config.context import ways_out
 from speedlab.config.layouts import factorisations, nearest
 from speedlab.config.offload_rules import offload_problems
 from speedlab.display.figure_style import Figure
@@ -283,13 +284,13 @@ def check_parallel(setup: Setup) -> None:
                 f"tp {layout.tp}: {shape.name}'s {count} {name} do not divide by it; tp {near} does, of "
                 f"{', '.join(f'{count} {name}' for name, count in cut.items())}"
             )
-    if shape.sequence_length % layout.cp or (layout.cp > 1 and not shape.causal):
-        near = shape.sequence_length // layout.cp * layout.cp
+    if layout.cp > 1 and not shape.causal:
+        raise LayoutError(f"cp {layout.cp}: {shape.name} is no causal decoder, whose sequences could be cut; use cp 1")
+    if setup.padded_length % setup.sequence_multiple:
+        length, multiple = shape.sequence_length, setup.sequence_multiple
         raise LayoutError(
-            f"cp {layout.cp}: {shape.name} has sequences of {shape.sequence_length:,} tokens, which do not divide by "
-            f"it; {near:,} or {near + layout.cp:,} do"
-            if shape.causal
-            else f"cp {layout.cp}: {shape.name} is no causal decoder, whose sequences could be cut; use cp 1"
+            f"cp {layout.cp}: {shape.name} has sequences of {length:,} tokens, which do not divide by {multiple}; "
+            f"{ways_out(length, multiple)}"
         )
     stages = layout.pp * setup.stages_per_rank
     if stages > shape.depth:

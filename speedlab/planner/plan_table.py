@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from speedlab.config.context import padding_words
 from speedlab.display.figure_style import LABELS
 from speedlab.display.table import Table
 from speedlab.display.text import byte_unit, bytes_text, count_text, seconds_text
@@ -218,7 +219,8 @@ def heading(plan: Plan) -> list[str]:
         offload_words(setup.offload),
         f"schedule {schedule_words(setup)}" if setup.layout.pp > 1 else "",
     ]
-    batch += f", sequences of {setup.shape.sequence_length:,}"
+    length = setup.shape.sequence_length
+    batch += f", {padding_words(length, setup.padded_length) or f'sequences of {length:,}'}"
     return [
         f"{setup.shape.name}: {count_text(plan.parameters)} parameters, {setup.dtype}, on {plan.machines}",
         " · ".join(filter(None, [f"{setup.layout}", f"ZeRO stage {setup.zero_stage}", batch, *extras])),

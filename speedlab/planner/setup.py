@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import gcd, lcm
 from typing import Literal
 
 from speedlab.config import AttentionConfig, AttentionView, OffloadConfig, OptimizerConfig, RunConfig, describe
 from speedlab.config.shape import ModelShape
-from speedlab.layout import Layout
+from speedlab.layout import Layout, sequence_multiple
 
 Checkpointing = Literal["none", "selective", "block"]
 """What is computed again in backward: nothing, the attention probabilities only, or each block."""
@@ -36,6 +37,8 @@ class Setup:
     sequence_parallel: bool = False
     cp_heads: int | None = None
     """Of the ranks along cp, how many share heads; None: as many as heads allow."""
+    cp_pad: bool = False
+    """Whether sequences that cp does not divide are padded."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
     chunks: int = 1
     cut: tuple[int, ...] | None = None
@@ -68,8 +71,28 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch on each rank."""
-        return self.micro_size * self.shape.sequence_length // self.layout.cp
+        """Of a micro-batch on each rank, with what pads them."""
+        return self.micro_size * self.padded_length // self.layout.cp
+
+    @property
+    def heads_shared(self) -> int:
+        """Of the ranks along cp, how many share heads."""
+        return self.cp_heads or gcd(self.layout.cp, self.shape.heads // self.layout.tp)
+
+    @property
+    def padded_length(self) -> int:
+        """Tokens of a sequence as it is computed."""
+        length = self.shape.sequence_length
+        return -(-length // self.sequence_multiple) * self.sequence_multiple if self.cp_pad else length
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of a sequence is to be a multiple of, or is padded to one."""
+        layout = self.layout
+        if layout.cp == 1:
+            return 1
+        multiple = sequence_multiple(layout.cp, self.heads_shared)
+        return lcm(multiple, layout.cp * layout.tp) if self.sequence_parallel else multiple
 
     @property
     def seen(self) -> AttentionView | None:
@@ -117,6 +140,7 @@ class Setup:
             feed_forward_tiled=shape is None and config.model.ffn_tile is not None,
             sequence_parallel=config.parallel.sequence,
             cp_heads=config.parallel.cp_heads,
+            cp_pad=config.parallel.cp_pad,
             schedule=config.parallel.schedule,
             chunks=config.parallel.stages_per_rank,
             cut=config.parallel.cut,

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import gcd
 
 from speedlab.layout import LayoutError
 from speedlab.planner.bubble import bubble_share
@@ -196,7 +195,7 @@ def _between_positions(setup: Setup, cp: Ring, nbytes: float, *, again: bool) ->
     it is taken to be hidden."""
     if setup.layout.cp == 1:
         return 0.0
-    shared = setup.cp_heads or gcd(setup.layout.cp, setup.shape.heads // setup.layout.tp)
+    shared = setup.heads_shared
     turns, wide = setup.layout.cp // shared - 1, 4 / (4 if setup.dtype == "float32" else 2)
     # Queries, keys, values and what attention gives of them change places; there and back again.
     heads = replace(cp, ranks=shared).gather(4 * nbytes)
