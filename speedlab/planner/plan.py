@@ -35,7 +35,7 @@ from speedlab.planner.timing import StepTime
 _KEPT = (
     "attention",
     "pattern",
-    "feed_forward_tiled",
+    "ffn_tile",
     "offload",
     "optimizer",
     "masters",

@@ -32,8 +32,8 @@ class Setup:
     attention: AttentionKind = "fused"
     pattern: AttentionConfig = field(default_factory=AttentionConfig)
     """Of sparse attention: what a query sees."""
-    feed_forward_tiled: bool = False
-    """Whether feed-forward layers are computed a tile of tokens at a time; counted as if they were whole."""
+    ffn_tile: int | None = None
+    """Tokens of a sequence that feed-forward layers compute at a time; None: all."""
     sequence_parallel: bool = False
     cp_heads: int | None = None
     """Of the ranks along cp, how many share heads; None: as many as heads allow."""
@@ -137,7 +137,7 @@ class Setup:
             checkpointing=config.activation.checkpointing,
             attention="sparse" if config.model.attention.kind == "block_sparse" else "fused",
             pattern=config.model.attention,
-            feed_forward_tiled=shape is None and config.model.ffn_tile is not None,
+            ffn_tile=config.model.ffn_tile if shape is None else None,
             sequence_parallel=config.parallel.sequence,
             cp_heads=config.parallel.cp_heads,
             cp_pad=config.parallel.cp_pad,
