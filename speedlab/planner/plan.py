@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from speedlab.config import ParallelConfig, RunConfig, ZeroConfig
-from speedlab.config.context import ways_out
 from speedlab.config.layouts import factorisations, nearest
 from speedlab.config.offload_rules import offload_problems
 from speedlab.display.figure_style import Figure
@@ -28,7 +27,7 @@ from speedlab.planner.plan_table import PlanTable, found_text, plan_table, plan_
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search import Candidate, Dtype, Target, fast_dtype, search
 from speedlab.planner.search_space import FREE, Fixed
-from speedlab.planner.setup import ModelShape, Setup, update_problems
+from speedlab.planner.setup import ModelShape, Setup, context_problems, update_problems
 from speedlab.planner.shapes import check_shape, kv_heads, shape_parameters
 from speedlab.planner.timing import StepTime
 
@@ -36,6 +35,7 @@ _KEPT = (
     "attention",
     "pattern",
     "ffn_tile",
+    "cp_pad",
     "offload",
     "optimizer",
     "masters",
@@ -284,14 +284,8 @@ def check_parallel(setup: Setup) -> None:
                 f"tp {layout.tp}: {shape.name}'s {count} {name} do not divide by it; tp {near} does, of "
                 f"{', '.join(f'{count} {name}' for name, count in cut.items())}"
             )
-    if layout.cp > 1 and not shape.causal:
-        raise LayoutError(f"cp {layout.cp}: {shape.name} is no causal decoder, whose sequences could be cut; use cp 1")
-    if setup.padded_length % setup.sequence_multiple:
-        length, multiple = shape.sequence_length, setup.sequence_multiple
-        raise LayoutError(
-            f"cp {layout.cp}: {shape.name} has sequences of {length:,} tokens, which do not divide by {multiple}; "
-            f"{ways_out(length, multiple)}"
-        )
+    if problems := context_problems(setup):
+        raise LayoutError("; ".join(problems))
     stages = layout.pp * setup.stages_per_rank
     if stages > shape.depth:
         each = f" × {setup.stages_per_rank} stages a rank" if stages > layout.pp else ""

@@ -7,6 +7,7 @@ from math import gcd, lcm
 from typing import Literal
 
 from speedlab.config import AttentionConfig, AttentionView, OffloadConfig, OptimizerConfig, RunConfig, describe
+from speedlab.config.context import ways_out
 from speedlab.config.shape import ModelShape
 from speedlab.layout import Layout, sequence_multiple
 
@@ -150,6 +151,29 @@ class Setup:
             moments=config.precision.moments,
             offload=config.offload,
         )
+
+
+def context_problems(setup: Setup) -> list[str]:
+    """What stands against the layout's cp."""
+    shape, layout = setup.shape, setup.layout
+    if layout.cp == 1:
+        return []
+    if not shape.causal:
+        return [f"cp {layout.cp}: {shape.name} is no causal decoder, whose sequences could be cut; use cp 1"]
+    heads, problems = shape.heads // layout.tp, []
+    if (setup.attention == "sparse" or shape.dropout) and setup.heads_shared != layout.cp:
+        what = "sparse attention" if setup.attention == "sparse" else f"dropout {shape.dropout:g}"
+        problems.append(
+            f"cp {layout.cp} with {what}: all cp ranks have to share heads, and the {heads} heads of a tp rank do not "
+            f"divide by it; cp {gcd(layout.cp, heads)} would do"
+        )
+    if setup.padded_length % setup.sequence_multiple:
+        length, multiple = shape.sequence_length, setup.sequence_multiple
+        problems.append(
+            f"cp {layout.cp}: {shape.name} has sequences of {length:,} tokens, which do not divide by {multiple}; "
+            f"{ways_out(length, multiple)}"
+        )
+    return problems
 
 
 def update_problems(setup: Setup) -> list[str]:
