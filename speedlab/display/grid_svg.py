@@ -47,16 +47,14 @@ def grid_svg(grid: Grid, *, what: str) -> str:
             f'<rect x="0" y="{row * size:.2f}" width="{_EDGE}" height="{size:.2f}" fill="transparent">'
             f"<title>{escape(title)}</title></rect>"
         )
-    words = 'fill="currentColor" font-size="10.5"'
-    last = f"{grid.length:,}"
     return (
         f'<svg class="speedlab-grid-picture" viewBox="{-_LEFT} {-_TOP} {_EDGE + _LEFT + 2} {_EDGE + _TOP + _BELOW}" '
         f'width="{_EDGE + _LEFT + 2}" height="{_EDGE + _TOP + _BELOW}" role="img" aria-label="{escape(what)}">'
         f'{"".join(parts)}<path d="M0 0V{_EDGE}H{_EDGE}" fill="none" stroke="currentColor" stroke-opacity="0.5"/>'
-        f'<text x="0" y="{_EDGE + 12}" {words}>0</text>'
-        f'<text x="{_EDGE / 2}" y="{_EDGE + 12}" text-anchor="middle" {words}>keys →</text>'
-        f'<text x="{_EDGE}" y="{_EDGE + 12}" text-anchor="end" {words}>{last}</text>'
-        f'<text transform="translate(-4 {_EDGE / 2}) rotate(-90)" text-anchor="middle" {words}>← queries</text></svg>'
+        f'<g fill="currentColor" font-size="10.5"><text x="0" y="{_EDGE + 12}">0</text>'
+        f'<text x="{_EDGE / 2}" y="{_EDGE + 12}" text-anchor="middle">keys →</text>'
+        f'<text x="{_EDGE}" y="{_EDGE + 12}" text-anchor="end">{grid.length:,}</text>'
+        f'<text transform="translate(-4 {_EDGE / 2}) rotate(-90)" text-anchor="middle">← queries</text></g></svg>'
     )
 
 

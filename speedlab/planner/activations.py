@@ -21,8 +21,17 @@ B sequences, T tokens, C hidden, V vocabulary; n = B T tokens; sizes are bytes.
 from __future__ import annotations
 
 from speedlab.config.shape import Bias
-from speedlab.planner import activations_long
 from speedlab.planner.activation_sizes import Sizes, Tally
+from speedlab.planner.activations_long import (
+    attend_long_backward,
+    attend_long_forward,
+    attends_long,
+    is_tiled,
+    lays_out_anew,
+    leave_attention,
+    tiles_backward,
+    tiles_forward,
+)
 
 _FLOAT32 = 4
 
@@ -198,8 +207,8 @@ def attend_forward(t: Tally, s: Sizes) -> None:
                 t.take(size)
                 t.free(wide)
     if not keeps_probabilities(s):
-        if activations_long.attends_long(s):
-            activations_long.attend_forward(t, s)
+        if attends_long(s):
+            attend_long_forward(t, s)
             return
         t.take(q, s.queries)
         if rotary:
@@ -236,8 +245,8 @@ def attend_backward(t: Tally, s: Sizes) -> None:
     """From the gradient of the outputs, which is freed, to that of queries, keys and values in one tensor."""
     q, pair = s.heads, s.pair
     rotary = s.setup.shape.position == "rotary"
-    if not keeps_probabilities(s) and activations_long.attends_long(s):
-        activations_long.attend_backward(t, s)
+    if not keeps_probabilities(s) and attends_long(s):
+        attend_long_backward(t, s)
     elif not keeps_probabilities(s):
         t.take(q + pair)
         t.free(q, q + pair, s.queries, q)  # What came; and saved: the projections, statistics, outputs.
@@ -290,15 +299,15 @@ def block_forward(t: Tally, s: Sizes, *, again: bool = False) -> None:
     attend_forward(t, s)
     t.take(s.hidden)
     if not keeps_probabilities(s):
-        activations_long.leave_attention(t, s)
+        leave_attention(t, s)
     leave(t, s, "attention out")
     if s.setup.shape.norms == 1:
         t.take(s.local)  # The first one's result, as if it were another.
     else:
         norm_forward(t, s)
     enter(t, s)
-    if activations_long.is_tiled(s):
-        activations_long.tiles_forward(t, s)
+    if is_tiled(s):
+        tiles_forward(t, s)
         if again:
             t.free(s.hidden)
         else:
@@ -327,8 +336,8 @@ def block_backward(t: Tally, s: Sizes, *, held: bool = False) -> None:
     shape = s.setup.shape
     came = leave_backward(t, s)
     down, up = s.matrix(shape.ffn_hidden, shape.hidden), s.matrix(shape.hidden, shape.ffn_hidden)
-    if activations_long.is_tiled(s):
-        activations_long.tiles_backward(t, s, came)
+    if is_tiled(s):
+        tiles_backward(t, s, came)
     else:
         _linear_backward(t, weight=down, out=s.inner, gradient=came, saved=s.inner)
         widths = _widths(s)
@@ -349,7 +358,7 @@ def block_backward(t: Tally, s: Sizes, *, held: bool = False) -> None:
     came = leave_backward(t, s)
     size = shape.head_size or shape.hidden // shape.heads
     queries = shape.heads * size
-    anew = activations_long.lays_out_anew(s) if activations_long.attends_long(s) else shape.position == "rotary"
+    anew = lays_out_anew(s) if attends_long(s) else shape.position == "rotary"
     copied = s.heads if anew or keeps_probabilities(s) else 0
     _linear_backward(t, weight=s.matrix(queries, shape.hidden), out=s.heads, gradient=came, saved=copied)
     attend_backward(t, s)

@@ -51,7 +51,7 @@ def _exchange(t: Tally, size: int) -> None:
     t.free(size)
 
 
-def attend_forward(t: Tally, s: Sizes) -> None:
+def attend_long_forward(t: Tally, s: Sizes) -> None:
     """From projections, which rotation has copied in part, to the outputs side by side."""
     q, pair = s.heads, s.pair
     if _shares_heads(s):
@@ -81,7 +81,7 @@ def leave_attention(t: Tally, s: Sizes) -> None:
         t.free(q + pair, pair // 2 if _rotary(s) and _grouped(s) else 0)
 
 
-def attend_backward(t: Tally, s: Sizes) -> None:
+def attend_long_backward(t: Tally, s: Sizes) -> None:
     """From the gradient of the outputs, which is freed, to those of queries, keys and values that were turned."""
     q, pair = s.heads, s.pair
     given = q + (2 * q if _grouped(s) else pair)
