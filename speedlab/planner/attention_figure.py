@@ -7,14 +7,15 @@ from speedlab.planner.setup import Setup
 
 
 def attention_lines(setup: Setup) -> list[str]:
-    """What a query sees, the longest path between two tokens and the work saved; empty for dense attention."""
-    view = setup.seen
+    """What a query sees, the longest path between two tokens and the work saved; empty for dense attention, and for
+    encoders, whose tokens see later ones, too."""
+    view = setup.seen if setup.shape.causal else None
     return [] if view is None else [*view.words, _step_words(setup)]
 
 
 def attention_html(setup: Setup) -> str:
-    """The pattern as a picture beside the same lines; empty for dense attention."""
-    view = setup.seen
+    """The pattern as a picture beside the same lines; empty where there are none."""
+    view = setup.seen if setup.shape.causal else None
     return "" if view is None else view.html(_step_words(setup))
 
 
