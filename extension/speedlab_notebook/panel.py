@@ -30,6 +30,7 @@ from speedlab.config import ConfigError, RunConfig
 from speedlab.hardware import Device
 from speedlab.layout import LayoutError
 from speedlab.planner import calibration_store, disk_rates
+from speedlab.planner.attention_figure import attention_html
 from speedlab.planner.disk_rates import DiskRates
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import Setup
@@ -200,6 +201,7 @@ class Panel(widgets.VBox):
                 self.prediction = predict(self.config, self._devices)
                 running = self._running.zero.stage if self._under_way and self._running is not None else None
                 self._view.states.value = states_html(self.prediction, self._devices, running=running)
+                self._view.form.attention.value = attention_html(self.prediction.plan.setup)
             self._show_notes()
             self._show_summary()
             self._show_run()

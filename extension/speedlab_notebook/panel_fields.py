@@ -34,6 +34,7 @@ _LABELS = {
     "batch.micro_size": "micro-batch",
     "parallel.sequence": "sequence parallel",
     "parallel.cp_heads": "cp share heads",
+    "parallel.cp_pad": "cp pads",
     "optimizer.name": "optimizer",
     "data.heldout_share": "held-out share",
     "data.max_bytes": "text read",
@@ -231,6 +232,8 @@ class Form:
         layout = widgets.Layout(width="318px", margin="0")
         style = {"description_width": "122px"}
         self.fields: dict[str, Field] = {}
+        self.attention: Any = widgets.HTML().add_class("speedlab-seen")
+        """What queries see, below the fields of `model.attention`; empty for dense attention."""
         pages = []
         for title, names in SECTIONS.items():
             rows: list[widgets.Widget] = list(extra.get(title, ()))
@@ -283,7 +286,7 @@ class Form:
         rows: list[widgets.Widget] = [heading]
         for inner in part.model_fields:
             rows += self._rows(part, inner, f"{path}.{inner}", layout, style)
-        return rows
+        return [*rows, self.attention] if path == "model.attention" else rows
 
     def _row(self, path: str, info: Any, layout: Any, style: Any) -> list[widgets.Widget]:
         field = self.fields[path] = Field(path, info, layout=layout, style=style)
@@ -333,7 +336,7 @@ def layout_field(text: str, last: str) -> str:
     that it begins with."""
     if last.startswith("parallel."):
         return last
-    named = re.match(r"parallel[:.] ?(tp|pp|cp|cp_heads|cut|schedule)\b", text)
+    named = re.match(r"parallel[:.] ?(tp|pp|cp|cp_heads|cp_pad|cut|schedule)\b", text)
     return f"parallel.{named[1]}" if named else "parallel.dp"
 
 

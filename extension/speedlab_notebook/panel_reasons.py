@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from speedlab.config import RunConfig
-from speedlab.config.context import heads_shared
+from speedlab.config.context import heads_shared, padded_length, padding_words
 from speedlab.config.layouts import why_not
 from speedlab.hardware import Device
 from speedlab.layout import Layout
@@ -58,6 +58,8 @@ def _greyed_parallel(values: Mapping[str, Any], engines: int) -> dict[str, str]:
         reasons["parallel.sequence"] = "the tp ranks share out the tokens, and tp is 1"
     if cp == 1 and values["parallel.cp_heads"] is None:
         reasons["parallel.cp_heads"] = "how the cp ranks divide the work of attention, and cp is 1"
+    if cp == 1 and not values["parallel.cp_pad"]:
+        reasons["parallel.cp_pad"] = "what cp does not divide is padded, and cp is 1"
     if pp == 1:
         needs = "only a pipeline has it, and pp is 1"
         reasons |= {f"parallel.{name}": needs for name in ("schedule", "chunks", "balance")}
@@ -149,6 +151,10 @@ def _parallel_remarks(
     layout = None if config is None else _layout(config, engines)
     if config is not None and layout is not None and layout.cp > 1:
         found["parallel.cp"] = " · ".join(filter(None, (ways_text(config, layout), found["parallel.cp"])))
+    if config is not None and layout is not None and layout.cp > 1:
+        length = config.data.sequence_length
+        padded = padded_length(config.model, layout, config.parallel, length)
+        found["parallel.cp_pad"] = padding_words(length, padded)
     if config is not None and layout is not None and layout.pp > 1:
         micro_batches = config.batch.resolve(layout.data_size).accumulation
         found["batch.accumulation"] = f"the pipeline's micro-batches: {micro_batches}"

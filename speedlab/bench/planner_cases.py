@@ -90,6 +90,29 @@ _SMALL: list[tuple[int, int, dict[str, str], dict[str, Any]]] = [
 ]
 """(ranks, ZeRO stage, what lies away from the device, as what states are kept)."""
 
+_LONG_MODELS: dict[str, dict[str, Any]] = {
+    "tiled": {**MODELS["rotary"], "ffn_tile": 64},
+    "tiled gpt2": {**MODELS["gpt2"], "ffn_tile": 64},
+    "sparse": {**MODELS["rotary"], "attention": {"kind": "block_sparse", "block": 16, "window": 40}},
+    "sparse gpt2": {
+        **MODELS["gpt2"],
+        "attention": {"kind": "block_sparse", "block": 16, "pattern": "longformer", "window": 32},
+    },
+}
+"""What long sequences are trained with."""
+
+_LONG: list[tuple[int, dict[str, Any], int, tuple[str, ...]]] = [
+    (1, {}, 0, tuple(_LONG_MODELS)),
+    (2, {}, 2, ("tiled", "sparse gpt2")),
+    (2, {"tp": 2}, 1, ("tiled", "tiled gpt2", "sparse", "sparse gpt2")),
+    (2, {"cp": 2}, 1, ("rotary", "gpt2", "dropping", "wide head", "sparse", "tiled gpt2")),
+    (2, {"cp": 2, "cp_heads": 1}, 2, ("rotary", "gpt2", "wide head", "tiled")),
+    (4, {"cp": 4, "cp_heads": 2}, 3, ("rotary", "gpt2")),
+    (4, {"cp": 2, "tp": 2, "sequence": True}, 1, ("gpt2", "rotary")),
+    (4, {"cp": 2, "pp": 2}, 0, ("wide head", "sparse gpt2")),
+]
+"""(ranks, layout, ZeRO stage, models)."""
+
 _FORMS = [("float32", "none"), ("bfloat16", "block"), ("bfloat16", "none"), ("float32", "block")]
 """(precision, checkpointing)."""
 
@@ -98,6 +121,9 @@ _ROUNDS = 3
 
 LENGTH = 128
 """Tokens of a sequence."""
+
+
+_EXTRA = {"schedule": "{}", "sequence": "sequence", "cp_heads": "heads shared by {}"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +149,11 @@ def grid() -> Iterator[GridCase]:
     for ranks, stage, offload in _AWAY:
         for dtype, checkpointing in _FORMS[:2]:
             yield _case(ranks, {}, stage, next(models), dtype, checkpointing, 2, next(sums), offload)
+    for ranks, parallel, stage, names in _LONG:
+        for model in names:
+            (dtype, checkpointing), sums_of = next(forms), 4 if "pp" in parallel else next(sums)
+            yield _case(ranks, parallel, stage, model, dtype, checkpointing, next(sizes), sums_of)
+        next(forms)
     for ranks, stage, offload, kept in _SMALL:
         sum_of = 1 if kept.get("in_backward") else 2
         yield _case(ranks, {}, stage, next(models), kept["dtype"], "none", 2, sum_of, offload, kept)
@@ -143,7 +174,7 @@ def _case(
     precision = {word: value for word, value in (kept or {}).items() if word != "in_backward"}
     in_backward = bool(kept and kept.get("in_backward"))
     config = RunConfig(
-        model=MODELS[model],
+        model={**MODELS, **_LONG_MODELS}[model],
         data={"sequence_length": LENGTH, "tokenizer": "bytes"},
         parallel=parallel,
         zero={"stage": stage, "bucket_bytes": 2**22},
@@ -155,8 +186,8 @@ def _case(
         clip_norm=None if in_backward else 1.0,
     )
     layout = config.layout(ranks)
-    extra = [word for word in ("schedule", "sequence") if word in parallel]
-    extra = [parallel[word] if word == "schedule" else "sequence" for word in extra]
+    extra = [word for word in ("schedule", "sequence", "cp_heads") if word in parallel]
+    extra = [_EXTRA[word].format(parallel[word]) for word in extra]
     extra += [f"{state} on {place}" for state, place in (offload or {}).items()]
     extra += [f"{word} {value}" for word, value in (kept or {}).items() if word != "dtype"]
     name = ", ".join([model, str(layout), *extra, f"zero {stage}", dtype, f"checkpointing {checkpointing}"])

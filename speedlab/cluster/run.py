@@ -213,10 +213,10 @@ class Run:
     def reshape(self, *, engines: int | None = None, **changes: Any) -> Pending:
         """Change the ZeRO stage, the layout, or how a pipeline works, between two steps; no state is lost.
 
-        `changes`: zero, tp, pp, dp, schedule, chunks, micro_batches, sequence, cut, offload (a dict of where the
-        optimizer's states and the parameters lie: none, host or disk). What is not named stays as it is, and dp follows
-        from the engines. The global batch stays, so that the same data follow. Raises ConfigError or LayoutError at
-        once, with the rule and what would work, for what cannot be.
+        `changes`: zero, tp, pp, cp, dp, schedule, chunks, micro_batches, sequence, cp_heads, cp_pad, cut, offload (a
+        dict of where the optimizer's states and the parameters lie: none, host or disk). What is not named stays as it
+        is, and dp follows from the engines. The global batch stays, so that the same data follow. Raises ConfigError or
+        LayoutError at once, with the rule and what would work, for what cannot be.
 
         With another number of `engines`, engines are started or stopped, and the run goes on from a checkpoint; this
         waits for it, and a failure leaves the run with the engines it had. See `speedlab.cluster.resize`.

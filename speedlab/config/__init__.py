@@ -4,7 +4,7 @@ Every part is frozen; a changed configuration is a new object. Unknown keys are 
 """
 
 from speedlab.config.attention import AttentionConfig
-from speedlab.config.attention_pattern import AttentionView, describe
+from speedlab.config.attention_view import AttentionView, describe
 from speedlab.config.batch import Batch, BatchConfig
 from speedlab.config.errors import ConfigError, explain
 from speedlab.config.given import GivenConfig, config_of

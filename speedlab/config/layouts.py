@@ -87,10 +87,11 @@ def _first_problem(config: RunConfig, layout: Layout, built_in: bool) -> str | N
                 return f"tp {tp}: {count} {name} do not divide by {tp}; {_divisors_text(count)} do"
         if model.vocab_size < tp:
             return f"tp {tp}: a vocabulary of {model.vocab_size} leaves ranks without a token"
-        if (problem := context_problem(model, layout, parallel.cp_heads, config.data.sequence_length)) is not None:
+        if (problem := context_problem(model, layout, parallel, config.data.sequence_length)) is not None:
             return problem
     length, ways = config.data.sequence_length, tp * layout.cp
-    if parallel.sequence and tp > 1 and length % ways:
+    padded = parallel.cp_pad and layout.cp > 1
+    if parallel.sequence and tp > 1 and length % ways and not padded:
         cut = f" and cp {layout.cp}" if layout.cp > 1 else ""
         return (
             f"tp {tp}{cut} with sequence parallelism: sequences of {length} tokens do not divide by {ways}; "

@@ -57,6 +57,11 @@ class ParallelConfig(Part):
         description="Of the cp ranks, how many exchange tokens for heads in attention (Ulysses); the others form a "
         "ring, around which keys and values go; as many as heads allow when left out",
     )
+    cp_pad: bool = Field(
+        default=False,
+        description="Whether sequences that cp does not divide are padded at their ends up to the next length that it "
+        "does: what pads is computed, and counts in no loss; without it they are refused",
+    )
     pp: int = Field(default=1, ge=1, description="Pipeline ranks the blocks are cut over")
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
         default="1f1b",

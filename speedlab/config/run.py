@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
+from speedlab.config.attention_view import AttentionView, describe
 from speedlab.config.batch import BatchConfig
 from speedlab.config.deepspeed import Reading, recognises
 from speedlab.config.deepspeed import read as read_deepspeed
@@ -133,6 +134,11 @@ class RunConfig(Part):
         Without `built_in` the model is somebody's own, and rules about `model` are left out.
         """
         return resolve(self, world_size, built_in=built_in)
+
+    def attention_view(self, length: int | None = None) -> AttentionView:
+        """What queries of `model` see, over `length` tokens or those of data.sequence_length: work beside dense
+        attention's, the longest path between two tokens, and a picture. Print it, or show it in a notebook."""
+        return describe(self.model.attention, length or self.data.sequence_length, layers=self.model.layers)
 
     def replace(self, **changes: Any) -> RunConfig:
         """A copy with some fields changed. A part may be given by its short form or as a dict of only the fields that

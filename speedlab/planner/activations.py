@@ -22,6 +22,16 @@ from __future__ import annotations
 
 from speedlab.config.shape import Bias
 from speedlab.planner.activation_sizes import Sizes, Tally
+from speedlab.planner.activations_long import (
+    attend_long_backward,
+    attend_long_forward,
+    attends_long,
+    is_tiled,
+    lays_out_anew,
+    leave_attention,
+    tiles_backward,
+    tiles_forward,
+)
 
 _FLOAT32 = 4
 
@@ -197,6 +207,9 @@ def attend_forward(t: Tally, s: Sizes) -> None:
                 t.take(size)
                 t.free(wide)
     if not keeps_probabilities(s):
+        if attends_long(s):
+            attend_long_forward(t, s)
+            return
         t.take(q, s.queries)
         if rotary:
             t.take(q)  # Laid out anew.
@@ -232,7 +245,9 @@ def attend_backward(t: Tally, s: Sizes) -> None:
     """From the gradient of the outputs, which is freed, to that of queries, keys and values in one tensor."""
     q, pair = s.heads, s.pair
     rotary = s.setup.shape.position == "rotary"
-    if not keeps_probabilities(s):
+    if not keeps_probabilities(s) and attends_long(s):
+        attend_long_backward(t, s)
+    elif not keeps_probabilities(s):
         t.take(q + pair)
         t.free(q, q + pair, s.queries, q)  # What came; and saved: the projections, statistics, outputs.
         if rotary:
@@ -283,12 +298,21 @@ def block_forward(t: Tally, s: Sizes, *, again: bool = False) -> None:
     t.take(s.heads + s.pair)
     attend_forward(t, s)
     t.take(s.hidden)
+    if not keeps_probabilities(s):
+        leave_attention(t, s)
     leave(t, s, "attention out")
     if s.setup.shape.norms == 1:
         t.take(s.local)  # The first one's result, as if it were another.
     else:
         norm_forward(t, s)
     enter(t, s)
+    if is_tiled(s):
+        tiles_forward(t, s)
+        if again:
+            t.free(s.hidden)
+        else:
+            leave(t, s, "feed-forward")
+        return
     t.take(_widths(s) * s.inner)
     t.take(_steps(s), _widths(s) * s.inner)  # Of a gate its function, and the product with what it lets through.
     if again and s.setup.shape.norms < 4:
@@ -312,14 +336,17 @@ def block_backward(t: Tally, s: Sizes, *, held: bool = False) -> None:
     shape = s.setup.shape
     came = leave_backward(t, s)
     down, up = s.matrix(shape.ffn_hidden, shape.hidden), s.matrix(shape.hidden, shape.ffn_hidden)
-    _linear_backward(t, weight=down, out=s.inner, gradient=came, saved=s.inner)
-    widths = _widths(s)
-    if shape.gated:
-        t.take(2 * s.inner)
-        t.free(3 * s.inner)  # The product's gradient, and its factors.
-    t.take(s.inner)
-    t.free(2 * s.inner, _steps(s))
-    _linear_backward(t, weight=widths * up, out=s.hidden, gradient=widths * s.inner, saved=s.hidden)
+    if is_tiled(s):
+        tiles_backward(t, s, came)
+    else:
+        _linear_backward(t, weight=down, out=s.inner, gradient=came, saved=s.inner)
+        widths = _widths(s)
+        if shape.gated:
+            t.take(2 * s.inner)
+            t.free(3 * s.inner)  # The product's gradient, and its factors.
+        t.take(s.inner)
+        t.free(2 * s.inner, _steps(s))
+        _linear_backward(t, weight=widths * up, out=s.hidden, gradient=widths * s.inner, saved=s.hidden)
     enter_backward(t, s)
     if shape.norms == 1:
         _add(t, s.local, True)
@@ -331,7 +358,8 @@ def block_backward(t: Tally, s: Sizes, *, held: bool = False) -> None:
     came = leave_backward(t, s)
     size = shape.head_size or shape.hidden // shape.heads
     queries = shape.heads * size
-    copied = s.heads if shape.position == "rotary" or keeps_probabilities(s) else 0
+    anew = lays_out_anew(s) if attends_long(s) else shape.position == "rotary"
+    copied = s.heads if anew or keeps_probabilities(s) else 0
     _linear_backward(t, weight=s.matrix(queries, shape.hidden), out=s.heads, gradient=came, saved=copied)
     attend_backward(t, s)
     projections = queries * (s.heads + s.pair) // s.heads

@@ -33,9 +33,6 @@ def _memory_doubts(setup: Setup) -> list[str]:
         "norms behind layers or of heads": shape.norms == 4 or shape.head_norms,
         "attention beside the feed-forward layer": shape.parallel,
         "selective checkpointing": setup.checkpointing == "selective",
-        "context parallelism": setup.layout.cp > 1,
-        "feed-forward layers in tiles (counted whole)": setup.feed_forward_tiled,
-        "sparse attention": setup.attention == "sparse",
         "offload": setup.offload.used,
         "one sum of gradients in 16 bits": not setup.wide_sums and setup.dtype != "float32" and setup.accumulation > 1,
     }

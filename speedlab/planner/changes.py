@@ -12,7 +12,8 @@ from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import Efficiency, efficiency_of
 from speedlab.planner.memory import predict_memory
 from speedlab.planner.search import Candidate, Memory, fast_dtype, fitting
-from speedlab.planner.setup import Setup, update_problems
+from speedlab.planner.search_space import worth_cutting
+from speedlab.planner.setup import Setup, context_problems, update_problems
 from speedlab.planner.shapes import kv_heads
 from speedlab.planner.timing import StepTime, predict_time
 
@@ -170,5 +171,8 @@ def _wider(setup: Setup, machines: Machines) -> Iterator[Setup]:
     cut = math.gcd(kv_heads(shape), shape.ffn_hidden)
     if cut % (2 * layout.tp) == 0 and machines.per_host % (2 * layout.tp) == 0:
         yield replace(moved, layout=replace(layout, dp=dp, tp=2 * layout.tp))
+    longer = replace(moved, layout=replace(layout, dp=dp, cp=2 * layout.cp), cp_heads=None)
+    if worth_cutting(longer) and not context_problems(longer):
+        yield longer
     if shape.depth >= 2 * layout.pp * setup.stages_per_rank:
         yield replace(moved, layout=replace(layout, dp=dp, pp=2 * layout.pp), cut=None)

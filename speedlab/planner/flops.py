@@ -10,7 +10,8 @@ token of a step is
 - parameters: 8 N with, 6 N without recomputation: attention left out, embeddings counted.
 - attention: 6 N + 12 l h s: embeddings counted.
 
-Here they are counted from the matrices, so that other shapes have them too. None halves attention for a causal mask.
+Here they are counted from the matrices, so that other shapes have them too. None halves attention for a causal mask;
+of sparse attention its share of the scores counts.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ Convention = Literal["model", "hardware", "parameters", "attention"]
 CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
 
 
-def token_flops(shape: ModelShape, convention: Convention, checkpointing: Checkpointing = "none") -> float:
-    """FLOP of a step for one token, forward and backward."""
+def token_flops(
+    shape: ModelShape, convention: Convention, checkpointing: Checkpointing = "none", *, attention_share: float = 1.0
+) -> float:
+    """FLOP of a step for one token, forward and backward. `attention_share`: of scores, those that sparse attention
+    computes."""
     again = checkpointing == "block"
     inner = shape.heads * head_size(shape)
     depth = shape.layers + 2 * shape.decoder_layers  # A decoder's layer attends twice.
-    scores = 12 * depth * inner * shape.sequence_length
+    scores = 12 * depth * inner * shape.sequence_length * attention_share
     if convention == "parameters":
         return (8 if again else 6) * shape_parameters(shape)
     if convention == "attention":
@@ -43,3 +47,11 @@ def token_flops(shape: ModelShape, convention: Convention, checkpointing: Checkp
         selective = scores / 3 if checkpointing == "selective" else 0
         return (blocks + scores) * (4 / 3 if again else 1) + selective + head
     raise ValueError(f"convention {convention!r} is not one of {', '.join(CONVENTIONS)}")
+
+
+def share_of_step(shape: ModelShape, attention_share: float) -> float:
+    """FLOP of a step with sparse attention over those with dense attention. For a causal mask both are halved, as
+    kernels compute them."""
+    without = token_flops(shape, "model", attention_share=0)
+    scores = (token_flops(shape, "model") - without) * (0.5 if shape.causal else 1)
+    return (without + scores * attention_share) / (without + scores)

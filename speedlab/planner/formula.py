@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from speedlab.config import ModelConfig, OptimizerConfig
+from speedlab.config import ModelConfig, OptimizerConfig, describe
 from speedlab.layout import Layout, share_of
 from speedlab.placement import Residency
 from speedlab.planner.setup import ModelShape
@@ -73,13 +73,14 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     The convention of PaLM's appendix B (arXiv:2204.02311): 6 N + 12 L H D T, where N counts the parameters without
     tables that are only looked up (learned positions, and an untied token embedding), L layers, H D = hidden, T the
     sequence length. A multiplication and an addition are two operations. Recomputation for activation checkpointing
-    does not count, nor is attention halved for the causal mask.
+    does not count, nor is attention halved for the causal mask; of block-sparse attention its share of blocks counts.
     """
     lookups = position_elements(_shape(model))
     if not model.tied:
         lookups += model.vocab_size * model.hidden
     weights = parameter_count(model) - lookups
-    return float(6 * weights + 12 * model.layers * model.hidden * sequence_length)
+    seen = sequence_length * describe(model.attention, sequence_length).density
+    return float(6 * weights + 12 * model.layers * model.hidden * seen)
 
 
 @dataclass(frozen=True, kw_only=True)

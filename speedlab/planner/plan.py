@@ -27,12 +27,15 @@ from speedlab.planner.plan_table import PlanTable, found_text, plan_table, plan_
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search import Candidate, Dtype, Target, fast_dtype, search
 from speedlab.planner.search_space import FREE, Fixed
-from speedlab.planner.setup import ModelShape, Setup, update_problems
+from speedlab.planner.setup import ModelShape, Setup, context_problems, update_problems
 from speedlab.planner.shapes import check_shape, kv_heads, shape_parameters
 from speedlab.planner.timing import StepTime
 
 _KEPT = (
     "attention",
+    "pattern",
+    "ffn_tile",
+    "cp_pad",
     "offload",
     "optimizer",
     "masters",
@@ -281,14 +284,8 @@ def check_parallel(setup: Setup) -> None:
                 f"tp {layout.tp}: {shape.name}'s {count} {name} do not divide by it; tp {near} does, of "
                 f"{', '.join(f'{count} {name}' for name, count in cut.items())}"
             )
-    if shape.sequence_length % layout.cp or (layout.cp > 1 and not shape.causal):
-        near = shape.sequence_length // layout.cp * layout.cp
-        raise LayoutError(
-            f"cp {layout.cp}: {shape.name} has sequences of {shape.sequence_length:,} tokens, which do not divide by "
-            f"it; {near:,} or {near + layout.cp:,} do"
-            if shape.causal
-            else f"cp {layout.cp}: {shape.name} is no causal decoder, whose sequences could be cut; use cp 1"
-        )
+    if problems := context_problems(setup):
+        raise LayoutError("; ".join(problems))
     stages = layout.pp * setup.stages_per_rank
     if stages > shape.depth:
         each = f" × {setup.stages_per_rank} stages a rank" if stages > layout.pp else ""

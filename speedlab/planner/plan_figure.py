@@ -19,6 +19,7 @@ from speedlab.display.figure_style import (
     swatch,
 )
 from speedlab.display.text import byte_unit, bytes_text, seconds_text
+from speedlab.planner.attention_figure import attention_html
 from speedlab.planner.places import Place
 from speedlab.planner.plan_table import (
     MOST_ROWS,
@@ -57,7 +58,7 @@ _MOST_BARS = 8
 _LINE_PIXELS = 18
 _CAPACITY_IN_SIGHT = 2.5
 _STYLE = (
-    "<style>.speedlab-plan svg{width:380px;max-width:100%;color:inherit;overflow:visible;display:block}"
+    "<style>.speedlab-plan .speedlab-bars{width:380px;max-width:100%;color:inherit;overflow:visible;display:block}"
     ".speedlab-plan text{fill:currentColor;font-size:10.5px}.speedlab-plan .speedlab-grid{stroke:#88888855}"
     ".speedlab-plan .speedlab-capacity{stroke:currentColor;stroke-width:1.5}"
     ".speedlab-plan .speedlab-outline{fill:none;stroke:currentColor;stroke-width:1.5}"
@@ -153,12 +154,14 @@ def plan_html(plan: Plan) -> str:
     legend = "".join(f'<i style="background:{swatch(category)}"></i>{LABELS[category]}' for category in used)
     first, *rest = heading(plan)
     lines = "".join(f"<div>{escape(line)}</div>" for line in rest)
-    below = "".join(f"<div>{escape(line)}</div>" for line in [*speed_lines(plan), *cautions(plan)])
+    speed, doubts = (
+        "".join(f"<div>{escape(line)}</div>" for line in lines) for lines in (speed_lines(plan), cautions(plan))
+    )
     return (
         f'<div class="speedlab-plan">{_STYLE}<div><b>{escape(first)}</b></div>{lines}'
         f"{bars_svg(bars, plan.capacity_bytes, what='predicted memory')}{places_svg(plan.memory, plan.places)}"
         f"<div>{legend}</div>"
-        f"{plan_table(plan, MOST_ROWS)._repr_html_()}{below}</div>"
+        f"{plan_table(plan, MOST_ROWS)._repr_html_()}{speed}{attention_html(plan.setup)}{doubts}</div>"
     )
 
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from speedlab.config.context import padding_words
 from speedlab.display.figure_style import LABELS
 from speedlab.display.table import Table
 from speedlab.display.text import byte_unit, bytes_text, count_text, seconds_text
+from speedlab.planner.attention_figure import attention_lines
 from speedlab.planner.away import offload_words
 from speedlab.planner.rank_memory import CATEGORIES, RankMemory
 from speedlab.planner.search import describe, schedule_words
@@ -199,7 +201,9 @@ def found_text(found: Found) -> str:
 
 def plan_text(plan: Plan) -> str:
     """The whole plan: what was asked, what fits, the table, the step and its parts, what the training takes."""
-    return "\n".join([*heading(plan), "", str(plan_table(plan, MOST_ROWS)), "", *speed_lines(plan), *cautions(plan)])
+    lines = [*heading(plan), "", str(plan_table(plan, MOST_ROWS)), "", *speed_lines(plan)]
+    lines += [f"attention: {line}" for line in attention_lines(plan.setup)]
+    return "\n".join([*lines, *cautions(plan)])
 
 
 def heading(plan: Plan) -> list[str]:
@@ -215,7 +219,8 @@ def heading(plan: Plan) -> list[str]:
         offload_words(setup.offload),
         f"schedule {schedule_words(setup)}" if setup.layout.pp > 1 else "",
     ]
-    batch += f", sequences of {setup.shape.sequence_length:,}"
+    length = setup.shape.sequence_length
+    batch += f", {padding_words(length, setup.padded_length) or f'sequences of {length:,}'}"
     return [
         f"{setup.shape.name}: {count_text(plan.parameters)} parameters, {setup.dtype}, on {plan.machines}",
         " · ".join(filter(None, [f"{setup.layout}", f"ZeRO stage {setup.zero_stage}", batch, *extras])),

@@ -59,7 +59,7 @@ class PlanRequest:
     pp: int | None = None
     """Pipeline ranks."""
     cp: int | None = None
-    """Context-parallel ranks, each with a part of every sequence; of one layout, none is searched."""
+    """Context-parallel ranks, each with a part of every sequence."""
     dp: int | None = None
     """Data-parallel ranks; left out: as many as there are devices for."""
     zero: Literal[0, 1, 2, 3] | None = None
@@ -205,8 +205,6 @@ class PlanRequest:
         """Raises ValueError for words that do not go together, rather than leave one of them out."""
         if self.search and self.largest:
             raise ValueError("--search looks for layouts of a model, --largest for a model; give one of the two")
-        if self.cp is not None and (self.search or self.largest):
-            raise ValueError(f"--cp {self.cp}: no layout with cp is searched; leave --search or --largest out")
         if self.target is not None and not self.search:
             raise ValueError(f"--target {self.target} is what a search looks for; add --search")
         if self.price is not None and not self.tokens:
@@ -318,6 +316,7 @@ class PlanRequest:
             tp=self.tp,
             pp=self.pp,
             dp=self.dp,
+            cp=self.cp,
             zero_stage=self.zero,
             micro_size=self.micro,
             checkpointing=self.checkpointing,

@@ -12,14 +12,16 @@ from speedlab.config.offload_rules import offload_problems
 from speedlab.layout import Layout
 from speedlab.planner.away import offload_words
 from speedlab.planner.devices import Machines
-from speedlab.planner.setup import Checkpointing, ModelShape, Setup, update_problems
-from speedlab.planner.shapes import kv_heads
+from speedlab.planner.setup import Checkpointing, ModelShape, Setup, context_problems, update_problems
+from speedlab.planner.shapes import is_built_in, kv_heads
 
 _Choice = TypeVar("_Choice")
 
 _MOST_MICRO = 64
 """Sequences of the largest micro-batch that is looked at, unless it is fixed."""
 _WIDEST_TP = 16
+LEAST_TOKENS = 4096
+"""Of a sequence on a rank: cp is looked at where it leaves so many, so that short sequences are cut only when asked."""
 _DEEPEST_PP = 128
 
 
@@ -30,6 +32,7 @@ class Fixed:
     tp: int | None = None
     pp: int | None = None
     dp: int | None = None
+    cp: int | None = None
     zero_stage: int | None = None
     micro_size: int | None = None
     checkpointing: Checkpointing | None = None
@@ -72,7 +75,7 @@ class Space:
     def most_devices(self) -> int:
         """All of them, unless the whole layout is fixed."""
         tp, pp, dp = self.fixed.tp, self.fixed.pp, self.fixed.dp
-        return tp * pp * dp if tp and pp and dp else self.machines.world_size
+        return tp * pp * dp * (self.fixed.cp or 1) if tp and pp and dp else self.machines.world_size
 
     def fewer_devices(self) -> list[int]:
         """Powers of two of devices in one host and of whole hosts, fewer than all."""
@@ -110,13 +113,14 @@ class Space:
         offload, checkpointing = fixed.others.get("offload"), fixed.checkpointing or "block"
         if offload is not None and (problems := offload_problems(offload, stage=stage, checkpointing=checkpointing)):
             return ValueError("; ".join(problems))
-        alone = Layout(dp=fixed.dp or 1, tp=fixed.tp or 1, pp=fixed.pp or 1)
+        alone = Layout(dp=fixed.dp or 1, tp=fixed.tp or 1, pp=fixed.pp or 1, cp=fixed.cp or 1)
         least = {"micro_size": fixed.micro_size or 1, "accumulation": 1, "zero_stage": stage}
         setup = Setup(shape=shape, layout=alone, dtype=self.dtype, **least, **fixed.others)
         if problems := update_problems(setup):
             return ValueError("; ".join(problems))
         asked = f" with {self.fixed}" if str(self.fixed) else ""
-        batch = f", a global batch of {global_size} divides by micro-batch × dp" if global_size is not None else ""
+        batch = self._context_words()
+        batch += f", a global batch of {global_size} divides by micro-batch × dp" if global_size is not None else ""
         return ValueError(
             f"{shape.name} has no layout on {machines}{asked}: tp divides {shape.heads} heads, {kv_heads(shape)} KV "
             f"heads and ffn_hidden {shape.ffn_hidden}, pp × stages a rank is at most {shape.depth} layers, "
@@ -131,9 +135,25 @@ class Space:
             if shape.heads % tp or kv_heads(shape) % tp or shape.ffn_hidden % tp:
                 continue
             for pp in _only(fixed.pp, range(1, min(shape.depth, _DEEPEST_PP, size // tp) + 1)):
-                dp, rest = divmod(size, tp * pp)
-                if rest == 0 and dp and pp <= shape.depth and fixed.dp in (None, dp):
-                    yield Layout(dp=dp, tp=tp, pp=pp)
+                if pp > shape.depth:
+                    continue
+                for cp in _only(fixed.cp, [2**k for k in range((size // (tp * pp)).bit_length())]):
+                    dp, rest = divmod(size, tp * pp * cp)
+                    layout = Layout(dp=max(1, dp), tp=tp, pp=pp, cp=cp)
+                    if rest == 0 and dp and fixed.dp in (None, dp) and self._cuts_sequences(layout):
+                        yield layout
+
+    def _cuts_sequences(self, layout: Layout) -> bool:
+        """Whether this cp is one to look at."""
+        if layout.cp == 1:
+            return True
+        setup = Setup(shape=self.shape, layout=layout, dtype=self.dtype, **_ALONE, **self.fixed.others)
+        if self.fixed.cp is None and not worth_cutting(setup):
+            return False
+        return not context_problems(setup)
+
+    def _context_words(self) -> str:
+        return f", cp {self.fixed.cp} divides sequences of {self.shape.sequence_length:,}" if self.fixed.cp else ""
 
     def _micro_sizes(self, share: int) -> list[int]:
         powers = [2**k for k in range(_MOST_MICRO.bit_length()) if 2**k <= min(share, _MOST_MICRO)]
@@ -143,7 +163,7 @@ class Space:
         offload = self.fixed.others.get("offload")
         if offload is not None and offload.parameters != "none":
             return _only(self.fixed.zero_stage, (3,))
-        if layout.dp == 1:
+        if layout.replicas == 1:
             return _only(self.fixed.zero_stage, (0,))
         # In a pipeline stages 2 and 3 keep whole gradients during a step and gather once a micro-batch.
         return _only(self.fixed.zero_stage, (0, 1) if layout.pp > 1 else (0, 1, 2, 3))
@@ -174,6 +194,16 @@ class Space:
             chunks = fixed.chunks or stages if stages > 1 else 1
             if chunks == 1 or (accumulation % layout.pp == 0 and shape.depth >= chunks * layout.pp):
                 yield replace(setup, schedule=schedule, chunks=chunks)
+
+
+_ALONE: dict[str, Any] = {"zero_stage": 0, "micro_size": 1, "accumulation": 1}
+
+
+def worth_cutting(setup: Setup) -> bool:
+    """Whether a search cuts sequences so: the engine does it for its own GPT alone, and it costs more than it gives for
+    short parts."""
+    shape = setup.shape
+    return is_built_in(shape) and shape.sequence_length // setup.layout.cp >= LEAST_TOKENS
 
 
 def _only(fixed: _Choice | None, free: Sequence[_Choice]) -> Sequence[_Choice]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import gcd, lcm
 from typing import Literal
 
-from speedlab.config import OffloadConfig, OptimizerConfig, RunConfig, describe
+from speedlab.config import AttentionConfig, AttentionView, OffloadConfig, OptimizerConfig, RunConfig, describe
+from speedlab.config.context import ways_out
 from speedlab.config.shape import ModelShape
-from speedlab.layout import Layout
+from speedlab.layout import Layout, sequence_multiple
 
 Checkpointing = Literal["none", "selective", "block"]
 """What is computed again in backward: nothing, the attention probabilities only, or each block."""
@@ -29,13 +31,15 @@ class Setup:
     """Micro-batches of a step on each rank; those of the pipeline where there is one."""
     checkpointing: Checkpointing = "none"
     attention: AttentionKind = "fused"
-    attention_share: float = 1.0
-    """Of sparse attention: its blocks over those of dense attention."""
-    feed_forward_tiled: bool = False
-    """Whether feed-forward layers are computed a tile of tokens at a time; counted as if they were whole."""
+    pattern: AttentionConfig = field(default_factory=AttentionConfig)
+    """Of sparse attention: what a query sees."""
+    ffn_tile: int | None = None
+    """Tokens of a sequence that feed-forward layers compute at a time; None: all."""
     sequence_parallel: bool = False
     cp_heads: int | None = None
     """Of the ranks along cp, how many share heads; None: as many as heads allow."""
+    cp_pad: bool = False
+    """Whether sequences that cp does not divide are padded."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
     chunks: int = 1
     cut: tuple[int, ...] | None = None
@@ -68,8 +72,40 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch on each rank."""
-        return self.micro_size * self.shape.sequence_length // self.layout.cp
+        """Of a micro-batch on each rank, with what pads them."""
+        return self.micro_size * self.padded_length // self.layout.cp
+
+    @property
+    def heads_shared(self) -> int:
+        """Of the ranks along cp, how many share heads."""
+        return self.cp_heads or gcd(self.layout.cp, self.shape.heads // self.layout.tp)
+
+    @property
+    def padded_length(self) -> int:
+        """Tokens of a sequence as it is computed."""
+        length = self.shape.sequence_length
+        return -(-length // self.sequence_multiple) * self.sequence_multiple if self.cp_pad else length
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of a sequence is to be a multiple of, or is padded to one."""
+        layout = self.layout
+        if layout.cp == 1:
+            return 1
+        multiple = sequence_multiple(layout.cp, self.heads_shared)
+        return lcm(multiple, layout.cp * layout.tp) if self.sequence_parallel else multiple
+
+    @property
+    def seen(self) -> AttentionView | None:
+        """What sparse attention sees; None for dense attention. Raises ValueError where a custom mask is too short."""
+        if self.attention != "sparse":
+            return None
+        return describe(self.pattern, self.shape.sequence_length, layers=self.shape.depth)
+
+    @property
+    def attention_share(self) -> float:
+        """Of the blocks of dense attention, those that are computed."""
+        return 1.0 if self.seen is None else self.seen.density
 
     @property
     def global_size(self) -> int:
@@ -92,7 +128,6 @@ class Setup:
         """
         layout = config.layout(engines, built_in=shape is None)
         batch = config.batch.resolve(layout.data_size)
-        sparse = shape is None and config.model.attention.kind == "block_sparse"
         return cls(
             shape=shape or ModelShape.of_config(config.model, config.data.sequence_length),
             layout=layout,
@@ -101,11 +136,12 @@ class Setup:
             micro_size=batch.micro_size,
             accumulation=batch.accumulation,
             checkpointing=config.activation.checkpointing,
-            attention="sparse" if sparse else "fused",
-            attention_share=describe(config.model.attention, config.data.sequence_length).density if sparse else 1.0,
-            feed_forward_tiled=shape is None and config.model.ffn_tile is not None,
+            attention="sparse" if config.model.attention.kind == "block_sparse" else "fused",
+            pattern=config.model.attention,
+            ffn_tile=config.model.ffn_tile if shape is None else None,
             sequence_parallel=config.parallel.sequence,
             cp_heads=config.parallel.cp_heads,
+            cp_pad=config.parallel.cp_pad,
             schedule=config.parallel.schedule,
             chunks=config.parallel.stages_per_rank,
             cut=config.parallel.cut,
@@ -115,6 +151,29 @@ class Setup:
             moments=config.precision.moments,
             offload=config.offload,
         )
+
+
+def context_problems(setup: Setup) -> list[str]:
+    """What stands against the layout's cp."""
+    shape, layout = setup.shape, setup.layout
+    if layout.cp == 1:
+        return []
+    if not shape.causal:
+        return [f"cp {layout.cp}: {shape.name} is no causal decoder, whose sequences could be cut; use cp 1"]
+    heads, problems = shape.heads // layout.tp, []
+    if (setup.attention == "sparse" or shape.dropout) and setup.heads_shared != layout.cp:
+        what = "sparse attention" if setup.attention == "sparse" else f"dropout {shape.dropout:g}"
+        problems.append(
+            f"cp {layout.cp} with {what}: all cp ranks have to share heads, and the {heads} heads of a tp rank do not "
+            f"divide by it; cp {gcd(layout.cp, heads)} would do"
+        )
+    if setup.padded_length % setup.sequence_multiple:
+        length, multiple = shape.sequence_length, setup.sequence_multiple
+        problems.append(
+            f"cp {layout.cp}: {shape.name} has sequences of {length:,} tokens, which do not divide by {multiple}; "
+            f"{ways_out(length, multiple)}"
+        )
+    return problems
 
 
 def update_problems(setup: Setup) -> list[str]:

@@ -39,6 +39,22 @@ def head_size(shape: ModelShape) -> int:
     return shape.hidden // shape.heads if shape.head_size is None else shape.head_size
 
 
+def is_built_in(shape: ModelShape) -> bool:
+    """Whether the built-in GPT can have this shape: two norms in a block, all heads with keys and values of
+    their own, two matrices in a feed-forward layer."""
+    return (
+        shape.causal
+        and not shape.decoder_layers
+        and not shape.gated
+        and not shape.stepwise
+        and not shape.parallel
+        and not shape.head_norms
+        and shape.norms == 2
+        and kv_heads(shape) == shape.heads
+        and head_size(shape) * shape.heads == shape.hidden
+    )
+
+
 def norm_vectors(shape: ModelShape) -> tuple[int, ...]:
     """Elements of one norm's weight, and of its bias where it has one."""
     return (shape.hidden,) * _vectors_of_a_norm(shape)

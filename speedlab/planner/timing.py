@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import gcd
 
 from speedlab.layout import LayoutError
 from speedlab.planner.bubble import bubble_share
@@ -65,7 +64,8 @@ class StepTime:
 
     def tflops(self, convention: Convention) -> float:
         """TFLOP/s of each device, by that convention."""
-        flops = token_flops(self.setup.shape, convention, self.setup.checkpointing)
+        setup = self.setup
+        flops = token_flops(setup.shape, convention, setup.checkpointing, attention_share=setup.attention_share)
         return flops * self.tokens_per_second / self.setup.layout.world_size / 1e12
 
     @property
@@ -195,7 +195,7 @@ def _between_positions(setup: Setup, cp: Ring, nbytes: float, *, again: bool) ->
     it is taken to be hidden."""
     if setup.layout.cp == 1:
         return 0.0
-    shared = setup.cp_heads or gcd(setup.layout.cp, setup.shape.heads // setup.layout.tp)
+    shared = setup.heads_shared
     turns, wide = setup.layout.cp // shared - 1, 4 / (4 if setup.dtype == "float32" else 2)
     # Queries, keys, values and what attention gives of them change places; there and back again.
     heads = replace(cp, ranks=shared).gather(4 * nbytes)

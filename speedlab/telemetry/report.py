@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from speedlab import __version__
+from speedlab.config import describe
 from speedlab.display.text import bytes_text, count_text, seconds_text
+from speedlab.planner import parameter_count
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.figures import History, figures, header, plain
 from speedlab.telemetry.folder import RunFolder, write_atomically
@@ -53,7 +55,7 @@ def report_html(feed: Feed, table_rows: Sequence[Mapping[str, Any]] = ()) -> str
         "state": escape(f"{head.mark} {head.state}"),
         "status_text": f'<p class="card">{escape(text)}</p>' if text else "",
         "plots": "".join(f'<div class="card"><div class="plot" id="plot-{name}"></div></div>' for name in plots),
-        "tables": _stage_table(table_rows) + _event_table(feed) + _configuration(feed),
+        "tables": _stage_table(table_rows) + _attention(feed) + _event_table(feed) + _configuration(feed),
         "version": escape(__version__),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "plotly": _plotly_source(),
@@ -123,6 +125,20 @@ def _event_table(feed: Feed) -> str:
         for event in feed.events[-200:]
     ]
     return _table("Events", ["event", "step", "after", "what happened"], rows)
+
+
+def _attention(feed: Feed) -> str:
+    """What queries see of block-sparse attention; of the built-in GPT, whether its layers suffice, too."""
+    config = feed.folder.config
+    if config.model.attention.kind == "dense":
+        return ""
+    trained = next((event.details.get("parameters") for event in feed.events if event.kind == "started"), None)
+    layers = config.model.layers if trained == parameter_count(config.model) else None
+    try:
+        view = describe(config.model.attention, config.data.sequence_length, layers=layers)
+        return f'<h2>What a query sees</h2><div class="card">{view.html()}</div>'
+    except ValueError:  # A custom mask for the shorter sequences of somebody's own loader.
+        return ""
 
 
 def _configuration(feed: Feed) -> str:

@@ -25,6 +25,7 @@ CHANGES = (
     "micro_batches",
     "sequence",
     "cp_heads",
+    "cp_pad",
     "cut",
     "offload",
 )
@@ -151,6 +152,7 @@ def shape_of(config: RunConfig, engines: int) -> dict[str, Any]:
         "micro_batches": batch.accumulation,
         "sequence": parallel.sequence,
         "cp_heads": parallel.cp_heads,
+        "cp_pad": parallel.cp_pad,
         "cut": parallel.cut,
         "offload": {state: getattr(config.offload, state) for state in _PLACES},
     }

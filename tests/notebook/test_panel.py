@@ -166,6 +166,31 @@ def test_only_layouts_that_exist_are_offered(panel: Panel) -> None:
     assert "train" not in offered(panel)
 
 
+def test_what_queries_see_is_drawn_below_the_fields_of_attention(panel: Panel) -> None:
+    seen = panel._view.form.attention
+    assert seen.value == ""
+    put(panel, "model.attention.kind", "block_sparse")
+    assert seen.value.count("<svg") == 1
+    assert "256 tokens in 4 blocks of 64: 90 % of dense causal attention" in seen.value
+    assert "longest path between two tokens: 3 layers; the model&#x27;s 6 are enough" in seen.value
+    put(panel, "model.attention.window", 16)
+    assert "17 layers; after the model&#x27;s 6 the last token depends on 91 of 256 tokens" in seen.value
+    put(panel, "model.attention.kind", "dense")
+    assert seen.value == ""
+
+
+def test_a_length_that_cp_does_not_divide_is_refused_or_padded(panel: Panel) -> None:
+    assert note(panel, "parallel.cp_pad") == "what cp does not divide is padded, and cp is 1"
+    put(panel, "parallel.cp", 2)
+    put(panel, "data.sequence_length", 255)
+    ((path, text),) = panel.problems
+    assert path in ("parallel.cp", "parallel.dp")
+    assert "254 or 256 would, or set parallel.cp_pad to true, which pads them to 256" in text
+    put(panel, "parallel.cp_pad", True)
+    assert panel.problems == []
+    assert "sequences of 255 padded to 256, 0.39% of what is computed" in note(panel, "parallel.cp_pad")
+
+
 def test_a_pipeline_tells_its_bubble_and_its_micro_batches(panel: Panel) -> None:
     assert all(not offered for offered in buttons_of(panel, "parallel.schedule").values())
     put(panel, "parallel.pp", 4)

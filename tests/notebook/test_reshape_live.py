@@ -11,6 +11,7 @@ import pytest
 from speedlab.cluster import Cluster
 from speedlab.cluster.run import Run, RunError
 from speedlab.config import RunConfig
+from speedlab.layout import LayoutError
 
 SIZE = 4
 STEPS = 30
@@ -86,6 +87,26 @@ def test_through_many_layouts(cluster: Cluster, plain: list[float], tmp_path: Pa
     run.wait(120)
     assert losses(run) == pytest.approx(plain, rel=1e-5)
     assert run.present_config.parallel.tp == 1
+
+
+def test_padding_for_cp_is_told_and_counts_nowhere(cluster: Cluster, tmp_path: Path) -> None:
+    """Of 61 tokens, up to 62 and 64: without, the change is refused with the lengths and the option."""
+    config = configuration(tmp_path, "odd", zero=1)
+    config = config.replace(model={"dropout": 0.0}, data={"sequence_length": 61}, steps=6)
+    alone = cluster.train(config)
+    alone.wait(120)
+    run = cluster.train(config.replace(name="padded", parallel={"cp": 2, "cp_pad": True}))
+    run.pause().wait(60)
+    with pytest.raises(LayoutError, match="cp 4: sequences of 61 tokens do not divide by 4; 60 or 64 would, or set"):
+        run.reshape(cp=4, cp_pad=False)
+    event = run.reshape(cp=4).wait(60)
+    assert "sequences of 61 padded to 64, 4.69% of what is computed" in event.text
+    run.resume().wait(60)
+    run.wait(120)
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
+    assert [record.tokens for record in run.records(0)] == [8 * 61] * 6
+    started = next(event for event in run.events if event.kind == "started")
+    assert "sequences of 61 padded to 62, 1.61% of what is computed" in started.text
 
 
 def assert_told(run: Run) -> None:

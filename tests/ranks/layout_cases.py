@@ -119,6 +119,7 @@ class LayoutCase(Case):
     schedule: str = "1f1b"
     sequence: bool = False
     cp_heads: int | None = None
+    cp_pad: bool = False
     cut: tuple[int, ...] | None = None
     balance: str = "parameters"
     build: Any = gpt
@@ -133,6 +134,7 @@ class LayoutCase(Case):
             "pp": self.layout.pp,
             "cp": self.layout.cp,
             "cp_heads": self.cp_heads,
+            "cp_pad": self.cp_pad,
             "schedule": self.schedule,
             "sequence": self.sequence,
             "cut": self.cut,

@@ -109,6 +109,52 @@ def test_dropout_drops_what_one_process_drops(pool_of: PoolOf) -> None:
             assert problems([path], alone, FLOAT32) == []
 
 
+def test_padded_sequences_train_as_whole_ones(pool_of: PoolOf, plain: PlainOf) -> None:
+    """Of 45 tokens, up to 48; positions end at 48, the last block of sparse attention has 13 tokens, and what counts
+    of a sequence lies on some ranks only. A user's loss sees logits of 45."""
+    options: dict[str, Any] = {"build": learned, "batch": partial(rows_of, 45), "cp_pad": True}
+    cases = [
+        LayoutCase(layout=Layout(cp=4), stage=3, cp_heads=1, checkpointing="block", **options),
+        LayoutCase(layout=Layout(cp=4), stage=1, cp_heads=4, **options),
+        LayoutCase(layout=Layout(cp=2, tp=2), stage=2, sequence=True, **options),
+        LayoutCase(layout=Layout(cp=2, pp=2), stage=1, schedule="interleaved", **options),
+        LayoutCase(layout=Layout(cp=4), stage=0, **{**options, "batch": partial(rows_of, 2)}),
+    ]
+    check(pool_of, plain, cases, FLOAT32, timeout=120)
+    check(pool_of, plain, [replace(cases[1], build=sparse_gpt)], FLOAT32, timeout=120, build=masked_gpt)
+    own = LayoutCase(layout=Layout(cp=2), stage=1, cp_heads=1, loss=penalised, accumulation=2, **options)
+    for path in pool_of(2).run(train_layout, own, own_loss=True, timeout=120):
+        assert problems([path], plain(own.plain(), 1), FLOAT32) == []
+
+
+def padding_refusals(case: LayoutCase) -> list[str]:
+    """What a step of 45 tokens says, and that one of 48 works."""
+    told = []
+    for changes in ({}, {"cp_pad": True, "build": partial(long_gpt, dropout=0.2)}):
+        own = replace(case, **changes)
+        engine: Any = speedlab.initialize(model=own.build(), optimizer=own.optimizer, config=own.config())[0]
+        try:
+            with pytest.raises(LayoutError) as error:
+                engine.train_batch([rows_of(45, 0, 0)] * own.accumulation)
+            told.append(str(error.value))
+            engine.train_batch([rows_of(48, 0, 0)] * own.accumulation)
+        finally:
+            engine.destroy(keep_parameters=False)
+    return told
+
+
+@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(cp=2, pp=2)], ids=str)
+def test_a_length_that_cp_does_not_divide_is_refused_in_ones_own_loop(pool_of: PoolOf, layout: Layout) -> None:
+    case = LayoutCase(layout=layout, build=long_gpt, batch=many, stage=0)
+    rule = "parallel.cp 2: a sequence of 45 tokens does not divide by 2"
+    for told in pool_of(layout.world_size).run(padding_refusals, case, timeout=90):
+        assert told == [
+            f"{rule}; 44 or 46 would, or set parallel.cp_pad to true, which pads them to 46",
+            f"{rule}, and dropout 0.2 would drop other elements of a longer sequence; set model.dropout to 0, or use "
+            "lengths that cp divides",
+        ]
+
+
 def penalised(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     """A term that every rank computes whole, beside the loss of its own tokens and one of the logits."""
     logits = model(batch[0]).logits
@@ -218,7 +264,7 @@ def look(case: LayoutCase) -> dict[str, Any]:
             found = {"logits": engine.eval()(tokens).logits, "loss": engine.evaluate([(tokens, targets)])}
         engine.train()
         steps = case.accumulation
-        with pytest.raises(ValueError, match=r"a sequence of 45 tokens does not divide by .; use 44 or 4[68] tokens"):
+        with pytest.raises(ValueError, match=r"a sequence of 45 tokens does not divide by .; 44 or 4[68] would"):
             engine.train_batch([(tokens, targets)] * steps)
         if case.layout.pp == 1:  # Else it is known on the last stage only.
             tokens, targets = rows_of(48, 0, 0)
@@ -287,8 +333,17 @@ def test_checkpoints_know_nothing_of_cp(pool_of: PoolOf, plain: PlainOf, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"length": 42}, "cp 4: sequences of 42 tokens do not divide by 4; 40 or 44 would"),
-        ({"length": 44, "cp_heads": 1}, "cp 4: sequences of 44 tokens do not divide by 8; 40 or 48 would"),
+        (
+            {"length": 42},
+            "cp 4: sequences of 42 tokens do not divide by 4; 40 or 44 would, or set parallel.cp_pad to true, which "
+            "pads them to 44",
+        ),
+        ({"length": 44, "cp_heads": 1}, "cp 4: sequences of 44 tokens do not divide by 8; 40 or 48 would, or set "),
+        (
+            {"length": 42, "cp_pad": True, "dropout": 0.1, "heads": 8},
+            "cp 4: sequences of 42 tokens would be padded to 44, and dropout 0.1 would drop other elements of a longer "
+            "sequence; set model.dropout to 0, or use lengths that cp divides",
+        ),
         ({"cp_heads": 3}, "cp_heads 3 does not divide cp 4; 1, 2, 4 do"),
         ({"cp_heads": 4}, "cp_heads 4: the 6 heads of a tp rank do not divide by it; 1, 2 would"),
         ({"dropout": 0.1}, "cp 4 with model.dropout 0.1: all cp ranks have to share heads, and the 6 heads"),
@@ -299,9 +354,22 @@ def test_checkpoints_know_nothing_of_cp(pool_of: PoolOf, plain: PlainOf, tmp_pat
 def test_what_cannot_be_cut_is_refused_with_what_would_work(changes: dict[str, Any], message: str) -> None:
     model = {"hidden": 96, "heads": 6, "context": 64, "layers": 2} | changes
     data = {"sequence_length": model.pop("length", 48)}
-    config = RunConfig(parallel={"cp": 4, "cp_heads": model.pop("cp_heads", None)}, data=data, model=model)
+    parallel = {"cp": 4} | {name: model.pop(name) for name in ("cp_heads", "cp_pad") if name in model}
+    config = RunConfig(parallel=parallel, data=data, model=model)
     with pytest.raises(LayoutError, match=re.escape(message)):
         config.layout(4)
+
+
+def test_padding_reaches_no_further_than_a_mask() -> None:
+    mask = {"kind": "block_sparse", "block": 16, "pattern": "custom", "mask": ["x.", "xx"]}
+    model = {"hidden": 96, "heads": 6, "context": 32, "attention": mask}
+
+    def config(length: int) -> RunConfig:
+        return RunConfig(parallel={"cp": 3, "cp_pad": True}, data={"sequence_length": length}, model=model)
+
+    with pytest.raises(LayoutError, match=re.escape("padded to 33, and the 2 rows of model.attention.mask are for 32")):
+        config(32).layout(3)
+    assert config(29).layout(3).cp == 3
 
 
 def refused(model: Any, how: dict[str, Any]) -> str:

@@ -14,7 +14,9 @@ from speedlab.bench.planner_cases import GridCase, grid
 
 MEDIAN, WORST = 0.03, 0.08
 
-CASES = [case for number, case in enumerate(grid()) if number % 7 == 3 or "8bit" in case.name or "masters" in case.name]
+_ALWAYS = ("8bit", "masters", "tiled", "sparse", "cp ")
+
+CASES = [case for number, case in enumerate(grid()) if number % 7 == 3 or any(word in case.name for word in _ALWAYS)]
 """All kinds of layouts, stages and models: see the test below."""
 
 
@@ -35,6 +37,12 @@ def test_the_chosen_cases_hold_every_kind() -> None:
         "8bit",
         "masters none",
         "in_backward",
+        "tiled",
+        "sparse",
+        "cp 2 × tp 2",
+        "pp 2 × dp 1 × cp 2",
+        "heads shared by 1",
+        "heads shared by 2",
     ):
         assert word in names, word
 

@@ -218,3 +218,11 @@ def test_what_cannot_be_is_refused():
         model_states(1, dp=0, stage=0, dtype="float32")
     with pytest.raises(ValueError, match="adamw"):
         model_states(1, dp=1, stage=0, dtype="float32", optimizer="adagrad")  # type: ignore[arg-type] # a wrong one on purpose
+
+
+def test_of_sparse_attention_the_blocks_that_are_seen_count():
+    """Windows of 2 blocks of 16 over 4 blocks: 7 of the 10 that a causal mask leaves."""
+    sizes = {"layers": 2, "hidden": 64, "heads": 4, "ffn_hidden": 256, "vocab_size": 128, "context": 64}
+    sparse = {"kind": "block_sparse", "pattern": "longformer", "block": 16, "window": 32, "global_blocks": 0}
+    dense, seen = flops_per_token(config(**sizes), 64), flops_per_token(config(**sizes, attention=sparse), 64)
+    assert dense - seen == pytest.approx(12 * 2 * 64 * 64 * 0.3, rel=1e-12)

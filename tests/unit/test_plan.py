@@ -16,12 +16,13 @@ from speedlab import cli
 from speedlab.config import ConfigError, ParallelConfig, RunConfig
 from speedlab.display.figure_style import plain
 from speedlab.hardware import Device
-from speedlab.planner import calibration_store
+from speedlab.planner import calibration_store, presets
 from speedlab.planner.here import hardware_here
 from speedlab.planner.memory import predict_memory
 from speedlab.planner.plan import Found, plan
 from speedlab.planner.plan_table import plan_table
 from speedlab.planner.request import PlanRequest, count
+from speedlab.planner.setup import Setup
 from speedlab.planner.shapes import head_size
 
 CLUSTER = "128x8 A100-80 nvlink3 ib-200x8"
@@ -450,5 +451,51 @@ def test_what_memory_was_never_compared_with_is_named() -> None:
     assert "memory" not in gpt3().caution
     assert "selective checkpointing was not compared with the engine" in gpt3(checkpointing="selective").caution
     tiled = plan(RunConfig(model={"ffn_tile": 64}), "1x1 A100-80")
-    assert "feed-forward layers in tiles (counted whole) was not compared with the engine" in tiled.caution
-    assert "tiles" not in plan(RunConfig(), "1x1 A100-80").caution
+    assert "memory" not in tiled.caution
+    assert tiled.heaviest.activations < plan(RunConfig(), "1x1 A100-80").heaviest.activations
+
+
+def test_padding_is_planned_and_told() -> None:
+    """Of 4,000 tokens over three ranks, 4,002: each has 1,334 of them, and 4,000 count."""
+    config = RunConfig(
+        model={"layers": 2, "hidden": 96, "heads": 6, "context": 4096},
+        data={"sequence_length": 4000},
+        parallel={"cp": 3, "cp_pad": True},
+        batch={"micro_size": 2},
+    )
+    padded = plan(config, "3 A100-80")
+    assert padded.setup.tokens == 2 * 1334
+    assert "sequences of 4,000 padded to 4,002, 0.05% of what is computed" in str(padded)
+    assert padded.time.tokens_per_second == pytest.approx(2 * 4000 / padded.time.step_seconds)
+    with pytest.raises(ValueError, match="4000 tokens do not divide by 3; 3999 or 4002 would, or set "):
+        plan(config.replace(parallel={"cp_pad": False}), "3 A100-80")
+    with pytest.raises(ValueError, match="4,000 tokens, which do not divide by 3; 3999 or 4002 would, or set"):
+        plan(replace(padded.setup, cp_pad=False), "3 A100-80")
+    assert "padded" not in str(plan(config.replace(data={"sequence_length": 3999}), "3 A100-80"))
+
+
+def test_a_sparse_plan_says_and_draws_what_queries_see() -> None:
+    """Windows of 256 tokens over 4,096 of a Llama: as the built-in GPT's, the blocks that are seen count."""
+    sparse = {"attention": {"kind": "block_sparse", "window": 256}, "context": 4096}
+    config = RunConfig(model=sparse, data={"sequence_length": 4096}, parallel={"tp": 8})
+    shape = replace(presets.model("llama-3-8b"), sequence_length=4096)
+    setups = [
+        Setup.of_config(each, 8, dtype="bfloat16", shape=shape)
+        for each in (config, config.replace(model={"attention": {"kind": "dense"}}))
+    ]
+    seen, dense = (plan(setup, "8 H100") for setup in setups)
+    share = (64 * 5 - 10) / (64 * 65 / 2)
+    assert seen.setup.attention_share == pytest.approx(share, rel=1e-12)
+    assert dense.setup.attention_share == 1
+    assert seen.time.parts["forward"] < dense.time.parts["forward"]
+    scores = 12 * 32 * 4096 * 4096
+    flops = [plan.time.tflops("model") / plan.time.tokens_per_second for plan in (dense, seen)]
+    assert (flops[0] - flops[1]) * 8e12 == pytest.approx(scores * (1 - share), rel=1e-6)
+    text = str(seen)
+    assert "attention: longest path between two tokens: 17 layers; the model's 32 are enough for every token" in text
+    assert "attention: a query sees 248 tokens on average" in text
+    assert seen._repr_html_().count('class="speedlab-attention"') == 1
+    assert "attention:" not in str(dense)
+    assert "speedlab-attention" not in dense._repr_html_()
+    assert replace(seen.setup, shape=replace(shape, sequence_length=8192)).attention_share < share
+    assert seen.search().candidates[0].setup.pattern == config.model.attention

@@ -13,9 +13,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from speedlab import cli
-from speedlab.config import RunConfig
+from speedlab.config import AttentionConfig, RunConfig
 from speedlab.engine.build.plan_module import plan_module
 from speedlab.layout import Layout
+from speedlab.models.hugging_face import registered
 from speedlab.planner.hugging_face import FAMILIES, read_shape, shape_of
 from speedlab.planner.memory import predict_memory
 from speedlab.planner.setup import Setup
@@ -84,13 +85,15 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def _traced(kind: str, ffn: int) -> tuple[int, int]:
+def _traced(kind: str, ffn: int, sparse: AttentionConfig | None = None) -> tuple[int, int]:
     """Activations of transformers' own module, run on fake tensors, and of the planner, in float32 on processors."""
     sizes: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4}
     sizes |= {"intermediate_size": ffn, "max_position_embeddings": 256}
     values = {**(sizes if kind != "gpt2" else {"n_inner": ffn, "embd_pdrop": 0}), **SMALL[kind]}
     config = AutoConfig.for_model(kind, vocab_size=512, tie_word_embeddings=False, pad_token_id=0, **values)
     run = RunConfig(data={"sequence_length": 256}, zero=0, precision="float32", batch={"micro_size": 2})
+    if sparse is not None:
+        config._attn_implementation = registered(sparse)
     traced = plan_module(lambda: AutoModelForCausalLM.from_config(config), run)
     setup = Setup(
         shape=shape_of(config.to_dict(), kind),
@@ -99,6 +102,7 @@ def _traced(kind: str, ffn: int) -> tuple[int, int]:
         dtype="float32",
         micro_size=2,
         accumulation=1,
+        **({} if sparse is None else {"attention": "sparse", "pattern": sparse}),
     )
     (rank,) = predict_memory(setup, device="cpu")
     return traced.activations, rank.activations
@@ -111,6 +115,14 @@ def test_activations_are_near_those_of_transformers(kind: str) -> None:
     (real, ours), (wide_real, wide_ours) = _traced(kind, 1024), _traced(kind, 2048)
     assert ours == pytest.approx(real, rel=0.12)
     assert wide_ours - ours == pytest.approx(wide_real - real, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gpt2"])
+def test_activations_of_sparse_attention_are_near_those_of_transformers(kind: str) -> None:
+    """Keys and values of fewer heads are there once for each head of queries."""
+    sparse = AttentionConfig(kind="block_sparse", block=16, window=48)
+    real, ours = _traced(kind, 1024, sparse)
+    assert ours == pytest.approx(real, rel=0.12)
 
 
 def test_a_folder_is_read_and_planned(tmp_path: Path, capsys) -> None:

@@ -282,3 +282,71 @@ def test_two_changes_of_one_thing_are_told_as_one() -> None:
     for change in cheapest_change(before, small(6)):
         names = [word.partition(" → ")[0].rpartition(" ")[0] for word in change.words.split("; ")]
         assert len(names) == len(set(names)), change.words
+
+
+# Long sequences
+
+
+def long_shape(length: int, **changes: Any) -> ModelShape:
+    """Five heads, which tp 2, 4 and 8 do not divide, and two layers, so that tp and pp make little room."""
+    sizes = {"layers": 2, "hidden": 1280, "heads": 5, "ffn_hidden": 5120, "vocab_size": 50304, "chunked_loss": True}
+    return ModelShape(name="long", **{**sizes, "sequence_length": length, "position": "rotary", **changes})
+
+
+def test_sequences_are_cut_where_nothing_else_makes_room() -> None:
+    machines = Machines.parse("8 A100-80")
+    shape = long_shape(2**21)
+    assert search(shape, machines, global_size=8, fixed=Fixed(cp=1)) == []
+    found = search(shape, machines, global_size=8)
+    assert found
+    assert all(candidate.setup.layout.cp > 1 for candidate in found)
+    times = [candidate.time.step_seconds for candidate in found]
+    assert times == sorted(times)
+    for candidate in found:
+        assert max(rank.total for rank in predict_memory(candidate.setup, device="cuda")) == candidate.held_bytes
+    assert {each.setup.layout.cp for each in search(shape, machines, global_size=8, fixed=Fixed(cp=4))} == {4}
+
+
+def test_sequences_that_fit_are_not_cut() -> None:
+    """Messages between the ranks cost, and nothing is gained."""
+    best, *others = search(long_shape(2**14), Machines.parse("8 A100-80"), global_size=8)
+    assert best.setup.layout == Layout(dp=8)
+    assert any(candidate.setup.layout.cp > 1 for candidate in others)
+    cut = next(candidate for candidate in others if candidate.setup.layout.cp > 1)
+    assert cut.time.parts["context parallel"] > 0
+    assert cut.time.step_seconds > best.time.step_seconds
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        long_shape(4096),
+        long_shape(2**15, gated=True),
+        long_shape(2**15, kv_heads=1),
+        long_shape(2**15 + 1),
+        long_shape(2**15, dropout=0.1),
+    ],
+    ids=["short", "gated", "grouped", "odd", "dropping, and heads do not divide"],
+)
+def test_layouts_that_the_engine_does_not_have_are_not_looked_at(shape: ModelShape) -> None:
+    found = search(shape, Machines.parse("8 A100-80"), global_size=8, count=20)
+    assert found
+    assert {candidate.setup.layout.cp for candidate in found} == {1}
+
+
+def test_cutting_sequences_is_a_change_that_fits() -> None:
+    machines = Machines.parse("8 A100-80")
+    setup = Setup(
+        shape=long_shape(2**20, layers=8),
+        layout=Layout(dp=8),
+        zero_stage=1,
+        dtype="bfloat16",
+        micro_size=1,
+        accumulation=1,
+        checkpointing="block",
+    )
+    assert max(rank.total for rank in predict_memory(setup, device="cuda")) > machines.device.memory_bytes
+    changes = cheapest_change(setup, machines, efficiency=efficiency_of(machines.device))
+    assert "cp 1 → 2" in [change.words for change in changes]
+    cut = next(change for change in changes if change.words == "cp 1 → 2")
+    assert cut.options == "--cp 2 --dp 4 --micro 1 --global 8"

@@ -13,7 +13,7 @@ from speedlab.planner.bubble import bubble_share
 from speedlab.planner.collectives import Ring, rings
 from speedlab.planner.devices import DeviceSpec, Machines
 from speedlab.planner.efficiency import Efficiency, efficiency_of
-from speedlab.planner.flops import token_flops
+from speedlab.planner.flops import share_of_step, token_flops
 from speedlab.planner.kernels import Rates, block_pass
 from speedlab.planner.links import Link
 from speedlab.planner.presets import cluster, model
@@ -77,6 +77,17 @@ def test_selective_recomputation_computes_the_scores_again() -> None:
     shape = model("gpt3-175b")
     again = token_flops(shape, "hardware", "selective") - token_flops(shape, "model")
     assert again == pytest.approx(4 * shape.layers * shape.hidden * shape.sequence_length)
+
+
+def test_of_sparse_attention_its_share_of_the_scores_counts() -> None:
+    shape = model("gpt3-175b")
+    s, l, h = shape.sequence_length, shape.layers, shape.hidden  # noqa: E741 - the papers' names
+    scores = 12 * l * h * s
+    dense = token_flops(shape, "model")
+    assert dense - token_flops(shape, "model", attention_share=0.25) == pytest.approx(0.75 * scores, rel=1e-12)
+    saved = 0.75 * scores / 2 / (dense - scores / 2)
+    assert share_of_step(shape, 0.25) == pytest.approx(1 - saved, rel=1e-12)
+    assert share_of_step(shape, 1.0) == 1
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "block"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from plotly.offline import get_plotlyjs
 from telemetry_samples import make_event, make_folder, make_record
 
+from speedlab.planner import parameter_count
 from speedlab.telemetry.folder import RunFolder, RunFolderError, Status
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.report import write_report
@@ -93,6 +95,19 @@ def test_text_from_a_run_never_becomes_a_part_of_the_page(tmp_path):
 def test_a_run_that_has_not_begun_has_a_report(tmp_path):
     page = own_part(write_report(make_folder(tmp_path)).read_text(encoding="utf-8"))
     assert "step 0/200" in page
+
+
+def test_what_a_query_sees_is_drawn(tmp_path):
+    sparse = {"attention": {"kind": "block_sparse", "window": 64}}
+    for layers, parameters in ((6, None), (None, 5)):
+        folder = make_folder(tmp_path / str(layers), model=sparse)
+        own = parameter_count(folder.config.model) if parameters is None else parameters
+        event = replace(make_event("started", 0), details={"parameters": own})
+        page = own_part(write_report(written(folder, [event])).read_text(encoding="utf-8"))
+        assert page.count("What a query sees") == 1
+        assert "256 tokens in 4 blocks of 64: 70 % of dense causal attention" in page
+        assert "longest path between two tokens: 5 layers" in page
+        assert ("the model&#x27;s 6 are enough" in page) == (layers == 6), "of a model of one's own nothing is known"
 
 
 def test_no_run_no_report(tmp_path):

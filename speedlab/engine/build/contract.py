@@ -165,7 +165,7 @@ def _check_layout(module: nn.Module, config: RunConfig, layout: Layout, tp_plan:
         raise ConfigError(f"parallel.tp {layout.tp}: {error}") from None
     try:
         if layout.cp > 1:
-            check_model(module, layout, config.parallel.cp_heads)
+            check_model(module, layout, config.parallel)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

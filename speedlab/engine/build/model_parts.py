@@ -141,8 +141,7 @@ def build_model_part(
     except ValueError as error:
         raise ConfigError(f"parallel.tp {layout.tp}: {error}") from None
     try:
-        sequence = config.parallel.sequence and layout.tp > 1
-        context = ContextParallel(module, mesh, heads=config.parallel.cp_heads, sequence=sequence)
+        context = ContextParallel(module, mesh, config.parallel)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _move_whole(module, mesh.device)

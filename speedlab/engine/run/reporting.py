@@ -145,7 +145,8 @@ class Reporter:
         if layout.pp > 1:
             details["cut"] = engine.cut
             text += f", bubble {_bubble(training):.0%} in theory"
-        self.event("started", text, **details)
+        padding = training.padding_text
+        self.event("started", f"{text}, {padding}" if padding else text, **details)
 
 
 def _bubble(training: Training) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from speedlab.comm import Group, Traffic, World, join, leave
 from speedlab.config import RunConfig
+from speedlab.config.context import padded_length, padding_words
 from speedlab.data import Corpus, Sampler, prepare
 from speedlab.engine.build.contract import made
 from speedlab.engine.build.initialize import initialize
@@ -66,8 +67,14 @@ class Training:
 
     @property
     def shape_text(self) -> str:
-        away = offload_words(self.config.offload)
-        return f"zero stage {self.config.zero.stage}, {self.layout}" + (f", {away}" if away else "")
+        more = [offload_words(self.config.offload), self.padding_text]
+        return ", ".join(filter(None, [f"zero stage {self.config.zero.stage}", f"{self.layout}", *more]))
+
+    @property
+    def padding_text(self) -> str:
+        """What pads the sequences so that cp divides them; '' where nothing does."""
+        config, length = self.config, self.config.data.sequence_length
+        return padding_words(length, padded_length(config.model, self.layout, config.parallel, length))
 
     def batches(self, sampler: Sampler, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of a step: tokens and targets."""

@@ -227,10 +227,12 @@ def _names_a_folder(tag: Any) -> bool:
 
 
 _TAG = Argument(says="the name of a folder: letters, digits, '-' and '_'", fits=_names_a_folder)
+_SWITCH = Argument(says="true or false", fits=lambda value: isinstance(value, bool))
 _CHANGE = {
     "zero": _whole(0),
     "schedule": Argument(says="the name of a schedule", fits=lambda value: isinstance(value, str)),
-    "sequence": Argument(says="true or false", fits=lambda value: isinstance(value, bool)),
+    "sequence": _SWITCH,
+    "cp_pad": _SWITCH,
     "cut": Argument(
         says="a list of blocks for each pipeline stage",
         fits=lambda value: isinstance(value, list) and all(_whole(0).fits(count) for count in value),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from math import lcm
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -200,11 +199,12 @@ class PipelineStages:
     def _check_length(self, length: int) -> None:
         """On all ranks, of which only some embed the tokens: the others would wait for theirs."""
         layout = self._state.layout
-        multiple = lcm(self._context.multiple, layout.cp * self._token_share)
-        if rest := length % multiple:
+        if layout.cp > 1:
+            self._context.check_length(length)
+        elif rest := length % self._token_share:
             raise LayoutError(
-                f"train_batch: under {layout} a sequence of {length} tokens does not divide by {multiple}; use "
-                f"{length - rest} or {length - rest + multiple} tokens"
+                f"train_batch: under {layout} a sequence of {length} tokens does not divide by {self._token_share}; "
+                f"use {length - rest} or {length - rest + self._token_share} tokens"
             )
 
     def backward(self, loss: Tensor) -> None:

@@ -25,7 +25,8 @@ from torch.autograd.function import once_differentiable
 
 from cuda_ops.linear_cross_entropy import check_range
 from speedlab.comm import Group
-from speedlab.config.context import context_problem, heads_shared
+from speedlab.config import ParallelConfig
+from speedlab.config.context import context_problem, dropout_rule, heads_shared, ways_out
 from speedlab.layout import Layout, LayoutError, own_positions, sequence_multiple
 from speedlab.models import GPT
 from speedlab.models.gpt import Attend, Block, Dropout, GPTOutput, SparseAttend
@@ -35,7 +36,7 @@ from speedlab.parallel.context.ring import ring_attention
 from speedlab.parallel.mesh import Mesh
 
 
-def check_model(model: nn.Module, layout: Layout, heads: int | None) -> GPT:
+def check_model(model: nn.Module, layout: Layout, parallel: ParallelConfig) -> GPT:
     """The GPT whose sequences can be cut under the layout. Raises LayoutError, with what would work, for others."""
     kind: Any = type(model)
     if not isinstance(model, GPT) or kind.embed is not GPT.embed or kind.output is not GPT.output:
@@ -43,11 +44,11 @@ def check_model(model: nn.Module, layout: Layout, heads: int | None) -> GPT:
             f"parallel.cp {layout.cp}: sequences are cut for this package's GPT as it is, not for {kind.__name__}; set "
             "parallel.cp to 1, and use tp, pp or dp for more devices"
         )
-    if (problem := context_problem(model.config, layout, heads)) is not None:
+    if (problem := context_problem(model.config, layout, parallel)) is not None:
         raise LayoutError(f"parallel: {problem}")
     attends = [block.attention.attend for block in cast(Iterable[Block], model.blocks)]
     own = [each for each in attends if type(each) not in (Attend, SparseAttend) or "forward" in vars(each)]
-    if own and heads_shared(model.config, layout, heads) != layout.cp:
+    if own and heads_shared(model.config, layout, parallel.cp_heads) != layout.cp:
         raise LayoutError(
             f"parallel.cp {layout.cp}: the attention of this model is a {type(own[0]).__name__} of its own, which "
             "sees whole sequences only where all cp ranks share heads; choose a cp that divides the heads, without "
@@ -63,33 +64,46 @@ _IGNORED = -100
 class ContextParallel:
     """Context parallelism of one module over the ranks along cp; without several of them nothing changes."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, *, heads: int | None = None, sequence: bool = False) -> None:
-        """`heads`: so many of the ranks share heads, as many as can when it is None; `sequence`: whether tp ranks share
-        out the tokens between layers. Collective over all ranks.
+    def __init__(self, model: nn.Module, mesh: Mesh, parallel: ParallelConfig) -> None:
+        """`parallel`: how many of the ranks share heads, whether sequences are padded, and whether tp ranks share out
+        the tokens between layers. Collective over all ranks.
 
         Raises LayoutError for a model that cannot be cut along its sequences."""
-        self._group, self._sequence = mesh["cp"], sequence
+        sequence = parallel.sequence and mesh.layout.tp > 1
+        self._group, self._sequence, self._pads = mesh["cp"], sequence, parallel.cp_pad
         self._token_share = mesh.layout.tp if sequence else 1
         self._made = Changes()
         self._changes: list[Change] = []
         self.multiple = 1
-        """What the length of a sequence is padded to a multiple of; in training it has to be one."""
+        """What the length of a sequence is padded to a multiple of; in training it has to be one, unless `cp_pad`."""
         self._length = 0
         """Tokens of the sequences that were embedded last."""
         if self._group.size > 1:
-            gpt = check_model(model, mesh.layout, heads)
-            shared = heads_shared(gpt.config, mesh.layout, heads)
+            gpt = check_model(model, mesh.layout, parallel)
+            shared = heads_shared(gpt.config, mesh.layout, parallel.cp_heads)
             ring, place = divmod(self._group.index, shared)
             self._heads = mesh.group("cp heads", self._group.ranks[ring * shared :][:shared])
             self._ring = mesh.group("cp ring", self._group.ranks[place::shared])
             cut = sequence_multiple(self._group.size, shared)
             self.multiple = lcm(cut, self._group.size * mesh.layout.tp) if sequence else cut
+            self._dropout = gpt.config.dropout
             self._own_heads = gpt.config.heads // mesh.layout.tp // shared
             self._changes += self._of_gpt(gpt)
 
     def own_length(self, length: int) -> int:
         """Tokens on this rank of sequences of so many."""
         return -(-length // self.multiple) * self.multiple // self._group.size
+
+    def check_length(self, length: int) -> None:
+        """Raises LayoutError for sequences that cannot be trained on: cp does not divide `length`, and nothing pads, or
+        something is dropped."""
+        if length % self.multiple == 0:
+            return
+        told = f"parallel.cp {self._group.size}: a sequence of {length} tokens does not divide by {self.multiple}"
+        if not self._pads:
+            raise LayoutError(f"{told}; {ways_out(length, self.multiple)}")
+        if self._dropout:
+            raise LayoutError(f"{told}, and {dropout_rule(self._dropout)}")
 
     def attach(self) -> None:
         self._made.make(self._changes)
@@ -127,12 +141,8 @@ class ContextParallel:
 
     def _embedded(self, places: nn.Module, vocabulary: int, tokens: Tensor) -> Tensor:
         self._length = tokens.shape[1]
-        rest = self._length % self.multiple
-        if rest and places.training and torch.is_grad_enabled():
-            raise LayoutError(
-                f"parallel.cp {self._group.size}: a sequence of {self._length} tokens does not divide by "
-                f"{self.multiple}; use {self._length - rest} or {self._length - rest + self.multiple} tokens"
-            )
+        if places.training and torch.is_grad_enabled():
+            self.check_length(self._length)
         if tokens.is_cpu and ((tokens < 0) | (tokens >= vocabulary)).any():  # On all ranks, not on who has it.
             raise IndexError(f"tokens: {int(tokens.min())} to {int(tokens.max())}, expected 0 to {vocabulary - 1}")
         return self._own(tokens, 0)

@@ -1,0 +1,280 @@
+"""What a configuration of attention means at a length: its work beside dense attention's, what a query sees, how many
+layers two tokens need to hear of each other, and a picture of it. Plain data: neither torch nor a kernel is needed.
+
+A path from a token to one before it goes, layer by layer, from a query to a key that it sees. A token depends on itself
+in every layer, through the residual stream. In patterns of whole blocks a path between two blocks is one between any of
+their tokens, so that the graph of blocks gives exact lengths; a sliding window is exact to the token, and so is its
+path: window - 1 tokens a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from html import escape
+from typing import Any
+
+from speedlab.config.attention import AttentionConfig
+from speedlab.config.attention_pattern import seen_blocks
+from speedlab.display.grid_svg import SIDE, Grid, grid_svg, grid_text
+
+_Rows = tuple[tuple[int, ...], ...]
+
+_TOLD_RUNS = 5
+"""Of the runs of tokens that a query sees, so many are told."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class AttentionView:
+    """What is seen over a sequence of `length` tokens. `print` it, or show it in a notebook."""
+
+    attention: AttentionConfig
+    length: int
+    layers: int | None = None
+    """Of the model; None: it is not known."""
+
+    @property
+    def rows(self) -> _Rows:
+        """The blocks that each block of queries sees. Raises ValueError where a custom mask is too short."""
+        return seen_blocks(self.attention, self.length)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.length // self.attention.block)
+
+    @cached_property
+    def density(self) -> float:
+        """Blocks computed over those of dense causal attention: its share of the work."""
+        if self.attention.kind == "dense":
+            return 1.0
+        return sum(map(len, self.rows)) / (self.blocks * (self.blocks + 1) // 2)
+
+    @cached_property
+    def last_sees(self) -> int:
+        """Tokens that the last token attends to, itself included."""
+        return self._seen_by(self.length - 1)
+
+    @cached_property
+    def mean_sees(self) -> float:
+        """Tokens that a query attends to, itself included, on average."""
+        if (window := self._window) is not None:
+            near = min(window, self.length)
+            return (near * (near + 1) / 2 + (self.length - near) * near) / self.length
+        first_of_blocks = range(0, self.length, self.attention.block)
+        total = 0
+        for row, first in zip(self.rows, first_of_blocks, strict=True):
+            queries = min(self.attention.block, self.length - first)
+            own = row[-1] == first // self.attention.block
+            total += queries * self.attention.block * (len(row) - own) + own * queries * (queries + 1) // 2
+        return total / self.length
+
+    @cached_property
+    def layers_to_first(self) -> int | None:
+        """Layers after which the last token can depend on the first; None: it never does."""
+        if self._window is not None:
+            return _hops(self.length, self._window)
+        reached, layers = self._steps_from_last(until=0)
+        return layers if 0 in reached else None
+
+    @cached_property
+    def longest_path(self) -> int | None:
+        """Layers after which every token can depend on every one before it; None: some never do."""
+        if self._window is not None:
+            return _hops(self.length, self._window)
+        return _longest_path(self.rows, self.length - (self.blocks - 1) * self.attention.block)
+
+    def heard(self, layers: int) -> int:
+        """Tokens that the last token can depend on after so many layers, itself included."""
+        if layers < 1:
+            return 1
+        if self._window is not None:
+            return min(self.length, layers * (self._window - 1) + 1)
+        reached, _ = self._steps_from_last(most=layers)
+        last = self.blocks - 1
+        own = self.length - last * self.attention.block if last in reached else 1
+        return len(reached - {last}) * self.attention.block + own
+
+    @property
+    def _window(self) -> int | None:
+        """Of a sliding window, which alone is not of whole blocks; None for other patterns."""
+        sliding = self.attention.kind == "block_sparse" and self.attention.pattern == "sliding"
+        return self.attention.window if sliding else None
+
+    def _seen_by(self, token: int) -> int:
+        if self._window is not None:
+            return min(self._window, token + 1)
+        own, place = divmod(token, self.attention.block)
+        return sum(self.attention.block if key < own else place + 1 for key in self.rows[own])
+
+    def _steps_from_last(self, *, until: int | None = None, most: int | None = None) -> tuple[set[int], int]:
+        """The blocks that the last one reaches, and in how many steps: until it has that block, or after `most`."""
+        reached: set[int] = set()
+        newest, layers = {self.blocks - 1}, 0
+        while newest and until not in reached and layers != most:
+            newest = {key for row in newest for key in self.rows[row]} - reached
+            reached |= newest
+            layers += 1
+        return reached, layers
+
+    # ---- in words ----------------------------------------------------------------------------------------------------
+
+    @property
+    def words(self) -> list[str]:
+        """A line each: the work, what a query sees, and the longest path between two tokens."""
+        work = "all of the work of dense causal attention"
+        if self.density < 1:
+            work = f"{_percent(self.density)} of dense causal attention's work, {1 / self.density:,.3g} times less"
+        last = f"the last one sees {self.last_sees:,}: {self._runs(self.length - 1)}"
+        return [
+            f"{self.length:,} tokens in {self.blocks:,} blocks of {self.attention.block}: {work}",
+            f"a query sees {self.mean_sees:,.0f} tokens on average (dense: {(self.length + 1) / 2:,.0f}); {last}",
+            self._path_words(),
+        ]
+
+    def _path_words(self) -> str:
+        path, layers = self.longest_path, self.layers
+        told = "longest path: some tokens never depend on some before them, whatever the number of layers"
+        if path is not None:
+            told = f"longest path between two tokens: {path:,} layer{'s' if path > 1 else ''}"
+        if layers is None:
+            return told
+        if path is not None and path <= layers:
+            return f"{told}; the model's {layers} are enough for every token to depend on all before it"
+        reach = f"after the model's {layers} the last token depends on {self.heard(layers):,} of {self.length:,} tokens"
+        return f"{told}; {reach}"
+
+    def __str__(self) -> str:
+        return "\n".join([*self.words, *grid_text(self.grid)])
+
+    __repr__ = __str__
+
+    # ---- as a picture ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def grid(self) -> Grid:
+        """Queries downwards, keys to the right, in cells of one or more blocks: the share of each that is seen."""
+        per_cell = -(-self.blocks // SIDE)
+        side = -(-self.blocks // per_cell)
+        counts = [[0] * (row + 1) for row in range(side)]
+        for row, seen in enumerate(self.rows):
+            cells = counts[row // per_cell]
+            for key in seen:
+                cells[key // per_cell] += 1
+        shares = tuple(
+            tuple(count / self._blocks_in(row, column, per_cell) for column, count in enumerate(cells))
+            for row, cells in enumerate(counts)
+        )
+        tokens = per_cell * self.attention.block
+        titles = tuple(self._title(row * tokens, min((row + 1) * tokens, self.length) - 1) for row in range(side))
+        return Grid(shares=shares, titles=titles, length=self.length)
+
+    def _blocks_in(self, row: int, column: int, per_cell: int) -> int:
+        """Of a cell, those that dense attention would compute."""
+        height = min(per_cell, self.blocks - row * per_cell)
+        return height * per_cell if column < row else height * (height + 1) // 2
+
+    def _title(self, first: int, last: int) -> str:
+        return f"queries {first:,} to {last:,}: the last sees {self._seen_by(last):,} tokens, {self._runs(last)}"
+
+    def _runs(self, token: int) -> str:
+        """Which tokens that one sees: '0 to 63 and 192 to 255'."""
+        if self._window is not None:
+            return f"{max(0, token - self._window + 1):,} to {token:,}"
+        block, runs = self.attention.block, list[list[int]]()
+        for key in self.rows[token // block]:
+            first, end = key * block, min((key + 1) * block, token + 1)
+            if runs and runs[-1][1] == first:
+                runs[-1][1] = end
+            else:
+                runs.append([first, end])
+        told = [f"{first:,} to {end - 1:,}" for first, end in runs]
+        if len(told) > _TOLD_RUNS:
+            told = [*told[: _TOLD_RUNS - 2], f"… ({len(told) - _TOLD_RUNS + 1} more)", told[-1]]
+        return " and ".join(filter(None, [", ".join(told[:-1]), told[-1]]))
+
+    def svg(self) -> str:
+        """The picture alone, in the page's own text colour: it needs neither a script nor a style sheet."""
+        return grid_svg(self.grid, what="; ".join(self.words))
+
+    def _repr_html_(self) -> str:
+        return self.html()
+
+    def html(self, *more: str) -> str:
+        """The picture beside the words, and beside `more` lines."""
+        lines = "".join(f'<div style="margin:3px 0">{escape(line)}</div>' for line in (*self.words, *more))
+        return (
+            '<div class="speedlab-attention" style="display:flex;flex-flow:row wrap;gap:4px 16px;align-items:center">'
+            f'<div>{self.svg()}</div><div style="flex:1 1 240px">{lines}</div></div>'
+        )
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        for number, line in enumerate(str(self).splitlines()):
+            if number:
+                printer.break_()
+            printer.text(line)
+
+
+@lru_cache(maxsize=16)
+def describe(attention: AttentionConfig, length: int, *, layers: int | None = None) -> AttentionView:
+    """What `attention` sees over `length` tokens, at least 1; of a model with so many `layers`, whether they suffice.
+
+    Raises ValueError for a length below 1.
+    """
+    if length < 1:
+        raise ValueError(f"a sequence of {length} tokens; give at least 1")
+    return AttentionView(attention=attention, length=length, layers=layers)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _hops(length: int, window: int) -> int | None:
+    """Layers of a window of tokens from the last token of `length` to the first."""
+    if length == 1:
+        return 1
+    return None if window == 1 else -(-(length - 1) // (window - 1))
+
+
+def _longest_path(rows: _Rows, last_tokens: int) -> int | None:
+    """Layers after which each block can depend on all before it and on itself; None: some never do. `last_tokens`: of
+    the last block.
+
+    Sets of blocks are the bits of a number. What is reached after a + b layers is what is reached after a, and after b
+    from the blocks that are exactly a away: so powers of two are doubled until all is reached, and the least number of
+    layers is put together from them.
+    """
+    for block, row in enumerate(rows):
+        if row[-1] != block and (block < len(rows) - 1 or last_tokens > 1):
+            return None  # Its tokens do not see each other, and nothing leads back to a block that was left.
+    whole = [(2 << block) - 1 for block in range(len(rows))]
+    itself = [1 << block for block in range(len(rows))]
+    once = [sum(1 << key for key in row) | own for own, row in zip(itself, rows, strict=True)]
+    powers = [(once, itself)]
+    while (reached := powers[-1][0]) != whole:
+        before = powers[-1][1]
+        twice = _after(reached, before, reached)
+        if twice == reached:
+            return None
+        powers.append((twice, _after(reached, before, before)))
+    if len(powers) == 1:
+        return 1
+    layers, (reached, before) = 2 ** (len(powers) - 2), powers[-2]
+    for power in range(len(powers) - 3, -1, -1):
+        further = _after(reached, before, powers[power][0])
+        if further != whole:
+            layers, reached, before = layers + 2**power, further, _after(reached, before, powers[power][1])
+    return layers + 1
+
+
+def _after(reached: list[int], before: list[int], then: list[int]) -> list[int]:
+    """What is reached after a + b layers, from what is reached after a and after a - 1, and `then`, after b."""
+    found = []
+    for within, less in zip(reached, before, strict=True):
+        newest, total = within & ~less, within
+        while newest:
+            lowest = newest & -newest
+            total |= then[lowest.bit_length() - 1]
+            newest ^= lowest
+        found.append(total)
+    return found
