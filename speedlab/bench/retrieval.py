@@ -8,7 +8,7 @@
 
 The pattern is "fixed" (arXiv:1904.10509): a query sees its own run of tokens, and the last block of every earlier run.
 What lies anywhere else comes to it in two layers, by way of these blocks. Everything else of the sides is the same:
-values that training begins with, sequences, steps at most. One process, no engine.
+values that training begins with, sequences, steps at most. Each side has a process with one thread; no engine.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from speedlab.bench.ranks import RankSet
 from speedlab.bench.table import Row, report
 from speedlab.config import AttentionConfig, DataConfig, ModelConfig
 from speedlab.config.options import read_options
@@ -70,8 +73,6 @@ class Options:
     """Steps on text; none leave it out."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Each gives initial values and sequences."""
-    threads: int = 2
-    """Of torch and of the kernels."""
     json: Path | None = None
     """Also write one JSON record for each row to this file."""
 
@@ -114,8 +115,7 @@ def main(argv: list[str] | None = None) -> None:
             f"bench retrieval: length {options.length}, window {options.window}; give at least {4 * _SHORTEST} tokens, "
             f"and a window of whole blocks of {_BLOCK}"
         )
-    torch.set_num_threads(options.threads)
-    found = [_retrieval(options)] + ([_text(options)] if options.text_steps else [])
+    found = measured(options)
     report(found, options.json)
     print("\n".join(map(told, found)))
 
@@ -159,36 +159,63 @@ def pattern(run: int) -> AttentionConfig:
 # ---- what is measured ------------------------------------------------------------------------------------------------
 
 
-def _retrieval(options: Options) -> Row:
-    accuracies: dict[str, list[float]] = {DENSE: [], SPARSE: []}
-    for seed in options.seeds:
-        for name, found in accuracies.items():
-            began = time.monotonic()
-            model = learn(options, seed, sparse=name == SPARSE)
-            taught = time.monotonic() - began
-            found.append(100 * answered(model, options.length, options.sequences))
-            asked = time.monotonic() - began - taught
-            say(f"seed {seed}, {name}: {found[-1]:.1f} % right ({taught:.0f} s to learn, {asked:.0f} s to answer)")
+def measured(options: Options) -> list[Row]:
+    """A row of retrieval and, where there are steps on it, one of text."""
+    case = f"retrieval at {options.length:,} tokens, runs of {options.window}"
+    accuracies = _beside(retrieve, options)
     ratios = [own / peer if peer else 1.0 for own, peer in zip(accuracies[SPARSE], accuracies[DENSE], strict=True)]
-    return _row(f"retrieval at {options.length:,} tokens, runs of {options.window}", "% right", accuracies, ratios)
+    found = [_row(case, "% right", accuracies, ratios)]
+    if options.text_steps:
+        case = f"held-out loss at {options.text_length:,} tokens, runs of {options.window}, {options.text_steps} steps"
+        prepare(_text_data(options), progress=say)  # Once, before both sides ask for it.
+        losses = _beside(read, options)
+        ratios = [peer / own for own, peer in zip(losses[SPARSE], losses[DENSE], strict=True)]
+        found.append(_row(case, "nats", losses, ratios))
+    return found
 
 
-def _text(options: Options) -> Row:
-    data = DataConfig(vocab_size=_TEXT_VOCABULARY, sequence_length=options.text_length)
-    corpus = prepare(data, progress=say)
-    losses: dict[str, list[float]] = {DENSE: [], SPARSE: []}
-    for seed in options.seeds:
-        train, heldout = (Sampler(part, options.text_length, seed) for part in (corpus.train, corpus.heldout))
-        for name, found in losses.items():
-            began = time.monotonic()
-            model = _made(_TEXT_VOCABULARY, pattern(options.window) if name == SPARSE else AttentionConfig(), seed)
-            _train(model, (_pairs(train, step) for step in range(options.text_steps)), _RATE / 2)
-            with torch.no_grad():
-                found.append(statistics.mean(float(_loss(model, *_pairs(heldout, n))) for n in range(_TEXT_BATCHES)))
-            say(f"seed {seed}, {name}: held-out loss {found[-1]:.4f} ({time.monotonic() - began:.0f} s)")
-    ratios = [peer / own for own, peer in zip(losses[SPARSE], losses[DENSE], strict=True)]
-    name = f"held-out loss at {options.text_length:,} tokens, runs of {options.window}, {options.text_steps} steps"
-    return _row(name, "nats", losses, ratios)
+def _beside(work: Callable[[Options, int, bool], float], options: Options) -> dict[str, list[float]]:
+    """What `work` finds of each side, by seed: both at a time, so that two cores are used."""
+    with ExitStack() as stack:
+        ranks = {name: stack.enter_context(RankSet(1)) for name in (DENSE, SPARSE)}
+        pool = stack.enter_context(ThreadPoolExecutor(len(ranks)))
+
+        def all_seeds(name: str) -> list[float]:
+            return [ranks[name].call(work, options, seed, name == SPARSE) for seed in options.seeds]
+
+        return dict(zip(ranks, pool.map(all_seeds, ranks), strict=True))
+
+
+def retrieve(options: Options, seed: int, sparse: bool) -> float:
+    """Per cent of answers that are right after training."""
+    began = time.monotonic()
+    model = learn(options, seed, sparse=sparse)
+    taught = time.monotonic() - began
+    found = 100 * answered(model, options.length, options.sequences)
+    asked = time.monotonic() - began - taught
+    say(f"seed {seed}, {_name(sparse)}: {found:.1f} % right ({taught:.0f} s to learn, {asked:.0f} s to answer)")
+    return found
+
+
+def read(options: Options, seed: int, sparse: bool) -> float:
+    """Held-out loss after some steps on the Python library's sources, nats a token."""
+    began = time.monotonic()
+    corpus = prepare(_text_data(options), progress=say)
+    train, heldout = (Sampler(part, options.text_length, seed) for part in (corpus.train, corpus.heldout))
+    model = _made(_TEXT_VOCABULARY, pattern(options.window) if sparse else AttentionConfig(), seed)
+    _train(model, (_pairs(train, step) for step in range(options.text_steps)), _RATE / 2)
+    with torch.no_grad():
+        found = statistics.mean(float(_loss(model, *_pairs(heldout, number))) for number in range(_TEXT_BATCHES))
+    say(f"seed {seed}, {_name(sparse)}: held-out loss {found:.4f} ({time.monotonic() - began:.0f} s)")
+    return found
+
+
+def _text_data(options: Options) -> DataConfig:
+    return DataConfig(vocab_size=_TEXT_VOCABULARY, sequence_length=options.text_length)
+
+
+def _name(sparse: bool) -> str:
+    return SPARSE if sparse else DENSE
 
 
 def _row(case: str, unit: str, values: dict[str, list[float]], ratios: list[float]) -> Row:
@@ -221,7 +248,7 @@ def learn(options: Options, seed: int, *, sparse: bool) -> GPT:
             see(model, stage.attention)
         warm_up = _WARM_UP if number == 0 else 0
         steps, loss = _train(model, taught, stage.rate, optimizer, until=_LEARNED, warm_up=warm_up)
-        say(f"seed {seed}, {SPARSE if sparse else DENSE}: {stage.length:,} tokens, {steps} steps, loss {loss:.3f}")
+        say(f"seed {seed}, {_name(sparse)}: {stage.length:,} tokens, {steps} steps, loss {loss:.3f}")
     return model
 
 
