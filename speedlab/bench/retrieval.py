@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -259,11 +259,12 @@ def see(model: GPT, attention: AttentionConfig) -> None:
         block.attention.attend = SparseAttend(attention)
 
 
-def answered(model: GPT, length: int, count: int) -> float:
-    """The share (0 to 1) of right answers in `count` sequences that no training saw."""
+def answered(model: GPT, length: int, count: int, depth: float | None = None) -> float:
+    """The share (0 to 1) of right answers in `count` sequences that no training saw. `depth`: of the needle in each."""
     model.eval()
     right = 0
-    for row in torch.from_numpy(_TASK.samples(count, length, _TASK_VOCABULARY, _HELD_OUT_SEED)).split(1):
+    task = replace(_TASK, depth=depth)
+    for row in torch.from_numpy(task.samples(count, length, _TASK_VOCABULARY, _HELD_OUT_SEED)).split(1):
         with torch.no_grad():
             right += int(model(row[:, :-1]).logits[0, -1].argmax() == row[0, -1])
     return right / count

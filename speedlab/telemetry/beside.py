@@ -3,7 +3,7 @@ steps take, what its losses are. Of each run the first rank; data for plotly, as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -176,6 +176,28 @@ def losses_beside(feeds: Feeds) -> Figure:
     layout["legend"]["traceorder"] = "normal"
     layout["height"] = _PIXELS
     layout["xaxis"] |= {"title": {"text": "step"}}
+    return {"data": traces, "layout": layout}
+
+
+def lines_beside(
+    curves: Mapping[str, Sequence[tuple[float, float]]], *, title: str, across: str, unit: str, log: bool = False
+) -> Figure:
+    """Lines with marks, of (what is across, value in `unit`), each in a run's colour. `log`: axes of powers, on which a
+    law of growth is a straight line, and every place that is across has its own number."""
+    traces: list[dict[str, Any]] = []
+    for number, (name, points) in enumerate(curves.items()):
+        colour = RUN_COLOURS[number % len(RUN_COLOURS)]
+        line = curve(name, _float32(list(points)), f"%{{y:.4~r}} {unit}", color=colour, width=2)
+        traces.append(line | {"mode": "lines+markers", "marker": {"size": 7, "color": colour}})
+    layout = base_layout(title, unit)
+    legend_beside(layout)
+    layout["legend"]["traceorder"] = "normal"
+    layout["height"] = _PIXELS
+    layout["xaxis"] |= {"title": {"text": across}}
+    if log:
+        places = sorted({place for points in curves.values() for place, _ in points})
+        layout["xaxis"] |= {"type": "log", "tickvals": places, "ticktext": [f"{place:,}" for place in places]}
+        layout["yaxis"] |= {"type": "log"}
     return {"data": traces, "layout": layout}
 
 
