@@ -57,20 +57,16 @@ def accuracies(told: str) -> dict[str, dict[float, float]]:
 
 def test_lengths_that_fit_stand_beside_those_that_were_announced(tmp_path: Path) -> None:
     outputs = executed(tmp_path, *PLANNED)
-    lines = re.findall(
-        r"^ *(.+?): +([\d,]+) Ki tokens, a step .+?(?:; announced (\d+) Ki)?$", text(outputs["paper"]), re.M
-    )
+    told = re.compile(r"^ *(.+?): +([\d,]+) Ki tokens, a step .+?(?:; announced (\d+) Ki)?$", re.MULTILINE)
+    lines = told.findall(text(outputs["paper"]))
     fits = {name: int(length.replace(",", "")) for name, length, _ in lines}
     announced = {name: int(length) for name, _, length in lines if length}
     assert list(announced.values()) == [2, 12, 32]
     assert all(fits[name] >= length for name, length in announced.items())
     # What the text says: without kept probabilities dense and sparse end at the same length, cp 8 goes further.
-    assert (
-        fits["A100, dense, checkpointing"]
-        == fits["A100, sparse, checkpointing"]
-        > 10 * fits["A100, plain, checkpointing"]
-    )
-    assert fits["8 A100, dense, cp 8, checkpointing"] > 6 * fits["A100, dense, checkpointing"]
+    assert fits["A100, dense, checkpointing"] == fits["A100, sparse, checkpointing"]
+    assert fits["A100, dense, checkpointing"] > 10 * fits["A100, plain, checkpointing"]
+    assert fits["8 A100, dense, cp 8, checkpointing"] >= 8 * fits["A100, dense, checkpointing"]
     ratios = [float(ratio) for ratio in re.findall(r"([\d.]+) times as fast", text(outputs["faster"]))]
     assert ratios == sorted(ratios)
     assert ratios[-1] > 6.3 > ratios[0] > 1
@@ -88,9 +84,9 @@ def test_all_of_it_runs_with_few_steps(tmp_path: Path, monkeypatch: pytest.Monke
     sizes = {name: float(size) for name, size in held}
     assert list(sizes) == ["uncut", "cp 2, a ring", "cp 2, heads"]
     assert sizes["cp 2, heads"] < 0.7 * sizes["uncut"]
-    assert {name: list(found) for name, found in accuracies(text(outputs["lost"])).items()} == dict.fromkeys(
-        ("dense", "sparse, with summaries", "the window alone"), [0, 0.2, 0.4, 0.6, 0.8, 0.9, 1]
-    )
+    found = accuracies(text(outputs["lost"]))
+    assert list(found) == ["dense", "sparse, with summaries", "the window alone"]
+    assert all(list(right) == [0, 0.2, 0.4, 0.6, 0.8, 0.9, 1] for right in found.values())
     assert "2 by summaries; the model has 3" in text(outputs["reach"])
     assert re.search(r"held-out loss: dense [\d.]+, sparse [\d.]+, [+-][\d.]+%", text(outputs["text"]))
     assert running_clusters() == []
