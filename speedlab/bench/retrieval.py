@@ -50,6 +50,8 @@ _RATE_LENGTH = 256
 """Tokens up to which the rate is the full one; it falls with the root of longer lengths, whose batches are smaller."""
 _LEARNED, _LAST = 0.03, 12
 """A stage ends once the mean loss of so many steps is below."""
+_TAUGHT = 90.0
+"""Per cent of dense attention's answers that are right, at least, for others to be held against them."""
 _JUMPS = 4
 _TEXT_VOCABULARY, _TEXT_ROWS, _TEXT_BATCHES = 1024, 4, 8
 _HELD_OUT_SEED, _SEEDS_APART = 1, 100_000
@@ -121,9 +123,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def told(row: Row) -> str:
-    """By how much the sparse side is worse, and whether the goal is met."""
+    """By how much the sparse side is worse, and whether the goal is met: by answers only where dense attention has
+    learned the task."""
     assert row.peer is not None  # All have one.
     points = row.unit == "% right"
+    if points and row.peer < _TAUGHT:
+        return f"{row.case}: dense attention has learned too little ({row.peer:.0f} % right); raise --most: MISSED"
     worse = row.peer - row.ours if points else 100 * (row.ours / row.peer - 1)
     goal = GOALS["points" if points else "percent"]
     verdict = "met" if worse <= goal else "MISSED"
