@@ -71,7 +71,7 @@ class Options:
     """Steps of a length at most; those that have learned it go on earlier."""
     text_length: int = 2048
     """Tokens of the sequences of text."""
-    text_steps: int = 100
+    text_steps: int = 150
     """Steps on text; none leave it out."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Each gives initial values and sequences."""
