@@ -97,9 +97,7 @@ def test_all_of_it_runs_with_few_steps(tmp_path: Path, monkeypatch: pytest.Monke
 def test_as_it_stands_its_figures_are_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own_folders(tmp_path, monkeypatch)
     outputs = executed(tmp_path, timeout=600)
-    times, memory = figures(outputs["grows"])
-    seconds = {trace["name"]: trace["y"] for trace in times["data"]}
-    assert seconds["sparse"][-1] < seconds["dense"][-1]
+    _, memory = figures(outputs["grows"])
     held = {trace["name"]: trace["y"] for trace in memory["data"]}
     for name, values in held.items():
         assert values[-1] / values[0] == pytest.approx(8, rel=0.1), name
