@@ -129,6 +129,7 @@ def test_lines_of_one_name_have_its_points_and_places_have_their_numbers() -> No
     assert [trace["name"] for trace in figure["data"]] == ["dense", "sparse"]
     assert [list(trace["x"]) for trace in figure["data"]] == [[1024, 4096]] * 2
     assert list(figure["data"][0]["y"]) == pytest.approx([0.1, 1.6])
+    assert figure["data"][0]["line"]["width"] > figure["data"][1]["line"]["width"]
     assert figure["layout"]["xaxis"]["ticktext"] == ["1,024", "4,096"]
     assert {figure["layout"][axis]["type"] for axis in ("xaxis", "yaxis")} == {"log"}
     plain = drawn(lines_beside(curves, title="a step", across="tokens", unit="s"))
