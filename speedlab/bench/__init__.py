@@ -15,6 +15,7 @@ BENCHES = {
     "start": "from Cluster(n) until its engines are ready, beside what they import",
     "offload": "states on disk of many times the memory that may be used, beside the same training in memory",
     "long": "the longest trainable sequence in a limit on memory, and a step's time, sparse beside dense attention",
+    "retrieval": "what sparse attention loses beside dense: answers far back at 16k tokens, and held-out loss",
     "context": "sequences cut over ranks, by a ring and by heads, beside one rank with as many threads",
     "disk": "states on disk beside fio with the same pattern",
 }

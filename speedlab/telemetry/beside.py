@@ -29,6 +29,8 @@ _KEPT = (*STATES, "communication_buffers")
 
 _PIXELS = 360
 _WIDEST, _NARROWER = 9.0, 2.5
+_MARK = 4.0
+"""Pixels by which a mark is larger than its line is wide."""
 
 
 class RunsTable(Table):
@@ -176,6 +178,30 @@ def losses_beside(feeds: Feeds) -> Figure:
     layout["legend"]["traceorder"] = "normal"
     layout["height"] = _PIXELS
     layout["xaxis"] |= {"title": {"text": "step"}}
+    return {"data": traces, "layout": layout}
+
+
+def lines_beside(
+    curves: Mapping[str, Sequence[tuple[float, float]]], *, title: str, across: str, unit: str, log: bool = False
+) -> Figure:
+    """Lines with marks, of (what is across, value in `unit`), each in a run's colour, and thinner than the one before
+    it, so that those which are the same are all seen. `log`: axes of powers, on which a law of growth is a straight
+    line, and every place that is across has its own number."""
+    traces: list[dict[str, Any]] = []
+    for number, (name, points) in enumerate(curves.items()):
+        colour = RUN_COLOURS[number % len(RUN_COLOURS)]
+        width = max(1.0, _WIDEST - _NARROWER * number)
+        line = curve(name, _float32(list(points)), f"%{{y:.4~r}} {unit}", color=colour, width=width)
+        traces.append(line | {"mode": "lines+markers", "marker": {"size": width + _MARK, "color": colour}})
+    layout = base_layout(title, unit)
+    legend_beside(layout)
+    layout["legend"]["traceorder"] = "normal"
+    layout["height"] = _PIXELS
+    layout["xaxis"] |= {"title": {"text": across}}
+    if log:
+        places = sorted({place for points in curves.values() for place, _ in points})
+        layout["xaxis"] |= {"type": "log", "tickvals": places, "ticktext": [f"{place:,}" for place in places]}
+        layout["yaxis"] |= {"type": "log"}
     return {"data": traces, "layout": layout}
 
 

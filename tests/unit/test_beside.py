@@ -10,7 +10,7 @@ import pytest
 from telemetry_samples import make_event, make_folder, make_record
 
 from speedlab.display.figure_style import PAPER_GRID, Figure, on_paper
-from speedlab.telemetry.beside import bytes_beside, losses_beside, memory_beside, runs_table
+from speedlab.telemetry.beside import bytes_beside, lines_beside, losses_beside, memory_beside, runs_table
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.moves_figure import moves_figure
 from speedlab.telemetry.records import Event, Ledger, StepRecord
@@ -121,3 +121,16 @@ def test_on_paper_every_axis_has_a_grid(tmp_path: Path) -> None:
     assert {paper[axis]["gridcolor"] for axis in ("xaxis", "yaxis", "yaxis3")} == {PAPER_GRID}
     assert paper["paper_bgcolor"] == "white"
     assert "gridcolor" not in figure["layout"]["xaxis"]  # What was given stays as it was.
+
+
+def test_lines_of_one_name_have_its_points_and_places_have_their_numbers() -> None:
+    curves = {"dense": [(1024, 0.1), (4096, 1.6)], "sparse": [(1024, 0.1), (4096, 0.4)]}
+    figure = drawn(lines_beside(curves, title="a step", across="tokens", unit="s", log=True))
+    assert [trace["name"] for trace in figure["data"]] == ["dense", "sparse"]
+    assert [list(trace["x"]) for trace in figure["data"]] == [[1024, 4096]] * 2
+    assert list(figure["data"][0]["y"]) == pytest.approx([0.1, 1.6])
+    assert figure["data"][0]["line"]["width"] > figure["data"][1]["line"]["width"]
+    assert figure["layout"]["xaxis"]["ticktext"] == ["1,024", "4,096"]
+    assert {figure["layout"][axis]["type"] for axis in ("xaxis", "yaxis")} == {"log"}
+    plain = drawn(lines_beside(curves, title="a step", across="tokens", unit="s"))
+    assert "type" not in plain["layout"]["yaxis"]
