@@ -19,11 +19,11 @@ from ranks.conftest import PoolOf
 from ranks.layout_cases import LayoutCase, gpt, masked_gpt, rounded_gpt, sparse_gpt, train_layout, train_layouts
 from ranks.loops import Trajectory, adamw, problems
 from ranks.test_layouts import BFLOAT16, FLOAT32, SCHEDULES, PlainOf, check
-from speedlab.config import ConfigError, ModelConfig, RunConfig
+from speedlab.config import AttentionConfig, ConfigError, ModelConfig, RunConfig
+from speedlab.config.attention_pattern import seen_blocks
 from speedlab.layout import Layout, LayoutError
 from speedlab.models import GPT
 
-SPARSE = {"kind": "block_sparse", "block": 16, "window": 16}
 LOW: dict[str, Any] = {"dtype": "bfloat16", "whole": False}
 
 
@@ -91,6 +91,97 @@ def test_sparse_attention(pool_of: PoolOf, plain: PlainOf) -> None:
         for layout, stage in ((Layout(cp=4), 3), (Layout(cp=2, dp=2), 1), (Layout(cp=2, tp=2), 2))
     ]
     check(pool_of, plain, cases, FLOAT32, timeout=120, build=masked_gpt)
+
+
+PATTERNS: dict[str, dict[str, Any]] = {
+    "sliding": {"window": 21},
+    "wide": {"window": 45},
+    "fixed": {"pattern": "fixed", "window": 32},
+    "longformer": {"pattern": "longformer", "window": 16},
+    "bigbird": {"pattern": "bigbird", "window": 16, "random_blocks": 1, "seed": 3},
+    "strided": {"pattern": "strided", "window": 16, "stride": 48},
+    # Rows of which some see nothing of their own rank; block 5 is seen by nobody behind it.
+    "custom": {"pattern": "custom", "mask": ("x.......", "x.......", ".xx.....", "x.......", "..x.x...", "x....x..")
+    + ("xx......", "...x....")},
+}  # fmt: skip
+
+
+def ring_gpt(pattern: str = "sliding") -> nn.Module:
+    attention = {"kind": "block_sparse", "block": 16, **PATTERNS[pattern]}
+    shape = {"layers": 4, "hidden": 64, "heads": 4, "ffn_hidden": 32, "vocab_size": models.VOCABULARY, "context": 128}
+    return models.seeded(GPT, ModelConfig(**shape, attention=attention))
+
+
+class MaskedByTokens(nn.Module):
+    def __init__(self, attention: AttentionConfig) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """From the pattern's definition: blocks, then the causal mask and the window in tokens."""
+        place = torch.arange(q.shape[2])
+        rows = seen_blocks(self.attention, q.shape[2])
+        seen = torch.tensor([[key in row for key in range(len(rows))] for row in rows])
+        seen = seen[place // 16][:, place // 16] & (place[:, None] >= place)
+        if self.attention.pattern == "sliding":
+            seen &= place[:, None] - place < self.attention.window
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def by_tokens(pattern: str = "sliding") -> nn.Module:
+    """`ring_gpt` as dense attention with a mask."""
+    model: Any = ring_gpt(pattern)
+    for block in model.blocks:
+        block.attention.attend = MaskedByTokens(model.config.attention)
+    return model
+
+
+in_ring = partial(rows_of, 128)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_pattern_in_a_ring(pool_of: PoolOf, plain: PlainOf, pattern: str) -> None:
+    """Of four, of two, and of two of which each shares heads."""
+    number = list(PATTERNS).index(pattern)
+    build, masked = partial(ring_gpt, pattern), partial(by_tokens, pattern)
+    options = {"build": build, "batch": in_ring, "accumulation": 1, "steps": 2}
+    cases = [
+        LayoutCase(layout=Layout(cp=4), stage=number % 4, cp_heads=1, **options),
+        LayoutCase(layout=Layout(cp=4), stage=(number + 2) % 4, cp_heads=2, **options),
+    ]
+    check(pool_of, plain, cases, FLOAT32, timeout=120, build=masked)
+
+
+def test_a_sparse_ring_with_every_other_axis(pool_of: PoolOf, plain: PlainOf) -> None:
+    options: list[dict[str, Any]] = [
+        {"layout": Layout(cp=2, dp=2), "stage": 3, "build": partial(ring_gpt, "bigbird"), "checkpointing": "block"},
+        {"layout": Layout(cp=2, tp=2), "stage": 1, "build": partial(ring_gpt, "wide")},
+        {"layout": Layout(cp=2, tp=2), "stage": 2, "sequence": True, "build": partial(ring_gpt, "fixed")},
+        {"layout": Layout(cp=2, pp=2), "stage": 1, "schedule": "zero-bubble", "build": partial(ring_gpt, "strided")},
+        {"layout": Layout(cp=2, pp=2), "stage": 2, "checkpointing": "block", "build": partial(ring_gpt, "custom")},
+    ]
+    for each in options:
+        case = LayoutCase(cp_heads=1, batch=in_ring, accumulation=2, steps=2, **each)
+        check(pool_of, plain, [case], FLOAT32, timeout=120, build=partial(by_tokens, *each["build"].args))
+
+
+def gradients_of(build: Any, layout: Layout, dtype: str) -> tuple[float, dict[str, Tensor], int]:
+    """(loss, gradient of every parameter by a step of SGD, bytes of messages) of a sequence."""
+    config = {
+        "parallel": {"cp": layout.cp, "cp_heads": 1},
+        "precision": {"dtype": dtype},
+        "zero": {"stage": 1},
+        "batch": {"micro_size": 2},
+    }
+    model = build()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    engine: Any = speedlab.initialize(model=model, optimizer=partial(torch.optim.SGD, lr=1024.0), config=config)[0]
+    try:
+        sent = sum(engine.mesh["cp"].traffic.bytes_by_name.values())
+        loss = engine.train_batch([in_ring(0, 0)])
+        return loss, {name: before[name] - value for name, value in engine.state_dict().items()}, sent
+    finally:
+        engine.destroy(keep_parameters=False)
 
 
 def test_dropout_drops_what_one_process_drops(pool_of: PoolOf) -> None:
@@ -293,7 +384,10 @@ def test_checkpoints_know_nothing_of_cp(pool_of: PoolOf, plain: PlainOf, tmp_pat
         ({"cp_heads": 4}, "cp_heads 4: the 6 heads of a tp rank do not divide by it; 1, 2 would"),
         ({"dropout": 0.1}, "cp 4 with model.dropout 0.1: all cp ranks have to share heads, and the 6 heads"),
         ({"dropout": 0.1, "heads": 8, "cp_heads": 2}, "share heads, and cp_heads is 2; leave it out"),
-        ({"attention": SPARSE}, "cp 4 with block_sparse attention: all cp ranks have to share heads, and the 6 heads"),
+        (
+            {"attention": {"kind": "block_sparse", "block": 16, "window": 16}, "length": 192, "cp_heads": 2},
+            "cp 4: sequences of 192 tokens do not divide by 64",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_what_would_work(changes: dict[str, Any], message: str) -> None:

@@ -52,7 +52,7 @@ class _Ring(Function):
             rows, columns = _seen(ring, turn, q.shape[2])
             keys, values = both[:, :, :, columns]
             out, logarithm = _attend(q[:, :, rows], keys, values, scale, causal=turn == 0)
-            _add(whole[:, :, rows], logarithms[:, :, rows], out, logarithm)
+            add_turn(whole[:, :, rows], logarithms[:, :, rows], out, logarithm)
             if coming is not None:
                 both = coming.wait()
         result = whole.to(q.dtype)
@@ -95,12 +95,14 @@ def _seen(ring: Group, turn: int, length: int) -> tuple[slice, slice]:
     return (everything, slice(length // 2)) if source < ring.index else (slice(length // 2, None), everything)
 
 
-def _add(whole: Tensor, logarithms: Tensor, out: Tensor, logarithm: Tensor) -> None:
-    """Add a turn's output to that of earlier ones, whose sums of exponentials have these `logarithms`, in place."""
+def add_turn(whole: Tensor, logarithms: Tensor, out: Tensor, logarithm: Tensor) -> None:
+    """Add a turn's output to that of earlier ones, whose sums of exponentials have these `logarithms`, in place; -inf
+    where a query has seen no key."""
     # 3
     together = torch.logaddexp(logarithms, logarithm)
-    whole.mul_((logarithms - together).exp_().unsqueeze(-1))
-    whole.addcmul_(out.to(whole.dtype), (logarithm - together).exp_().unsqueeze(-1))
+    finite = together.masked_fill(together == float("-inf"), 0)  # Else -inf would be taken from -inf.
+    whole.mul_((logarithms - finite).exp_().unsqueeze(-1))
+    whole.addcmul_(out.to(whole.dtype), (logarithm - finite).exp_().unsqueeze(-1))
     logarithms.copy_(together)
 
 
