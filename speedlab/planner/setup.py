@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from speedlab.config import OffloadConfig, OptimizerConfig, RunConfig, describe
+from speedlab.config import AttentionConfig, OffloadConfig, OptimizerConfig, RunConfig, describe
 from speedlab.config.shape import ModelShape
 from speedlab.layout import Layout
 
@@ -31,6 +31,8 @@ class Setup:
     attention: AttentionKind = "fused"
     attention_share: float = 1.0
     """Of sparse attention: its blocks over those of dense attention."""
+    pattern: AttentionConfig | None = None
+    """Of sparse attention: which blocks are seen; a ring then sends what is needed of keys and values, else all."""
     feed_forward_tiled: bool = False
     """Whether feed-forward layers are computed a tile of tokens at a time; counted as if they were whole."""
     sequence_parallel: bool = False
@@ -102,6 +104,7 @@ class Setup:
             accumulation=batch.accumulation,
             checkpointing=config.activation.checkpointing,
             attention="sparse" if sparse else "fused",
+            pattern=config.model.attention if sparse else None,
             attention_share=describe(config.model.attention, config.data.sequence_length).density if sparse else 1.0,
             feed_forward_tiled=shape is None and config.model.ffn_tile is not None,
             sequence_parallel=config.parallel.sequence,

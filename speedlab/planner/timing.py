@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import gcd
 
+from speedlab.config import AttentionConfig
+from speedlab.config.ring_needs import ring_needs
 from speedlab.layout import LayoutError
 from speedlab.planner.bubble import bubble_share
 from speedlab.planner.collectives import Ring, Rings, rings
@@ -199,10 +201,24 @@ def _between_positions(setup: Setup, cp: Ring, nbytes: float, *, again: bool) ->
     turns, wide = setup.layout.cp // shared - 1, 4 / (4 if setup.dtype == "float32" else 2)
     # Queries, keys, values and what attention gives of them change places; there and back again.
     heads = replace(cp, ranks=shared).gather(4 * nbytes)
-    forward = turns * cp.send(2 * nbytes)
-    # Keys and values again, and with them the sums of their gradients, a turn further.
-    backward = forward + (turns + 1) * cp.send(2 * wide * nbytes) if turns else 0.0
+    if setup.pattern is not None:
+        forward = sum(cp.send(2 * share * nbytes) for share in _sent_shares(setup, setup.pattern, turns + 1))
+        backward = 2 * forward  # Keys and values again, whose gradients then go straight home.
+    else:
+        forward = turns * cp.send(2 * nbytes)
+        # Keys and values again, and with them the sums of their gradients, a turn further.
+        backward = forward + (turns + 1) * cp.send(2 * wide * nbytes) if turns else 0.0
     return (2 if again else 1) * (heads + forward) + heads + backward
+
+
+def _sent_shares(setup: Setup, pattern: AttentionConfig, ring: int) -> list[float]:
+    """For each turn of a ring of so many ranks: of a rank's keys, what the rank needs that needs most of them."""
+    if ring == 1:
+        return []
+    multiple = 2 * ring * pattern.block
+    needs = ring_needs(pattern, -(-setup.shape.sequence_length // multiple) * multiple, ring)
+    most = [max(len(needs.needed[rank][(rank - k) % ring]) for rank in range(ring)) for k in needs.turns]
+    return [count / len(needs.blocks[0]) for count in most]
 
 
 def _data_parallel(

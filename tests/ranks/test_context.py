@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import speedlab
@@ -19,10 +20,13 @@ from ranks.conftest import PoolOf
 from ranks.layout_cases import LayoutCase, gpt, masked_gpt, rounded_gpt, sparse_gpt, train_layout, train_layouts
 from ranks.loops import Trajectory, adamw, problems
 from ranks.test_layouts import BFLOAT16, FLOAT32, SCHEDULES, PlainOf, check
+from speedlab.comm import Group, Traffic
 from speedlab.config import AttentionConfig, ConfigError, ModelConfig, RunConfig
 from speedlab.config.attention_pattern import seen_blocks
-from speedlab.layout import Layout, LayoutError
+from speedlab.config.ring_needs import ring_needs
+from speedlab.layout import Layout, LayoutError, own_positions
 from speedlab.models import GPT
+from speedlab.parallel.context.sparse_ring import sparse_ring_attention
 
 LOW: dict[str, Any] = {"dtype": "bfloat16", "whole": False}
 
@@ -40,8 +44,15 @@ eight, sixteen, many = partial(rows_of, 8), partial(rows_of, 16), partial(rows_o
 
 
 def long_gpt(**changes: Any) -> nn.Module:
-    shape = {"layers": 4, "hidden": 24, "heads": 4, "ffn_hidden": 32, "vocab_size": models.VOCABULARY, "context": 48}
-    return models.seeded(GPT, ModelConfig(**shape, **changes))
+    shape: dict[str, Any] = {
+        "layers": 4,
+        "hidden": 24,
+        "heads": 4,
+        "ffn_hidden": 32,
+        "vocab_size": models.VOCABULARY,
+        "context": 48,
+    }
+    return models.seeded(GPT, ModelConfig(**(shape | changes)))
 
 
 def learned() -> nn.Module:
@@ -101,14 +112,23 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "bigbird": {"pattern": "bigbird", "window": 16, "random_blocks": 1, "seed": 3},
     "strided": {"pattern": "strided", "window": 16, "stride": 48},
     # Rows of which some see nothing of their own rank; block 5 is seen by nobody behind it.
-    "custom": {"pattern": "custom", "mask": ("x.......", "x.......", ".xx.....", "x.......", "..x.x...", "x....x..")
-    + ("xx......", "...x....")},
-}  # fmt: skip
+    "custom": {
+        "pattern": "custom",
+        "mask": tuple(row.ljust(8, ".") for row in ["x", "x", ".xx", "x", "..x.x", "x....x", "xx", "...x"]),
+    },
+}
 
 
 def ring_gpt(pattern: str = "sliding") -> nn.Module:
-    attention = {"kind": "block_sparse", "block": 16, **PATTERNS[pattern]}
-    shape = {"layers": 4, "hidden": 64, "heads": 4, "ffn_hidden": 32, "vocab_size": models.VOCABULARY, "context": 128}
+    attention = AttentionConfig(kind="block_sparse", block=16, **PATTERNS[pattern])
+    shape: dict[str, Any] = {
+        "layers": 4,
+        "hidden": 64,
+        "heads": 4,
+        "ffn_hidden": 32,
+        "vocab_size": models.VOCABULARY,
+        "context": 128,
+    }
     return models.seeded(GPT, ModelConfig(**shape, attention=attention))
 
 
@@ -165,23 +185,51 @@ def test_a_sparse_ring_with_every_other_axis(pool_of: PoolOf, plain: PlainOf) ->
         check(pool_of, plain, [case], FLOAT32, timeout=120, build=partial(by_tokens, *each["build"].args))
 
 
-def gradients_of(build: Any, layout: Layout, dtype: str) -> tuple[float, dict[str, Tensor], int]:
-    """(loss, gradient of every parameter by a step of SGD, bytes of messages) of a sequence."""
-    config = {
-        "parallel": {"cp": layout.cp, "cp_heads": 1},
-        "precision": {"dtype": dtype},
-        "zero": {"stage": 1},
-        "batch": {"micro_size": 2},
-    }
-    model = build()
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    engine: Any = speedlab.initialize(model=model, optimizer=partial(torch.optim.SGD, lr=1024.0), config=config)[0]
-    try:
-        sent = sum(engine.mesh["cp"].traffic.bytes_by_name.values())
-        loss = engine.train_batch([in_ring(0, 0)])
-        return loss, {name: before[name] - value for name, value in engine.state_dict().items()}, sent
-    finally:
-        engine.destroy(keep_parameters=False)
+def attend_in_ring(attention: AttentionConfig, lengths: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    """For each length: this rank's output and gradients, beside those of one process; bytes sent in each pass."""
+    size, found = dist.get_world_size(), []
+    traffic = Traffic()
+    ring = Group(range(size), traffic, torch.device("cpu"), channel="cp ring")
+    for length in lengths:
+        draw = torch.Generator().manual_seed(length)
+        q, k, v, incoming = (torch.randn(2, 2, length, 16, generator=draw) for _ in range(4))
+        wide = [each.double().requires_grad_() for each in (q, k, v)]
+        y = MaskedByTokens(attention)(*wide)
+        expected = [y.detach(), *torch.autograd.grad(y, wide, incoming.double())]
+        places = torch.cat([torch.tensor(part) for part in own_positions(length, size, 1, ring.index)])
+        own = [each[:, :, places].requires_grad_() for each in (q, k, v)]
+        traffic.take()
+        mine = sparse_ring_attention(own[0], own[1], own[2], attention, ring)
+        forward = traffic.take().sent_bytes.get("send", 0)
+        got = [mine.detach(), *torch.autograd.grad(mine, own, incoming[:, :, places])]
+        backward = traffic.take().sent_bytes.get("send", 0)
+        pairs = [(a, b[:, :, places]) for a, b in zip(got, expected, strict=True)]
+        found.append((pairs, forward, backward))
+    return found
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_sparse_ring_by_itself(pool_of: PoolOf, pattern: str) -> None:
+    attention = AttentionConfig(kind="block_sparse", block=16, **PATTERNS[pattern])
+    lengths = (128,) if pattern == "custom" else (128, 256)
+    for size in (2, 4):
+        for index, found in enumerate(pool_of(size).run(attend_in_ring, attention, lengths, timeout=60)):
+            for length, (pairs, forward, backward) in zip(lengths, found, strict=True):
+                for mine, expected in pairs:
+                    torch.testing.assert_close(mine.double(), expected, rtol=1e-5, atol=1e-5)
+                needed = ring_needs(attention, length, size).needed
+                sent = sum(len(needed[rank][index]) for rank in range(size) if rank != index)
+                asked = sum(len(needed[index][rank]) for rank in range(size) if rank != index)
+                block_bytes = 2 * 2 * 2 * 16 * 16 * 4  # Keys and values of two heads of two sequences.
+                assert (forward, backward) == (sent * block_bytes, (sent + asked) * block_bytes)
+
+
+def test_a_window_does_not_send_everything_round() -> None:
+    """Of one chunk: from each end of a rank's chunks what is one before, rather than all that three others have."""
+    attention = AttentionConfig(kind="block_sparse", block=16, window=64)
+    needs = ring_needs(attention, 8 * 64, 4)
+    assert needs.turns == (1, 3)
+    assert [sum(map(len, needs.needed[rank])) - len(needs.needed[rank][rank]) for rank in range(4)] == [4, 8, 8, 4]
 
 
 def test_dropout_drops_what_one_process_drops(pool_of: PoolOf) -> None:
@@ -344,6 +392,32 @@ def test_what_is_looked_at_is_of_whole_sequences(pool_of: PoolOf) -> None:
             assert "dp × cp" in found["placement"]
 
 
+def look_at_padded(case: LayoutCase, length: int) -> tuple[Tensor, float]:
+    engine: Any = speedlab.initialize(model=case.build(), config=case.config())[0]
+    try:
+        tokens, targets = rows_of(length, 0, 0)
+        with torch.no_grad():
+            return engine.eval()(tokens).logits, engine.evaluate([(tokens, targets)])
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def short_custom() -> nn.Module:
+    """A mask whose rows end before the padding does."""
+    attention = {"kind": "block_sparse", "block": 16, "pattern": "custom", "mask": ("x..", "xx.", "x.x")}
+    return long_gpt(attention=attention, hidden=64)
+
+
+@pytest.mark.parametrize(("build", "length"), [(ring_gpt, 101), (ring_gpt, 3), (short_custom, 45)])
+def test_what_is_padded_to_whole_blocks_changes_nothing(pool_of: PoolOf, build: Any, length: int) -> None:
+    model = build()
+    tokens, targets = rows_of(length, 0, 0)
+    case = LayoutCase(layout=Layout(cp=2), build=build, cp_heads=1, accumulation=1)
+    for logits, loss in pool_of(2).run(look_at_padded, case, length, timeout=60):
+        torch.testing.assert_close(logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+        assert loss == pytest.approx(model(tokens, targets=targets).loss.item(), rel=1e-5)
+
+
 def save_and_go_on(case: LayoutCase, folder: str) -> Trajectory:
     """Two steps, a checkpoint, and the others from it; under another layout in between."""
     path = Trajectory()
@@ -385,8 +459,13 @@ def test_checkpoints_know_nothing_of_cp(pool_of: PoolOf, plain: PlainOf, tmp_pat
         ({"dropout": 0.1}, "cp 4 with model.dropout 0.1: all cp ranks have to share heads, and the 6 heads"),
         ({"dropout": 0.1, "heads": 8, "cp_heads": 2}, "share heads, and cp_heads is 2; leave it out"),
         (
-            {"attention": {"kind": "block_sparse", "block": 16, "window": 16}, "length": 192, "cp_heads": 2},
-            "cp 4: sequences of 192 tokens do not divide by 64",
+            {
+                "attention": {"kind": "block_sparse", "block": 16, "window": 16},
+                "length": 96,
+                "context": 96,
+                "cp_heads": 2,
+            },
+            "96 tokens do not divide by 64, for 4 chunks of whole blocks of 16 in a ring of 2; 64 or 128 would",
         ),
     ],
 )

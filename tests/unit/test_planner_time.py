@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from speedlab.config import RunConfig
+from speedlab.config import AttentionConfig, RunConfig
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner.bubble import bubble_share
 from speedlab.planner.collectives import Ring, rings
@@ -341,3 +341,25 @@ def test_ranks_along_cp_share_attention_and_what_they_send_takes_time() -> None:
     for part in ("forward", "backward", "recompute"):
         assert heads[part] == ring[part]
         assert heads[part] == pytest.approx(alone[part] / 4, rel=0.05)
+
+
+def test_a_ring_of_sparse_attention_sends_what_is_needed() -> None:
+    machines = cluster("1024-a100")
+    long = replace(model("gpt3-175b"), sequence_length=32_768, context=32_768)
+
+    def seconds(**pattern: Any) -> float:
+        sparse = AttentionConfig(kind="block_sparse", **pattern) if pattern else None
+        kind = "sparse" if pattern else "fused"
+        wanted = setup(shape=long, layout=Layout(cp=8), cp_heads=1, micro_size=1, attention=kind, pattern=sparse)
+        parts = predict_time(wanted, machines, efficiency_of(machines.device)).parts
+        return parts["context parallel"] / wanted.accumulation
+
+    dense, near, chunk = seconds(), seconds(window=128), seconds(window=2048)
+    wide = seconds(pattern="strided", window=128, stride=128)
+    # Of 7 turns 2, in each of which a rank that is in the middle is sent one chunk of two; gradients go home at once.
+    link = rings(Layout(cp=8), machines, efficiency_of(machines.device)).cp
+    own = 32_768 // 8 * long.hidden * 2
+    assert chunk == pytest.approx(long.layers * 3 * 2 * link.send(own))
+    assert near < 0.2 * chunk
+    assert chunk < 0.2 * dense
+    assert chunk < wide < dense
