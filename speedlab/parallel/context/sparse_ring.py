@@ -25,6 +25,7 @@ from speedlab.comm import Group, Rotation
 from speedlab.config import AttentionConfig
 from speedlab.config.ring_needs import RingNeeds, ring_needs
 from speedlab.models.attention_layout import layout_of
+from speedlab.models.recomputation import computed_once
 from speedlab.parallel.context.ring import add_turn
 
 
@@ -85,13 +86,7 @@ def _turn(needs: RingNeeds, whole: BlockLayout, places: int, index: int) -> _Tur
 class _SparseRing(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, both: Tensor, scale: float, turns: tuple[_Turn, ...], ring: Group) -> Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        whole = torch.zeros_like(q, dtype=wide)
-        logarithms = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
-        for turn, here in _arriving(both, turns, ring, ring.take_tags(len(turns))):
-            if turn.sees:
-                add_turn(whole, logarithms, *partial_attention(q, *here, turn.layout, scale=scale))  # 3
-        result = whole.to(q.dtype)
+        result, logarithms = computed_once(lambda: _round(q, both, scale, turns, ring))
         ctx.ring, ctx.scale, ctx.turns = ring, scale, turns
         ctx.save_for_backward(q, both, result, logarithms)
         return result
@@ -121,6 +116,17 @@ class _SparseRing(Function):
         if going_home is not None:
             _add_blocks(sums, *going_home)
         return of_queries.to(q.dtype), sums.to(both.dtype), None, None, None
+
+
+def _round(q: Tensor, both: Tensor, scale: float, turns: tuple[_Turn, ...], ring: Group) -> tuple[Tensor, Tensor]:
+    """(output, logarithms of its sums) of all turns."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    whole = torch.zeros_like(q, dtype=wide)
+    logarithms = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
+    for turn, here in _arriving(both, turns, ring, ring.take_tags(len(turns))):
+        if turn.sees:
+            add_turn(whole, logarithms, *partial_attention(q, *here, turn.layout, scale=scale))  # 3
+    return whole.to(q.dtype), logarithms
 
 
 def _arriving(both: Tensor, turns: tuple[_Turn, ...], ring: Group, tag: int) -> Iterator[tuple[_Turn, Tensor]]:
