@@ -32,7 +32,7 @@ def _memory_doubts(setup: Setup) -> list[str]:
         "activation functions in steps": shape.stepwise,
         "norms behind layers or of heads": shape.norms == 4 or shape.head_norms,
         "attention beside the feed-forward layer": shape.parallel,
-        "selective checkpointing": setup.checkpointing == "selective",
+        "attention's probabilities computed again": setup.checkpointing == "selective" and setup.attention == "plain",
         "context parallelism": setup.layout.cp > 1,
         "feed-forward layers in tiles (counted whole)": setup.feed_forward_tiled,
         "sparse attention": setup.attention == "sparse",

@@ -10,7 +10,8 @@ from speedlab.config.shape import ModelShape
 from speedlab.layout import Layout
 
 Checkpointing = Literal["none", "selective", "block"]
-"""What is computed again in backward: nothing, the attention probabilities only, or each block."""
+"""What is computed again in backward: nothing; what is cheap to compute and large to keep, which is all between linear
+layers and fused attention, and where attention is plain (of other systems) its probabilities alone; or each block."""
 
 AttentionKind = Literal["fused", "plain", "sparse"]
 """fused: probabilities are never kept; plain: they are; sparse: those of some blocks of tokens."""

@@ -67,7 +67,10 @@ class StepTime:
 
     def tflops(self, convention: Convention) -> float:
         """TFLOP/s of each device, by that convention."""
-        flops = token_flops(self.setup.shape, convention, self.setup.checkpointing)
+        setup = self.setup
+        # Fused attention is not computed again, and the rest of what is has no products.
+        fused = setup.checkpointing == "selective" and setup.attention != "plain"
+        flops = token_flops(setup.shape, convention, "none" if fused else setup.checkpointing)
         return flops * self.tokens_per_second / self.setup.layout.world_size / 1e12
 
     @property
@@ -176,7 +179,7 @@ def _turn(
     hidden_bytes = setup.tokens * shape.hidden * (4 if setup.dtype == "float32" else 2)
     again = setup.checkpointing == "block"
     forward = plain * block.forward + crossed * cross.forward
-    core = plain * block.core + crossed * cross.core
+    some = plain * block.again + crossed * cross.again
     sums = (2 * plain + 3 * crossed) * (3 if again else 2)
     boundary = hidden_bytes / layout.tp if setup.sequence_parallel or setup.scattered_messages else hidden_bytes
     positions = _between_positions(setup, groups.cp, hidden_bytes / layout.tp, again=again)
@@ -184,7 +187,7 @@ def _turn(
     return {
         "forward": forward,
         "backward": plain * block.backward + crossed * cross.backward,
-        "recompute": forward if again else core if setup.checkpointing == "selective" else 0.0,
+        "recompute": forward if again else some if setup.checkpointing == "selective" else 0.0,
         "logits": head.forward + head.backward if last else 0.0,
         "tensor parallel": (sums + (1 if last else 0)) * groups.tp.all_reduce(hidden_bytes),
         "context parallel": (plain + crossed) * positions,

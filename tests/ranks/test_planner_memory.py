@@ -14,7 +14,11 @@ from speedlab.bench.planner_cases import GridCase, grid
 
 MEDIAN, WORST = 0.03, 0.08
 
-CASES = [case for number, case in enumerate(grid()) if number % 7 == 3 or "8bit" in case.name or "masters" in case.name]
+CASES = [
+    case
+    for number, case in enumerate(grid())
+    if number % 7 == 3 or any(word in case.name for word in ("8bit", "masters", "selective"))
+]
 """All kinds of layouts, stages and models: see the test below."""
 
 
@@ -28,6 +32,7 @@ def test_the_chosen_cases_hold_every_kind() -> None:
         "zero 3",
         "bfloat16",
         "block",
+        "selective",
         "rotary",
         "gpt2",
         "dropping",

@@ -87,6 +87,22 @@ def test_an_ideal_device_computes_at_its_peak(checkpointing: Any) -> None:
     assert found.mfu <= 1
 
 
+def test_selective_recomputation_takes_the_time_between_layers() -> None:
+    """Of fused attention and linear layers nothing, and no sum over tensor ranks a second time."""
+    machines = cluster("1024-a100")
+
+    def parts(checkpointing: Any, **how: Any) -> dict[str, float]:
+        wanted = setup(shape=model("gpt3-175b"), layout=Layout(tp=8), checkpointing=checkpointing, **how)
+        return predict_time(wanted, machines, efficiency_of(machines.device)).parts
+
+    none, some, block = parts("none"), parts("selective"), parts("block")
+    assert none["recompute"] == 0
+    assert 0 < some["recompute"] < 0.2 * block["recompute"]
+    assert some["tensor parallel"] == none["tensor parallel"] < block["tensor parallel"]
+    plain = parts("selective", attention="plain")
+    assert plain["recompute"] > some["recompute"]
+
+
 # Collectives
 
 
@@ -290,12 +306,15 @@ def test_narrow_products_are_slow() -> None:
 def test_sparse_attention_is_timed_by_its_share_of_blocks() -> None:
     """Of 16 blocks of 64 tokens a window of 2 sees 31 of 136."""
 
-    def core(**attention: Any) -> float:
+    def forward(**attention: Any) -> float:
         model = {"context": 1024, "attention": attention}
         setup = Setup.of_config(RunConfig(model=model, data={"sequence_length": 1024}), 1, dtype="float32")
-        return block_pass(setup, Rates.of(ideal().device, IDEAL, "float32")).core
+        return block_pass(setup, Rates.of(ideal().device, IDEAL, "float32")).forward
 
-    assert core(kind="block_sparse", pattern="longformer", global_blocks=0) == pytest.approx(31 / 136 * core())
+    config = RunConfig(model={"context": 1024}, data={"sequence_length": 1024})
+    scores = 2 * config.batch.resolve(1).micro_size * 1024 * 1024 * config.model.hidden / 1e12
+    saved = forward() - forward(kind="block_sparse", pattern="longformer", global_blocks=0)
+    assert saved == pytest.approx((1 - 31 / 136) * scores)
 
 
 def test_what_was_not_validated_says_so() -> None:
