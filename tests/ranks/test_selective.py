@@ -13,7 +13,7 @@ import speedlab
 from ranks.conftest import PoolOf
 from ranks.layout_cases import LayoutCase, batches, gpt, gpt2, labels_loss, llama, long_tokens, sparse_gpt, tiled_gpt
 from ranks.loops import Trajectory
-from ranks.test_context import long_gpt, many
+from ranks.test_context import in_ring, long_gpt, many, ring_gpt
 from speedlab.layout import Layout
 
 dropping = partial(gpt, dropout=0.2)
@@ -35,6 +35,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"layout": Layout(pp=2), "stage": 2, "schedule": "interleaved"},
         {"layout": Layout(pp=2), "stage": 1, "schedule": "zero-bubble", "build": dropping},
         {"layout": Layout(cp=2), "stage": 1, "cp_heads": 1, "build": long_gpt, "batch": many},
+        {"layout": Layout(cp=2), "stage": 1, "cp_heads": 1, "build": ring_gpt, "batch": in_ring},
         {"layout": Layout(cp=2), "stage": 3, "cp_heads": 2, "build": long_gpt, "batch": many},
     ],
 }

@@ -91,8 +91,9 @@ def test_selective_recomputation_takes_the_time_between_layers() -> None:
     """Of fused attention and linear layers nothing, and no sum over tensor ranks a second time."""
     machines = cluster("1024-a100")
 
-    def parts(checkpointing: Any, **how: Any) -> dict[str, float]:
-        wanted = setup(shape=model("gpt3-175b"), layout=Layout(tp=8), checkpointing=checkpointing, **how)
+    def parts(checkpointing: Any, attention: Any = "fused") -> dict[str, float]:
+        layout = Layout(tp=8)
+        wanted = setup(shape=model("gpt3-175b"), layout=layout, checkpointing=checkpointing, attention=attention)
         return predict_time(wanted, machines, efficiency_of(machines.device)).parts
 
     none, some, block = parts("none"), parts("selective"), parts("block")
