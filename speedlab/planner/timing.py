@@ -313,6 +313,9 @@ def _caution(setup: Setup, machines: Machines, efficiency: Efficiency) -> str:
     doubts = []
     if not efficiency.validated:
         doubts.append(f"no published run of {machines.device.name} was compared; its efficiency is taken from H100")
+    shared = setup.cp_heads or gcd(setup.layout.cp, setup.shape.heads // setup.layout.tp)
+    if setup.attention == "sparse" and setup.layout.cp > shared and not machines.device.on_host:
+        doubts.append("sparse attention in a ring runs on CPUs only: let all cp ranks share heads")
     if setup.attention == "sparse":
         doubts.append("sparse attention is timed by its share of blocks, each at the speed of dense attention's")
     if setup.layout.cp > 1:

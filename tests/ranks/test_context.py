@@ -185,14 +185,14 @@ def test_a_sparse_ring_with_every_other_axis(pool_of: PoolOf, plain: PlainOf) ->
         check(pool_of, plain, [case], FLOAT32, timeout=120, build=partial(by_tokens, *each["build"].args))
 
 
-def attend_in_ring(attention: AttentionConfig, lengths: tuple[int, ...]) -> list[tuple[Any, ...]]:
+def attend_in_ring(attention: AttentionConfig, lengths: tuple[int, ...], dtype: torch.dtype) -> list[tuple[Any, ...]]:
     """For each length: this rank's output and gradients, beside those of one process; bytes sent in each pass."""
     size, found = dist.get_world_size(), []
     traffic = Traffic()
     ring = Group(range(size), traffic, torch.device("cpu"), channel="cp ring")
     for length in lengths:
         draw = torch.Generator().manual_seed(length)
-        q, k, v, incoming = (torch.randn(2, 2, length, 16, generator=draw) for _ in range(4))
+        q, k, v, incoming = (torch.randn(2, 2, length, 16, generator=draw).to(dtype) for _ in range(4))
         wide = [each.double().requires_grad_() for each in (q, k, v)]
         y = MaskedByTokens(attention)(*wide)
         expected = [y.detach(), *torch.autograd.grad(y, wide, incoming.double())]
@@ -208,19 +208,20 @@ def attend_in_ring(attention: AttentionConfig, lengths: tuple[int, ...]) -> list
     return found
 
 
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_sparse_ring_by_itself(pool_of: PoolOf, pattern: str) -> None:
+def test_a_sparse_ring_by_itself(pool_of: PoolOf, pattern: str, dtype: torch.dtype, allowed: float) -> None:
     attention = AttentionConfig(kind="block_sparse", block=16, **PATTERNS[pattern])
     lengths = (128,) if pattern == "custom" else (128, 256)
     for size in (2, 4):
-        for index, found in enumerate(pool_of(size).run(attend_in_ring, attention, lengths, timeout=60)):
+        for index, found in enumerate(pool_of(size).run(attend_in_ring, attention, lengths, dtype, timeout=60)):
             for length, (pairs, forward, backward) in zip(lengths, found, strict=True):
                 for mine, expected in pairs:
-                    torch.testing.assert_close(mine.double(), expected, rtol=1e-5, atol=1e-5)
+                    torch.testing.assert_close(mine.double(), expected, rtol=allowed, atol=allowed)
                 needed = ring_needs(attention, length, size).needed
                 sent = sum(len(needed[rank][index]) for rank in range(size) if rank != index)
                 asked = sum(len(needed[index][rank]) for rank in range(size) if rank != index)
-                block_bytes = 2 * 2 * 2 * 16 * 16 * 4  # Keys and values of two heads of two sequences.
+                block_bytes = 2 * 2 * 2 * 16 * 16 * dtype.itemsize  # Keys and values of two heads of two sequences.
                 assert (forward, backward) == (sent * block_bytes, (sent + asked) * block_bytes)
 
 

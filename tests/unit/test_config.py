@@ -429,7 +429,7 @@ def test_masters_are_left_out_in_bfloat16_only() -> None:
 def test_selective_recomputation_chooses_alone_what_is_kept() -> None:
     selective = {"checkpointing": "selective"}
     assert RunConfig(activation=selective).activation.checkpointing == "selective"
-    with pytest.raises(ConfigError, match="compile true with activation.checkpointing 'selective'.* set .* 'block'"):
+    with pytest.raises(ConfigError, match=r"compile true with activation.checkpointing 'selective'.* set .* 'block'"):
         RunConfig(activation=selective, compile=True)
-    with pytest.raises(ConfigError, match="offload.activations 'host' needs activation.checkpointing 'block', and it "):
+    with pytest.raises(ConfigError, match=r"offload.activations 'host' needs activation\.checkpointing 'block', and"):
         RunConfig(activation=selective, offload={"activations": "host"})
