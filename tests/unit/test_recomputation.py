@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from speedlab.models.recomputation import _policy, computed_once, selective_contexts
@@ -66,7 +67,7 @@ def test_an_exception_leaves_no_mode_behind() -> None:
 
     with pytest.raises(ZeroDivisionError):
         checkpoint(fails, torch.ones(2, requires_grad=True), use_reentrant=False, context_fn=selective_contexts)
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert _get_current_dispatch_mode() is None
     test_python_runs_once_and_nothing_changes()
 
 

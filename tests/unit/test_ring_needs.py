@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedlab.config import AttentionConfig
+from speedlab.config.attention import Pattern
 from speedlab.config.attention_pattern import seen_blocks
 from speedlab.config.ring_needs import ring_needs
 
@@ -19,7 +20,7 @@ def attentions(draw: st.DrawFn) -> tuple[AttentionConfig, int, int]:
     """(attention, blocks of a sequence, ranks)"""
     ranks = draw(st.integers(1, 5))
     count = 2 * ranks * draw(st.integers(1, 4))
-    pattern = draw(st.sampled_from(["sliding", "fixed", "longformer", "bigbird", "strided", "custom"]))
+    pattern: Pattern = draw(st.sampled_from(get_args(Pattern)))
     options: dict[str, Any] = {"window": BLOCK * draw(st.integers(1, 6)), "stride": BLOCK * draw(st.integers(1, 6))}
     options["global_blocks"] = draw(st.integers(0, options["window"] // BLOCK))
     if pattern == "sliding":

@@ -102,10 +102,10 @@ class _SparseRing(Function):
         for number, (turn, here) in enumerate(_arriving(both, turns, ring, tag)):
             of_here = here  # Where no query sees any, they are none.
             if turn.sees:
-                merged = result, logarithms, turn.layout
-                of_turn, *gradients = partial_gradients(gradient, q, *here, *merged, scale=ctx.scale)
+                seen, scale = (q, here[0], here[1], result, logarithms, turn.layout), ctx.scale
+                of_turn, of_keys, of_values = partial_gradients(gradient, *seen, scale=scale)
                 of_queries += of_turn
-                of_here = torch.stack(gradients)
+                of_here = torch.stack((of_keys, of_values))
             if going_home is not None:
                 _add_blocks(sums, *going_home)
             if turn.places:  # 4
@@ -125,7 +125,7 @@ def _round(q: Tensor, both: Tensor, scale: float, turns: tuple[_Turn, ...], ring
     logarithms = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
     for turn, here in _arriving(both, turns, ring, ring.take_tags(len(turns))):
         if turn.sees:
-            add_turn(whole, logarithms, *partial_attention(q, *here, turn.layout, scale=scale))  # 3
+            add_turn(whole, logarithms, *partial_attention(q, here[0], here[1], turn.layout, scale=scale))  # 3
     return whole.to(q.dtype), logarithms
 
 
