@@ -26,6 +26,7 @@ from speedlab.config.attention_pattern import seen_blocks
 from speedlab.config.ring_needs import ring_needs
 from speedlab.layout import Layout, LayoutError, own_positions
 from speedlab.models import GPT
+from speedlab.parallel.context import check_model
 from speedlab.parallel.context.sparse_ring import sparse_ring_attention
 
 LOW: dict[str, Any] = {"dtype": "bfloat16", "whole": False}
@@ -348,6 +349,18 @@ def test_an_attention_of_the_users_is_kept_or_refused(pool_of: PoolOf, plain: Pl
     check(pool_of, plain, [case], FLOAT32, timeout=60)
     told = pool_of(2).run(refused, windowed(), {"cp_heads": 1}, timeout=30)
     assert all("the attention of this model is a Windowed of its own" in each for each in told)
+
+
+def test_on_other_devices_a_sparse_ring_is_refused() -> None:
+    layout, model = Layout(cp=2), ring_gpt()
+    assert check_model(model, layout, 1, "cpu") is model
+    assert check_model(model, layout, 2, "cuda") is model
+    with pytest.raises(LayoutError, match="goes round a ring of CPU ranks only, not on cuda; choose a cp that divides"):
+        check_model(model, layout, 1, "cuda")
+    other: Any = ring_gpt()
+    other.blocks[1].attention.attend.attention = AttentionConfig(kind="block_sparse", block=32)
+    with pytest.raises(LayoutError, match="the attention of this model is a SparseAttend of its own"):
+        check_model(other, layout, 1, "cpu")
 
 
 def look(case: LayoutCase) -> dict[str, Any]:
