@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -17,18 +18,26 @@ class BlockLayout:
     blocks above the diagonal are taken out, and blocks on it are cut along it. With a `window` besides, no query sees a
     key that many tokens before itself, or more. Layouts are compared by identity.
 
+    A `part` of a layout has `places` (Q, K) besides: where each block of queries, and of keys, was in the whole, which
+    tells what is later, and how far away.
+
     Raises ValueError for a mask of another kind, a block size that is no multiple of 16, a causal mask that is not
-    square, or a window of no tokens or without `causal`.
+    square though it is whole, places for other blocks, or a window of no tokens or without `causal`.
     """
 
     mask: Tensor
     causal: bool = False
     block: int = 64
     window: int | None = None
+    places: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     offsets: Tensor = field(init=False, repr=False)
     """(Q + 1,) int64: where each block of queries starts in `columns`."""
     columns: Tensor = field(init=False, repr=False)
     """The key blocks that it sees, ascending, int64."""
+    distances: Tensor = field(init=False, repr=False)
+    """For each of `columns`: tokens from its first key to the first query of the block that sees it, int64."""
+    limit: int = field(init=False, repr=False)
+    """The window; where there is none, more tokens than lie between any query and a key that it sees."""
 
     def __post_init__(self) -> None:
         if self.mask.dtype is not torch.bool or self.mask.ndim != 2 or not self.mask.is_cpu:
@@ -38,15 +47,40 @@ class BlockLayout:
             )
         if self.block < 16 or self.block % 16:
             raise ValueError(f"block: {self.block}, expected a multiple of 16")
-        if self.causal and self.mask.shape[0] != self.mask.shape[1]:
+        if self.places is not None and tuple(map(len, self.places)) != tuple(self.mask.shape):
+            raise ValueError(f"places: {[*map(len, self.places)]}, expected one for each of {tuple(self.mask.shape)}")
+        if self.causal and self.places is None and self.mask.shape[0] != self.mask.shape[1]:
             raise ValueError(f"mask: shape is {tuple(self.mask.shape)}, expected a square, since causal is set")
         if self.window is not None and (self.window < 1 or not self.causal):
             raise ValueError(f"window: {self.window}, expected 1 or more, and causal set, which is {self.causal}")
-        mask = self.mask.tril() if self.causal else self.mask.clone()
+        rows, columns = self.block_places()
+        mask = self.mask & (rows[:, None] >= columns) if self.causal else self.mask.clone()
         offsets = torch.zeros(len(mask) + 1, dtype=torch.int64)
         torch.cumsum(mask.sum(1), 0, out=offsets[1:])
-        for name, value in {"mask": mask, "offsets": offsets, "columns": mask.nonzero()[:, 1].contiguous()}.items():
+        row, column = mask.nonzero().unbind(1)
+        distances = (rows[row] - columns[column]) * self.block
+        made: dict[str, Tensor | int] = {
+            "mask": mask,
+            "offsets": offsets,
+            "columns": column.contiguous(),
+            "distances": distances,
+        }
+        farthest = int(distances.max()) if len(distances) else 0
+        made["limit"] = farthest + self.block if self.window is None else self.window
+        for name, value in made.items():
             object.__setattr__(self, name, value)  # Frozen from here on.
+
+    def block_places(self) -> tuple[Tensor, Tensor]:
+        """(Q,) and (K,) int64: the places of the blocks of queries and of keys in the whole."""
+        if self.places is None:
+            return torch.arange(self.mask.shape[0]), torch.arange(self.mask.shape[1])
+        rows, columns = (torch.tensor(each, dtype=torch.int64) for each in self.places)
+        return rows, columns
+
+    def part(self, rows: Sequence[int], columns: Sequence[int]) -> Self:
+        """Of this whole layout what these blocks of queries see of these blocks of keys, in the orders given."""
+        mask = self.mask[list(rows)][:, list(columns)]
+        return type(self)(mask, self.causal, self.block, self.window, (tuple(rows), tuple(columns)))
 
     @classmethod
     def from_mask(cls, mask: Tensor, *, causal: bool = False, block: int = 64, window: int | None = None) -> Self:
@@ -99,18 +133,20 @@ class BlockLayout:
         return cls(mask.scatter_(1, chosen, True), causal, block)
 
     def __or__(self, other: BlockLayout) -> Self:
-        """The blocks of either layout. Raises ValueError unless they have the same size, block, causality and
-        window."""
-        mine, others = ((tuple(each.mask.shape), each.causal, each.block, each.window) for each in (self, other))
+        """The blocks of either layout. Raises ValueError unless they have the same size, block, causality, window and
+        places."""
+        mine, others = (
+            (tuple(each.mask.shape), each.causal, each.block, each.window, each.places) for each in (self, other)
+        )
         if mine != others:
-            raise ValueError(f"layouts of (blocks, causal, block, window) {mine} and {others} cannot be joined")
-        return type(self)(self.mask | other.mask, self.causal, self.block, self.window)
+            raise ValueError(f"layouts of (blocks, causal, block, window, places) {mine} and {others} cannot be joined")
+        return type(self)(self.mask | other.mask, self.causal, self.block, self.window, self.places)
 
     @property
     def density(self) -> float:
         """Blocks over those of dense attention, causal or not as this layout is: what share of its work is left."""
-        rows, columns = self.mask.shape
-        dense = rows * (rows + 1) // 2 if self.causal else rows * columns
+        rows, columns = self.block_places()
+        dense = int((rows[:, None] >= columns).sum()) if self.causal else self.mask.numel()
         return int(self.mask.sum()) / dense if dense else 0.0
 
     def __str__(self) -> str:

@@ -30,6 +30,8 @@ from cuda_ops.meter import meter
 from cuda_ops.tensors import FLOATS, array, check
 from cuda_ops.threads import share
 
+_LN_2 = math.log(2)
+
 _LOWEST = np.float32(-1e30)
 """Less than any score, but finite: its difference from a masked score is still -inf, not NaN."""
 
@@ -48,9 +50,12 @@ def block_sparse_attention_reference(
 
 def token_mask(layout: BlockLayout, queries: int, keys: int) -> Tensor:
     """(queries, keys) bool: which query sees which key."""
-    mask = layout.mask.repeat_interleave(layout.block, 0).repeat_interleave(layout.block, 1)[:queries, :keys]
-    mask = mask.tril() if layout.causal else mask
-    return mask if layout.window is None else mask.triu(1 - layout.window)
+    block, (rows, columns) = layout.block, layout.block_places()
+    mask = layout.mask.repeat_interleave(block, 0).repeat_interleave(block, 1)[:queries, :keys]
+    places = [(each[:, None] * block + torch.arange(block)).flatten() for each in (rows, columns)]
+    distance = places[0][:queries, None] - places[1][:keys]
+    mask = mask & (distance >= 0) if layout.causal else mask
+    return mask if layout.window is None else mask & (distance < layout.window)
 
 
 def block_sparse_attention(
@@ -72,8 +77,39 @@ def block_sparse_attention(
     if q.device.type == "cuda":
         blocks = flex_blocks(layout, q.shape[2], k.shape[2], q.device)
         return _compiled_flex()(q, k, v, block_mask=blocks, scale=scale)
-    window = q.shape[2] if layout.window is None else layout.window
-    return _attend(q, k, v, layout.offsets, layout.columns, layout.block, layout.causal, window, scale)[0]
+    return _attend(q, k, v, *_arguments(layout), scale)[0]
+
+
+def partial_attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, scale: float) -> tuple[Tensor, Tensor]:
+    """`block_sparse_attention` to some of the keys that there are, and what joins it with that to the others: (output,
+    natural logarithm (B, H, T) float32 of the sum of exponentials, -inf where a query sees no key). On CPUs; without
+    gradients."""
+    _check(q, k, v, layout.mask.shape, layout.block)
+    out, lse = _attend(q, k, v, *_arguments(layout), scale)
+    return out, (lse * _LN_2).masked_fill_(lse == math.inf, -math.inf)
+
+
+def partial_gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logarithm: Tensor,
+    layout: BlockLayout,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v of `partial_attention`, where `grad`, `out` and `logarithm` are those of attention to all
+    keys together."""
+    _check(q, k, v, layout.mask.shape, layout.block)
+    lse = (logarithm / _LN_2).masked_fill_(logarithm == -math.inf, math.inf)
+    return _gradients(grad, q, k, v, out, lse, *_arguments(layout), scale)
+
+
+def _arguments(layout: BlockLayout) -> tuple[Tensor, Tensor, Tensor, int, bool, int]:
+    """What kernels take of `layout`."""
+    return layout.offsets, layout.columns, layout.distances, layout.block, layout.causal, layout.limit
 
 
 @cache
@@ -86,17 +122,24 @@ def flex_blocks(layout: BlockLayout, queries: int, keys: int, device: torch.devi
     """`layout` for FlexAttention: blocks of which it needs to look at every score (on the diagonal of a causal layout,
     at the far end of a window, or partial ones at the end of the keys), and the others."""
     partial = torch.zeros_like(layout.mask)
-    window = queries if layout.window is None else layout.window
-    if layout.causal:
-        place = torch.arange(len(partial))
-        farthest = (place[:, None] - place + 1) * layout.block - 1  # From the last query of a block to its first key.
-        partial |= torch.eye(len(partial), dtype=torch.bool) | (farthest >= window)
-    if keys % layout.block:
+    block, causal, window = layout.block, layout.causal, layout.limit
+    rows, columns = layout.block_places()
+    if causal:
+        distance = (rows[:, None] - columns) * block
+        partial |= (distance == 0) | (distance + block > window)  # From the last query of a block to its first key.
+    if keys % block:
         partial[:, -1] = True
-    causal = layout.causal
+    # Of a part: how far each block is from where it stands here.
+    shifts = None if layout.places is None else [(each - torch.arange(len(each))) * block for each in (rows, columns)]
+    of_rows, of_columns = (each.to(device) for each in shifts) if shifts is not None else (None, None)
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key < keys) & (query >= key) & (query - key < window) if causal else key < keys
+        within = key < keys
+        if not causal:
+            return within
+        if of_rows is not None and of_columns is not None:
+            query, key = query + of_rows[query // block], key + of_columns[key // block]
+        return within & (query >= key) & (query - key < window)
 
     lists = []
     for mask in (layout.mask & partial, layout.mask & ~partial):
@@ -219,6 +262,7 @@ def _forward(
     v: Any,
     offsets: Any,
     columns: Any,
+    distances: Any,
     block: int,
     causal: bool,
     window: int,
@@ -244,8 +288,9 @@ def _forward(
             column = columns[place]
             keys = _rows(k[head], column * block, scratch[0])
             values = _rows(v[head], column * block, scratch[1])
-            reach = window - (row - column) * block
-            _scores(keys, queries, k.shape[1] - column * block, causal and row == column, reach, scores)
+            distance = distances[place]
+            count = k.shape[1] - column * block
+            _scores(keys, queries, count, causal and distance == 0, window - distance, scores)
             _softmax_step(scores, greatest, total, sums)
             _add_product(values.T, scores, sums)
         for i in range(min(block, length - row * block)):
@@ -279,6 +324,7 @@ def _backward(
     lse: Any,
     offsets: Any,
     columns: Any,
+    distances: Any,
     block: int,
     causal: bool,
     window: int,
@@ -314,9 +360,9 @@ def _backward(
                     delta[i] += incoming[i, d] * load(out[head, low + i], d)
             sums_q[:] = 0
             for place in range(offsets[row], offsets[row + 1]):
-                first = columns[place] * block
+                first, distance = columns[place] * block, distances[place]
                 keys, values = _rows(k[head], first, scratch[2]), _rows(v[head], first, scratch[3])
-                _scores(keys, queries, k.shape[1] - first, causal and low == first, window - (low - first), scores)
+                _scores(keys, queries, k.shape[1] - first, causal and distance == 0, window - distance, scores)
                 products[:] = 0
                 _add_product(values, grads, products)
                 _gradient_of_scores(scores, products, sums_lse, delta)
@@ -360,6 +406,7 @@ def _attend_cpu(
     v: Tensor,
     offsets: Tensor,
     columns: Tensor,
+    distances: Tensor,
     block: int,
     causal: bool,
     window: int,
@@ -369,7 +416,8 @@ def _attend_cpu(
     nbytes = q.nbytes + k.nbytes + v.nbytes + out.nbytes
     with meter.record("block_sparse_attention", nbytes, q.device):
         items = q.shape[0] * q.shape[1] * (len(offsets) - 1)
-        arguments = *map(_heads, (q, k, v)), array(offsets), array(columns), block, causal, window, scale
+        blocks = map(array, (offsets, columns, distances))
+        arguments = *map(_heads, (q, k, v)), *blocks, block, causal, window, scale
         share(_forward, items, *arguments, _heads(out), _heads(lse), multiple=1, worth=4)
     return out, lse
 
@@ -380,6 +428,7 @@ def _attend_fake(
     v: Tensor,
     offsets: Tensor,
     columns: Tensor,
+    distances: Tensor,
     block: int,
     causal: bool,
     window: int,
@@ -397,6 +446,7 @@ def _gradients_cpu(
     lse: Tensor,
     offsets: Tensor,
     columns: Tensor,
+    distances: Tensor,
     block: int,
     causal: bool,
     window: int,
@@ -405,22 +455,24 @@ def _gradients_cpu(
     gradients = [torch.empty_like(each) for each in (q, k, v)]
     nbytes = 3 * q.nbytes + 2 * (k.nbytes + v.nbytes)
     with meter.record("block_sparse_attention_backward", nbytes, q.device):
-        arguments = *map(_heads, (grad.contiguous(), q, k, v, out, lse)), array(offsets), array(columns)
+        blocks = map(array, (offsets, columns, distances))
+        arguments = *map(_heads, (grad.contiguous(), q, k, v, out, lse)), *blocks
         heads = q.shape[0] * q.shape[1]
         share(_backward, heads, *arguments, block, causal, window, scale, *map(_heads, gradients), multiple=1, worth=1)
     return gradients[0], gradients[1], gradients[2]
 
 
 _attend = register(
-    "block_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor columns, int block, bool causal, "
-    "int window, float scale) -> (Tensor, Tensor)",
+    "block_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor columns, Tensor distances, int block, "
+    "bool causal, int window, float scale) -> (Tensor, Tensor)",
     cpu=_attend_cpu,
     fake=_attend_fake,
 )
 
 _gradients = register(
     "block_sparse_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor offsets, Tensor columns, int block, bool causal, int window, float scale) -> (Tensor, Tensor, Tensor)",
+    "Tensor offsets, Tensor columns, Tensor distances, int block, bool causal, int window, float scale) "
+    "-> (Tensor, Tensor, Tensor)",
     cpu=_gradients_cpu,
     fake=lambda grad, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
 )
@@ -430,14 +482,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:3], out, lse, *inputs[3:5])
-    ctx.rest = inputs[5:]
+    ctx.save_for_backward(*inputs[:3], out, lse, *inputs[3:6])
+    ctx.rest = inputs[6:]
 
 
 def _backward_of(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 9
-    return *_gradients(grad, *ctx.saved_tensors, *ctx.rest), *(None,) * 6
+        return (None,) * 10
+    return *_gradients(grad, *ctx.saved_tensors, *ctx.rest), *(None,) * 7
 
 
 register_autograd("block_sparse_attention", _backward_of, _setup_context)

@@ -208,9 +208,10 @@ def share_of(count: int, size: int, index: int) -> tuple[int, int]:
     return count * index // size, count * (index + 1) // size
 
 
-def sequence_multiple(cp: int, heads: int) -> int:
-    """What a sequence's length has to be a multiple of, to be cut over `cp` ranks of which `heads` share heads."""
-    return cp if heads == cp else lcm(cp, 2 * (cp // heads))
+def sequence_multiple(cp: int, heads: int, block: int = 1) -> int:
+    """What a sequence's length has to be a multiple of, to be cut over `cp` ranks of which `heads` share heads, and so
+    that the chunks of a ring are whole blocks of `block` tokens."""
+    return cp if heads == cp else lcm(cp, 2 * (cp // heads) * block)
 
 
 def own_positions(length: int, cp: int, heads: int, index: int) -> list[range]:

@@ -113,6 +113,15 @@ _LONG: list[tuple[int, dict[str, Any], int, tuple[str, ...]]] = [
 ]
 """(ranks, layout, ZeRO stage, models)."""
 
+_SELECTIVE: list[tuple[int, int, dict[str, Any], str]] = [
+    (1, 0, {}, "float32"),
+    (2, 3, {}, "bfloat16"),
+    (2, 0, {"tp": 2, "sequence": True}, "bfloat16"),
+    (2, 1, {"tp": 2}, "float32"),
+    (2, 1, {"pp": 2}, "float32"),
+]
+"""(ranks, ZeRO stage, layout, precision) under selective recomputation."""
+
 _FORMS = [("float32", "none"), ("bfloat16", "block"), ("bfloat16", "none"), ("float32", "block")]
 """(precision, checkpointing)."""
 
@@ -157,6 +166,9 @@ def grid() -> Iterator[GridCase]:
     for ranks, stage, offload, kept in _SMALL:
         sum_of = 1 if kept.get("in_backward") else 2
         yield _case(ranks, {}, stage, next(models), kept["dtype"], "none", 2, sum_of, offload, kept)
+    for ranks, stage, parallel, dtype in _SELECTIVE:
+        for micro_size in (2, 8):
+            yield _case(ranks, parallel, stage, next(models), dtype, "selective", micro_size, 4)
 
 
 def _case(

@@ -2,7 +2,7 @@
 
 from speedlab.comm.copies import HostCopies
 from speedlab.comm.errors import PeerLost
-from speedlab.comm.group import Group
+from speedlab.comm.group import Group, Rotation
 from speedlab.comm.traffic import BufferMeter, Traffic
 from speedlab.comm.transfer import Transfer
 from speedlab.comm.world import World, check_peers, join, leave
@@ -12,6 +12,7 @@ __all__ = [
     "Group",
     "HostCopies",
     "PeerLost",
+    "Rotation",
     "Traffic",
     "Transfer",
     "World",

@@ -326,27 +326,36 @@ class Group:
         return self._wires.take_tags(count)
 
     def rotate(self, tensor: Tensor, tag: int) -> Rotation:
-        """Start to send `tensor` to the next rank, and to receive what the one before sends, of the same shape and
-        dtype; it must not change before `wait`. `tag`: of `take_tags`, each used once.
+        """`shift` by one place, where all ranks send equally much."""
+        return self.shift(tensor, torch.empty_like(tensor, memory_format=torch.contiguous_format), 1, tag)
+
+    def shift(self, sent: Tensor, into: Tensor, places: int, tag: int) -> Rotation:
+        """Start to send `sent` to the rank `places` further round, back where negative, and to fill contiguous `into`
+        with what the one as many before sends, of the same dtype; where either is empty, nothing travels. Neither must
+        change before `wait`. `tag`: of `take_tags`, each used once.
 
         One that nobody waits for, after an exception, goes on until 2 · `size` others were waited for: gloo sends from
         this memory when the receiver asks for it, and reads nothing else while it has no place for what came.
         """
-        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        sent, into = (each.view(-1).view(torch.uint8) for each in (tensor.contiguous(), received))
-        to, source, group = (self.index + 1) % self.size, (self.index - 1) % self.size, self._wires.group
+        out, received = (each.view(-1).view(torch.uint8) for each in (sent.contiguous(), into))
+        to, source = (self.index + places) % self.size, (self.index - places) % self.size
         with self._explained():
-            if tensor.device.type == "cpu":
-                works = [group.recv([into], source, tag), group.send([sent], to, tag)]
-            else:  # Both at once: one after the other, a circle of ranks would wait for itself.
-                operations = (dist.isend, sent, to), (dist.irecv, into, source)
-                works = dist.batch_isend_irecv(
-                    [dist.P2POp(op, each, group=group, group_peer=peer) for op, each, peer in operations]
-                )
-        finish = lambda: ([work.wait() for work in works], sent)  # noqa: E731  # one expression
-        rotation = Rotation(received, self._started(finish, tensor.device, "send", tensor.nbytes), self._rotations)
+            works = self._exchanged(out, to, received, source, tag)
+        finish = lambda: ([work.wait() for work in works], out)  # noqa: E731  # one expression
+        rotation = Rotation(into, self._started(finish, sent.device, "send", sent.nbytes), self._rotations)
         self._rotations[rotation] = 2 * self.size
         return rotation
+
+    def _exchanged(self, out: Tensor, to: int, received: Tensor, source: int, tag: int) -> list[Any]:
+        """What was started of a message to one rank and another from one; empty ones are none."""
+        group = self._wires.group
+        if out.device.type == "cpu":
+            works = [group.recv([received], source, tag)] if received.numel() else []
+            return [*works, group.send([out], to, tag)] if out.numel() else works
+        # Both at once: one after the other, a circle of ranks would wait for itself.
+        both = (dist.isend, out, to), (dist.irecv, received, source)
+        operations = [dist.P2POp(op, each, group=group, group_peer=peer) for op, each, peer in both if each.numel()]
+        return dist.batch_isend_irecv(operations) if operations else []
 
     def exchange(self, slices: Tensor) -> Tensor:
         """Slice k of `slices` (n, …) goes to rank k; slice k of what is returned comes from it. Waits on CPUs."""

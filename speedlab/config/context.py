@@ -24,7 +24,7 @@ def padded_length(model: ModelConfig, layout: Layout, parallel: ParallelConfig, 
     divides where `parallel.cp_pad` says so."""
     if layout.cp == 1 or not parallel.cp_pad:
         return length
-    multiple = sequence_multiple(layout.cp, heads_shared(model, layout, parallel.cp_heads))
+    multiple = sequence_multiple(layout.cp, heads_shared(model, layout, parallel.cp_heads), ring_block(model))
     if parallel.sequence:
         multiple = lcm(multiple, layout.cp * layout.tp)
     return -(-length // multiple) * multiple
@@ -53,14 +53,17 @@ def context_problem(
             f"cp_heads {shared}: the {heads} heads of a tp rank do not divide by it; {_divisors(gcd(cp, heads))} would "
             "(the others of cp form a ring), and left out it is the largest"
         )
-    if shared != cp and (model.attention.kind != "dense" or model.dropout):
-        return _ring_problem(model, cp, heads, asked)
-    multiple = sequence_multiple(cp, shared)
+    if shared != cp and model.dropout:
+        return _dropout_problem(model, cp, heads, asked)
+    block = ring_block(model)
+    multiple = sequence_multiple(cp, shared, block)
     if length is None or length % multiple == 0:
         return None
     if parallel.cp_pad:
         return _padding_problem(model, cp, length, padded_length(model, layout, parallel, length))
-    return f"cp {cp}: sequences of {length} tokens do not divide by {multiple}; {ways_out(length, multiple)}"
+    ring = cp // shared
+    chunks = f", for {2 * ring} chunks of whole blocks of {block} in a ring of {ring}" if block > 1 < ring else ""
+    return f"cp {cp}: sequences of {length} tokens do not divide by {multiple}{chunks}; {ways_out(length, multiple)}"
 
 
 def ways_out(length: int, multiple: int) -> str:
@@ -69,6 +72,11 @@ def ways_out(length: int, multiple: int) -> str:
     above = below + multiple
     fitting = " or ".join(str(each) for each in (below, above) if each)
     return f"{fitting} would, or set parallel.cp_pad to true, which pads them to {above}"
+
+
+def ring_block(model: ModelConfig) -> int:
+    """Tokens that a ring keeps together."""
+    return 1 if model.attention.kind == "dense" else model.attention.block
 
 
 def _padding_problem(model: ModelConfig, cp: int, length: int, padded: int) -> str | None:
@@ -92,15 +100,14 @@ def dropout_rule(dropout: float) -> str:
     )
 
 
-def _ring_problem(model: ModelConfig, cp: int, heads: int, asked: int | None) -> str:
-    """Around a ring go scores of dense attention, of which none is dropped."""
-    sparse = model.attention.kind != "dense"
-    what = f"{model.attention.kind} attention" if sparse else f"model.dropout {model.dropout:g}"
-    rule = f"cp {cp} with {what}: all cp ranks have to share heads"
+def _dropout_problem(model: ModelConfig, cp: int, heads: int, asked: int | None) -> str:
+    """Around a ring go scores of which none is dropped."""
+    rule = f"cp {cp} with model.dropout {model.dropout:g}: all cp ranks have to share heads"
     if asked is not None and heads % cp == 0:
         return f"{rule}, and cp_heads is {asked}; leave it out"
-    other = "dense attention" if sparse else "no dropout"
-    return f"{rule}, and the {heads} heads of a tp rank do not divide by {cp}; cp {gcd(cp, heads)} would do, or {other}"
+    return (
+        f"{rule}, and the {heads} heads of a tp rank do not divide by {cp}; cp {gcd(cp, heads)} would do, or no dropout"
+    )
 
 
 def _divisors(count: int) -> str:

@@ -168,9 +168,10 @@ class ScheduleConfig(Part):
 class ActivationConfig(Part):
     """What is kept of the forward pass for the backward pass."""
 
-    checkpointing: Literal["none", "block"] = Field(
+    checkpointing: Literal["none", "selective", "block"] = Field(
         default="none",
-        description="'block' keeps only each block's input and computes the rest again in the backward pass",
+        description="What the backward pass computes again: 'selective' all of a block but its linear layers and fused "
+        "attention, whose results it keeps (arXiv:2205.05198); 'block' all, of which it keeps each block's input",
     )
 
 
@@ -190,7 +191,7 @@ class OffloadConfig(Part):
         default="none", description="ZeRO stage 3 only: where parameters lie while no unit needs them"
     )
     activations: Literal["none", "host"] = Field(
-        default="none", description="With activation checkpointing only: where the inputs of blocks wait for backward"
+        default="none", description="With checkpointing 'block' only: where the inputs of blocks wait for backward"
     )
     folder: Path | None = Field(
         default=None, description="Folder in which states on disk have their files; the run's own when left out"

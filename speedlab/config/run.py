@@ -123,6 +123,11 @@ class RunConfig(Part):
                 f"and it is {self.precision.dtype}; set precision.dtype to 'bfloat16', or precision.masters to "
                 "'float32'"
             )
+        if self.compile and self.activation.checkpointing == "selective":
+            problems.append(
+                "compile true with activation.checkpointing 'selective': a compiled block chooses itself what to keep; "
+                "set activation.checkpointing to 'block' or 'none', or compile to false"
+            )
         problems += offload_problems(self.offload, stage=self.zero.stage, checkpointing=self.activation.checkpointing)
         if problems:
             raise ValueError("\n".join(problems))

@@ -60,7 +60,7 @@ class Engine(DeepSpeedNames):
         self.clock = PhaseClock(self.traffic, device)
         streams = RandomStreams(config.seed, device)
         self._step = Step(self, streams, accumulation=self.batch.accumulation, around_update=self._around_update)
-        checkpointing = config.activation.checkpointing == "block"
+        checkpointing = config.activation.checkpointing
         self._driver: Driver
         if self.layout.pp == 1:
             self._driver = WholeModel(self, self._step, self.clock, dtype=self.dtype, loss=loss)
@@ -73,7 +73,7 @@ class Engine(DeepSpeedNames):
                 self._step,
                 self.clock,
                 dtype=self.dtype,
-                split_backward=not (checkpointing or config.compile or tiled),
+                split_backward=not (checkpointing != "none" or config.compile or tiled),
                 context=self.model_parts[0].context,
             )
         self._wrapper = BlockWrapper(

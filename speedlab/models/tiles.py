@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from speedlab.models.recomputation import computed_once
+
 _TOKENS = 1
 """The dimension of (B, T, C) that is cut."""
 
@@ -53,14 +55,7 @@ class _Tiles(Function):
         }
         # Of parameters only the version is asked for: what a recomputed block has saved is not the parameter itself.
         ctx.save_for_backward(x, *parameters)
-        whole = None
-        for start, part in _cut(x, tile):  # 1
-            result = layer(part)
-            if whole is None:
-                whole = result.new_empty(*x.shape[:-1], result.shape[-1])
-            whole.narrow(_TOKENS, start, part.shape[_TOKENS]).copy_(result)
-        assert whole is not None, "split gives at least one tile"
-        return whole
+        return computed_once(lambda: (_forward(layer, x, tile),))[0]
 
     @staticmethod
     @once_differentiable
@@ -86,6 +81,17 @@ class _Tiles(Function):
                 sums = [each.float() if each.element_size() < _FLOAT32_BYTES else each for each in found]
         ready = iter(total.to(p.dtype) for total, p in zip(sums, trained, strict=True))
         return None, None, of_input, *(next(ready) if wanted else None for wanted in wants)
+
+
+def _forward(layer: Callable[[Tensor], Tensor], x: Tensor, tile: int) -> Tensor:
+    whole = None
+    for start, part in _cut(x, tile):  # 1
+        result = layer(part)
+        if whole is None:
+            whole = result.new_empty(*x.shape[:-1], result.shape[-1])
+        whole.narrow(_TOKENS, start, part.shape[_TOKENS]).copy_(result)
+    assert whole is not None, "split gives at least one tile"
+    return whole
 
 
 def _cut(x: Tensor, tile: int) -> Iterable[tuple[int, Tensor]]:

@@ -230,8 +230,6 @@ def _whole_attention(t: Tally, s: Sizes) -> None:
         if dropout:
             t.take(p, p)
             t.touch(p // 2 if s.low else 0, 2 * wide)
-    if s.setup.checkpointing == "selective":
-        t.free(p * (3 if dropout else 1))
     t.take(q)
     t.free(wide if _keeps_projections(s) else q + pair)
 
@@ -257,8 +255,6 @@ def attend_backward(t: Tally, s: Sizes) -> None:
         dropout = s.setup.shape.dropout > 0
         if _keeps_projections(s):
             t.live += wide - (q + pair)  # What is freed below as values.
-        if s.setup.checkpointing == "selective":
-            t.take(p * (3 if dropout else 1))
         t.take(wide)
         t.free(q)
         t.take(wide, p)
@@ -368,6 +364,18 @@ def block_backward(t: Tally, s: Sizes, *, held: bool = False) -> None:
     )
     enter_backward(t, s)
     norm_backward(t, s, residual=True)
+
+
+def kept_results(s: Sizes) -> tuple[int, int]:
+    """(bytes that selective recomputation keeps of a block beside its input; of them what nobody asks for again):
+    results of linear layers and of fused attention, and what came of exchanges between tensor-parallel ranks."""
+    attention = 0 if keeps_probabilities(s) else s.heads + s.queries
+    layers = s.heads + s.pair + s.hidden + _widths(s) * s.inner
+    summed = s.local if s.sequence else s.hidden if s.tp > 1 else 0
+    entered = s.hidden if s.sequence else 0
+    last = s.hidden + summed
+    drawn_from = s.setup.shape.dropout or s.setup.shape.norms == 4
+    return layers + attention + summed + 2 * entered + last, 0 if drawn_from else last
 
 
 def _widths(s: Sizes) -> int:

@@ -13,6 +13,7 @@ from speedlab.planner.activations import (
     drop,
     enter,
     enter_backward,
+    kept_results,
     norm_backward,
     norm_forward,
 )
@@ -114,17 +115,25 @@ def _forward(t: Tally, s: Sizes, *, given: bool) -> None:
         t.take(s.local)
         t.free(0 if given else s.input_away)
         return
+    if s.setup.checkpointing == "selective":
+        before = t.live
+        block_forward(t, s)  # Less is alive in it than in backward.
+        t.live = before + s.local + kept_results(s)[0]
+        return
     block_forward(t, s)
     if not (s.saves_norm_input or given):
         t.free(s.local)
 
 
 def _backward(t: Tally, s: Sizes, *, given: bool, held: bool) -> None:
-    checkpointed = s.setup.checkpointing == "block"
+    checkpointed = s.setup.checkpointing != "none"
+    kept, unused = kept_results(s) if s.setup.checkpointing == "selective" else (0, 0)
     if checkpointed:
+        t.free(kept - unused)  # They are part of what follows.
         t.take(0 if given else s.input_away)
         block_forward(t, s, again=True)
     block_backward(t, s, held=held)
+    t.free(unused)
     if held:
         t.free(s.local)
     if not s.saves_norm_input and (checkpointed or given):
@@ -339,7 +348,7 @@ def held(
         if kind == "F":
             peak = live + stage.forward_peak
             live += stage.kept
-        elif split and not first and setup.checkpointing != "block":
+        elif split and not first and setup.checkpointing == "none":
             if kind == "B":
                 peak = live - stage.kept + stage.halves[0]
                 live += stage.halves[1] - stage.kept

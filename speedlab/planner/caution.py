@@ -32,7 +32,7 @@ def _memory_doubts(setup: Setup) -> list[str]:
         "activation functions in steps": shape.stepwise,
         "norms behind layers or of heads": shape.norms == 4 or shape.head_norms,
         "attention beside the feed-forward layer": shape.parallel,
-        "selective checkpointing": setup.checkpointing == "selective",
+        "attention's probabilities computed again": setup.checkpointing == "selective" and setup.attention == "plain",
         "offload": setup.offload.used,
         "one sum of gradients in 16 bits": not setup.wide_sums and setup.dtype != "float32" and setup.accumulation > 1,
     }

@@ -130,6 +130,8 @@ def _changes(setup: Setup, machines: Machines) -> Iterator[Setup]:
         yield replace(setup, micro_size=setup.micro_size // 2, accumulation=setup.accumulation * 2)
     if setup.micro_size > 2:
         yield replace(setup, micro_size=1, accumulation=setup.accumulation * setup.micro_size)
+    if setup.checkpointing == "none":
+        yield replace(setup, checkpointing="selective")
     if setup.checkpointing != "block":
         yield replace(setup, checkpointing="block")
     if setup.attention == "plain":

@@ -21,12 +21,12 @@ _FUSED_BACKWARD = 2.5
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """Seconds of something forward and backward; `core` is attention's own part of forward, which selective
-    checkpointing computes again."""
+    """Seconds of something forward and backward; `again` is the part of forward that selective checkpointing computes
+    again."""
 
     forward: float
     backward: float
-    core: float = 0.0
+    again: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def block_pass(setup: Setup, rates: Rates, *, cross: bool = False) -> Pass:
     return Pass(
         forward=forward + times * core.forward + between + drawn,
         backward=backward + times * core.backward + 2 * between,
-        core=times * core.forward,
+        again=times * core.forward if setup.attention == "plain" else between + drawn,
     )
 
 

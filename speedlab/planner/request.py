@@ -284,7 +284,7 @@ class PlanRequest:
             "parallel": parallel,
             "zero": _given(stage=self.zero),
             "batch": batch,
-            "activation": _given(checkpointing=None if self.checkpointing == "selective" else self.checkpointing),
+            "activation": _given(checkpointing=self.checkpointing),
             "precision": _given(masters=self.masters, moments=self.moments),
             "optimizer": _given(in_backward=self.in_backward or None),
             "offload": self._away(),

@@ -12,7 +12,8 @@ from speedlab.config.shape import ModelShape
 from speedlab.layout import Layout, sequence_multiple
 
 Checkpointing = Literal["none", "selective", "block"]
-"""What is computed again in backward: nothing, the attention probabilities only, or each block."""
+"""What is computed again in backward: nothing; what is cheap to compute and large to keep, which is all between linear
+layers and fused attention, and where attention is plain (of other systems) its probabilities alone; or each block."""
 
 AttentionKind = Literal["fused", "plain", "sparse"]
 """fused: probabilities are never kept; plain: they are; sparse: those of some blocks of tokens."""
@@ -32,7 +33,7 @@ class Setup:
     checkpointing: Checkpointing = "none"
     attention: AttentionKind = "fused"
     pattern: AttentionConfig = field(default_factory=AttentionConfig)
-    """Of sparse attention: what a query sees."""
+    """Of sparse attention: what a query sees; a ring sends what is needed of keys and values."""
     ffn_tile: int | None = None
     """Tokens of a sequence that feed-forward layers compute at a time; None: all."""
     sequence_parallel: bool = False
@@ -92,7 +93,8 @@ class Setup:
         layout = self.layout
         if layout.cp == 1:
             return 1
-        multiple = sequence_multiple(layout.cp, self.heads_shared)
+        block = self.pattern.block if self.attention == "sparse" else 1
+        multiple = sequence_multiple(layout.cp, self.heads_shared, block)
         return lcm(multiple, layout.cp * layout.tp) if self.sequence_parallel else multiple
 
     @property
@@ -161,11 +163,10 @@ def context_problems(setup: Setup) -> list[str]:
     if not shape.causal:
         return [f"cp {layout.cp}: {shape.name} is no causal decoder, whose sequences could be cut; use cp 1"]
     heads, problems = shape.heads // layout.tp, []
-    if (setup.attention == "sparse" or shape.dropout) and setup.heads_shared != layout.cp:
-        what = "sparse attention" if setup.attention == "sparse" else f"dropout {shape.dropout:g}"
+    if shape.dropout and setup.heads_shared != layout.cp:
         problems.append(
-            f"cp {layout.cp} with {what}: all cp ranks have to share heads, and the {heads} heads of a tp rank do not "
-            f"divide by it; cp {gcd(layout.cp, heads)} would do"
+            f"cp {layout.cp} with dropout {shape.dropout:g}: all cp ranks have to share heads, and the {heads} heads "
+            f"of a tp rank do not divide by it; cp {gcd(layout.cp, heads)} would do"
         )
     if setup.padded_length % setup.sequence_multiple:
         length, multiple = shape.sequence_length, setup.sequence_multiple

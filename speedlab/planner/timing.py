@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from speedlab.config.ring_needs import ring_needs
 from speedlab.layout import LayoutError
 from speedlab.planner.bubble import bubble_share
 from speedlab.planner.collectives import Ring, Rings, rings
@@ -65,7 +66,10 @@ class StepTime:
     def tflops(self, convention: Convention) -> float:
         """TFLOP/s of each device, by that convention."""
         setup = self.setup
-        flops = token_flops(setup.shape, convention, setup.checkpointing, attention_share=setup.attention_share)
+        # Fused attention is not computed again, and the rest of what is has no products.
+        fused = setup.checkpointing == "selective" and setup.attention != "plain"
+        again = "none" if fused else setup.checkpointing
+        flops = token_flops(setup.shape, convention, again, attention_share=setup.attention_share)
         return flops * self.tokens_per_second / self.setup.layout.world_size / 1e12
 
     @property
@@ -174,7 +178,7 @@ def _turn(
     hidden_bytes = setup.tokens * shape.hidden * (4 if setup.dtype == "float32" else 2)
     again = setup.checkpointing == "block"
     forward = plain * block.forward + crossed * cross.forward
-    core = plain * block.core + crossed * cross.core
+    some = plain * block.again + crossed * cross.again
     sums = (2 * plain + 3 * crossed) * (3 if again else 2)
     boundary = hidden_bytes / layout.tp if setup.sequence_parallel or setup.scattered_messages else hidden_bytes
     positions = _between_positions(setup, groups.cp, hidden_bytes / layout.tp, again=again)
@@ -182,7 +186,7 @@ def _turn(
     return {
         "forward": forward,
         "backward": plain * block.backward + crossed * cross.backward,
-        "recompute": forward if again else core if setup.checkpointing == "selective" else 0.0,
+        "recompute": forward if again else some if setup.checkpointing == "selective" else 0.0,
         "logits": head.forward + head.backward if last else 0.0,
         "tensor parallel": (sums + (1 if last else 0)) * groups.tp.all_reduce(hidden_bytes),
         "context parallel": (plain + crossed) * positions,
@@ -199,10 +203,24 @@ def _between_positions(setup: Setup, cp: Ring, nbytes: float, *, again: bool) ->
     turns, wide = setup.layout.cp // shared - 1, 4 / (4 if setup.dtype == "float32" else 2)
     # Queries, keys, values and what attention gives of them change places; there and back again.
     heads = replace(cp, ranks=shared).gather(4 * nbytes)
-    forward = turns * cp.send(2 * nbytes)
-    # Keys and values again, and with them the sums of their gradients, a turn further.
-    backward = forward + (turns + 1) * cp.send(2 * wide * nbytes) if turns else 0.0
+    if setup.attention == "sparse":
+        forward = sum(cp.send(2 * share * nbytes) for share in _sent_shares(setup, turns + 1))
+        backward = 2 * forward  # Keys and values again, whose gradients then go straight home.
+    else:
+        forward = turns * cp.send(2 * nbytes)
+        # Keys and values again, and with them the sums of their gradients, a turn further.
+        backward = forward + (turns + 1) * cp.send(2 * wide * nbytes) if turns else 0.0
     return (2 if again else 1) * (heads + forward) + heads + backward
+
+
+def _sent_shares(setup: Setup, ring: int) -> list[float]:
+    """For each turn of a ring of so many ranks: of a rank's keys, what the rank needs that needs most of them."""
+    if ring == 1:
+        return []
+    multiple = 2 * ring * setup.pattern.block
+    needs = ring_needs(setup.pattern, -(-setup.shape.sequence_length // multiple) * multiple, ring)
+    most = [max(len(needs.needed[rank][(rank - k) % ring]) for rank in range(ring)) for k in needs.turns]
+    return [count / len(needs.blocks[0]) for count in most]
 
 
 def _data_parallel(
@@ -294,6 +312,8 @@ def _caution(setup: Setup, machines: Machines, efficiency: Efficiency) -> str:
     doubts = []
     if not efficiency.validated:
         doubts.append(f"no published run of {machines.device.name} was compared; its efficiency is taken from H100")
+    if setup.attention == "sparse" and setup.layout.cp > setup.heads_shared and not machines.device.on_host:
+        doubts.append("sparse attention in a ring runs on CPUs only: let all cp ranks share heads")
     if setup.attention == "sparse":
         doubts.append("sparse attention is timed by its share of blocks, each at the speed of dense attention's")
     if setup.layout.cp > 1:

@@ -16,6 +16,8 @@ from cuda_ops.block_sparse_attention import (
     block_sparse_attention,
     block_sparse_attention_reference,
     flex_blocks,
+    partial_attention,
+    partial_gradients,
     token_mask,
 )
 from cuda_ops.meter import meter
@@ -117,6 +119,66 @@ def test_all_blocks_are_dense_attention() -> None:
     out = block_sparse_attention(q, k, v, layout)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+PARTS = [[3, 0, 6], [1], [5, 2, 4]]
+"""Blocks of keys, in parts and orders of nobody's making."""
+
+
+@pytest.mark.parametrize("width", [None, 1, 20, 37, 80])
+def test_parts_put_together_are_the_whole(width) -> None:
+    """Some queries, to keys part by part: cut at their true distances, and nothing from where no key is seen."""
+    mask = torch.ones(7, 7).bool() if width else torch.rand(7, 7, generator=torch.Generator().manual_seed(0)) < 0.6
+    mask.diagonal().fill_(True)
+    layout = BlockLayout(mask, causal=True, block=16, window=width)
+    q, k, v = (each.detach() for each in example(7 * 16))
+    rows = [5, 1, 3]
+    own, blocks = [each.unflatten(2, (7, 16)) for each in (q, k, v)], lambda x, of: x[:, :, of].flatten(2, 3)
+    queries, outs, logarithms = blocks(own[0], rows), [], []
+    for part in PARTS:
+        keys, values = blocks(own[1], part), blocks(own[2], part)
+        assert torch.equal(
+            token_mask(layout.part(rows, part), 48, 16 * len(part)),
+            token_mask(layout, 112, 112).view(7, 16, 7, 16)[rows][:, :, part].flatten(2, 3).flatten(0, 1),
+        )
+        out, logarithm = partial_attention(queries, keys, values, layout.part(rows, part), scale=0.2)
+        assert bool((out[logarithm == -math.inf] == 0).all())
+        outs.append(out)
+        logarithms.append(logarithm)
+    together = torch.logsumexp(torch.stack(logarithms), 0)
+    y = sum(out * (logarithm - together).exp()[..., None] for out, logarithm in zip(outs, logarithms, strict=True))
+    wide = [each.requires_grad_() for each in (q, k, v)]
+    expected = blocks(block_sparse_attention_reference(*wide, layout, scale=0.2).unflatten(2, (7, 16)), rows)
+    assert isinstance(y, Tensor)
+    assert_near(y, expected, TOLERANCE[torch.float32])
+
+    incoming = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    of_q, of_k, of_v = torch.autograd.grad(expected, wide, incoming)
+    sums = torch.zeros_like(y)
+    for part in PARTS:
+        both = blocks(own[1], part).detach(), blocks(own[2], part).detach()
+        merged = y.detach(), together.detach(), layout.part(rows, part)
+        grads = partial_gradients(incoming, queries.detach(), *both, *merged, scale=0.2)
+        sums += grads[0]
+        assert_near(grads[1], blocks(of_k.unflatten(2, (7, 16)), part), 2 * TOLERANCE[torch.float32])
+        assert_near(grads[2], blocks(of_v.unflatten(2, (7, 16)), part), 2 * TOLERANCE[torch.float32])
+    assert_near(sums, blocks(of_q.unflatten(2, (7, 16)), rows), 2 * TOLERANCE[torch.float32])
+
+
+def test_parts_for_flex_attention() -> None:
+    layout = BlockLayout(torch.ones(7, 7).bool(), causal=True, block=16, window=37)
+    for part in PARTS:
+        blocks = flex_blocks(layout.part([5, 1, 3], part), 48, 16 * len(part), torch.device("cpu"))
+        mask = token_mask(layout.part([5, 1, 3], part), 48, 16 * len(part))
+        places = torch.arange(48)[:, None], torch.arange(16 * len(part))
+        seen = blocks.mask_mod(torch.tensor(0), torch.tensor(0), *places)
+        within = blocks.to_dense()[0, 0].bool().repeat_interleave(16, 0).repeat_interleave(16, 1)
+        assert torch.equal(seen & within, mask)
+        assert blocks.full_kv_num_blocks is not None
+        assert blocks.full_kv_indices is not None
+        for row, count in enumerate(blocks.full_kv_num_blocks[0, 0].tolist()):  # Of those, every score counts.
+            for column in blocks.full_kv_indices[0, 0, row, :count].tolist():
+                assert mask[16 * row : 16 * row + 16, 16 * column : 16 * column + 16].all()
 
 
 @pytest.mark.parametrize("keys", [1, 64, 190])
@@ -250,7 +312,7 @@ def test_kernels_are_counted() -> None:
 def test_registration(dtype) -> None:
     q, k, v = example(70, 16, dtype=dtype)
     layout = window(70)
-    lists = layout.offsets, layout.columns, layout.block, layout.causal, 16, 0.25
+    lists = layout.offsets, layout.columns, layout.distances, layout.block, layout.causal, 16, 0.25
     torch.library.opcheck(torch.ops.cuda_ops.block_sparse_attention.default, (q, k, v, *lists))
     out, lse = torch.ops.cuda_ops.block_sparse_attention(q, k, v, *lists)
     saved = [each.detach() for each in (torch.ones_like(out), q, k, v, out, lse)]
@@ -365,6 +427,8 @@ def test_layouts_are_frozen_and_copied() -> None:
 
 
 def test_bad_layouts_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"places: \[1, 1\], expected one for each of \(1, 2\)"):
+        BlockLayout(torch.ones(1, 2).bool(), places=((0,), (1,)))
     with pytest.raises(ValueError, match=r"mask: torch.float32 of shape \(2, 2\) on cpu, expected torch.bool"):
         BlockLayout.from_mask(torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"block: 24, expected a multiple of 16"):
@@ -377,6 +441,6 @@ def test_bad_layouts_are_refused() -> None:
         BlockLayout.strided(0, 2)
     with pytest.raises(
         ValueError,
-        match=r"layouts of .* \(\(2, 2\), True, 64, None\) and \(\(2, 2\), False, 64, None\) cannot be joined",
+        match=r"layouts of .* \(\(2, 2\), True, .*, None\) and \(\(2, 2\), False, 64, None, None\) cannot be joined",
     ):
         BlockLayout.local(100, 1, causal=True) | BlockLayout.local(100, 1)

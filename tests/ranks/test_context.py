@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import speedlab
@@ -19,11 +20,15 @@ from ranks.conftest import PoolOf
 from ranks.layout_cases import LayoutCase, gpt, masked_gpt, rounded_gpt, sparse_gpt, train_layout, train_layouts
 from ranks.loops import Trajectory, adamw, problems
 from ranks.test_layouts import BFLOAT16, FLOAT32, SCHEDULES, PlainOf, check
-from speedlab.config import ConfigError, ModelConfig, RunConfig
-from speedlab.layout import Layout, LayoutError
+from speedlab.comm import Group, Traffic
+from speedlab.config import AttentionConfig, ConfigError, ModelConfig, RunConfig
+from speedlab.config.attention_pattern import seen_blocks
+from speedlab.config.ring_needs import ring_needs
+from speedlab.layout import Layout, LayoutError, own_positions
 from speedlab.models import GPT
+from speedlab.parallel.context import check_model
+from speedlab.parallel.context.sparse_ring import sparse_ring_attention
 
-SPARSE = {"kind": "block_sparse", "block": 16, "window": 16}
 LOW: dict[str, Any] = {"dtype": "bfloat16", "whole": False}
 
 
@@ -40,8 +45,15 @@ eight, sixteen, many = partial(rows_of, 8), partial(rows_of, 16), partial(rows_o
 
 
 def long_gpt(**changes: Any) -> nn.Module:
-    shape = {"layers": 4, "hidden": 24, "heads": 4, "ffn_hidden": 32, "vocab_size": models.VOCABULARY, "context": 48}
-    return models.seeded(GPT, ModelConfig(**shape, **changes))
+    shape: dict[str, Any] = {
+        "layers": 4,
+        "hidden": 24,
+        "heads": 4,
+        "ffn_hidden": 32,
+        "vocab_size": models.VOCABULARY,
+        "context": 48,
+    }
+    return models.seeded(GPT, ModelConfig(**(shape | changes)))
 
 
 def learned() -> nn.Module:
@@ -91,6 +103,135 @@ def test_sparse_attention(pool_of: PoolOf, plain: PlainOf) -> None:
         for layout, stage in ((Layout(cp=4), 3), (Layout(cp=2, dp=2), 1), (Layout(cp=2, tp=2), 2))
     ]
     check(pool_of, plain, cases, FLOAT32, timeout=120, build=masked_gpt)
+
+
+PATTERNS: dict[str, dict[str, Any]] = {
+    "sliding": {"window": 21},
+    "wide": {"window": 45},
+    "fixed": {"pattern": "fixed", "window": 32},
+    "longformer": {"pattern": "longformer", "window": 16},
+    "bigbird": {"pattern": "bigbird", "window": 16, "random_blocks": 1, "seed": 3},
+    "strided": {"pattern": "strided", "window": 16, "stride": 48},
+    # Rows of which some see nothing of their own rank; block 5 is seen by nobody behind it.
+    "custom": {
+        "pattern": "custom",
+        "mask": tuple(row.ljust(8, ".") for row in ["x", "x", ".xx", "x", "..x.x", "x....x", "xx", "...x"]),
+    },
+}
+
+
+def ring_gpt(pattern: str = "sliding") -> nn.Module:
+    attention = AttentionConfig(kind="block_sparse", block=16, **PATTERNS[pattern])
+    shape: dict[str, Any] = {
+        "layers": 4,
+        "hidden": 64,
+        "heads": 4,
+        "ffn_hidden": 32,
+        "vocab_size": models.VOCABULARY,
+        "context": 128,
+    }
+    return models.seeded(GPT, ModelConfig(**shape, attention=attention))
+
+
+class MaskedByTokens(nn.Module):
+    def __init__(self, attention: AttentionConfig) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """From the pattern's definition: blocks, then the causal mask and the window in tokens."""
+        place = torch.arange(q.shape[2])
+        rows = seen_blocks(self.attention, q.shape[2])
+        seen = torch.tensor([[key in row for key in range(len(rows))] for row in rows])
+        seen = seen[place // 16][:, place // 16] & (place[:, None] >= place)
+        if self.attention.pattern == "sliding":
+            seen &= place[:, None] - place < self.attention.window
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def by_tokens(pattern: str = "sliding") -> nn.Module:
+    """`ring_gpt` as dense attention with a mask."""
+    model: Any = ring_gpt(pattern)
+    for block in model.blocks:
+        block.attention.attend = MaskedByTokens(model.config.attention)
+    return model
+
+
+in_ring = partial(rows_of, 128)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_pattern_in_a_ring(pool_of: PoolOf, plain: PlainOf, pattern: str) -> None:
+    """Of four, of two, and of two of which each shares heads."""
+    number = list(PATTERNS).index(pattern)
+    build, masked = partial(ring_gpt, pattern), partial(by_tokens, pattern)
+    options = {"build": build, "batch": in_ring, "accumulation": 1, "steps": 2}
+    cases = [
+        LayoutCase(layout=Layout(cp=4), stage=number % 4, cp_heads=1, **options),
+        LayoutCase(layout=Layout(cp=4), stage=(number + 2) % 4, cp_heads=2, **options),
+    ]
+    check(pool_of, plain, cases, FLOAT32, timeout=120, build=masked)
+
+
+def test_a_sparse_ring_with_every_other_axis(pool_of: PoolOf, plain: PlainOf) -> None:
+    options: list[dict[str, Any]] = [
+        {"layout": Layout(cp=2, dp=2), "stage": 3, "build": partial(ring_gpt, "bigbird"), "checkpointing": "block"},
+        {"layout": Layout(cp=2, tp=2), "stage": 1, "build": partial(ring_gpt, "wide")},
+        {"layout": Layout(cp=2, tp=2), "stage": 2, "sequence": True, "build": partial(ring_gpt, "fixed")},
+        {"layout": Layout(cp=2, pp=2), "stage": 1, "schedule": "zero-bubble", "build": partial(ring_gpt, "strided")},
+        {"layout": Layout(cp=2, pp=2), "stage": 2, "checkpointing": "block", "build": partial(ring_gpt, "custom")},
+    ]
+    for each in options:
+        case = LayoutCase(cp_heads=1, batch=in_ring, accumulation=2, steps=2, **each)
+        check(pool_of, plain, [case], FLOAT32, timeout=120, build=partial(by_tokens, *each["build"].args))
+
+
+def attend_in_ring(attention: AttentionConfig, lengths: tuple[int, ...], dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    """For each length: this rank's output and gradients, beside those of one process; bytes sent in each pass."""
+    size, found = dist.get_world_size(), []
+    traffic = Traffic()
+    ring = Group(range(size), traffic, torch.device("cpu"), channel="cp ring")
+    for length in lengths:
+        draw = torch.Generator().manual_seed(length)
+        q, k, v, incoming = (torch.randn(2, 2, length, 16, generator=draw).to(dtype) for _ in range(4))
+        wide = [each.double().requires_grad_() for each in (q, k, v)]
+        y = MaskedByTokens(attention)(*wide)
+        expected = [y.detach(), *torch.autograd.grad(y, wide, incoming.double())]
+        places = torch.cat([torch.tensor(part) for part in own_positions(length, size, 1, ring.index)])
+        own = [each[:, :, places].requires_grad_() for each in (q, k, v)]
+        traffic.take()
+        mine = sparse_ring_attention(own[0], own[1], own[2], attention, ring)
+        forward = traffic.take().sent_bytes.get("send", 0)
+        got = [mine.detach(), *torch.autograd.grad(mine, own, incoming[:, :, places])]
+        backward = traffic.take().sent_bytes.get("send", 0)
+        pairs = [(a, b[:, :, places]) for a, b in zip(got, expected, strict=True)]
+        found.append((pairs, forward, backward))
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_sparse_ring_by_itself(pool_of: PoolOf, pattern: str, dtype: torch.dtype, allowed: float) -> None:
+    attention = AttentionConfig(kind="block_sparse", block=16, **PATTERNS[pattern])
+    lengths = (128,) if pattern == "custom" else (128, 256)
+    for size in (2, 4):
+        for index, found in enumerate(pool_of(size).run(attend_in_ring, attention, lengths, dtype, timeout=60)):
+            for length, (pairs, forward, backward) in zip(lengths, found, strict=True):
+                for mine, expected in pairs:
+                    torch.testing.assert_close(mine.double(), expected, rtol=allowed, atol=allowed)
+                needed = ring_needs(attention, length, size).needed
+                sent = sum(len(needed[rank][index]) for rank in range(size) if rank != index)
+                asked = sum(len(needed[index][rank]) for rank in range(size) if rank != index)
+                block_bytes = 2 * 2 * 2 * 16 * 16 * dtype.itemsize  # Keys and values of two heads of two sequences.
+                assert (forward, backward) == (sent * block_bytes, (sent + asked) * block_bytes)
+
+
+def test_a_window_does_not_send_everything_round() -> None:
+    """Of one chunk: from each end of a rank's chunks what is one before, rather than all that three others have."""
+    attention = AttentionConfig(kind="block_sparse", block=16, window=64)
+    needs = ring_needs(attention, 8 * 64, 4)
+    assert needs.turns == (1, 3)
+    assert [sum(map(len, needs.needed[rank])) - len(needs.needed[rank][rank]) for rank in range(4)] == [4, 8, 8, 4]
 
 
 def test_dropout_drops_what_one_process_drops(pool_of: PoolOf) -> None:
@@ -256,6 +397,18 @@ def test_an_attention_of_the_users_is_kept_or_refused(pool_of: PoolOf, plain: Pl
     assert all("the attention of this model is a Windowed of its own" in each for each in told)
 
 
+def test_on_other_devices_a_sparse_ring_is_refused() -> None:
+    layout, model = Layout(cp=2), ring_gpt()
+    assert check_model(model, layout, 1, "cpu") is model
+    assert check_model(model, layout, 2, "cuda") is model
+    with pytest.raises(LayoutError, match="goes round a ring of CPU ranks only, not on cuda; choose a cp that divides"):
+        check_model(model, layout, 1, "cuda")
+    other: Any = ring_gpt()
+    other.blocks[1].attention.attend.attention = AttentionConfig(kind="block_sparse", block=32)
+    with pytest.raises(LayoutError, match="the attention of this model is a SparseAttend of its own"):
+        check_model(other, layout, 1, "cpu")
+
+
 def look(case: LayoutCase) -> dict[str, Any]:
     engine: Any = speedlab.initialize(model=case.build(), optimizer=case.optimizer, config=case.config())[0]
     try:
@@ -297,6 +450,32 @@ def test_what_is_looked_at_is_of_whole_sequences(pool_of: PoolOf) -> None:
             torch.testing.assert_close(found["logits"], model(tokens).logits)
             assert found["loss"] == pytest.approx(model(tokens, targets=targets).loss.item(), rel=1e-6)
             assert "dp × cp" in found["placement"]
+
+
+def look_at_padded(case: LayoutCase, length: int) -> tuple[Tensor, float]:
+    engine: Any = speedlab.initialize(model=case.build(), config=case.config())[0]
+    try:
+        tokens, targets = rows_of(length, 0, 0)
+        with torch.no_grad():
+            return engine.eval()(tokens).logits, engine.evaluate([(tokens, targets)])
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def short_custom() -> nn.Module:
+    """A mask whose rows end before the padding does."""
+    attention = {"kind": "block_sparse", "block": 16, "pattern": "custom", "mask": ("x..", "xx.", "x.x")}
+    return long_gpt(attention=attention, hidden=64)
+
+
+@pytest.mark.parametrize(("build", "length"), [(ring_gpt, 101), (ring_gpt, 3), (short_custom, 45)])
+def test_what_is_padded_to_whole_blocks_changes_nothing(pool_of: PoolOf, build: Any, length: int) -> None:
+    model = build()
+    tokens, targets = rows_of(length, 0, 0)
+    case = LayoutCase(layout=Layout(cp=2), build=build, cp_heads=1, accumulation=1)
+    for logits, loss in pool_of(2).run(look_at_padded, case, length, timeout=60):
+        torch.testing.assert_close(logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+        assert loss == pytest.approx(model(tokens, targets=targets).loss.item(), rel=1e-5)
 
 
 def save_and_go_on(case: LayoutCase, folder: str) -> Trajectory:
@@ -348,7 +527,15 @@ def test_checkpoints_know_nothing_of_cp(pool_of: PoolOf, plain: PlainOf, tmp_pat
         ({"cp_heads": 4}, "cp_heads 4: the 6 heads of a tp rank do not divide by it; 1, 2 would"),
         ({"dropout": 0.1}, "cp 4 with model.dropout 0.1: all cp ranks have to share heads, and the 6 heads"),
         ({"dropout": 0.1, "heads": 8, "cp_heads": 2}, "share heads, and cp_heads is 2; leave it out"),
-        ({"attention": SPARSE}, "cp 4 with block_sparse attention: all cp ranks have to share heads, and the 6 heads"),
+        (
+            {
+                "attention": {"kind": "block_sparse", "block": 16, "window": 16},
+                "length": 96,
+                "context": 96,
+                "cp_heads": 2,
+            },
+            "96 tokens do not divide by 64, for 4 chunks of whole blocks of 16 in a ring of 2; 64 or 128 would",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_what_would_work(changes: dict[str, Any], message: str) -> None:

@@ -14,7 +14,7 @@ from speedlab.bench.planner_cases import GridCase, grid
 
 MEDIAN, WORST = 0.03, 0.08
 
-_ALWAYS = ("8bit", "masters", "tiled", "sparse", "cp ")
+_ALWAYS = ("8bit", "masters", "selective", "tiled", "sparse", "cp ")
 
 CASES = [case for number, case in enumerate(grid()) if number % 7 == 3 or any(word in case.name for word in _ALWAYS)]
 """All kinds of layouts, stages and models: see the test below."""
@@ -30,6 +30,7 @@ def test_the_chosen_cases_hold_every_kind() -> None:
         "zero 3",
         "bfloat16",
         "block",
+        "selective",
         "rotary",
         "gpt2",
         "dropping",

@@ -424,3 +424,12 @@ def test_masters_are_left_out_in_bfloat16_only() -> None:
         RunConfig(precision={"dtype": "float32", "masters": "none"})
     assert "precision.masters 'none' needs precision.dtype bfloat16" in str(told.value)
     assert RunConfig(precision={"masters": "none"}).precision.dtype == "auto"
+
+
+def test_selective_recomputation_chooses_alone_what_is_kept() -> None:
+    selective = {"checkpointing": "selective"}
+    assert RunConfig(activation=selective).activation.checkpointing == "selective"
+    with pytest.raises(ConfigError, match=r"compile true with activation.checkpointing 'selective'.* set .* 'block'"):
+        RunConfig(activation=selective, compile=True)
+    with pytest.raises(ConfigError, match=r"offload.activations 'host' needs activation\.checkpointing 'block', and"):
+        RunConfig(activation=selective, offload={"activations": "host"})

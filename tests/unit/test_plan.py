@@ -449,7 +449,9 @@ def test_an_encoder_and_decoder_is_planned_by_published_rules_and_says_so() -> N
 
 def test_what_memory_was_never_compared_with_is_named() -> None:
     assert "memory" not in gpt3().caution
-    assert "selective checkpointing was not compared with the engine" in gpt3(checkpointing="selective").caution
+    assert "memory" not in gpt3(checkpointing="selective").caution
+    plain = gpt3(checkpointing="selective", attention="plain").caution
+    assert "attention's probabilities computed again was not compared with the engine" in plain
     tiled = plan(RunConfig(model={"ffn_tile": 64}), "1x1 A100-80")
     assert "memory" not in tiled.caution
     assert tiled.heaviest.activations < plan(RunConfig(), "1x1 A100-80").heaviest.activations

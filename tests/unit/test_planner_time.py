@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from speedlab.config import RunConfig
+from speedlab.config import AttentionConfig, RunConfig
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner.bubble import bubble_share
 from speedlab.planner.collectives import Ring, rings
@@ -96,6 +96,23 @@ def test_an_ideal_device_computes_at_its_peak(checkpointing: Any) -> None:
     found = predict_time(wanted, ideal(), IDEAL)
     assert found.tflops("hardware") == pytest.approx(1.0, rel=1e-6)
     assert found.mfu <= 1
+
+
+def test_selective_recomputation_takes_the_time_between_layers() -> None:
+    """Of fused attention and linear layers nothing, and no sum over tensor ranks a second time."""
+    machines = cluster("1024-a100")
+
+    def parts(checkpointing: Any, attention: Any = "fused") -> dict[str, float]:
+        layout = Layout(tp=8)
+        wanted = setup(shape=model("gpt3-175b"), layout=layout, checkpointing=checkpointing, attention=attention)
+        return predict_time(wanted, machines, efficiency_of(machines.device)).parts
+
+    none, some, block = parts("none"), parts("selective"), parts("block")
+    assert none["recompute"] == 0
+    assert 0 < some["recompute"] < 0.2 * block["recompute"]
+    assert some["tensor parallel"] == none["tensor parallel"] < block["tensor parallel"]
+    plain = parts("selective", attention="plain")
+    assert plain["recompute"] > some["recompute"]
 
 
 # Collectives
@@ -301,12 +318,15 @@ def test_narrow_products_are_slow() -> None:
 def test_sparse_attention_is_timed_by_its_share_of_blocks() -> None:
     """Of 16 blocks of 64 tokens a window of 2 sees 31 of 136."""
 
-    def core(**attention: Any) -> float:
+    def forward(**attention: Any) -> float:
         model = {"context": 1024, "attention": attention}
         setup = Setup.of_config(RunConfig(model=model, data={"sequence_length": 1024}), 1, dtype="float32")
-        return block_pass(setup, Rates.of(ideal().device, IDEAL, "float32")).core
+        return block_pass(setup, Rates.of(ideal().device, IDEAL, "float32")).forward
 
-    assert core(kind="block_sparse", pattern="longformer", global_blocks=0) == pytest.approx(31 / 136 * core())
+    config = RunConfig(model={"context": 1024}, data={"sequence_length": 1024})
+    scores = 2 * config.batch.resolve(1).micro_size * 1024 * 1024 * config.model.hidden / 1e12
+    saved = forward() - forward(kind="block_sparse", pattern="longformer", global_blocks=0)
+    assert saved == pytest.approx((1 - 31 / 136) * scores)
 
 
 def test_what_was_not_validated_says_so() -> None:
@@ -352,3 +372,25 @@ def test_ranks_along_cp_share_attention_and_what_they_send_takes_time() -> None:
     for part in ("forward", "backward", "recompute"):
         assert heads[part] == ring[part]
         assert heads[part] == pytest.approx(alone[part] / 4, rel=0.05)
+
+
+def test_a_ring_of_sparse_attention_sends_what_is_needed() -> None:
+    machines = cluster("1024-a100")
+    long = replace(model("gpt3-175b"), sequence_length=32_768, context=32_768)
+
+    def seconds(**pattern: Any) -> float:
+        sparse = AttentionConfig(kind="block_sparse", **pattern) if pattern else None
+        kind = "sparse" if pattern else "fused"
+        wanted = setup(shape=long, layout=Layout(cp=8), cp_heads=1, micro_size=1, attention=kind, pattern=sparse)
+        parts = predict_time(wanted, machines, efficiency_of(machines.device)).parts
+        return parts["context parallel"] / wanted.accumulation
+
+    dense, near, chunk = seconds(), seconds(window=128), seconds(window=2048)
+    wide = seconds(pattern="strided", window=128, stride=128)
+    # Of 7 turns 2, in each of which a rank that is in the middle is sent one chunk of two; gradients go home at once.
+    link = rings(Layout(cp=8), machines, efficiency_of(machines.device)).cp
+    own = 32_768 // 8 * long.hidden * 2
+    assert chunk == pytest.approx(long.layers * 3 * 2 * link.send(own))
+    assert near < 0.2 * chunk
+    assert chunk < 0.2 * dense
+    assert chunk < wide < dense

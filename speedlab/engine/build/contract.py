@@ -116,7 +116,7 @@ def try_model(
         raise ConfigError(f"model: {type(module).__name__} has no parameter that can be trained")
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}.values()
     nbytes = sum(tensor.nbytes for tensor in tensors if tensor.device.type != "meta")
-    _check_layout(module, config, layout, tp_plan)
+    _check_layout(module, config, layout, tp_plan, device)
     BlockSparse(config.model.attention).within(module)
     try:
         with mode, _without_traces_of_torch():
@@ -145,7 +145,9 @@ def _made(model: Model, seed: int, mode: FakeTensorMode) -> nn.Module:
         raise ConfigError(f"model: {_name(model)}() raised {_told(error)}") from error
 
 
-def _check_layout(module: nn.Module, config: RunConfig, layout: Layout, tp_plan: Mapping[str, str] | None) -> None:
+def _check_layout(
+    module: nn.Module, config: RunConfig, layout: Layout, tp_plan: Mapping[str, str] | None, device: torch.device
+) -> None:
     """Raise ConfigError where the engine would refuse to cut the module, or to give it values."""
     stages = layout.pp * config.parallel.stages_per_rank
     try:
@@ -165,7 +167,7 @@ def _check_layout(module: nn.Module, config: RunConfig, layout: Layout, tp_plan:
         raise ConfigError(f"parallel.tp {layout.tp}: {error}") from None
     try:
         if layout.cp > 1:
-            check_model(module, layout, config.parallel)
+            check_model(module, layout, config.parallel, device.type)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

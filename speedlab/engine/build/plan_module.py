@@ -189,7 +189,7 @@ def _peak(
     wrapped = SimpleNamespace(module=module, units=plan_units(module, units, bucket_bytes=config.zero.bucket_bytes))
     BlockWrapper(
         [cast(Zero, wrapped)],  # All that it reads of a Zero are its module and those of its units.
-        checkpointing=config.activation.checkpointing == "block",
+        checkpointing=config.activation.checkpointing,
         compile=False,
         device=torch.device("cpu"),
     )

@@ -7,7 +7,7 @@ import functools
 import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from speedlab.config import ConfigError
+from speedlab.models.recomputation import selective_contexts
 from speedlab.offload import Stores
 from speedlab.parallel.zero import Zero
 
@@ -26,7 +27,7 @@ class BlockWrapper:
         self,
         zeros: Sequence[Zero],
         *,
-        checkpointing: bool,
+        checkpointing: Literal["none", "selective", "block"],
         compile: bool,
         device: torch.device,
         waiting: Stores | None = None,
@@ -40,17 +41,19 @@ class BlockWrapper:
             )
         self._caching: list[Any] = []
         """Configurations of Hugging Face's models whose cache was taken off."""
-        if not (checkpointing or compile):
+        if checkpointing == "none" and not compile:
             return
-        if checkpointing:  # What a block adds to a cache in its forward, it would add again when it is recomputed.
+        if (
+            checkpointing != "none"
+        ):  # What a block adds to a cache in its forward, it would add again when it is recomputed.
             configs = {id(c): c for zero in zeros if (c := getattr(zero.module, "config", None)) is not None}
             self._caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
             for config in self._caching:
                 config.use_cache = False
         for module in (module for zero in zeros for unit in zero.units[1:] for module in unit.modules):
             forward = module.forward
-            if checkpointing:
-                forward = _checkpointed(forward, module, waiting)
+            if checkpointing != "none":
+                forward = _checkpointed(forward, module, waiting, selective=checkpointing == "selective")
             if compile:
                 forward = torch.compile(forward)
             self._originals.append((module, module.__dict__.get("forward")))
@@ -67,13 +70,15 @@ class BlockWrapper:
         self._caching.clear()
 
 
-def _checkpointed(forward: Any, module: nn.Module, waiting: Stores | None) -> Any:
+def _checkpointed(forward: Any, module: nn.Module, waiting: Stores | None, *, selective: bool) -> Any:
+    contexts = {"context_fn": selective_contexts} if selective else {}
+
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and module.training):
             return forward(*args, **kwargs)
         with nullcontext() if waiting is None else _inputs_on_host(waiting):
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
 
     return recomputed
 

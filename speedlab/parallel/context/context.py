@@ -25,19 +25,21 @@ from torch.autograd.function import once_differentiable
 
 from cuda_ops.linear_cross_entropy import check_range
 from speedlab.comm import Group
-from speedlab.config import ParallelConfig
-from speedlab.config.context import context_problem, dropout_rule, heads_shared, ways_out
+from speedlab.config import ModelConfig, ParallelConfig
+from speedlab.config.context import context_problem, dropout_rule, heads_shared, ring_block, ways_out
 from speedlab.layout import Layout, LayoutError, own_positions, sequence_multiple
 from speedlab.models import GPT
 from speedlab.models.gpt import Attend, Block, Dropout, GPTOutput, SparseAttend
 from speedlab.parallel.changes import Change, Changes
 from speedlab.parallel.context.heads import share_heads, share_tokens
 from speedlab.parallel.context.ring import ring_attention
+from speedlab.parallel.context.sparse_ring import sparse_ring_attention
 from speedlab.parallel.mesh import Mesh
 
 
-def check_model(model: nn.Module, layout: Layout, parallel: ParallelConfig) -> GPT:
-    """The GPT whose sequences can be cut under the layout. Raises LayoutError, with what would work, for others."""
+def check_model(model: nn.Module, layout: Layout, parallel: ParallelConfig, device: str) -> GPT:
+    """The GPT whose sequences can be cut under the layout, on devices of this kind. Raises LayoutError, with what would
+    work, for others."""
     kind: Any = type(model)
     if not isinstance(model, GPT) or kind.embed is not GPT.embed or kind.output is not GPT.output:
         raise LayoutError(
@@ -46,15 +48,28 @@ def check_model(model: nn.Module, layout: Layout, parallel: ParallelConfig) -> G
         )
     if (problem := context_problem(model.config, layout, parallel)) is not None:
         raise LayoutError(f"parallel: {problem}")
+    if heads_shared(model.config, layout, parallel.cp_heads) == layout.cp:
+        return model
     attends = [block.attention.attend for block in cast(Iterable[Block], model.blocks)]
-    own = [each for each in attends if type(each) not in (Attend, SparseAttend) or "forward" in vars(each)]
-    if own and heads_shared(model.config, layout, parallel.cp_heads) != layout.cp:
+    if own := [each for each in attends if not _as_configured(each, model.config)]:
         raise LayoutError(
             f"parallel.cp {layout.cp}: the attention of this model is a {type(own[0]).__name__} of its own, which "
             "sees whole sequences only where all cp ranks share heads; choose a cp that divides the heads, without "
             "cp_heads"
         )
+    if model.config.attention.kind != "dense" and device != "cpu":
+        raise LayoutError(
+            f"parallel.cp {layout.cp}: block_sparse attention goes round a ring of CPU ranks only, not on {device}; "
+            "choose a cp that divides the heads, without cp_heads, so that all cp ranks share heads, or dense attention"
+        )
     return model
+
+
+def _as_configured(attend: nn.Module, config: ModelConfig) -> bool:
+    """Whether `attend` is what the model's configuration says."""
+    kind = Attend if config.attention.kind == "dense" else SparseAttend
+    same = getattr(attend, "attention", config.attention) == config.attention
+    return type(attend) is kind and same and "forward" not in vars(attend)
 
 
 _IGNORED = -100
@@ -79,14 +94,15 @@ class ContextParallel:
         self._length = 0
         """Tokens of the sequences that were embedded last."""
         if self._group.size > 1:
-            gpt = check_model(model, mesh.layout, parallel)
+            gpt = check_model(model, mesh.layout, parallel, self._group.device.type)
             shared = heads_shared(gpt.config, mesh.layout, parallel.cp_heads)
             ring, place = divmod(self._group.index, shared)
             self._heads = mesh.group("cp heads", self._group.ranks[ring * shared :][:shared])
             self._ring = mesh.group("cp ring", self._group.ranks[place::shared])
-            cut = sequence_multiple(self._group.size, shared)
+            cut = sequence_multiple(self._group.size, shared, ring_block(gpt.config))
             self.multiple = lcm(cut, self._group.size * mesh.layout.tp) if sequence else cut
             self._dropout = gpt.config.dropout
+            self._attention = gpt.config.attention
             self._own_heads = gpt.config.heads // mesh.layout.tp // shared
             self._changes += self._of_gpt(gpt)
 
@@ -173,7 +189,12 @@ class ContextParallel:
         heads, ring = self._heads, self._ring
         if heads.size > 1:
             q, k, v = share_heads(torch.stack((q, k, v)), heads).unbind()
-        y = ring_attention(q, k, v, ring) if ring.size > 1 else forward(q, k, v)
+        if ring.size == 1:
+            y = forward(q, k, v)
+        elif self._attention.kind == "dense":
+            y = ring_attention(q, k, v, ring)
+        else:
+            y = sparse_ring_attention(q, k, v, self._attention, ring)
         return share_tokens(y, heads) if heads.size > 1 else y
 
     # ---- head and loss -----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from speedlab.comm import Group
+from speedlab.models.recomputation import computed_once
 
 _HEAD_MULTIPLE = 8
 """On GPUs, kernels take heads of a multiple of so many elements."""
@@ -43,19 +44,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Group) -> Tensor:
 class _Ring(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, ring: Group) -> Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        whole = torch.zeros_like(q, dtype=wide)
-        logarithms = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
-        both, tag = torch.stack((k, v)), ring.take_tags(ring.size)
-        for turn in range(ring.size):
-            coming = ring.rotate(both, tag + turn) if turn + 1 < ring.size else None  # 1
-            rows, columns = _seen(ring, turn, q.shape[2])
-            keys, values = both[:, :, :, columns]
-            out, logarithm = _attend(q[:, :, rows], keys, values, scale, causal=turn == 0)
-            _add(whole[:, :, rows], logarithms[:, :, rows], out, logarithm)
-            if coming is not None:
-                both = coming.wait()
-        result = whole.to(q.dtype)
+        result, logarithms = computed_once(lambda: _round(q, k, v, scale, ring))
         ctx.ring, ctx.scale = ring, scale
         ctx.save_for_backward(q, k, v, result, logarithms)
         return result
@@ -87,6 +76,23 @@ class _Ring(Function):
         return of_queries.to(q.dtype), of_keys, of_values, None, None
 
 
+def _round(q: Tensor, k: Tensor, v: Tensor, scale: float, ring: Group) -> tuple[Tensor, Tensor]:
+    """(output, logarithms of its sums) of all turns."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    whole = torch.zeros_like(q, dtype=wide)
+    logarithms = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
+    both, tag = torch.stack((k, v)), ring.take_tags(ring.size)
+    for turn in range(ring.size):
+        coming = ring.rotate(both, tag + turn) if turn + 1 < ring.size else None  # 1
+        rows, columns = _seen(ring, turn, q.shape[2])
+        keys, values = both[:, :, :, columns]
+        out, logarithm = _attend(q[:, :, rows], keys, values, scale, causal=turn == 0)
+        add_turn(whole[:, :, rows], logarithms[:, :, rows], out, logarithm)
+        if coming is not None:
+            both = coming.wait()
+    return whole.to(q.dtype), logarithms
+
+
 def _seen(ring: Group, turn: int, length: int) -> tuple[slice, slice]:
     """Of this rank's queries and of the keys that are here in a turn: those between which there are scores."""  # 2
     source, everything = (ring.index - turn) % ring.size, slice(None)
@@ -95,12 +101,14 @@ def _seen(ring: Group, turn: int, length: int) -> tuple[slice, slice]:
     return (everything, slice(length // 2)) if source < ring.index else (slice(length // 2, None), everything)
 
 
-def _add(whole: Tensor, logarithms: Tensor, out: Tensor, logarithm: Tensor) -> None:
-    """Add a turn's output to that of earlier ones, whose sums of exponentials have these `logarithms`, in place."""
+def add_turn(whole: Tensor, logarithms: Tensor, out: Tensor, logarithm: Tensor) -> None:
+    """Add a turn's output to that of earlier ones, whose sums of exponentials have these `logarithms`, in place; -inf
+    where a query has seen no key."""
     # 3
     together = torch.logaddexp(logarithms, logarithm)
-    whole.mul_((logarithms - together).exp_().unsqueeze(-1))
-    whole.addcmul_(out.to(whole.dtype), (logarithm - together).exp_().unsqueeze(-1))
+    finite = together.masked_fill(together == float("-inf"), 0)  # Else -inf would be taken from -inf.
+    whole.mul_((logarithms - finite).exp_().unsqueeze(-1))
+    whole.addcmul_(out.to(whole.dtype), (logarithm - finite).exp_().unsqueeze(-1))
     logarithms.copy_(together)
 
 

@@ -25,6 +25,7 @@ from torch.autograd import Function
 
 from speedlab.comm import Group
 from speedlab.layout import Part, share_of
+from speedlab.models.recomputation import computed_once
 from speedlab.parallel.tensor.parts import put, take
 
 TOKENS = 1
@@ -80,7 +81,7 @@ class _Copy(Function):
 class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return group.sum(x)
+        return computed_once(lambda: (group.sum(x),))[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -102,7 +103,7 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int, total: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return _whole(x, group, dim, total)
+        return computed_once(lambda: (_whole(x, group, dim, total),))[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -113,7 +114,7 @@ class _GatherTokens(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return group.gather_along(x, TOKENS)
+        return computed_once(lambda: (group.gather_along(x, TOKENS),))[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -124,7 +125,7 @@ class _ScatterTokens(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return group.scatter_sum(x, TOKENS)
+        return computed_once(lambda: (group.scatter_sum(x, TOKENS),))[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

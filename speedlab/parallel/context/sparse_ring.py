@@ -1,0 +1,160 @@
+"""Block-sparse causal attention in a ring of ranks, each with some blocks of every sequence.
+
+1. From the pattern alone every rank knows which blocks of keys each of the others sees (`config/ring_needs`).
+2. Queries stay. In a turn of k, the blocks of keys and values that rank r + k needs of rank r go straight there, while
+   both compute with what came before. Nothing else is sent, and turns in which nobody needs anything there are none of.
+3. Outputs of turns are put together by the logarithms of their sums, in float32.
+4. In backward keys and values are sent again, and the gradients of those go straight home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from cuda_ops.block_layout import BlockLayout
+from cuda_ops.block_sparse_attention import partial_attention, partial_gradients
+from speedlab.comm import Group, Rotation
+from speedlab.config import AttentionConfig
+from speedlab.config.ring_needs import RingNeeds, ring_needs
+from speedlab.models.attention_layout import layout_of
+from speedlab.models.recomputation import computed_once
+from speedlab.parallel.context.ring import add_turn
+
+
+@dataclass(frozen=True, eq=False)
+class _Turn:
+    """A turn of one rank. Blocks are counted among those of who has them."""
+
+    places: int
+    """From how many ranks back keys come, and as many ranks further this rank's go; 0: its own."""
+    sent: tuple[int, ...]
+    """The blocks of this rank's that are sent."""
+    layout: BlockLayout
+    """What this rank's queries see of the blocks that come."""
+
+    @property
+    def sees(self) -> bool:
+        """Whether any of them sees any of those."""
+        return len(self.layout.columns) > 0
+
+
+def sparse_ring_attention(q: Tensor, k: Tensor, v: Tensor, attention: AttentionConfig, ring: Group) -> Tensor:
+    """Attention of this rank's tokens to those of all ranks of `ring` that the pattern sees: q, k, v (B, H, T, D) each,
+    on a CPU -> the same. Collective."""
+    turns = _turns(attention, q.shape[2] * ring.size, ring.size, ring.index)
+    return _SparseRing.apply(q.contiguous(), torch.stack((k, v)), q.shape[3] ** -0.5, turns, ring)
+
+
+@lru_cache(maxsize=64)
+def _turns(attention: AttentionConfig, length: int, ranks: int, index: int) -> tuple[_Turn, ...]:
+    """The turns of rank `index`, its own first."""  # 1
+    needs = ring_needs(attention, length, ranks)
+    whole = _whole(attention, length)
+    return tuple(_turn(needs, whole, places, index) for places in (0, *needs.turns))
+
+
+def _whole(attention: AttentionConfig, length: int) -> BlockLayout:
+    """The layout of `length` tokens, where padding past the rows of a custom mask neither sees nor is seen."""
+    count = length // attention.block
+    known = count if attention.mask is None else min(count, len(attention.mask))
+    layout: BlockLayout = layout_of(attention, known * attention.block)  # pyright: ignore[reportCallIssue]  # disable() loses its types
+    if known == count:
+        return layout
+    mask = torch.zeros(count, count, dtype=torch.bool)
+    mask[:known, :known] = layout.mask
+    return BlockLayout(mask, causal=True, block=attention.block, window=layout.window)
+
+
+def _turn(needs: RingNeeds, whole: BlockLayout, places: int, index: int) -> _Turn:
+    size, own = len(needs.blocks), needs.blocks[index]
+    if not places:
+        return _Turn(0, (), whole.part(own, own))
+    number = {block: n for n, block in enumerate(own)}
+    wanted = needs.needed[(index + places) % size][index]
+    coming = needs.needed[index][(index - places) % size]
+    return _Turn(places, tuple(number[block] for block in wanted), whole.part(own, coming))
+
+
+class _SparseRing(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, both: Tensor, scale: float, turns: tuple[_Turn, ...], ring: Group) -> Tensor:
+        result, logarithms = computed_once(lambda: _round(q, both, scale, turns, ring))
+        ctx.ring, ctx.scale, ctx.turns = ring, scale, turns
+        ctx.save_for_backward(q, both, result, logarithms)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ring, turns, gradient = ctx.ring, ctx.turns, gradient.contiguous()
+        q, both, result, logarithms = ctx.saved_tensors
+        tag = ring.take_tags(2 * len(turns))
+        of_queries = torch.zeros_like(q, dtype=logarithms.dtype)
+        sums, going_home = torch.zeros_like(both, dtype=logarithms.dtype), None
+        for number, (turn, here) in enumerate(_arriving(both, turns, ring, tag)):
+            of_here = here  # Where no query sees any, they are none.
+            if turn.sees:
+                seen, scale = (q, here[0], here[1], result, logarithms, turn.layout), ctx.scale
+                of_turn, of_keys, of_values = partial_gradients(gradient, *seen, scale=scale)
+                of_queries += of_turn
+                of_here = torch.stack((of_keys, of_values))
+            if going_home is not None:
+                _add_blocks(sums, *going_home)
+            if turn.places:  # 4
+                into = _empty_blocks(both, len(turn.sent), turn.layout.block)
+                going_home = turn, ring.shift(of_here, into, -turn.places, tag + len(turns) + number)
+            elif turn.sees:
+                sums += of_here
+        if going_home is not None:
+            _add_blocks(sums, *going_home)
+        return of_queries.to(q.dtype), sums.to(both.dtype), None, None, None
+
+
+def _round(q: Tensor, both: Tensor, scale: float, turns: tuple[_Turn, ...], ring: Group) -> tuple[Tensor, Tensor]:
+    """(output, logarithms of its sums) of all turns."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    whole = torch.zeros_like(q, dtype=wide)
+    logarithms = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
+    for turn, here in _arriving(both, turns, ring, ring.take_tags(len(turns))):
+        if turn.sees:
+            add_turn(whole, logarithms, *partial_attention(q, here[0], here[1], turn.layout, scale=scale))  # 3
+    return whole.to(q.dtype), logarithms
+
+
+def _arriving(both: Tensor, turns: tuple[_Turn, ...], ring: Group, tag: int) -> Iterator[tuple[_Turn, Tensor]]:
+    """Each turn with the keys and values (2, B, H, …, D) that came for it; those of the next are on their way."""  # 2
+    here, coming = both, None
+    for number, turn in enumerate(turns):
+        if coming is not None:
+            here = coming.wait()
+        if number + 1 < len(turns):
+            following = turns[number + 1]
+            block = following.layout.block
+            sent = _blocks(both, block).index_select(3, torch.tensor(following.sent, dtype=torch.int64))
+            into = _empty_blocks(both, following.layout.mask.shape[1], block)
+            coming = ring.shift(sent, into, following.places, tag + number)
+        yield turn, here
+
+
+def _add_blocks(sums: Tensor, turn: _Turn, coming: Rotation) -> None:
+    """Add the gradients of what was sent in `turn`, which come back, to this rank's `sums`."""
+    gradients, block = coming.wait().to(sums.dtype), turn.layout.block
+    _blocks(sums, block).index_add_(3, torch.tensor(turn.sent, dtype=torch.int64), _blocks(gradients, block))
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
+    """(2, B, H, T, D) -> (2, B, H, T / block, block, D)"""
+    return x.unflatten(3, (-1, block))
+
+
+def _empty_blocks(like: Tensor, count: int, block: int) -> Tensor:
+    """For `count` blocks of keys and values: (2, B, H, count · block, D)."""
+    return like.new_empty(*like.shape[:3], count * block, like.shape[4])
