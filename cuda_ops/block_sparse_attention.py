@@ -138,7 +138,8 @@ def documents_of(blocks: BlockMask, starts: Tensor) -> BlockMask:
     """
     queries, keys = blocks.seq_lengths
     size, _ = blocks.BLOCK_SIZE
-    assert blocks.full_kv_num_blocks is not None and blocks.full_kv_indices is not None
+    assert blocks.full_kv_num_blocks is not None
+    assert blocks.full_kv_indices is not None
     within = blocks.mask_mod
     rows = blocks.kv_indices.shape[2]
     seen = _listed(blocks.kv_num_blocks, blocks.kv_indices) | _listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)

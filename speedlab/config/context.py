@@ -18,10 +18,13 @@ def heads_shared(model: ModelConfig, layout: Layout, asked: int | None) -> int:
     return asked or gcd(layout.cp, model.heads // layout.tp)
 
 
-def context_problem(model: ModelConfig, layout: Layout, asked: int | None, length: int | None = None) -> str | None:
+def context_problem(
+    model: ModelConfig, layout: Layout, asked: int | None, length: int | None = None, *, separate: bool = False
+) -> str | None:
     """What stands against the layout's cp for a GPT of this `model`, with what would work; None where nothing does.
 
-    `asked`: of the cp ranks so many shall share heads; None: as many as can. `length`: tokens of a sequence, if known.
+    `asked`: of the cp ranks so many shall share heads; None: as many as can. `length`: tokens of a sequence, if known;
+    `separate`: whether no token sees another document.
     """
     cp = layout.cp
     if cp == 1:
@@ -34,8 +37,8 @@ def context_problem(model: ModelConfig, layout: Layout, asked: int | None, lengt
             f"cp_heads {shared}: the {heads} heads of a tp rank do not divide by it; {_divisors(gcd(cp, heads))} would "
             "(the others of cp form a ring), and left out it is the largest"
         )
-    if shared != cp and (model.attention.kind != "dense" or model.dropout):
-        return _ring_problem(model, cp, heads, asked)
+    if shared != cp and (model.attention.kind != "dense" or model.dropout or separate):
+        return _ring_problem(model, cp, heads, asked, separate=separate)
     multiple = sequence_multiple(cp, shared)
     if length is not None and length % multiple:
         below = length // multiple * multiple
@@ -44,14 +47,18 @@ def context_problem(model: ModelConfig, layout: Layout, asked: int | None, lengt
     return None
 
 
-def _ring_problem(model: ModelConfig, cp: int, heads: int, asked: int | None) -> str:
-    """Around a ring go scores of dense attention, of which none is dropped."""
-    sparse = model.attention.kind != "dense"
-    what = f"{model.attention.kind} attention" if sparse else f"model.dropout {model.dropout:g}"
+def _ring_problem(model: ModelConfig, cp: int, heads: int, asked: int | None, *, separate: bool) -> str:
+    """Around a ring go scores of dense attention over whole sequences, of which none is dropped."""
+    if model.attention.kind != "dense":
+        what, other = f"{model.attention.kind} attention", "dense attention"
+    elif model.dropout:
+        what, other = f"model.dropout {model.dropout:g}", "no dropout"
+    else:
+        assert separate, "asked for a reason that is none"
+        what, other = "data.documents 'separate'", "data.documents 'joined'"
     rule = f"cp {cp} with {what}: all cp ranks have to share heads"
     if asked is not None and heads % cp == 0:
         return f"{rule}, and cp_heads is {asked}; leave it out"
-    other = "dense attention" if sparse else "no dropout"
     return f"{rule}, and the {heads} heads of a tp rank do not divide by {cp}; cp {gcd(cp, heads)} would do, or {other}"
 
 

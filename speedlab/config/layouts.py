@@ -87,7 +87,9 @@ def _first_problem(config: RunConfig, layout: Layout, built_in: bool) -> str | N
                 return f"tp {tp}: {count} {name} do not divide by {tp}; {_divisors_text(count)} do"
         if model.vocab_size < tp:
             return f"tp {tp}: a vocabulary of {model.vocab_size} leaves ranks without a token"
-        if (problem := context_problem(model, layout, parallel.cp_heads, config.data.sequence_length)) is not None:
+        separate = config.data.documents == "separate"
+        problem = context_problem(model, layout, parallel.cp_heads, config.data.sequence_length, separate=separate)
+        if problem is not None:
             return problem
     length, ways = config.data.sequence_length, tp * layout.cp
     if parallel.sequence and tp > 1 and length % ways:

@@ -25,9 +25,11 @@ from torch.autograd.function import once_differentiable
 
 from cuda_ops.linear_cross_entropy import check_range
 from speedlab.comm import Group
+from speedlab.config import ModelConfig
 from speedlab.config.context import context_problem, heads_shared
 from speedlab.layout import Layout, LayoutError, own_positions, sequence_multiple
 from speedlab.models import GPT
+from speedlab.models.documents import IGNORED
 from speedlab.models.gpt import Attend, Block, Dropout, GPTOutput, SparseAttend
 from speedlab.parallel.changes import Change, Changes
 from speedlab.parallel.context.heads import share_heads, share_tokens
@@ -54,10 +56,6 @@ def check_model(model: nn.Module, layout: Layout, heads: int | None) -> GPT:
             "cp_heads"
         )
     return model
-
-
-_IGNORED = -100
-"""A target that does not count."""
 
 
 class ContextParallel:
@@ -100,7 +98,7 @@ class ContextParallel:
     def _of_gpt(self, model: GPT) -> Iterator[Change]:
         # Those of classes: pipeline stages of one rank may share these modules, and each of them changes them.
         vocabulary = model.config.vocab_size
-        yield Change(model.places, "forward", lambda _: partial(self._positions, model.config.context))
+        yield Change(model.places, "forward", lambda _: partial(self._positions, model.config))
         yield Change(model.places, "own", lambda _: partial(self._embedded, model.places, vocabulary))
         yield Change(model.prediction, "forward", lambda _: partial(self._predict, model.prediction, vocabulary))
         dropouts, first_own = [cast(Dropout, model.dropout)], self._heads.index * self._own_heads
@@ -117,9 +115,15 @@ class ContextParallel:
 
     # ---- tokens ------------------------------------------------------------------------------------------------------
 
-    def _positions(self, context: int, length: int, device: torch.device) -> Tensor:
-        # What pads a sequence comes behind it, where a table of positions may have ended.
-        return self._own_places(length * self._group.size, device).clamp_(max=context - 1)
+    def _positions(self, config: ModelConfig, length: int, device: torch.device, given: Tensor | None = None) -> Tensor:
+        last = config.context - 1
+        if given is None:
+            # What pads a sequence comes behind it, where a table of positions may have ended.
+            return self._own_places(length * self._group.size, device).clamp_(max=last)
+        looked_up = config.position == "learned" and given.is_cpu
+        if looked_up and ((given < 0) | (given > last)).any():  # On all ranks, not on who has it.
+            raise IndexError(f"positions: {int(given.min())} to {int(given.max())}, expected 0 to {last}")
+        return self._own(given, 0)
 
     def _own_places(self, whole: int, device: torch.device) -> Tensor:
         own = own_positions(whole, self._group.size, self._heads.size, self._group.index)
@@ -159,11 +163,18 @@ class ContextParallel:
     def _across_ranks(self, forward: Any) -> Any:
         return torch.compiler.disable(partial(self._attend, forward))  # It communicates.
 
-    def _attend(self, forward: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, forward: Any, q: Tensor, k: Tensor, v: Tensor, *starts: Tensor) -> Tensor:
+        """`starts`: of whole sequences, where there are documents."""
         heads, ring = self._heads, self._ring
+        if starts and ring.size > 1:
+            raise LayoutError(
+                f"parallel.cp {self._group.size}: documents are kept apart where all cp ranks share heads, and here "
+                f"{heads.size} do; choose a cp that divides the heads of a tp rank, without cp_heads, or give no "
+                "positions"
+            )
         if heads.size > 1:
             q, k, v = share_heads(torch.stack((q, k, v)), heads).unbind()
-        y = ring_attention(q, k, v, ring) if ring.size > 1 else forward(q, k, v)
+        y = ring_attention(q, k, v, ring) if ring.size > 1 else forward(q, k, v, *starts)
         return share_tokens(y, heads) if heads.size > 1 else y
 
     # ---- head and loss -----------------------------------------------------------------------------------------------
@@ -177,11 +188,11 @@ class ContextParallel:
         if not same or (self._length and targets.shape[1] != self._length):  # No stage behind the first knows that.
             raise ValueError(
                 f"targets: {targets.shape[1]} of a sequence, expected one for each token; give as many, with "
-                f"{_IGNORED} where none counts"
+                f"{IGNORED} where none counts"
             )
         if targets.is_cpu:
-            check_range(targets.flatten(), vocabulary, _IGNORED)
-        own = self._own(targets, _IGNORED)
+            check_range(targets.flatten(), vocabulary, IGNORED)
+        own = self._own(targets, IGNORED)
         count, total = (((each >= 0) & (each < vocabulary)).sum() for each in (own, targets))
         # The mean of no targets would not be a number; that of any is counted not at all. Where the whole has none, it
         # is none, too.
