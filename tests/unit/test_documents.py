@@ -77,7 +77,8 @@ def test_text_files_are_documents(tokenizer: str, tmp_path: Path) -> None:
         source=str(folder), tokenizer=tokenizer, vocab_size=300, sequence_length=32, documents="separate"
     )
     corpus = prepare(config, cache=tmp_path / "cache", progress=None)
-    assert corpus.end == corpus.tokenizer.end_of_text is not None
+    assert corpus.end is not None
+    assert corpus.end == corpus.tokenizer.end_of_text
     whole = np.asarray(corpus.train, dtype=np.int64)
     inputs, targets, positions = separated(whole[None], corpus.end)
     documents = np.split(inputs[0], np.flatnonzero(positions[0] == 0)[1:])
@@ -194,7 +195,10 @@ def family(kind: str, **changes: Any) -> Any:
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
         **dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
-        **{"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 61, "num_local_experts": 4},
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 61,
+        "num_local_experts": 4,
     }
     fields = {name: value for name, value in wanted.items() if hasattr(default, name)}
     implementation = changes.pop("implementation", "eager")
@@ -254,7 +258,7 @@ def test_models_that_would_join_documents_are_refused() -> None:
     model.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(ConfigError, match=told):
         loss_of(model, batch_of(), None)
-    with pytest.raises(ConfigError, match="OPTForCausalLM.forward takes no `positions`, nor is it of a type"):
+    with pytest.raises(ConfigError, match=r"OPTForCausalLM.forward takes no `positions`, nor is it of a type"):
         loss_of(family("opt", ffn_dim=32, word_embed_proj_dim=32), batch_of(), None)
 
     def own_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
