@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +17,13 @@ from ranks import models
 from ranks.conftest import PoolOf
 from ranks.layout_cases import LayoutCase, llama, sparse_gpt
 from ranks.loops import Trajectory, adamw, problems
+from ranks.runs import as_engine, new_run, trainer_of
 from ranks.test_layouts import BFLOAT16, FLOAT32, PlainOf, check
 from speedlab.config import ConfigError, ModelConfig
+from speedlab.engine.run import held_runs
 from speedlab.layout import Layout, LayoutError
 from speedlab.models import GPT
+from speedlab.telemetry.folder import RunFolder
 
 
 def packed(length: int, step: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -261,3 +266,52 @@ def test_what_is_refused(pool_of: PoolOf) -> None:
         assert fine == ""
         assert wrong.startswith(shape)
         assert some.startswith("train_batch: positions came with some micro-batches and not with others")
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def write_texts(folder: Path) -> Path:
+    """Files much shorter and a little longer than a sequence."""
+    folder.mkdir()
+    for number in range(120):
+        length = 3 + 7 * number % 40
+        (folder / f"{number:03}.txt").write_text("".join(chr(97 + (number + 3 * k) % 26) for k in range(length)))
+    return folder
+
+
+def trained(run: str) -> tuple[list[float], list[float], list[list[int]]]:
+    """(losses, held-out losses, shapes and ends of a micro-batch) of a whole run."""
+    with as_engine(run):
+        state = held_runs.advance(run)
+        assert state == "finished", state
+        training = trainer_of(run).training
+        tokens, targets, positions = next(training.batches(training.train_rows, 0))
+        assert (targets[tokens == training.corpus.end] == -100).all()
+        assert (positions[:, 1:][tokens[:, :-1] == training.corpus.end] == 0).all()
+        shapes = [[*each.shape] for each in (tokens, targets, positions)]
+        folder = RunFolder(run)
+        heldout = [event.details["heldout_loss"] for event in folder.read_events() if event.kind == "evaluated"]
+        lines = (folder.path / "records" / "rank-0.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines], heldout, shapes
+
+
+def test_a_run_is_the_same_under_every_layout(pool_of: PoolOf, tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "texts")
+    data = {"source": str(source), "tokenizer": "bytes", "sequence_length": 16, "documents": "separate"}
+    found = {}
+    for layout in (Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(cp=2)):
+        place = tmp_path / str(layout).replace(" ", "")
+        place.mkdir()
+        axes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
+        run = new_run(place, data=data, steps=4, eval={"every_steps": 2}, parallel=axes)
+        (losses, heldout, shapes), _ = pool_of(2).run(trained, run, timeout=90)
+        pool_of(2).new_group()
+        assert shapes == [[1, 16]] * 3
+        assert len(losses) == 4
+        assert len(heldout) == 3
+        found[str(layout)] = losses, heldout
+    (first, first_heldout), *others = found.values()
+    for losses, heldout in others:
+        assert losses == pytest.approx(first, rel=2e-5)
+        assert heldout == pytest.approx(first_heldout, rel=2e-5)
