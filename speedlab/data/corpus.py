@@ -90,7 +90,8 @@ def check(config: DataConfig) -> None:
     token_files = _token_files(config)
     if token_files:
         headers = [read_header(path) for path in token_files]
-        end_token(config, _tokenizer_of(config, token_files[0], headers[0].vocabulary or 1))
+        if config.documents == "separate":
+            end_token(config, _tokenizer_of(config, token_files[0], headers[0].vocabulary or 1))
         _long_enough(config, headers[0].count, f"{headers[0].path}")
         return
     files = found.find(config)

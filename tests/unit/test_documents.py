@@ -319,3 +319,7 @@ def test_a_ring_is_refused_with_what_would_work() -> None:
     with pytest.raises(LayoutError, match=re.escape(told)):
         RunConfig(**options, model=model).layout(4)
     assert RunConfig(**options, model={**model, "heads": 8}).layout(4).cp == 4
+    config = RunConfig(**options)
+    own = ModelConfig(**{**model, "vocab_size": 4096})
+    with pytest.raises(ConfigError, match=r"cp 4 with data.documents 'separate': all cp ranks have to share heads"):
+        try_model(config, 4, model=lambda: GPT(own), device=torch.device("cpu"))  # Of one's own: known when it is made.

@@ -165,7 +165,8 @@ def _check_layout(module: nn.Module, config: RunConfig, layout: Layout, tp_plan:
         raise ConfigError(f"parallel.tp {layout.tp}: {error}") from None
     try:
         if layout.cp > 1:
-            check_model(module, layout, config.parallel.cp_heads)
+            separate = config.data.documents == "separate"
+            check_model(module, layout, config.parallel.cp_heads, separate=separate)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -142,7 +142,8 @@ def build_model_part(
         raise ConfigError(f"parallel.tp {layout.tp}: {error}") from None
     try:
         sequence = config.parallel.sequence and layout.tp > 1
-        context = ContextParallel(module, mesh, heads=config.parallel.cp_heads, sequence=sequence)
+        separate = config.data.documents == "separate"
+        context = ContextParallel(module, mesh, heads=config.parallel.cp_heads, sequence=sequence, separate=separate)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _move_whole(module, mesh.device)

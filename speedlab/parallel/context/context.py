@@ -37,15 +37,16 @@ from speedlab.parallel.context.ring import ring_attention
 from speedlab.parallel.mesh import Mesh
 
 
-def check_model(model: nn.Module, layout: Layout, heads: int | None) -> GPT:
-    """The GPT whose sequences can be cut under the layout. Raises LayoutError, with what would work, for others."""
+def check_model(model: nn.Module, layout: Layout, heads: int | None, *, separate: bool) -> GPT:
+    """The GPT whose sequences can be cut under the layout, documents in them kept apart where they are `separate`.
+    Raises LayoutError, with what would work, for others."""
     kind: Any = type(model)
     if not isinstance(model, GPT) or kind.embed is not GPT.embed or kind.output is not GPT.output:
         raise LayoutError(
             f"parallel.cp {layout.cp}: sequences are cut for this package's GPT as it is, not for {kind.__name__}; set "
             "parallel.cp to 1, and use tp, pp or dp for more devices"
         )
-    if (problem := context_problem(model.config, layout, heads)) is not None:
+    if (problem := context_problem(model.config, layout, heads, separate=separate)) is not None:
         raise LayoutError(f"parallel: {problem}")
     attends = [block.attention.attend for block in cast(Iterable[Block], model.blocks)]
     own = [each for each in attends if type(each) not in (Attend, SparseAttend) or "forward" in vars(each)]
@@ -61,9 +62,18 @@ def check_model(model: nn.Module, layout: Layout, heads: int | None) -> GPT:
 class ContextParallel:
     """Context parallelism of one module over the ranks along cp; without several of them nothing changes."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, *, heads: int | None = None, sequence: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        *,
+        heads: int | None = None,
+        sequence: bool = False,
+        separate: bool = False,
+    ) -> None:
         """`heads`: so many of the ranks share heads, as many as can when it is None; `sequence`: whether tp ranks share
-        out the tokens between layers. Collective over all ranks.
+        out the tokens between layers; `separate`: whether documents of a sequence are kept apart. Collective over all
+        ranks.
 
         Raises LayoutError for a model that cannot be cut along its sequences."""
         self._group, self._sequence = mesh["cp"], sequence
@@ -75,7 +85,7 @@ class ContextParallel:
         self._length = 0
         """Tokens of the sequences that were embedded last."""
         if self._group.size > 1:
-            gpt = check_model(model, mesh.layout, heads)
+            gpt = check_model(model, mesh.layout, heads, separate=separate)
             shared = heads_shared(gpt.config, mesh.layout, heads)
             ring, place = divmod(self._group.index, shared)
             self._heads = mesh.group("cp heads", self._group.ranks[ring * shared :][:shared])
