@@ -131,6 +131,17 @@ def test_packed_is_what_documents_are_alone(name: str) -> None:
     assert abs(joined.item() - loss.item()) > 1e-5  # Else nothing was kept apart.
 
 
+def test_angles_are_those_of_positions() -> None:
+    """Scores depend on differences alone, so that no loss tells; the precision of long sequences does."""
+    model = GPT(ModelConfig(**SHAPE, heads=4))
+    positions = positions_of()
+    rotation, table = model.rotation(torch.zeros(3, 48, 64), positions), model.rotation(torch.zeros(3, 48, 64))
+    assert rotation is not None
+    assert table is not None
+    assert rotation.shape == (2, 3, 1, 48, 8)
+    assert torch.equal(rotation[:, :, 0], table[:, positions])
+
+
 def test_one_document_a_sequence_is_no_other_model() -> None:
     model = GPT(ModelConfig(**SHAPE, heads=4))
     tokens, targets, _ = batch_of()
@@ -311,7 +322,7 @@ def test_data_without_ends_are_refused(tmp_path: Path) -> None:
 
 def test_a_ring_is_refused_with_what_would_work() -> None:
     options: dict[str, Any] = {"data": {"documents": "separate", "sequence_length": 48}, "parallel": {"cp": 4}}
-    model = {"hidden": 96, "heads": 6, "context": 64, "layers": 2}
+    model: dict[str, Any] = {"hidden": 96, "heads": 6, "context": 64, "layers": 2}
     told = (
         "cp 4 with data.documents 'separate': all cp ranks have to share heads, and the 6 heads of a tp rank do not "
         "divide by 4; cp 2 would do, or data.documents 'joined'"
