@@ -291,9 +291,10 @@ def trained(run: str) -> tuple[list[float], list[float], list[list[int]]]:
         assert (positions[:, 1:][tokens[:, :-1] == training.corpus.end] == 0).all()
         shapes = [[*each.shape] for each in (tokens, targets, positions)]
         folder = RunFolder(run)
-        heldout = [event.details["heldout_loss"] for event in folder.read_events() if event.kind == "evaluated"]
-        lines = (folder.path / "records" / "rank-0.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines], heldout, shapes
+        before = [event.details["heldout_loss"] for event in folder.read_events() if event.kind == "evaluated"]
+        records = [json.loads(line) for line in (folder.path / "records" / "rank-0.jsonl").read_text().splitlines()]
+        after = [record["heldout_loss"] for record in records if record["heldout_loss"] is not None]
+        return [record["loss"] for record in records], before + after, shapes
 
 
 def test_a_run_is_the_same_under_every_layout(pool_of: PoolOf, tmp_path: Path) -> None:
