@@ -51,8 +51,8 @@ def loss_of(model: nn.Module, batch: Any, loss: LossFunction | None) -> Tensor:
         return _as_loss(model(**batch), f"model: {type(model).__name__}.forward")
     if not (isinstance(batch, list | tuple) and len(batch) in (2, 3)):
         raise ConfigError(
-            f"batch: it is a {type(batch).__name__}; give (tokens, targets), or (tokens, targets, positions), a dict "
-            f"of the model's keyword arguments, or anything together with loss="
+            f"batch: it is a {type(batch).__name__}; give (tokens, targets), a dict of the model's keyword arguments, "
+            f"or anything together with loss=; positions of documents may follow targets"
         )
     return _as_loss(_call(model, *batch), f"model: {type(model).__name__}.forward")
 
