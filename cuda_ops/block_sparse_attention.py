@@ -5,11 +5,15 @@ of one block of each: then the softmax runs along rows, all queries at once in v
 the form c += a b, whose innermost loop vectorises. Arithmetic is float32 for all dtypes.
 
 On CUDA devices FlexAttention (torch.nn.attention) with the same blocks. The choice is made by the device alone.
+
+Where several documents stand in one sequence, `starts` says of each query which key is the first that it may see: that
+of its own document. Blocks of keys before those of all queries of a block cost nothing.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -35,15 +39,26 @@ _LN_2 = math.log(2)
 _LOWEST = np.float32(-1e30)
 """Less than any score, but finite: its difference from a masked score is still -inf, not NaN."""
 
+_UNSEEN = np.float32(-np.inf)
+"""The score of a key that is masked, of the scores' own type: a wider constant would widen the loop."""
+
 
 def block_sparse_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    *,
+    scale: float | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """The definition, in torch: dense attention in float32 with a mask; a query that sees no key gives zeros."""
     mask = token_mask(layout, q.shape[2], k.shape[2]).to(q.device)
+    if starts is not None:
+        mask = mask & (torch.arange(k.shape[2], device=q.device) >= starts[:, None, :, None])  # (B, 1, T, S)
     scores = q.float() @ k.float().mT * (q.shape[3] ** -0.5 if scale is None else scale)
     scores = scores.masked_fill(~mask, -math.inf)  # (B, H, T, S)
-    blind = ~mask.any(1)[:, None]
+    blind = ~mask.any(-1, keepdim=True)
     probabilities = F.softmax(scores.masked_fill(blind, 0), dim=-1).masked_fill(blind, 0)
     return (probabilities @ v.float()).to(q.dtype)
 
@@ -59,7 +74,13 @@ def token_mask(layout: BlockLayout, queries: int, keys: int) -> Tensor:
 
 
 def block_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    *,
+    scale: float | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """softmax(q kᵀ scale) v over the blocks of `layout`: (B, H, T, D) of q's dtype, differentiable once.
 
@@ -68,16 +89,20 @@ def block_sparse_attention(
         k, v: (B, H, S, D) of the same dtype.
         layout: of as many blocks as T and S need; where they are no multiples of the block, the last ones are partial.
         scale: 1 / √D when left out.
+        starts: (B, T) int32, the first key that each query may see, in all heads; every one when left out.
 
     A query that sees no key gives zeros. Raises ValueError for wrong dtypes, shapes, strides, devices, or a layout of
     another size.
     """
     _check(q, k, v, layout.mask.shape, layout.block)
+    if starts is not None:
+        check("starts", starts, dtypes=[torch.int32], shape=[q.shape[0], q.shape[2]], like=q)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if q.device.type == "cuda":
         blocks = flex_blocks(layout, q.shape[2], k.shape[2], q.device)
+        blocks = blocks if starts is None else documents_of(blocks, starts)
         return _compiled_flex()(q, k, v, block_mask=blocks, scale=scale)
-    return _attend(q, k, v, *_arguments(layout), scale)[0]
+    return _attend(q, k, v, *_arguments(layout, starts), scale)[0]
 
 
 def partial_attention(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, scale: float) -> tuple[Tensor, Tensor]:
@@ -107,9 +132,11 @@ def partial_gradients(
     return _gradients(grad, q, k, v, out, lse, *_arguments(layout), scale)
 
 
-def _arguments(layout: BlockLayout) -> tuple[Tensor, Tensor, Tensor, int, bool, int]:
-    """What kernels take of `layout`."""
-    return layout.offsets, layout.columns, layout.distances, layout.block, layout.causal, layout.limit
+def _arguments(
+    layout: BlockLayout, starts: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int, bool, int]:
+    """What kernels take of `layout` and of documents, which are in whole layouts only."""
+    return layout.offsets, layout.columns, layout.distances, starts, layout.block, layout.causal, layout.limit
 
 
 @cache
@@ -146,6 +173,41 @@ def flex_blocks(layout: BlockLayout, queries: int, keys: int, device: torch.devi
         order = mask.int().argsort(dim=1, descending=True, stable=True)  # The blocks seen come first, ascending.
         lists += [each[None, None].int().to(device) for each in (mask.sum(1), order)]
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=layout.block, mask_mod=seen, seq_lengths=(queries, keys))
+
+
+def documents_of(blocks: BlockMask, starts: Tensor) -> BlockMask:
+    """`blocks` for queries that see no key before their `starts` (B, T) int32: in each block every score is looked at,
+    and blocks before all starts of their queries are left out. Made on the device, for which nobody waits.
+
+    Not run on a GPU yet: there, FlexAttention's compiled kernels take the lists; on CPUs tests compare them and the
+    mask with the definition.
+    """
+    queries, keys = blocks.seq_lengths
+    size, _ = blocks.BLOCK_SIZE
+    assert blocks.full_kv_num_blocks is not None
+    assert blocks.full_kv_indices is not None
+    within = blocks.mask_mod
+    rows = blocks.kv_indices.shape[2]
+    seen = _listed(blocks.kv_num_blocks, blocks.kv_indices) | _listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    last = torch.iinfo(starts.dtype).max
+    earliest = F.pad(starts, (0, rows * size - queries), value=last).unflatten(1, (rows, size)).amin(2)
+    ends = torch.arange(1, seen.shape[-1] + 1, device=starts.device) * size
+    seen = seen & (ends > earliest[:, None, :, None])  # (B, 1, Q, K)
+    order = seen.int().argsort(dim=-1, descending=True, stable=True)
+
+    def own(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        # A block that is padded asks for queries behind the last one, too.
+        return within(batch, head, query, key) & (key >= starts[batch, query.clamp(max=queries - 1)])
+
+    return BlockMask.from_kv_blocks(
+        seen.sum(-1).int(), order.int(), BLOCK_SIZE=size, mask_mod=own, seq_lengths=(queries, keys)
+    )
+
+
+def _listed(counts: Tensor, indices: Tensor) -> Tensor:
+    """Which blocks of keys are in lists (1, 1, Q, K) of which the first `counts` (1, 1, Q) count: (1, 1, Q, K) bool."""
+    places = torch.arange(indices.shape[-1], device=indices.device)
+    return torch.zeros_like(indices, dtype=torch.bool).scatter_(-1, indices.long(), places < counts[..., None])
 
 
 def _rows(source: Any, low: int, scratch: Any) -> Any:
@@ -215,10 +277,13 @@ def _add_product(a: Any, b: Any, c: Any) -> None:
 
 
 @kernel()
-def _scores(keys: Any, queries: Any, count: int, diagonal: bool, reach: int, out: Any) -> None:
+def _scores(
+    keys: Any, queries: Any, count: int, diagonal: bool, reach: int, first: int, starts: Any, latest: int, out: Any
+) -> None:
     """out (block, block) = keys (block, D) queries (D, block), -inf for keys from `count` on, where the key is later
-    than the query if this is a block on the `diagonal`, and where the query's place in its block is `reach` or more
-    after the key's."""
+    than the query if this is a block on the `diagonal`, where the query's place in its block is `reach` or more after
+    the key's, and for keys, of which these are the `first` and its followers, before their query's `starts` (block),
+    of which none is after `latest`."""
     out[:] = 0
     _add_product(keys, queries, out)
     out[count:] = -np.inf
@@ -227,6 +292,22 @@ def _scores(keys: Any, queries: Any, count: int, diagonal: bool, reach: int, out
             out[j, :j] = -np.inf
     for j in range(min(out.shape[0], out.shape[0] - reach)):
         out[j, max(0, j + reach) :] = -np.inf
+    for j in range(min(out.shape[0], latest - first)):
+        line = out[j]
+        for i in range(line.shape[0]):
+            line[i] = line[i] if first + j >= starts[i] else _UNSEEN
+
+
+@kernel()
+def _starts_of(starts: Any, low: int, out: Any) -> tuple[int, int]:
+    """`out` (block) = what `starts` (T) has from `low` on, and no start behind its end. Returns (earliest, latest)."""
+    count = min(out.shape[0], starts.shape[0] - low)
+    out[:] = 0
+    out[:count] = starts[low : low + count]
+    earliest, latest = out[0], out[0]
+    for i in range(1, count):
+        earliest, latest = min(earliest, out[i]), max(latest, out[i])
+    return earliest, latest
 
 
 @kernel()
@@ -263,6 +344,7 @@ def _forward(
     offsets: Any,
     columns: Any,
     distances: Any,
+    starts: Any,
     block: int,
     causal: bool,
     window: int,
@@ -271,8 +353,11 @@ def _forward(
     lse: Any,
 ) -> None:
     """Blocks of queries [start, stop), counted over all heads: `out` (heads, T, D), and `lse` (heads, T) float32, the
-    logarithm to base 2 of the sum of exponentials, +inf where there is none."""
+    logarithm to base 2 of the sum of exponentials, +inf where there is none. `starts` (B, T): of each sequence's heads.
+    """
     length, depth = q.shape[1], q.shape[2]
+    heads = q.shape[0] // max(1, starts.shape[0])
+    begins = np.empty(block, np.int32)
     blocks = offsets.shape[0] - 1
     queries, sums = np.empty((depth, block), np.float32), np.empty((depth, block), np.float32)
     scores = np.empty((block, block), np.float32)
@@ -284,13 +369,16 @@ def _forward(
         sums[:] = 0
         total[:] = 0
         greatest[:] = _LOWEST
+        earliest, latest = _starts_of(starts[head // heads], row * block, begins)
         for place in range(offsets[row], offsets[row + 1]):
             column = columns[place]
+            if (column + 1) * block <= earliest:
+                continue
             keys = _rows(k[head], column * block, scratch[0])
             values = _rows(v[head], column * block, scratch[1])
             distance = distances[place]
-            count = k.shape[1] - column * block
-            _scores(keys, queries, count, causal and distance == 0, window - distance, scores)
+            count, diagonal = k.shape[1] - column * block, causal and distance == 0
+            _scores(keys, queries, count, diagonal, window - distance, column * block, begins, latest, scores)
             _softmax_step(scores, greatest, total, sums)
             _add_product(values.T, scores, sums)
         for i in range(min(block, length - row * block)):
@@ -325,6 +413,7 @@ def _backward(
     offsets: Any,
     columns: Any,
     distances: Any,
+    starts: Any,
     block: int,
     causal: bool,
     window: int,
@@ -336,6 +425,8 @@ def _backward(
     """Heads [start, stop). A head is one thread's, which adds up its gradients of keys and values in a fixed order."""
     length, depth = q.shape[1], q.shape[2]
     blocks = offsets.shape[0] - 1
+    heads = q.shape[0] // max(1, starts.shape[0])
+    begins = np.empty(block, np.int32)
     padded = -(-k.shape[1] // block) * block
     sums_k, sums_v = np.empty((padded, depth), np.float32), np.empty((padded, depth), np.float32)
     queries, grads = np.empty((depth, block), np.float32), np.empty((depth, block), np.float32)
@@ -359,10 +450,14 @@ def _backward(
                 for d in range(depth):
                     delta[i] += incoming[i, d] * load(out[head, low + i], d)
             sums_q[:] = 0
+            earliest, latest = _starts_of(starts[head // heads], low, begins)
             for place in range(offsets[row], offsets[row + 1]):
                 first, distance = columns[place] * block, distances[place]
+                if first + block <= earliest:
+                    continue
                 keys, values = _rows(k[head], first, scratch[2]), _rows(v[head], first, scratch[3])
-                _scores(keys, queries, k.shape[1] - first, causal and distance == 0, window - distance, scores)
+                left, diagonal, reach = k.shape[1] - first, causal and distance == 0, window - distance
+                _scores(keys, queries, left, diagonal, reach, first, begins, latest, scores)
                 products[:] = 0
                 _add_product(values, grads, products)
                 _gradient_of_scores(scores, products, sums_lse, delta)
@@ -400,6 +495,12 @@ def _heads(tensor: Tensor) -> np.ndarray:
     return array(tensor.flatten(0, 1))
 
 
+def _blocks(q: Tensor, lists: Sequence[Tensor], starts: Tensor | None) -> tuple[np.ndarray, ...]:
+    """What kernels know of the blocks, by `lists`, and of documents: without `starts`, every one begins at 0."""
+    starts = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int32) if starts is None else starts
+    return (*map(array, lists), array(starts))
+
+
 def _attend_cpu(
     q: Tensor,
     k: Tensor,
@@ -407,6 +508,7 @@ def _attend_cpu(
     offsets: Tensor,
     columns: Tensor,
     distances: Tensor,
+    starts: Tensor | None,
     block: int,
     causal: bool,
     window: int,
@@ -416,7 +518,7 @@ def _attend_cpu(
     nbytes = q.nbytes + k.nbytes + v.nbytes + out.nbytes
     with meter.record("block_sparse_attention", nbytes, q.device):
         items = q.shape[0] * q.shape[1] * (len(offsets) - 1)
-        blocks = map(array, (offsets, columns, distances))
+        blocks = _blocks(q, (offsets, columns, distances), starts)
         arguments = *map(_heads, (q, k, v)), *blocks, block, causal, window, scale
         share(_forward, items, *arguments, _heads(out), _heads(lse), multiple=1, worth=4)
     return out, lse
@@ -429,6 +531,7 @@ def _attend_fake(
     offsets: Tensor,
     columns: Tensor,
     distances: Tensor,
+    starts: Tensor | None,
     block: int,
     causal: bool,
     window: int,
@@ -447,6 +550,7 @@ def _gradients_cpu(
     offsets: Tensor,
     columns: Tensor,
     distances: Tensor,
+    starts: Tensor | None,
     block: int,
     causal: bool,
     window: int,
@@ -455,7 +559,7 @@ def _gradients_cpu(
     gradients = [torch.empty_like(each) for each in (q, k, v)]
     nbytes = 3 * q.nbytes + 2 * (k.nbytes + v.nbytes)
     with meter.record("block_sparse_attention_backward", nbytes, q.device):
-        blocks = map(array, (offsets, columns, distances))
+        blocks = _blocks(q, (offsets, columns, distances), starts)
         arguments = *map(_heads, (grad.contiguous(), q, k, v, out, lse)), *blocks
         heads = q.shape[0] * q.shape[1]
         share(_backward, heads, *arguments, block, causal, window, scale, *map(_heads, gradients), multiple=1, worth=1)
@@ -463,7 +567,8 @@ def _gradients_cpu(
 
 
 _attend = register(
-    "block_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor columns, Tensor distances, int block, "
+    "block_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor columns, Tensor distances, "
+    "Tensor? starts, int block, "
     "bool causal, int window, float scale) -> (Tensor, Tensor)",
     cpu=_attend_cpu,
     fake=_attend_fake,
@@ -471,8 +576,8 @@ _attend = register(
 
 _gradients = register(
     "block_sparse_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor offsets, Tensor columns, Tensor distances, int block, bool causal, int window, float scale) "
-    "-> (Tensor, Tensor, Tensor)",
+    "Tensor offsets, Tensor columns, Tensor distances, Tensor? starts, int block, bool causal, int window, "
+    "float scale) -> (Tensor, Tensor, Tensor)",
     cpu=_gradients_cpu,
     fake=lambda grad, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
 )

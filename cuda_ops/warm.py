@@ -44,7 +44,7 @@ COMPACT: Steps = (blockwise8.warm, stochastic.warm)
 """What a run with 8-bit moments or without float32 masters uses beside that."""
 
 SPARSE: Steps = (block_sparse_attention.warm,)
-"""What a run with block-sparse attention uses beside that."""
+"""What a run with block-sparse attention, or separate documents, uses beside that."""
 
 _DTYPES = (torch.float32, torch.bfloat16)
 

@@ -174,12 +174,14 @@ class Cluster:
                 or function that makes one without arguments, on each rank from the configuration's seed. One that is
                 too large to be whole on a rank is made under `torch.device("meta")`, and gets its values part by part.
                 None takes the GPT of the configuration. Its forward is one of these:
-                - `forward(tokens, targets)`, both (B, T) int64, gives the loss, or an output with `.loss`;
+                - `forward(tokens, targets)`, both (B, T) int64, gives the loss, or an output with `.loss`; with
+                  data.documents 'separate' it also takes `positions`, where each token stands in its document;
                 - `forward(input_ids=..., labels=...)` gives an output with `.loss`, as Hugging Face's models do, which
                   shift the labels themselves: both are the tokens;
                 - any other, together with `loss`.
             loss: `loss(model, batch)` calls the model and gives the mean loss of a micro-batch, one number; `batch` is
-                (tokens, targets). Not under a pipeline, where no rank holds the model.
+                (tokens, targets), and with data.documents 'separate' (tokens, targets, positions). Not under a
+                pipeline, where no rank holds the model.
             tp_plan: how layers are cut over tensor-parallel ranks: pattern of module names → style. None takes the one
                 that the model brings along.
 

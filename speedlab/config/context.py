@@ -38,10 +38,15 @@ def padding_words(length: int, padded: int) -> str:
 
 
 def context_problem(
-    model: ModelConfig, layout: Layout, parallel: ParallelConfig, length: int | None = None
+    model: ModelConfig,
+    layout: Layout,
+    parallel: ParallelConfig,
+    length: int | None = None,
+    *,
+    separate: bool = False,
 ) -> str | None:
     """What stands against the layout's cp for a GPT of this `model`, with what would work; None where nothing does.
-    `length`: tokens of a sequence, if known."""
+    `length`: tokens of a sequence, if known; `separate`: whether no token sees another document."""
     cp, asked = layout.cp, parallel.cp_heads
     if cp == 1:
         return None
@@ -53,8 +58,8 @@ def context_problem(
             f"cp_heads {shared}: the {heads} heads of a tp rank do not divide by it; {_divisors(gcd(cp, heads))} would "
             "(the others of cp form a ring), and left out it is the largest"
         )
-    if shared != cp and model.dropout:
-        return _dropout_problem(model, cp, heads, asked)
+    if shared != cp and (model.dropout or separate):
+        return _ring_problem(model, cp, heads, asked)
     block = ring_block(model)
     multiple = sequence_multiple(cp, shared, block)
     if length is None or length % multiple == 0:
@@ -100,14 +105,15 @@ def dropout_rule(dropout: float) -> str:
     )
 
 
-def _dropout_problem(model: ModelConfig, cp: int, heads: int, asked: int | None) -> str:
-    """Around a ring go scores of which none is dropped."""
-    rule = f"cp {cp} with model.dropout {model.dropout:g}: all cp ranks have to share heads"
+def _ring_problem(model: ModelConfig, cp: int, heads: int, asked: int | None) -> str:
+    """Around a ring go scores over whole sequences, of which none is dropped."""
+    what, other = ("data.documents 'separate'", "data.documents 'joined'")
+    if model.dropout:
+        what, other = f"model.dropout {model.dropout:g}", "no dropout"
+    rule = f"cp {cp} with {what}: all cp ranks have to share heads"
     if asked is not None and heads % cp == 0:
         return f"{rule}, and cp_heads is {asked}; leave it out"
-    return (
-        f"{rule}, and the {heads} heads of a tp rank do not divide by {cp}; cp {gcd(cp, heads)} would do, or no dropout"
-    )
+    return f"{rule}, and the {heads} heads of a tp rank do not divide by {cp}; cp {gcd(cp, heads)} would do, or {other}"
 
 
 def _divisors(count: int) -> str:

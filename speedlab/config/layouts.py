@@ -87,7 +87,8 @@ def _first_problem(config: RunConfig, layout: Layout, built_in: bool) -> str | N
                 return f"tp {tp}: {count} {name} do not divide by {tp}; {_divisors_text(count)} do"
         if model.vocab_size < tp:
             return f"tp {tp}: a vocabulary of {model.vocab_size} leaves ranks without a token"
-        if (problem := context_problem(model, layout, parallel, config.data.sequence_length)) is not None:
+        separate, length = config.data.documents == "separate", config.data.sequence_length
+        if (problem := context_problem(model, layout, parallel, length, separate=separate)) is not None:
             return problem
     length, ways = config.data.sequence_length, tp * layout.cp
     padded = parallel.cp_pad and layout.cp > 1

@@ -29,6 +29,11 @@ class DataConfig(Part):
         default=0.05, gt=0, lt=1, description="Share of the files kept for evaluation (0 to 1)"
     )
     max_bytes: int = Field(default=8 * 2**20, ge=1, description="At most this much text is read, bytes")
+    documents: Literal["joined", "separate"] = Field(
+        default="joined",
+        description="joined: a token sees all before it in its sequence, also of other documents; separate: only its "
+        "own document, in which positions count from 0; documents end with the tokenizer's end token",
+    )
 
     @field_validator("source")
     @classmethod

@@ -1,6 +1,7 @@
 """Text and token files in, memory-mapped tokens out; synthetic tasks; the order in which steps see them. No torch."""
 
 from speedlab.data.corpus import Corpus, check, prepare
+from speedlab.data.documents import separated
 from speedlab.data.epochs import Epochs
 from speedlab.data.sampler import Sampler
 from speedlab.data.tasks import Task, accuracy, task_of
@@ -17,6 +18,7 @@ __all__ = [
     "check",
     "prepare",
     "save_tokenizer",
+    "separated",
     "task_of",
     "write_tokens",
 ]

@@ -3,7 +3,8 @@
 1. Find the files (`files.find`) and choose at most `max_bytes` of them, spread by a hash of their names.
 2. Split by file: held-out files are the first in that order that fit into `heldout_share` of the bytes.
 3. Train the tokenizer on a part of the training text.
-4. Encode both parts, each file followed by the end-of-text token, into two `.tokens` files.
+4. Encode both parts, each file followed by the end-of-text token, into two `.tokens` files. Where documents are to be
+   separate, that token tells them apart (`documents`).
 5. Keep all this in one folder of the user's cache, named by a hash of whatever it depends on.
 """
 
@@ -27,6 +28,7 @@ from speedlab.data.cache import (
     locked,
     new_folder,
 )
+from speedlab.data.documents import check_ends, end_token, refuse_task
 from speedlab.data.encode import build, refuse_all_binary
 from speedlab.data.files import describe, is_token_file
 from speedlab.data.tasks import Task, parts_of, task_of
@@ -53,6 +55,8 @@ class Corpus:
     tokenizer: Tokenizer
     max_token: int
     """The largest id in both parts."""
+    end: int | None = None
+    """The token that ends each document, where documents are to be kept apart."""
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises ConfigError when a token, or one the tokenizer can give, is outside a model's vocabulary."""
@@ -78,13 +82,16 @@ class Corpus:
 def check(config: DataConfig) -> None:
     """Refuse unfit data without tokenizing: ConfigError if missing, unreadable, empty, binary or far too short."""
     if task := task_of(config):
+        refuse_task(config)
         task.samples(1, config.sequence_length, config.vocab_size, seed=0)
         return
     if config.tokenizer not in ("bpe", "bytes"):
-        FileTokenizer(config.tokenizer)
+        end_token(config, FileTokenizer(config.tokenizer))
     token_files = _token_files(config)
     if token_files:
         headers = [read_header(path) for path in token_files]
+        if config.documents == "separate":
+            end_token(config, _tokenizer_of(config, token_files[0], headers[0].vocabulary or 1))
         _long_enough(config, headers[0].count, f"{headers[0].path}")
         return
     files = found.find(config)
@@ -126,6 +133,7 @@ def prepare(
 
 def _of_task(config: DataConfig, task: Task) -> Corpus:
     """Made anew by each rank, which takes less time than reading it."""
+    refuse_task(config)
     train, heldout = parts_of(config, task)
     tokenizer = NumberTokenizer(config.vocab_size)
     return Corpus(
@@ -166,11 +174,16 @@ def _from_token_files(config: DataConfig, paths: list[Path], cache: Path) -> Cor
             f"{paths[0]}: token {largest:,} is outside the vocabulary of its tokenizer, which has "
             f"{tokenizer.vocab_size:,} tokens; set data.tokenizer to the tokenizer.json the file was made with"
         )
+    end = end_token(config, tokenizer)
     parts = [map_tokens(header) for header in headers]
     if len(parts) == 1:
         cut = int(len(parts[0]) * (1 - config.heldout_share))
         parts = [parts[0][:cut], parts[0][cut:]]
-    return Corpus(source=describe(config), train=parts[0], heldout=parts[1], tokenizer=tokenizer, max_token=largest)
+    if end is not None:
+        check_ends(parts[0], end, str(paths[0]))
+    return Corpus(
+        source=describe(config), train=parts[0], heldout=parts[1], tokenizer=tokenizer, max_token=largest, end=end
+    )
 
 
 def _tokenizer_of(config: DataConfig, path: Path, vocabulary: int) -> Tokenizer:
@@ -188,6 +201,8 @@ def _from_text(config: DataConfig, cache: Path, report: Progress) -> Corpus:
     own = Path(config.tokenizer).expanduser() if config.tokenizer not in ("bpe", "bytes") else None
     # A tokenizer.json is known by what is in it, and must be read before anything else could fail on it.
     tokenizer = FileTokenizer(own) if own else ByteTokenizer() if config.tokenizer == "bytes" else None
+    if tokenizer is not None:
+        end_token(config, tokenizer)  # Before anything is encoded.
     key = fingerprint(
         _FORMAT,
         version("tokenizers"),
@@ -225,7 +240,10 @@ def _load(
         report.say(f"the cache is damaged and will be made again: {error}")
         return None
     train, heldout = (map_tokens(header) for header in headers)
-    return Corpus(source=describe(config), train=train, heldout=heldout, tokenizer=tokenizer, max_token=largest)
+    end = end_token(config, tokenizer)
+    return Corpus(
+        source=describe(config), train=train, heldout=heldout, tokenizer=tokenizer, max_token=largest, end=end
+    )
 
 
 def _long_enough(config: DataConfig, count: int, what: str, more: str = "give more text") -> None:

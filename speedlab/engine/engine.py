@@ -150,9 +150,10 @@ class Engine(DeepSpeedNames):
         exception the state is that between two steps.
 
         Args:
-            batches: `accumulation` micro-batches: pairs of tokens and targets, (B, T) int64 each; dicts of the model's
-                keyword arguments, as Hugging Face's; or whatever the `loss` of `initialize` takes. A pipeline takes
-                pairs. Ranks of one dp index give the same.
+            batches: `accumulation` micro-batches: tokens and targets, (B, T) int64 each, and where several documents
+                stand in one sequence the tokens' positions in them; dicts of the model's keyword arguments, as Hugging
+                Face's; or whatever the `loss` of `initialize` takes. A pipeline takes no dicts. Ranks of one dp index
+                give the same.
             signals: asked at the last moment for what `step` takes.
 
         Returns the mean loss over the global batch. Raises, before anything is done, ValueError for another number of

@@ -21,6 +21,18 @@ def layout_of(attention: AttentionConfig, length: int, *, causal: bool = True) -
     return _made(attention, length, causal)
 
 
+@torch.compiler.disable
+def causal_layout(length: int) -> BlockLayout:
+    """All blocks of causal attention over `length` tokens; the same object for the same length."""
+    return _whole(length)
+
+
+@lru_cache(maxsize=64)
+def _whole(length: int) -> BlockLayout:
+    with unset_fake_temporarily(), torch.device("cpu"):
+        return BlockLayout.local(length, length, causal=True)
+
+
 @lru_cache(maxsize=64)
 def _made(attention: AttentionConfig, length: int, causal: bool) -> BlockLayout:
     rows = seen_blocks(attention, length, causal=causal)

@@ -2,6 +2,8 @@
 
 Shapes: B sequences, T tokens, C = hidden, H heads of D = C / H, V = vocabulary.
 
+Several documents may stand in one sequence: their `positions` (B, T) say so (see `documents`).
+
 What parallelism changes are modules, some without parameters (`Attend`, `Dropout`, `Positions`, `Rotary`,
 `Prediction`), whose methods others may replace; nothing here reads the number of heads or the length of a sequence
 where another value would do.
@@ -25,6 +27,7 @@ from cuda_ops.linear_cross_entropy import linear_cross_entropy
 from cuda_ops.tensors import FLOATS
 from speedlab.config import AttentionConfig, ModelConfig
 from speedlab.models.attention_layout import layout_of
+from speedlab.models.documents import attend_within, check_positions, document_mask, document_starts, starts_for
 from speedlab.models.tiles import in_tiles
 
 _INIT_STD = 0.02
@@ -72,7 +75,7 @@ class Dropout(nn.Dropout):
 
 class Attend(nn.Module):
     """Causal attention of any number of heads, probabilities dropped in training: q, k, v (B, H, T, D) each -> the
-    same.
+    same. With `starts` (B, T) int32, no query sees a key before its own, the first of its document.
 
     What a head drops depends on one number, which is drawn from torch's generator on the host, and on the head's own
     number: whoever has some of the heads only (`first_head` on) draws nothing for the others, and a head's scores are
@@ -84,40 +87,48 @@ class Attend(nn.Module):
         self.dropout = dropout
         self.first_head = 0
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
         if not self.training or self.dropout == 0:
+            if starts is not None:
+                return attend_within(q, k, v, starts)
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        seen = None if starts is None else document_mask(starts, q.shape[2])
         with unset_fake_temporarily():  # A plan's fake tensors have no values, and need none of this one.
             seed = int(torch.randint(1 << 62, ())) + self.first_head
         heads = zip(*(each.split(1, dim=1) for each in (q, k, v)), strict=True)
         with torch.random.fork_rng([q.device] if q.is_cuda else []):
-            return torch.cat([self._drop_one(*head, seed=seed + number) for number, head in enumerate(heads)], dim=1)
+            each = [self._drop_one(*head, seen=seen, seed=seed + number) for number, head in enumerate(heads)]
+            return torch.cat(each, dim=1)
 
-    def _drop_one(self, q: Tensor, k: Tensor, v: Tensor, *, seed: int) -> Tensor:
-        """Attention of one head, (B, 1, T, D) each, whose generator starts from `seed`."""
+    def _drop_one(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor | None, seed: int) -> Tensor:
+        """Attention of one head, (B, 1, T, D) each, whose generator starts from `seed`. `seen` (B, 1, T, T) bool: which
+        keys a query sees; None: all before it."""
         torch.default_generator.manual_seed(seed)
         if q.is_cuda:
             torch.cuda.manual_seed(seed)  # On the host: nothing waits.
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=self.dropout, is_causal=seen is None)
 
 
 class SparseAttend(nn.Module):
     """Causal attention over a pattern's blocks, the same for all heads: q, k, v (B, H, T, D) each -> the same.
 
-    Time and memory are in proportion to the blocks that are seen.
+    Time and memory are in proportion to the blocks that are seen. With `starts` (B, T) int32, no query sees a key
+    before its own, the first of its document; one whose blocks are all of earlier documents sees nothing, and gives 0.
     """
 
     def __init__(self, attention: AttentionConfig) -> None:
         super().__init__()
         self.attention = attention
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
         layout = layout_of(self.attention, q.shape[2])  # pyright: ignore[reportCallIssue]  # disable() loses its types
-        return block_sparse_attention(q.contiguous(), k.contiguous(), v.contiguous(), layout)
+        starts = None if starts is None else starts_for(starts, q.shape[2])
+        return block_sparse_attention(q.contiguous(), k.contiguous(), v.contiguous(), layout, starts=starts)
 
 
 class Attention(nn.Module):
-    """Causal self-attention; queries and keys are turned by `rotation` where positions are rotary."""
+    """Causal self-attention, within documents where these begin at `starts`; queries and keys are turned by `rotation`
+    where positions are rotary."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -127,12 +138,12 @@ class Attention(nn.Module):
         self.out = Linear(config.hidden, config.hidden, bias=config.bias, std=_residual_std(config))
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor | None, starts: Tensor | None = None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_size))  # (B, T, 3, H, D)
         q, k, v = qkv.transpose(1, 3).unbind(2)  # (B, H, T, D) each
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        y = self.attend(q, k, v)
+        y = self.attend(q, k, v) if starts is None else self.attend(q, k, v, starts)
         return self.dropout(self.out(y.transpose(1, 2).flatten(2)))  # (B, T, C)
 
 
@@ -157,7 +168,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block, normalised before each part: (B, T, C) -> (B, T, C)."""
+    """One transformer block, normalised before each part: (B, T, C) -> (B, T, C). `starts`: see `Attend`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -166,17 +177,19 @@ class Block(nn.Module):
         self.mlp_norm = _norm(config)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotation)
+    def forward(self, x: Tensor, rotation: Tensor | None, starts: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation, starts)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Positions(nn.Module):
     """Which tokens of a sequence are here, without parameters: all of them."""
 
-    def forward(self, length: int, device: torch.device) -> Tensor:
-        """Positions (T,) int64 of the T = `length` tokens that are here."""
-        return torch.arange(length, device=device)
+    def forward(self, length: int, device: torch.device, given: Tensor | None = None) -> Tensor:
+        """Positions of the T = `length` tokens that are here: (T,) int64, or (B, T) of those `given` for all tokens."""
+        if given is None:
+            return torch.arange(length, device=device)
+        return F.pad(given, (0, length - given.shape[1]))  # Where sequences were padded, behind them.
 
     def own(self, tokens: Tensor) -> Tensor:
         """Of all tokens of the sequences (B, T, …) those that are here."""
@@ -190,9 +203,9 @@ class Rotary(nn.Module):
         super().__init__()
         self.head_size, self.positions = head_size, positions
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(2, T, D / 2) float32 for the tokens of `x` (B, T, C)."""
-        return rotation_table(self.positions(x.shape[1], x.device), self.head_size)
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """(2, T, D / 2) float32 for the tokens of `x` (B, T, C); (2, B, 1, T, D / 2) where positions are given."""
+        return rotation_table(self.positions(x.shape[1], x.device, positions), self.head_size)
 
 
 class Prediction(nn.Module):
@@ -221,7 +234,7 @@ class Prediction(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer: `embed`, then each of `blocks` with the same `rotation`, then `output`.
+    """A decoder-only transformer: `embed`, then each of `blocks` with the same `rotation` and `starts`, then `output`.
 
     With position "learned", norm "layer", tied and bias, it is GPT-2 (the logits agree with transformers' model).
     """
@@ -240,19 +253,25 @@ class GPT(nn.Module):
         self.head = None if config.tied else Linear(config.hidden, config.vocab_size, bias=False)
         self.prediction = Prediction(chunked=config.loss == "chunked")
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> GPTOutput:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> GPTOutput:
         """Logits of `tokens` (B, T) int64, or, with `targets` (B, T) int64, the loss; targets of -100 do not count.
 
-        Raises ValueError when a sequence is longer than the context.
+        `positions` (B, T) int64: where each token stands in its document, from 0. A document begins where they do not
+        go on by one from the token before, and none of its tokens sees one of another document. Without them each
+        sequence is one document.
+
+        Raises ValueError when a sequence is longer than the context, or positions are not of the tokens' shape.
         """
-        x = self.embed(tokens)
-        rotation = self.rotation(x)
+        x = self.embed(tokens, positions)
+        rotation, starts = self.rotation(x, positions), self.starts(positions)
         for block in self.blocks:
-            x = block(x, rotation)
+            x = block(x, rotation, starts)
         return self.output(x, targets)
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """What the first block takes, (B, T, C), of `tokens` (B, T) int64."""
+        if positions is not None:
+            check_positions(positions, tokens)
         length = tokens.shape[-1]
         if length > self.config.context:
             raise ValueError(
@@ -262,12 +281,16 @@ class GPT(nn.Module):
         tokens = self.places.own(tokens)
         x = self.embedding(tokens)  # (B, T, C)
         if self.positions is not None:
-            x = x + self.positions(self.places(tokens.shape[-1], tokens.device))
+            x = x + self.positions(self.places(tokens.shape[-1], tokens.device, positions))
         return self.dropout(x)
 
-    def rotation(self, x: Tensor) -> Tensor | None:
+    def rotation(self, x: Tensor, positions: Tensor | None = None) -> Tensor | None:
         """What every block takes beside its input `x` (B, T, C): the rotation of the positions, if they are rotary."""
-        return None if self.rotary is None else self.rotary(x)
+        return None if self.rotary is None else self.rotary(x, positions)
+
+    def starts(self, positions: Tensor | None) -> Tensor | None:
+        """And (B, T) int32, where the documents of all tokens begin in their sequences; None where each is one."""
+        return None if positions is None else document_starts(positions)
 
     def output(self, x: Tensor, targets: Tensor | None) -> GPTOutput:
         """Logits, or the loss, of what the last block gave, `x` (B, T, C)."""
@@ -276,13 +299,15 @@ class GPT(nn.Module):
 
 
 def rotation_table(positions: Tensor, head_size: int) -> Tensor:
-    """Cosines and sines of the rotary angles (arXiv:2104.09864) at `positions` (T,): (2, T, D / 2) float32.
+    """Cosines and sines of the rotary angles (arXiv:2104.09864) at `positions`: (2, T, D / 2) float32 of (T,), and
+    (2, B, 1, T, D / 2) of (B, T).
 
     Computed anew in each forward pass, which costs nothing beside a block, rather than kept in a buffer: a buffer would
     be lost on `meta`, and rounded when the model is cast to 16 bits.
     """
     pairs = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
-    angles = torch.outer(positions.float(), _ROTARY_BASE ** (-pairs / head_size))
+    angles = positions.float()[..., None] * _ROTARY_BASE ** (-pairs / head_size)
+    angles = angles if positions.dim() == 1 else angles[:, None]  # For all heads.
     return torch.stack((angles.cos(), angles.sin()))
 
 

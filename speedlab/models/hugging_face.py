@@ -37,6 +37,27 @@ _WITHOUT_EFFECT = {
 }
 """What transformers' models pass on to their attention, and scores do not depend on: masks are made of positions."""
 
+PACKED_FAMILIES = (
+    "gemma",
+    "gemma2",
+    "gpt2",
+    "gpt_neox",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "starcoder2",
+)
+"""Models that keep documents apart where `position_ids` begin anew, without a mask or a cache: known from tests."""
+
+_PACKED_ATTENTION = ("sdpa", "eager", "flex_attention", "speedlab_block_sparse")
+"""What makes a mask of positions. (Flash attention does so for batches of a single sequence only.)"""
+
 
 @cache
 def registered(attention: AttentionConfig) -> str:
@@ -116,6 +137,28 @@ class InterfaceAttention:
                 f"attention for {', '.join(sorted(unknown - _WITHOUT_EFFECT))} besides; set model.attention.kind to "
                 "'dense'"
             )
+
+
+def packing_problem(model: nn.Module) -> str | None:
+    """Why `model` would not keep documents apart that its `position_ids` tell of, and what to do; None where it
+    does."""
+    instead = (
+        "set data.documents to 'joined', or give loss=f, which is called as f(model, (tokens, targets, positions))"
+    )
+    config: Any = getattr(model, "config", None)
+    kind, attention = getattr(config, "model_type", None), getattr(config, "_attn_implementation", None)
+    if kind not in PACKED_FAMILIES:
+        return (
+            f"documents are to be separate, and {type(model).__name__}.forward takes no `positions`, nor is it of a "
+            f"type of transformers known to keep them apart ({', '.join(PACKED_FAMILIES)}); {instead}"
+        )
+    if not str(attention).startswith(_PACKED_ATTENTION):
+        return (
+            f"documents are to be separate, and {type(model).__name__} with attention {attention!r} does not keep "
+            "those of several sequences apart; load it with attn_implementation='sdpa', or set data.documents to "
+            "'joined'"
+        )
+    return None
 
 
 def covers(attention: AttentionConfig, sliding_window: int) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -15,6 +19,7 @@ from cuda_ops.block_layout import BlockLayout
 from cuda_ops.block_sparse_attention import (
     block_sparse_attention,
     block_sparse_attention_reference,
+    documents_of,
     flex_blocks,
     partial_attention,
     partial_gradients,
@@ -41,23 +46,33 @@ def window(length: int, *, causal: bool = True, block: int = 64) -> BlockLayout:
     )
 
 
-def assert_near(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float, least: float = 0.0) -> None:
+    """`least`: the norm of terms that may cancel out in what is expected."""
     assert actual.shape == expected.shape
-    assert (actual.double() - expected.double()).norm() <= tolerance * expected.double().norm()
+    assert (actual.double() - expected.double()).norm() <= tolerance * max(expected.double().norm(), least)
 
 
-def assert_as_defined(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float | None = None) -> None:
+def starts_of(*lengths: list[int]) -> Tensor:
+    """(B, T) int32: where the document of each token begins, for sequences of documents of these lengths."""
+    rows = [[sum(row[:number]) for number, length in enumerate(row) for _ in range(length)] for row in lengths]
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def assert_as_defined(
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float | None = None, starts: Tensor | None = None
+) -> None:
     """Output and gradients against the reference on float32 copies."""
-    out = block_sparse_attention(q, k, v, layout, scale=scale)
+    out = block_sparse_attention(q, k, v, layout, scale=scale, starts=starts)
     assert out.dtype is q.dtype
     wide = [each.detach().float().requires_grad_() for each in (q, k, v)]
-    expected = block_sparse_attention_reference(*wide, layout, scale=scale)
+    expected = block_sparse_attention_reference(*wide, layout, scale=scale, starts=starts)
     assert_near(out, expected, TOLERANCE[q.dtype])
     incoming = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype)
     gradients = torch.autograd.grad(out, (q, k, v), incoming)
     for mine, other in zip(gradients, torch.autograd.grad(expected, wide, incoming.float()), strict=True):
         assert mine.dtype is q.dtype
-        assert_near(mine, other, TOLERANCE[q.dtype])
+        # Scores of a query that sees a single key have no gradient: there, the terms of a sum are all that is known.
+        assert_near(mine, other, TOLERANCE[q.dtype], least=0.0 if starts is None else float(incoming.float().norm()))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -111,6 +126,78 @@ def test_windows_of_tokens(width) -> None:
 def test_windows_that_are_refused(width, causal) -> None:
     with pytest.raises(ValueError, match=f"window: {width}, expected 1 or more, and causal set, which is {causal}"):
         BlockLayout.from_mask(torch.ones(1, 1).bool(), causal=causal, window=width)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "lengths",
+    [([200], [1] * 200), ([64, 64, 72], [63, 65, 72]), ([1, 199], [199, 1]), ([16, 16, 168], [5, 90, 3, 102])],
+)
+def test_documents(lengths, dtype) -> None:
+    """Beside the definition; and a document by itself is what it is among others."""
+    q, k, v = example(200, dtype=dtype)
+    layout = BlockLayout.local(200, 13, causal=True, block=16)
+    assert_as_defined(q, k, v, layout, starts=starts_of(*lengths))
+    out = block_sparse_attention(q, k, v, layout, starts=starts_of(*lengths))
+    for row, each in enumerate(lengths):
+        alone = torch.cat([by_itself(q, k, v, row, each, number) for number in range(len(each))], 2)
+        assert_near(out[row : row + 1], alone, TOLERANCE[dtype])
+
+
+def by_itself(q: Tensor, k: Tensor, v: Tensor, row: int, lengths: list[int], number: int) -> Tensor:
+    """Causal attention of one document of a sequence."""
+    begin = sum(lengths[:number])
+    q, k, v = (each[row : row + 1, :, begin : begin + lengths[number]] for each in (q, k, v))
+    return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
+
+
+@st.composite
+def packed(draw: st.DrawFn) -> dict[str, Any]:
+    """Two sequences of documents of any lengths, over blocks of any choice."""
+    length = draw(st.integers(1, 130))
+    rows = []
+    for _ in range(2):
+        cuts = sorted(draw(st.sets(st.integers(1, max(1, length - 1)), max_size=6)) | {0} - {length})
+        rows.append([stop - start for start, stop in itertools.pairwise([*[c for c in cuts if c < length], length])])
+    causal = draw(st.booleans())
+    blocks = -(-length // 16)
+    mask = torch.tensor(draw(st.lists(st.booleans(), min_size=blocks**2, max_size=blocks**2))).view(blocks, blocks)
+    window = draw(st.none() | st.integers(1, length)) if causal else None
+    return {
+        "length": length,
+        "starts": starts_of(*rows),
+        "layout": BlockLayout.from_mask(mask, causal=causal, block=16, window=window),
+        "dtype": draw(st.sampled_from(FLOATS)),
+    }
+
+
+@settings(max_examples=80, deadline=None)
+@given(case=packed())
+def test_documents_of_any_length_over_any_blocks(case) -> None:
+    q, k, v = example(case["length"], 16, dtype=case["dtype"])
+    assert_as_defined(q, k, v, case["layout"], starts=case["starts"])
+
+
+def test_blocks_before_a_document_are_not_computed() -> None:
+    """What stands there, be it NaN, reaches no number of another document's."""
+    q, k, v = example(256)
+    with torch.no_grad():
+        for each in (q, k, v):
+            each[:, :, :64] = math.nan
+    out = block_sparse_attention(q, k, v, window(256), starts=starts_of([64, 192], [64, 100, 92]))
+    gradients = torch.autograd.grad(out[:, :, 64:].sum(), (q, k, v))
+    assert out[:, :, :64].isnan().all()
+    assert out[:, :, 64:].isfinite().all()
+    assert all(each[:, :, 64:].isfinite().all() for each in gradients)
+
+
+def test_bad_starts_are_refused() -> None:
+    q, k, v = example(100)
+    starts = starts_of([100], [50, 50])
+    with pytest.raises(ValueError, match="starts: dtype is int64, expected int32"):
+        block_sparse_attention(q, k, v, window(100), starts=starts.long())
+    with pytest.raises(ValueError, match=r"starts: shape is \(1, 100\), expected \(2, 100\)"):
+        block_sparse_attention(q, k, v, window(100), starts=starts[:1])
 
 
 def test_all_blocks_are_dense_attention() -> None:
@@ -312,11 +399,12 @@ def test_kernels_are_counted() -> None:
 def test_registration(dtype) -> None:
     q, k, v = example(70, 16, dtype=dtype)
     layout = window(70)
-    lists = layout.offsets, layout.columns, layout.distances, layout.block, layout.causal, 16, 0.25
-    torch.library.opcheck(torch.ops.cuda_ops.block_sparse_attention.default, (q, k, v, *lists))
-    out, lse = torch.ops.cuda_ops.block_sparse_attention(q, k, v, *lists)
-    saved = [each.detach() for each in (torch.ones_like(out), q, k, v, out, lse)]
-    torch.library.opcheck(torch.ops.cuda_ops.block_sparse_attention_backward.default, (*saved, *lists))
+    for starts in (None, starts_of([30, 40], [70])):
+        lists = layout.offsets, layout.columns, layout.distances, starts, layout.block, layout.causal, 16, 0.25
+        torch.library.opcheck(torch.ops.cuda_ops.block_sparse_attention.default, (q, k, v, *lists))
+        out, lse = torch.ops.cuda_ops.block_sparse_attention(q, k, v, *lists)
+        saved = [each.detach() for each in (torch.ones_like(out), q, k, v, out, lse)]
+        torch.library.opcheck(torch.ops.cuda_ops.block_sparse_attention_backward.default, (*saved, *lists))
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [torch.empty(2, 2, 70, 16, dtype=dtype, requires_grad=True) for _ in range(3)]
         attended = block_sparse_attention(fakes[0], fakes[1], fakes[2], layout)
@@ -360,6 +448,40 @@ def test_flex_attention_gets_the_same_blocks(queries, keys, causal) -> None:
     assert torch.equal(whole | either, token_mask(layout, queries, keys))
     if keys % 64:
         assert not full[:, -1].any()
+
+
+@pytest.mark.parametrize(("length", "causal"), [(256, True), (200, True), (200, False)])
+def test_flex_attention_keeps_documents_apart(length, causal) -> None:
+    mask = torch.rand(-(-length // 64), -(-length // 64), generator=torch.Generator().manual_seed(3)) < 0.7
+    layout = BlockLayout.from_mask(mask, causal=causal)
+    starts = starts_of([70, 1, length - 71], [length - 3, 3])
+    blocks = documents_of(flex_blocks(layout, length, length, torch.device("cpu")), starts)
+    assert blocks.full_kv_num_blocks is None
+    batch, query, key = torch.arange(2)[:, None, None], torch.arange(length)[:, None], torch.arange(length)
+    listed = blocks.to_dense()[:, 0].bool()
+    whole = listed.repeat_interleave(64, 1).repeat_interleave(64, 2)[:, :length, :length]
+    computed = whole & blocks.mask_mod(batch, torch.zeros((), dtype=torch.int64), query, key)
+    expected = token_mask(layout, length, length) & (key >= starts[:, :, None])
+    assert torch.equal(computed, expected)
+    assert not listed[0, 2:, 0].any()  # All their queries are of later documents.
+    for row in range(length, 64 * len(mask)):  # What pads a block is asked for, too.
+        blocks.mask_mod(*map(torch.tensor, (0, 0, row, 0)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("length", [256, 200])
+def test_documents_on_a_gpu(length, dtype) -> None:
+    layout, starts = window(length), starts_of([70, 1, length - 71], [length - 3, 3])
+    inputs = example(length, 64, dtype=dtype)
+    on_gpu = [each.detach().cuda().requires_grad_() for each in inputs]
+    out = block_sparse_attention(*on_gpu, layout, starts=starts.cuda())
+    expected = block_sparse_attention(*inputs, layout, starts=starts)
+    tolerance = max(2e-3, 2 * TOLERANCE[dtype])
+    assert_near(out.cpu(), expected, tolerance)
+    gradients = torch.autograd.grad(out, on_gpu, torch.ones_like(out))
+    for mine, other in zip(gradients, torch.autograd.grad(expected, inputs, torch.ones_like(expected)), strict=True):
+        assert_near(mine.cpu(), other, tolerance)
 
 
 @pytest.mark.gpu

@@ -167,7 +167,8 @@ def _check_layout(
         raise ConfigError(f"parallel.tp {layout.tp}: {error}") from None
     try:
         if layout.cp > 1:
-            check_model(module, layout, config.parallel, device.type)
+            separate = config.data.documents == "separate"
+            check_model(module, layout, config.parallel, device.type, separate=separate)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -195,14 +196,15 @@ def _forward(
     """One micro-batch through the module, as the engine would do it."""
     micro_size = config.batch.resolve(layout.data_size).micro_size
     shape = (micro_size, config.data.sequence_length)
-    tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+    count = 3 if config.data.documents == "separate" else 2
+    batch = tuple(torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(count))
     hooks = [
-        layer.register_forward_pre_hook(_check_vocabulary(name, tokens, config))
+        layer.register_forward_pre_hook(_check_vocabulary(name, batch[0], config))
         for name, layer in module.named_modules()
         if isinstance(layer, nn.Embedding)
     ]
     module.train()
-    found = loss_of(module, (tokens, targets), loss)
+    found = loss_of(module, batch, loss)
     for hook in hooks:
         hook.remove()
     if not found.requires_grad:

@@ -77,8 +77,9 @@ def initialize(
             RunConfig counts with all its defaults; of the others, gradients are clipped and a schedule is followed
             only where they name `clip_norm` and `schedule`.
         loss: `loss(model, batch)`, which calls the model and gives the mean loss of a micro-batch: what `train_batch`
-            and `evaluate` compute of their batches, whatever these are. Without it a forward takes (tokens, targets) or
-            a dict of keyword arguments, and gives the loss or an output with `.loss`.
+            and `evaluate` compute of their batches, whatever these are. Without it a forward takes (tokens, targets),
+            perhaps with `positions` of documents, or a dict of keyword arguments, and gives the loss or an output with
+            `.loss`.
         units: which modules are gathered together; None chooses repeated blocks.
         tp_plan: how layers are cut over tensor-parallel ranks, as in Hugging Face's plans: pattern of module names →
             style. None takes the one that the model brings along.
@@ -97,7 +98,8 @@ def initialize(
     if isinstance(model, nn.Module):
         check_attention(model, config.model.attention)
     prepare_small_states(config, world.device)
-    if config.model.attention.kind == "block_sparse" and world.device.type == "cpu":
+    sparse = config.model.attention.kind == "block_sparse" or config.data.documents == "separate"
+    if sparse and world.device.type == "cpu":
         warm.warm_up(lambda line: print(line, flush=True), steps=warm.SPARSE)
     epochs = _epochs(training_data, batch, layout, world.rank, config.seed)
     attention = BlockSparse(config.model.attention)

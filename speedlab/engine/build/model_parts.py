@@ -141,7 +141,8 @@ def build_model_part(
     except ValueError as error:
         raise ConfigError(f"parallel.tp {layout.tp}: {error}") from None
     try:
-        context = ContextParallel(module, mesh, config.parallel)
+        separate = config.data.documents == "separate"
+        context = ContextParallel(module, mesh, config.parallel, separate=separate)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _move_whole(module, mesh.device)

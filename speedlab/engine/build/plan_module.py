@@ -52,7 +52,8 @@ def plan_module(
 
     Args:
         source: a module, which stays as it is, or a callable that makes one.
-        batch: makes one micro-batch, while tensors are fake; None: tokens and targets, as the configuration says.
+        batch: makes one micro-batch, while tensors are fake; None: tokens and targets, and positions where documents
+            are separate, as the configuration says.
         loss, units: as for `initialize`.
 
     Raises LayoutError or ConfigError when the configuration has no such layout.
@@ -97,7 +98,8 @@ def fake_twins(module: nn.Module, device: torch.device) -> dict[int, Any]:
 
 
 def _tokens(config: RunConfig, micro_size: int) -> tuple[Tensor, ...]:
-    return tuple(torch.zeros(micro_size, config.data.sequence_length, dtype=torch.int64) for _ in range(2))
+    count = 3 if config.data.documents == "separate" else 2
+    return tuple(torch.zeros(micro_size, config.data.sequence_length, dtype=torch.int64) for _ in range(count))
 
 
 # ---- flats -----------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def _time_matmuls(a: Tensor, b: Tensor, count: int = 4) -> float:
 
 
 @torch.no_grad()
-def first_non_finite(engine: Engine, batches: Iterable[tuple[Tensor, Tensor]]) -> str | None:
+def first_non_finite(engine: Engine, batches: Iterable[tuple[Tensor, ...]]) -> str | None:
     """Run the given micro-batches' forwards again and name the first module with an output that is not finite, on this
     rank. Collective."""
     found: list[str] = []

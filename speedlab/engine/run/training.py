@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from speedlab.comm import Group, Traffic, World, join, leave
 from speedlab.config import RunConfig
 from speedlab.config.context import padded_length, padding_words
-from speedlab.data import Corpus, Sampler, prepare
+from speedlab.data import Corpus, Sampler, prepare, separated
 from speedlab.engine.build.contract import made
 from speedlab.engine.build.initialize import initialize
 from speedlab.engine.engine import Engine
@@ -76,15 +77,22 @@ class Training:
         config, length = self.config, self.config.data.sequence_length
         return padding_words(length, padded_length(config.model, self.layout, config.parallel, length))
 
-    def batches(self, sampler: Sampler, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's micro-batches of a step: tokens and targets."""
+    def batches(self, sampler: Sampler, step: int) -> Iterator[tuple[Tensor, ...]]:
+        """This rank's micro-batches of a step: tokens and targets, and positions where documents are kept apart."""
         micro, shares = self.batch.micro_size, self.layout.data_size
         for number in range(self.batch.accumulation):
             with self.engine.clock.phase("data"):
                 first = (number * shares + self.engine.mesh.data_index) * micro
-                values = sampler.rows(step, self.batch.global_size, first, first + micro)
-                rows = torch.from_numpy(values).to(self.world.device, non_blocking=True)
-            yield rows[:, :-1], rows[:, 1:]
+                rows = sampler.rows(step, self.batch.global_size, first, first + micro)
+                if self.corpus.end is not None:
+                    batch = tuple(map(self._to_device, separated(rows, self.corpus.end)))
+                else:
+                    whole = self._to_device(rows)
+                    batch = whole[:, :-1], whole[:, 1:]
+            yield batch
+
+    def _to_device(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.world.device, non_blocking=True)
 
     def evaluate(self) -> float:
         """Mean loss over the configured number of held-out batches; the same rows at every call. Collective."""

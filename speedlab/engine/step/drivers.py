@@ -10,18 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from speedlab.config import ConfigError
 from speedlab.engine.step.clock import PhaseClock
 from speedlab.engine.step.losses import LossFunction, loss_of
 from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.step import Step
 from speedlab.layout import LayoutError
+from speedlab.models.documents import check_positions
+from speedlab.models.hugging_face import packing_problem
 from speedlab.parallel.context import ContextParallel
 from speedlab.parallel.pipeline import Pipeline, StageModule
 from speedlab.parallel.zero import map_tensors
 from speedlab.telemetry.records import Span
 
 Batch = Any
-"""A micro-batch: tokens and targets, (B, T) int64 each, or whatever `losses.loss_of` knows what to do with."""
+"""A micro-batch: tokens, targets and perhaps positions of documents, (B, T) int64 each, or whatever `losses.loss_of`
+knows what to do with."""
 
 
 class PipelineOutput(NamedTuple):
@@ -211,30 +215,44 @@ class PipelineStages:
         raise RuntimeError(f"under {self._state.layout} a step is one call: engine.train_batch(batches)")
 
     def train(self, batches: Sequence[Batch]) -> None:
-        pairs = [self._pair(batch) for batch in batches]
+        parts = [self._parts(batch) for batch in batches]
         step = self._step
         step.data.look(batches)
-        if len(shapes := {tuple(tokens.shape) for tokens, _ in pairs}) > 1:
+        if len(shapes := {tuple(tokens.shape) for tokens, *_ in parts}) > 1:
             told = ", ".join("×".join(map(str, shape)) for shape in sorted(shapes))
             raise ValueError(f"train_batch: under a pipeline micro-batches are of one shape, and these are {told}")
-        self._check_length(pairs[0][0].shape[1])
-        tokens, targets = (self._state.to_device(torch.cat(parts)) for parts in zip(*pairs, strict=True))
-        step.ended_backward(self._pipeline.train(tokens, targets, micro_batches=step.accumulation, scale=step.scale))
+        if len({len(each) for each in parts}) > 1:
+            raise ValueError(
+                "train_batch: positions came with some micro-batches and not with others; give all or none"
+            )
+        self._check_length(parts[0][0].shape[1])
+        given = [self._state.to_device(torch.cat(each)) for each in zip(*parts, strict=True)]
+        step.ended_backward(self._pipeline.train(*given, micro_batches=step.accumulation, scale=step.scale))
         step.micro_step = step.accumulation - 1
 
     def evaluate(self, batch: Batch) -> list[Tensor]:
-        tokens, targets = map(self._state.to_device, self._pair(batch))
-        return self._pipeline.evaluate(tokens, targets)
+        return self._pipeline.evaluate(*map(self._state.to_device, self._parts(batch)))
 
-    def _pair(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        if isinstance(batch, list | tuple) and len(batch) == 2 and all(isinstance(each, Tensor) for each in batch):
-            return batch[0], batch[1]
+    def _parts(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Tokens, targets and perhaps positions. What is wrong with positions is found on all ranks, of which only some
+        embed them."""
+        several = isinstance(batch, list | tuple) and len(batch) in (2, 3)
+        if several and all(isinstance(each, Tensor) for each in batch):
+            for positions in batch[2:]:
+                check_positions(positions, batch[0])
+                self._check_packing()
+            return tuple(batch)
         names = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
         raise TypeError(
             f"under {self._state.layout} a micro-batch is a pair (tokens, targets) of tensors (B, T), not a "
             f"{type(batch).__name__}{names}; targets are the tokens one place further on, so of rows (B, T + 1): "
-            "(rows[:, :-1], rows[:, 1:])"
+            "(rows[:, :-1], rows[:, 1:]); positions of documents may follow as a third"
         )
+
+    def _check_packing(self) -> None:
+        stage = cast(StageModule, self._state.modules[0])
+        if stage.shifts_targets and (problem := packing_problem(stage)) is not None:
+            raise ConfigError(f"model: {problem}")
 
     def update(self) -> AbstractContextManager[object]:
         return self._pipeline.update()

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from speedlab.config import ConfigError
 from speedlab.layout import Layout
+from speedlab.models.documents import labels_of
+from speedlab.models.hugging_face import packing_problem
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 """`loss(model, batch)`: the mean loss of a micro-batch, one number. It calls the model."""
@@ -19,12 +21,15 @@ What a model's forward takes and gives is one of these:
   forward(tokens, targets)              gives the loss, or an output with .loss; both (B, T) int64
   forward(input_ids=..., labels=...)    gives an output with .loss, as Hugging Face's models do
   anything else                         give loss=f as well: f(model, batch) calls the model and gives the loss;
-                                        in a run, batch is (tokens, targets)"""
+                                        in a run, batch is (tokens, targets)
+With data.documents 'separate' a batch has positions (B, T) int64 as well, where each token stands in its document:
+forward(tokens, targets, positions=...), or position_ids=... of Hugging Face's models; in a run, batch is then
+(tokens, targets, positions)"""
 
 
 _LOSS_CONTRACT = (
     "give a function that is called as loss(model, batch), calls the model, and gives the mean loss; in a run, batch "
-    "is (tokens, targets)"
+    "is (tokens, targets), with data.documents 'separate' (tokens, targets, positions)"
 )
 
 
@@ -35,6 +40,8 @@ def loss_of(model: nn.Module, batch: Any, loss: LossFunction | None) -> Tensor:
     2. A dict of tensors is the model's keyword arguments.
     3. Of tokens and targets the model gets both; one that takes `input_ids` and `labels`, as Hugging Face's, shifts the
        labels itself: it gets the tokens as either.
+    4. Positions of documents, where they come third, the model gets as `positions`; Hugging Face's get them as
+       `position_ids`, and labels without the first token of each document.
 
     Raises ConfigError, with what would do, for any other batch and for what is no loss.
     """
@@ -42,18 +49,20 @@ def loss_of(model: nn.Module, batch: Any, loss: LossFunction | None) -> Tensor:
         return _as_loss(loss(model, batch), f"loss: {_name(loss)}(model, batch)")
     if isinstance(batch, Mapping):
         return _as_loss(model(**batch), f"model: {type(model).__name__}.forward")
-    if not (isinstance(batch, list | tuple) and len(batch) == 2):
+    if not (isinstance(batch, list | tuple) and len(batch) in (2, 3)):
         raise ConfigError(
             f"batch: it is a {type(batch).__name__}; give (tokens, targets), a dict of the model's keyword arguments, "
-            f"or anything together with loss="
+            f"or anything together with loss=; positions of documents may follow targets"
         )
-    tokens, targets = batch
-    return _as_loss(_call(model, tokens, targets), f"model: {type(model).__name__}.forward")
+    return _as_loss(_call(model, *batch), f"model: {type(model).__name__}.forward")
 
 
-def _call(model: nn.Module, tokens: Tensor, targets: Tensor) -> Any:
-    """The model's output for tokens and targets. Raises ConfigError for a forward that takes no targets."""
+def _call(model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Any:
+    """The model's output for tokens and targets. Raises ConfigError for a forward that takes no targets, or would not
+    keep documents apart."""
     parameters = inspect.signature(model.forward).parameters
+    if positions is not None:
+        return _call_apart(model, parameters, tokens, targets, positions)
     if "targets" in parameters:
         return model(tokens, targets=targets)
     kinds = [parameter.kind for parameter in parameters.values()]
@@ -69,6 +78,19 @@ def _call(model: nn.Module, tokens: Tensor, targets: Tensor) -> Any:
         f"model: {type(model).__name__}.forward({', '.join(parameters)}) takes no targets, so it gives no loss\n"
         f"{CONTRACT}"
     )
+
+
+def _call_apart(
+    model: nn.Module, parameters: Mapping[str, inspect.Parameter], tokens: Tensor, targets: Tensor, positions: Tensor
+) -> Any:
+    """The model's output for documents that are to be kept apart."""
+    if "positions" in parameters:
+        return model(tokens, targets, positions=positions)
+    if (problem := packing_problem(model)) is not None:
+        raise ConfigError(f"model: {problem}")
+    # Into a cache, keys would go without their documents.
+    labels = labels_of(tokens, positions)
+    return model(input_ids=tokens, labels=labels, position_ids=positions, use_cache=False)
 
 
 def check_loss(loss: LossFunction | None, layout: Layout) -> None:

@@ -29,6 +29,7 @@ from speedlab.config import ModelConfig, ParallelConfig
 from speedlab.config.context import context_problem, dropout_rule, heads_shared, ring_block, ways_out
 from speedlab.layout import Layout, LayoutError, own_positions, sequence_multiple
 from speedlab.models import GPT
+from speedlab.models.documents import IGNORED
 from speedlab.models.gpt import Attend, Block, Dropout, GPTOutput, SparseAttend
 from speedlab.parallel.changes import Change, Changes
 from speedlab.parallel.context.heads import share_heads, share_tokens
@@ -37,16 +38,18 @@ from speedlab.parallel.context.sparse_ring import sparse_ring_attention
 from speedlab.parallel.mesh import Mesh
 
 
-def check_model(model: nn.Module, layout: Layout, parallel: ParallelConfig, device: str) -> GPT:
-    """The GPT whose sequences can be cut under the layout, on devices of this kind. Raises LayoutError, with what would
-    work, for others."""
+def check_model(
+    model: nn.Module, layout: Layout, parallel: ParallelConfig, device: str, *, separate: bool = False
+) -> GPT:
+    """The GPT whose sequences can be cut under the layout, on devices of this kind, documents in them kept apart where
+    they are `separate`. Raises LayoutError, with what would work, for others."""
     kind: Any = type(model)
     if not isinstance(model, GPT) or kind.embed is not GPT.embed or kind.output is not GPT.output:
         raise LayoutError(
             f"parallel.cp {layout.cp}: sequences are cut for this package's GPT as it is, not for {kind.__name__}; set "
             "parallel.cp to 1, and use tp, pp or dp for more devices"
         )
-    if (problem := context_problem(model.config, layout, parallel)) is not None:
+    if (problem := context_problem(model.config, layout, parallel, separate=separate)) is not None:
         raise LayoutError(f"parallel: {problem}")
     if heads_shared(model.config, layout, parallel.cp_heads) == layout.cp:
         return model
@@ -72,16 +75,13 @@ def _as_configured(attend: nn.Module, config: ModelConfig) -> bool:
     return type(attend) is kind and same and "forward" not in vars(attend)
 
 
-_IGNORED = -100
-"""A target that does not count."""
-
-
 class ContextParallel:
     """Context parallelism of one module over the ranks along cp; without several of them nothing changes."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, parallel: ParallelConfig) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, parallel: ParallelConfig, *, separate: bool = False) -> None:
         """`parallel`: how many of the ranks share heads, whether sequences are padded, and whether tp ranks share out
-        the tokens between layers. Collective over all ranks.
+        the tokens between layers; `separate`: whether documents of a sequence are kept apart. Collective over all
+        ranks.
 
         Raises LayoutError for a model that cannot be cut along its sequences."""
         sequence = parallel.sequence and mesh.layout.tp > 1
@@ -94,7 +94,7 @@ class ContextParallel:
         self._length = 0
         """Tokens of the sequences that were embedded last."""
         if self._group.size > 1:
-            gpt = check_model(model, mesh.layout, parallel, self._group.device.type)
+            gpt = check_model(model, mesh.layout, parallel, self._group.device.type, separate=separate)
             shared = heads_shared(gpt.config, mesh.layout, parallel.cp_heads)
             ring, place = divmod(self._group.index, shared)
             self._heads = mesh.group("cp heads", self._group.ranks[ring * shared :][:shared])
@@ -130,7 +130,7 @@ class ContextParallel:
     def _of_gpt(self, model: GPT) -> Iterator[Change]:
         # Those of classes: pipeline stages of one rank may share these modules, and each of them changes them.
         vocabulary = model.config.vocab_size
-        yield Change(model.places, "forward", lambda _: partial(self._positions, model.config.context))
+        yield Change(model.places, "forward", lambda _: partial(self._positions, model.config))
         yield Change(model.places, "own", lambda _: partial(self._embedded, model.places, vocabulary))
         yield Change(model.prediction, "forward", lambda _: partial(self._predict, model.prediction, vocabulary))
         dropouts, first_own = [cast(Dropout, model.dropout)], self._heads.index * self._own_heads
@@ -147,9 +147,15 @@ class ContextParallel:
 
     # ---- tokens ------------------------------------------------------------------------------------------------------
 
-    def _positions(self, context: int, length: int, device: torch.device) -> Tensor:
-        # What pads a sequence comes behind it, where a table of positions may have ended.
-        return self._own_places(length * self._group.size, device).clamp_(max=context - 1)
+    def _positions(self, config: ModelConfig, length: int, device: torch.device, given: Tensor | None = None) -> Tensor:
+        last = config.context - 1
+        if given is None:
+            # What pads a sequence comes behind it, where a table of positions may have ended.
+            return self._own_places(length * self._group.size, device).clamp_(max=last)
+        looked_up = config.position == "learned" and given.is_cpu
+        if looked_up and ((given < 0) | (given > last)).any():  # On all ranks, not on who has it.
+            raise IndexError(f"positions: {int(given.min())} to {int(given.max())}, expected 0 to {last}")
+        return self._own(given, 0)
 
     def _own_places(self, whole: int, device: torch.device) -> Tensor:
         own = own_positions(whole, self._group.size, self._heads.size, self._group.index)
@@ -185,12 +191,19 @@ class ContextParallel:
     def _across_ranks(self, forward: Any) -> Any:
         return torch.compiler.disable(partial(self._attend, forward))  # It communicates.
 
-    def _attend(self, forward: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, forward: Any, q: Tensor, k: Tensor, v: Tensor, *starts: Tensor) -> Tensor:
+        """`starts`: of whole sequences, where there are documents."""
         heads, ring = self._heads, self._ring
+        if starts and ring.size > 1:
+            raise LayoutError(
+                f"parallel.cp {self._group.size}: documents are kept apart where all cp ranks share heads, and here "
+                f"{heads.size} do; choose a cp that divides the heads of a tp rank, without cp_heads, or give no "
+                "positions"
+            )
         if heads.size > 1:
             q, k, v = share_heads(torch.stack((q, k, v)), heads).unbind()
         if ring.size == 1:
-            y = forward(q, k, v)
+            y = forward(q, k, v, *starts)
         elif self._attention.kind == "dense":
             y = ring_attention(q, k, v, ring)
         else:
@@ -208,11 +221,11 @@ class ContextParallel:
         if not same or (self._length and targets.shape[1] != self._length):  # No stage behind the first knows that.
             raise ValueError(
                 f"targets: {targets.shape[1]} of a sequence, expected one for each token; give as many, with "
-                f"{_IGNORED} where none counts"
+                f"{IGNORED} where none counts"
             )
         if targets.is_cpu:
-            check_range(targets.flatten(), vocabulary, _IGNORED)
-        own = self._own(targets, _IGNORED)
+            check_range(targets.flatten(), vocabulary, IGNORED)
+        own = self._own(targets, IGNORED)
         count, total = (((each >= 0) & (each < vocabulary)).sum() for each in (own, targets))
         # The mean of no targets would not be a number; that of any is counted not at all. Where the whole has none, it
         # is none, too.

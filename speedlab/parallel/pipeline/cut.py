@@ -20,7 +20,8 @@ from speedlab.parallel.pipeline.hugging_face import Decoder, decoder_of
 
 class StageModule(nn.Module):
     """What every pipeline stage has beside its modules. Its `forward` takes tokens (B, T) on the first stage, else
-    activations (B, T, C), and gives activations, or on the last stage logits, or with `targets` the loss."""
+    activations (B, T, C), and gives activations, or on the last stage logits, or with `targets` the loss. `positions`
+    (B, T) of documents every stage is given."""
 
     hidden: int
     """C"""
@@ -37,12 +38,12 @@ class GPTStage(StageModule):
 
     shifts_targets = False
 
-    def forward(self: Any, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self: Any, x: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         if self.is_first:
-            x = self.embed(x)
-        rotation = self.rotation(x)
+            x = self.embed(x, positions)
+        rotation, starts = self.rotation(x, positions), self.starts(positions)
         for block in self.blocks:
-            x = block(x, rotation)
+            x = block(x, rotation, starts)
         if not self.is_last:
             return x
         output = self.output(x, targets)
@@ -54,8 +55,8 @@ class DecoderStage(StageModule):
 
     shifts_targets = True
 
-    def forward(self: Any, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        inputs = {"input_ids" if self.is_first else "inputs_embeds": x, "use_cache": False}
+    def forward(self: Any, x: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        inputs = {"input_ids" if self.is_first else "inputs_embeds": x, "position_ids": positions, "use_cache": False}
         if not self.is_last:
             return self.base_model(**inputs)[0]
         output = super().forward(**inputs, labels=targets)  # type: ignore[call-arg]  # the model's own forward

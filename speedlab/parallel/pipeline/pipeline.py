@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from speedlab.comm import Group, Transfer
+from speedlab.models.documents import labels_of
 from speedlab.parallel.pipeline.cut import StageModule
 from speedlab.parallel.pipeline.schedules import Action, Kind, forward_plan, training_plan
 from speedlab.parallel.pipeline.stage import PipelineStage
@@ -50,6 +51,7 @@ class _Step:
 
     inputs: list[Tensor]
     labels: list[Tensor]
+    positions: Sequence[Tensor | None]
     shape: tuple[int, ...]
     """Of what goes between stages."""
     scale: float
@@ -128,19 +130,23 @@ class Pipeline:
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
-    def train(self, tokens: Tensor, targets: Tensor, *, micro_batches: int, scale: float) -> list[Tensor]:
+    def train(
+        self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None, *, micro_batches: int, scale: float
+    ) -> list[Tensor]:
         """Forward and backward of all micro-batches; gradients of loss × `scale` are in the flats, summed over the dp
         ranks, when this returns.
 
-        `tokens`, `targets`: (A·B, T) int64, the same on all pipeline ranks, in A = `micro_batches` equal parts. Hugging
-        Face models make targets of the tokens themselves, and those given do not count.
+        `tokens`, `targets`, `positions` of documents: (A·B, T) int64, the same on all pipeline ranks, in A =
+        `micro_batches` equal parts. Hugging Face models make targets of the tokens themselves, and those given do not
+        count.
         Returns the losses by micro-batch where the last stage is, [] elsewhere.
         Raises ValueError where the schedule does not exist for so many micro-batches.
         """
         plan = self._training_plan(micro_batches)
         inputs = _parts(tokens, micro_batches)
-        labels = _parts(tokens if self._shifts_targets else targets, micro_batches)
-        step = _Step(inputs, labels, self._activation_shape(inputs[0]), scale)
+        labels = _parts(self._labels(tokens, targets, positions), micro_batches)
+        places = _parts_of(positions, micro_batches)
+        step = _Step(inputs, labels, places, self._activation_shape(inputs[0]), scale)
         self._take_tags(micro_batches)
         last = {a.stage: a for a in plan if a.kind in self._last_kinds(a.stage)}
         self._timeline.begin()
@@ -165,7 +171,7 @@ class Pipeline:
         elif kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
             self._send(action, step.made.pop(number), step.shape)
         elif kind is Kind.FORWARD:
-            result = self._forward(action, step.inputs[k], step.labels[k])
+            result = self._forward(action, step.inputs[k], step.labels[k], step.positions[k])
             if self._stages[number].module.is_last:
                 step.losses.append(result)
             else:
@@ -182,14 +188,19 @@ class Pipeline:
             return Kind.BACKWARD, Kind.BACKWARD_WEIGHT
         return (Kind.BACKWARD, Kind.BACKWARD_INPUT) if first_half else (Kind.BACKWARD,)
 
-    def _forward(self, action: Action, tokens: Tensor, targets: Tensor) -> Tensor:
+    def _labels(self, tokens: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:
+        if not self._shifts_targets:
+            return targets
+        return tokens if positions is None else labels_of(tokens, positions)
+
+    def _forward(self, action: Action, tokens: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:
         _, number, k = action
         stage = self._stages[number]
         with self._phase("forward"):
             given = tokens if stage.module.is_first else self._arrived(Kind.RECEIVE_ACTIVATION, number, k)
             self._on_forward(k)
             with self._timeline.span("F", number, k):
-                return stage.forward(k, given, targets if stage.module.is_last else None)
+                return stage.forward(k, given, targets if stage.module.is_last else None, positions)
 
     def _backward(self, action: Action, *, scale: float, sync: bool) -> Tensor | None:
         kind, number, k = action
@@ -209,14 +220,20 @@ class Pipeline:
                 stage.backward_weight(k, sync=sync)
                 return None
 
-    def evaluate(self, tokens: Tensor, targets: Tensor | None = None, *, micro_batches: int = 1) -> list[Tensor]:
+    def evaluate(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        *,
+        micro_batches: int = 1,
+    ) -> list[Tensor]:
         """Forwards only: where the last stage is, the losses by micro-batch, or without `targets` the logits
-        (B, T, V); [] elsewhere. `tokens`, `targets` as in `train`, of any size."""
+        (B, T, V); [] elsewhere. `tokens`, `targets`, `positions` as in `train`, of any size."""
         plan = forward_plan(pp=self.pp, chunks=len(self._stages), micro_batches=micro_batches)[self.index]
         inputs = _parts(tokens, micro_batches)
-        labels: Sequence[Tensor | None] = [None] * micro_batches
-        if targets is not None:
-            labels = _parts(tokens if self._shifts_targets else targets, micro_batches)
+        labels = _parts_of(None if targets is None else self._labels(tokens, targets, positions), micro_batches)
+        places = _parts_of(positions, micro_batches)
         shape = self._activation_shape(inputs[0])
         self._take_tags(micro_batches)
         results: list[Tensor] = []
@@ -227,7 +244,7 @@ class Pipeline:
                 if kind is Kind.FORWARD:
                     stage = self._stages[number]
                     given = inputs[k] if stage.module.is_first else self._arrived(Kind.RECEIVE_ACTIVATION, number, k)
-                    made[number] = stage.evaluate(given, labels[k])
+                    made[number] = stage.evaluate(given, labels[k], places[k])
                     if stage.module.is_last:
                         results.append(made.pop(number))
                 elif kind in _COMPUTED_BY:
@@ -320,3 +337,7 @@ def _parts(whole: Tensor, count: int) -> list[Tensor]:
     if len(whole) % count:
         raise ValueError(f"{len(whole)} sequences do not divide by {count} micro-batches")
     return list(whole.split(len(whole) // count))
+
+
+def _parts_of(whole: Tensor | None, count: int) -> Sequence[Tensor | None]:
+    return [None] * count if whole is None else _parts(whole, count)

@@ -44,18 +44,18 @@ class PipelineStage:
         """Whether there is something to do in the (first, second) half of a backward."""
         return not self.module.is_first, self.split or self.module.is_first
 
-    def forward(self, micro_batch: int, given: Tensor, targets: Tensor | None) -> Tensor:
+    def forward(self, micro_batch: int, given: Tensor, targets: Tensor | None, positions: Tensor | None) -> Tensor:
         """What the stage makes of `given`: an activation, or with `targets` on the last stage the loss, without a
         graph; the graph is kept for the backward."""
         x = given if self.module.is_first else given.requires_grad_()
-        made = self.module(x, targets) if self.module.is_last else self.module(x)
+        made = self.module(x, targets, positions)
         self._micros[micro_batch] = _Micro(None if self.module.is_first else x, made)
         return made.detach()
 
     @torch.no_grad()
-    def evaluate(self, given: Tensor, targets: Tensor | None) -> Tensor:
+    def evaluate(self, given: Tensor, targets: Tensor | None, positions: Tensor | None) -> Tensor:
         """The same without a graph; on the last stage logits without `targets`."""
-        made: Tensor = self.module(given, targets) if self.module.is_last else self.module(given)
+        made: Tensor = self.module(given, targets, positions)
         return made
 
     def backward(self, micro_batch: int, gradient: Tensor | None, *, scale: float, sync: bool) -> Tensor | None:

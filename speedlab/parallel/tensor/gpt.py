@@ -133,6 +133,6 @@ class BuiltIn:
         x = F.pad(x, (0, 0, 0, missing)) if missing else x
         return self._drop_tokens(module, split(x, self._group, TOKENS))  # 1
 
-    def _rotation_of_all(self, rotary: Any, x: Tensor) -> Tensor:
+    def _rotation_of_all(self, rotary: Any, x: Tensor, positions: Tensor | None = None) -> Tensor:
         # Of the class: pipeline stages of one rank may share this module, and each of them changes it.
-        return type(rotary).forward(rotary, x[:, :1].expand(-1, x.shape[TOKENS] * self._group.size, -1))
+        return type(rotary).forward(rotary, x[:, :1].expand(-1, x.shape[TOKENS] * self._group.size, -1), positions)
