@@ -568,8 +568,7 @@ def _gradients_cpu(
 
 _attend = register(
     "block_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor offsets, Tensor columns, Tensor distances, "
-    "Tensor? starts, int block, "
-    "bool causal, int window, float scale) -> (Tensor, Tensor)",
+    "Tensor? starts, int block, bool causal, int window, float scale) -> (Tensor, Tensor)",
     cpu=_attend_cpu,
     fake=_attend_fake,
 )
@@ -587,14 +586,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:3], out, lse, *inputs[3:6])
-    ctx.rest = inputs[6:]
+    ctx.save_for_backward(*inputs[:3], out, lse, *inputs[3:7])
+    ctx.rest = inputs[7:]
 
 
 def _backward_of(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 10
-    return *_gradients(grad, *ctx.saved_tensors, *ctx.rest), *(None,) * 7
+        return (None,) * 11
+    return *_gradients(grad, *ctx.saved_tensors, *ctx.rest), *(None,) * 8
 
 
 register_autograd("block_sparse_attention", _backward_of, _setup_context)
