@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,17 +17,21 @@ _Waited = tuple[str, bool]
 
 @dataclass
 class BufferMeter:
-    """Bytes of communication buffers that are alive, and the most there were since the last `take_peak`."""
+    """Bytes of communication buffers that are alive, and the most there were since the last `take_peak`. From any
+    thread."""
 
     live_bytes: int = 0
     peak_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, nbytes: int) -> None:
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        with self._lock:
+            self.live_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def take_peak(self) -> int:
-        peak, self.peak_bytes = self.peak_bytes, self.live_bytes
+        with self._lock:
+            peak, self.peak_bytes = self.peak_bytes, self.live_bytes
         return peak
 
 
@@ -51,10 +56,9 @@ def leads_to_place(link: str) -> bool:
 @dataclass
 class Traffic:
     """Bytes this rank sent, by collective, or moved between its own places, and the seconds it waited, by phase of the
-    step, since the last `take`."""
+    step, since the last `take`. Counted on any thread; what a thread waits that no phase was set on holds no step up.
+    """
 
-    phase: str = ""
-    """The phase of the step that waits are counted in; set by whoever times phases."""
     buffers: BufferMeter = field(default_factory=BufferMeter)
     sent_bytes: Counter[str] = field(default_factory=Counter)
     link_bytes: Counter[str] = field(default_factory=Counter)
@@ -63,10 +67,23 @@ class Traffic:
     """To and from the host's memory and the disk, by what they went through."""
     wait_seconds: defaultdict[_Waited, float] = field(default_factory=lambda: defaultdict(float))
     _events: list[tuple[_Waited, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _here: threading.local = field(default_factory=threading.local)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def phase(self) -> str:
+        """The phase of the step that waits of this thread are counted in; set by whoever times phases."""
+        return getattr(self._here, "phase", "")
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self._here.phase = name
 
     def sent(self, name: str, link: str, nbytes: int) -> None:
         """Count what this rank sends: under the collective's name, and under what it goes through."""
-        if nbytes:
+        if not nbytes:
+            return
+        with self._lock:
             if name:
                 self.sent_bytes[name] += nbytes
             self.link_bytes[link] += nbytes
@@ -80,7 +97,8 @@ class Traffic:
         if device.type != "cuda":
             start = time.perf_counter()
             wait()
-            self.wait_seconds[kind] += time.perf_counter() - start
+            with self._lock:
+                self.wait_seconds[kind] += time.perf_counter() - start
             return
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
@@ -93,6 +111,10 @@ class Traffic:
 
         GPU times are added once their events have passed; those that have not are left for the next call.
         """
+        with self._lock:
+            return self._take()
+
+    def _take(self) -> Counted:
         late = []
         for kind, before, after in self._events:
             if after.query():

@@ -122,7 +122,13 @@ class RunConfig(Part):
                 f"and it is {self.precision.dtype}; set precision.dtype to 'bfloat16', or precision.masters to "
                 "'float32'"
             )
-        problems += offload_problems(self.offload, stage=self.zero.stage, checkpointing=self.activation.checkpointing)
+        problems += offload_problems(
+            self.offload,
+            stage=self.zero.stage,
+            checkpointing=self.activation.checkpointing,
+            in_backward=self.optimizer.in_backward,
+            masters=self.precision.masters,
+        )
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -25,6 +25,7 @@ def residency_of(setup: Setup, device: str = "cpu") -> Residency:
         optimizer=Where.of_choice(setup.offload.optimizer),
         parameters=Where.of_choice(setup.offload.parameters),
         in_backward=setup.optimizer.in_backward,
+        delayed=setup.offload.delayed_update is not None,
         device=device,
     )
 

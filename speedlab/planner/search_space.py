@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from speedlab.config import OffloadConfig, OptimizerConfig, ParallelConfig
-from speedlab.config.offload_rules import offload_problems
 from speedlab.layout import Layout
 from speedlab.planner.away import offload_words
 from speedlab.planner.devices import Machines
-from speedlab.planner.setup import Checkpointing, ModelShape, Setup, update_problems
+from speedlab.planner.setup import Checkpointing, ModelShape, Setup, state_problems
 from speedlab.planner.shapes import kv_heads
 
 _Choice = TypeVar("_Choice")
@@ -107,13 +106,11 @@ class Space:
         """What to say where there is nothing to choose from."""
         shape, machines, fixed = self.shape, self.machines, self.fixed
         stage = 3 if fixed.zero_stage is None else fixed.zero_stage
-        offload, checkpointing = fixed.others.get("offload"), fixed.checkpointing or "block"
-        if offload is not None and (problems := offload_problems(offload, stage=stage, checkpointing=checkpointing)):
-            return ValueError("; ".join(problems))
         alone = Layout(dp=fixed.dp or 1, tp=fixed.tp or 1, pp=fixed.pp or 1)
         least = {"micro_size": fixed.micro_size or 1, "accumulation": 1, "zero_stage": stage}
+        least["checkpointing"] = fixed.checkpointing or "block"
         setup = Setup(shape=shape, layout=alone, dtype=self.dtype, **least, **fixed.others)
-        if problems := update_problems(setup):
+        if problems := state_problems(setup):
             return ValueError("; ".join(problems))
         asked = f" with {self.fixed}" if str(self.fixed) else ""
         batch = f", a global batch of {global_size} divides by micro-batch × dp" if global_size is not None else ""
@@ -164,7 +161,7 @@ class Space:
             sequence_parallel=sequence,
             **fixed.others,
         )
-        if offload_problems(setup.offload, stage=stage, checkpointing=checkpointing) or update_problems(setup):
+        if state_problems(setup):
             return
         if layout.pp == 1:
             yield setup

@@ -50,7 +50,8 @@ def gather(parameters: Any) -> Any:
     """The whole value of a parameter (or of several), as new tensors of their shapes in the whole model.
 
     A collective: every rank that holds a part must call it, for the same parameters in the same order. Parameters that
-    no engine manages are simply copied. Between steps only.
+    no engine manages are simply copied. Between steps only. Where an update is late (`offload.delayed_update`),
+    `engine.finish_update()` comes first, on all ranks; RuntimeError says so.
     """
     if not isinstance(parameters, Tensor):
         return [gather(parameter) for parameter in parameters]
