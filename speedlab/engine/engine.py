@@ -6,6 +6,7 @@ A thin door: `step/step.py` says where a step stands, `step/drivers.py` computes
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -88,6 +89,10 @@ class Engine(DeepSpeedNames):
             streams.attach(part.module, part.zero)
             remember(part.zero)
             remember_parts(part)
+        if self.layout.pp == 1:  # Else ranks of other stages do not take part where one of these parameters is gathered.
+            this = weakref.ref(self)
+            (zero,) = self.zeros
+            zero.finish_update = lambda: engine.finish_update() if (engine := this()) is not None else None
         self._looking = Looking(self, outside_bytes=outside_bytes)
         self._settled = not config.offload.used
         """Whether lasting memory has its place, as far as somebody cares."""

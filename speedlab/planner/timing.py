@@ -20,7 +20,7 @@ from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import Efficiency
 from speedlab.planner.flops import Convention, token_flops
 from speedlab.planner.kernels import Pass, Rates, block_pass, head_pass
-from speedlab.planner.offload_time import waited_seconds
+from speedlab.planner.offload_time import unhidden_update, waited_seconds
 from speedlab.planner.setup import Setup
 from speedlab.planner.shapes import block_cut, block_weights, check_shape, cross_attention
 
@@ -124,8 +124,9 @@ def predict_time(setup: Setup, machines: Machines, efficiency: Efficiency) -> St
     exposed, hidden = _data_parallel(setup, machines, groups.dp, turn, efficiency)
     parts["data parallel"] = exposed
     owned = rank_parameters(setup) / (setup.layout.replicas if setup.zero_stage >= 1 else 1)
-    parts["optimizer"] = _update(setup, machines, rates, efficiency, owned)
     computing = micro_batches * sum(turn[part] for part in ("forward", "backward", "recompute", "logits"))
+    updating = _update(setup, machines, rates, efficiency, owned)
+    parts["optimizer"] = unhidden_update(setup, machines, computing=computing, updating=updating)
     parts["offload"] = waited_seconds(
         setup, machines, efficiency, owned=owned, computing=computing, updating=parts["optimizer"]
     )

@@ -28,6 +28,10 @@ _WAKE_SECONDS = 0.05
 """A wait is back in Python this often, so that signals are heard."""
 
 
+_GIVEN = frozenset({"state", "param_groups", "step"})
+"""Attributes of an optimizer that are not its class's own."""
+
+
 class LateUpdate:
     """Work on a thread of its own, from now on."""
 
@@ -72,3 +76,8 @@ def as_it_is(optimizer: Optimizer) -> Optimizer:
     ]
     optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask, and warn
     return same
+
+
+def take_back(optimizer: Optimizer, same: Optimizer) -> None:
+    """What `same`, made by `as_it_is`, has noted in its own attributes (a count, say) is noted by `optimizer`."""
+    optimizer.__dict__.update({key: value for key, value in same.__dict__.items() if key not in _GIVEN})

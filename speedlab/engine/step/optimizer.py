@@ -21,7 +21,7 @@ from cuda_ops.grad_stats import grad_stats
 from speedlab.comm import Transfer
 from speedlab.engine.step.communicating import Communicating, sums_itself
 from speedlab.engine.step.fused import FusedOptimizer, Given, step_device
-from speedlab.engine.step.late import LateUpdate, as_it_is
+from speedlab.engine.step.late import LateUpdate, as_it_is, take_back
 from speedlab.engine.step.segments import Segment, cut, elementwise, has_kernels, owned_ranges
 from speedlab.engine.step.visits import leave, publishing, visit
 from speedlab.parallel.zero import Flat, Gradient
@@ -201,6 +201,7 @@ class PartitionedOptimizer:
     def publish(self) -> None:
         """Bring what `step_late` has updated to the parameters of all ranks. Collective. Raises what `wait` does."""
         self.wait()
+        take_back(self.inner, self._stepped)
         pending: list[Transfer] = []
         following = [*self.flats[1:], None]
         try:

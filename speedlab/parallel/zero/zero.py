@@ -95,6 +95,8 @@ class Zero:
         self.gathers.place(placement.residency)
         in_flight = reductions_in_flight or default_in_flight(gather_group.device)
         self.reductions = Reductions(self.gathers, reduce_group, in_flight=in_flight)
+        self.finish_update: Callable[[], None] = lambda: None
+        """Makes an update that is late the parameters', where whoever looks at one stands on all ranks."""
         self._version = 0
         """Raised whenever parameters change; a backward pass must find those of its forward."""
         self._broken = False
