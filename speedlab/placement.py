@@ -105,6 +105,7 @@ class Residency:
         if parameters is not Where.DEVICE and stage < 3:
             raise ValueError(f"ZeRO stage {stage}: parameters lie away from the device at stage 3 only")
         reached = [Holders.PARTITIONED if stage >= wanted and dp > 1 else Holders.REPLICATED for wanted in (1, 2, 3)]
+        on_host = optimizer is not Where.DEVICE and parameters is Where.DEVICE and device != "cpu"
         one_each = reached[1] is Holders.PARTITIONED or dp == 1
         return cls(
             optimizer_states=reached[0],
@@ -114,7 +115,7 @@ class Residency:
             gradients_at=optimizer if one_each and not in_backward else Where.DEVICE,
             gradients_used=in_backward,
             states_at=optimizer,
-            separate_masters=delayed or (device != "cpu" and optimizer is not Where.DEVICE and parameters is Where.DEVICE),
+            separate_masters=delayed or on_host,
             gradients_wait=delayed,
         )
 

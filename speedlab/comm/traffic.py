@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import threading
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -56,9 +57,10 @@ def leads_to_place(link: str) -> bool:
 @dataclass
 class Traffic:
     """Bytes this rank sent, by collective, or moved between its own places, and the seconds it waited, by phase of the
-    step, since the last `take`. Counted on any thread; what a thread waits that no phase was set on holds no step up.
-    """
+    step, since the last `take`. From any thread."""
 
+    phase: str = ""
+    """The phase of the step that waits are counted in; set by whoever times phases."""
     buffers: BufferMeter = field(default_factory=BufferMeter)
     sent_bytes: Counter[str] = field(default_factory=Counter)
     link_bytes: Counter[str] = field(default_factory=Counter)
@@ -67,17 +69,19 @@ class Traffic:
     """To and from the host's memory and the disk, by what they went through."""
     wait_seconds: defaultdict[_Waited, float] = field(default_factory=lambda: defaultdict(float))
     _events: list[tuple[_Waited, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    _here: threading.local = field(default_factory=threading.local)
+    _beside: set[int] = field(default_factory=set)
+    """Threads that wait beside the step."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @property
-    def phase(self) -> str:
-        """The phase of the step that waits of this thread are counted in; set by whoever times phases."""
-        return getattr(self._here, "phase", "")
-
-    @phase.setter
-    def phase(self, name: str) -> None:
-        self._here.phase = name
+    @contextmanager
+    def beside_the_step(self) -> Iterator[None]:
+        """Inside, what this thread waits holds no step up, and is in no phase."""
+        thread = threading.get_ident()
+        self._beside.add(thread)
+        try:
+            yield
+        finally:
+            self._beside.discard(thread)
 
     def sent(self, name: str, link: str, nbytes: int) -> None:
         """Count what this rank sends: under the collective's name, and under what it goes through."""
@@ -93,7 +97,7 @@ class Traffic:
     def waited(self, wait: Callable[[], Any], device: torch.device, link: str = "") -> None:
         """Run `wait`, for what comes by `link`, and count its time: by the clock on CPUs, by a pair of events on a GPU,
         which nothing waits for."""
-        kind = self.phase, leads_to_place(link)
+        kind = "" if threading.get_ident() in self._beside else self.phase, leads_to_place(link)
         if device.type != "cuda":
             start = time.perf_counter()
             wait()

@@ -34,8 +34,8 @@ def offload_problems(
 def _delay_problems(offload: OffloadConfig, *, in_backward: bool, masters: str) -> list[str]:
     delayed = f"offload.delayed_update {offload.delayed_update}"
     problems = {
-        f"{delayed} needs offload.optimizer 'host' or 'disk', and it is 'none': an update on the device takes from what "
-        "it would run beside; set offload.optimizer to 'host', or offload.delayed_update to null": (
+        f"{delayed} needs offload.optimizer 'host' or 'disk', and it is 'none': an update on the device has "
+        "nothing to hide behind; set offload.optimizer to 'host', or offload.delayed_update to null": (
             offload.optimizer == "none"
         ),
         f"{delayed} cannot be with optimizer.in_backward, whose gradients are used before the step ends; set one of "

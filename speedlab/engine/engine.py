@@ -89,7 +89,7 @@ class Engine(DeepSpeedNames):
             streams.attach(part.module, part.zero)
             remember(part.zero)
             remember_parts(part)
-        if self.layout.pp == 1:  # Else ranks of other stages do not take part where one of these parameters is gathered.
+        if self.layout.pp == 1:  # Else ranks of other stages do not take part where a parameter is gathered.
             this = weakref.ref(self)
             (zero,) = self.zeros
             zero.finish_update = lambda: engine.finish_update() if (engine := this()) is not None else None

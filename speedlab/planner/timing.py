@@ -303,6 +303,8 @@ def _caution(setup: Setup, machines: Machines, efficiency: Efficiency) -> str:
         doubts.append("no encoder-decoder was compared")
     if setup.zero_stage == 3 and rings(setup.layout, machines, efficiency).dp.crosses_hosts:
         doubts.append("published runs of ZeRO-3 between hosts were missed by up to 23%")
+    if setup.offload.delayed_update is not None:
+        doubts.append("updates that are late by a step were not compared")
     if "disk" in (setup.offload.optimizer, setup.offload.parameters):
         known = "" if machines.host.disk_measured else ", and this disk was not measured"
         doubts.append(f"small trainings with states away on one machine were missed by up to 35%{known}")

@@ -20,7 +20,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -35,8 +34,8 @@ _GIVEN = frozenset({"state", "param_groups", "step"})
 class LateUpdate:
     """Work on a thread of its own, from now on."""
 
-    def __init__(self, work: Callable[[], object], device: torch.device) -> None:
-        self._work, self._device = work, device
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
         self._error: BaseException | None = None
         # A daemon: whoever leaves the interpreter does not want what it would still write.
         self._thread = threading.Thread(target=self._run, name="speedlab-update", daemon=True)
@@ -44,8 +43,6 @@ class LateUpdate:
 
     def _run(self) -> None:
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
             self._work()
         except BaseException as error:
             self._error = error

@@ -194,8 +194,16 @@ class PartitionedOptimizer:
         for flat in self.flats:
             flat.ahead = True
         self._now, self._ahead, self._stepped = self.flats, None, as_it_is(self.inner)
-        device = self.flats[0].gather_group.device if self.flats else torch.device("cpu")
-        self._late = LateUpdate(partial(self._make, factor, unused), device)
+        self._late = LateUpdate(partial(self._make_late, factor, unused))
+
+    def _make_late(self, factor: float, unused: Mapping[str, Collection[int]]) -> None:
+        """On the thread."""
+        if self.flats:
+            group = self.flats[0].gather_group
+            if group.device.type == "cuda":  # New threads begin with the first one.
+                torch.cuda.set_device(group.device)
+            with group.traffic.beside_the_step():
+                self._make(factor, unused)
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -82,10 +82,9 @@ class Step:
         """Raises RuntimeError where an update or a backward was cut off in the middle."""
         # What is updated in backward is between its end and that of the step as it should be.
         if self._state.updating and not (self._in_backward and self._fed):
-            late = self._state.partitioned_optimizer.late
+            number = self._state.partitioned_optimizer.late or self._state.global_step + 1
             raise RuntimeError(
-                f"the update of step {late or self._state.global_step + 1} was cut off and has changed some parameters only; "
-                "go back with load_checkpoint"
+                f"the update of step {number} was cut off and has changed some parameters only; go back with load_checkpoint"
             )
         if any(zero.current is Pass.BACKWARD for zero in self._state.zeros):
             raise RuntimeError(
