@@ -84,7 +84,8 @@ class Step:
         if self._state.updating and not (self._in_backward and self._fed):
             number = self._state.partitioned_optimizer.late or self._state.global_step + 1
             raise RuntimeError(
-                f"the update of step {number} was cut off and has changed some parameters only; go back with load_checkpoint"
+                f"the update of step {number} was cut off and has changed some parameters only; go back with "
+                "load_checkpoint"
             )
         if any(zero.current is Pass.BACKWARD for zero in self._state.zeros):
             raise RuntimeError(
