@@ -107,9 +107,16 @@ class Space:
         shape, machines, fixed = self.shape, self.machines, self.fixed
         stage = 3 if fixed.zero_stage is None else fixed.zero_stage
         alone = Layout(dp=fixed.dp or 1, tp=fixed.tp or 1, pp=fixed.pp or 1)
-        least = {"micro_size": fixed.micro_size or 1, "accumulation": 1, "zero_stage": stage}
-        least["checkpointing"] = fixed.checkpointing or "block"
-        setup = Setup(shape=shape, layout=alone, dtype=self.dtype, **least, **fixed.others)
+        setup = Setup(
+            shape=shape,
+            layout=alone,
+            zero_stage=stage,
+            dtype=self.dtype,
+            micro_size=fixed.micro_size or 1,
+            accumulation=1,
+            checkpointing=fixed.checkpointing or "block",
+            **fixed.others,
+        )
         if problems := state_problems(setup):
             return ValueError("; ".join(problems))
         asked = f" with {self.fixed}" if str(self.fixed) else ""
