@@ -281,11 +281,10 @@ def test_a_late_update_is_beside_the_step_but_for_reading_masters_again() -> Non
     assert on_host["optimizer"] > computing > 0, "else there is nothing to see"
     assert beside["optimizer"] == pytest.approx(on_host["optimizer"] - computing)
     owned = rank_parameters(setup("disk"))
-    once, after = (predict_time(each, gpu, efficiency).parts for each in (setup("disk"), late(setup("disk"))))
+    after = predict_time(late(setup("disk")), gpu, efficiency).parts
     moving = 14 * owned / 1e9 + 14 * owned / 2e9  # Masters, moments, gradients; the latter go in backward.
     shown = 4 * owned / 1e9
     assert after["offload"] == pytest.approx(moving - computing - after["optimizer"] + shown)
-    assert moving > once["offload"] > after["offload"] - shown
 
 
 def test_gradients_of_two_steps_lie_with_the_states_and_masters_beside_their_parameters() -> None:
