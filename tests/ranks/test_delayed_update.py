@@ -18,7 +18,7 @@ import speedlab
 from ranks import models
 from ranks.conftest import Check, PoolOf
 from ranks.layout_cases import LayoutCase, train_layouts
-from ranks.loops import Case, adamw, engine_for, engine_step, problems, sgd, train_plain, worst_update
+from ranks.loops import Case, adamw, engine_for, engine_step, problems, sgd, train_cases, train_plain, worst_update
 from ranks.pool import Pool
 from ranks.test_communicating import PlainSums
 from ranks.test_parity import BFLOAT16, FLOAT32
@@ -302,6 +302,21 @@ def test_an_update_that_fails_on_its_thread_is_told_by_the_next_step(tmp_path: P
         engine.load_checkpoint(saved)
         engine_step(engine, case, 0)
         assert (engine.global_step, engine.updating) == (1, False)
+
+
+def test_moments_in_8_bits_are_late_as_others_are(pool_of: PoolOf) -> None:
+    """The same bits wherever they lie; and those of a training without delay where nothing is late."""
+    kept = Case(stage=3, optimizer=adamw, precision=(("moments", "8bit"),), steps=5)
+    places = [{"optimizer": "host"}, {"optimizer": "disk"}, {"optimizer": "disk", "parameters": "host"}]
+    late = [replace(kept, offload=(*place.items(), ("delayed_update", 1))) for place in places]
+    never = [replace(kept, offload=(*place.items(), ("delayed_update", 99))) for place in places]
+    at_once = [replace(kept, offload=tuple(place.items())) for place in places]
+    for paths in pool_of(2).run(train_cases, [*late, *never, *at_once]):
+        for same in (paths[:3], paths[3:]):
+            assert all(path.losses == same[0].losses for path in same)
+            for name, value in same[0].parameters.items():
+                assert all(value.equal(path.parameters[name]) for path in same), name
+        assert paths[0].losses != paths[3].losses
 
 
 # ---- what it is not with ---------------------------------------------------------------------------------------------

@@ -27,10 +27,6 @@ _WAKE_SECONDS = 0.05
 """A wait is back in Python this often, so that signals are heard."""
 
 
-_GIVEN = frozenset({"state", "param_groups", "step"})
-"""Attributes of an optimizer that are not its class's own."""
-
-
 class LateUpdate:
     """Work on a thread of its own, from now on."""
 
@@ -61,20 +57,23 @@ class LateUpdate:
             raise self._error
 
 
-def as_it_is(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer, over the same states, with the options that its groups have now: what a scheduler sets while
+class Twin:
+    """The same optimizer over the same states, with the options that its groups have now: what a scheduler sets while
     this one updates is for the next step."""
-    same: Optimizer = object.__new__(type(optimizer))
-    same.__dict__.update(optimizer.__dict__)
-    same.__dict__.pop("step", None)  # A scheduler's, which would step the other one.
-    same.param_groups = [
-        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-        for group in optimizer.param_groups
-    ]
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask, and warn
-    return same
 
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._of = optimizer
+        self.optimizer: Optimizer = object.__new__(type(optimizer))
+        self.optimizer.__dict__.update(optimizer.__dict__)
+        self.optimizer.__dict__.pop("step", None)  # A scheduler's, which would step the other one.
+        self.optimizer.param_groups = [
+            {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+            for group in optimizer.param_groups
+        ]
+        self._before = dict(self.optimizer.__dict__)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask, and warn
 
-def take_back(optimizer: Optimizer, same: Optimizer) -> None:
-    """What `same`, made by `as_it_is`, has noted in its own attributes (a count, say) is noted by `optimizer`."""
-    optimizer.__dict__.update({key: value for key, value in same.__dict__.items() if key not in _GIVEN})
+    def take_back(self) -> None:
+        """What it has noted beside states (a count in an attribute, say) is the optimizer's own."""
+        noted = self.optimizer.__dict__.items()
+        self._of.__dict__.update({key: value for key, value in noted if self._before.get(key) is not value})

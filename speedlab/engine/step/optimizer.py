@@ -21,7 +21,7 @@ from cuda_ops.grad_stats import grad_stats
 from speedlab.comm import Transfer
 from speedlab.engine.step.communicating import Communicating, sums_itself
 from speedlab.engine.step.fused import FusedOptimizer, Given, step_device
-from speedlab.engine.step.late import LateUpdate, as_it_is, take_back
+from speedlab.engine.step.late import LateUpdate, Twin
 from speedlab.engine.step.segments import Segment, cut, elementwise, has_kernels, owned_ranges
 from speedlab.engine.step.visits import leave, publishing, visit
 from speedlab.parallel.zero import Flat, Gradient
@@ -58,6 +58,8 @@ class PartitionedOptimizer:
         self.inner = build(self._by_group())
         self._stepped = self.inner
         """What makes the present update: `inner`, or the same with the options of the step whose update it is."""
+        self._twin: Twin | None = None
+        """Of which `_stepped` is, for an update that is late."""
         self._late: LateUpdate | None = None
         """The update that is under way on a thread, or waits for `publish`."""
         self._states: dict[str, dict[str, Tensor]] = {flat.name: {} for flat in self.flats}
@@ -189,11 +191,13 @@ class PartitionedOptimizer:
         """As `step`, of residencies whose gradients wait: a thread updates the masters, beside whatever comes next, and
         `publish` brings them to the parameters."""
         self._begin(unused, number)
-        for gradient in self.gradients:
-            gradient.lay_by()
+        for moving in [gradient.lay_by() for gradient in self.gradients]:
+            if moving is not None:
+                moving.wait()  # The next backward writes over what they come from.
         for flat in self.flats:
             flat.ahead = True
-        self._now, self._ahead, self._stepped = self.flats, None, as_it_is(self.inner)
+        self._twin = Twin(self.inner)
+        self._now, self._ahead, self._stepped = self.flats, None, self._twin.optimizer
         self._late = LateUpdate(partial(self._make_late, factor, unused))
 
     def _make_late(self, factor: float, unused: Mapping[str, Collection[int]]) -> None:
@@ -209,7 +213,8 @@ class PartitionedOptimizer:
     def publish(self) -> None:
         """Bring what `step_late` has updated to the parameters of all ranks. Collective. Raises what `wait` does."""
         self.wait()
-        take_back(self.inner, self._stepped)
+        if self._twin is not None:
+            self._twin.take_back()
         pending: list[Transfer] = []
         following = [*self.flats[1:], None]
         try:

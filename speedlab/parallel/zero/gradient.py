@@ -107,14 +107,14 @@ class Gradient:
         """What `update` is, where it lies away from the device."""
         return self.away if self.waiting is None else self.waiting
 
-    def lay_by(self) -> None:
-        """The step's sum waits for its update from now on; the next backward does not touch it."""
+    def lay_by(self) -> Transfer | None:
+        """The step's sum waits for its update, where the next backward does not touch it, once this is over."""
         assert self.waiting is not None  # Updates of this residency have room for it.
         if self.away is None:
-            self.waiting.kept.write(self._sum).wait()
-            return
-        self.away, self.waiting = self.waiting, self.away
-        self.partition = self.away.tensor
+            return self.waiting.kept.write(self._sum)
+        # At once, so that Ctrl-C finds all of it or nothing.
+        self.away, self.waiting, self.partition = self.waiting, self.away, self.waiting.tensor
+        return None
 
     @property
     def _sum(self) -> Tensor:
