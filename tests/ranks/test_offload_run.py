@@ -60,11 +60,18 @@ def test_states_come_and_go_while_a_run_is_on(world: Pool, tmp_path: Path) -> No
     assert same([parameters for _, parameters in ended])
 
 
-def late_state(run: str) -> tuple[str, int | None, dict[str, Tensor]]:
+def with_a_pause(run: str, change: dict[str, Any] | None) -> tuple[list[tuple[str, int | None]], dict[str, Tensor]]:
+    """Three steps, a pause, a change of shape, and the rest; without a change (None), neither is there a pause. How it
+    stood when the engines were idle, with the step of an update under way."""
+    stood = []
     with as_engine(run):
-        state = advance(run)
-        engine = trainer_of(run).engine
-        return state, engine.partitioned_optimizer.late, engine.state_dict()
+        if change is not None:
+            stood.append((advance(run), trainer_of(run).engine.partitioned_optimizer.late))
+            if own_rank() == 0:
+                for word in ([("reshape", change)] if change else []) + [("resume", {})]:
+                    post(run, word)
+        stood.append((advance(run), trainer_of(run).engine.partitioned_optimizer.late))
+        return stood, trainer_of(run).engine.state_dict()
 
 
 def test_a_run_with_late_updates_that_pauses_or_is_moved_is_the_one_that_saves_there(
@@ -76,19 +83,15 @@ def test_a_run_with_late_updates_that_pauses_or_is_moved_is_the_one_that_saves_t
     late["offload"] = {"optimizer": "host", "delayed_update": 2}
     runs = {name: new_run(folder(tmp_path / name), **late) for name in ("pauses", "moves", "changes", "stays")}
     runs["saves"] = new_run(folder(tmp_path / "saves"), **late, checkpoint={"every_steps": 3})
-    moves = {"moves": {"offload": {"optimizer": "disk"}, "zero": 3}, "changes": {"tp": 2}}
+    moves = {"pauses": {}, "moves": {"offload": {"optimizer": "disk"}, "zero": 3}, "changes": {"tp": 2}}
     states = {}
     for name, run in runs.items():
-        if name in ("pauses", "moves", "changes"):
+        if name in moves:
             post(run, ("step", {"n": 3}))
-            assert [state[:2] for state in world.run(late_state, run)] == [("paused", None)] * 2
-            if name in moves:
-                post(run, ("reshape", moves[name]))
-            post(run, ("resume", {}))
-        ended = world.run(late_state, run)
-        assert [state[:2] for state in ended] == [("finished", None)] * 2, name
-        assert same([state for *_, state in ended])
-        states[name] = ended[0][2]
+        ended = world.run(with_a_pause, run, moves.get(name))
+        assert [stood for stood, _ in ended] == [[("paused", None)] * (name in moves) + [("finished", None)]] * 2, name
+        assert same([state for _, state in ended])
+        states[name] = ended[0][1]
     assert same([states["saves"], states["pauses"], states["moves"]])
     assert not same([states["saves"], states["stays"]])
     for name, value in states["saves"].items():
