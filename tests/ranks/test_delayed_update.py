@@ -24,6 +24,7 @@ from ranks.test_communicating import PlainSums
 from ranks.test_parity import BFLOAT16, FLOAT32
 from speedlab.config import ConfigError, RunConfig
 from speedlab.engine.step.fused import FusedAdamW
+from speedlab.engine.step.late import LateUpdate
 from speedlab.layout import Layout
 from speedlab.offload import OffloadError
 
@@ -302,6 +303,24 @@ def test_an_update_that_fails_on_its_thread_is_told_by_the_next_step(tmp_path: P
         engine.load_checkpoint(saved)
         engine_step(engine, case, 0)
         assert (engine.global_step, engine.updating) == (1, False)
+
+
+def test_an_interrupt_that_finds_a_step_waiting_for_an_update_leaves_both_whole() -> None:
+    case = Case(offload=HOST, clip_norm=0.3, steps=4)
+    oracle = train_plain(case, 1)
+    losses = []
+    with engine_for(case) as engine:
+        for step in range(4):
+            if step == 2:
+                with patch.object(LateUpdate, "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+                    engine_step(engine, case, step)
+                assert (engine.updating, engine.partitioned_optimizer.late) == (False, 2)
+                engine.reconnect()
+            losses.append(engine_step(engine, case, step))
+        state = engine.state_dict()
+    assert losses == pytest.approx(oracle.losses, rel=FLOAT32.loss)
+    for name, value in oracle.parameters.items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-6)
 
 
 def test_moments_in_8_bits_are_late_as_others_are(pool_of: PoolOf) -> None:
