@@ -21,6 +21,7 @@ from ranks.layout_cases import LayoutCase, train_layouts
 from ranks.loops import Case, adamw, engine_for, engine_step, problems, sgd, train_cases, train_plain, worst_update
 from ranks.pool import Pool
 from ranks.test_communicating import PlainSums
+from ranks.test_modules import MODULES
 from ranks.test_parity import BFLOAT16, FLOAT32
 from speedlab.config import ConfigError, RunConfig
 from speedlab.engine.step.fused import FusedAdamW
@@ -66,6 +67,21 @@ def cases(stage: int, dtype: str) -> list[Case]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_plain_loop(check: Check, ranks: Pool, stage: int, dtype: str) -> None:
     check(ranks, cases(stage, dtype), FLOAT32 if dtype == "float32" else BFLOAT16)
+
+
+@pytest.mark.parametrize("name", ["tied weights", "frozen parameters", "block unused by some data, accumulated"])
+def test_awkward_modules(check: Check, two: Pool, name: str) -> None:
+    """What no rank used in a step has no late update either."""
+    module = replace(MODULES[name], optimizer=adamw, steps=6)
+    # Parameters stay: of those that are away every gather is one of all ranks, and these go different ways.
+    places = ((1, HOST), (3, (("optimizer", "disk"), ("delayed_update", 2))))
+    check(two, [replace(module, stage=stage, offload=offload) for stage, offload in places], FLOAT32)
+
+
+def test_several_dtypes(check: Check, two: Pool) -> None:
+    """Masters of float64 layers are apart as well, and those of bfloat16 ones in float32."""
+    case = Case(build=models.mixed, batch=models.points, whole=False, steps=6)
+    check(two, [replace(case, stage=stage, offload=offload) for stage, offload in ((2, HOST), (3, DISK))], BFLOAT16)
 
 
 def test_the_oracle_knows_a_delay_from_none() -> None:
