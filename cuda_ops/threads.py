@@ -44,8 +44,10 @@ def share(
         broken = True
         raise
     finally:
-        wait(others)
-    for other in others:
+        # What no thread has begun is not needed any more; another caller's kernel may keep them for a while.
+        begun = [other for other in others if not other.cancel()]
+        wait(begun)
+    for other in begun:
         other.result()
     return results
 

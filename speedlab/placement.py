@@ -75,6 +75,9 @@ class Residency:
     """Whether parameters as wide as their masters have one apart, because the update is computed elsewhere."""
     gradients_used: bool = False
     """Whether the gradient of a unit is used as soon as it is summed, and is gone then."""
+    gradients_wait: bool = False
+    """Whether there is room for the gradients of a step that is over, beside the optimizer states, from which masters
+    are updated while the next step's forward and backward use the parameters as they are."""
 
     @classmethod
     def of_stage(
@@ -85,13 +88,15 @@ class Residency:
         optimizer: Where = Where.DEVICE,
         parameters: Where = Where.DEVICE,
         in_backward: bool = False,
+        delayed: bool = False,
         device: str = "cpu",
     ) -> Residency:
         """The row of ZeRO's table. With one rank the partition is the whole, so nothing is gathered or copied.
 
         `optimizer`, `parameters`: where optimizer states and parameters lie between two uses. Summed gradients go with
         the former, unless every rank has all of them. `in_backward`: each unit is updated there, so that its gradient
-        goes nowhere. `device`: its kind; on a CPU the host's memory is the device's.
+        goes nowhere. `delayed`: an update may run beside the next step. `device`: its kind; on a CPU the host's memory
+        is the device's.
 
         Raises ValueError for a stage that is none, and for parameters away from the device below stage 3.
         """
@@ -100,6 +105,7 @@ class Residency:
         if parameters is not Where.DEVICE and stage < 3:
             raise ValueError(f"ZeRO stage {stage}: parameters lie away from the device at stage 3 only")
         reached = [Holders.PARTITIONED if stage >= wanted and dp > 1 else Holders.REPLICATED for wanted in (1, 2, 3)]
+        on_host = optimizer is not Where.DEVICE and parameters is Where.DEVICE and device != "cpu"
         one_each = reached[1] is Holders.PARTITIONED or dp == 1
         return cls(
             optimizer_states=reached[0],
@@ -109,7 +115,8 @@ class Residency:
             gradients_at=optimizer if one_each and not in_backward else Where.DEVICE,
             gradients_used=in_backward,
             states_at=optimizer,
-            separate_masters=device != "cpu" and optimizer is not Where.DEVICE and parameters is Where.DEVICE,
+            separate_masters=delayed or on_host,
+            gradients_wait=delayed,
         )
 
     def of(self, state: str) -> Holders:
@@ -159,8 +166,9 @@ class Row:
     """Whether this rank is one of them."""
     trainable: bool = True
     states: Mapping[str, Home]
-    """`parameter`; of trainable ones `gradient` and `moments`, `master` where it is not the parameter itself, and by
-    their own names what an optimizer keeps beside the gradient."""
+    """`parameter`; of trainable ones `gradient` and `moments`, `master` where it is not the parameter itself, `waiting`
+    where a gradient waits for its update while there is the next one, and by their own names what an optimizer keeps
+    beside the gradient."""
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -224,12 +232,15 @@ def homes(
 
 def _placed(forms: Mapping[str, str], residency: Residency) -> dict[str, Home]:
     """The states of these forms where `residency` has them; a master as wide as its parameter is there where those are
-    apart, and on the way of an update where parameters are read and written."""
+    apart, and on the way of an update where parameters are read and written. `waiting` is there where gradients do."""
     forms = dict(forms)
     if forms.get("master") == forms["parameter"]:
         del forms["master"]
     if residency.separate_masters and "gradient" in forms and ITEM_BYTES[forms["parameter"]] >= 4:
         forms.setdefault("master", forms["parameter"])
+    forms.pop("waiting", None)
+    if residency.gradients_wait and "gradient" in forms:
+        forms["waiting"] = forms["gradient"]
     return {
         state: Home(holders=residency.of(state), where=residency.place_of(state), form=form)
         for state, form in forms.items()

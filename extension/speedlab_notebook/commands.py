@@ -110,6 +110,7 @@ _PLAN_OPTIONS = (
     Option(name="offload.optimizer", choices=("none", "host", "disk"), description="where optimizer states lie"),
     Option(name="offload.parameters", choices=("none", "host", "disk"), description="where parameters lie; stage 3"),
     Option(name="offload.activations", choices=("none", "host"), description="where inputs of blocks wait"),
+    Option(name="offload.delayed-update", value="N", number=True, description="first step whose update is a step late"),
     Option(name="host-bytes", value="SIZE", description="memory of each host: 128GiB, 1.5TB"),
     Option(name="disk-bytes", value="SIZE", description="free on the disk of each host: 30TB"),
     Option(name="tokens", value="COUNT", description="of the whole training: 300B, 1.5T"),

@@ -42,6 +42,7 @@ _LABELS = {
     "offload.optimizer": "offload optimizer",
     "offload.parameters": "offload parameters",
     "offload.activations": "offload inputs",
+    "offload.delayed_update": "delay updates",
     "offload.folder": "disk folder",
     "telemetry.trace_every_steps": "trace every",
     "eval.every_steps": "evaluate every",
@@ -50,6 +51,7 @@ _LABELS = {
 _PLACEHOLDERS = {
     "parallel.cut": "balanced",
     "parallel.cp_heads": "as many as can",
+    "offload.delayed_update": "never",
     "offload.folder": "the run's own",
     "name": "run-1, run-2, …",
     "clip_norm": "never clips",

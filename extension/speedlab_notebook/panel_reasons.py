@@ -82,9 +82,22 @@ def _greyed_offload(values: Mapping[str, Any]) -> dict[str, str]:
         reasons["offload.parameters"] = "an update reads and writes both in one place; offload the optimizer first"
     if values["offload.activations"] == "none" and values["activation.checkpointing"] != "block":
         reasons["offload.activations"] = "what waits on the host are inputs of blocks; checkpointing 'block' has them"
+    if values["offload.delayed_update"] is None and (why := _no_delay(values)):
+        reasons["offload.delayed_update"] = why
     if "disk" not in (optimizer, parameters):
         reasons["offload.folder"] = "nothing lies on disk"
     return reasons
+
+
+def _no_delay(values: Mapping[str, Any]) -> str:
+    """What stands against updates that are late by a step; '' when nothing does."""
+    if values["offload.optimizer"] == "none":
+        return "an update on the device has nothing to hide behind; offload the optimizer first"
+    if values["optimizer.in_backward"]:
+        return "an update in backward leaves no gradients that could wait"
+    if values["precision.masters"] == "none":
+        return "without masters an update would change the parameters that the next forward reads"
+    return ""
 
 
 def _offload_remarks(values: Mapping[str, Any], devices: Sequence[Device], plan: Plan | None) -> dict[str, str]:
@@ -95,6 +108,10 @@ def _offload_remarks(values: Mapping[str, Any], devices: Sequence[Device], plan:
     for name in ("optimizer", "parameters", "activations"):
         if values[f"offload.{name}"] == "host" and one_memory:
             found[f"offload.{name}"] = "here host and device are the same memory: it makes no room"
+    if values["offload.delayed_update"] is not None:
+        found["offload.delayed_update"] = "parameters of a step are one update older" + (
+            "; here update and step share the cores, so that only a disk's time is hidden" if one_memory else ""
+        )
     if "disk" in (values["offload.optimizer"], values["offload.parameters"]) and plan is not None:
         found["offload.optimizer"] = disk_text(plan)
     return found

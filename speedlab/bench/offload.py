@@ -9,6 +9,9 @@ of it.
    a limit on its memory.
 
 All take their steps in turns, so that a machine which is slower for a while is so for each of them.
+
+With `--delayed` it is instead about updates that are late by a step (`offload.delayed_update`), beside those that are
+not: states on the host, then on disk, without a limit. A turn is of a few steps, and ends when the last update has.
 """
 
 from __future__ import annotations
@@ -52,12 +55,17 @@ class Options:
     """On the disk that has the states."""
     peer: bool = True
     """Train with DeepSpeed, too, where it is installed."""
+    delayed: bool = False
+    """Steps whose updates are late beside steps whose updates are not, instead of all that; `steps` are turns then."""
 
 
 def main(argv: list[str] | None = None) -> None:
     options = read_options(Options, argv, "speedlab bench offload")
     if options.steps < 2:
         sys.exit("bench offload: --steps is 1, and the first step is not timed; take 2 or more")
+    if options.delayed:
+        print("\n".join(line for place in ("host", "disk") for line in _beside(options, place)))
+        return
     case = sides.Case(options.layers, options.hidden, options.tokens, options.in_backward, options.dtype)
     disk = _disk(options.folder)
     try:
@@ -92,6 +100,30 @@ def _measured(
             rank.call(sides.step)
     told = {name: rank.call(sides.end) for name, rank in ranks.items()}
     return told, disk, limit, group.peak_bytes
+
+
+_TURN = 4
+"""Steps of a turn with late updates, of which one is waited for."""
+
+
+def _beside(options: Options, place: str) -> list[str]:
+    """What late updates make of a step with optimizer states at a place."""
+    case = sides.Case(options.layers, options.hidden, options.tokens, False, options.dtype)
+    seconds: dict[str, list[float]] = {"at once": [], "late": []}
+    with ExitStack() as stack:
+        ranks = {name: stack.enter_context(RankSet(1)) for name in seconds}
+        for name, rank in ranks.items():
+            late = {"delayed_update": 1} if name == "late" else {}
+            rank.call(sides.begin, case, {"optimizer": place, "folder": str(options.folder), **late})
+        for number in range(options.steps):
+            print(f"turn {number + 1} of {options.steps}, on {place}", file=sys.stderr, flush=True)
+            for name, rank in ranks.items():
+                seconds[name].append(rank.call(sides.turn, _TURN))
+        for rank in ranks.values():
+            rank.call(sides.end)
+    ratios = [late / once for late, once in zip(seconds["late"][1:], seconds["at once"][1:], strict=True)]
+    at_once, late = (statistics.median(each[1:]) for each in seconds.values())
+    return [f"optimizer on {place}       {at_once:.2f} s a step, late {late:.2f} s: {_range(ratios)} of it"]
 
 
 def _under_limit(rank: RankSet, group: MemoryLimit, limit: int, case: sides.Case, places: dict[str, str]) -> None:

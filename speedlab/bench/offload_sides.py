@@ -41,7 +41,7 @@ _ON: list[_Training] = []
 """The one of this process."""
 
 
-def warm(case: Case, places: dict[str, str]) -> int:
+def warm(case: Case, places: dict[str, Any]) -> int:
     """Everything that a training needs is imported and compiled; returns the process."""
     begin(replace(case, layers=2, hidden=64, tokens=16), places)
     for _ in range(2):
@@ -50,7 +50,7 @@ def warm(case: Case, places: dict[str, str]) -> int:
     return os.getpid()
 
 
-def begin(case: Case, places: dict[str, str]) -> dict[str, Any]:
+def begin(case: Case, places: dict[str, Any]) -> dict[str, Any]:
     """Set up our engine with states at `places`; returns bytes of states and the number of parameters."""
     import speedlab
     from speedlab.models import GPT
@@ -69,7 +69,7 @@ def begin(case: Case, places: dict[str, str]) -> dict[str, Any]:
     return facts
 
 
-def _config(case: Case, places: dict[str, str]) -> Any:
+def _config(case: Case, places: dict[str, Any]) -> Any:
     import speedlab
 
     return speedlab.RunConfig(
@@ -106,6 +106,16 @@ def step() -> None:
     training.seconds.append(time.perf_counter() - start)
     if training.engine is not None:
         training.moved = training.engine.traffic.take().moved_bytes
+
+
+def turn(steps: int) -> float:
+    """Seconds of each of so many more steps, when the last update has been made, too."""
+    training = _ON[0]
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    training.engine.finish_update()
+    return (time.perf_counter() - start) / steps
 
 
 def end() -> dict[str, Any]:

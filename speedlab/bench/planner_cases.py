@@ -13,6 +13,7 @@ from itertools import cycle
 from typing import Any
 
 from speedlab.config import RunConfig
+from speedlab.planner.away import offload_words
 
 MODELS: dict[str, dict[str, Any]] = {
     "rotary": {"layers": 4, "hidden": 256, "heads": 4, "ffn_hidden": 1024, "vocab_size": 2003, "context": 128},
@@ -122,6 +123,14 @@ _SELECTIVE: list[tuple[int, int, dict[str, Any], str]] = [
 ]
 """(ranks, ZeRO stage, layout, precision) under selective recomputation."""
 
+_DELAYED: list[tuple[int, int, dict[str, Any]]] = [
+    (1, 0, {"optimizer": "host"}),
+    (1, 3, {"optimizer": "disk", "parameters": "disk"}),
+    (2, 1, {"optimizer": "host"}),
+    (2, 3, {"optimizer": "disk"}),
+]
+"""(ranks, ZeRO stage, what lies away from the device) of updates that are late by a step."""
+
 _FORMS = [("float32", "none"), ("bfloat16", "block"), ("bfloat16", "none"), ("float32", "block")]
 """(precision, checkpointing)."""
 
@@ -169,6 +178,9 @@ def grid() -> Iterator[GridCase]:
     for ranks, stage, parallel, dtype in _SELECTIVE:
         for micro_size in (2, 8):
             yield _case(ranks, parallel, stage, next(models), dtype, "selective", micro_size, 4)
+    for number, (ranks, stage, offload) in enumerate(_DELAYED):
+        late = {**offload, "delayed_update": 1}
+        yield _case(ranks, {}, stage, next(models), _FORMS[number][0], "none", 2, 1 + number // 2, late)
 
 
 def _case(
@@ -180,7 +192,7 @@ def _case(
     checkpointing: str,
     micro_size: int,
     accumulation: int,
-    offload: dict[str, str] | None = None,
+    offload: dict[str, Any] | None = None,
     kept: dict[str, Any] | None = None,
 ) -> GridCase:
     precision = {word: value for word, value in (kept or {}).items() if word != "in_backward"}
@@ -200,7 +212,7 @@ def _case(
     layout = config.layout(ranks)
     extra = [word for word in ("schedule", "sequence", "cp_heads") if word in parallel]
     extra = [_EXTRA[word].format(parallel[word]) for word in extra]
-    extra += [f"{state} on {place}" for state, place in (offload or {}).items()]
+    extra += filter(None, [offload_words(config.offload)])
     extra += [f"{word} {value}" for word, value in (kept or {}).items() if word != "dtype"]
     name = ", ".join([model, str(layout), *extra, f"zero {stage}", dtype, f"checkpointing {checkpointing}"])
     return GridCase(name=f"{name}, {micro_size} × {accumulation}", ranks=ranks, config=config)

@@ -37,6 +37,8 @@ class PlanOptions(PlanRequest):
     """Where parameters lie while no unit needs them; ZeRO stage 3 only."""
     offload_activations: Annotated[Literal["none", "host"] | None, tyro.conf.arg(name="offload.activations")] = None
     """Where inputs of blocks wait for backward; with checkpointing of blocks only."""
+    offload_delayed_update: Annotated[int | None, tyro.conf.arg(name="offload.delayed-update")] = None
+    """First step whose update runs beside the next step, which so uses parameters one update older."""
     published: bool = False
     """Hold the planner against published figures, row by row."""
 

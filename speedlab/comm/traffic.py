@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,17 +18,21 @@ _Waited = tuple[str, bool]
 
 @dataclass
 class BufferMeter:
-    """Bytes of communication buffers that are alive, and the most there were since the last `take_peak`."""
+    """Bytes of communication buffers that are alive, and the most there were since the last `take_peak`. From any
+    thread."""
 
     live_bytes: int = 0
     peak_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, nbytes: int) -> None:
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        with self._lock:
+            self.live_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def take_peak(self) -> int:
-        peak, self.peak_bytes = self.peak_bytes, self.live_bytes
+        with self._lock:
+            peak, self.peak_bytes = self.peak_bytes, self.live_bytes
         return peak
 
 
@@ -51,7 +57,7 @@ def leads_to_place(link: str) -> bool:
 @dataclass
 class Traffic:
     """Bytes this rank sent, by collective, or moved between its own places, and the seconds it waited, by phase of the
-    step, since the last `take`."""
+    step, since the last `take`. From any thread."""
 
     phase: str = ""
     """The phase of the step that waits are counted in; set by whoever times phases."""
@@ -63,10 +69,25 @@ class Traffic:
     """To and from the host's memory and the disk, by what they went through."""
     wait_seconds: defaultdict[_Waited, float] = field(default_factory=lambda: defaultdict(float))
     _events: list[tuple[_Waited, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _beside: set[int] = field(default_factory=set)
+    """Threads that wait beside the step."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def beside_the_step(self) -> Iterator[None]:
+        """Inside, what this thread waits holds no step up, and is in no phase."""
+        thread = threading.get_ident()
+        self._beside.add(thread)
+        try:
+            yield
+        finally:
+            self._beside.discard(thread)
 
     def sent(self, name: str, link: str, nbytes: int) -> None:
         """Count what this rank sends: under the collective's name, and under what it goes through."""
-        if nbytes:
+        if not nbytes:
+            return
+        with self._lock:
             if name:
                 self.sent_bytes[name] += nbytes
             self.link_bytes[link] += nbytes
@@ -76,11 +97,12 @@ class Traffic:
     def waited(self, wait: Callable[[], Any], device: torch.device, link: str = "") -> None:
         """Run `wait`, for what comes by `link`, and count its time: by the clock on CPUs, by a pair of events on a GPU,
         which nothing waits for."""
-        kind = self.phase, leads_to_place(link)
+        kind = "" if threading.get_ident() in self._beside else self.phase, leads_to_place(link)
         if device.type != "cuda":
             start = time.perf_counter()
             wait()
-            self.wait_seconds[kind] += time.perf_counter() - start
+            with self._lock:
+                self.wait_seconds[kind] += time.perf_counter() - start
             return
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
@@ -93,6 +115,10 @@ class Traffic:
 
         GPU times are added once their events have passed; those that have not are left for the next call.
         """
+        with self._lock:
+            return self._take()
+
+    def _take(self) -> Counted:
         late = []
         for kind, before, after in self._events:
             if after.query():

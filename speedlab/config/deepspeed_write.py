@@ -21,9 +21,9 @@ def as_deepspeed(config: RunConfig) -> dict[str, Any]:
 
     They cannot say: model (but its attention under the patterns fixed, longformer and bigbird), data, seed, dp, the
     pipeline's schedule and cut, sequence parallelism, evaluation, checkpoints, offload at ZeRO stage 0, masters that
-    are left out, moments in 8 bits, the update in backward, selective recomputation. Of states on disk they name a
-    folder, the one of all runs where none is given. The dtype 'auto' is written as bf16. A warm-up of 0 steps before a
-    falling rate is written as 1, the least that DeepSpeed takes.
+    are left out, moments in 8 bits, the update in backward, or late by a step, selective recomputation. Of states on
+    disk they name a folder, the one of all runs where none is given. The dtype 'auto' is written as bf16. A warm-up of
+    0 steps before a falling rate is written as 1, the least that DeepSpeed takes.
     """
     written: dict[str, Any] = {
         **_batch(config),

@@ -5,9 +5,13 @@ from __future__ import annotations
 from speedlab.config.parts import OffloadConfig
 
 
-def offload_problems(offload: OffloadConfig, *, stage: int, checkpointing: str) -> list[str]:
-    """What stands against `offload` at a ZeRO stage: the rule, the values, what to change; empty when nothing does."""
-    problems = []
+def offload_problems(
+    offload: OffloadConfig, *, stage: int, checkpointing: str, in_backward: bool = False, masters: str = "float32"
+) -> list[str]:
+    """What stands against `offload` at a ZeRO stage: the rule, the values, what to change; empty when nothing does.
+
+    `in_backward`: of the optimizer; `masters`: of the precision."""
+    problems = _delay_problems(offload, in_backward=in_backward, masters=masters)
     if offload.parameters != "none" and stage != 3:
         problems.append(
             f"offload.parameters {offload.parameters!r} needs zero.stage 3, and it is {stage}, under which parameters "
@@ -25,3 +29,20 @@ def offload_problems(offload: OffloadConfig, *, stage: int, checkpointing: str) 
             "activation.checkpointing to 'block', or offload.activations to 'none'"
         )
     return problems
+
+
+def _delay_problems(offload: OffloadConfig, *, in_backward: bool, masters: str) -> list[str]:
+    delayed = f"offload.delayed_update {offload.delayed_update}"
+    problems = {
+        f"{delayed} needs offload.optimizer 'host' or 'disk', and it is 'none': an update on the device has "
+        "nothing to hide behind; set offload.optimizer to 'host', or offload.delayed_update to null": (
+            offload.optimizer == "none"
+        ),
+        f"{delayed} cannot be with optimizer.in_backward, whose gradients are used before the step ends; set one of "
+        "them to null, or false": in_backward,
+        f"{delayed} needs precision.masters 'float32', and it is {masters!r}: the update would change the parameters "
+        "that the next forward reads; set precision.masters to 'float32', or offload.delayed_update to null": (
+            masters == "none"
+        ),
+    }
+    return [] if offload.delayed_update is None else [problem for problem, is_one in problems.items() if is_one]

@@ -198,6 +198,12 @@ class OffloadConfig(Part):
     activations: Literal["none", "host"] = Field(
         default="none", description="With checkpointing 'block' only: where the inputs of blocks wait for backward"
     )
+    delayed_update: int | None = Field(
+        default=None,
+        ge=1,
+        description="First step whose update is made beside the next step's forward and backward, which so use "
+        "parameters one update older (arXiv:2101.06840, section 5.2): a training changes by it; never when left out",
+    )
     folder: Path | None = Field(
         default=None, description="Folder in which states on disk have their files; the run's own when left out"
     )

@@ -128,7 +128,13 @@ class RunConfig(Part):
                 "compile true with activation.checkpointing 'selective': a compiled block chooses itself what to keep; "
                 "set activation.checkpointing to 'block' or 'none', or compile to false"
             )
-        problems += offload_problems(self.offload, stage=self.zero.stage, checkpointing=self.activation.checkpointing)
+        problems += offload_problems(
+            self.offload,
+            stage=self.zero.stage,
+            checkpointing=self.activation.checkpointing,
+            in_backward=self.optimizer.in_backward,
+            masters=self.precision.masters,
+        )
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -6,6 +6,7 @@ A thin door: `step/step.py` says where a step stands, `step/drivers.py` computes
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -88,6 +89,10 @@ class Engine(DeepSpeedNames):
             streams.attach(part.module, part.zero)
             remember(part.zero)
             remember_parts(part)
+        if self.layout.pp == 1:  # Else ranks of other stages do not take part where a parameter is gathered.
+            this = weakref.ref(self)
+            (zero,) = self.zeros
+            zero.finish_update = lambda: engine.finish_update() if (engine := this()) is not None else None
         self._looking = Looking(self, outside_bytes=outside_bytes)
         self._settled = not config.offload.used
         """Whether lasting memory has its place, as far as somebody cares."""
@@ -101,6 +106,8 @@ class Engine(DeepSpeedNames):
         gradients; training is `train_batch`.
         """
         self._step.refuse_after_cut()
+        if not torch.is_grad_enabled():
+            self.finish_update()
         with self._guard():
             return self._driver.forward(args, kwargs)
 
@@ -183,6 +190,7 @@ class Engine(DeepSpeedNames):
         """Mean loss over all ranks' micro-batches, as of `train_batch`, without gradients or dropout. Collective.
         Raises ValueError where ranks of one data index were given different ones."""
         self._step.refuse_after_cut()
+        self.finish_update()
         modes = [(module, module.training) for part in self.modules for module in part.modules()]
         self.eval()
         losses: list[Tensor] = []
@@ -208,6 +216,11 @@ class Engine(DeepSpeedNames):
         if not count:
             raise ValueError("evaluate: no micro-batch was given; give at least one")
         return loss_sum / count
+
+    def finish_update(self) -> None:
+        if not self._step.under_way:
+            with self._around_update():
+                super().finish_update()
 
     @property
     def accumulation(self) -> int:
@@ -279,6 +292,7 @@ class Engine(DeepSpeedNames):
         check_whole_gradients(type(self.optimizer), wanted, zero)
         prepare_small_states(config, self.world.device)
         refuse_without_room(self._more_on_disk(wanted), self.stores, self.everyone)
+        self.finish_update()
         for part in self.zeros:
             part.place(wanted)
         self.partitioned_optimizer.move(before)
@@ -304,6 +318,7 @@ class Engine(DeepSpeedNames):
 
     def state_dict(self) -> dict[str, Tensor]:
         """The module's whole state on every rank (a collective), parameters as float32 masters where they exist."""
+        self.finish_update()
         return whole_state(self.model_parts, self.mesh["pp"])
 
     def save_checkpoint(
@@ -323,6 +338,7 @@ class Engine(DeepSpeedNames):
         """
         self._step.refuse_after_cut()
         self._step.refuse_inside("save_checkpoint")
+        self.finish_update()
         for flat in self.flats:
             flat.take_changes()
         tag = tag or numbered_name(Path(folder), self.global_step)
@@ -396,6 +412,7 @@ class Engine(DeepSpeedNames):
         partitioned are lost.
         """
         checkpoint.finish_saving(self)
+        self.partitioned_optimizer.settle()
         self._streams.detach()
         self._wrapper.undo()
         self._attention.undo()

@@ -25,6 +25,7 @@ def residency_of(setup: Setup, device: str = "cpu") -> Residency:
         optimizer=Where.of_choice(setup.offload.optimizer),
         parameters=Where.of_choice(setup.offload.parameters),
         in_backward=setup.optimizer.in_backward,
+        delayed=setup.offload.delayed_update is not None,
         device=device,
     )
 
@@ -80,11 +81,17 @@ def inputs_away(setup: Setup, device: str) -> bool:
 def staging_bytes(setup: Setup, largest: int, widths: Mapping[str, float]) -> int:
     """Of the host's memory, what the way to and from the disk takes. `largest`: elements that a rank has of its largest
     flat; `widths`: category -> bytes of an element."""
-    places = state_places(residency_of(setup))
-    return round(sum(_STAGED * largest * width for state, width in widths.items() if places[state] is Where.DISK))
+    residency = residency_of(setup)
+    places = state_places(residency)
+    staged = sum(width for state, width in widths.items() if places[state] is Where.DISK)
+    if residency.gradients_wait and residency.states_at is Where.DISK:
+        staged += widths["gradients"]
+    return round(_STAGED * largest * staged)
 
 
 def offload_words(offload: OffloadConfig) -> str:
     """'optimizer on disk, parameters on host'; '' where everything stays on the device."""
     states = ("optimizer", "parameters", "activations")
-    return ", ".join(f"{state} on {place}" for state in states if (place := getattr(offload, state)) != "none")
+    words = [f"{state} on {place}" for state in states if (place := getattr(offload, state)) != "none"]
+    words += [f"updates delayed from step {first}"] if (first := offload.delayed_update) is not None else []
+    return ", ".join(words)

@@ -13,7 +13,7 @@ from speedlab.planner.efficiency import Efficiency, efficiency_of
 from speedlab.planner.memory import predict_memory
 from speedlab.planner.search import Candidate, Memory, fast_dtype, fitting
 from speedlab.planner.search_space import worth_cutting
-from speedlab.planner.setup import Setup, context_problems, update_problems
+from speedlab.planner.setup import Setup, context_problems, state_problems
 from speedlab.planner.shapes import kv_heads
 from speedlab.planner.timing import StepTime, predict_time
 
@@ -66,7 +66,7 @@ def _fitting(
     """Those that fit, cheapest first; of two at the same price the one that leaves more memory."""
     found = []
     for setup in changed:
-        if update_problems(setup):
+        if state_problems(setup):
             continue
         time = predict_time(setup, machines, efficiency)
         candidate = fitting(setup, machines, memory, time)

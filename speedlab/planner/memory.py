@@ -282,6 +282,9 @@ def _with_states(rank: RankMemory, setup: Setup, stages: Sequence[Flats], device
     by_place: dict[Where, dict[str, int]] = {Where.DEVICE: {}, Where.HOST: dict(rank.host), Where.DISK: {}}
     for state, where in state_places(residency).items():
         by_place[where][state] = round(widths[state] * held[state])
+    if residency.gradients_wait:
+        there = by_place[residency.states_at]
+        there["gradients"] = there.get("gradients", 0) + round(widths["gradients"] * owned)
     passing = residency.optimizer_states.share(largest, dp)
     staging = staging_bytes(setup, passing, widths)
     staging += decoded_bytes(setup, passing) if decodes_on_host(setup, device) else 0
@@ -317,8 +320,9 @@ def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: i
     largest = max(size for flats in stages for size in (flats.root, *flats.units))
     owned = residency.optimizer_states.share(largest, setup.layout.replicas)
     decoded = 0 if decodes_on_host(setup, device) else decoded_bytes(setup, owned)
-    # In the update nothing is gathered any more, unless it is in backward.
-    total += borrowed + (gathered + decoded if residency.gradients_used else max(gathered, decoded))
+    # In the update nothing is gathered any more, unless it is in backward, or beside the next step.
+    beside = residency.gradients_used or residency.gradients_wait
+    total += borrowed + (gathered + decoded if beside else max(gathered, decoded))
     sizes = {padded_numel(size, setup.layout.tp) for flats in stages for size in flats.partial()}
     total += _BORROWED * width * sum(sizes)
     if setup.shape.tied and pp > 1 and any(flats.first or flats.last for flats in stages):

@@ -3,7 +3,8 @@
 1. During forward and backward: parameters come, for both, and summed gradients go. This travels beside the kernels,
    and what takes longer than they do is waited for.
 2. The update reads and writes states piece by piece where the host computes it: what moves them and what computes work
-   side by side, so that the slowest of them counts. In backward it is a part of the passes.
+   side by side, so that the slowest of them counts. In backward, or beside the next step, it is a part of the passes;
+   beside the next step masters are read once more, to be made parameters of, and that is waited for.
 
 The device and the host's memory are joined by the device's own link; the disk is shared by the ranks of a host, and
 reading and writing share what it can do. On CPU cores the host's memory is the device's, so that nothing has to travel.
@@ -91,6 +92,36 @@ def waited_seconds(
     passes, update = flows(setup, machines, owned)
     if setup.optimizer.in_backward:
         return max(0.0, (passes + update).seconds(setup, machines, efficiency) - computing - updating)
+    if setup.offload.delayed_update is not None:
+        hidden, shown = _beside(setup, machines, owned, passes, update)
+        moving = hidden.seconds(setup, machines, efficiency)
+        return max(0.0, moving - computing - updating) + shown.seconds(setup, machines, efficiency)
     return max(0.0, passes.seconds(setup, machines, efficiency) - computing) + max(
         0.0, update.seconds(setup, machines, efficiency) - updating
     )
+
+
+def _beside(setup: Setup, machines: Machines, owned: float, passes: Flow, update: Flow) -> tuple[Flow, Flow]:
+    """What moves beside forward and backward, and what does behind them, of an update that is late by a step."""
+    places = state_places(residency_of(setup))
+    widths = state_widths(setup, "cpu" if machines.device.on_host else "cuda")
+    parameters = owned * widths["parameters"]
+    on_disk = places["master_weights"] is Where.DISK
+    shown = Flow(
+        link=0 if places["parameters"] is not Where.DEVICE else parameters,
+        disk_read=owned * widths["master_weights"] if on_disk else 0,
+        disk_write=parameters if places["parameters"] is Where.DISK else 0,
+    )
+    hidden = Flow(
+        link=passes.link + update.link - shown.link,
+        disk_read=passes.disk_read + update.disk_read,
+        disk_write=passes.disk_write + update.disk_write - shown.disk_write,
+    )
+    return hidden, shown
+
+
+def unhidden_update(setup: Setup, machines: Machines, *, computing: float, updating: float) -> float:
+    """Of an update of `updating` seconds, those that a step of `computing` ones takes longer by: all of them, unless
+    the processors of the host make it beside the kernels of another device."""
+    beside = setup.offload.delayed_update is not None and not machines.device.on_host
+    return max(0.0, updating - computing) if beside else updating

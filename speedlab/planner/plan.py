@@ -13,7 +13,6 @@ from typing import Any
 
 from speedlab.config import ParallelConfig, RunConfig, ZeroConfig
 from speedlab.config.layouts import factorisations, nearest
-from speedlab.config.offload_rules import offload_problems
 from speedlab.display.figure_style import Figure
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner import presets
@@ -27,7 +26,7 @@ from speedlab.planner.plan_table import PlanTable, found_text, plan_table, plan_
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search import Candidate, Dtype, Target, fast_dtype, search
 from speedlab.planner.search_space import FREE, Fixed
-from speedlab.planner.setup import ModelShape, Setup, context_problems, update_problems
+from speedlab.planner.setup import ModelShape, Setup, context_problems, state_problems
 from speedlab.planner.shapes import check_shape, kv_heads, shape_parameters
 from speedlab.planner.timing import StepTime
 
@@ -272,9 +271,7 @@ def check_parallel(setup: Setup) -> None:
     there."""
     shape, layout = setup.shape, setup.layout
     check_shape(shape)
-    if problems := offload_problems(setup.offload, stage=setup.zero_stage, checkpointing=setup.checkpointing):
-        raise ValueError("; ".join(problems))
-    if problems := update_problems(setup):
+    if problems := state_problems(setup):
         raise ValueError("; ".join(problems))
     cut = {"heads": shape.heads, "KV heads": kv_heads(shape), "ffn_hidden": shape.ffn_hidden}
     for name, count in cut.items():

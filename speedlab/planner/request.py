@@ -94,6 +94,8 @@ class PlanRequest:
     """Where parameters lie while no unit needs them; ZeRO stage 3 only."""
     offload_activations: Literal["none", "host"] | None = None
     """Where inputs of blocks wait for backward; with checkpointing of blocks only."""
+    offload_delayed_update: int | None = None
+    """First step whose update runs beside the next step, which so uses parameters one update older."""
     host_bytes: str = ""
     """Memory of each host: 128GiB, 1.5TB."""
     disk_bytes: str = ""
@@ -309,6 +311,7 @@ class PlanRequest:
             optimizer=self.offload_optimizer,
             parameters=self.offload_parameters,
             activations=self.offload_activations,
+            delayed_update=self.offload_delayed_update,
         )
 
     def _fixed(self) -> Fixed:

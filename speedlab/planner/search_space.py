@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from speedlab.config import OffloadConfig, OptimizerConfig, ParallelConfig
-from speedlab.config.offload_rules import offload_problems
 from speedlab.layout import Layout
 from speedlab.planner.away import offload_words
 from speedlab.planner.devices import Machines
-from speedlab.planner.setup import Checkpointing, ModelShape, Setup, context_problems, update_problems
+from speedlab.planner.setup import Checkpointing, ModelShape, Setup, context_problems, state_problems
 from speedlab.planner.shapes import is_built_in, kv_heads
 
 _Choice = TypeVar("_Choice")
@@ -110,13 +109,18 @@ class Space:
         """What to say where there is nothing to choose from."""
         shape, machines, fixed = self.shape, self.machines, self.fixed
         stage = 3 if fixed.zero_stage is None else fixed.zero_stage
-        offload, checkpointing = fixed.others.get("offload"), fixed.checkpointing or "block"
-        if offload is not None and (problems := offload_problems(offload, stage=stage, checkpointing=checkpointing)):
-            return ValueError("; ".join(problems))
         alone = Layout(dp=fixed.dp or 1, tp=fixed.tp or 1, pp=fixed.pp or 1, cp=fixed.cp or 1)
-        least = {"micro_size": fixed.micro_size or 1, "accumulation": 1, "zero_stage": stage}
-        setup = Setup(shape=shape, layout=alone, dtype=self.dtype, **least, **fixed.others)
-        if problems := update_problems(setup):
+        setup = Setup(
+            shape=shape,
+            layout=alone,
+            zero_stage=stage,
+            dtype=self.dtype,
+            micro_size=fixed.micro_size or 1,
+            accumulation=1,
+            checkpointing=fixed.checkpointing or "block",
+            **fixed.others,
+        )
+        if problems := state_problems(setup):
             return ValueError("; ".join(problems))
         asked = f" with {self.fixed}" if str(self.fixed) else ""
         batch = self._context_words()
@@ -184,7 +188,7 @@ class Space:
             sequence_parallel=sequence,
             **fixed.others,
         )
-        if offload_problems(setup.offload, stage=stage, checkpointing=checkpointing) or update_problems(setup):
+        if state_problems(setup):
             return
         if layout.pp == 1:
             yield setup

@@ -8,6 +8,7 @@ from typing import Literal
 
 from speedlab.config import AttentionConfig, AttentionView, OffloadConfig, OptimizerConfig, RunConfig, describe
 from speedlab.config.context import ways_out
+from speedlab.config.offload_rules import offload_problems
 from speedlab.config.shape import ModelShape
 from speedlab.layout import Layout, sequence_multiple
 
@@ -177,9 +178,16 @@ def context_problems(setup: Setup) -> list[str]:
     return problems
 
 
-def update_problems(setup: Setup) -> list[str]:
-    """What stands against how states are kept, and when parameters are updated."""
-    layout, problems = setup.layout, []
+def state_problems(setup: Setup) -> list[str]:
+    """What stands against where and how states are kept, and when parameters are updated."""
+    layout = setup.layout
+    problems = offload_problems(
+        setup.offload,
+        stage=setup.zero_stage,
+        checkpointing=setup.checkpointing,
+        in_backward=setup.optimizer.in_backward,
+        masters=setup.masters,
+    )
     if setup.masters == "none" and setup.dtype != "bfloat16":
         problems.append(
             f"masters none needs dtype bfloat16, whose updates are rounded stochastically, and it is {setup.dtype}"

@@ -20,7 +20,7 @@ from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import Efficiency
 from speedlab.planner.flops import Convention, token_flops
 from speedlab.planner.kernels import Pass, Rates, block_pass, head_pass
-from speedlab.planner.offload_time import waited_seconds
+from speedlab.planner.offload_time import unhidden_update, waited_seconds
 from speedlab.planner.setup import Setup
 from speedlab.planner.shapes import block_cut, block_weights, check_shape, cross_attention
 
@@ -128,8 +128,9 @@ def predict_time(setup: Setup, machines: Machines, efficiency: Efficiency) -> St
     exposed, hidden = _data_parallel(setup, machines, groups.dp, turn, efficiency)
     parts["data parallel"] = exposed
     owned = rank_parameters(setup) / (setup.layout.replicas if setup.zero_stage >= 1 else 1)
-    parts["optimizer"] = _update(setup, machines, rates, efficiency, owned)
     computing = micro_batches * sum(turn[part] for part in ("forward", "backward", "recompute", "logits"))
+    updating = _update(setup, machines, rates, efficiency, owned)
+    parts["optimizer"] = unhidden_update(setup, machines, computing=computing, updating=updating)
     parts["offload"] = waited_seconds(
         setup, machines, efficiency, owned=owned, computing=computing, updating=parts["optimizer"]
     )
@@ -322,6 +323,8 @@ def _caution(setup: Setup, machines: Machines, efficiency: Efficiency) -> str:
         doubts.append("no encoder-decoder was compared")
     if setup.zero_stage == 3 and rings(setup.layout, machines, efficiency).dp.crosses_hosts:
         doubts.append("published runs of ZeRO-3 between hosts were missed by up to 23%")
+    if setup.offload.delayed_update is not None:
+        doubts.append("updates that are late by a step were not compared")
     if "disk" in (setup.offload.optimizer, setup.offload.parameters):
         known = "" if machines.host.disk_measured else ", and this disk was not measured"
         doubts.append(f"small trainings with states away on one machine were missed by up to 35%{known}")

@@ -404,6 +404,22 @@ def test_places_are_offered_where_they_can_be(panel: Panel) -> None:
     assert offered(panel) == set()
 
 
+def test_late_updates_are_offered_where_there_is_something_to_hide(panel: Panel) -> None:
+    assert "offload the optimizer first" in note(panel, "offload.delayed_update")
+    put(panel, "offload.optimizer", "host")
+    assert "offload the optimizer first" not in note(panel, "offload.delayed_update")
+    put(panel, "precision.dtype", "bfloat16")
+    put(panel, "precision.masters", "none")
+    assert "without masters" in note(panel, "offload.delayed_update")
+    put(panel, "precision.masters", "float32")
+    put(panel, "offload.delayed_update", "40")
+    assert "one update older; here update and step share the cores" in note(panel, "offload.delayed_update")
+    assert panel.config is not None
+    assert panel.config.offload.delayed_update == 40
+    put(panel, "offload.optimizer", "none")
+    assert "offload.delayed_update 40 needs offload.optimizer 'host' or 'disk'" in panel.summary_text
+
+
 def test_a_disk_is_measured_once_by_an_engine_and_told(cluster: Fakes, panel: Panel, tmp_path: Path) -> None:
     put(panel, "offload.folder", str(tmp_path))
     assert cluster.measured == []

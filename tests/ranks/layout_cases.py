@@ -158,6 +158,7 @@ class LayoutCase(Case):
             clip_norm=self.clip_norm,
             steps=self.steps,
             whole=self.whole,
+            offload=self.offload,
         )
 
 

@@ -46,7 +46,7 @@ class Case:
     accumulation: int = 1
     checkpointing: str = "none"
     clip_norm: float | None = None
-    offload: tuple[tuple[str, str], ...] = ()
+    offload: tuple[tuple[str, str | int], ...] = ()
     """Fields of the configuration's `offload`: (name, value)."""
     precision: tuple[tuple[str, str], ...] = ()
     """Further fields of the configuration's `precision`: (name, value)."""
@@ -154,8 +154,12 @@ def train_plain(case: Case, dp: int) -> Trajectory:
     In low precision the module computes in it and float32 masters are updated, as mixed precision is defined
     (arXiv:1710.03740, section 3.1). Gradients of micro-batches are added in float32; without accumulation there is
     only the sum over ranks, which is rounded to the compute dtype, in which such a loop keeps its gradients.
+
+    From step `delayed_update` of the case's offload on, the model gets the masters that were there before the step's
+    update (arXiv:2101.06840, section 5.2).
     """
     model = case.build()
+    first_late = int(dict(case.offload).get("delayed_update", case.steps + 1))
     path = Trajectory(start={name: p.detach().clone() for name, p in model.named_parameters()})
     compute = DTYPES[case.dtype]
     masters = {
@@ -181,13 +185,14 @@ def train_plain(case: Case, dp: int) -> Trajectory:
         path.norms.append(norm_of(trainable))
         if case.clip_norm is not None:
             nn.utils.clip_grad_norm_(trainable, case.clip_norm)
+        before = {name: p.detach().clone() for name, p in masters.items()}
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
             for name, p in model.named_parameters():
-                p.copy_(masters[name])
+                p.copy_((before if step + 1 >= first_late else masters)[name])
     path.parameters = {name: p.detach().clone() for name, p in masters.items()}
-    path.live = {name: p.detach().clone() for name, p in model.named_parameters()}
+    path.live = {name: masters[name].detach().to(p.dtype) for name, p in model.named_parameters()}
     return path
 
 

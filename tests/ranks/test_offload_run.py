@@ -23,7 +23,7 @@ from speedlab.engine.step.clock import PhaseClock, StepCosts
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import RunState
 
-ON_DISK = {"zero": 3, "offload": {"optimizer": "disk", "parameters": "disk"}}
+ON_DISK: dict[str, Any] = {"zero": 3, "offload": {"optimizer": "disk", "parameters": "disk"}}
 
 
 @pytest.fixture
@@ -58,6 +58,44 @@ def test_states_come_and_go_while_a_run_is_on(world: Pool, tmp_path: Path) -> No
     assert [state for state, _ in ended] == ["finished"] * 4
     assert [event.details["through"] for event in events(goes, "reshaped")] == ["in place"] * 3
     assert same([parameters for _, parameters in ended])
+
+
+def with_a_pause(run: str, change: dict[str, Any] | None) -> tuple[list[tuple[str, int | None]], dict[str, Tensor]]:
+    """Three steps, a pause, a change of shape, and the rest; without a change (None), neither is there a pause. How it
+    stood when the engines were idle, with the step of an update under way."""
+    stood = []
+    with as_engine(run):
+        if change is not None:
+            stood.append((advance(run), trainer_of(run).engine.partitioned_optimizer.late))
+            if own_rank() == 0:
+                for word in ([("reshape", change)] if change else []) + [("resume", {})]:
+                    post(run, word)
+        stood.append((advance(run), trainer_of(run).engine.partitioned_optimizer.late))
+        return stood, trainer_of(run).engine.state_dict()
+
+
+def test_a_run_with_late_updates_that_pauses_or_is_moved_is_the_one_that_saves_there(
+    world: Pool, tmp_path: Path
+) -> None:
+    """Whoever pauses, changes the places or the layout looks, and so does a checkpoint: the same bits follow; a run
+    without any of it goes another way."""
+    late = {"steps": 6, "zero": 2, "batch": {"global_size": 4, "micro_size": 2}, "eval": {"every_steps": 0}}
+    late["offload"] = {"optimizer": "host", "delayed_update": 2}
+    runs = {name: new_run(folder(tmp_path / name), **late) for name in ("pauses", "moves", "changes", "stays")}
+    runs["saves"] = new_run(folder(tmp_path / "saves"), **late, checkpoint={"every_steps": 3})
+    moves = {"pauses": {}, "moves": {"offload": {"optimizer": "disk"}, "zero": 3}, "changes": {"tp": 2}}
+    states = {}
+    for name, run in runs.items():
+        if name in moves:
+            post(run, ("step", {"n": 3}))
+        ended = world.run(with_a_pause, run, moves.get(name))
+        assert [stood for stood, _ in ended] == [[("paused", None)] * (name in moves) + [("finished", None)]] * 2, name
+        assert same([state for _, state in ended])
+        states[name] = ended[0][1]
+    assert same([states["saves"], states["pauses"], states["moves"]])
+    assert not same([states["saves"], states["stays"]])
+    for name, value in states["saves"].items():
+        torch.testing.assert_close(states["changes"][name], value, rtol=0, atol=2e-4)
 
 
 def with_a_slow_disk(run: str) -> str:
@@ -98,11 +136,12 @@ def with_a_disk_that_fails(run: str, rank: int, number: int, steps: int) -> tupl
         return first, advance(run)
 
 
+@pytest.mark.parametrize("late", [{}, {"delayed_update": 1}], ids=["at once", "late"])
 @pytest.mark.parametrize(("rank", "number", "says"), [(0, errno.EIO, "EIO"), (1, errno.ENOSPC, "ENOSPC")])
 def test_a_disk_that_fails_in_a_step_costs_the_way_back_to_the_last_checkpoint(
-    world: Pool, tmp_path: Path, rank: int, number: int, says: str
+    world: Pool, tmp_path: Path, rank: int, number: int, says: str, late: dict[str, int]
 ) -> None:
-    run = new_run(tmp_path, steps=5, checkpoint={"every_steps": 2}, **ON_DISK)
+    run = new_run(tmp_path, steps=5, checkpoint={"every_steps": 2}, zero=3, offload={**ON_DISK["offload"], **late})
     outcomes = world.run(with_a_disk_that_fails, run, rank, number, 3)
     assert outcomes[rank][0].startswith("OffloadError"), outcomes
     assert says in outcomes[rank][0]

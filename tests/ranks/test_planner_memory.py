@@ -14,7 +14,7 @@ from speedlab.bench.planner_cases import GridCase, grid
 
 MEDIAN, WORST = 0.03, 0.08
 
-_ALWAYS = ("8bit", "masters", "selective", "tiled", "sparse", "cp ")
+_ALWAYS = ("8bit", "masters", "selective", "delayed", "tiled", "sparse", "cp ")
 
 CASES = [case for number, case in enumerate(grid()) if number % 7 == 3 or any(word in case.name for word in _ALWAYS)]
 """All kinds of layouts, stages and models: see the test below."""
@@ -44,6 +44,7 @@ def test_the_chosen_cases_hold_every_kind() -> None:
         "pp 2 × dp 1 × cp 2",
         "heads shared by 1",
         "heads shared by 2",
+        "delayed",
     ):
         assert word in names, word
 

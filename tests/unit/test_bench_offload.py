@@ -47,3 +47,12 @@ def test_a_small_training_under_a_limit(tmp_path, capsys: pytest.CaptureFixture[
     told = capsys.readouterr().out
     assert "the same bits" in told
     assert "times the longer of both" in told
+
+
+def test_late_updates_beside_those_at_once(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    offload.main(
+        ["--delayed", "--layers", "2", "--hidden", "64", "--tokens", "16", "--steps", "2", "--folder", str(tmp_path)]
+    )
+    host, disk = capsys.readouterr().out.splitlines()
+    assert (host[:17], disk[:17]) == ("optimizer on host", "optimizer on disk")
+    assert all(" s a step, late " in line and line.endswith(" of it") for line in (host, disk))

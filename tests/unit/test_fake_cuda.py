@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ import speedlab
 from speedlab.comm import Group, Traffic
 from speedlab.config import ModelConfig
 from speedlab.engine.engine import Engine
+from speedlab.engine.step import optimizer
+from speedlab.engine.step.late import LateUpdate
 from speedlab.layout import Layout
 from speedlab.models import GPT
 
@@ -51,6 +54,8 @@ class Session:
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
     on_host: tuple[str, ...] = ()
     """What lies in the host's memory, of the fields of `offload`."""
+    late: bool = False
+    """Updates of the host beside the next step."""
     small: bool = False
     """Moments in 8 bits, and no masters."""
 
@@ -59,6 +64,7 @@ class Session:
         pipeline = f"-{self.schedule}" if self.layout.pp > 1 else ""
         away = "".join(f"-{state} on host" for state in self.on_host)
         away += "-small states" if self.small else ""
+        away += "-late" if self.late else ""
         return f"{shape}{pipeline}-rank{self.rank}-zero{self.stage}-{self.dtype}-{self.loss}{away}"
 
     def model(self) -> GPT:
@@ -74,7 +80,7 @@ class Session:
             "parallel": parallel,
             "activation": {"checkpointing": self.checkpointing},
             "batch": {"micro_size": MICRO, "accumulation": self.accumulation},
-            "offload": dict.fromkeys(self.on_host, "host"),
+            "offload": dict.fromkeys(self.on_host, "host") | ({"delayed_update": 1} if self.late else {}),
         }
 
 
@@ -95,13 +101,29 @@ class Report:
 @cache
 def report_of(session: Session) -> Report:
     report = Report()
-    with TemporaryDirectory() as folder, fake_cuda(rank=session.rank, world_size=session.layout.world_size) as gpu:
+    late = patch.object(optimizer, "LateUpdate", AtOnce)
+    with (
+        late,
+        TemporaryDirectory() as folder,
+        fake_cuda(rank=session.rank, world_size=session.layout.world_size) as gpu,
+    ):
         try:
             for name in _session(session, gpu, Path(folder)):
                 report.parts[name] = gpu.take()
         except Exception as error:
             report.error = error
     return report
+
+
+class AtOnce(LateUpdate):
+    """What a thread does, on this one: others are not seen."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._error = None
+        work()
+
+    def settle(self) -> None:
+        pass
 
 
 def _session(session: Session, gpu: FakeGpu, folder: Path) -> Iterator[str]:
@@ -192,6 +214,8 @@ SESSIONS = [
     Session(layout=DP, rank=0, stage=2, stages=(3,), on_host=("optimizer",)),
     Session(layout=DP, rank=1, stage=2, stages=(3,), on_host=("optimizer",), dtype="float32"),
     Session(layout=DP, rank=0, stage=3, stages=(), on_host=("optimizer", "parameters")),
+    Session(layout=DP, rank=0, stage=1, stages=(3,), on_host=("optimizer",), late=True),
+    Session(layout=DP, rank=1, stage=3, stages=(), on_host=("optimizer", "parameters"), late=True, dtype="float32"),
     Session(layout=DP, rank=0, stage=1, stages=(), checkpointing="block", on_host=("activations",)),
     Session(layout=DP, rank=1, stage=2, stages=(0, 3), small=True),
     Session(layout=DP, rank=0, stage=3, stages=(), small=True, on_host=("optimizer",)),
@@ -242,7 +266,8 @@ def test_every_operation_would_run(session: Session) -> None:
 @sessions()
 def test_the_host_waits_once_a_step(session: Session) -> None:
     waits = {name: strings(seen.waits) for name, seen in report_of(session).of("step").items()}
-    if session.small and session.on_host:  # Parameters without masters come to the host to be updated there.
+    # Parameters without masters come to the host to be updated there, and gradients that stay to wait there.
+    if session.on_host and (session.small or session.late):
         waits = {name: [each for each in found if "copies.py" not in each] for name, found in waits.items()}
     assert {name: found for name, found in waits.items() if len(found) != 1} == {}
 

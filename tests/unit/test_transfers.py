@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import threading
 from datetime import timedelta
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -52,6 +53,23 @@ def test_ways_to_the_host_and_the_disk_are_counted_apart() -> None:
     assert counted.moved_bytes == {"disk read": 101, "disk write": 60, "host copy": 8}
     assert counted.sent_bytes == {}
     assert set(counted.peer_seconds) == set(counted.place_seconds) == {"optimizer"}
+
+
+def test_what_a_thread_waits_beside_the_step_is_in_no_phase() -> None:
+    traffic = Traffic(phase="forward")
+
+    def beside() -> None:
+        with traffic.beside_the_step():
+            Transfer(lambda: None, traffic, CPU, link="disk read", nbytes=100).wait()
+
+    for work in (beside, Transfer(lambda: None, traffic, CPU, link="disk read", nbytes=1).wait):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    counted = traffic.take()
+    assert counted.moved_bytes == {"disk read": 101}
+    assert set(counted.place_seconds) == {"forward"}, "of another thread of the step, as autograd's are"
+    assert traffic._beside == set()
 
 
 def test_transfer_that_failed_fails_again() -> None:

@@ -23,6 +23,7 @@ def residency_of(config: RunConfig, *, dp: int, device: str) -> Residency:
         optimizer=Where.of_choice(config.offload.optimizer),
         parameters=Where.of_choice(config.offload.parameters),
         in_backward=config.optimizer.in_backward,
+        delayed=config.offload.delayed_update is not None,
         device=device,
     )
 

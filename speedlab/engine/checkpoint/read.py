@@ -44,6 +44,7 @@ def load(engine: TrainingState, place: Place, tag: str | None, *, verify: bool =
         manifest = sound_manifest(engine, path, verify=verify)  # 1, 2
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {newest_good(engine, path.parent, path)}") from None
+    engine.partitioned_optimizer.settle()
     engine.replace_what_is_lost()
     with Files(path) as files:  # 3
         _load_flats(engine, files, manifest)

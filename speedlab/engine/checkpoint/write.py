@@ -74,6 +74,7 @@ def save(
     them is always waited for: a copy would need the memory that they were to spare.
     """
     finish_saving(engine)
+    engine.finish_update()
     group = engine.everyone
     target, hidden = folder / tag, folder / f".{tag}.partial"
     part = _own_part(engine, hidden, verify=verify, moments=moments)

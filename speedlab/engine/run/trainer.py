@@ -60,6 +60,7 @@ class Trainer:
                     if self._loop.step():
                         carry_out_pending(training, self.reporter)
                 self._loop.report_saving(wait=True)
+                training.engine.finish_update()  # Whoever has the run now may look at its parameters.
                 return training.state
             except BaseException as error:
                 training.interruption.heard()  # The cluster's repeats shall not cut off what has to follow.
@@ -72,14 +73,15 @@ class Trainer:
         """Join the world anew where it was left, and make sure that all ranks stand at the same step. Collective."""
         training = self.training
         training.reconnect()
-        steps = training.control.collect([training.engine.global_step, training.engine.updating])
-        if len({step for step, _ in steps}) == 1 and not any(updating for _, updating in steps):
+        engine = training.engine
+        steps = training.control.collect([engine.global_step, engine.updating, engine.partitioned_optimizer.late or 0])
+        if len({(step, late) for step, _, late in steps}) == 1 and not any(updating for _, updating, _ in steps):
             return
         kept = self._newest()
         if kept is None:
             training.state = RunState.FAILED
             raise Refusal(
-                f"the ranks were interrupted in the middle of an update and stand at steps {[s for s, _ in steps]}; "
+                f"the ranks were interrupted in the middle of an update and stand at steps {[s for s, *_ in steps]}; "
                 "there is no checkpoint to go back to: start the run again, with checkpoint.every_steps set"
             )
         training.changing = True

@@ -56,3 +56,8 @@ def check_whole_gradients(kind: type[Any], residency: Residency, stage: int) -> 
             f"zero.stage {stage}: {kind.__name__} sums gradients itself and needs all of them on every rank; use stage "
             "0 or 1, and no offload.optimizer"
         )
+    if kept_by(kind) is not None and residency.gradients_wait:
+        raise ValueError(
+            f"offload.delayed_update: {kind.__name__} sums gradients itself, in its update, and ranks would exchange "
+            "beside a step that does so, too; set it to null"
+        )

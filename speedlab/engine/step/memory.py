@@ -259,7 +259,10 @@ def _kept(state: str, flat: Flat) -> Iterable[Kept]:
     if state == "gradient":
         return [flat.gradient.away.kept] if flat.gradient is not None and flat.gradient.away is not None else []
     if state == "moments":
-        return [away.kept for name, away in flat.away.items() if name not in ("parameter", "master")]
+        # A copy: an update beside this step may make the first ones now.
+        return [away.kept for name, away in list(flat.away.items()) if name not in ("parameter", "master")]
+    if state == "waiting":
+        return [flat.gradient.waiting.kept] if flat.gradient is not None and flat.gradient.waiting is not None else []
     return [flat.away[state].kept]
 
 

@@ -21,8 +21,9 @@ from cuda_ops.grad_stats import grad_stats
 from speedlab.comm import Transfer
 from speedlab.engine.step.communicating import Communicating, sums_itself
 from speedlab.engine.step.fused import FusedOptimizer, Given, step_device
+from speedlab.engine.step.late import LateUpdate, Twin
 from speedlab.engine.step.segments import Segment, cut, elementwise, has_kernels, owned_ranges
-from speedlab.engine.step.visits import leave, visit
+from speedlab.engine.step.visits import leave, publishing, visit
 from speedlab.parallel.zero import Flat, Gradient
 from speedlab.placement import Holders, Placement, Residency
 
@@ -55,6 +56,12 @@ class PartitionedOptimizer:
         """Slots before which a flat is cut, because their histories differ."""
         self._segments = {flat.name: cut(flat) for flat in self.flats}
         self.inner = build(self._by_group())
+        self._stepped = self.inner
+        """What makes the present update: `inner`, or the same with the options of the step whose update it is."""
+        self._twin: Twin | None = None
+        """Of which `_stepped` is, for an update that is late."""
+        self._late: LateUpdate | None = None
+        """The update that is under way on a thread, or waits for `publish`."""
         self._states: dict[str, dict[str, Tensor]] = {flat.name: {} for flat in self.flats}
         """For each flat, its elementwise states (name → tensor over the flat's state range)."""
         for flat in self.flats:
@@ -71,11 +78,13 @@ class PartitionedOptimizer:
         """What the next one does."""
         self._hooks = [
             self.inner.register_step_pre_hook(self._refuse_others),
+            self.inner.register_load_state_dict_pre_hook(self._settle_before_load),
             self.inner.register_load_state_dict_post_hook(self._loaded),
         ]
 
     def forget(self) -> None:
         """Drop every tensor; the optimizer is of no use afterwards."""
+        self.settle()
         for hook in self._hooks:
             hook.remove()
         self._segments.clear()
@@ -144,33 +153,111 @@ class PartitionedOptimizer:
         many updates there were, of which depends what is rounded at random. `flats`: those that are updated, all when
         left out; `ahead`: the one that will be next, whose states are then on their way.
         """
-        unused, self._number = unused or {}, number
+        unused = unused or {}
+        self._begin(unused, number)
         self._now, self._ahead = self.flats if flats is None else flats, ahead
-        for flat in self._now:
-            self._cut_out(flat, unused.get(flat.name, ()))
         if sums_itself(self.inner):
             assert isinstance(self.inner, Communicating)  # See `sums_itself`.
             for gradient in self.gradients:
                 self.inner.exchange(gradient, factor)
             factor = 1.0
-        fused = isinstance(self.inner, FusedOptimizer)
+        self._stepped = self.inner
+        for work in self._make(factor, unused):
+            work.wait()
+
+    def _begin(self, unused: Mapping[str, Collection[int]], number: int) -> None:
+        self._number = number
+        for flat in self.flats:
+            self._cut_out(flat, unused.get(flat.name, ()))
+
+    @torch.no_grad()
+    def _make(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Transfer]:
+        """Update the masters; parameters that are on their way to other ranks."""
+        fused = isinstance(self._stepped, FusedOptimizer)
         try:
-            pending = self._step_fused(factor, unused) if fused else self._step_plain(factor, unused)
+            return self._step_fused(factor, unused) if fused else self._step_plain(factor, unused)
+        except BaseException:
+            self.end_visits()
+            raise
+
+    # ---- an update beside the next step ------------------------------------------------------------------------------
+
+    @property
+    def late(self) -> int | None:
+        """The step, counted from 1, whose update `step_late` has begun and nobody has published; None without one."""
+        return None if self._late is None else self._number + 1
+
+    def step_late(self, factor: float, unused: Mapping[str, Collection[int]], *, number: int) -> None:
+        """As `step`, of residencies whose gradients wait: a thread updates the masters, beside whatever comes next, and
+        `publish` brings them to the parameters."""
+        self._begin(unused, number)
+        for moving in [gradient.lay_by() for gradient in self.gradients]:
+            if moving is not None:
+                moving.wait()  # The next backward writes over what they come from.
+        for flat in self.flats:
+            flat.ahead = True
+        self._twin = Twin(self.inner)
+        self._now, self._ahead, self._stepped = self.flats, None, self._twin.optimizer
+        self._late = LateUpdate(partial(self._make_late, factor, unused))
+
+    def _make_late(self, factor: float, unused: Mapping[str, Collection[int]]) -> None:
+        """On the thread."""
+        if self.flats:
+            group = self.flats[0].gather_group
+            if group.device.type == "cuda":  # New threads begin with the first one.
+                torch.cuda.set_device(group.device)
+            with group.traffic.beside_the_step():
+                self._make(factor, unused)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Bring what `step_late` has updated to the parameters of all ranks. Collective. Raises what `wait` does."""
+        self.wait()
+        if self._twin is not None:
+            self._twin.take_back()
+        pending: list[Transfer] = []
+        following = [*self.flats[1:], None]
+        try:
+            for flat, ahead in zip(self.flats, following, strict=False):  # Of no flats there is one that follows.
+                with publishing(flat, ahead):
+                    work = flat.publish(update=self._number)
+                if work is not None:
+                    pending.append(work)
         except BaseException:
             self.end_visits()
             raise
         for work in pending:
             work.wait()
+        self._give_late_up()
+
+    def wait(self) -> None:
+        """Until the thread has updated the masters. Raises what it failed with: some are updated then, some not."""
+        if self._late is not None:
+            self._late.wait()
+
+    def settle(self) -> None:
+        """Until no thread updates anything, however it ended."""
+        if self._late is not None:
+            self._late.settle()
+
+    def _give_late_up(self) -> None:
+        """Masters and parameters are one again: they were published, or loaded."""
+        self.settle()
+        for flat in self.flats:
+            flat.ahead = False
+        self._late = None
+
+    # ---- the update's way --------------------------------------------------------------------------------------------
 
     def _step_fused(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Transfer]:
-        assert isinstance(self.inner, FusedOptimizer)
+        assert isinstance(self._stepped, FusedOptimizer)
         pending: list[Transfer] = []
         given = self._given(factor, unused, pending)
-        self.inner.given = given
+        self._stepped.given = given
         try:
             self._step_inner()
         finally:
-            self.inner.given = ()  # It holds gradients; those of an update that failed must not stay.
+            self._stepped.given = ()  # It holds gradients; those of an update that failed must not stay.
             given.close()
         return pending
 
@@ -194,9 +281,7 @@ class PartitionedOptimizer:
                     # What was written anew has nothing of the parameters that nobody used.
                     partly = "parameter" in flat.away and bool(unused.get(flat.name))
                     written = flat.written_by_update is not None and not partly
-                    work = flat.publish(copied=untouched or written, update=self._number)
-                    if work is not None:
-                        pending.append(work)
+                    pending += self._published(flat, copied=untouched or written)
 
     def _turns(self, unused: Mapping[str, Collection[int]]) -> Iterator[tuple[list[Flat], list[Segment]]]:
         """What is published together, and the segments of the first of these flats, after whose update that is done.
@@ -218,16 +303,16 @@ class PartitionedOptimizer:
             yield flats, segments
 
     def _step_plain(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Transfer]:
-        scaled_inside = factor != 1.0 and bool(getattr(self.inner, "_step_supports_amp_scaling", False))
+        scaled_inside = factor != 1.0 and bool(getattr(self._stepped, "_step_supports_amp_scaling", False))
         if scaled_inside:
             # A fused kernel divides by a scale on the way; it is handed over as torch's GradScaler does.
             scale = torch.full((), 1.0 / factor, device=self.flats[0].master.device if self.flats else "cpu")
-            self.inner.grad_scale = scale  # type: ignore[attr-defined]  # see the line above
+            self._stepped.grad_scale = scale  # type: ignore[attr-defined]  # see the line above
         try:
             return self._step_pieces(None if scaled_inside else factor, unused)
         finally:
             if scaled_inside:
-                del self.inner.grad_scale  # type: ignore[attr-defined]  # as above
+                del self._stepped.grad_scale  # type: ignore[attr-defined]  # as above
 
     def _step_pieces(self, factor: float | None, unused: Mapping[str, Collection[int]]) -> list[Transfer]:
         """`factor`: None where the inner optimizer scales by itself."""
@@ -243,10 +328,13 @@ class PartitionedOptimizer:
                     for segment in self._segments[flat.name]:
                         segment.master.grad = None
                     self._adopt_states(flat)
-                    published = flat.publish(update=self._number)
-                    if published is not None:
-                        pending.append(published)
+                    pending += self._published(flat)
         return pending
+
+    def _published(self, flat: Flat, *, copied: bool = False) -> list[Transfer]:
+        """The parameters of an updated flat, on their way to the other ranks; an update beside a step sends nothing."""
+        work = None if flat.ahead else flat.publish(copied=copied, update=self._number)
+        return [] if work is None else [work]
 
     def _give_gradients(self, flat: Flat, factor: float | None, left_out: Collection[int]) -> None:
         gradient = self._gradients[flat.name].update.to(flat.master.device)
@@ -260,19 +348,23 @@ class PartitionedOptimizer:
                 segment.master.grad = gradient[segment.start - base : segment.end - base]
 
     def _step_inner(self) -> None:
-        self._updating = True
+        self._updating = self._stepped is self.inner
         try:
-            self.inner.step()
+            self._stepped.step()
         finally:
             self._updating = False
 
-    def _refuse_others(self, *_: object) -> None:
+    def _refuse_others(self, stepped: Optimizer, *_: object) -> None:
         """A hook on the inner optimizer's step: who calls it past the engine would update nothing."""
-        if not self._updating:
+        if stepped is self.inner and not self._updating:
             raise RuntimeError(
                 "optimizer.step(): the gradients are with the engine, which scales and sums them over the ranks; call "
                 "engine.step() instead"
             )
+
+    def _settle_before_load(self, *_: object) -> None:
+        """A hook before the inner optimizer's load_state_dict: nothing updates states that are about to be others."""
+        self.settle()
 
     def _loaded(self, *_: object) -> None:
         """A hook behind the inner optimizer's load_state_dict: its new states go where flats have theirs."""
@@ -385,6 +477,7 @@ class PartitionedOptimizer:
         `flat_states`: flat name → state name → tensor over the flat's present state range; `scalars`: flat name → as
         `scalars_of` gives them.
         """
+        self._give_late_up()
         self._states = flat_states
         for flat in self.flats:
             own = scalars.get(flat.name, {})

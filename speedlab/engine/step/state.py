@@ -137,13 +137,40 @@ class TrainingState:
         if all(store.sound for store in self.stores.made.values()):
             return
         states = [state for flat in self.flats for state in flat.away.values()]
-        states += [flat.gradient.away for flat in self.flats if flat.gradient and flat.gradient.away]
+        for gradient in (flat.gradient for flat in self.flats if flat.gradient is not None):
+            states += filter(None, (gradient.away, gradient.waiting))
         for state in states:
             state.kept.drop()
         for state in states:
             state.begin_anew()
 
+    def finish_update(self) -> None:
+        """Between two steps: make an update that is late (`offload.delayed_update`) the parameters' now, as whatever
+        looks at them does by itself. Inside a step nothing happens: it sees what the step sees.
+
+        Collective of all ranks where there is such an update; the step behind it uses the newest parameters. Raises
+        what the update failed with.
+        """
+        if self.partitioned_optimizer.late:
+            self.before_change()
+            self.apply_late()
+            self.updating = False
+
+    def apply_late(self) -> None:
+        """Make an update that is late, if there is one, the parameters'; `updating` from then on. Collective."""
+        if not self.partitioned_optimizer.late:
+            return
+        try:
+            self.partitioned_optimizer.wait()
+        except Exception:
+            self.updating = True  # Some masters are updated, and others not.
+            raise
+        self.updating = True
+        self.partitioned_optimizer.publish()
+
     def before_change(self) -> None:
-        """Parameters are about to change, by an update or a load: nothing of a pass before may live on. Collective."""
+        """Parameters are about to change, by an update or a load: nothing of a pass before may live on, nor an update
+        that is under way. Collective."""
+        self.partitioned_optimizer.settle()
         for zero in self.zeros:
             zero.before_change()

@@ -8,12 +8,13 @@
 5. Whatever happens, the state is one between two steps afterwards (`reset`), or `updating` says that it is not.
 
 With `optimizer.in_backward` each unit is updated as soon as its gradient is there (`_use`), and the end finds nothing
-left to update.
+left to update. With `offload.delayed_update` the end of a step finishes the update of the step before, and begins its
+own on a thread (`late`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -81,9 +82,10 @@ class Step:
         """Raises RuntimeError where an update or a backward was cut off in the middle."""
         # What is updated in backward is between its end and that of the step as it should be.
         if self._state.updating and not (self._in_backward and self._fed):
+            number = self._state.partitioned_optimizer.late or self._state.global_step + 1
             raise RuntimeError(
-                f"the update of step {self._state.global_step + 1} was cut off and has changed some parameters only; "
-                "go back with load_checkpoint"
+                f"the update of step {number} was cut off and has changed some parameters only; go back with "
+                "load_checkpoint"
             )
         if any(zero.current is Pass.BACKWARD for zero in self._state.zeros):
             raise RuntimeError(
@@ -151,10 +153,10 @@ class Step:
             except Exception:
                 self.reset()
                 raise
+            state.apply_late()
             state.updating = True
             if not self._in_backward:
-                factor = self._factor(totals, clip_norm)
-                state.partitioned_optimizer.step(factor, unused, number=state.global_step)  # 4
+                self._update(self._factor(totals, clip_norm), unused)  # 4
             for zero in state.zeros:
                 zero.learn_order()
             self.reset()  # 5
@@ -164,6 +166,16 @@ class Step:
         if state.scheduler is not None:
             state.scheduler.step()
         return True
+
+    def _update(self, factor: float, unused: Mapping[str, Collection[int]]) -> None:
+        state = self._state
+        if not state.zeros[0].residency.gradients_wait:
+            state.partitioned_optimizer.step(factor, unused, number=state.global_step)
+            return
+        state.partitioned_optimizer.step_late(factor, unused, number=state.global_step)
+        first = state.config.offload.delayed_update
+        if first is None or state.global_step + 1 < first:
+            state.partitioned_optimizer.publish()
 
     def _use(self, flat: Flat, gradient: Gradient) -> None:
         """Update a flat whose gradient is there, in the middle of a backward."""
@@ -235,3 +247,7 @@ class Step:
         self.reset()
         if error is not None:
             raise error
+        if state.partitioned_optimizer.late:
+            state.before_change()
+            state.apply_late()
+            state.updating = False

@@ -1,5 +1,8 @@
 """Visits of flats whose states lie away from the device, or are coded: for an update, a load, a look.
 
+An update that may run beside the next step (`Residency.gradients_wait`) leaves parameters as they are, and takes the
+gradient that waits; `publishing` is the visit that brings masters to the parameters.
+
 1. What the flat has away is on its way, and that of the one behind it, too.
 2. It arrives, parameters first, of which masters may be made; whoever has views of it takes them anew (`point`).
 3. What was changed goes back, and views show what stands for it.
@@ -47,11 +50,30 @@ def leave(flat: Flat, *, changed: bool, point: Point) -> None:
     """End a visit, if there is one."""
     if not flat.lies_away:
         return
-    for state in flat.away.values():
+    for state in list(flat.away.values()):
         state.leave(changed=changed)
-    if flat.gradient is not None and flat.gradient.away is not None:
-        flat.gradient.away.leave(changed=False)
+    gradient = None if flat.gradient is None else flat.gradient.used_by_update
+    if gradient is not None:
+        gradient.leave(changed=False)
     point(flat)
+
+
+@contextmanager
+def publishing(flat: Flat, ahead: Flat | None) -> Iterator[None]:
+    """Inside, `flat` has its masters, and room for its parameters, which then go to their place; masters of `ahead` are
+    on their way. What an exception breaks off has to be left."""
+    for each in (flat, ahead):
+        if each is not None:
+            each.away["master"].fetch()
+    parameter = flat.away.get("parameter")
+    if parameter is not None:
+        parameter.fetch(values=False)
+        parameter.arrive()
+    flat.away["master"].arrive()
+    yield
+    flat.away["master"].leave(changed=False)
+    if parameter is not None:
+        parameter.leave(changed=True)
 
 
 def _fetch(flat: Flat, states: list[AwayState], *, update: bool) -> None:
@@ -73,7 +95,7 @@ def _arrive(flat: Flat, state: AwayState) -> None:
 
 def _states(flat: Flat, *, update: bool) -> list[AwayState]:
     parameter = flat.away.get("parameter")
-    first = [] if parameter is None else [parameter]
+    first = [] if parameter is None or (update and flat.residency.gradients_wait) else [parameter]
     others = [state for state in flat.away.values() if state is not parameter]
-    gradient = flat.gradient.away if update and flat.gradient is not None else None
+    gradient = flat.gradient.used_by_update if update and flat.gradient is not None else None
     return [*first, *others, *([] if gradient is None else [gradient])]

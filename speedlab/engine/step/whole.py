@@ -50,7 +50,8 @@ def gather(parameters: Any) -> Any:
     """The whole value of a parameter (or of several), as new tensors of their shapes in the whole model.
 
     A collective: every rank that holds a part must call it, for the same parameters in the same order. Parameters that
-    no engine manages are simply copied. Between steps only.
+    no engine manages are simply copied. Between steps only. An update that is late (`offload.delayed_update`) is
+    finished before; under a pipeline `engine.finish_update()` has to come first, on all ranks, as RuntimeError says.
     """
     if not isinstance(parameters, Tensor):
         return [gather(parameter) for parameter in parameters]

@@ -117,6 +117,8 @@ class Flat:
                 kept={state: _dtype(home.form) for state, home in first.states.items() if home.holders is Holders.OWN},
             )
         self.residency = Residency.of_stage(0, 1)
+        self.ahead = False
+        """Whether masters are, or become, an update newer than the parameters."""
 
     # ---- residency ---------------------------------------------------------------------------------------------------
 
@@ -160,10 +162,12 @@ class Flat:
             self.master = self._widened()
         elif self._own_master:
             low, high = self.state_range
-            # One that is made only now has the parameters' values, which stay on the device then.
-            self.master = (
-                self.moved("master", self.master, before) if had_own else self._put("master", self.full[low:high])
-            )
+            if had_own:
+                self.master = self.moved("master", self.master, before)
+            else:  # It has the parameters' values, which are this rank's part where they come.
+                with visit([self.away["parameter"]] if "parameter" in self.away else []):
+                    values = self.shard if residency.parameters_come else self.full[low:high]
+                    self.master = self._put("master", values)
         else:
             if had_own:
                 self._drop("master")
@@ -329,6 +333,11 @@ class Flat:
             if not moved and parameter._version == self._versions[index]:
                 continue
             self._versions[index] = parameter._version
+            if self.ahead:
+                raise RuntimeError(
+                    f"{slot.name} was changed while an update of it is under way (offload.delayed_update), which would "
+                    "be lost; call engine.finish_update() on all ranks before"
+                )
             if self.residency.parameters_come:
                 lies = "partitioned" if self.residency.parameters is Holders.PARTITIONED else "away from the device"
                 raise RuntimeError(
@@ -431,7 +440,7 @@ class Flat:
     @property
     def written_by_update(self) -> Tensor | None:
         """The narrow parameters, where a kernel that updates masters can write them on its way."""
-        narrow = None if self._rounded else self.narrow
+        narrow = None if self._rounded or self.residency.gradients_wait else self.narrow
         return narrow if narrow is not None and narrow.device == self.master.device else None
 
 

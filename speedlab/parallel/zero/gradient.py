@@ -21,6 +21,8 @@ class Gradient:
     |-------------|--------------------------------------------|----------------------------------------------------|
     | `own`       | always there; summed where it is           | borrowed while terms of a pass are here, else None |
     | `partition` | this rank's slice of `own`                 | memory of its own; of what is away, during a visit |
+    | `waiting`   | away, where an update may run beside the next step: of the step that is over, over the state    |
+    |             | range, during a visit                                                                           |
     """
 
     def __init__(
@@ -45,6 +47,8 @@ class Gradient:
         """Whether the sum over `group` of the present step is the optimizer's to take, from whole gradients."""
         self.away: AwayState | None = None
         """`partition`, where it lies away from the device."""
+        self.waiting: AwayState | None = None
+        """What the present update uses, where backward fills the rest meanwhile."""
         self.measure: Callable[[int, Tensor], Tensor] | None = None
         """What tells the squared norm of `counted`, given that place and tensor, while a sum that goes away is here."""
         self.use: Callable[[], None] | None = None
@@ -74,9 +78,9 @@ class Gradient:
         self.clear()
         self._residency, self._stores, self.own = residency, stores, None
         self.partition = torch.empty(0)  # The old memory is free before there is new one.
-        if self.away is not None:
-            self.away.kept.drop()
-            self.away = None
+        for state in filter(None, (self.away, self.waiting)):
+            state.kept.drop()
+        self.away = self.waiting = None
         if residency.gradients_at is not Where.DEVICE:
             numel = self._end - self._start
             self.away = AwayState(lambda: stores.of(residency.gradients_at).keep(numel, self.dtype))
@@ -88,10 +92,33 @@ class Gradient:
             self.partition = self.own[self._start : self._end]
         else:
             self.partition = torch.zeros(self._end - self._start, dtype=self.dtype, device=self.group.device)
+        if residency.gradients_wait:
+            whole = residency.optimizer_states is Holders.REPLICATED and not residency.gradients_go
+            waits = self._padded if whole else self._end - self._start
+            self.waiting = AwayState(lambda: stores.of(residency.states_at).keep(waits, self.dtype))
 
     @property
     def update(self) -> Tensor:
         """The sum over the state range of the flat: what the optimizer uses."""
+        return self._sum if self.waiting is None else self.waiting.tensor
+
+    @property
+    def used_by_update(self) -> AwayState | None:
+        """What `update` is, where it lies away from the device."""
+        return self.away if self.waiting is None else self.waiting
+
+    def lay_by(self) -> Transfer | None:
+        """The step's sum waits for its update, where the next backward does not touch it, once this is over."""
+        assert self.waiting is not None  # Updates of this residency have room for it.
+        if self.away is None:
+            return self.waiting.kept.write(self._sum)
+        # At once, so that Ctrl-C finds all of it or nothing.
+        self.away, self.waiting, self.partition = self.waiting, self.away, self.waiting.tensor
+        return None
+
+    @property
+    def _sum(self) -> Tensor:
+        """The present step's sum over the state range."""
         partly = self._residency.optimizer_states is Holders.PARTITIONED or self._residency.gradients_go
         if partly and not self._residency.gradients_used:
             return self.partition
@@ -228,7 +255,7 @@ class Gradient:
     @property
     def _summed(self) -> Tensor:
         """Where a pass leaves its sum, of replicated gradients."""
-        return self.update if not self.left_to_optimizer else self._whole()
+        return self._sum if not self.left_to_optimizer else self._whole()
 
     def forget_kept(self) -> None:
         """The parameters are others now: what was kept for the old ones would mislead."""

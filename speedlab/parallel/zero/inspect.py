@@ -107,8 +107,12 @@ def owners_of(flat: Flat, slot: Slot) -> list[tuple[int, int, int]]:
 @torch.no_grad()
 def gather_partitions(parameter: Tensor) -> Tensor:
     """The value of a parameter whole over the dp ranks, as a new tensor. Collective over them where it is partitioned;
-    one that nothing partitions is simply copied."""
+    one that nothing partitions is simply copied. Its last update is in it; RuntimeError says where that takes
+    ranks that may not be here."""
     place = _find(parameter)
+    if place is not None:
+        place.zero.finish_update()
+        place.zero.refuse_late("gather")
     if place is None or not place.flat.residency.parameters_come:
         return parameter.detach().clone()
     if place.unit.gathers is not None:  # A pass has left it here, or on its way.

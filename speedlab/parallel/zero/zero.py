@@ -95,6 +95,8 @@ class Zero:
         self.gathers.place(placement.residency)
         in_flight = reductions_in_flight or default_in_flight(gather_group.device)
         self.reductions = Reductions(self.gathers, reduce_group, in_flight=in_flight)
+        self.finish_update: Callable[[], None] = lambda: None
+        """Makes an update that is late the parameters', where whoever looks at one stands on all ranks."""
         self._version = 0
         """Raised whenever parameters change; a backward pass must find those of its forward."""
         self._broken = False
@@ -158,7 +160,9 @@ class Zero:
             return hook
 
         def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            if (zero := this()) is not None and zero.parameters_come:
+            if (zero := this()) is not None:
+                zero.refuse_late("module.state_dict()")
+            if zero is not None and zero.parameters_come:
                 raise RuntimeError(
                     "module.state_dict(): the parameters are partitioned (ZeRO stage 3) or away from the device, so "
                     "that they are not here; engine.state_dict() or engine.module_state_dict(), on all ranks, puts "
@@ -195,6 +199,8 @@ class Zero:
         # Whoever entered below the root has left a pass open, which the next one ends.
         entered = module is self.module and self.current is Pass.FORWARD
         if entered or (unit is gathers.root and self.current is Pass.IDLE):
+            if not (self.module.training or torch.is_grad_enabled()):
+                self.refuse_late("a forward without gradients")
             gathers.begin(Pass.FORWARD)
         gathers.met(unit)
         if self.parameters_come and unit.has_frozen and unit is not gathers.root and torch.is_grad_enabled():
@@ -337,6 +343,17 @@ class Zero:
         for flat in self.flats:
             flat.take_changes()
         self._version += 1
+
+    def refuse_late(self, what: str) -> None:
+        """Raises RuntimeError where an update is under way, after which the parameters will be others, and no step that
+        goes on with those of before."""
+        unused = not any(used for flat in self.flats if flat.gradient is not None for used in flat.gradient.used)
+        if unused and any(flat.ahead for flat in self.flats):
+            raise RuntimeError(
+                f"{what}: the last update is still under way (offload.delayed_update), and the parameters are those "
+                "before it; call engine.finish_update() on all ranks before, or what the engine itself has for it "
+                "(engine(…), engine.evaluate, engine.state_dict)"
+            )
 
     def _forget_calls(self) -> None:
         for unit in self.units:
