@@ -99,8 +99,8 @@ class JumpingPositions(Positions):
         super().__init__()
         self.reach, self.random = reach, torch.Generator().manual_seed(seed)
 
-    def forward(self, length: int, device: torch.device) -> Tensor:
-        positions = super().forward(length, device)
+    def forward(self, length: int, device: torch.device, given: Tensor | None = None) -> Tensor:
+        positions = super().forward(length, device, given)
         free = self.reach - length
         if not self.training or free <= 0:
             return positions

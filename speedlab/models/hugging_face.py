@@ -155,8 +155,8 @@ def packing_problem(model: nn.Module) -> str | None:
     if not str(attention).startswith(_PACKED_ATTENTION):
         return (
             f"documents are to be separate, and {type(model).__name__} with attention {attention!r} does not keep "
-            "those of several sequences apart; load it with attn_implementation='sdpa', or set data.documents to "
-            "'joined'"
+            "those of several sequences apart; load it by from_pretrained(..., attn_implementation='sdpa'), or set "
+            "data.documents to 'joined'"
         )
     return None
 

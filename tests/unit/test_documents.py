@@ -264,7 +264,7 @@ def test_models_that_would_join_documents_are_refused() -> None:
         ConfigError, match=r"Bigram.forward takes no `positions`, nor is it of a type .*'joined', or gi"
     ):
         try_model(config, 1, model=Bigram, device=device)
-    told = "with attention 'flash_attention_2' does not keep those of several sequences apart; load it with attn_impl"
+    told = "with attention 'flash_attention_2' does not keep those of several sequences apart; load it by from_pretr"
     model = family("llama")
     model.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(ConfigError, match=told):

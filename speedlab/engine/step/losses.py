@@ -23,8 +23,8 @@ What a model's forward takes and gives is one of these:
   anything else                         give loss=f as well: f(model, batch) calls the model and gives the loss;
                                         in a run, batch is (tokens, targets)
 With data.documents 'separate' a batch has positions (B, T) int64 as well, where each token stands in its document:
-forward(tokens, targets, positions=...), or position_ids=... of Hugging Face's models; in a run, batch is then
-(tokens, targets, positions)"""
+forward(tokens, targets, positions=...), of Hugging Face's models forward(..., position_ids=...); in a run, batch is
+then (tokens, targets, positions)"""
 
 
 _LOSS_CONTRACT = (
