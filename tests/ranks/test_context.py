@@ -21,7 +21,7 @@ from ranks.layout_cases import LayoutCase, gpt, masked_gpt, rounded_gpt, sparse_
 from ranks.loops import Trajectory, adamw, problems
 from ranks.test_layouts import BFLOAT16, FLOAT32, SCHEDULES, PlainOf, check
 from speedlab.comm import Group, Traffic
-from speedlab.config import AttentionConfig, ConfigError, ModelConfig, RunConfig
+from speedlab.config import AttentionConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
 from speedlab.config.attention_pattern import seen_blocks
 from speedlab.config.ring_needs import ring_needs
 from speedlab.layout import Layout, LayoutError, own_positions
@@ -399,14 +399,14 @@ def test_an_attention_of_the_users_is_kept_or_refused(pool_of: PoolOf, plain: Pl
 
 def test_on_other_devices_a_sparse_ring_is_refused() -> None:
     layout, model = Layout(cp=2), ring_gpt()
-    assert check_model(model, layout, 1, "cpu") is model
-    assert check_model(model, layout, 2, "cuda") is model
+    assert check_model(model, layout, ParallelConfig(cp=2, cp_heads=1), "cpu") is model
+    assert check_model(model, layout, ParallelConfig(cp=2, cp_heads=2), "cuda") is model
     with pytest.raises(LayoutError, match="goes round a ring of CPU ranks only, not on cuda; choose a cp that divides"):
-        check_model(model, layout, 1, "cuda")
+        check_model(model, layout, ParallelConfig(cp=2, cp_heads=1), "cuda")
     other: Any = ring_gpt()
     other.blocks[1].attention.attend.attention = AttentionConfig(kind="block_sparse", block=32)
     with pytest.raises(LayoutError, match="the attention of this model is a SparseAttend of its own"):
-        check_model(other, layout, 1, "cpu")
+        check_model(other, layout, ParallelConfig(cp=2, cp_heads=1), "cpu")
 
 
 def look(case: LayoutCase) -> dict[str, Any]:
