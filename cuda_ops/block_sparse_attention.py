@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from numba import types
 from numba.extending import overload, register_jitable
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from cuda_ops.block_layout import BlockLayout
@@ -148,6 +149,11 @@ def _compiled_flex() -> Any:
 def flex_blocks(layout: BlockLayout, queries: int, keys: int, device: torch.device) -> BlockMask:
     """`layout` for FlexAttention: blocks of which it needs to look at every score (on the diagonal of a causal layout,
     at the far end of a window, or partial ones at the end of the keys), and the others."""
+    with unset_fake_temporarily():  # It is kept: also for those who come with real tensors.
+        return _flex_blocks(layout, queries, keys, device)
+
+
+def _flex_blocks(layout: BlockLayout, queries: int, keys: int, device: torch.device) -> BlockMask:
     partial = torch.zeros_like(layout.mask)
     block, causal, window = layout.block, layout.causal, layout.limit
     rows, columns = layout.block_places()

@@ -84,7 +84,7 @@ def _parts(feed: Feed) -> dict[str, str]:
     seconds = sum(record.seconds for record in recent)
     speed = count_text(sum(record.tokens for record in recent) / seconds if seconds else 0)
     parts |= {"speed": f"{speed} tokens/s", "loss": f"loss {last.loss:.3f}"}
-    heldout = next((record.heldout_loss for record in reversed(feed.records[last.rank]) if record.heldout_loss), None)
+    heldout = feed.records[last.rank].heldout_loss
     if heldout is not None:
         parts["heldout"] = f"(held-out {heldout:.3f})"
     left = (status.steps - step) * seconds / len(recent)

@@ -125,17 +125,19 @@ class Home:
         """Make the folder anew, empty."""
         self.remove()
         path = self.path
-        for folder in (path, path / "security", path / "log", path / "rendezvous"):
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        for folder in (draft, draft / "security", draft / "log", draft / "rendezvous"):
             folder.mkdir(mode=0o700, parents=True)
-            if folder == path:
-                write_private(path / _HOST, this_host())
+        write_private(draft / _HOST, this_host())
+        draft.rename(path)  # It says whose it is before another host can see it.
         self._write_generation(0)
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self.path.exists():
+        path = self.path  # Once it is gone, the name may stand for another host's.
+        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
             # A process that is ending may have written a file between the listing and the removal.
-            shutil.rmtree(self.path)
+            shutil.rmtree(path)
 
     def read(self) -> ClusterState | None:
         """What was written last; None when nothing was. Raises ClusterError for a damaged file, with its name."""

@@ -108,7 +108,8 @@ class Traffic:
         before.record()
         wait()
         after.record()
-        self._events.append((kind, before, after))
+        with self._lock:
+            self._events.append((kind, before, after))
 
     def take(self) -> Counted:
         """What was counted; the counters start again.

@@ -62,10 +62,11 @@ def context_problem(
         return _ring_problem(model, cp, heads, asked)
     block = ring_block(model)
     multiple = sequence_multiple(cp, shared, block)
-    if length is None or length % multiple == 0:
+    padded = length if length is None else padded_length(model, layout, parallel, length)
+    if length is None or padded is None or (length % multiple == 0 and padded == length):
         return None
     if parallel.cp_pad:
-        return _padding_problem(model, cp, length, padded_length(model, layout, parallel, length))
+        return _padding_problem(model, cp, length, padded, ring=shared != cp)
     ring = cp // shared
     chunks = f", for {2 * ring} chunks of whole blocks of {block} in a ring of {ring}" if block > 1 < ring else ""
     return f"cp {cp}: sequences of {length} tokens do not divide by {multiple}{chunks}; {ways_out(length, multiple)}"
@@ -84,12 +85,12 @@ def ring_block(model: ModelConfig) -> int:
     return 1 if model.attention.kind == "dense" else model.attention.block
 
 
-def _padding_problem(model: ModelConfig, cp: int, length: int, padded: int) -> str | None:
-    """What stands against padding sequences of `length` tokens."""
+def _padding_problem(model: ModelConfig, cp: int, length: int, padded: int, *, ring: bool) -> str | None:
+    """What stands against padding sequences of `length` tokens. A `ring` knows that padding sees nothing."""
     if model.dropout:
         return f"cp {cp}: sequences of {length} tokens would be padded to {padded}, and {dropout_rule(model.dropout)}"
     attention = model.attention
-    if attention.mask is not None and len(attention.mask) * attention.block < padded:
+    if attention.mask is not None and not ring and len(attention.mask) * attention.block < padded:
         return (
             f"cp {cp}: sequences of {length} tokens would be padded to {padded}, and the {len(attention.mask)} rows of "
             f"model.attention.mask are for {len(attention.mask) * attention.block}; give a row more"

@@ -218,7 +218,7 @@ class Engine(DeepSpeedNames):
         return loss_sum / count
 
     def finish_update(self) -> None:
-        if not self._step.under_way:
+        if self.partitioned_optimizer.late and not self._step.under_way:
             with self._around_update():
                 super().finish_update()
 
@@ -291,8 +291,8 @@ class Engine(DeepSpeedNames):
         wanted = residency_of(config, dp=self.group.size, device=device)
         check_whole_gradients(type(self.optimizer), wanted, zero)
         prepare_small_states(config, self.world.device)
+        self.finish_update()  # It may make states, which count.
         refuse_without_room(self._more_on_disk(wanted), self.stores, self.everyone)
-        self.finish_update()
         for part in self.zeros:
             part.place(wanted)
         self.partitioned_optimizer.move(before)
@@ -409,10 +409,12 @@ class Engine(DeepSpeedNames):
         """Give everything back: hooks, flats, optimizer states. The module works on by itself, with its master values.
 
         Collective where states are partitioned. Without `keep_parameters` nothing is gathered, and parameters that are
-        partitioned are lost.
+        partitioned are lost. With it, raises what a late update failed with, of which nobody has heard: its values are
+        of two steps then.
         """
         checkpoint.finish_saving(self)
         self.partitioned_optimizer.settle()
+        untold = self.partitioned_optimizer.untold
         self._streams.detach()
         self._wrapper.undo()
         self._attention.undo()
@@ -435,6 +437,8 @@ class Engine(DeepSpeedNames):
             group["params"] = []
         self.partitioned_optimizer.forget()
         release_freed_memory(self.world.device)
+        if keep_parameters and untold is not None:
+            raise untold
 
     def __repr__(self) -> str:
         count, units = sum(flat.numel for flat in self.flats), sum(len(zero.units) for zero in self.zeros)

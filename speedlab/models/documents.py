@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from cuda_ops.block_sparse_attention import block_sparse_attention
 from cuda_ops.tensors import FLOATS
@@ -23,10 +24,24 @@ IGNORED = -100
 
 def check_positions(positions: Tensor, tokens: Tensor) -> None:
     """Raise ValueError unless there is a whole number for each token."""
-    if positions.shape != tokens.shape or positions.dtype.is_floating_point:
+    wrong_kind = positions.dtype.is_floating_point or positions.dtype == torch.bool
+    if positions.shape != tokens.shape or wrong_kind:
         raise ValueError(
             f"positions: {positions.dtype} of shape {tuple(positions.shape)}, expected int64 of the tokens' shape "
             f"{tuple(tokens.shape)}: where each token stands in its document, from 0"
+        )
+
+
+def check_documents(positions: Tensor) -> None:
+    """Raise ValueError, where values are at hand without waiting for a device, unless every document begins at 0, but
+    for one that began before its sequence: a mask in the place of positions would make a document of each token."""
+    if not positions.is_cpu or isinstance(positions, FakeTensor):
+        return
+    begins = document_begins(positions)[:, 1:]
+    if (positions < 0).any() or (positions[:, 1:][begins] != 0).any():
+        raise ValueError(
+            "positions: they do not count from 0 in each document; of a batch the third is where each token stands in "
+            "its document, and nothing else"
         )
 
 

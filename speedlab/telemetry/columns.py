@@ -44,22 +44,26 @@ class Columns:
         self._shapes: dict[_Shape, int] = {}
         self._by_kind: list[_Shape] = []
         self._timelines: dict[int, list[Span]] = {}
+        self.heldout: list[tuple[int, float]] = []
+        """(step, held-out loss), in order."""
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def append(self, record: StepRecord) -> None:
         """Take in a record. Those of its step and of later ones go: the run went back to a checkpoint, and computes
-        them again."""
+        them again. Raises OverflowError, and changes nothing, for numbers that float64 has not."""
+        row = array("d", _row_of(record))  # What cannot be in it changes nothing.
         self._cut(record.step)
         if (kind := self._shapes.get(shape := _shape_of(record))) is None:
             kind = self._shapes[shape] = len(self._by_kind)
             self._by_kind.append(shape)
-        row = _row_of(record)
         self._starts.append(len(self._values))
         self._values.extend(row)
         self._kinds.append(kind)
         self._steps.append(record.step)
+        if record.heldout_loss is not None:
+            self.heldout.append((record.step, record.heldout_loss))
         if record.timeline:
             self._timelines[record.step] = record.timeline
             if len(self._timelines) > TIMELINES:
@@ -99,6 +103,7 @@ class Columns:
         del self._values[self._starts[first] :]
         for column in (self._starts, self._steps, self._kinds):
             del column[first:]
+        self.heldout = [point for point in self.heldout if point[0] < step]
         self._timelines = {known: spans for known, spans in self._timelines.items() if known < step}
 
 

@@ -59,15 +59,25 @@ class RankRecords(Sequence[StepRecord]):
         self._tail.position += len(line)
         return self._add(line)
 
+    @property
+    def heldout_loss(self) -> float | None:
+        """The newest one; None where there was no evaluation."""
+        with self._lock:
+            points = self._all().heldout
+            return points[-1][1] if points else None
+
     # ---- as a sequence -----------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         with self._lock:
-            return len(self._all() if self._columns is not None or self._earlier else self._at_hand())
+            newest = self._at_hand() if self._columns is None else ()  # It may find that there are more.
+            return len(self._all() if self._columns is not None or self._earlier else newest)
 
     def __bool__(self) -> bool:
         with self._lock:
-            return bool(self._columns) or bool(self._at_hand())
+            if self._columns is None and (self._at_hand() or not self._earlier):
+                return bool(self._at_hand())
+            return bool(self._all())
 
     @overload
     def __getitem__(self, index: int) -> StepRecord: ...
@@ -135,19 +145,27 @@ class RankRecords(Sequence[StepRecord]):
 
     def _append(self, columns: Columns, line: bytes) -> bool:
         record = self._parse(line)
-        if record is not None:
+        if record is None:
+            return False
+        try:
             columns.append(record)
-        return record is not None
+        except OverflowError as error:
+            self._count_damaged(error)
+            return False
+        return True
 
     def _parse(self, line: bytes) -> StepRecord | None:
         try:
             record = StepRecord.from_json(line)
             _check_record(record, self.rank)
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-            self.damaged_lines += 1
-            self._tell(f"records of rank {self.rank}: a line is damaged: {str(error)[:200]}")
+            self._count_damaged(error)
             return None
         return record
+
+    def _count_damaged(self, error: Exception) -> None:
+        self.damaged_lines += 1
+        self._tell(f"records of rank {self.rank}: a line is damaged: {str(error)[:200]}")
 
 
 _NUMBER_FIELDS = tuple(

@@ -197,6 +197,8 @@ class Event:
 def _known(data: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
     """Without the fields that a later version may have written."""
     names = kind.__dataclass_fields__
+    if not isinstance(data, dict):
+        raise TypeError(f"a {type(data).__name__}, expected an object")
     return data if data.keys() <= names.keys() else {name: data[name] for name in names if name in data}
 
 

@@ -23,6 +23,9 @@ BARS = 80
 SMOOTHING = 0.9
 """Share of the past in the smoothed loss, per step (bias-corrected, so that the first steps are not pulled to zero)."""
 
+_AT_ONCE = 512
+"""Records that are made at a time."""
+
 _COLUMNS = (
     "step",
     "loss",
@@ -75,17 +78,18 @@ class Series:
 
     def update(self, records: Sequence[StepRecord]) -> bool:
         """Take in what is new in `records`. True when earlier steps were replaced: a plot must be drawn anew."""
-        count = len(records)
-        # A run that went back to a checkpoint may have come further than before since the last look.
-        rewritten = count < self._seen or (self._seen > 0 and records[self._seen - 1].time != self._newest)
+        # A run that went back to a checkpoint may have come further than before since the last look. It may do so in
+        # the middle of this one: only slices are asked for.
+        last = records[max(0, self._seen - 1) : self._seen]
+        rewritten = self._seen > 0 and (not last or last[0].time != self._newest)
         if rewritten:
             self._seen = self.length = 0
             self.heldout.clear()
-        for place in range(self._seen, count):
-            record = records[place]
-            rewritten |= self._append(record)
-            self._newest = record.time
-        self._seen = count
+        while fresh := records[self._seen : self._seen + _AT_ONCE]:
+            for record in fresh:
+                rewritten |= self._append(record)
+            self._newest = fresh[-1].time
+            self._seen += len(fresh)
         return rewritten
 
     def _append(self, record: StepRecord) -> bool:

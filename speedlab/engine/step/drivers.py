@@ -16,7 +16,7 @@ from speedlab.engine.step.losses import LossFunction, loss_of
 from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.step import Step
 from speedlab.layout import LayoutError
-from speedlab.models.documents import check_positions
+from speedlab.models.documents import check_documents, check_positions
 from speedlab.models.hugging_face import packing_problem
 from speedlab.parallel.context import ContextParallel
 from speedlab.parallel.pipeline import Pipeline, StageModule
@@ -240,6 +240,8 @@ class PipelineStages:
         if several and all(isinstance(each, Tensor) for each in batch):
             for positions in batch[2:]:
                 check_positions(positions, batch[0])
+                check_documents(positions)
+                self._context.check_documents()
                 self._check_packing()
             return tuple(batch)
         names = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from speedlab.config import ConfigError
 from speedlab.layout import Layout
-from speedlab.models.documents import labels_of
+from speedlab.models.documents import check_documents, check_positions, labels_of
 from speedlab.models.hugging_face import packing_problem
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -84,6 +84,8 @@ def _call_apart(
     model: nn.Module, parameters: Mapping[str, inspect.Parameter], tokens: Tensor, targets: Tensor, positions: Tensor
 ) -> Any:
     """The model's output for documents that are to be kept apart."""
+    check_positions(positions, tokens)
+    check_documents(positions)
     if "positions" in parameters:
         return model(tokens, targets, positions=positions)
     if (problem := packing_problem(model)) is not None:

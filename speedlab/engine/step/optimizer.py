@@ -78,7 +78,8 @@ class PartitionedOptimizer:
         """What the next one does."""
         self._hooks = [
             self.inner.register_step_pre_hook(self._refuse_others),
-            self.inner.register_load_state_dict_pre_hook(self._settle_before_load),
+            self.inner.register_load_state_dict_pre_hook(self._settle_before),
+            self.inner.register_state_dict_pre_hook(self._settle_before),
             self.inner.register_load_state_dict_post_hook(self._loaded),
         ]
 
@@ -199,6 +200,7 @@ class PartitionedOptimizer:
         self._twin = Twin(self.inner)
         self._now, self._ahead, self._stepped = self.flats, None, self._twin.optimizer
         self._late = LateUpdate(partial(self._make_late, factor, unused))
+        self._late.start()
 
     def _make_late(self, factor: float, unused: Mapping[str, Collection[int]]) -> None:
         """On the thread."""
@@ -234,6 +236,11 @@ class PartitionedOptimizer:
         """Until the thread has updated the masters. Raises what it failed with: some are updated then, some not."""
         if self._late is not None:
             self._late.wait()
+
+    @property
+    def untold(self) -> BaseException | None:
+        """What an update that has ended failed with, where nobody has heard of it."""
+        return None if self._late is None else self._late.untold
 
     def settle(self) -> None:
         """Until no thread updates anything, however it ended."""
@@ -362,8 +369,8 @@ class PartitionedOptimizer:
                 "engine.step() instead"
             )
 
-    def _settle_before_load(self, *_: object) -> None:
-        """A hook before the inner optimizer's load_state_dict: nothing updates states that are about to be others."""
+    def _settle_before(self, *_: object) -> None:
+        """A hook before the inner optimizer's state_dict and load_state_dict: nothing updates states meanwhile."""
         self.settle()
 
     def _loaded(self, *_: object) -> None:

@@ -151,7 +151,7 @@ class TrainingState:
         Collective of all ranks where there is such an update; the step behind it uses the newest parameters. Raises
         what the update failed with.
         """
-        if self.partitioned_optimizer.late:
+        if self.partitioned_optimizer.late and not self.updating:  # A step that was cut off stays so.
             self.before_change()
             self.apply_late()
             self.updating = False

@@ -121,6 +121,15 @@ class ContextParallel:
         if self._dropout:
             raise LayoutError(f"{told}, and {dropout_rule(self._dropout)}")
 
+    def check_documents(self) -> None:
+        """Raises LayoutError where documents of a sequence cannot be kept apart: in a ring."""
+        if self._group.size > 1 and self._ring.size > 1:
+            raise LayoutError(
+                f"parallel.cp {self._group.size}: documents are kept apart where all cp ranks share heads, and here "
+                f"{self._heads.size} do; choose a cp that divides the heads of a tp rank, without cp_heads, or give no "
+                "positions"
+            )
+
     def attach(self) -> None:
         self._made.make(self._changes)
 
@@ -194,12 +203,8 @@ class ContextParallel:
     def _attend(self, forward: Any, q: Tensor, k: Tensor, v: Tensor, *starts: Tensor) -> Tensor:
         """`starts`: of whole sequences, where there are documents."""
         heads, ring = self._heads, self._ring
-        if starts and ring.size > 1:
-            raise LayoutError(
-                f"parallel.cp {self._group.size}: documents are kept apart where all cp ranks share heads, and here "
-                f"{heads.size} do; choose a cp that divides the heads of a tp rank, without cp_heads, or give no "
-                "positions"
-            )
+        if starts:
+            self.check_documents()
         if heads.size > 1:
             q, k, v = share_heads(torch.stack((q, k, v)), heads).unbind()
         if ring.size == 1:
