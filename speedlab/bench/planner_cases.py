@@ -178,6 +178,8 @@ def grid() -> Iterator[GridCase]:
     for ranks, stage, parallel, dtype in _SELECTIVE:
         for micro_size in (2, 8):
             yield _case(ranks, parallel, stage, next(models), dtype, "selective", micro_size, 4)
+    yield _case(1, {}, 0, "tiled", "float32", "selective", 8, 1)
+    yield _case(2, {"cp": 2}, 1, "gpt2", "float32", "selective", 8, 1)
     for number, (ranks, stage, offload) in enumerate(_DELAYED):
         late = {**offload, "delayed_update": 1}
         yield _case(ranks, {}, stage, next(models), _FORMS[number][0], "none", 2, 1 + number // 2, late)

@@ -29,6 +29,7 @@ from speedlab.planner.activations_long import (
     is_tiled,
     lays_out_anew,
     leave_attention,
+    shares_heads,
     tiles_backward,
     tiles_forward,
 )
@@ -368,14 +369,16 @@ def block_backward(t: Tally, s: Sizes, *, held: bool = False) -> None:
 
 def kept_results(s: Sizes) -> tuple[int, int]:
     """(bytes that selective recomputation keeps of a block beside its input; of them what nobody asks for again):
-    results of linear layers and of fused attention, and what came of exchanges between tensor-parallel ranks."""
+    results of linear layers and of fused attention, and what came of exchanges between ranks."""
     attention = 0 if keeps_probabilities(s) else s.heads + s.queries
-    layers = s.heads + s.pair + s.hidden + _widths(s) * s.inner
+    inner = 0 if is_tiled(s) else _widths(s) * s.inner  # Tiles are one operation, whose result alone stays.
+    layers = s.heads + s.pair + s.hidden + inner
+    exchanged = 2 * s.heads + s.pair if shares_heads(s) else 0  # Heads for tokens, there and back.
     summed = s.local if s.sequence else s.hidden if s.tp > 1 else 0
     entered = s.hidden if s.sequence else 0
     last = s.hidden + summed
     drawn_from = s.setup.shape.dropout or s.setup.shape.norms == 4
-    return layers + attention + summed + 2 * entered + last, 0 if drawn_from else last
+    return layers + exchanged + attention + summed + 2 * entered + last, 0 if drawn_from else last
 
 
 def _widths(s: Sizes) -> int:

@@ -21,7 +21,7 @@ def attends_long(s: Sizes) -> bool:
     return s.setup.attention == "sparse" or s.setup.layout.cp > 1
 
 
-def _shares_heads(s: Sizes) -> bool:
+def shares_heads(s: Sizes) -> bool:
     return s.setup.layout.cp > 1 and s.setup.heads_shared > 1
 
 
@@ -40,7 +40,7 @@ def _grouped(s: Sizes) -> bool:
 
 def lays_out_anew(s: Sizes) -> bool:
     """Whether outputs of attention are kept once more, in the order in which the next layer takes them."""
-    return s.setup.attention == "sparse" or _shares_heads(s) or _rotary(s)
+    return s.setup.attention == "sparse" or shares_heads(s) or _rotary(s)
 
 
 def _exchange(t: Tally, size: int) -> None:
@@ -54,7 +54,7 @@ def _exchange(t: Tally, size: int) -> None:
 def attend_long_forward(t: Tally, s: Sizes) -> None:
     """From projections, which rotation has copied in part, to the outputs side by side."""
     q, pair = s.heads, s.pair
-    if _shares_heads(s):
+    if shares_heads(s):
         with t.passing(q + pair):  # One tensor of all three.
             _exchange(t, q + pair)
     elif s.setup.attention == "sparse":
@@ -66,7 +66,7 @@ def attend_long_forward(t: Tally, s: Sizes) -> None:
             t.take(q, s.queries)
     else:
         t.take(q, s.queries)
-    if _shares_heads(s):
+    if shares_heads(s):
         _exchange(t, q)
     if lays_out_anew(s):
         t.take(q)
@@ -75,7 +75,7 @@ def attend_long_forward(t: Tally, s: Sizes) -> None:
 def leave_attention(t: Tally, s: Sizes) -> None:
     """What nothing has saved goes with the names it had in the layer."""
     q, pair = s.heads, s.pair
-    if _shares_heads(s):
+    if shares_heads(s):
         t.free(q + pair, (q + pair // 2) if _rotary(s) else 0, q)
     elif s.setup.attention == "sparse":
         t.free(q + pair, pair // 2 if _rotary(s) and _grouped(s) else 0)
@@ -85,7 +85,7 @@ def attend_long_backward(t: Tally, s: Sizes) -> None:
     """From the gradient of the outputs, which is freed, to those of queries, keys and values that were turned."""
     q, pair = s.heads, s.pair
     given = q + (2 * q if _grouped(s) else pair)
-    if _shares_heads(s):
+    if shares_heads(s):
         _exchange(t, q)
         t.free(q)
     if _is_ring(s):
@@ -94,15 +94,15 @@ def attend_long_backward(t: Tally, s: Sizes) -> None:
             t.take(given)
             t.touch(given)
     else:
-        with t.passing(q if s.setup.attention == "sparse" and not _shares_heads(s) else 0):
+        with t.passing(q if s.setup.attention == "sparse" and not shares_heads(s) else 0):
             t.take(given)
     t.free(q, given, s.queries, q)  # What came; and saved: what it was given, statistics, outputs.
     if _grouped(s):
         t.take(pair)
         t.free(2 * q)
-    if _rotary(s) and _is_ring(s) and not _shares_heads(s):
+    if _rotary(s) and _is_ring(s) and not shares_heads(s):
         t.free(q, pair // 2)
-    if _shares_heads(s):
+    if shares_heads(s):
         t.take(q + pair)
         t.free(q + pair)
         _exchange(t, q + pair)

@@ -13,7 +13,7 @@ from speedlab.planner.efficiency import Efficiency, efficiency_of
 from speedlab.planner.memory import predict_memory
 from speedlab.planner.search import Candidate, Memory, fast_dtype, fitting
 from speedlab.planner.search_space import worth_cutting
-from speedlab.planner.setup import Setup, context_problems, state_problems
+from speedlab.planner.setup import Setup, can_be_cut, state_problems
 from speedlab.planner.shapes import kv_heads
 from speedlab.planner.timing import StepTime, predict_time
 
@@ -66,7 +66,7 @@ def _fitting(
     """Those that fit, cheapest first; of two at the same price the one that leaves more memory."""
     found = []
     for setup in changed:
-        if state_problems(setup):
+        if state_problems(setup) or not can_be_cut(setup, on_host=machines.device.on_host):
             continue
         time = predict_time(setup, machines, efficiency)
         candidate = fitting(setup, machines, memory, time)
@@ -174,7 +174,7 @@ def _wider(setup: Setup, machines: Machines) -> Iterator[Setup]:
     if cut % (2 * layout.tp) == 0 and machines.per_host % (2 * layout.tp) == 0:
         yield replace(moved, layout=replace(layout, dp=dp, tp=2 * layout.tp))
     longer = replace(moved, layout=replace(layout, dp=dp, cp=2 * layout.cp), cp_heads=None)
-    if worth_cutting(longer) and not context_problems(longer):
+    if worth_cutting(longer):
         yield longer
     if shape.depth >= 2 * layout.pp * setup.stages_per_rank:
         yield replace(moved, layout=replace(layout, dp=dp, pp=2 * layout.pp), cut=None)

@@ -11,7 +11,7 @@ from speedlab.config import OffloadConfig, OptimizerConfig, ParallelConfig
 from speedlab.layout import Layout
 from speedlab.planner.away import offload_words
 from speedlab.planner.devices import Machines
-from speedlab.planner.setup import Checkpointing, ModelShape, Setup, context_problems, state_problems
+from speedlab.planner.setup import Checkpointing, ModelShape, Setup, can_be_cut, state_problems
 from speedlab.planner.shapes import is_built_in, kv_heads
 
 _Choice = TypeVar("_Choice")
@@ -154,7 +154,7 @@ class Space:
         setup = Setup(shape=self.shape, layout=layout, dtype=self.dtype, **_ALONE, **self.fixed.others)
         if self.fixed.cp is None and not worth_cutting(setup):
             return False
-        return not context_problems(setup)
+        return can_be_cut(setup, on_host=self.machines.device.on_host)
 
     def _context_words(self) -> str:
         return f", cp {self.fixed.cp} divides sequences of {self.shape.sequence_length:,}" if self.fixed.cp else ""
@@ -188,7 +188,7 @@ class Space:
             sequence_parallel=sequence,
             **fixed.others,
         )
-        if state_problems(setup):
+        if state_problems(setup) or not can_be_cut(setup, on_host=self.machines.device.on_host):
             return
         if layout.pp == 1:
             yield setup

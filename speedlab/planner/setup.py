@@ -7,7 +7,7 @@ from math import gcd, lcm
 from typing import Literal
 
 from speedlab.config import AttentionConfig, AttentionView, OffloadConfig, OptimizerConfig, RunConfig, describe
-from speedlab.config.context import ways_out
+from speedlab.config.context import dropout_rule, ways_out
 from speedlab.config.offload_rules import offload_problems
 from speedlab.config.shape import ModelShape
 from speedlab.layout import Layout, sequence_multiple
@@ -164,6 +164,16 @@ def context_problems(setup: Setup) -> list[str]:
     if not shape.causal:
         return [f"cp {layout.cp}: {shape.name} is no causal decoder, whose sequences could be cut; use cp 1"]
     heads, problems = shape.heads // layout.tp, []
+    if layout.cp % setup.heads_shared or heads % setup.heads_shared:
+        return [
+            f"cp_heads {setup.heads_shared}: it has to divide cp {layout.cp} and the {heads} heads of a tp rank; "
+            "left out it is the largest that does"
+        ]
+    if shape.dropout and setup.padded_length != shape.sequence_length:
+        problems.append(
+            f"cp {layout.cp}: sequences of {shape.sequence_length:,} tokens would be padded to "
+            f"{setup.padded_length:,}, and {dropout_rule(shape.dropout)}"
+        )
     if shape.dropout and setup.heads_shared != layout.cp:
         problems.append(
             f"cp {layout.cp} with dropout {shape.dropout:g}: all cp ranks have to share heads, and the {heads} heads "
@@ -176,6 +186,12 @@ def context_problems(setup: Setup) -> list[str]:
             f"{ways_out(length, multiple)}"
         )
     return problems
+
+
+def can_be_cut(setup: Setup, *, on_host: bool) -> bool:
+    """Whether the engine cuts these sequences along cp; `on_host`: on CPU cores, where rings take sparse attention."""
+    in_ring = setup.layout.cp > setup.heads_shared
+    return not context_problems(setup) and (on_host or setup.attention != "sparse" or not in_ring)
 
 
 def state_problems(setup: Setup) -> list[str]:
