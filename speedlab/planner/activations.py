@@ -248,7 +248,7 @@ def _keeps_projections(s: Sizes) -> bool:
 def _attention_by_head(t: Tally, s: Sizes) -> None:
     """The same of one head after the other, as dropout draws them (`Attend`). One head's values are used where they
     are, unless they are widened: then nothing keeps the projections."""
-    count = s.setup.shape.heads // s.tp
+    count = _own_heads(s)
     wide, p = (size // count for size in _math_sizes(s))
     for _ in range(count):
         t.take(3 * wide if s.low else 2 * wide)
@@ -310,7 +310,7 @@ def _whole_attention_backward(t: Tally, s: Sizes) -> None:
 
 def _attention_by_head_backward(t: Tally, s: Sizes) -> None:
     """Gradients of all heads are there before any are laid side by side; so long stays what came."""
-    count = s.setup.shape.heads // s.tp
+    count = _own_heads(s)
     wide, p = (size // count for size in _math_sizes(s))
     for _ in range(count):
         with t.passing(wide if s.low else 0):
@@ -325,11 +325,18 @@ def _attention_by_head_backward(t: Tally, s: Sizes) -> None:
         t.take(wide, wide)
         t.free(p, wide, wide)
         if s.low:
-            t.take((s.heads + s.pair) // count)
+            t.take(3 * s.heads // count)
             t.free(3 * wide)
     t.free(s.heads)
+    t.take(s.heads + s.pair)
+    t.free(3 * s.heads)
     if not s.low:
         t.free(s.heads + s.pair)  # The projections.
+
+
+def _own_heads(s: Sizes) -> int:
+    """Heads that drop on this rank: context-parallel ranks share those of a tensor-parallel one."""
+    return max(1, s.setup.shape.heads // s.tp // s.setup.layout.cp)
 
 
 def _math_sizes(s: Sizes) -> tuple[int, int]:
