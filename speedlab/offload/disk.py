@@ -92,7 +92,7 @@ class DiskStore(Store):
         self.check()
 
     @property
-    def staging(self) -> list[Tensor]:
+    def in_memory(self) -> list[Tensor]:
         return self.buffers.all
 
     @property

@@ -42,6 +42,10 @@ class HostStore(Store):
         self._kept.append(kept)
         return kept
 
+    @property
+    def in_memory(self) -> list[Tensor]:
+        return [kept.here() for kept in self._kept]
+
     def flush(self) -> None:
         for kept in self._kept:
             kept.settle()
@@ -94,7 +98,7 @@ class HostKept(Kept):
     def tensor(self) -> Tensor:
         if not self._open:
             raise RuntimeError("offload: no turn is open; `fetch` the state first")
-        return self._here()
+        return self.here()
 
     def leave(self, *, changed: bool) -> None:
         if not self._open:
@@ -106,7 +110,7 @@ class HostKept(Kept):
             later.begin()
 
     def _start(self, begin: Callable[[], Transfer], *, opens: bool = False) -> Transfer:
-        self._here()
+        self.here()
         if self._open:
             later = _Later(begin, opens, self._store.traffic)
             self._later.append(later)
@@ -145,7 +149,7 @@ class HostKept(Kept):
                 f"offload: {tensor.numel()} elements of {tensor.dtype} from element {start} on, of a state of "
                 f"{self.numel} elements of {self.dtype}; expected a contiguous tensor of that dtype that lies within"
             )
-        return self._here()[start : start + tensor.numel()].view(tensor.shape)
+        return self.here()[start : start + tensor.numel()].view(tensor.shape)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -160,7 +164,8 @@ class HostKept(Kept):
         if self._copied is not None:
             self._copied.synchronize()
 
-    def _here(self) -> Tensor:
+    def here(self) -> Tensor:
+        """Its values where they lie. Raises OffloadError once they were dropped."""
         if self._values is None:
             raise OffloadError("offload: the state was dropped; `keep` a new one")
         return self._values

@@ -68,8 +68,8 @@ class Store(ABC):
         """Bytes of the host's memory through which its states come and go."""
 
     @property
-    def staging(self) -> list[Tensor]:
-        """That memory."""
+    def in_memory(self) -> list[Tensor]:
+        """All of the host's memory that it holds: that, and the states that are kept there."""
         return []
 
     @abstractmethod

@@ -79,9 +79,9 @@ class Stores:
         self._under_way = [*(each for each in self._under_way if not each.over), transfer]
 
     @property
-    def staging(self) -> list[Tensor]:
-        """The host's memory through which states come and go."""
-        return [*self.scratch.tensors, *(tensor for store in self._made.values() for tensor in store.staging)]
+    def in_memory(self) -> list[Tensor]:
+        """The host's memory in which states are kept, and through which they come and go."""
+        return [*self.scratch.tensors, *(tensor for store in self._made.values() for tensor in store.in_memory)]
 
     def take_staging_peak(self) -> int:
         """The most bytes that it had since the last call."""

@@ -34,8 +34,9 @@ class Looking:
         def known() -> set[int]:
             state = self._state
             lent = [buffer for group in state.mesh.groups for buffer in group.idle_buffers]
-            staging = state.stores.staging
-            return known_storages([*state.buffers, *lent, *staging], state.flats, state.partitioned_optimizer)
+            # On CPUs what the host keeps is used where it is, and no activation either.
+            away = state.stores.in_memory
+            return known_storages([*state.buffers, *lent, *away], state.flats, state.partitioned_optimizer)
 
         # What an optimizer makes in its first step are moments.
         with ActivationTrace(known, follows=lambda: self._state.traffic.phase != "optimizer") as trace:

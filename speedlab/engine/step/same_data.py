@@ -104,12 +104,17 @@ class SameData:
         values = tensor.detach().reshape(-1)
         values = values[:: max(1, math.ceil(values.numel() / _SAMPLED))]
         values = values.double().view(torch.int64) if values.is_floating_point() else values.long()
-        kind = values.device.type
-        if kind not in self._weights:
+        weights = self._weights_of(values.numel(), values.device)
+        return (values * weights).sum() * (_ODD[2] + 2 * self._count)
+
+    def _weights_of(self, count: int, device: torch.device) -> Tensor:
+        """(count,) int64, the same on all ranks. As many as were ever needed are kept: _SAMPLED would be 512 KiB."""
+        kept = self._weights.get(device.type)
+        if kept is None or kept.numel() < count:
             # Made where they are needed: a copy to a device would be waited for.
-            mixed = torch.arange(1, _SAMPLED + 1, device=values.device) * _ODD[0]
-            self._weights[kind] = (mixed ^ (mixed >> 31)) * _ODD[1]
-        return (values * self._weights[kind][: values.numel()]).sum() * (_ODD[2] + 2 * self._count)
+            mixed = torch.arange(1, count + 1, device=device) * _ODD[0]
+            kept = self._weights[device.type] = (mixed ^ (mixed >> 31)) * _ODD[1]
+        return kept[:count]
 
     def _on_host(self) -> int:
         """The number of what came on the host."""
