@@ -52,7 +52,7 @@ class Columns:
 
     def append(self, record: StepRecord) -> None:
         """Take in a record. Those of its step and of later ones go: the run went back to a checkpoint, and computes
-        them again. Raises OverflowError, and changes nothing, for numbers that float64 has not."""
+        them again."""
         row = array("d", _row_of(record))  # What cannot be in it changes nothing.
         self._cut(record.step)
         if (kind := self._shapes.get(shape := _shape_of(record))) is None:

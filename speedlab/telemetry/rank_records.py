@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -145,27 +146,19 @@ class RankRecords(Sequence[StepRecord]):
 
     def _append(self, columns: Columns, line: bytes) -> bool:
         record = self._parse(line)
-        if record is None:
-            return False
-        try:
+        if record is not None:
             columns.append(record)
-        except OverflowError as error:
-            self._count_damaged(error)
-            return False
-        return True
+        return record is not None
 
     def _parse(self, line: bytes) -> StepRecord | None:
         try:
             record = StepRecord.from_json(line)
             _check_record(record, self.rank)
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-            self._count_damaged(error)
+            self.damaged_lines += 1
+            self._tell(f"records of rank {self.rank}: a line is damaged: {str(error)[:200]}")
             return None
         return record
-
-    def _count_damaged(self, error: Exception) -> None:
-        self.damaged_lines += 1
-        self._tell(f"records of rank {self.rank}: a line is damaged: {str(error)[:200]}")
 
 
 _NUMBER_FIELDS = tuple(
@@ -200,6 +193,7 @@ def _check_record(record: StepRecord, rank: int) -> None:
             raise TypeError(f"timeline holds the action {span.action!r}, not a text")
     if not {*map(type, numbers), *map(type, counts)} <= _NUMBERS:
         raise TypeError("phases, sent_bytes, moved_bytes, kernels, ledger or timeline hold something else than numbers")
+    array("d", [*numbers, *(values[name] for name in _NUMBER_FIELDS)])  # Raises OverflowError for what is no float64.
     if not sum(map(abs, counts)) < _LARGEST:  # Also where one is not a number.
         raise ValueError("steps, tokens or bytes are no whole numbers that anybody could have counted")
 

@@ -236,3 +236,16 @@ def test_a_cluster_that_ends_while_a_handle_connects_is_told_without_its_logs() 
     with pytest.raises(ClusterError) as told:
         cluster._connect(box_state(2**22 + 1))
     assert str(told.value) == "cluster 'box' ended just now; speedlab.Cluster(name='box') starts it anew"
+
+
+def test_what_goes_is_this_hosts_folder_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the name stands for another folder once that is gone: one of an older version, which says no host."""
+    Home("box").create()
+    (Home("box").path / "host").unlink()
+    older = Home("box").path
+    monkeypatch.setattr(platform, "node", lambda: "two")
+    own = older.with_name("box@two")
+    own.mkdir()
+    Home("box").remove()
+    assert older.is_dir()
+    assert not own.exists()

@@ -334,3 +334,26 @@ def test_a_ring_is_refused_with_what_would_work() -> None:
     own = ModelConfig(**{**model, "vocab_size": 4096})
     with pytest.raises(ConfigError, match=r"cp 4 with data.documents 'separate': all cp ranks have to share heads"):
         try_model(config, 4, model=lambda: GPT(own), device=torch.device("cpu"))  # Of one's own: known when it is made.
+
+
+def test_a_mask_is_not_taken_for_positions() -> None:
+    tokens = torch.randint(9, (2, 8))
+    for other in (torch.ones_like(tokens), -tokens - 1, torch.tensor([[5, 6, 7, 3, 4, 5, 6, 7]]).expand(2, -1)):
+        with pytest.raises(ValueError, match="do not count from 0 in each document"):
+            loss_of(family("llama"), (tokens, tokens, other), None)
+    with pytest.raises(ValueError, match=r"positions: torch\.bool"):
+        loss_of(family("llama"), (tokens, tokens, tokens > 0), None)
+    # The first may have begun before its sequence.
+    loss_of(family("llama"), (tokens, tokens, torch.tensor([[5, 6, 7, 0, 1, 2, 0, 1]]).expand(2, -1)), None)
+
+
+def test_blocks_for_flex_attention_are_real_though_a_plan_asks_first() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    from cuda_ops.block_layout import BlockLayout
+    from cuda_ops.block_sparse_attention import flex_blocks
+
+    layout = BlockLayout.local(128, 2, causal=True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        flex_blocks(layout, 128, 128, torch.device("cpu"))
+    assert not isinstance(flex_blocks(layout, 128, 128, torch.device("cpu")).kv_indices, FakeTensor)

@@ -295,3 +295,27 @@ thread.start()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True True\n", "")
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_the_number_of_records_is_right_whoever_has_asked_before(folder, looks):
+    feed = Feed(folder)
+    for step in range(1, 2 * NEWEST + 6):
+        append(folder, 0, line(step))
+        feed.poll(files=True)
+        if looks and 0 in feed.records:
+            assert feed.records[0][-1].step == step
+        if step > NEWEST - 2:
+            eventually(lambda: feed.poll() or 0 in feed.records)
+            assert len(feed.records[0]) == step
+
+
+def test_a_number_beyond_all_floats_is_damage_and_no_more(folder):
+    append(folder, 0, line(1))
+    feed = Feed(folder)
+    feed.poll()
+    assert len(feed.records[0]) == 1
+    append(folder, 0, json.dumps({**json.loads(line(2)), "flops": 10**400}).encode() + b"\n" + line(3))
+    feed.poll(files=True)
+    assert steps(feed) == [1, 3]
+    assert feed.damaged_lines == 1

@@ -358,3 +358,17 @@ def test_ranks_that_have_left_hold_nothing() -> None:
     assert History.of(records, [left]).ranks == [0, 1]
     assert History.of(records, [left, grown]).ranks == [0, 1, 2, 3]
     assert History.of(records, [make_event("reshaped", 1, details={"zero": 3})]).ranks == [0, 1, 2, 3]
+
+
+def test_records_that_go_back_while_they_are_read_are_no_error():
+    class Shrinking(list):
+        """Another thread polls between two questions."""
+
+        def __getitem__(self, index):
+            found = super().__getitem__(index)
+            del self[50:]
+            return found
+
+    whole = History.of({0: [make_record(step) for step in range(1, 101)]})
+    whole.update({0: Shrinking(make_record(step) for step in range(1, 121))}, ())
+    assert whole.lead.length >= 50

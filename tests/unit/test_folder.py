@@ -10,7 +10,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from telemetry_samples import make_folder
+from telemetry_samples import make_event, make_folder
 
 from speedlab.config import ConfigError, RunConfig
 from speedlab.telemetry import folder as folder_module
@@ -225,3 +225,10 @@ def test_a_mailbox_that_cannot_be_read_is_named_and_nobody_waits_for_it(tmp_path
     else:
         with pytest.raises(RunFolderError, match="control: cannot be read"):
             folder.pending(0)
+
+
+@pytest.mark.parametrize("line", ["null", "5", "[]", '"x"', "{"])
+def test_a_line_that_is_no_event_is_passed_over(tmp_path, line):
+    folder = make_folder(tmp_path)
+    (folder.path / "events.jsonl").write_text(f"{line}\n{make_event('paused', 3).to_json()}\n")
+    assert folder.read_events() == [make_event("paused", 3)]
