@@ -332,6 +332,7 @@ class Flat:
             moved = not _is_same(parameter, self._shown[index])
             if not moved and parameter._version == self._versions[index]:
                 continue
+            self._versions[index] = parameter._version  # It is told once: whoever destroys the engine then can.
             if self.ahead:
                 raise RuntimeError(
                     f"{slot.name} was changed while an update of it is under way (offload.delayed_update), which would "
@@ -343,7 +344,6 @@ class Flat:
                     f"{slot.name} was changed while it is {lies}, where the change has no effect; change it before "
                     "initialize, or at a ZeRO stage below 3"
                 )
-            self._versions[index] = parameter._version
             here = slice(slot.offset, slot.offset + slot.numel)
             value, replaced = parameter.detach().reshape(-1), replaced or moved
             if moved:
