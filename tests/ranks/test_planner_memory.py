@@ -16,7 +16,20 @@ MEDIAN, WORST = 0.03, 0.08
 
 _ALWAYS = ("8bit", "masters", "selective", "delayed", "tiled", "sparse", "cp ")
 
-CASES = [case for number, case in enumerate(grid()) if number % 7 == 3 or any(word in case.name for word in _ALWAYS)]
+_ONCE_OFF = (
+    "dropping, pp 1 × dp 1 × tp 2, sequence",
+    "dropping, pp 2 × dp 1 × tp 2",
+    "dropping, pp 4 × dp 1 × tp 1",
+    "wide head, pp 1 × dp 2 × tp 1, optimizer on host, parameters on disk",
+)
+"""How the names of those begin that were furthest off once (10 to 27 %), and that nothing else here would have shown."""
+
+
+def _chosen(number: int, case: GridCase) -> bool:
+    return number % 7 == 3 or any(word in case.name for word in _ALWAYS) or case.name.startswith(_ONCE_OFF)
+
+
+CASES = [case for number, case in enumerate(grid()) if _chosen(number, case)]
 """All kinds of layouts, stages and models: see the test below."""
 
 
@@ -45,6 +58,7 @@ def test_the_chosen_cases_hold_every_kind() -> None:
         "heads shared by 1",
         "heads shared by 2",
         "delayed",
+        *_ONCE_OFF,
     ):
         assert word in names, word
 
