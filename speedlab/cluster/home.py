@@ -98,11 +98,12 @@ class Home:
                 f"{name!r} cannot name a cluster; use 1 to 60 letters, digits, '-', '_' or '.', first a letter or digit"
             )
         self.name = name
+        self._root = root()
 
     @property
     def path(self) -> Path:
         """The folder: of this host alone where another one has, or had, a cluster of that name."""
-        common, own = root() / self.name, root() / f"{self.name}@{this_host()}"
+        common, own = self._root / self.name, self._root / f"{self.name}@{this_host()}"
         return common if not own.exists() and _host_of(common) in (None, this_host()) else own
 
     @property

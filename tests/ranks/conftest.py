@@ -3,6 +3,7 @@ session."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -33,6 +34,14 @@ def pool_of() -> Iterator[PoolOf]:
     yield of
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_world_outlives_its_module() -> Iterator[None]:
+    """An engine that a test has made in its own process has joined a world of one."""
+    yield
+    if "speedlab.comm" in sys.modules:
+        sys.modules["speedlab.comm"].leave()
 
 
 GLOO = [(2, "gloo"), (4, "gloo")]

@@ -22,7 +22,7 @@ _ONCE_OFF = (
     "dropping, pp 4 × dp 1 × tp 1",
     "wide head, pp 1 × dp 2 × tp 1, optimizer on host, parameters on disk",
 )
-"""How the names of those begin that were furthest off once (10 to 27 %), and that nothing else here would have shown."""
+"""How the names of those begin that were furthest off once (10 to 27 %), which nothing else here would have shown."""
 
 
 def _chosen(number: int, case: GridCase) -> bool:
