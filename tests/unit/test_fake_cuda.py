@@ -118,12 +118,9 @@ def report_of(session: Session) -> Report:
 class AtOnce(LateUpdate):
     """What a thread does, on this one: others are not seen."""
 
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._error = None
-        work()
-
-    def settle(self) -> None:
-        pass
+    def start(self) -> None:
+        self._run()
+        self._started = True
 
 
 def _session(session: Session, gpu: FakeGpu, folder: Path) -> Iterator[str]:
