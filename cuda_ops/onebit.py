@@ -34,9 +34,11 @@ _THREADS = 1024
 """Threads of a block on a GPU, which takes a chunk: few blocks at a time, so that their second look finds the cache."""
 
 
-def onebit_pack_reference(values: Tensor, error: Tensor, *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+def onebit_pack_reference(
+    values: Tensor | None, error: Tensor, *, factor: float = 1.0, chunk: int = CHUNK
+) -> tuple[Tensor, Tensor]:
     """The definition, in torch."""
-    corrected = values.float() + error
+    corrected = factor * error if values is None else values.float() + factor * error
     pieces = corrected.split(chunk)
     scales = torch.stack([piece.abs().mean() for piece in pieces]) if len(corrected) else corrected
     positive = corrected >= 0
@@ -53,12 +55,14 @@ def onebit_average_reference(packed: Tensor, scales: Tensor, out: Tensor, *, chu
     out.copy_((signs * scales.repeat_interleave(chunk, dim=1)[:, : len(out)]).mean(dim=0))
 
 
-def onebit_pack(values: Tensor, error: Tensor, *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """The signs of `values + error`, eight to a byte, and the mean magnitude of each chunk.
+def onebit_pack(
+    values: Tensor | None, error: Tensor, *, factor: float = 1.0, chunk: int = CHUNK
+) -> tuple[Tensor, Tensor]:
+    """The signs of `values + factor · error`, eight to a byte, and the mean magnitude of each chunk.
 
     Args:
-        values: (n,) float32, bfloat16 or float16.
-        error: (n,) float32, changed in place: what signs times means miss of `values + error`.
+        values: (n,) float32, bfloat16 or float16; None stands for zeros.
+        error: (n,) float32, changed in place: what signs times means miss of `values + factor · error`.
         chunk: elements that share a mean, a multiple of 8. The last chunk may be shorter.
 
     Returns:
@@ -68,7 +72,7 @@ def onebit_pack(values: Tensor, error: Tensor, *, chunk: int = CHUNK) -> tuple[T
     A chunk that holds a NaN or an infinity has that mean, so that nothing of it comes out finite at the other end. Its
     error is then lost: look at `grad_stats` first. Raises ValueError for wrong dtypes, shapes, strides or devices.
     """
-    packed, scales = _onebit_pack(values, error, chunk)
+    packed, scales = _onebit_pack(values, error, factor, chunk)
     return packed, scales
 
 
@@ -159,22 +163,29 @@ def _broadcast(builder: Any, value: Any) -> Any:
 
 
 @kernel(fastmath=REORDERED)
-def _correct(values: Any, error: Any) -> Any:
-    """error += values; the sum of magnitudes."""
+def _correct(values: Any, low: int, high: int, error: Any, factor: Any) -> Any:
+    """error = values[low:high] + factor · error; the sum of magnitudes."""
     total = np.float32(0)
-    for i in range(values.shape[0]):
-        corrected = load(values, i) + error[i]
-        error[i] = corrected
-        total += abs(corrected)
+    if values is None:
+        for i in range(error.shape[0]):
+            corrected = factor * error[i]
+            error[i] = corrected
+            total += abs(corrected)
+    else:
+        v = values[low:high]
+        for i in range(error.shape[0]):
+            corrected = load(v, i) + factor * error[i]
+            error[i] = corrected
+            total += abs(corrected)
     return total
 
 
 @kernel(fastmath=EXACT)
-def _pack(start: int, stop: int, values: Any, error: Any, packed: Any, scales: Any, chunk: int) -> None:
+def _pack(start: int, stop: int, values: Any, error: Any, packed: Any, scales: Any, factor: Any, chunk: int) -> None:
     for low in range(start, stop, chunk):
         high = min(low + chunk, stop)
         e = error[low:high]
-        scale = np.float32(_correct(values[low:high], e) / np.float32(high - low))
+        scale = np.float32(_correct(values, low, high, e, factor) / np.float32(high - low))
         scales[low // chunk] = scale
         signs = packed[low // 8 : (high + 7) // 8]
         whole = e.shape[0] // 16
@@ -189,7 +200,7 @@ def _pack(start: int, stop: int, values: Any, error: Any, packed: Any, scales: A
 
 
 @kernel()
-def _average(start: int, stop: int, packed: Any, scales: Any, out: Any, chunk: int) -> None:
+def average(start: int, stop: int, packed: Any, scales: Any, out: Any, chunk: int) -> None:
     ranks = packed.shape[0]
     weights = np.empty(ranks, dtype=np.float32)
     for low in range(start, stop, chunk):
@@ -207,14 +218,16 @@ def _average(start: int, stop: int, packed: Any, scales: Any, out: Any, chunk: i
             store(target, i, total)
 
 
-def _pack_cuda(values: Any, error: Any, packed: Any, scales: Any, chunk: int) -> None:
-    """A block of threads for each chunk."""
+def _pack_cuda(values: Any, error: Any, packed: Any, scales: Any, factor: Any, chunk: int) -> None:
+    """A block of threads for each chunk. `values` without elements: they are zeros."""
     t, block = cuda.threadIdx.x, cuda.blockIdx.x
     low = np.int64(block) * chunk
-    width = min(chunk, values.shape[0] - low)
+    width = min(chunk, error.shape[0] - low)
     total = np.float32(0)
     for i in range(t, width, _THREADS):
-        corrected = load(values, np.uint64(low + i)) + error[np.uint64(low + i)]
+        corrected = factor * error[np.uint64(low + i)]
+        if values.shape[0] > 0:
+            corrected += load(values, np.uint64(low + i))
         error[np.uint64(low + i)] = corrected
         total += abs(corrected)
     totals = cuda.shared.array(_THREADS, np.float32)
@@ -259,19 +272,22 @@ def _average_cuda(packed: Any, scales: Any, out: Any, chunk: int) -> None:
         store(out, np.uint64(low + i), total)
 
 
-def _check_chunk(chunk: int) -> None:
+def check_chunk(chunk: int) -> None:
+    """Raises ValueError for a chunk that cuts a byte of signs."""
     if chunk < 8 or chunk % 8:
         raise ValueError(f"chunk: {chunk}, expected a positive multiple of 8, so that no byte of signs has two scales")
 
 
-def _check_pack(values: Tensor, error: Tensor, chunk: int) -> None:
-    _check_chunk(chunk)
-    check("values", values, dtypes=FLOATS, shape=[None])
-    check("error", error, dtypes=[torch.float32], shape=values.shape, like=values)
+def _check_pack(values: Tensor | None, error: Tensor, chunk: int) -> None:
+    check_chunk(chunk)
+    if values is not None:
+        check("values", values, dtypes=FLOATS, shape=[None])
+    like = error if values is None else values
+    check("error", error, dtypes=[torch.float32], shape=[None] if values is None else values.shape, like=like)
 
 
 def _check_average(packed: Tensor, scales: Tensor, out: Tensor, chunk: int) -> None:
-    _check_chunk(chunk)
+    check_chunk(chunk)
     check("out", out, dtypes=FLOATS, shape=[None])
     check("packed", packed, dtypes=[torch.uint8], shape=[None, -(-out.shape[0] // 8)], like=out)
     ranks = packed.shape[0]
@@ -280,33 +296,38 @@ def _check_average(packed: Tensor, scales: Tensor, out: Tensor, chunk: int) -> N
     check("scales", scales, dtypes=[torch.float32], shape=[ranks, -(-out.shape[0] // chunk)], like=out)
 
 
-def _pack_outputs(values: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    packed = values.new_empty(-(-values.shape[0] // 8), dtype=torch.uint8)
-    return packed, values.new_empty(-(-values.shape[0] // chunk), dtype=torch.float32)
+def _pack_outputs(error: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    packed = error.new_empty(-(-error.shape[0] // 8), dtype=torch.uint8)
+    return packed, error.new_empty(-(-error.shape[0] // chunk), dtype=torch.float32)
 
 
-def _cpu_pack(values: Tensor, error: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+def _pack_nbytes(values: Tensor | None, error: Tensor, packed: Tensor) -> int:
+    return (0 if values is None else values.nbytes) + 2 * error.nbytes + packed.nbytes
+
+
+def _cpu_pack(values: Tensor | None, error: Tensor, factor: float, chunk: int) -> tuple[Tensor, Tensor]:
     _check_pack(values, error, chunk)
-    packed, scales = _pack_outputs(values, chunk)
-    with meter.record("onebit_pack", values.nbytes + 2 * error.nbytes + packed.nbytes, values.device):
-        arrays = [array(tensor) for tensor in (values, error, packed, scales)]
-        share(_pack, values.numel(), *arrays, chunk, multiple=chunk)
+    packed, scales = _pack_outputs(error, chunk)
+    with meter.record("onebit_pack", _pack_nbytes(values, error, packed), error.device):
+        arrays = [None if tensor is None else array(tensor) for tensor in (values, error, packed, scales)]
+        share(_pack, error.numel(), *arrays, np.float32(factor), chunk, multiple=chunk)
     return packed, scales
 
 
 def _cpu_average(packed: Tensor, scales: Tensor, out: Tensor, chunk: int) -> None:
     _check_average(packed, scales, out, chunk)
     with meter.record("onebit_average", packed.nbytes + scales.nbytes + out.nbytes, out.device):
-        share(_average, out.numel(), array(packed), array(scales), array(out), chunk, multiple=chunk)
+        share(average, out.numel(), array(packed), array(scales), array(out), chunk, multiple=chunk)
 
 
-def _cuda_pack(values: Tensor, error: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+def _cuda_pack(values: Tensor | None, error: Tensor, factor: float, chunk: int) -> tuple[Tensor, Tensor]:
     _check_pack(values, error, chunk)
-    packed, scales = _pack_outputs(values, chunk)
-    with meter.record("onebit_pack", values.nbytes + 2 * error.nbytes + packed.nbytes, values.device):
-        tensors = (values, error, packed, scales)
+    packed, scales = _pack_outputs(error, chunk)
+    with meter.record("onebit_pack", _pack_nbytes(values, error, packed), error.device):
+        tensors = (error.narrow(0, 0, 0) if values is None else values, error, packed, scales)
+        numbers = (np.float32(factor), chunk)
         if scales.numel():
-            gpu.launch(_pack_cuda, scales.numel(), *tensors, chunk, device=values.device, threads=_THREADS)
+            gpu.launch(_pack_cuda, scales.numel(), *tensors, *numbers, device=error.device, threads=_THREADS)
     return packed, scales
 
 
@@ -317,13 +338,13 @@ def _cuda_average(packed: Tensor, scales: Tensor, out: Tensor, chunk: int) -> No
             gpu.launch(_average_cuda, scales.shape[1], packed, scales, out, chunk, device=out.device, threads=_THREADS)
 
 
-def _fake_pack(values: Tensor, error: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+def _fake_pack(values: Tensor | None, error: Tensor, factor: float, chunk: int) -> tuple[Tensor, Tensor]:
     _check_pack(values, error, chunk)
-    return _pack_outputs(values, chunk)
+    return _pack_outputs(error, chunk)
 
 
 _onebit_pack = register(
-    "onebit_pack(Tensor values, Tensor(a!) error, int chunk) -> (Tensor, Tensor)",
+    "onebit_pack(Tensor? values, Tensor(a!) error, float factor, int chunk) -> (Tensor, Tensor)",
     cpu=_cpu_pack,
     cuda=_cuda_pack,
     fake=_fake_pack,
@@ -338,6 +359,7 @@ _onebit_average = register(
 
 def warm(dtype: torch.dtype) -> None:
     """Compile what a run that computes in `dtype` needs."""
+    onebit_pack(None, torch.zeros(1))
     for values in {dtype, torch.float32}:
         packed, scales = onebit_pack(torch.zeros(1, dtype=values), torch.zeros(1))
         onebit_average(packed[None], scales[None], torch.zeros(1, dtype=values))

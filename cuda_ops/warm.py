@@ -15,12 +15,16 @@ from collections.abc import Callable
 import torch
 
 from cuda_ops import (
+    adam_frozen,
     adamw,
     block_sparse_attention,
     blockwise8,
     flags,
     grad_stats,
+    lamb,
     linear_cross_entropy,
+    onebit,
+    onebit_take,
     reduce,
     sgd_momentum,
     stochastic,
@@ -38,13 +42,19 @@ EVERY_RUN: Steps = (
     linear_cross_entropy.warm,
 )
 """What every run uses. Other kernels are compiled by their first call, or ahead by whoever knows that a run needs them:
-`COMPACT`, `SPARSE`."""
+`COMPACT`, `SPARSE`, `SIGNS`, `LAYERWISE`."""
 
 COMPACT: Steps = (blockwise8.warm, stochastic.warm)
 """What a run with 8-bit moments or without float32 masters uses beside that."""
 
 SPARSE: Steps = (block_sparse_attention.warm,)
 """What a run with block-sparse attention, or separate documents, uses beside that."""
+
+SIGNS: Steps = (onebit.warm, onebit_take.warm, adam_frozen.warm)
+"""What a run that sends signs uses beside that."""
+
+LAYERWISE: Steps = (lamb.warm, adam_frozen.warm)
+"""What a run of LAMB uses beside that."""
 
 _DTYPES = (torch.float32, torch.bfloat16)
 

@@ -67,12 +67,36 @@ def available_cores() -> tuple[int, ...]:
 
 
 def _core_quota() -> int | None:
-    """Cores' worth of time that the control group grants, rounded up; None where it grants all."""
+    """Cores' worth of time that this process's control groups grant, own ones and those above, rounded up; None where
+    they grant all."""
+    found = []
+    for version, folder in _control_groups("cpu"):
+        try:
+            if version == 2:
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{word}_us").read_text().strip() for word in ("quota", "period"))
+        except (OSError, ValueError):  # One without a CPU limit.
+            continue
+        if quota not in ("max", "-1"):
+            found.append(max(1, -(-int(quota) // int(period))))
+    return min(found, default=None)
+
+
+def _control_groups(controller: str) -> Iterator[tuple[int, Path]]:
+    """(version, folder) of this process's control groups of `controller`, own ones and those above."""
     try:
-        quota, period = (CGROUP / "cpu.max").read_text().split()
-    except (OSError, ValueError):  # No control group, or one without a CPU limit.
-        return None
-    return None if quota == "max" else max(1, -(-int(quota) // int(period)))
+        lines = [line.split(":", 2) for line in OWN_CGROUPS.read_text().splitlines()]
+    except OSError:
+        lines = []
+    version_1 = next((path for _, controllers, path in lines if controller in controllers.split(",")), "/")
+    version_2 = next((path for _, controllers, path in lines if not controllers), "/")
+    for version, root, own in ((2, CGROUP, version_2), (1, CGROUP / controller, version_1)):
+        group = root / own.lstrip("/")
+        # A container may see its own group as the root, under a path that only the host knows.
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root):
+                yield version, folder
 
 
 def memory_bytes() -> tuple[int, int]:
@@ -90,27 +114,20 @@ def memory_bytes() -> tuple[int, int]:
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
     """(limit, used) bytes of this process's control groups, own ones and those above."""
-    try:
-        lines = [line.split(":", 2) for line in OWN_CGROUPS.read_text().splitlines()]
-    except OSError:
-        lines = []
-    version_1 = next((path for _, controllers, path in lines if "memory" in controllers.split(",")), "/")
-    version_2 = next((path for _, controllers, path in lines if not controllers), "/")
-    for root, own, files, idle in (
-        (CGROUP, version_2, ("memory.max", "memory.current"), "inactive_file"),
-        (CGROUP / "memory", version_1, ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"),
-    ):
-        group = root / own.lstrip("/")
-        # A container may see its own group as the root, under a path that only the host knows.
-        for folder in [each for each in (group, *group.parents) if each.is_relative_to(root)]:
-            try:
-                limit, used = ((folder / name).read_text().strip() for name in files)
-                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            except (OSError, ValueError):
-                continue
-            if limit != "max":
-                # File pages that nobody has used for a while count as used, but make room when something is allocated.
-                yield int(limit), int(used) - int(statistics.get(idle, 0))
+    names = {
+        2: ("memory.max", "memory.current", "inactive_file"),
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    }
+    for version, folder in _control_groups("memory"):
+        *files, idle = names[version]
+        try:
+            limit, used = ((folder / name).read_text().strip() for name in files)
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if limit != "max":
+            # File pages that nobody has used for a while count as used, but make room when something is allocated.
+            yield int(limit), int(used) - int(statistics.get(idle, 0))
 
 
 def cpu_devices(count: int) -> list[Device]:

@@ -37,6 +37,12 @@ class Axis:
 KINDS: dict[str, Axis] = {
     axis.name: axis
     for axis in (
+        Axis(
+            name="islands",
+            sees_other_data=True,
+            holds_other_parameters=True,
+            meaning="other sequences, and parameters that meet every few steps",
+        ),
         Axis(name="pp", sees_other_data=False, holds_other_parameters=True, meaning="other pipeline stages"),
         Axis(name="dp", sees_other_data=True, holds_other_parameters=False, meaning="the same model, other sequences"),
         Axis(name="cp", sees_other_data=False, holds_other_parameters=False, meaning="other positions of a sequence"),
@@ -52,6 +58,9 @@ A mesh has those for which Layout has a field of that name."""
 class Layout:
     """The mesh of ranks. Which data a rank sees (`data_index`) and its index in a group (`index`) are two things.
 
+    `islands` are equal groups of neighbours (arXiv:2311.08105 calls them workers): each trains parameters of its own,
+    which meet every few steps, so that the slowest links lie between them.
+
     rank = sum of index × stride over the axes; the stride of an axis is the product of the sizes of the faster ones
     """
 
@@ -59,6 +68,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    islands: int = 1
 
     def __post_init__(self) -> None:
         for axis, size in self.sizes.items():
@@ -148,7 +158,8 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """How many ranks compute with the same parameters: ZeRO partitions the states of those over them."""
+        """How many ranks compute with the same parameters: ZeRO partitions the states of those over them, inside each
+        island."""
         return prod(size for axis, size in self.sizes.items() if axis in REPLICATED)
 
     def data_index(self, rank: int) -> int:
@@ -239,6 +250,12 @@ def own_positions(length: int, cp: int, heads: int, index: int) -> list[range]:
 def padded_numel(numel: int, dp: int) -> int:
     """Length of a flat of `numel` elements once it divides by `dp`, the ranks that share it."""
     return -(-numel // dp) * dp
+
+
+def message_bytes(numel: int, bits: int, block: int = 256) -> int:
+    """Bytes of so many values as integers of `bits` bits, and of a scale in float32 for each `block`, which begins at a
+    multiple of its size."""
+    return padded_numel(-(-numel * bits // 8), 4) + 4 * -(-numel // block)
 
 
 def partition_range(padded: int, dp: int, index: int) -> tuple[int, int]:

@@ -19,8 +19,12 @@ from speedlab.layout import Part
 
 EIGHT_BITS = "8bit"
 """The form of states in blocks of 256 codes of a byte, with a scale in float32 each (`cuda_ops.blockwise8`)."""
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, EIGHT_BITS: 1 + 4 / 256}
+INT8, INT4 = "int8 blocks", "int4 blocks"
+"""What values may be sent as: blocks of 256 integers with a scale in float32 each (`speedlab.comm.codecs`)."""
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES |= {EIGHT_BITS: 1 + 4 / 256, INT8: 1 + 4 / 256, INT4: 1 / 2 + 4 / 256}
 """Of an element of each form."""
+_QUANTIZABLE = ("float32", "bfloat16", "float16")
 
 
 class Holders(Enum):
@@ -32,10 +36,22 @@ class Holders(Enum):
     """Each dp rank holds the contiguous 1/dp that it owns."""
     OWN = "each its own"
     """Every dp rank holds a whole flat that differs from its peers'."""
+    OWN_PART = "a part each"
+    """Each dp rank holds the 1/dp that it sums, at every stage; in all islands the same."""
+    ISLANDS_PART = "a part each, in each island another"
+    """The same, where islands differ."""
+    SECONDARY = "partitioned again"
+    """The ranks of a secondary partition, all on one host, hold a flat together."""
 
     def share(self, count: int, dp: int) -> int:
-        """How many of `count` elements, or bytes, each of `dp` ranks holds; a part of one counts whole."""
-        return -(-count // dp) if self is Holders.PARTITIONED else count
+        """How many of `count` elements, or bytes, each of `dp` ranks (a secondary partition's own) holds; a part of one
+        counts whole."""
+        return count if self in (Holders.REPLICATED, Holders.OWN) else -(-count // dp)
+
+    @property
+    def optimizers(self) -> bool:
+        """Whether it says so of what an optimizer keeps beside the gradient, which no residency moves."""
+        return self in (Holders.OWN, Holders.OWN_PART, Holders.ISLANDS_PART)
 
 
 class Where(Enum):
@@ -53,11 +69,13 @@ class Where(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Home:
-    """Who holds a state of a parameter, where, and as what: `form` is a dtype, or the name of a codec."""
+    """Who holds a state of a parameter, where, and as what: `form` is a dtype, or the name of a codec. `sent`: as what
+    it travels between ranks, where that is something else."""
 
     holders: Holders
     where: Where = Where.DEVICE
     form: str
+    sent: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +96,12 @@ class Residency:
     gradients_wait: bool = False
     """Whether there is room for the gradients of a step that is over, beside the optimizer states, from which masters
     are updated while the next step's forward and backward use the parameters as they are."""
+    parameters_sent: str = ""
+    """As what parameters are gathered: INT8, or as they are."""
+    gradients_sent: str = ""
+    """As what gradients are exchanged, to be summed: INT4, or as they are."""
+    secondary_ranks: int = 0
+    """How many ranks hold partitioned parameters together once more; 0: there is one partition."""
 
     @classmethod
     def of_stage(
@@ -90,13 +114,17 @@ class Residency:
         in_backward: bool = False,
         delayed: bool = False,
         device: str = "cpu",
+        quantized_weights: bool = False,
+        quantized_gradients: bool = False,
+        secondary_ranks: int = 0,
     ) -> Residency:
         """The row of ZeRO's table. With one rank the partition is the whole, so nothing is gathered or copied.
 
         `optimizer`, `parameters`: where optimizer states and parameters lie between two uses. Summed gradients go with
         the former, unless every rank has all of them. `in_backward`: each unit is updated there, so that its gradient
         goes nowhere. `delayed`: an update may run beside the next step. `device`: its kind; on a CPU the host's memory
-        is the device's.
+        is the device's. `quantized_weights`, `quantized_gradients`, `secondary_ranks`: ZeRO++ (arXiv:2306.10209), of
+        which nothing is there with one rank. Parameters that stay whole are, quantised, no masters any more.
 
         Raises ValueError for a stage that is none, and for parameters away from the device below stage 3.
         """
@@ -107,6 +135,7 @@ class Residency:
         reached = [Holders.PARTITIONED if stage >= wanted and dp > 1 else Holders.REPLICATED for wanted in (1, 2, 3)]
         on_host = optimizer is not Where.DEVICE and parameters is Where.DEVICE and device != "cpu"
         one_each = reached[1] is Holders.PARTITIONED or dp == 1
+        rounded = quantized_weights and reached[0] is Holders.PARTITIONED
         return cls(
             optimizer_states=reached[0],
             gradients=reached[1],
@@ -115,8 +144,11 @@ class Residency:
             gradients_at=optimizer if one_each and not in_backward else Where.DEVICE,
             gradients_used=in_backward,
             states_at=optimizer,
-            separate_masters=delayed or on_host,
+            separate_masters=delayed or on_host or (rounded and reached[2] is Holders.REPLICATED),
             gradients_wait=delayed,
+            parameters_sent=INT8 if rounded else "",
+            gradients_sent=INT4 if quantized_gradients and reached[0] is Holders.PARTITIONED else "",
+            secondary_ranks=secondary_ranks if reached[2] is Holders.PARTITIONED else 0,
         )
 
     def of(self, state: str) -> Holders:
@@ -126,6 +158,11 @@ class Residency:
     def place_of(self, state: str) -> Where:
         """Where it lies between two uses."""
         return {"parameter": self.parameters_at, "gradient": self.gradients_at}.get(state, self.states_at)
+
+    def sent_as(self, state: str, form: str) -> str:
+        """As what a state of this form travels, step by step; '' as it is."""
+        sent = {"parameter": self.parameters_sent, "gradient": self.gradients_sent}.get(state, "")
+        return sent if form in _QUANTIZABLE else ""
 
     @property
     def parameters_come(self) -> bool:
@@ -167,8 +204,8 @@ class Row:
     trainable: bool = True
     states: Mapping[str, Home]
     """`parameter`; of trainable ones `gradient` and `moments`, `master` where it is not the parameter itself, `waiting`
-    where a gradient waits for its update while there is the next one, and by their own names what an optimizer keeps
-    beside the gradient."""
+    where a gradient waits for its update while there is the next one, `secondary` where parameters are partitioned
+    twice, and by their own names what an optimizer keeps beside the gradient."""
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -178,16 +215,21 @@ class Row:
     @property
     def _class(self) -> tuple[Any, ...]:
         """What rows of a flat have in common. Where a state depends on the place in the flat (blocks of 8 bits, masters
-        that are left out), what several ranks hold alike is apart from what they do not, or their copies would part."""
+        that are left out, what is sent with a scale for each block), what several ranks hold alike is apart from what
+        they do not, or their copies would part."""
         shared = (bool(self.cut_over), self.summed_over) if self._depends_on_place else ()
         return self.unit, self.trainable, self.left_to_optimizer, shared, tuple(self.states.items())
 
     @property
     def _depends_on_place(self) -> bool:
+        if any(home.sent or home.holders.optimizers for home in self.states.values()):
+            return True
         if "moments" not in self.states:
             return False
+        if self.states["moments"].form == EIGHT_BITS:
+            return True
         narrow = ITEM_BYTES[self.states["parameter"].form] < ITEM_BYTES["float32"]
-        return self.states["moments"].form == EIGHT_BITS or (narrow and "master" not in self.states)
+        return narrow and "master" not in self.states
 
     def described(self) -> dict[str, Any]:
         """The row as what JSON can hold."""
@@ -205,6 +247,7 @@ class Row:
             "trainable": self.trainable,
             "states": {
                 state: {"holders": home.holders.value, "where": home.where.value, "form": home.form}
+                | ({"sent": home.sent} if home.sent else {})
                 for state, home in self.states.items()
             },
         }
@@ -217,34 +260,43 @@ def homes(
     gradient: str = "",
     master: str = "",
     moments: str = "",
-    kept: Mapping[str, str] | None = None,
+    kept: Mapping[str, Home] | None = None,
 ) -> dict[str, Home]:
     """The states of a parameter under `residency`, from their forms. Without `gradient` it is frozen; without `master`
-    it is its own; without `moments` these have its master's form. `kept`: what each rank has for itself beside the
+    it is its own; without `moments` these have its master's form. `kept`: what an optimizer has beside the
     gradient."""
     forms = {"parameter": parameter}
     if gradient:
         forms |= {"gradient": gradient, "moments": moments or master or parameter}
         forms |= {"master": master} if master else {}
-    own = {state: Home(holders=Holders.OWN, form=form) for state, form in (kept or {}).items() if gradient}
-    return _placed(forms, residency) | own
+    return _placed(forms, residency) | (dict(kept or {}) if gradient else {})
 
 
 def _placed(forms: Mapping[str, str], residency: Residency) -> dict[str, Home]:
     """The states of these forms where `residency` has them; a master as wide as its parameter is there where those are
-    apart, and on the way of an update where parameters are read and written. `waiting` is there where gradients do."""
+    apart, and on the way of an update where parameters are read and written. `waiting` is there where gradients do, and
+    `secondary` where parameters are partitioned twice."""
     forms = dict(forms)
     if forms.get("master") == forms["parameter"]:
         del forms["master"]
     if residency.separate_masters and "gradient" in forms and ITEM_BYTES[forms["parameter"]] >= 4:
         forms.setdefault("master", forms["parameter"])
-    forms.pop("waiting", None)
+    for made_anew in ("waiting", "secondary"):
+        forms.pop(made_anew, None)
     if residency.gradients_wait and "gradient" in forms:
         forms["waiting"] = forms["gradient"]
-    return {
-        state: Home(holders=residency.of(state), where=residency.place_of(state), form=form)
+    placed = {
+        state: Home(
+            holders=residency.of(state),
+            where=residency.place_of(state),
+            form=form,
+            sent=residency.sent_as(state, form),
+        )
         for state, form in forms.items()
     }
+    if residency.secondary_ranks:
+        placed["secondary"] = Home(holders=Holders.SECONDARY, form=forms["parameter"])
+    return placed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +333,7 @@ class Placement:
         """The same parameters where `residency` has them."""
 
         def move(states: Mapping[str, Home]) -> dict[str, Home]:
-            own = {state: home for state, home in states.items() if home.holders is Holders.OWN}
+            own = {state: home for state, home in states.items() if home.holders.optimizers}
             return _placed({key: home.form for key, home in states.items() if key not in own}, residency) | own
 
         rows = [replace(row, states=move(row.states)) for row in self.rows]
@@ -303,7 +355,8 @@ class Placement:
         for row in self.rows:
             for state, home in row.states.items():
                 if home.where is where:
-                    count = home.holders.share(math.prod(row.shape), dp) * (moments if state == "moments" else 1)
+                    among = self.residency.secondary_ranks if state == "secondary" else dp
+                    count = home.holders.share(math.prod(row.shape), among) * (moments if state == "moments" else 1)
                     total += math.ceil(count * ITEM_BYTES[home.form])
         return total
 
@@ -330,8 +383,9 @@ def cells(row: Mapping[str, Any], rank: int) -> tuple[str, ...]:
     cut = f" by {', '.join(row['cut_over'])}" if row["cut_over"] else ""
     by = " by the optimizer" if row.get("left_to_optimizer") else ""  # Tables of before do not say.
     states = [_home_text(row["states"].get(state)) for state in _STATES]
-    kept = [f" + {state}: {_home_text(home)}" for state, home in row["states"].items() if state not in _STATES]
-    states[1] += "".join(kept)
+    for state, home in row["states"].items():
+        if state not in _STATES:
+            states[0 if state == "secondary" else 1] += f" + {state}: {_home_text(home)}"
     if row["trainable"] and "master" not in row["states"]:
         states[2] = "the parameter"
     return (
@@ -352,4 +406,6 @@ def _shape_text(shape: Iterable[int]) -> str:
 def _home_text(home: Mapping[str, str] | None) -> str:
     if home is None:
         return ""
-    return f"{home['form']} {home['holders']}" + ("" if home["where"] == "device" else f" on {home['where']}")
+    where = "" if home["where"] == "device" else f" on {home['where']}"
+    sent = f", sent as {home['sent']}" if home.get("sent") else ""  # Tables of before do not say.
+    return f"{home['form']} {home['holders']}{where}{sent}"

@@ -84,17 +84,16 @@ def active_runs(cluster: Cluster) -> list[RunFolder]:
     """Runs on these engines that have not ended, so that something would be lost with the engines; oldest first."""
     from speedlab.cluster.known_runs import known_folders, runs_here
 
-    pids = {engine.pid for engine in cluster.status()}
     found = []
     for folder in known_folders(cluster):
-        if folder.read_status().state not in _ended() and runs_here(folder, cluster, pids):
+        if folder.read_status().state not in _ended() and runs_here(folder, cluster):
             found.append(folder)
     return sorted(found, key=lambda folder: folder.read_status().updated)
 
 
 def training_run(cluster: Cluster) -> RunFolder | None:
     """The run that keeps these engines busy now."""
-    from speedlab.cluster.advance import RESTING
+    from speedlab.telemetry.records import RESTING
 
     running = [folder for folder in active_runs(cluster) if folder.read_status().state not in RESTING]
     return running[-1] if running else None

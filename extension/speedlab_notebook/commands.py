@@ -14,10 +14,13 @@ from typing import Any, Literal
 
 from IPython.core.error import UsageError
 
+from speedlab.display.guides import names
+
 HELP = ("--help", "-h")
 _HELP_COLUMN = 30
 _WORDS = {
     "run": "name or folder of a run",
+    "guide": "a guide's name; without one, which there are",
     "model": "a model's name, a Hugging Face folder or config.json, or a configuration",
 }
 
@@ -50,8 +53,8 @@ class Command:
     description: str
     example: str
     options: tuple[Option, ...] = ()
-    takes: Literal["", "run", "model"] = ""
-    """What may follow by itself: the name or folder of a run, or a model."""
+    takes: Literal["", "run", "model", "guide"] = ""
+    """What may follow by itself: the name or folder of a run, a model, a guide's name."""
 
     @property
     def usage(self) -> str:
@@ -93,6 +96,7 @@ _PLAN_OPTIONS = (
         name="dtype", choices=("float32", "bfloat16", "float16"), description="compute dtype; the devices' fast one"
     ),
     Option(name="checkpointing", choices=("none", "selective", "block"), description="what backward computes again"),
+    Option(name="partition-inputs", description="each tp rank keeps 1/tp of a block's input for backward"),
     Option(
         name="attention", choices=("fused", "plain"), description="whether its probabilities are never kept, or are"
     ),
@@ -139,6 +143,20 @@ COMMANDS: Mapping[str, Command] = {
                     choices=("shared", "gloo"),
                     description="how CPU engines reach each other: through shared memory, or sockets",
                 ),
+                Option(
+                    name="link",
+                    value="'1 Gbit/s 1 ms'",
+                    description="CPU engines pretend to be hosts, with a link of this bandwidth and latency",
+                ),
+                Option(
+                    name="hosts", value="A:8,B:8", description="over SSH, on these hosts, with so many engines each"
+                ),
+                Option(
+                    name="slurm",
+                    value="nodes=4,…",
+                    description="in a job of Slurm: nodes, gpus_per_node or engines_per_node, partition, time, account",
+                ),
+                Option(name="mpi", value="FILE", description="under mpiexec, on the hosts of this host file"),
             ),
         ),
         Command(
@@ -220,6 +238,15 @@ COMMANDS: Mapping[str, Command] = {
             ),
             takes="run",
         ),
+        Command(
+            name="guide",
+            description="read on: from a script to SpeedLab, when something goes wrong, what was measured",
+            example="%speedlab guide trouble",
+            options=(
+                Option(name="section", value="WORDS", description="only the section whose heading has these words"),
+            ),
+            takes="guide",
+        ),
     )
 }
 
@@ -230,7 +257,7 @@ def without_comment(line: str) -> str:
 
 
 def parse(line: str) -> tuple[Command | None, dict[str, Any]]:
-    """The subcommand of `line` and its arguments: `run` or `model`, `help`, and one entry for each option given.
+    """The subcommand of `line` and its arguments: what follows by itself, `help`, and one entry for each option given.
 
     (None, {}) asks for the help of all. Raises UsageError, which names the nearest known word.
     """
@@ -311,7 +338,8 @@ def complete(line: str, symbol: str, run_names: Callable[[], Collection[str]]) -
         return [choice for choice in last.choices if choice.startswith(symbol)]
     words = [flag for flag in options if flag not in before]
     if command.takes and not symbol.startswith("-") and all(word.startswith("-") for word in before[1:]):
-        words += sorted(run_names() if command.takes == "run" else known_models())
+        known = {"run": run_names, "model": known_models, "guide": names}
+        words += sorted(known[command.takes]())
     return [word for word in (*words, HELP[0]) if word.startswith(symbol)]
 
 

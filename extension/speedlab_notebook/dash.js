@@ -4,7 +4,7 @@
 const CARDS = ["memory", "loss", "throughput", "anatomy"];
 const PIPELINE = "pipeline";
 // Below the cards, across both columns, where there is such a figure.
-const WIDE = ["places", PIPELINE];
+const WIDE = ["places", "exchange", PIPELINE];
 const STEP_FIGURES = ["loss", "throughput", "anatomy"];
 const TABLE_ROWS = 12;
 const ALIVE_MS = 20000;

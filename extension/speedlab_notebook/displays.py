@@ -253,7 +253,7 @@ _TEXTS: dict[tuple[str, str], Callable[[Any], str]] = {
     ("speedlab.telemetry.records", "Event"): event_text,
     ("speedlab.telemetry.records", "RunState"): str,
     ("speedlab.telemetry.folder", "Status"): status_text,
-    ("speedlab.cluster.connection", "EngineStatus"): engine_status_text,
+    ("speedlab.cluster.cluster", "EngineStatus"): engine_status_text,
     ("speedlab.hardware", "Device"): device_text,
 }
 """(module, class) -> its text."""

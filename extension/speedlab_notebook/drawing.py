@@ -40,6 +40,8 @@ from speedlab.telemetry.step_figures import (
     Cut,
     anatomy_figure,
     anatomy_values,
+    exchange_figure,
+    exchange_values,
     heldout_values,
     loss_figure,
     loss_values,
@@ -63,8 +65,10 @@ _CURVES: dict[str, tuple[int, Callable[..., Figure], Callable[[History, Cut], _P
     "loss": (POINTS // 2, loss_figure, loss_values),
     "throughput": (POINTS, throughput_figure, throughput_values),
     "anatomy": (BARS, anatomy_figure, anatomy_values),
+    "exchange": (POINTS, exchange_figure, exchange_values),
 }
-"""Figures over steps: most buckets, the whole figure, and the values of its first traces from a cut on."""
+"""Figures over steps: most buckets, the whole figure, and the values of its first traces from a cut on. The exchange's
+is there where an optimizer sums gradients itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +116,7 @@ class Drawing:
     def keyframe(self, status: Status, *, closed: bool = False) -> dict[str, Any]:
         """Everything as it is now. `closed`: the run rests, so unfinished buckets are drawn too."""
         specs = self._bar_specs()
-        specs |= {name: self._curve_spec(name, closed=closed) for name in _CURVES}
+        specs |= {name: self._curve_spec(name, closed=closed) for name in self._shown}
         specs |= {"pipeline": spec} if (spec := self._new_pipeline(anyway=True)) is not None else {}
         self._events, self._heldout = len(self.history.events), len(self.history.heldout)
         self._head = self._header(status)
@@ -124,7 +128,7 @@ class Drawing:
         """What has changed since the last keyframe or tick; None when nothing has."""
         parts: list[dict[str, Any]] = []
         buffers: list[bytes] = []
-        for name in _CURVES:
+        for name in self._shown:
             self._tick_curve(name, parts, buffers, rewritten=rewritten)
         self._tick_bars(parts, buffers)
         self._tick_heldout(parts, buffers)
@@ -141,9 +145,16 @@ class Drawing:
         self.seq += 1
         return {"kind": "tick", "seq": self.seq, "parts": parts}, buffers
 
+    @property
+    def _shown(self) -> list[str]:
+        """Names of `_CURVES` that are shown."""
+        return [name for name in _CURVES if name != "exchange" or self.history.lead.exchanges]
+
     def _tick_curve(self, name: str, parts: list[dict[str, Any]], buffers: list[bytes], *, rewritten: bool) -> None:
         limit, _, values_of = _CURVES[name]
-        drawn = self._curves[name]
+        if (drawn := self._curves.get(name)) is None:
+            _append_figure(name, self._curve_spec(name, closed=False), parts, buffers)
+            return
         done = self.history.lead.length // drawn.size
         values = values_of(self.history, Cut(drawn.size, drawn.buckets, closed=False))
         same = drawn.size == stride(self.history.lead.length, limit) and len(values) == drawn.traces

@@ -138,15 +138,21 @@ def _start(
     name: str = "default",
     device: str = "auto",
     backend: str | None = None,
+    link: str | None = None,
+    hosts: str | None = None,
+    slurm: str | None = None,
+    mpi: str | None = None,
 ) -> None:
     from speedlab.cluster import Cluster
+    from speedlab.cluster.host_specs import of_words
     from speedlab.display.text import seconds_text
 
     count = "engines" if engines is None else f"{engines} engine{'s' if engines > 1 else ''}"
     ran_before = name in _names_running()
     began = time.monotonic()
     with _telling(f"starting {count} of cluster {name!r}; each imports torch, which takes a few seconds"):
-        cluster = Cluster(engines, name=name, device=device, backend=backend)
+        there = of_words(hosts, slurm, mpi)
+        cluster = Cluster(engines, name=name, device=device, backend=backend, link=link, **there)
     shell.push({"cluster": cluster})
     did = "was running" if ran_before else f"ready after {seconds_text(time.monotonic() - began)}"
     print(f"{_described(cluster)} · {did} · it is `cluster`")
@@ -155,6 +161,7 @@ def _start(
 def _status(shell: InteractiveShell, name: str | None = None) -> None:
     from IPython.display import display
 
+    import speedlab.cluster.pretended as pretended
     from speedlab_notebook.at_hand import active_runs, cluster_at_hand, standing
     from speedlab_notebook.displays import engines_bundle
 
@@ -166,7 +173,8 @@ def _status(shell: InteractiveShell, name: str | None = None) -> None:
     notes = [standing(folder) for folder in active_runs(cluster)] or ["no run is under way"]
     if others := [other for other in running if other != cluster.name]:
         notes.append(f"also running: {', '.join(others)}; %speedlab status --name {others[0]}")
-    display(engines_bundle(f"cluster {cluster.name}", cluster.status(), notes), raw=True)
+    title = f"cluster {cluster.name}{pretended.note(cluster.link)}"
+    display(engines_bundle(title, cluster.status(), notes), raw=True)
 
 
 def _panel(shell: InteractiveShell, run: str | None = None) -> None:
@@ -312,6 +320,21 @@ def _trace(
     display({"text/plain": f"{path}: {text}", "text/html": f"{_link(path)}: {text}"}, raw=True)
 
 
+def _guide(shell: InteractiveShell, guide: str = "", section: str = "") -> None:
+    from IPython.display import display
+
+    from speedlab.display.guides import NoGuideError, page
+
+    try:
+        text = page(guide, section)
+    except NoGuideError as error:
+        raise CommandError(str(error)) from None
+    if not guide:
+        print(text)
+        return
+    display({"text/plain": text, "text/markdown": text}, raw=True)
+
+
 _ACTIONS: dict[str, Callable[..., None]] = {
     "start": _start,
     "status": _status,
@@ -324,6 +347,7 @@ _ACTIONS: dict[str, Callable[..., None]] = {
     "config": _config,
     "report": _report,
     "layout": _layout,
+    "guide": _guide,
     "trace": _trace,
 }
 assert _ACTIONS.keys() == commands.COMMANDS.keys()
@@ -336,10 +360,13 @@ def _names_running() -> list[str]:
 
 
 def _described(cluster: Cluster) -> str:
-    """'cluster 'default': 4 engines on cpu 0-1, cpu 2-3'."""
+    """'cluster 'default': 4 engines on cpu 0-1, cpu 2-3'; also over which link, where they pretend one."""
+    import speedlab.cluster.pretended as pretended
+
     devices = cluster.devices
     names = ", ".join(dict.fromkeys(device.name for device in devices))
-    return f"cluster {cluster.name!r}: {len(devices)} engine{'s' if len(devices) != 1 else ''} on {names}"
+    engines = f"{len(devices)} engine{'s' if len(devices) != 1 else ''} on {names}"
+    return f"cluster {cluster.name!r}: {engines}{pretended.note(cluster.link)}"
 
 
 def _link(path: Path) -> str:

@@ -21,13 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets as widgets
 
-from speedlab.cluster.devices import choose_devices
 from speedlab.cluster.errors import ClusterError, RankError
 from speedlab.cluster.known_runs import RunError
 from speedlab.cluster.learning import learn_from
 from speedlab.cluster.remote import measure_disk
 from speedlab.config import ConfigError, RunConfig
-from speedlab.hardware import Device
 from speedlab.layout import LayoutError
 from speedlab.planner import calibration_store, disk_rates
 from speedlab.planner.attention_figure import attention_html
@@ -53,11 +51,13 @@ from speedlab_notebook.panel_actions import (
 )
 from speedlab_notebook.panel_fields import Field, layout_field, place_problem
 from speedlab_notebook.panel_reasons import bubble_text, greyed_fields, greyed_options, remarks, sizes
+from speedlab_notebook.panel_start import Starting, devices_of, engines_note
 from speedlab_notebook.panel_states import (
     Prediction,
     advice_text,
     fit_problem,
     fit_text,
+    link_of,
     predict,
     speed_text,
     states_html,
@@ -97,8 +97,6 @@ class Panel(widgets.VBox):
         """Where the panel differs from the run that is under way."""
         self.batch_text = self.summary_text = self.status_text = self.message_text = ""
         """The batch equation; the line below the tabs; the line beside the buttons; what was told last."""
-        self.update_ms = 0.0
-        """How long the last change of a control took to be shown, milliseconds."""
         self._on_run = on_run
         self._lock = threading.RLock()
         self._last_changed = self._activity = ""
@@ -107,7 +105,9 @@ class Panel(widgets.VBox):
         """What the run began as, with the shape that it has now."""
         self._pending: list[Pending] = []
         self._state: RunState | None = None
-        self._devices = _devices_of(self.cluster)
+        self._devices = devices_of(self.cluster)
+        self._starting = Starting(self._waits_for)
+        self._hosts_problem = ""
         self._watch = Watch(self._look)
         self._advisor = Watch(self._advise)
         self._measurer = Watch(self._measure_disk)
@@ -116,7 +116,8 @@ class Panel(widgets.VBox):
         self._advice: tuple[Setup | None, str] = (None, "")
         """How what does not fit would, and what it was that does not."""
         self._view = View(len(self._devices), self._on_change, self._handlers())
-        self._view.engines.observe(self._on_engines, "value")
+        for box in (self._view.engines, self._view.hosts):
+            box.observe(self._on_engines, "value")
         super().__init__(self._view.arranged())
         self.add_class("speedlab-panel")
         if run is not None:
@@ -150,6 +151,11 @@ class Panel(widgets.VBox):
         return self._view.engines
 
     @property
+    def hosts(self) -> Any:
+        """The box for a line that names hosts; greyed once engines run."""
+        return self._view.hosts
+
+    @property
     def following(self) -> bool:
         """Whether a thread follows the run."""
         return self._watch.running
@@ -171,7 +177,7 @@ class Panel(widgets.VBox):
             "resume": lambda: self._post(lambda run: run.resume()),
             "step": lambda: self._post(lambda run: run.step(self.step_count.value)),
             "save": lambda: self._post(lambda run: run.save()),
-            "stop": lambda: self._post(lambda run: run.stop()),
+            "stop": self._on_stop,
             "apply": self._on_apply,
             "undo": self._on_undo,
         }
@@ -182,30 +188,34 @@ class Panel(widgets.VBox):
         self._last_changed = path
         self._refresh()
 
-    def _on_engines(self, _: Any) -> None:
+    def _on_engines(self, change: Any) -> None:
         if self.cluster is not None:
             return  # Not a person: the box follows the cluster that was started.
+        hosts, self._hosts_problem = self.hosts.value, ""
+        asked = self.engines.value if change.owner is self.engines else None
         try:
-            self._devices = choose_devices(self.engines.value, "auto")
-        except ClusterError as error:
-            self._tell_error(error)
+            self._devices = devices_of(None, asked, hosts)
             self.engines.value = len(self._devices)
+        except ClusterError as error:
+            if hosts.strip():
+                self._hosts_problem = str(error)
+            else:
+                self._tell_error(error)
+                self.engines.value = len(self._devices)
         self._refresh()
 
     def _refresh(self) -> None:
         """Show what follows from the controls and from the run's state."""
-        began = time.perf_counter()
         with self._lock:
             self._read_controls()
             if self.config is not None:
-                self.prediction = predict(self.config, self._devices)
+                self.prediction = predict(self.config, self._devices, link_of(self.cluster))
                 running = self._running.zero.stage if self._under_way and self._running is not None else None
                 self._view.states.value = states_html(self.prediction, self._devices, running=running)
                 self._view.form.attention.value = attention_html(self.prediction.plan.setup)
             self._show_notes()
             self._show_summary()
             self._show_run()
-        self.update_ms = (time.perf_counter() - began) * 1000
 
     def _read_controls(self) -> None:
         """Set `config`, `problems` and `batch_text`."""
@@ -223,6 +233,8 @@ class Panel(widgets.VBox):
         except ConfigError as error:
             found = error.problems or [(str(error).partition(":")[0], str(error))]
         self.problems = [(place_problem(path, text, self.fields, self._last_changed), text) for path, text in found]
+        if self._hosts_problem:
+            self.problems.insert(0, ("parallel", self._hosts_problem))
 
     def _show_notes(self) -> None:
         problems: dict[str, str] = {}
@@ -244,11 +256,10 @@ class Panel(widgets.VBox):
             )
         self._view.form.mark(problems)
         self.fields["parallel.dp"].control.placeholder = "follows"
-        self.engines.disabled = self.cluster is not None or bool(self._activity)
-        note = "Engines that Train starts: one rank, one device"
-        if self.cluster is not None:
-            note = f"cluster {self.cluster.name!r} has them; %speedlab stop ends it, then another number can start"
-        self._view.show_line(self._view.engines_note, note, kind="help" if self.cluster is None else "reason")
+        fixed = self.cluster is not None or bool(self._activity)
+        self.engines.disabled, self.hosts.disabled = fixed or self._elsewhere, fixed
+        kind = "problem" if self._hosts_problem else "help" if self.cluster is None else "reason"
+        self._view.show_line(self._view.engines_note, engines_note(self.cluster, self.hosts.value), kind=kind)
 
     def _show_summary(self) -> None:
         if self._disk_folder() is not None:
@@ -257,18 +268,20 @@ class Panel(widgets.VBox):
             self.summary_text = f"cannot run: {'; '.join(text for _, text in self.problems)}"
             self._view.show_line(self._view.summary, self.summary_text, kind="problem", strong="cannot run")
             return
-        fits = fit_text(self.prediction, self._devices)
-        advice = self._advised() if fit_problem(self.prediction, self._devices) else ""
         layout = self.config.layout(len(self._devices))
-        parts = [
-            self._engines_text(),
-            fits,
-            advice,
-            speed_text(self.prediction),
-            "" if layout.world_size == layout.dp else str(layout),
-        ]
+        fits, parts = "", [self._engines_text()]
+        if not self._elsewhere:
+            fits = fit_text(self.prediction, self._devices)
+            advice = self._advised() if fit_problem(self.prediction, self._devices) else ""
+            parts += [fits, advice, speed_text(self.prediction)]
+        parts.append("" if layout.world_size == layout.dp else str(layout))
         self.summary_text = " · ".join(filter(None, [*parts, self.batch_text, bubble_text(self.config, layout)]))
         self._view.show_line(self._view.summary, self.summary_text, strong=fits)
+
+    @property
+    def _elsewhere(self) -> bool:
+        """Whether engines are to be started on hosts whose devices nobody knows yet."""
+        return self.cluster is None and bool(self.hosts.value.strip())
 
     def _advised(self) -> str:
         """How what does not fit would, once that is found."""
@@ -321,6 +334,8 @@ class Panel(widgets.VBox):
     def _engines_text(self) -> str:
         count = len(self._devices)
         names = ", ".join(dict.fromkeys(device.name for device in self._devices))
+        if self._elsewhere:
+            names = f"{self.hosts.value.strip()}: whether it fits is known once they have started"
         state = "" if self.cluster is not None else " (not started)"
         return f"{count} engine{'s' if count > 1 else ''}{state} on {names}"
 
@@ -331,7 +346,9 @@ class Panel(widgets.VBox):
             return
         self._tell("")
         count = len(self._devices)
-        self._activity = f"starting {count} engine{'s' if count > 1 else ''} …"
+        hosts = self.hosts.value.strip()
+        where = f"on {hosts}" if hosts else f"{count} engine{'s' if count > 1 else ''}"
+        self._activity = f"starting {where} …"
         if self.cluster is not None and self.cluster.running:
             self._activity = "checking configuration and data …"
         self._refresh()
@@ -358,15 +375,22 @@ class Panel(widgets.VBox):
                 self._tell_error(error)
 
     def _started_cluster(self, count: int) -> Cluster:
-        from speedlab.cluster import Cluster
-
-        if self.cluster is None:
-            self.cluster = Cluster(count)
-        elif not self.cluster.running:
-            self.cluster.start()
+        if self.cluster is None or not self.cluster.running:
+            self.cluster = self._starting.start(self.cluster, count, self.hosts.value)
         self._devices = self.cluster.devices
         self.engines.value = len(self._devices)
         return self.cluster
+
+    def _waits_for(self, words: str) -> None:
+        """The start tells what it waits for, as a place in a queue."""
+        self._activity = f"{words}; Stop gives the start up"
+        self._refresh()
+
+    def _on_stop(self) -> None:
+        if self._starting.under_way:
+            self._starting.give_up()
+        else:
+            self._post(lambda run: run.stop())
 
     def _post(self, word: Callable[[Run], Pending]) -> None:
         """Post a control word; `_look` tells the answer."""
@@ -476,6 +500,7 @@ class Panel(widgets.VBox):
         }
         waiting = {pending.word for pending in self._pending}
         offered["train"] = self._can_train()
+        offered["stop"] |= self._starting.under_way
         offered["apply"] = offered.pop("reshape") and "reshape" not in waiting and any(c.live for c in self.changes)
         offered["undo"] = bool(self.changes)
         for word, button in self.buttons.items():
@@ -488,7 +513,7 @@ class Panel(widgets.VBox):
     def _can_train(self) -> bool:
         if self.config is None or self.problems or self._activity or (self._under_way and self._controls_run):
             return False
-        return self.prediction is not None and not fit_problem(self.prediction, self._devices)
+        return self.prediction is not None and (self._elsewhere or not fit_problem(self.prediction, self._devices))
 
     def _tell(self, text: str) -> None:
         self.message_text = text
@@ -520,11 +545,3 @@ def show(
     panel = Panel(cluster, run, on_run=on_run)
     display(panel)
     return panel
-
-
-def _devices_of(cluster: Cluster | None) -> Sequence[Device]:
-    """The cluster's devices; where it does not run, those that a new one would get."""
-    if cluster is not None:
-        with suppress(ClusterError):  # Stopped since: Train starts it again.
-            return cluster.devices
-    return choose_devices(None, "auto")

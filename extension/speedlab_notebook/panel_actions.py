@@ -64,7 +64,7 @@ def changes(running: RunConfig, wanted: RunConfig, engines: int) -> list[Change]
     folder are not part of the comparison: they are the next run's."""
     shape = shape_of(running, engines)
     live = differences(running, wanted, engines)
-    if live.keys() & {"tp", "pp", "cp"}:
+    if live.keys() & {"islands", "tp", "pp", "cp"}:
         live.pop("dp", None)  # It follows.
     found = [Change(path=name, before=shape[name], after=value, live=True) for name, value in live.items()]
     before, after = _flat(running, engines), _flat(wanted, engines)

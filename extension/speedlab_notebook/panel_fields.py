@@ -19,26 +19,37 @@ from speedlab.display.text import bytes_text
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Model & data": ("model", "data"),
-    "Parallelism": ("parallel", "batch"),
+    "Parallelism": ("parallel", "outer", "batch"),
     "ZeRO & memory": ("zero", "offload", "activation"),
     "Precision": ("precision",),
     "Optimizer": ("optimizer", "schedule", "clip_norm"),
-    "Run": ("name", "folder", "steps", "seed", "compile", "eval", "checkpoint", "telemetry"),
+    "Run": ("name", "folder", "steps", "seed", "compile", "eval", "checkpoint", "recover", "telemetry"),
 }
 """Tab -> the parts and fields of RunConfig it shows. Every field of RunConfig is in exactly one."""
 
 _LABELS = {
     "zero.stage": "stage",
     "zero.bucket_bytes": "bucket",
+    "zero.quantized_weights": "int8 weights",
+    "zero.secondary_partition": "partition again",
+    "zero.quantized_gradients": "int4 gradients",
     "batch.global_size": "global batch",
     "batch.micro_size": "micro-batch",
     "parallel.sequence": "sequence parallel",
     "parallel.cp_heads": "cp share heads",
     "parallel.cp_pad": "cp pads",
+    "outer.every_steps": "meet every",
+    "outer.lr": "outer lr",
+    "outer.momentum": "outer momentum",
+    "outer.compression": "outer gradient",
+    "outer.topk_share": "largest share",
+    "outer.delay_steps": "meet late by",
+    "outer.mixing": "own share",
     "optimizer.name": "optimizer",
     "data.heldout_share": "held-out share",
     "data.max_bytes": "text read",
     "activation.checkpointing": "checkpointing",
+    "activation.partition_inputs": "partition inputs",
     "offload.optimizer": "offload optimizer",
     "offload.parameters": "offload parameters",
     "offload.activations": "offload inputs",
@@ -47,17 +58,20 @@ _LABELS = {
     "telemetry.trace_every_steps": "trace every",
     "eval.every_steps": "evaluate every",
     "checkpoint.every_steps": "save every",
+    "recover.attempts": "bring back",
+    "recover.from": "back from",
 }
 _PLACEHOLDERS = {
     "parallel.cut": "balanced",
     "parallel.cp_heads": "as many as can",
     "offload.delayed_update": "never",
+    "zero.secondary_partition": "one partition",
     "offload.folder": "the run's own",
     "name": "run-1, run-2, …",
     "clip_norm": "never clips",
 }
 _BATCH = ("batch.global_size", "batch.micro_size", "batch.accumulation")
-_AXES = frozenset({"parallel.tp", "parallel.pp", "parallel.cp"})
+_AXES = frozenset({"parallel.islands", "parallel.tp", "parallel.pp", "parallel.cp"})
 """Chosen among what the number of engines divides by."""
 _MOST_LETTERS = 16
 """Options with more letters than this, together, do not fit beside their note."""
@@ -338,7 +352,7 @@ def layout_field(text: str, last: str) -> str:
     that it begins with."""
     if last.startswith("parallel."):
         return last
-    named = re.match(r"parallel[:.] ?(tp|pp|cp|cp_heads|cp_pad|cut|schedule)\b", text)
+    named = re.match(r"parallel[:.] ?(islands|tp|pp|cp|cp_heads|cp_pad|cut|schedule)\b", text)
     return f"parallel.{named[1]}" if named else "parallel.dp"
 
 

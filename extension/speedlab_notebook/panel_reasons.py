@@ -9,9 +9,10 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from speedlab.config import RunConfig
+from speedlab.config import OuterConfig, RunConfig
 from speedlab.config.context import heads_shared, padded_length, padding_words
 from speedlab.config.layouts import why_not
+from speedlab.config.offload_rules import partition_words
 from speedlab.hardware import Device
 from speedlab.layout import Layout
 from speedlab.planner import bubble_share
@@ -19,21 +20,33 @@ from speedlab.planner.plan import Plan
 from speedlab_notebook.panel_states import compute_dtype, disk_text
 
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+_NO_ISLANDS = {f"outer.{name}": "how islands meet, and parallel.islands is 1" for name in OuterConfig.model_fields}
+_ONEBIT = ("onebit_adam", "onebit_lamb")
 _FLOAT16_ON_CPU = "CPUs do not multiply float16 fast; bfloat16 is as small and needs no loss scale"
 
 
 def greyed_fields(values: Mapping[str, Any], devices: Sequence[Device]) -> dict[str, str]:
     """Path of a field -> why it is greyed, given all `values` by path."""
     optimizer, dtype = values["optimizer.name"], values["precision.dtype"]
-    reasons = _greyed_parallel(values, len(devices)) | _greyed_offload(values)
-    adamw, sgd = ("adamw",), ("sgd",)
-    owners = {"betas": ("adamw", "lion"), "eps": adamw, "bias_correction": adamw, "momentum": sgd}
+    reasons = _greyed_parallel(values, len(devices)) | _greyed_offload(values) | _greyed_inputs(values)
+    reasons |= _greyed_switches(values)
+    onebit, layerwise = _ONEBIT, ("lamb", "onebit_lamb")
+    adamw = ("adamw", "lamb", *onebit)
+    owners = {"betas": (*adamw, "lion"), "eps": adamw, "bias_correction": adamw, "momentum": ("sgd",)}
+    owners |= dict.fromkeys(("freeze_step", "steady", "compression", "variance_floor", "angle_every_steps"), onebit)
+    owners |= dict.fromkeys(("max_coeff", "min_coeff"), layerwise)
+    owners |= dict.fromkeys(("coeff_beta", "factor_max", "factor_min", "factor_threshold"), ("onebit_lamb",))
     for name, owned_by in owners.items():
         if optimizer not in owned_by:
             uses = "uses" if len(owned_by) == 1 else "use"
-            reasons[f"optimizer.{name}"] = f"only {' and '.join(owned_by)} {uses} it; the optimizer is {optimizer}"
+            owners_text = " and ".join(filter(None, [", ".join(owned_by[:-1]), owned_by[-1]]))
+            reasons[f"optimizer.{name}"] = f"only {owners_text} {uses} it; the optimizer is {optimizer}"
+    if optimizer in onebit and values["optimizer.freeze_step"] is not None:
+        reasons["optimizer.steady"] = "freeze step says when the variance is frozen"
     if values["schedule.kind"] == "constant":
         reasons["schedule.floor"] = "a constant rate does not fall; cosine and linear do"
+    if not values["model.attention.both_ways"]:
+        reasons["model.attention.both_ways"] = "for encoders given from Python; the built-in GPT is causal"
     if values["data.tokenizer"] != "bpe":
         reasons["data.vocab_size"] = "only the tokenizer 'bpe' trains a vocabulary"
     if dtype != "float16":
@@ -47,12 +60,13 @@ def greyed_fields(values: Mapping[str, Any], devices: Sequence[Device]) -> dict[
 
 
 def _greyed_parallel(values: Mapping[str, Any], engines: int) -> dict[str, str]:
-    tp, pp, cp, schedule = (values[f"parallel.{name}"] for name in ("tp", "pp", "cp", "schedule"))
-    reasons = {}
+    names = ("islands", "tp", "pp", "cp", "schedule")
+    islands, tp, pp, cp, schedule = (values[f"parallel.{name}"] for name in names)
+    reasons = _greyed_outer(values) if islands > 1 else dict(_NO_ISLANDS)
     if values["parallel.dp"] is None:
-        dp = engines // (tp * pp * cp)
-        whole = f"dp {dp} = " if dp * tp * pp * cp == engines else ""
-        others = str(Layout(pp=pp, cp=cp, tp=tp)).replace(" × dp 1", "")
+        dp = engines // (islands * tp * pp * cp)
+        whole = f"dp {dp} = " if islands * dp * tp * pp * cp == engines else ""
+        others = str(Layout(islands=islands, pp=pp, cp=cp, tp=tp)).replace(" × dp 1", "")
         reasons["parallel.dp"] = f"follows from the engines: {whole}{engines} engines / ({others})"
     if tp == 1 and not values["parallel.sequence"]:
         reasons["parallel.sequence"] = "the tp ranks share out the tokens, and tp is 1"
@@ -72,6 +86,17 @@ def _greyed_parallel(values: Mapping[str, Any], engines: int) -> dict[str, str]:
     return reasons
 
 
+def _greyed_outer(values: Mapping[str, Any]) -> dict[str, str]:
+    reasons = {}
+    if not values["outer.momentum"]:
+        reasons["outer.nesterov"] = "without outer momentum there is nothing to look ahead with"
+    if values["outer.compression"] != "topk":
+        reasons["outer.topk_share"] = f"only topk uses it; the outer gradient is {values['outer.compression']}"
+    if not values["outer.delay_steps"]:
+        reasons["outer.mixing"] = "what comes at once takes the place of an island's own parameters"
+    return reasons
+
+
 def _greyed_offload(values: Mapping[str, Any]) -> dict[str, str]:
     """A control that says something other than 'none' is not greyed: it is what has to be changed."""
     optimizer, parameters = values["offload.optimizer"], values["offload.parameters"]
@@ -87,6 +112,42 @@ def _greyed_offload(values: Mapping[str, Any]) -> dict[str, str]:
     if "disk" not in (optimizer, parameters):
         reasons["offload.folder"] = "nothing lies on disk"
     return reasons
+
+
+def _greyed_inputs(values: Mapping[str, Any]) -> dict[str, str]:
+    path = "activation.partition_inputs"
+    if values[path]:  # It is what has to be changed, or does nothing, which is told.
+        return {}
+    tp = values["parallel.tp"]
+    if values["activation.checkpointing"] == "none":
+        return {path: "what is cut are inputs of blocks that are computed again; checkpointing has them"}
+    if tp == 1 or values["parallel.sequence"]:
+        return {path: partition_words(tp=tp, sequence=values["parallel.sequence"])}
+    return {}
+
+
+_SWITCHES = ("zero.quantized_weights", "zero.quantized_gradients", "zero.secondary_partition")
+
+
+def _greyed_switches(values: Mapping[str, Any]) -> dict[str, str]:
+    """ZeRO++'s. One that is on is not greyed: it is what has to be changed."""
+    stage, optimizer = values["zero.stage"], values["optimizer.name"]
+    weights, gradients, secondary = _SWITCHES
+    reasons = {}
+    if stage == 0:
+        reasons[weights] = "parameters never travel at stage 0"
+        reasons[gradients] = "no rank owns the sum of a part at stage 0"
+    elif optimizer == "onebit_adam":
+        reasons[weights] = reasons[gradients] = "onebit_adam exchanges signs itself"
+    elif stage < 3 and values["offload.optimizer"] != "none":
+        reasons[weights] = f"at stage {stage} parameters are made of masters on the device, and these lie away; stage 3"
+    elif stage < 3 and values["precision.masters"] == "none":
+        reasons[weights] = f"at stage {stage} every rank has rounded parameters, and there are no masters; stage 3"
+    if stage != 3:
+        reasons[secondary] = f"every rank holds all parameters at stage {stage}; stage 3 partitions them"
+    elif values["offload.parameters"] != "none":
+        reasons[secondary] = "a second partition is on the device, and parameters lie away"
+    return {path: why for path, why in reasons.items() if not values[path]}
 
 
 def _no_delay(values: Mapping[str, Any]) -> str:
@@ -129,8 +190,14 @@ def greyed_options(
     greyed: dict[str, dict[Any, str]] = {}
     if not any(device.kind == "cuda" for device in devices) and values["precision.dtype"] != "float16":
         greyed["precision.dtype"] = {"float16": _FLOAT16_ON_CPU}
+    if values["optimizer.name"] in _ONEBIT:
+        whole = f"{values['optimizer.name']} needs whole gradients on every rank, which stages 0 and 1 have"
+        greyed["zero.stage"] = {stage: whole for stage in (2, 3) if stage != values["zero.stage"]}
+    elif values["zero.stage"] > 1:
+        whole = f"needs whole gradients on every rank, and stage {values['zero.stage']} partitions them; stage 0 or 1"
+        greyed["optimizer.name"] = dict.fromkeys(_ONEBIT, whole)
     if config is not None:
-        axes = {name: sizes(len(devices)) for name in ("tp", "pp", "cp")}
+        axes = {name: sizes(len(devices)) for name in ("islands", "tp", "pp", "cp")}
         offered = {**axes, "schedule": _SCHEDULES}
         for name, options in offered.items():
             against = {option: _against(config, len(devices), name, option) for option in options}
@@ -142,7 +209,7 @@ def greyed_options(
 def _against(config: RunConfig, engines: int, name: str, option: Any) -> str:
     """What stands against this option, given all other values; '' when nothing does."""
     # Another pipeline is cut anew, unless a person says how.
-    cut = {} if name in ("tp", "cp") else {"cut": None}
+    cut = {} if name in ("islands", "tp", "cp") else {"cut": None}
     return why_not(config, engines, **cut, **{name: option}) or ""
 
 
@@ -156,6 +223,12 @@ def remarks(
     """Path of a field -> what is to be said of its value here, beside the description. `plan`: of these values."""
     found = {**_parallel_remarks(config, len(devices), greyed), **_dtype_remark(values, devices, greyed)}
     found |= _offload_remarks(values, devices, plan)
+    if values["activation.partition_inputs"]:
+        sequence = values["parallel.sequence"]
+        found["activation.partition_inputs"] = partition_words(tp=values["parallel.tp"], sequence=sequence)
+    if plan is not None and plan.advice:
+        told_at = next((path for path in _SWITCHES if values[path]), "optimizer.name")
+        found["outer.every_steps" if values["parallel.islands"] > 1 else told_at] = plan.advice
     return {path: text for path, text in found.items() if text}
 
 
@@ -163,7 +236,7 @@ def _parallel_remarks(
     config: RunConfig | None, engines: int, greyed: Mapping[str, Mapping[Any, str]]
 ) -> dict[str, str]:
     found = {}
-    for name in ("tp", "pp", "cp", "schedule"):
+    for name in ("islands", "tp", "pp", "cp", "schedule"):
         found[f"parallel.{name}"] = _greyed_text(greyed.get(f"parallel.{name}", {}))
     layout = None if config is None else _layout(config, engines)
     if config is not None and layout is not None and layout.cp > 1:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from speedlab.cluster.errors import ClusterError
 from speedlab.config import BatchConfig, ConfigError, ParallelConfig, RunConfig
 from speedlab.display.bars_svg import Bar, bars_svg
 from speedlab.display.figure_style import LABELS, swatch
@@ -16,6 +18,7 @@ from speedlab.hardware import Device
 from speedlab.layout import LayoutError
 from speedlab.planner import explain_stage
 from speedlab.planner.here import hardware_here
+from speedlab.planner.links import Link, pretended
 from speedlab.planner.offload_time import LIMITING_SHARE
 from speedlab.planner.plan import Plan, plan_setup
 from speedlab.planner.plan_figure import places_svg
@@ -23,6 +26,9 @@ from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search import Dtype
 from speedlab.planner.setup import Setup
 from speedlab.telemetry.records import CATEGORIES
+
+if TYPE_CHECKING:
+    from speedlab.cluster import Cluster
 
 STAGES = (0, 1, 2, 3)
 
@@ -55,10 +61,11 @@ class Prediction:
         return [max(by_rank, key=lambda rank: rank.total) for by_rank in self.by_stage]
 
 
-def predict(config: RunConfig, devices: Sequence[Device]) -> Prediction:
-    """Memory at every stage and the speed; one rank on each of `devices`."""
+def predict(config: RunConfig, devices: Sequence[Device], link: Link | None = None) -> Prediction:
+    """Memory at every stage and the speed; one rank on each of `devices`. `link`: which they pretend to have."""
     dtype = compute_dtype(config.precision.dtype, devices)
     hardware = hardware_here(devices, dtype, config.offload.folder or config.folder)
+    hardware = hardware if link is None else hardware.over(link)
     try:
         setup = Setup.of_config(config, len(devices), dtype=dtype)
     except (ConfigError, LayoutError):  # Told beside its field; the picture shows dp alone until it is set right.
@@ -68,6 +75,14 @@ def predict(config: RunConfig, devices: Sequence[Device]) -> Prediction:
     for stage in STAGES:
         by_stage.append(hardware.by_rank(_at_stage(setup, stage)))
     return Prediction(plan=plan_setup(setup, hardware), by_stage=by_stage)
+
+
+def link_of(cluster: Cluster | None) -> Link | None:
+    """What the cluster's engines pretend to have between them; None where they pretend nothing, or nothing runs."""
+    with suppress(ClusterError):
+        if cluster is not None and (rate := cluster.link) is not None:
+            return pretended(str(rate), bits_per_second=rate.bits_per_second, latency_seconds=rate.latency_seconds)
+    return None
 
 
 def _at_stage(setup: Setup, stage: int) -> Setup:

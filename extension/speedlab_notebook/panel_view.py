@@ -11,6 +11,7 @@ import ipywidgets as widgets
 
 from speedlab_notebook.panel_actions import WORDS
 from speedlab_notebook.panel_fields import Form
+from speedlab_notebook.panel_start import HOSTS_EXAMPLE
 
 _STYLE = Path(__file__).with_name("panel.css")
 _MOST_ENGINES = 64
@@ -30,8 +31,20 @@ class View:
             layout={"width": "318px", "margin": "0"},
             style={"description_width": "122px"},
         ).add_class("speedlab-engines")
+        self.hosts = (
+            widgets.Text(
+                description="hosts",
+                placeholder=HOSTS_EXAMPLE,
+                tooltip=f"Where Train starts engines: {HOSTS_EXAMPLE}",
+                continuous_update=False,
+                layout={"width": "auto", "margin": "0"},
+                style={"description_width": "122px"},
+            )
+            .add_class("speedlab-hosts")
+            .add_class("speedlab-wide")
+        )
         self.engines_note = widgets.HTML()
-        self.form = Form(on_change, extra={"Parallelism": (self.engines, self.engines_note)})
+        self.form = Form(on_change, extra={"Parallelism": (self.engines, self.engines_note, self.hosts)})
         self.states = _html("states")
         self.summary = _html("summary")
         self.status = _html("status")

@@ -1,7 +1,7 @@
 """The `%%ranks` cell magic: run a cell on ranks, at once, and show what they say in a display of its own.
 
-1. The cell listens to the engines, then it is submitted, so that nothing it prints can be missed.
-2. The magic returns. A thread takes the messages of this cell's tasks, folds what is equal on several ranks, and
+1. The cell is submitted as one that is shown: the supervisor passes on all that its ranks say in it.
+2. The magic returns. A thread takes what they say, folds what is equal on several ranks, and
    updates the display at most ten times a second.
 3. When every rank is done and has said its last, the display gets its final line, or the RankError.
 """
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from speedlab.cluster import Cluster, RankError, RankResults
-    from speedlab_notebook.rank_messages import RankMessages
     from speedlab_notebook.transcript import Transcript
 
 USAGE = "%%ranks [0,2-3] [--wait]"
@@ -64,21 +63,15 @@ def parse(line: str) -> tuple[list[int] | None, bool]:
 def ranks_cell(shell: InteractiveShell, line: str, code: str) -> None:
     """Run `code` on the ranks of `line`; returns at once, or with --wait when they are done, raising RankError."""
     from speedlab_notebook.at_hand import cluster_at_hand
-    from speedlab_notebook.rank_messages import RankMessages
 
     ranks, wait = parse(line)
     cluster = cluster_at_hand(shell)
     note = _why_it_waits(cluster, ranks)
-    messages = RankMessages.of(cluster)
-    try:
-        results = cluster.execute(code, ranks=ranks)
-    except BaseException:
-        messages.close()
-        raise
+    results = cluster.execute(code, ranks=ranks, shown=True)
     note = note or f"{name_ranks(results.ranks)} running"
     view = HandleView(note) if hasattr(shell, "kernel") else TerminalView(note)
     quiet = DisplayHook.semicolon_at_end_of_expression(code)
-    cell = RanksCell(cluster, results, messages, view, shows_error=not wait, shows_result=not quiet)
+    cell = RanksCell(cluster, results, view, shows_error=not wait, shows_result=not quiet)
     cell.start()
     if wait:
         cell.wait()
@@ -101,13 +94,12 @@ def _why_it_waits(cluster: Cluster, ranks: Collection[int] | None) -> str:
 
 
 class RanksCell:
-    """One cell on its ranks, from its submission to its last word; it owns `messages` and closes them."""
+    """One cell on its ranks, from its submission to its last word."""
 
     def __init__(
         self,
         cluster: Cluster,
         results: RankResults,
-        messages: RankMessages,
         view: HandleView | TerminalView,
         *,
         shows_error: bool = True,
@@ -117,13 +109,11 @@ class RanksCell:
 
         self._cluster = cluster
         self._results = results
-        self._messages = messages
         self._view = view
         self._shows_error = shows_error
         self._shows_result = shows_result
-        self._rank_of = {task: rank for rank, task in results.message_ids.items()}
         self._transcript = Transcript(results.ranks)
-        self._talking = set(self._rank_of)
+        self._talking = set(results.ranks)
         self._begun = False
         self._done = threading.Event()
         results.add_done_callback(lambda _: self._done.set())
@@ -141,24 +131,21 @@ class RanksCell:
                 self._thread.join(POLL_SECONDS)
         except KeyboardInterrupt:
             if is_the_users():
-                self._cluster.interrupt()
+                self._results.interrupt()
             raise
         self._results.result()
 
     def _follow(self) -> None:
-        try:
-            self._follow_until_done()
-            came = self._transcript.drain(time.monotonic(), everything=True)
-            self._view.end(self._transcript, came, self._last_line(), self._error())
-        finally:
-            self._messages.close()
+        self._follow_until_done()
+        came = self._transcript.drain(time.monotonic(), everything=True)
+        self._view.end(self._transcript, came, self._last_line(), self._error())
 
     def _follow_until_done(self) -> None:
         update_at, check_at, last_words_at = 0.0, time.monotonic() + _CHECK_SECONDS, None
         while self._talking:
             begun = self._begun
-            for task, kind, content in self._messages.take(POLL_SECONDS):
-                self._hear(task, kind, content)
+            for rank, kind, content in self._results.sayings(POLL_SECONDS):
+                self._hear(rank, kind, content)
             now = time.monotonic()
             if self._done.is_set():
                 last_words_at = last_words_at or now + LAST_WORDS_SECONDS
@@ -175,15 +162,12 @@ class RanksCell:
         while not self._done.wait(_CHECK_SECONDS):  # The answers come on another channel than the last output.
             self._check()
 
-    def _hear(self, task: str, kind: str, content: Mapping[str, Any]) -> None:
-        rank = self._rank_of.get(task)
-        if rank is None:
-            return
+    def _hear(self, rank: int, kind: str, content: Mapping[str, Any]) -> None:
         if not self._begun:
             self._begun, self._started = True, time.monotonic()
         if kind == "status":
             if content["execution_state"] == "idle":
-                self._talking.discard(task)
+                self._talking.discard(rank)
         elif kind != "execute_result" or self._shows_result:
             self._transcript.feed(rank, kind, content, time.monotonic())
 

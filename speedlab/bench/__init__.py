@@ -17,5 +17,8 @@ BENCHES = {
     "long": "the longest trainable sequence in a limit on memory, and a step's time, sparse beside dense attention",
     "retrieval": "what sparse attention loses beside dense: answers far back at 16k tokens, and held-out loss",
     "context": "sequences cut over ranks, by a ring and by heads, beside one rank with as many threads",
+    "exact": "loss and every gradient of a 64k-token sequence, cut over ranks or sparse, under a limit on memory",
     "disk": "states on disk beside fio with the same pattern",
+    "network": "training over slow links beside plain ZeRO, and ZeRO beside tensor parallelism and a pipeline (root)",
+    "hosts": "clusters of several hosts: start-up, registering, steps, and ways back from failures (root)",
 }

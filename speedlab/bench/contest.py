@@ -16,6 +16,9 @@ KEPT, AS_INSTALLED = "kept", "as installed"
 """What the C library does with the memory that a step frees: keeps it for the next step, as our engines ask it to, or
 gives it back to the system, as plain processes of torch do."""
 
+COMPRESSED = "onebit_adam"
+"""Begins the names of our engine's steps with signs of momenta in the place of gradients."""
+
 BEFORE = "before "
 """Begins the names of contestants that another checkout of the project runs."""
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from speedlab.bench.contest import AS_INSTALLED
+from speedlab.bench.contest import AS_INSTALLED, COMPRESSED
 from speedlab.bench.table import missing
 from speedlab.bench.workload import LEARNING_RATE, MICRO_BATCH, batch, model_of
 from speedlab.comm.shared import BACKEND, register
@@ -35,13 +35,14 @@ def names() -> list[str]:
     on_ours = [f"{peer} on shared" for peer in ("DDP", "FSDP2 kept", "FSDP2 resharded")]
     deepspeed = [f"DeepSpeed {stage}" for stage in range(4)] if not missing() else []
     own = [f"{kind} {stage}" for kind in ("ours", "shipped") for stage in range(4)]
+    own += [f"{COMPRESSED} {stage}" for stage in (0, 1)]
     as_installed = [f"{name} {AS_INSTALLED}" for name in ("limit", "DDP")]
     return ["limit", *peers, *on_ours, *deepspeed, *own, *as_installed]
 
 
 def is_ours(name: str) -> bool:
     """Whether it is SpeedLab's engine."""
-    return name.split()[0] in ("ours", "shipped")
+    return name.split()[0] in ("ours", "shipped", COMPRESSED)
 
 
 def build(name: str, dtype_name: str) -> Callable[[], None]:

@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cuda_ops.adam_frozen import adam_frozen, adam_frozen_reference
 from cuda_ops.adamw import adamw
 from cuda_ops.blockquant import BLOCK, block_dequantize, block_quantize
 from cuda_ops.blockwise8 import BLOCK as CODES
 from cuda_ops.blockwise8 import blockwise8_decode, blockwise8_encode
 from cuda_ops.grad_stats import grad_stats
 from cuda_ops.onebit import CHUNK, onebit_average, onebit_pack
+from cuda_ops.onebit_take import onebit_take
 from cuda_ops.sgd_momentum import sgd_momentum
 from cuda_ops.stochastic import round_stochastically
 from speedlab.bench.interleave import interleave, row, rows
@@ -195,6 +197,36 @@ def onebit_rows(device: torch.device, rounds: int) -> Iterator[Row]:
         contestants["NumPy"] = lambda: _numpy_average(every.numpy(), means.numpy(), out.numpy())
     times = interleave(contestants, rounds=rounds, device=device)
     yield from rows(f"onebit average of {_RANKS} ranks, {_threads(device)}", times, floor="floor")
+
+
+def frozen_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+    """A step's passes behind an exchange of signs: the mean taken and the rest kept, and the update over it. Beside
+    AdamW, which a step of the warm-up takes, and what torch's own operations take."""
+    count = 10_000 * 1024
+    param, values, kept, variance = _flats(count, device)
+    exp_avg = torch.zeros_like(param)
+    numbers: dict[str, Any] = {"size": 1e-3, "decay": 1e-4, "eps": 1e-8}
+    packed, scales = onebit_pack(values, kept.clone(), chunk=1024)
+    times = interleave(
+        {
+            "ours": lambda: onebit_take(packed[None], scales[None], values, kept, share=0.9, chunk=1024),
+            "floor": update_of(12 * count, device, only_read=4 * count),
+        },
+        rounds=rounds,
+        device=device,
+    )
+    yield from rows(f"onebit take 10M float32, {_threads(device)}", times, floor="floor")
+    times = interleave(
+        {
+            "ours": lambda: adam_frozen(param, values, exp_avg, variance, **numbers),
+            "floor": update_of(12 * count, device, only_read=8 * count),
+            "adamw": lambda: adamw(param, values, exp_avg, kept, **_NUMBERS),
+            "torch": lambda: adam_frozen_reference(param, values, exp_avg, variance, **numbers),
+        },
+        rounds=rounds,
+        device=device,
+    )
+    yield from rows(f"adam_frozen 10M float32, {_threads(device)}", times, floor="floor")
 
 
 def _torch_pack(values: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ CASES: dict[str, Callable[[torch.device, int], Iterator[Row]]] = {
     "sgd_momentum": flat_cases.sgd_rows,
     "grad_stats": flat_cases.grad_stats_rows,
     "onebit": flat_cases.onebit_rows,
+    "adam_frozen": flat_cases.frozen_rows,
     "blockquant": flat_cases.blockquant_rows,
     "linear_cross_entropy": loss_cases.loss_rows,
     "block_sparse_attention": attention_cases.attention_rows,

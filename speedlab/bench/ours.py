@@ -11,22 +11,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 import speedlab
+from speedlab.bench.contest import COMPRESSED
 from speedlab.bench.cut_loss import loss_of_head
 from speedlab.bench.layout_case import OPTIMIZER, LayoutCase
 from speedlab.bench.workload import LEARNING_RATE, MICRO_BATCH, SEQUENCE, batch, model_of
 
 
 def build(name: str, dtype: str) -> Callable[[], object]:
-    """The step of "ours 2" or "shipped 2" (the ZeRO stage) on this rank."""
+    """The step of "ours 2" or "shipped 2" (the ZeRO stage), or of "onebit_adam 1", compressed, on this rank."""
     kind, stage = name.split()
+    optimizer: dict[str, Any] = {"lr": LEARNING_RATE}
+    if kind == COMPRESSED:  # The first step, which nobody measures, is its whole warm-up.
+        optimizer |= {"name": kind, "freeze_step": 1}
     config = speedlab.RunConfig(
         zero=int(stage),
         precision=dtype,
         batch={"micro_size": MICRO_BATCH},
         clip_norm=None,
-        optimizer={"lr": LEARNING_RATE},
+        optimizer=optimizer,
     )
-    engine: Any = speedlab.initialize(model=model_of(kind), optimizer=torch.optim.AdamW, config=config)[0]
+    chosen = None if kind == COMPRESSED else torch.optim.AdamW
+    engine: Any = speedlab.initialize(model=model_of(kind), optimizer=chosen, config=config)[0]
     tokens, targets = batch()
 
     def step() -> None:

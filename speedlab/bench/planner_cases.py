@@ -123,6 +123,24 @@ _SELECTIVE: list[tuple[int, int, dict[str, Any], str]] = [
 ]
 """(ranks, ZeRO stage, layout, precision) under selective recomputation."""
 
+_PARTITIONED: list[tuple[int, int, dict[str, Any], str, str, str]] = [
+    (2, 1, {"tp": 2}, "rotary", "bfloat16", "block"),
+    (2, 0, {"tp": 2}, "gpt2", "float32", "block"),
+    (2, 1, {"tp": 2}, "rotary", "float32", "selective"),
+    (4, 2, {"tp": 2, "cp": 2}, "gpt2", "bfloat16", "block"),
+    (4, 1, {"tp": 2, "pp": 2}, "rotary", "float32", "block"),
+    (4, 0, {"tp": 4}, "wide head", "bfloat16", "selective"),
+]
+"""(ranks, ZeRO stage, layout, model, precision, checkpointing) with inputs of blocks cut over tensor ranks."""
+
+_DROPPING_RINGS: list[tuple[int, int, dict[str, Any], str, str]] = [
+    (2, 1, {"cp": 2, "cp_heads": 1}, "float32", "none"),
+    (2, 2, {"cp": 2, "cp_heads": 1}, "bfloat16", "selective"),
+    (4, 0, {"cp": 4, "cp_heads": 2}, "float32", "block"),
+    (4, 1, {"cp": 2, "cp_heads": 1, "tp": 2}, "bfloat16", "none"),
+]
+"""(ranks, ZeRO stage, layout, precision, checkpointing) of a ring in which attention drops."""
+
 _DELAYED: list[tuple[int, int, dict[str, Any]]] = [
     (1, 0, {"optimizer": "host"}),
     (1, 3, {"optimizer": "disk", "parameters": "disk"}),
@@ -130,6 +148,16 @@ _DELAYED: list[tuple[int, int, dict[str, Any]]] = [
     (2, 3, {"optimizer": "disk"}),
 ]
 """(ranks, ZeRO stage, what lies away from the device) of updates that are late by a step."""
+
+_QUANTIZED: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
+    (2, 1, {"quantized_weights": True, "quantized_gradients": True}, {}),
+    (2, 2, {"quantized_weights": True, "quantized_gradients": True}, {}),
+    (2, 3, {"quantized_weights": True, "quantized_gradients": True, "secondary_partition": 2}, {}),
+    (4, 3, {"quantized_weights": True, "quantized_gradients": True}, {}),
+    (4, 3, {"secondary_partition": 2}, {}),
+    (2, 3, {"quantized_weights": True}, {"optimizer": "host", "parameters": "disk"}),
+]
+"""(ranks, ZeRO stage, what of ZeRO++, what lies away from the device)."""
 
 _FORMS = [("float32", "none"), ("bfloat16", "block"), ("bfloat16", "none"), ("float32", "block")]
 """(precision, checkpointing)."""
@@ -180,9 +208,18 @@ def grid() -> Iterator[GridCase]:
             yield _case(ranks, parallel, stage, next(models), dtype, "selective", micro_size, 4)
     yield _case(1, {}, 0, "tiled", "float32", "selective", 8, 1)
     yield _case(2, {"cp": 2}, 1, "gpt2", "float32", "selective", 8, 1)
+    for ranks, stage, parallel, model, dtype, checkpointing in _PARTITIONED:
+        sums_of = 4 if "pp" in parallel else 1
+        yield _case(ranks, parallel, stage, model, dtype, checkpointing, 8, sums_of, partition_inputs=True)
+    for ranks, stage, parallel, dtype, checkpointing in _DROPPING_RINGS:
+        yield _case(ranks, parallel, stage, "dropping", dtype, checkpointing, 4, 2)
     for number, (ranks, stage, offload) in enumerate(_DELAYED):
         late = {**offload, "delayed_update": 1}
         yield _case(ranks, {}, stage, next(models), _FORMS[number][0], "none", 2, 1 + number // 2, late)
+    for number, (ranks, stage, switches, offload) in enumerate(_QUANTIZED):
+        sums_of = 1 + number % 2
+        dtype = _FORMS[number % 2][0]
+        yield _case(ranks, {}, stage, "wide head", dtype, "none", 2, sums_of, offload, zero=switches)
 
 
 def _case(
@@ -196,6 +233,9 @@ def _case(
     accumulation: int,
     offload: dict[str, Any] | None = None,
     kept: dict[str, Any] | None = None,
+    *,
+    partition_inputs: bool = False,
+    zero: dict[str, Any] | None = None,
 ) -> GridCase:
     precision = {word: value for word, value in (kept or {}).items() if word != "in_backward"}
     in_backward = bool(kept and kept.get("in_backward"))
@@ -203,10 +243,11 @@ def _case(
         model={**MODELS, **_LONG_MODELS}[model],
         data={"sequence_length": LENGTH, "tokenizer": "bytes"},
         parallel=parallel,
-        zero={"stage": stage, "bucket_bytes": 2**22},
+        # (Small buckets, so that more units than one are on their way at once.)
+        zero={"stage": stage, "bucket_bytes": 2**18 if zero else 2**22, **(zero or {})},
         precision=precision or dtype,
         batch={"micro_size": micro_size, "accumulation": accumulation},
-        activation={"checkpointing": checkpointing},
+        activation={"checkpointing": checkpointing, "partition_inputs": partition_inputs},
         offload=offload or {},
         optimizer={"name": "sgd" if model == "gpt2" and stage == 1 else "adamw", "in_backward": in_backward},
         clip_norm=None if in_backward else 1.0,
@@ -214,7 +255,8 @@ def _case(
     layout = config.layout(ranks)
     extra = [word for word in ("schedule", "sequence", "cp_heads") if word in parallel]
     extra = [_EXTRA[word].format(parallel[word]) for word in extra]
-    extra += filter(None, [offload_words(config.offload)])
+    extra += filter(None, [offload_words(config.offload), "partitioned inputs" if partition_inputs else ""])
+    extra += filter(None, [config.zero.switches])
     extra += [f"{word} {value}" for word, value in (kept or {}).items() if word != "dtype"]
     name = ", ".join([model, str(layout), *extra, f"zero {stage}", dtype, f"checkpointing {checkpointing}"])
     return GridCase(name=f"{name}, {micro_size} × {accumulation}", ranks=ranks, config=config)

@@ -53,7 +53,7 @@ class RankSet:
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         # Inherited: threads must be set before a process loads torch, the allocator before it starts.
-        with _environment({**_ENVIRONMENT, **(environment or {})}):
+        with changed_environment({**_ENVIRONMENT, **(environment or {})}):
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
                 arguments = rank, ranks, backend, self._folder.name, project, theirs
@@ -73,6 +73,10 @@ class RankSet:
             process.join(5)
             process.kill()
         self._folder.cleanup()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """`function(*arguments)` on every rank; returns rank 0's result. The function must be importable by name.
@@ -96,7 +100,8 @@ class RankSet:
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Inside the block these variables are set; what they were comes back."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

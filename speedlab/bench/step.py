@@ -4,7 +4,8 @@ The limit is as many independent processes of plain torch, without communication
 few steps between two barriers; shares and ratios are those of times measured in the same round: median (least..most).
 
 Limit and peers run with the allocator setting that our engines ask for; lines "as installed" are those of torch without
-it. `--against PATH` puts the engine of another checkout of the project into the same rounds, as "before".
+it. "onebit_adam 0" is our step with compressed momenta, beside "ours 0", the same stage with plain AdamW.
+`--against PATH` puts the engine of another checkout of the project into the same rounds, as "before".
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Annotated, Literal
 import tyro
 
 from speedlab.bench import layouts
-from speedlab.bench.contest import AS_INSTALLED, BEFORE, KEPT, Contestant, hold, project_at
+from speedlab.bench.contest import AS_INSTALLED, BEFORE, COMPRESSED, KEPT, Contestant, hold, project_at
 from speedlab.bench.interleave import Times, row
 from speedlab.bench.ranks import KEPT_MEMORY, RankSet
 from speedlab.bench.table import Row, missing, report
@@ -157,6 +158,8 @@ def _rows(dtype: str, ranks: int, seconds: Times) -> list[Row]:
         elif kind == "shipped":
             # What is shipped stands beside the limit, which is plain torch without communication.
             peers = [BEFORE + name, "limit"]
+        elif kind == COMPRESSED:
+            peers = [BEFORE + name, f"ours {stage[0]}"]
         found = [peer for peer in dict.fromkeys(peers) if peer in seconds] or [""]
         tokens = ranks * MICRO_BATCH * SEQUENCE
         rows += [_row(f"step {dtype} {ranks} ranks:", tokens, seconds, name, peer) for peer in found]

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import psutil
 import tyro
 
 import speedlab
@@ -104,7 +103,8 @@ def _in_use(folder: Path) -> bool:
         status = RunFolder(folder).read_status()
     except RunFolderError:
         return False  # Something else, or what is left of a run: it is moved like any other folder.
-    return status.state not in (RunState.FINISHED, RunState.STOPPED) and any(map(psutil.pid_exists, status.rank_pids))
+    held = any(state.token == status.token for state in running_clusters())
+    return held and status.state not in (RunState.FINISHED, RunState.STOPPED)
 
 
 def _read(path: Path) -> NotebookNode:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import tyro
 
+import speedlab.cluster.pretended as pretended
 from speedlab.cluster import Cluster, ClusterError, Run
 from speedlab.cluster.home import running_clusters
 from speedlab.cluster.known_runs import known_folders, runs_here
@@ -85,7 +86,8 @@ def status(argv: list[str]) -> int:
         cluster = Cluster.attach(state.name)
         count = len(state.devices)
         since = seconds_text(max(0.0, time.time() - state.started))
-        print(f"cluster {state.name}: {count} engine{'s' if count != 1 else ''}, up {since}")
+        engines = f"{count} engine{'s' if count != 1 else ''}{pretended.note(state.link)}"
+        print(f"cluster {state.name}: {engines}, up {since}")
         for engine in cluster.status():
             print(
                 f"  rank {engine.rank} · {engine.device.name} · {engine.state} · "
@@ -96,9 +98,8 @@ def status(argv: list[str]) -> int:
 
 
 def _print_runs(cluster: Cluster) -> None:
-    pids = {engine.pid for engine in cluster.status()}
     for folder in known_folders(cluster):
-        if runs_here(folder, cluster, pids):
+        if runs_here(folder, cluster):
             print(f"  {_standing(folder)} · {folder.path}")
 
 
@@ -161,11 +162,10 @@ def _stop(name: str, *, asks: bool) -> bool:
 
 def _unfinished(cluster: Cluster) -> list[str]:
     """Runs on the cluster's engines that would lose something, in words."""
-    pids = {engine.pid for engine in cluster.status()}
     found = []
     for folder in known_folders(cluster):
         at = folder.read_status()
-        if at.state in (RunState.STARTING, RunState.RUNNING, RunState.PAUSED) and runs_here(folder, cluster, pids):
+        if at.state in (RunState.STARTING, RunState.RUNNING, RunState.PAUSED) and runs_here(folder, cluster):
             found.append(_standing(folder))
     return found
 

@@ -12,12 +12,12 @@ import tyro
 from speedlab.cli.engines import EngineOptions, cluster_for
 from speedlab.cli.follow import follow
 from speedlab.cluster import Run, attach
-from speedlab.cluster.advance import RESTING
 from speedlab.cluster.going_on import resume_arguments
 from speedlab.cluster.home import running_clusters
 from speedlab.cluster.known_runs import RunError
 from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError, RunConfig
+from speedlab.telemetry.records import RESTING
 
 
 @dataclass(frozen=True, kw_only=True)

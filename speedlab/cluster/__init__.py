@@ -6,8 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from speedlab.cluster.cluster import Cluster
-    from speedlab.cluster.connection import EngineStatus
+    from speedlab.cluster.cluster import Cluster, EngineStatus
     from speedlab.cluster.errors import ClusterError, RankError, RemoteFailure
     from speedlab.cluster.reattach import attach
     from speedlab.cluster.results import RankResults
@@ -17,7 +16,7 @@ __all__ = ["Cluster", "ClusterError", "EngineStatus", "RankError", "RankResults"
 
 _HOMES = {
     "Cluster": "cluster",
-    "EngineStatus": "connection",
+    "EngineStatus": "cluster",
     "ClusterError": "errors",
     "RankError": "errors",
     "RemoteFailure": "errors",

@@ -1,50 +1,64 @@
 """Cluster: engines on devices, and what one does with them.
 
-It is a handle: several, in several kernels, may speak to one cluster. What runs is written in the cluster's folder
-(`home.py`), so that a new kernel finds it, and a handle reads it again when another one has changed it.
+It is a handle: several, in several kernels, may speak to one cluster. Everything that must outlive them is its
+supervisor's (`supervisor/`), which a handle asks; what runs is written in the cluster's folder (`home.py`), so that a
+new kernel finds it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import html
-import logging
+import secrets
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import speedlab.cluster.host_specs as host_specs
+import speedlab.cluster.pretended as pretended
 import speedlab.cluster.processes as processes
 import speedlab.cluster.remote as remote
-import speedlab.cluster.start as start
-from speedlab.cluster.connection import Connection, EngineStatus
 from speedlab.cluster.devices import choose_devices
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, Home, running_clusters
+from speedlab.cluster.kernel_interrupt import is_the_users
+from speedlab.cluster.ranks_output import RanksOutput
 from speedlab.cluster.results import RankResults
+from speedlab.cluster.runs_of import RunsOf
 from speedlab.cluster.shipping import pack
-from speedlab.cluster.tasks import POLL_SECONDS
+from speedlab.cluster.supervisor import messages as m
+from speedlab.cluster.supervisor import spawn
+from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
 from speedlab.config import ConfigError, GivenConfig, config_of
 from speedlab.config.errors import more_in
 from speedlab.hardware import Device
+from speedlab.network import LinkRate
 
 if TYPE_CHECKING:
-    from ipyparallel import Client
-
-    from speedlab.cluster.output import OutputHub
     from speedlab.cluster.run import Run
-
-log = logging.getLogger("speedlab.cluster")
-
-RELEASE_SECONDS = 2.0
-"""After a rank has failed or died, how long the others may still work on the same submission before they are
-interrupted: normally they wait for the one that will not come."""
 
 BACKENDS = ("shared", "gloo")
 
-_RESET_SECONDS = 5.0
+_STOP_SECONDS = 15.0
+_STOP_HOSTS_SECONDS = 60.0
+_MOST_ASKED = 3
 _STOP_PATIENCE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStatus:
+    """One rank's engine, as it is now."""
+
+    rank: int
+    engine_id: int
+    pid: int
+    device: Device
+    state: str
+    """'idle', 'busy', 'frozen' (its process is suspended) or 'dead' (it ended, or stopped answering)."""
+    rss_bytes: int
 
 
 class Cluster:
@@ -53,6 +67,17 @@ class Cluster:
     `device`: 'cuda', 'cpu', or 'auto'. `backend`: how CPU engines reach each other, 'shared' (memory, the default) or
     'gloo' (sockets). With `start=False` nothing happens until `start()`. Raises ClusterError when
     there are too few devices, or the running cluster has another number or kind of engines.
+
+    On several hosts, in one of three ways: `hosts=["gpu-1:8", "gpu-2:8"]` over SSH, as the user may;
+    `slurm={"nodes": 4, "gpus_per_node": 8, "partition": "a100", "time": "8:00:00"}`; `mpi={"hostfile": "hosts"}`.
+    They have the same Python, and share the folders of runs (a home on the network): else records come over the wire,
+    and checkpoints cannot be. `interface`: of the hosts, over which
+    ranks reach each other; "" takes the one that leads here. `progress` hears what a start waits for, as a place in a
+    queue. `speedlab guide hosts` tells more.
+
+    `link="1 Gbit/s 1 ms"`: each CPU engine pretends to be a host of its own, and what they send each other takes as
+    long as it would over such a link, for lessons on slow networks. Raises ClusterError for what is no link, with GPUs,
+    and together with hosts, which have links of their own.
     """
 
     def __init__(
@@ -62,7 +87,13 @@ class Cluster:
         name: str = "default",
         device: str = "auto",
         backend: str | None = None,
+        link: str | None = None,
         start: bool = True,
+        hosts: Sequence[str] | host_specs.SshHosts | None = None,
+        slurm: Mapping[str, Any] | None = None,
+        mpi: Mapping[str, Any] | None = None,
+        interface: str = "",
+        progress: Callable[[str], object] = print,
     ) -> None:
         if backend not in (None, *BACKENDS):
             raise ClusterError(f"backend is {backend!r}; it is {' or '.join(map(repr, BACKENDS))}")
@@ -71,9 +102,23 @@ class Cluster:
         self._wanted = engines
         self._wanted_device = device
         self._wanted_backend = backend
-        self._open: Connection | None = None
+        self._spec = host_specs.parse(hosts, slurm, mpi)
+        self._wanted_link = pretended.parse(link, on_hosts=self._spec is not None)
+        self._interface, self._given_up = interface, threading.Event()
+        self._waiting = spawn.Waiting(progress=progress, given_up=self._given_up.is_set)
+        if self._spec is not None and engines is not None:
+            raise ClusterError(
+                f"engines is {engines}, and hosts say how many each has; leave it out, or write them as 'gpu-1:8'"
+            )
         self._lock = threading.RLock()
-        self._interrupting = threading.Lock()
+        self._state: ClusterState | None = None
+        self._stamp = 0
+        self._client: Client | None = None
+        self._unfinished: weakref.WeakValueDictionary[str, RankResults] = weakref.WeakValueDictionary()
+        self.output = RanksOutput(self)
+        """What the ranks write to stdout and stderr."""
+        self.runs = RunsOf(self)
+        """The runs of this cluster, as its supervisor has them."""
         if start:
             self.start()
 
@@ -88,23 +133,99 @@ class Cluster:
             raise ClusterError(f"{what}{others}; speedlab.Cluster({arguments}) starts one")
         chosen = name or ("default" if "default" in running else next(iter(running)))
         cluster = cls(name=chosen, start=False)
-        cluster._connect(running[chosen])
+        with cluster._lock, cluster._home.lock():
+            cluster._take(running[chosen])
+            cluster._connect()
         return cluster
 
     def start(self) -> None:
         """Start the engines, or connect to those of this name that run. Returns when all are ready, torch imported."""
+        self._given_up.clear()
         with self._lock, self._home.lock():
             state = self._home.read()
             if state is not None and state.running:
                 self._require_same(state)
-                if self._open is None or self._open.state.token != state.token:
-                    self._connect(state)
+                if self._state is None or self._state.token != state.token or self._lost:
+                    self._take(state)
+                    self._connect()
                 return
-            if state is not None:  # Its controller died; engines may be left.
-                processes.end(processes.marked(state.token), patience_seconds=0.0)
             self._disconnect("the controller of the cluster had died")
-            devices = choose_devices(self._wanted, self._wanted_device)
-            self._connect(*start.start_cluster(self._home, devices, self._wanted_backend or BACKENDS[0]))
+            if state is None and self._joins_a_start():
+                return
+            self._end_processes(0.0)  # Its controller died, or its supervisor before all was ready.
+            self._start()
+
+    def give_up_start(self) -> None:
+        """Let a `start` that another thread is in end with ClusterError; what it has begun, also a place in a queue, is
+        given back. Does nothing when there is none."""
+        self._given_up.set()
+
+    def _joins_a_start(self) -> bool:
+        """Whether somebody else has begun to start the cluster, as a kernel before its restart; it is ready when this
+        returns."""
+        try:
+            self._client = Client(
+                self._home.supervisor_socket, self.output.printed, self._waiting.progress, self._waiting.given_up
+            )
+        except SupervisorGoneError:
+            return False
+        state = self._home.read()
+        assert state is not None
+        try:
+            self._require_same(state)
+        except ClusterError as error:
+            self._disconnect(str(error))
+            raise
+        self._take(state)
+        return True
+
+    def _start(self) -> None:
+        devices = choose_devices(self._wanted, self._wanted_device) if self._spec is None else []
+        token, backend = secrets.token_hex(16), self._wanted_backend or BACKENDS[0]
+        self._home.create(token)
+        try:
+            if self._spec is None:
+                link = pretended.between(devices, self._wanted_link)
+                self._client = spawn.start(
+                    self._home, token, devices, backend, link, self.output.printed, self._waiting
+                )
+            else:
+                self._client = spawn.start_on_hosts(
+                    self._home,
+                    token,
+                    self._spec,
+                    device=self._wanted_device,
+                    backend=backend,
+                    interface=self._interface,
+                    printed=self.output.printed,
+                    waiting=self._waiting,
+                )
+            state = self._home.read()
+            assert state is not None
+            self._take(state)
+        except BaseException:
+            if self._spec is not None:
+                self._give_hosts_back()
+            processes.end(processes.marked(token), patience_seconds=0.0)
+            self._home.remove()
+            raise
+
+    def _give_hosts_back(self) -> None:
+        """Of a start that nobody wants any more: where it was too late to cancel it, its supervisor has to be asked."""
+        with contextlib.suppress(ClusterError, SupervisorGoneError, TimeoutError):
+            client = Client(self._home.supervisor_socket, self.output.printed)
+            client.ask(m.Stop(), seconds=_STOP_HOSTS_SECONDS)
+            client.close()
+
+    def _end_processes(self, patience_seconds: float) -> None:
+        """End whatever runs of the cluster that was begun last. Raises ClusterError where something stays."""
+        token = self._home.token
+        if token is None:
+            return
+        left = processes.end(processes.marked(token), patience_seconds=patience_seconds)
+        if left:
+            pids = ", ".join(str(process.pid) for process in left)
+            raise ClusterError(f"processes {pids} cannot be ended; they may wait for a device or a disk")
 
     # What it is
 
@@ -122,21 +243,38 @@ class Cluster:
     @property
     def size(self) -> int:
         """Number of engines, the world size."""
-        return len(self._now().state.devices)
+        return len(self._now().devices)
 
     @property
     def devices(self) -> list[Device]:
         """Devices by rank."""
-        return list(self._now().state.devices)
+        return list(self._now().devices)
 
     @property
-    def output(self) -> OutputHub:
-        """What the ranks write to stdout and stderr."""
-        return self._now().output
+    def link(self) -> LinkRate | None:
+        """What the engines pretend to have between them; None where they pretend nothing."""
+        text = self._now().link
+        return LinkRate.parse(text) if text else None
+
+    @property
+    def token(self) -> str:
+        """Which cluster of this name it is."""
+        return self._now().token
 
     def status(self) -> list[EngineStatus]:
         """Each rank's engine, as it is now."""
-        return self._now().status()
+        devices = self.devices
+        return [
+            EngineStatus(
+                rank=found.rank,
+                engine_id=found.engine_id,
+                pid=found.pid,
+                device=devices[found.rank],
+                state=found.state,
+                rss_bytes=found.rss_bytes,
+            )
+            for found in self._ask(m.Look())
+        ]
 
     # Work
 
@@ -150,13 +288,14 @@ class Cluster:
         where stays what the function binds with `global`. Raises ClusterError for a rank that does not exist or whose
         engine is dead, and for what cannot travel, such as an open file.
         """
-        with self._lock:
-            now = self._now()
-            return self._send(now, now.living(ranks), function, args, kwargs)
+        named = {getattr(function, "__name__", "the function"): function, "its arguments": args} | kwargs
+        return self._submit(pack((function, args, kwargs), named), ranks)
 
-    def execute(self, code: str, *, ranks: Iterable[int] | None = None) -> RankResults:
-        """Run a cell's code in each engine's namespace. The last expression is printed, and its text returned."""
-        return self.submit(remote.run_cell, code, ranks=ranks)
+    def execute(self, code: str, *, ranks: Iterable[int] | None = None, shown: bool = False) -> RankResults:
+        """Run a cell's code in each engine's namespace. The last expression is printed, and its text returned. `shown`:
+        whether `RankResults.sayings` is to tell what ranks print and display in it."""
+        work = pack((remote.run_cell, (code,), {}), {"the cell": code})
+        return self._submit(work, ranks, shown=shown)
 
     def train(
         self,
@@ -214,83 +353,58 @@ class Cluster:
 
         A rank that is missing in the answer is inside a long native call or frozen; `restart(rank)` ends it.
         """
-        with self._interrupting:
-            now = self._now()
-            alive = {engine.rank for engine in now.state.engines if now.tasks.reaches(engine)}
-            tasks = {rank: found for rank, found in now.tasks.under_way(now.state).items() if rank in alive}
-            if not tasks:
-                return sorted(alive)
-            still = now.tasks.stop(now.state, tasks, timeout_seconds, self._home.break_stores)
-            stopped = sorted(alive - still)
-            # Not all ranks may have joined the group, or the same one: they meet again where none has been.
-            self._home.next_generation()
-            self._reset(now, stopped)
-            return stopped
+        return self._interrupt(timeout_seconds)
 
     def restart(self, rank: int) -> None:
         """End the engine of `rank`, if it is still there, and start a new one on the same device.
 
         What it held is lost. The others are interrupted, keep what they hold, and form a new process group with it.
+        Where its host was lost and is back, all engines of that host are started.
         """
-        with self._lock, self._home.lock():
-            now = self._now()
-            (rank,) = now.existing([rank])
-            old = now.state.engines[rank]
-            now.end([old])
-            self.interrupt()
-            self._home.next_generation()
-            (new,) = start.start_engines(self._home, now.state, now.client, [rank])
-            engines = tuple(new if engine.rank == rank else engine for engine in now.state.engines)
-            state = replace(now.state, engines=engines)
-            self._home.write(state)
-            now.take_over(state, self._home.stamp())
-            others = [engine.rank for engine in engines if engine.rank != rank and now.tasks.reaches(engine)]
-            self._reset(now, others)
+        self._ask(m.Restart(rank=rank))
 
     def resize(self, engines: int, *, progress: Callable[[str], object] = print) -> None:
         """Change the number of engines: those that stay keep their processes and what cells have put there, new ones
         get the next devices, those too many are ended. Returns when all are ready.
 
-        CPU cores are shared out anew. Ranks lose their process group, and engines that cells have built lose their
-        peers. A paused run goes on from its newest checkpoint, with its configuration as it is;
+        CPU cores are shared out anew. Hosts come and go whole, those that are lost first; one that was left out comes
+        back when there are to be more engines. Ranks lose their process group, and engines that cells have built lose
+        their peers. A paused run goes on from its newest checkpoint, with its configuration as it is;
         `run.reshape(engines=…)` saves first and fits the configuration. Raises ClusterError, with the cluster as it
         was, while a run or a cell is under way, or when there are too few devices.
         """
-        from speedlab.cluster.resize import Resize
+        self._ask(m.Resize(engines=engines), progress=progress)
+        self._wanted = engines
 
-        with self._lock, self._home.lock():
-            Resize(self, self._home, self._now(), progress).to(engines)
-            self._wanted = engines
+    def check_size(self, engines: int) -> None:
+        """Raise ClusterError where `resize` could not give so many engines."""
+        self._ask(m.Resize(engines=engines, only_look=True))
 
     def stop(self) -> None:
         """End all engines, what they started, and the controller; interrupts first. Does nothing when none runs."""
         with self._lock, self._home.lock():
             state = self._home.read()
-            if state is not None:
-                if self._open is not None and state.running:
-                    self.interrupt()
-                left = processes.end(processes.marked(state.token), patience_seconds=_STOP_PATIENCE_SECONDS)
-                if left:
-                    pids = ", ".join(str(process.pid) for process in left)
-                    raise ClusterError(f"processes {pids} cannot be ended; they may wait for a device or a disk")
+            if state is not None and self._client is not None and state.running:
+                with contextlib.suppress(SupervisorGoneError, ClusterError, TimeoutError):
+                    if state.hosts and self._lost:
+                        self._connect()  # Only a supervisor gives hosts back.
+                    self._client.ask(m.Stop(), seconds=_STOP_HOSTS_SECONDS if state.hosts else _STOP_SECONDS)
+            self._end_processes(_STOP_PATIENCE_SECONDS)
             self._disconnect("the cluster was stopped")
             self._home.remove()
 
-    def release_waiting(self, results: RankResults) -> None:
-        """A rank of `results` has failed: interrupt the others in RELEASE_SECONDS, if they have not ended by then."""
-        timer = threading.Timer(RELEASE_SECONDS, self._release, [results])
-        timer.daemon = True
-        timer.start()
-
     def check_controller(self) -> None:
-        """Raise ClusterError when the controller has died, so that nobody waits for an answer that cannot come."""
-        now = self._open
-        if now is not None and now.state.running:
-            return
-        reason = f"the controller of cluster {self.name!r} has died or was stopped"
-        if now is not None:
-            now.tasks.abandon(reason)
-        raise ClusterError(f"{reason}; speedlab.Cluster(name={self.name!r}) starts it anew")
+        """Raise ClusterError when the cluster has ended, so that nobody waits for an answer that cannot come. Where
+        only its supervisor has, a new one takes over."""
+        state = self._state
+        if state is None or not state.running:
+            left = self._home.read()
+            known = left.over if state is not None and left is not None and left.token == state.token else ""
+            reason = known or f"the controller of cluster {self.name!r} has died or was stopped"
+            self._abandon(reason)
+            raise ClusterError(f"{reason}; speedlab.Cluster(name={self.name!r}) starts it anew")
+        if self._lost:
+            self._reconnect()
 
     # Inside
 
@@ -300,6 +414,11 @@ class Cluster:
         attach = f"speedlab.Cluster.attach({self.name!r})"
         what_to_do = f"use it as it is with {attach}, stop it first, or give the new one another name; "
         what_to_do += more_in("engines")
+        if not host_specs.may_be(self._spec, state.hosts):
+            raise ClusterError(
+                f"cluster {self.name!r} runs on {', '.join(state.hosts) or 'this machine'}, and other hosts were asked "
+                f"for; {what_to_do}"
+            )
         if self._wanted is not None and self._wanted != size:
             raise ClusterError(
                 f"cluster {self.name!r} runs with {size} engines, and {self._wanted} were asked for; {what_to_do}"
@@ -308,94 +427,145 @@ class Cluster:
             raise ClusterError(
                 f"cluster {self.name!r} runs on {kind}, and {self._wanted_device} was asked for; {what_to_do}"
             )
-
         if self._wanted_backend not in (None, state.backend):
             raise ClusterError(
                 f"the engines of cluster {self.name!r} reach each other through {state.backend!r}, and "
                 f"{self._wanted_backend!r} was asked for; {what_to_do}"
             )
+        if self._wanted_link is not None and str(self._wanted_link) != state.link:
+            raise ClusterError(
+                f"the engines of cluster {self.name!r} {pretended.words(state.link) or 'pretend no link'}, and "
+                f"{self._wanted_link} was asked for; {what_to_do}"
+            )
 
-    def _connect(self, state: ClusterState, client: Client | None = None) -> None:
-        self._disconnect("the handle was connected anew")
+    # ---- the supervisor ----------------------------------------------------------------------------------------------
+
+    @property
+    def _lost(self) -> bool:
+        return self._client is None or self._client.lost
+
+    def _ask(
+        self, question: m.Question, *, progress: Callable[[str], object] | None = None, seconds: float | None = None
+    ) -> Any:
+        """Ask the supervisor; a new one, where it ends meanwhile. What is asked twice must be the same as once. Raises
+        TimeoutError where it does not answer within `seconds`."""
+        for _ in range(_MOST_ASKED):
+            try:
+                self._now()
+                client = self._client
+                assert client is not None
+                return client.ask(question, progress=progress, seconds=seconds)
+            except SupervisorGoneError:
+                continue
+        raise ClusterError(
+            f"the supervisor of cluster {self.name!r} ended {_MOST_ASKED} times over the same question "
+            f"({type(question).__name__}); its log is {self._home.log / 'supervisor.log'}"
+        )
+
+    def _submit(self, work: bytes, ranks: Iterable[int] | None, *, shown: bool = False) -> RankResults:
+        results = RankResults(self, secrets.token_hex(8), work, shown=shown)
+        self._now()
+        chosen = results.wanted = None if ranks is None else list(ranks)
+        self._hear_of(results)
         try:
-            self._open = Connection(self._home, state, client or start.connect(self._home, state))
+            results.begun(self._ask(m.Submit(id=results.id, work=work, ranks=chosen, shown=shown)))
+        except KeyboardInterrupt:
+            del self._unfinished[results.id]  # Not asked for again, where the interrupt has cut the connection.
+            if is_the_users():  # Nobody has a handle of it: it must not go on.
+                processes.uninterrupted(results.interrupt)
+            raise
+        return results
+
+    def _hear_of(self, results: RankResults) -> None:
+        self._unfinished[results.id] = results
+        if self._client is not None:
+            self._client.hear_of(results.id, results)
+
+    def _interrupt(self, timeout_seconds: float, *, id: str = "", folder: str = "") -> list[int]:
+        return self._ask(m.Interrupt(id=id, folder=folder, seconds=timeout_seconds))
+
+    def _reconnect(self) -> None:
+        """Connect anew, to a new supervisor where the old one has ended."""
+        with self._lock:
+            if self._lost:
+                with self._home.lock():
+                    self._connect()
+
+    def _connect(self) -> None:
+        """Connect to the supervisor; with the home's lock. Submissions that have not ended are asked for again."""
+        state = self._state
+        assert state is not None
+        self._client = None
+        try:
+            self._client = spawn.connect(self._home, state.token, self.output.printed)
         except (ClusterError, FileNotFoundError):
             if state.running:
                 raise
-            # Another process has ended it meanwhile; its logs, which such errors show, have nothing to do with it.
+            # It has ended meanwhile; its logs, which such errors show, have nothing to do with it.
             raise ClusterError(
                 f"cluster {self.name!r} ended just now; speedlab.Cluster(name={self.name!r}) starts it anew"
             ) from None
+        self.output.connected()
+        try:
+            for results in [results for results in self._unfinished.values() if not results.done]:
+                self._ask_again(self._client, results)
+        except BaseException:
+            self._client.close()  # Those that were not asked for again are, with the next connection.
+            raise
+
+    def _ask_again(self, client: Client, results: RankResults) -> None:
+        client.hear_of(results.id, results)
+        if known := client.ask(m.Watch(id=results.id, shown=results.shown)):
+            results.begun(known)
+            return
+        # The supervisor had not heard of it, or had not begun with it.
+        wanted = results.ranks or results.wanted
+        try:
+            results.begun(client.ask(m.Submit(id=results.id, work=results.work, ranks=wanted, shown=results.shown)))
+        except ClusterError as error:  # Its engine has died meanwhile: that concerns who waits for it, and no other.
+            results.begun(wanted or range(len(self._state.devices) if self._state is not None else 1))
+            results.abandon(str(error))
+
+    def _take(self, state: ClusterState) -> None:
+        self._state, self._stamp = state, self._home.stamp()
 
     def _disconnect(self, reason: str) -> None:
-        now, self._open = self._open, None
-        if now is not None:
-            now.tasks.abandon(reason)
-            now.close()
+        client, self._client, self._state = self._client, None, None
+        self._abandon(reason)
+        if client is not None:
+            client.close()
 
-    def _now(self) -> Connection:
-        """The connection, and what runs by now. Raises ClusterError when nothing does."""
-        now = self._open
-        if now is None:
+    def _abandon(self, reason: str) -> None:
+        for results in list(self._unfinished.values()):
+            results.abandon(reason)
+
+    def _now(self) -> ClusterState:
+        """What runs by now. Raises ClusterError when nothing does."""
+        state = self._state
+        if state is None:
             raise ClusterError(f"cluster {self.name!r} is not running; cluster.start() starts it")
         stamp = self._home.stamp()
-        if stamp != now.stamp:
-            state = self._home.read()
-            if state is None or state.token != now.state.token:
+        if stamp != self._stamp:
+            found = self._home.read()
+            if found is None or found.token != state.token:
                 raise ClusterError(
                     f"cluster {self.name!r} was stopped by another handle; "
                     f"speedlab.Cluster(name={self.name!r}) starts or finds the present one"
                 )
-            now.take_over(state, stamp)
+            self._state, self._stamp, state = found, stamp, found
         self.check_controller()
-        return now
-
-    def _send(
-        self,
-        now: Connection,
-        ranks: list[int],
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> RankResults:
-        named = {getattr(function, "__name__", "the function"): function, "its arguments": args} | kwargs
-        work = pack((function, args, kwargs), named)
-        results = RankResults(self, now.output, now.tasks.send(now.state, ranks, remote.call, work))
-        now.tasks.watch(results)
-        return results
-
-    def _reset(self, now: Connection, ranks: list[int]) -> None:
-        """Let idle ranks leave their process group."""
-        ranks = [rank for rank in ranks if now.tasks.reaches(now.state.engines[rank])]
-        if not ranks:
-            return
-        resets = self._send(now, ranks, remote.reset, (), {})
-        deadline = time.monotonic() + _RESET_SECONDS
-        while not resets.done and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        for rank in resets.unfinished:
-            log.warning("rank %d does not leave its process group; cluster.restart(%d) brings it back", rank, rank)
-        for rank, failure in resets.failures.items():
-            log.warning("rank %d could not leave its process group: %s", rank, failure)
-
-    def _release(self, results: RankResults) -> None:
-        if results.done or self._open is None:
-            return
-        try:
-            self.interrupt()
-        except Exception:  # On this thread nobody else would hear of it.
-            if self.running:  # Else it was stopped meanwhile, which whoever waits is told.
-                log.exception("ranks that wait for a failed one could not be interrupted")
+        return state
 
     def __repr__(self) -> str:
-        if self._open is None or not self.running:
+        if self._state is None or not self.running:
             return f"<Cluster {self.name!r}: not running>"
         devices = self.devices
         names = ", ".join(dict.fromkeys(device.name for device in devices))
-        return f"<Cluster {self.name!r}: {len(devices)} engine{'s' if len(devices) != 1 else ''} on {names}>"
+        engines = f"{len(devices)} engine{'s' if len(devices) != 1 else ''} on {names}"
+        return f"<Cluster {self.name!r}: {engines}{pretended.note(self._now().link)}>"
 
     def _repr_html_(self) -> str:
-        if self._open is None or not self.running:
+        if self._state is None or not self.running:
             return html.escape(repr(self))
         rows = "".join(
             f"<tr><td>{status.rank}</td><td>{html.escape(status.device.name)}</td><td>{status.state}</td>"
@@ -403,4 +573,5 @@ class Cluster:
             for status in self.status()
         )
         head = "<tr><th>rank</th><th>device</th><th>state</th><th>memory</th><th>process</th></tr>"
-        return f"<b>Cluster {html.escape(self.name)}</b><table>{head}{rows}</table>"
+        caption = f"Cluster {html.escape(self.name)}{pretended.note(self._now().link)}"
+        return f"<b>{caption}</b><table>{head}{rows}</table>"

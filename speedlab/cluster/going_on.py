@@ -12,17 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import running_clusters
 from speedlab.cluster.known_runs import RunError, refuse_second_run
+from speedlab.cluster.shapes import change_shape
 from speedlab.cluster.words import Pending
-from speedlab.config import ConfigError, RunConfig
+from speedlab.config import ConfigError
 from speedlab.telemetry.checkpoints import find_checkpoint, newest, step_of
 from speedlab.telemetry.records import Event, RunState
-from speedlab.telemetry.shape import changed_config, shape_of
-from speedlab.telemetry.writer import note
+from speedlab.telemetry.shape import changed_config
 
 if TYPE_CHECKING:
     from speedlab.cluster.cluster import Cluster
@@ -94,8 +92,8 @@ def _is_being_saved(run: Run, tag: str) -> bool:
 def way_on(run: Run) -> str:
     """How a run goes on whose engines the handle does not reach: in those that hold it, else from a checkpoint."""
     status = run.folder.read_status()
-    running = {state.name for state in running_clusters()}
-    if status.cluster in running and any(map(psutil.pid_exists, status.rank_pids)):
+    running = running_clusters()
+    if any(state.token == status.token for state in running):
         return f"speedlab.attach({run.name!r}) finds those that hold it"
     kept = newest(run.folder.path / "checkpoints")
     if kept is None and run.step > 0:
@@ -153,23 +151,12 @@ def take_engines(run: Run, cluster: Cluster) -> None:
             f"run {run.name!r} trains a model of your own, which its folder does not hold; start a run with the same "
             "model by cluster.train(config, model=...), and load the checkpoint that you want"
         )
+    refuse_second_run(cluster)
     pids = tuple(engine.pid for engine in cluster.status())
-    refuse_second_run(cluster, pids)
     status = run.folder.read_status()
     had, engines = len(status.rank_pids) or cluster.size, cluster.size
     if had != engines:
         before = run.present_config
         after = changed_config(before, engines, before=had, built_in=run.is_built_in)
-        change_shape(run, before, had, after, engines, started=time.perf_counter())
-    run.folder.write_status(replace(status, cluster=cluster.name, rank_pids=pids))
-
-
-def change_shape(run: Run, before: RunConfig, had: int, after: RunConfig, engines: int, *, started: float) -> None:
-    """Write down that the run goes on as `after` on another number of engines. Only while no rank advances it.
-
-    `started`: when the change began, of `time.perf_counter`."""
-    run.folder.update_config(after)
-    shapes = {"before": shape_of(before, had), "after": shape_of(after, engines)}
-    text = f"{had} → {engines} engines, {before.layout(had, built_in=False)} → {after.layout(engines, built_in=False)}"
-    details = {**shapes, "through": "run folder", "seconds": time.perf_counter() - started}
-    note(run.folder, Event(kind="reshaped", step=int(run.step), time=time.time(), text=text, details=details))
+        change_shape(run.folder, before, had, after, engines, step=int(run.step), started=time.perf_counter())
+    run.folder.write_status(replace(status, cluster=cluster.name, token=cluster.token, rank_pids=pids))

@@ -2,7 +2,9 @@
 
     <IPython directory>/profile_default/speedlab/<name>/    (<name>@<host>/ where another host has the name already)
         host             the host that it is of
+        token            which cluster it is, from before its first process is started
         cluster.json     what runs: token, controller, engines and devices by rank
+        changing         is there while engines are bound to another number of them
         security/ log/   connection files and logs of ipyparallel; the folder is the engines' IPython profile
         rendezvous/      file stores of the process group, and `generation`
     <IPython directory>/profile_default/speedlab/<name>.lock
@@ -35,6 +37,7 @@ from speedlab.hardware import Device
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,59}")
 _LOCK_SECONDS = 120.0
 _HOST = "host"
+_TOKEN = "token"
 
 
 def this_host() -> str:
@@ -50,6 +53,10 @@ class EngineEntry:
     pid: int
     engine_id: int
     """ipyparallel's number; another one after a restart."""
+    host: str = ""
+    """Of a cluster of several hosts: on which one it runs; there `pid` counts."""
+    started: float = 0.0
+    """When its process started, by its host's clock; 0 where nobody has asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +72,13 @@ class ClusterState:
     backend: str
     """How CPU engines reach each other: "shared" (memory) or "gloo"."""
     host: str = field(default_factory=this_host)
-    """Where its processes are."""
+    """Where its controller and supervisor are."""
+    hosts: tuple[str, ...] = ()
+    """Where its engines are, when they are on several hosts."""
+    over: str = ""
+    """Why it has ended, where its supervisor came to know."""
+    link: str = ""
+    """Between engines that pretend to be hosts of their own: '1 Gbit/s 1 ms'; "" where they pretend nothing."""
 
     @property
     def running(self) -> bool:
@@ -80,6 +93,7 @@ class ClusterState:
         data = _known(json.loads(text), cls)
         devices = [_known(device, Device) for device in data["devices"]]
         data["devices"] = tuple(Device(**{**device, "cores": tuple(device["cores"])}) for device in devices)
+        data["hosts"] = tuple(data.get("hosts", ()))
         data["engines"] = tuple(EngineEntry(**_known(engine, EngineEntry)) for engine in data["engines"])
         return cls(**data)
 
@@ -92,18 +106,19 @@ def _known(data: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
 class Home:
     """The folder of the cluster `name`. Raises ClusterError for a name that cannot be one of a folder."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, at: Path | None = None) -> None:
+        """`at`: the folder of all clusters, where it is not that of this process."""
         if not _NAME.fullmatch(name):
             raise ClusterError(
                 f"{name!r} cannot name a cluster; use 1 to 60 letters, digits, '-', '_' or '.', first a letter or digit"
             )
         self.name = name
-        self._root = root()
+        self.root = at or root()
 
     @property
     def path(self) -> Path:
         """The folder: of this host alone where another one has, or had, a cluster of that name."""
-        common, own = self._root / self.name, self._root / f"{self.name}@{this_host()}"
+        common, own = self.root / self.name, self.root / f"{self.name}@{this_host()}"
         return common if not own.exists() and _host_of(common) in (None, this_host()) else own
 
     @property
@@ -115,6 +130,21 @@ class Home:
         return self.path / "log"
 
     @property
+    def supervisor_socket(self) -> Path:
+        """Where the cluster's supervisor listens."""
+        return self.path / "supervisor.sock"
+
+    @property
+    def supervisor_lock(self) -> Path:
+        """Held by the cluster's supervisor as long as it lives."""
+        return self.path / "supervisor.lock"
+
+    @property
+    def output(self) -> Path:
+        """What each rank has printed."""
+        return self.path / "output"
+
+    @property
     def _state_file(self) -> Path:
         return self.path / "cluster.json"
 
@@ -122,16 +152,25 @@ class Home:
         """What the controller writes for `kind`, 'client' or 'engine'."""
         return self.path / "security" / f"ipcontroller-{self.name}-{kind}.json"
 
-    def create(self) -> None:
-        """Make the folder anew, empty."""
+    def create(self, token: str) -> None:
+        """Make the folder anew, for the cluster with this token; nothing runs yet."""
         self.remove()
         path = self.path
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         for folder in (draft, draft / "security", draft / "log", draft / "rendezvous"):
             folder.mkdir(mode=0o700, parents=True)
         write_private(draft / _HOST, this_host())
+        write_private(draft / _TOKEN, token)
         draft.rename(path)  # It says whose it is before another host can see it.
         self._write_generation(0)
+
+    @property
+    def token(self) -> str | None:
+        """Which cluster was begun here last, also one that never became ready; None where none was."""
+        try:
+            return (self.path / _TOKEN).read_text()
+        except OSError:
+            return None
 
     def remove(self) -> None:
         path = self.path  # Once it is gone, the name may stand for another host's.
@@ -162,6 +201,24 @@ class Home:
     def next_generation(self) -> None:
         """Ranks that join from now on meet in a new store."""
         self._write_generation(self.generation + 1)
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Engines may meanwhile be bound to something else than what is written here."""
+        self._changing_file.touch(mode=0o600)
+        try:
+            yield
+        finally:
+            self._changing_file.unlink(missing_ok=True)
+
+    @property
+    def was_changing(self) -> bool:
+        """Whether whoever was `changing` has ended in the middle of it."""
+        return self._changing_file.exists()
+
+    @property
+    def _changing_file(self) -> Path:
+        return self.path / "changing"
 
     def break_stores(self) -> None:
         """Let ranks that wait in native code in a store, for a rank that will not come, fail.

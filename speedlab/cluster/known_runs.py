@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from speedlab.cluster.advance import RESTING
 from speedlab.cluster.errors import ClusterError
 from speedlab.telemetry.checkpoints import newest
 from speedlab.telemetry.folder import (
@@ -16,9 +15,7 @@ from speedlab.telemetry.folder import (
     read_object,
     write_atomically,
 )
-
-if TYPE_CHECKING:
-    from speedlab.cluster.cluster import Cluster
+from speedlab.telemetry.records import RESTING
 
 _REMEMBERED_RUNS = 100
 
@@ -31,31 +28,47 @@ class RunError(RuntimeError):
         return [f"{type(self).__name__}: {self}"]
 
 
-def remember_run(cluster: Cluster, path: Path) -> None:
+class Given(Protocol):
+    """A cluster, as far as it is known by its folder and its token."""
+
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def token(self) -> str: ...
+
+
+def remember_run(cluster: Given, path: Path) -> None:
     """Note in the cluster's own folder where this run is, so that a kernel in another directory finds it."""
-    if (file := _runs_file(cluster)) is None:
-        return
     paths = [str(path), *(str(known) for known in remembered_runs(cluster) if known != path)]
-    write_atomically(file, json.dumps({"runs": paths[:_REMEMBERED_RUNS]}))
+    write_atomically(_runs_file(cluster), json.dumps({"runs": paths[:_REMEMBERED_RUNS]}))
 
 
-def remembered_runs(cluster: Cluster) -> list[Path]:
+def remembered_runs(cluster: Given) -> list[Path]:
     """Folders of the runs this cluster was given, newest first; some may be gone."""
-    file = _runs_file(cluster)
-    paths = read_object(file, 2**18, missing={}).get("runs", []) if file is not None else []
+    paths = read_object(_runs_file(cluster), 2**18, missing={}).get("runs", [])
     return [Path(path) for path in paths if isinstance(path, str)]
 
 
-def _runs_file(cluster: Cluster) -> Path | None:
-    """Beside the cluster's own files; None for a cluster that keeps none, whose runs are looked for in ./runs only."""
-    directory: Path | None = getattr(cluster, "directory", None)
-    return directory / "runs.json" if directory is not None else None
+def _runs_file(cluster: Given) -> Path:
+    """Beside the cluster's own files."""
+    return cluster.directory / "runs.json"
 
 
-def known_folders(cluster: Cluster) -> list[RunFolder]:
+def remembered_folders(cluster: Given) -> list[RunFolder]:
+    """The runs this cluster was given that are still there, newest first."""
+    return _opened(remembered_runs(cluster))
+
+
+def known_folders(cluster: Given) -> list[RunFolder]:
     """The runs this cluster was given and those in ./runs."""
+    return _opened([*remembered_runs(cluster), *(path.resolve() for path in find_runs("runs"))])
+
+
+def _opened(paths: list[Path]) -> list[RunFolder]:
     folders = []
-    for path in dict.fromkeys([*remembered_runs(cluster), *(path.resolve() for path in find_runs("runs"))]):
+    for path in dict.fromkeys(paths):
         try:
             folders.append(RunFolder(path))
         except RunFolderError:
@@ -63,10 +76,9 @@ def known_folders(cluster: Cluster) -> list[RunFolder]:
     return folders
 
 
-def runs_here(folder: RunFolder, cluster: Cluster, pids: set[int]) -> bool:
-    """Whether the engines that hold this run's state are the ones of `cluster`."""
-    status = folder.read_status()
-    return bool(pids & set(status.rank_pids)) if status.rank_pids else status.cluster == cluster.name
+def runs_here(folder: RunFolder, cluster: Given) -> bool:
+    """Whether the engines that hold this run's state are those of `cluster`."""
+    return folder.read_status().token == cluster.token
 
 
 def saved_step(folder: RunFolder) -> int | None:
@@ -75,11 +87,11 @@ def saved_step(folder: RunFolder) -> int | None:
     return kept.step if kept is not None else None
 
 
-def refuse_second_run(cluster: Cluster, pids: tuple[int, ...]) -> None:
+def refuse_second_run(cluster: Given) -> None:
     """Raise ClusterError while a run is under way on these engines."""
     for folder in known_folders(cluster):
         status = folder.read_status()
-        if status.state not in RESTING and set(status.rank_pids) & set(pids):
+        if status.state not in RESTING and runs_here(folder, cluster):
             raise ClusterError(
                 f"run {folder.name!r} is {status.state} on {cluster.name!r}, step {status.step} of {status.steps}; "
                 f"pause or stop it first, or start a cluster of another name"

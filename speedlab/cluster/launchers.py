@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,14 @@ from typing import Any
 from ipyparallel.cluster.launcher import LocalEngineLauncher, LocalEngineSetLauncher
 from traitlets import Dict, List, Unicode, default
 
+from speedlab.cluster.away import RUNS, RUNS_FOLDER
 from speedlab.cluster.devices import choose_devices
+from speedlab.cluster.hosts import Host, places
+from speedlab.cluster.processes import ENGINE_MODULE
 from speedlab.hardware import Device
+from speedlab.network import Endpoint
 
-ENGINE_COMMAND = [sys.executable, "-m", "speedlab.cluster.engine_process"]
+ENGINE_COMMAND = [sys.executable, "-m", ENGINE_MODULE]
 ENGINE_ARGUMENTS = [
     "--log-level=WARN",
     "--HistoryManager.enabled=False",
@@ -28,6 +32,9 @@ ENGINE_ARGUMENTS = [
     "--InteractiveShell.cache_size=0",
     "--InteractiveShell.colors=nocolor",
 ]
+
+UNSUPERVISED_FILE = "unsupervised"
+"""In the rendezvous folder of a host of several: there while its agent does not hear of the supervisor."""
 
 
 def rank_environment(rank: int, devices: list[dict[str, Any]], rendezvous: str) -> dict[str, str]:
@@ -48,6 +55,25 @@ def rank_environment(rank: int, devices: list[dict[str, Any]], rendezvous: str) 
         # Ranks that share cores must sleep while they wait: two pools that spin halve each other's bandwidth.
         "OMP_WAIT_POLICY": "passive",
         "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def host_environment(rank: int, hosts: Sequence[Host], rendezvous: str, store: Endpoint) -> dict[str, str]:
+    """As `rank_environment`, for a cluster of several hosts. `rendezvous`: the folder, on the rank's host, with
+    `generation`; `store`: where rank 0 serves what all ranks meet in (`speedlab.comm.over_hosts`)."""
+    place = places(hosts)[rank]
+    host = hosts[place.host]
+    devices = device_fields(device for each in hosts for device in each.devices)
+    return {
+        **rank_environment(rank, devices, rendezvous),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(len(host.devices)),
+        "SPEEDLAB_HOST": host.name,
+        "SPEEDLAB_STORE": str(store),
+        RUNS: str(Path(rendezvous).with_name(RUNS_FOLDER)),
+        "SPEEDLAB_SUPERVISOR_LOCK": str(Path(rendezvous) / UNSUPERVISED_FILE),
+        "GLOO_SOCKET_IFNAME": host.interface,
+        "NCCL_SOCKET_IFNAME": host.interface,
     }
 
 

@@ -37,6 +37,8 @@ def learn_from(run: RunFolder, *, folder: Path | None = None) -> str:
                 f"{run.name}: its model is not the built-in GPT of its configuration, and times of others are not "
                 "predicted"
             )
+        if "pretended_link" in said:
+            raise ConfigError(f"{run.name}: its link was pretended, so its times are not this machine's")
         setup = Setup.of_config(config, engines, dtype=said.get("dtype", "float32"))
         found = learn(calibration, str(run.path), setup, feed.records)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Processes of a cluster, known by the cluster's token in their environment, which whatever they start inherits.
 
-A process is found, checked and ended by that mark, never by its name."""
+A process is found, checked and ended by that mark, never by its name alone."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ import psutil
 
 TOKEN = "SPEEDLAB_CLUSTER_TOKEN"
 """Environment variable with the token."""
+
+ENGINE_MODULE = "speedlab.cluster.engine_process"
+"""What an engine's process runs."""
+SUPERVISOR_MODULE = "speedlab.cluster.supervisor"
 
 _Result = TypeVar("_Result")
 
@@ -36,6 +40,14 @@ def is_alive(pid: int, token: str) -> bool:
         return False
 
 
+def is_suspended(pid: int) -> bool:
+    """Whether the process was stopped by a signal, and not ended."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
+
+
 def marked(token: str) -> list[psutil.Process]:
     """Every process of the cluster with this token, children and their children included."""
     found: dict[int, psutil.Process] = {}
@@ -48,6 +60,38 @@ def marked(token: str) -> list[psutil.Process]:
     for process in list(found.values()):
         found.update({child.pid: child for child in descendants(process)})
     return list(found.values())
+
+
+def engines(token: str) -> list[psutil.Process]:
+    """The engines' processes of the cluster with this token. Whatever they started is marked as they are; what was
+    forked from one also has its command, and is left out as long as its parent lives."""
+    found = {process.pid: process for process in marked(token) if _command_has(process, ENGINE_MODULE)}
+    return [process for process in found.values() if _parent_of(process) not in found]
+
+
+def of_host(token: str, started_by: Iterable[str]) -> list[psutil.Process]:
+    """What runs of the cluster on a host of its engines: all that is marked; but where the cluster's own side
+    (supervisor and controller) is on the same host, only what processes of these modules have started."""
+    found = marked(token)
+    if not any(_command_has(process, SUPERVISOR_MODULE) for process in found):
+        return found
+    roots = [process for process in found if any(_command_has(process, module) for module in started_by)]
+    wanted = {process.pid for process in roots} | {child.pid for root in roots for child in descendants(root)}
+    return [process for process in found if process.pid in wanted]
+
+
+def _command_has(process: psutil.Process, word: str) -> bool:
+    try:
+        return word in process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
+
+
+def _parent_of(process: psutil.Process) -> int | None:
+    try:
+        return process.ppid()
+    except psutil.NoSuchProcess:
+        return None
 
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:

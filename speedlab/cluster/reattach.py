@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from speedlab.cluster.advance import RESTING
 from speedlab.cluster.cluster import Cluster
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.known_runs import RunError, known_folders, remembered_runs, runs_here
 from speedlab.cluster.run import Run
 from speedlab.telemetry.folder import RunFolder, find_runs_text
+from speedlab.telemetry.records import RESTING
 
 
 def attach(name: str | os.PathLike[str] | None = None) -> Run:
@@ -22,26 +22,17 @@ def attach(name: str | os.PathLike[str] | None = None) -> Run:
     """
     if name is None:
         cluster = Cluster.attach()
-        pids = {status.pid for status in cluster.status()}
-        folders = [folder for folder in known_folders(cluster) if runs_here(folder, cluster, pids)]
+        folders = [folder for folder in known_folders(cluster) if runs_here(folder, cluster)]
         if not folders:
             raise RunError(f"cluster {cluster.name!r} has no run; runs in {find_runs_text(Path('runs').resolve())}")
         folders.sort(key=lambda folder: (folder.read_status().state not in RESTING, folder.read_status().updated))
-        return _reattached(folders[-1], cluster)
+        return Run(folders[-1], cluster)
     folder = folder_named(name)
     try:
         cluster = Cluster.attach(folder.read_status().cluster or None)
     except ClusterError:
         return Run(folder, attach=Cluster.attach)
-    here = runs_here(folder, cluster, {status.pid for status in cluster.status()})
-    return _reattached(folder, cluster) if here else Run(folder, attach=Cluster.attach)
-
-
-def _reattached(folder: RunFolder, cluster: Cluster) -> Run:
-    run = Run(folder, cluster)
-    assert run._advance is not None
-    run._advance.start_if_needed()  # The kernel that posted the last word may have died before it could send it on.
-    return run
+    return Run(folder, cluster) if runs_here(folder, cluster) else Run(folder, attach=Cluster.attach)
 
 
 def folder_named(name: str | os.PathLike[str], parent: Path = Path("runs")) -> RunFolder:

@@ -10,13 +10,15 @@ import signal
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from speedlab.cluster.away import folder_here, origin_of
+from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.own_model import OWN_MODEL, read_own_model
-from speedlab.cluster.shipping import Globals, unpack
+from speedlab.cluster.shipping import Globals, pack, unpack
 from speedlab.config import ConfigError, RunConfig
 
 FAILED = "__speedlab_failed__"
@@ -36,7 +38,7 @@ _COMPILER = f"{os.sep}numba{os.sep}core{os.sep}"
 
 
 def call(work: bytes) -> Any:
-    """Run a function on this rank; `work` is it, its arguments and its keywords, packed. Returns its result, or
+    """Run a function on this rank; `work` is it, its arguments and its keywords, packed. Returns its result, packed, or
     {FAILED: RemoteFailure as a dict} when it raised.
 
     SIGINT raises KeyboardInterrupt only inside the function. Elsewhere in the engine it would cut a message in two, and
@@ -47,10 +49,19 @@ def call(work: bytes) -> Any:
             names = Globals(_namespace())
             function, arguments, keywords = unpack(work, names)
             with names.kept():
-                return function(*arguments, **keywords)
+                result = function(*arguments, **keywords)
+        return _packed(result)
     except BaseException as error:  # SystemExit, too: a rank that calls exit() must not end its engine.
         signal.signal(signal.SIGINT, _ignore)
         return {FAILED: describe(error)}
+
+
+def _packed(result: Any) -> bytes:
+    try:
+        return pack(result, {"what it returned": result})
+    except ClusterError as error:
+        what = str(error).replace("be sent to the engines", "be sent back").partition("; make it there")[0]
+        raise TypeError(f"{what}; return numbers, text, arrays, tensors or containers of them") from None
 
 
 def _namespace() -> dict[str, Any]:
@@ -194,11 +205,11 @@ def held_runs() -> dict[str, int]:
     """The runs that this engine holds: their folder, and the step they stand at."""
     from speedlab.engine.run import held_runs
 
-    return held_runs.held()
+    return {origin_of(folder): step for folder, step in held_runs.held().items()}
 
 
-def rebind(environments: Sequence[Mapping[str, str]]) -> None:
-    """Go on as one of another number of ranks, each with its entry of `environments`.
+def rebind(environment: Mapping[str, str]) -> None:
+    """Go on as one of another number of ranks, as the one that `environment` binds it to.
 
     What this engine holds of runs is given up: the next `advance` builds it anew for the new ranks.
     """
@@ -208,7 +219,7 @@ def rebind(environments: Sequence[Mapping[str, str]]) -> None:
 
     held_runs.release()
     reset()
-    os.environ.update(environments[int(os.environ["RANK"])])
+    os.environ.update(environment)
     bind_to_cores()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
@@ -229,6 +240,11 @@ def try_model(config: str, file: str) -> dict[str, Any]:
 
     from speedlab.engine.build.contract import try_model as go
 
+    if not Path(file).exists():
+        raise ConfigError(
+            f"model: ranks read a model of your own from {file}, which this host does not see; set IPYTHONDIR to a "
+            "folder that all hosts share, or train the built-in model"
+        )
     device = torch.device(json.loads(os.environ["SPEEDLAB_DEVICE"])["kind"])
     try:
         own = read_own_model(Path(file))
@@ -250,6 +266,7 @@ def advance(folder: str) -> str:
     """Carry out the run's control words and train until it pauses, ends or fails; returns the state it is left in."""
     from speedlab.engine.run.held_runs import advance as go
 
+    folder = folder_here(folder)
     file = Path(folder) / OWN_MODEL
     return str(go(folder, functools.partial(read_own_model, file) if file.exists() else None))
 
@@ -258,4 +275,4 @@ def generate(folder: str, prompt: str, tokens: int, *, temperature: float = 0.8,
     """Text that the run's model writes after `prompt`; all ranks work on it."""
     from speedlab.engine.run.held_runs import generate as go
 
-    return go(folder, prompt, tokens, temperature=temperature, seed=seed)
+    return go(folder_here(folder), prompt, tokens, temperature=temperature, seed=seed)

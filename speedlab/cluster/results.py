@@ -1,49 +1,48 @@
 """RankResults: what a function returned on each rank, once it has.
 
-ipyparallel's own result of a task on several engines waits for the slowest, even when one is dead. So each rank has a
-task of its own, and when one fails, others that wait for it are released (`Cluster.release_waiting`).
+Each rank ends by itself, also when another one is dead; when one fails, the supervisor releases those that wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ipyparallel.error import RemoteError, TaskAborted
-
-from speedlab.cluster.errors import DIED, INTERRUPTED, RankError, RemoteFailure
+from speedlab.cluster.errors import DIED, RankError, RemoteFailure
 from speedlab.cluster.kernel_interrupt import is_the_users
-from speedlab.cluster.remote import FAILED
+from speedlab.cluster.shipping import unpack
 
 if TYPE_CHECKING:
     from speedlab.cluster.cluster import Cluster
-    from speedlab.cluster.output import OutputHub
+    from speedlab.cluster.supervisor import messages as m
 
-_CHECK_SECONDS = 1.0
+CHECK_SECONDS = 1.0
+"""How often whoever waits looks whether the cluster is still there."""
 
 
 class RankResults:
     """Results of one submission by rank: `.result()`, `await`, `.wait(timeout)`, or `.done` to look."""
 
-    def __init__(self, cluster: Cluster, output: OutputHub, tasks: Mapping[int, Any]) -> None:
-        """`tasks`: ipyparallel's AsyncResult of each rank; `output`: where what they print comes out."""
-        self.ranks = list(tasks)
-        self.message_ids = {rank: task.msg_ids[0] for rank, task in tasks.items()}
+    def __init__(self, cluster: Cluster, id: str, work: bytes = b"", *, shown: bool = False) -> None:
+        """`id`: the submission's; `work`: what it is, for a supervisor that has not heard of it."""
+        self.id = id
+        self.work = work
+        self.shown = shown
+        self.ranks: list[int] = []
+        self.wanted: list[int] | None = None
+        """The ranks that were asked for; None for all."""
         self._cluster = cluster
-        self._output = output
+        self._packed: dict[int, bytes] = {}
         self._values: dict[int, Any] = {}
         self._failures: dict[int, RemoteFailure] = {}
+        self._said: queue.SimpleQueue[tuple[int, str, Mapping[str, Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._finished = threading.Event()
-        self._settled = False
         self._callbacks: list[Callable[[RankResults], object]] = []
-        for rank, task in tasks.items():
-            task.add_done_callback(functools.partial(self._came, rank))
 
     @property
     def done(self) -> bool:
@@ -54,7 +53,7 @@ class RankResults:
     def unfinished(self) -> list[int]:
         """Ranks that have neither returned nor failed."""
         with self._lock:
-            return [rank for rank in self.ranks if rank not in self._values and rank not in self._failures]
+            return [rank for rank in self.ranks if rank not in self._packed and rank not in self._failures]
 
     @property
     def failures(self) -> dict[int, RemoteFailure]:
@@ -65,20 +64,20 @@ class RankResults:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until every rank is done and its output has been passed on. False when `timeout` seconds came first.
 
-        Raises ClusterError when the controller has died. An interrupt of the kernel interrupts the ranks, too.
+        Raises ClusterError when the cluster has ended. An interrupt of the kernel interrupts the ranks, too: this
+        submission, and no other.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             while not self._finished.is_set():
-                left = _CHECK_SECONDS if deadline is None else min(_CHECK_SECONDS, deadline - time.monotonic())
+                left = CHECK_SECONDS if deadline is None else min(CHECK_SECONDS, deadline - time.monotonic())
                 if left <= 0:
                     return False
                 if not self._finished.wait(left):
                     self._cluster.check_controller()
-            self._settle()
         except KeyboardInterrupt:
             if is_the_users():
-                self._cluster.interrupt()
+                self.interrupt()
             raise
         return True
 
@@ -90,14 +89,31 @@ class RankResults:
             )
         return self._outcome()
 
+    def interrupt(self, timeout_seconds: float = 2.0) -> list[int]:
+        """Interrupt this submission, or take it back where it has not begun; returns the ranks that are idle then. What
+        else the ranks work on goes on."""
+        return self._cluster._interrupt(timeout_seconds, id=self.id)
+
     def add_done_callback(self, callback: Callable[[RankResults], object]) -> None:
-        """Call `callback(self)` once all ranks are done; at once if they are. It comes on the thread that serves the
-        engines' messages, so it must not wait for any of them."""
+        """Call `callback(self)` once all ranks are done; at once if they are. It comes on the thread that hears of the
+        supervisor, so it must not wait for any answer."""
         with self._lock:
             if not self._finished.is_set():
                 self._callbacks.append(callback)
                 return
         callback(self)
+
+    def sayings(self, timeout_seconds: float) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+        """(rank, kind, content) of what ranks say in it, in Jupyter's protocol, that has come or comes within
+        `timeout_seconds`; of a submission that is shown. The kind 'status' with the execution state 'idle' is the last
+        one of a rank."""
+        wait = timeout_seconds
+        while True:
+            try:
+                yield self._said.get(timeout=wait) if wait else self._said.get_nowait()
+            except queue.Empty:
+                return
+            wait = 0.0
 
     def __await__(self) -> Generator[Any, None, list[Any]]:
         return self._wait_async().__await__()
@@ -111,54 +127,61 @@ class RankResults:
                 loop.call_soon_threadsafe(woken.set)
 
         self.add_done_callback(wake)
-        await woken.wait()
-        await loop.run_in_executor(None, self._settle)
+        while not self.done:
+            try:
+                await asyncio.wait_for(woken.wait(), CHECK_SECONDS)
+            except TimeoutError:
+                await loop.run_in_executor(None, self._cluster.check_controller)
         return self._outcome()
-
-    def _settle(self) -> None:
-        """Let the ranks' last lines of output come before whatever follows."""
-        if not self._settled:
-            self._settled = True
-            self._output.settle(self.message_ids.values())
 
     def _outcome(self) -> list[Any]:
         if self._failures:
+            if any(failure.kind == DIED for failure in self._failures.values()) and not self._cluster.running:
+                self._cluster.check_controller()  # Says that it is the whole cluster.
             raise RankError(self._failures)
+        for rank in self.ranks:
+            if rank not in self._values:
+                self._values[rank] = unpack(self._packed[rank])
         return [self._values[rank] for rank in self.ranks]
 
-    def _came(self, rank: int, task: Future[Any]) -> None:
-        error = task.exception()
-        value = None if error is not None else task.result()
-        if error is not None:
-            failure = _failure_of(error)
-        elif isinstance(value, dict) and FAILED in value:
-            failure = RemoteFailure.from_dict(value[FAILED])
-        else:
-            failure = None
-        self._set(rank, value, failure)
+    # ---- what the supervisor tells -----------------------------------------------------------------------------------
+
+    def begun(self, ranks: Sequence[int]) -> None:
+        """It went to these ranks."""
+        with self._lock:
+            self.ranks = list(ranks)
+        self._look_whether_done()  # A rank may have ended before.
+
+    def ended(self, message: m.Ended) -> None:
+        failure = RemoteFailure.from_dict(message.failure) if message.failure is not None else None
+        self._set(message.rank, message.value, failure)
+
+    def said(self, message: m.Said) -> None:
+        self._said.put((message.rank, message.kind, message.content))
 
     def abandon(self, reason: str) -> None:
         """Count every unfinished rank as dead, because nothing can come from it any more."""
         for rank in self.unfinished:
-            self._set(rank, None, RemoteFailure(kind=DIED, message=reason))
+            self._set(rank, b"", RemoteFailure(kind=DIED, message=reason))
 
-    def _set(self, rank: int, value: Any, failure: RemoteFailure | None) -> None:
+    def _set(self, rank: int, value: bytes, failure: RemoteFailure | None) -> None:
         with self._lock:
-            if rank in self._values or rank in self._failures:
+            if rank in self._packed or rank in self._failures:
                 return
             if failure is not None:
                 self._failures[rank] = failure
             else:
-                self._values[rank] = value
-            if len(self._values) + len(self._failures) < len(self.ranks):
-                waiting = failure is not None
-                callbacks: list[Callable[[RankResults], object]] = []
-            else:
-                waiting = False
-                callbacks, self._callbacks = self._callbacks, []
-                self._finished.set()
-        if waiting:
-            self._cluster.release_waiting(self)
+                self._packed[rank] = value
+        self._look_whether_done()
+
+    def _look_whether_done(self) -> None:
+        with self._lock:
+            if self._finished.is_set() or not self.ranks:
+                return
+            if len(self._packed) + len(self._failures) < len(self.ranks):
+                return
+            callbacks, self._callbacks = self._callbacks, []
+            self._finished.set()
         for callback in callbacks:
             callback(self)
 
@@ -170,15 +193,3 @@ class RankResults:
             if self._failures
             else (f"<RankResults: {len(self.ranks)} ranks done>")
         )
-
-
-def _failure_of(error: BaseException) -> RemoteFailure:
-    """What ipyparallel says of a task that brought no answer of ours."""
-    if isinstance(error, TaskAborted):
-        return RemoteFailure(kind=INTERRUPTED, message="it was interrupted before it began")
-    if isinstance(error, RemoteError) and error.ename == "EngineError":
-        return RemoteFailure(kind=DIED, message="the process of this rank's engine ended, or stopped answering")
-    if isinstance(error, RemoteError):
-        # For example a result that cannot be pickled. ipyparallel colours its tracebacks; ours are plain.
-        return RemoteFailure(kind=error.ename or "RemoteError", message=error.evalue or "")
-    return RemoteFailure(kind=type(error).__name__, message=str(error))

@@ -1,7 +1,7 @@
 """Run: the kernel's handle of a run. It posts control words, waits for their answers, and keeps the ranks advancing.
 
-The words travel through the run folder, so any number of handles, in any number of kernels, may speak to one run.
-`speedlab.cluster.advance` keeps the ranks working on them.
+The words travel through the supervisor of its cluster, so any number of handles, in any number of kernels, may speak
+to one run. `speedlab.cluster.supervisor.runs` keeps the ranks working on them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 import speedlab.cluster.remote as remote
-from speedlab.cluster.advance import RESTING, Advance
 from speedlab.cluster.errors import ClusterError, RankError
 from speedlab.cluster.export import export_checkpoint
+from speedlab.cluster.failures import Failures
 from speedlab.cluster.given_paths import check_offload_folder, with_absolute_paths
 from speedlab.cluster.going_on import (
     Saved,
@@ -33,19 +31,22 @@ from speedlab.cluster.going_on import (
     unsaved_text,
     way_on,
 )
-from speedlab.cluster.kernel_interrupt import is_the_users
-from speedlab.cluster.known_runs import RunError, refuse_second_run, remember_run, saved_step
+from speedlab.cluster.home import running_clusters
+from speedlab.cluster.kernel_interrupt import is_the_users, noting_interrupts
+from speedlab.cluster.known_runs import RunError, refuse_second_run, saved_step
 from speedlab.cluster.own_model import OWN_MODEL, keep, packed_model
+from speedlab.cluster.shapes import is_built_in
+from speedlab.cluster.supervisor.messages import Standing
 from speedlab.cluster.trial import try_own_model
 from speedlab.cluster.words import Pending, Step
 from speedlab.config import ConfigError, RunConfig
-from speedlab.planner import parameter_count, stage_blocks
+from speedlab.planner import stage_blocks
 from speedlab.telemetry.checkpoints import find_checkpoint
 from speedlab.telemetry.feed import Feed
-from speedlab.telemetry.folder import RunFolder, require_space
+from speedlab.telemetry.folder import RunFolder, RunFolderError, require_space
 from speedlab.telemetry.layout_table import LayoutTable, layout_table
 from speedlab.telemetry.placement_table import PlacementTable, placement_of
-from speedlab.telemetry.records import Event, RunState, StepRecord
+from speedlab.telemetry.records import RESTING, Event, RunState, StepRecord
 from speedlab.telemetry.shape import CHANGES, changed_config, present_config
 from speedlab.telemetry.trace import write_trace
 
@@ -74,7 +75,7 @@ class Run:
         self.cluster = cluster
         self.feed = Feed(self.folder)
         self._attach = attach or (type(cluster).attach if cluster is not None else None)
-        self._advance = Advance(self.folder, cluster) if cluster is not None else None
+        self._failures = Failures(self.folder)
         self.feed.poll()
 
     # What it is doing
@@ -95,8 +96,8 @@ class Run:
 
     @property
     def errors(self) -> list[RankError]:
-        """What the ranks raised while this handle watched them, oldest first."""
-        return self._advance.errors if self._advance is not None else []
+        """What the ranks raised, oldest first, whether or not anybody watched them."""
+        return self._failures.all()
 
     @property
     def state(self) -> RunState:
@@ -197,10 +198,9 @@ class Run:
 
     def go_on_in(self, cluster: Cluster) -> None:
         """Let this run's next words go to the engines of `cluster`; its own are gone. `resume` does so by itself."""
-        advance = Advance(self.folder, cluster)
-        with advance.held_back():
+        with cluster.runs.held(self.folder.path):
             take_engines(self, cluster)
-        self.cluster, self._advance = cluster, advance
+        self.cluster = cluster
 
     def stop(self) -> Pending:
         """End the run after the step that is being computed."""
@@ -213,10 +213,10 @@ class Run:
     def reshape(self, *, engines: int | None = None, **changes: Any) -> Pending:
         """Change the ZeRO stage, the layout, or how a pipeline works, between two steps; no state is lost.
 
-        `changes`: zero, tp, pp, cp, dp, schedule, chunks, micro_batches, sequence, cp_heads, cp_pad, cut, offload (a
-        dict of where the optimizer's states and the parameters lie: none, host or disk). What is not named stays as it
-        is, and dp follows from the engines. The global batch stays, so that the same data follow. Raises ConfigError or
-        LayoutError at once, with the rule and what would work, for what cannot be.
+        `changes`: zero, islands, tp, pp, cp, dp, schedule, chunks, micro_batches, sequence, cp_heads, cp_pad, cut,
+        offload (a dict of where the optimizer's states and the parameters lie: none, host or disk). What is not named
+        stays as it is, and dp follows from the engines. The global batch stays, so that the same data follow. Raises
+        ConfigError or LayoutError at once, with the rule and what would work, for what cannot be.
 
         With another number of `engines`, engines are started or stopped, and the run goes on from a checkpoint; this
         waits for it, and a failure leaves the run with the engines it had. See `speedlab.cluster.resize`.
@@ -240,9 +240,7 @@ class Run:
     def is_built_in(self) -> bool:
         """Whether the model is the GPT of the configuration, so that its shape says which layouts there are."""
         self.feed.poll()
-        said = next((event.details for event in self.feed.events if event.kind == "started"), {})
-        count = parameter_count(self.config.model)
-        return not self.own_model and said.get("parameters", count) == count
+        return is_built_in(self.folder, self.feed.events)
 
     @property
     def has_engines(self) -> bool:
@@ -267,11 +265,13 @@ class Run:
         return self._size() or len(self.feed.status.rank_pids)
 
     def _post(self, word: str, **arguments: Any) -> Pending:
-        if self._advance is None or not self.has_engines:
+        if self.cluster is None or not self.has_engines:
             raise RunError(f"run {self.name!r} has no engines here and cannot {word}: {way_on(self)}")
-        number = self.folder.post(word, **arguments)
-        self._advance.start_if_needed()
-        return Pending(self, number, word)
+        return Pending(self, self.cluster.runs.post(self.folder.path, word, arguments), word)
+
+    def _standing(self) -> Standing:
+        """How it stands with the ranks of its cluster. Raises ClusterError when that has ended."""
+        return self.cluster.runs.standing(self.folder.path) if self.cluster is not None else Standing()
 
     # Waiting
 
@@ -319,8 +319,8 @@ class Run:
     def is_settling(self) -> bool:
         """Whether the run has come to rest, and its ranks are about to be free."""
         status = self.feed.status
-        active = self._advance is not None and self._advance.active
-        return active and status.state in RESTING and not self.folder.pending(status.command)
+        resting = status.state in RESTING and not self.folder.pending(status.command)
+        return resting and self._standing().active
 
     # Views, in a notebook
 
@@ -350,26 +350,32 @@ class Run:
             raise
 
     async def _until_async(self, check: Callable[[], Any], what: str) -> Any:
-        try:
-            while (found := check()) is None:
-                await asyncio.sleep(_POLL_SECONDS)
-            return found
-        except KeyboardInterrupt:
-            self._interrupt_ranks()
-            raise
+        with noting_interrupts() as interrupted:
+            try:
+                while (found := check()) is None:
+                    await asyncio.sleep(_POLL_SECONDS)
+                return found
+            except (KeyboardInterrupt, asyncio.CancelledError):
+                # A kernel that is interrupted cancels what its cell awaits; others may cancel it without such a wish.
+                if interrupted():
+                    self._interrupt_ranks()
+                raise
 
     def _interrupt_ranks(self) -> None:
         if self.cluster is not None and is_the_users():
-            self.cluster.interrupt()
+            self.cluster.runs.interrupt(self.folder.path)
 
     def _resting_state(self) -> RunState | None:
         """The state when nothing will change it without a new control word, else None."""
         self.feed.poll()
         self._raise_trouble()
-        status = self.feed.status
-        if status.state not in RESTING:
+        if self.feed.status.state not in RESTING:
             return None
-        if self._advance is not None and (self._advance.active or self.folder.pending(status.command)):
+        if self.cluster is not None and (standing := self._standing()).active | standing.recovering:
+            return None
+        self.feed.poll()  # Once more: what the supervisor made of the end was written before it said so.
+        status = self.feed.status
+        if self.cluster is not None and self.folder.pending(self.folder.read_status().command):
             return None
         self._raise_failure()
         self.feed.poll(files=True)  # The last records may still be on their way through the stream.
@@ -384,16 +390,19 @@ class Run:
         raise RunError(self._where())
 
     def _raise_trouble(self) -> None:
-        """Raise what keeps the run from ever answering: the engines cannot be reached, or their processes are gone."""
-        if self._advance is not None:
-            self._advance.check()
+        """Raise what keeps the run from ever answering: its words cannot be sent on, or its engines are gone."""
+        if self.cluster is not None:
+            standing = self._standing()
+            if standing.trouble:
+                raise (RunFolderError if standing.trouble_kind == "RunFolderError" else ClusterError)(standing.trouble)
+            if standing.active or standing.recovering:
+                return  # The supervisor tells of its end.
+        self.feed.poll()  # What became of it was written before the supervisor said that it is over.
         status = self.feed.status
-        if status.state in RESTING or (self._advance is not None and self._advance.active):
-            return  # A task of this handle reports its end itself.
-        gone = [(rank, pid) for rank, pid in enumerate(status.rank_pids) if not psutil.pid_exists(pid)]
-        if gone and time.time() - status.updated > _ENGINE_CHECK_SECONDS:
-            ranks = ", ".join(f"rank {rank} (process {pid})" for rank, pid in gone)
-            raise RunError(f"{self._where()}, but {ranks} is gone; start engines and resume from its last checkpoint")
+        if status.state in RESTING or time.time() - status.updated <= _ENGINE_CHECK_SECONDS:
+            return
+        if all(state.token != status.token for state in running_clusters()):
+            raise RunError(f"{self._where()}, but {way_on(self)}")
 
     def _where(self) -> str:
         status = self.feed.status
@@ -426,20 +435,27 @@ def start_run(cluster: Cluster, config: RunConfig, **given: Any) -> Run:
     config.batch.resolve(layout.data_size)
     check(config.data)
     check_offload_folder(config)
+    refuse_second_run(cluster)
     pids = tuple(status.pid for status in cluster.status())
-    refuse_second_run(cluster, pids)
     require_space(config.folder, _SPARE_BYTES + config.steps * cluster.size * _RECORD_BYTES)
     with packed_model(cluster, given) as packed:
         try_own_model(cluster, config, packed)
         folder = RunFolder.create(with_absolute_paths(config))
         try:
-            folder.write_status(replace(folder.read_status(), cluster=cluster.name, rank_pids=pids))
+            now = replace(folder.read_status(), cluster=cluster.name, token=cluster.token, rank_pids=pids)
+            folder.write_status(now)
             keep(packed, folder.path)
-            run = Run(folder, cluster)
-            assert run._advance is not None
-            run._advance.start()
+            cluster.runs.begin(folder.path)
         except BaseException:
-            shutil.rmtree(folder.path)  # Nothing has run in it; its name is free again.
+            if not _has_begun(cluster, folder.path):
+                shutil.rmtree(folder.path)  # Nothing has run in it; its name is free again.
             raise
-    remember_run(cluster, folder.path)
-    return run
+    return Run(folder, cluster)
+
+
+def _has_begun(cluster: Cluster, folder: Path) -> bool:
+    """Whether ranks work on it though an interrupt came before that was told."""
+    try:
+        return cluster.runs.standing(folder).active
+    except Exception:
+        return False

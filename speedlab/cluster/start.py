@@ -9,12 +9,12 @@ import asyncio
 import json
 import logging
 import os
-import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ipyparallel
+from ipyparallel.serialize.canning import can_map
 
 import speedlab.cluster.processes as processes
 import speedlab.cluster.remote as remote
@@ -31,6 +31,8 @@ CONTROLLER_ARGUMENTS = [
     # A new engine joins with the hub's next heartbeat: this is most of what starting takes by default.
     "--HeartMonitor.period=200",
     "--HeartMonitor.max_heartmonitor_misses=60",
+    # Messages are signed, but any user of this host could read them.
+    "--IPController.enable_curve=True",
     "--ip=127.0.0.1",
     # Otherwise the host's name, which a client tries to resolve.
     "--location=127.0.0.1",
@@ -46,20 +48,20 @@ log = logging.getLogger("speedlab.cluster.ipyparallel")
 log.setLevel(logging.CRITICAL)  # ipyparallel reports every process that ends, also those we end ourselves.
 
 
-def start_cluster(home: Home, devices: Sequence[Device], backend: str) -> tuple[ClusterState, ipyparallel.Client]:
-    """Start a controller and one engine per device; returns when all are ready, torch imported.
+def start_cluster(
+    home: Home, token: str, devices: Sequence[Device], backend: str, link: str, cancelled: Callable[[], bool]
+) -> tuple[ClusterState, ipyparallel.Client]:
+    """Start a controller and one engine per device; returns when all are ready, torch imported. `link`: what engines
+    pretend to have between them.
 
-    Raises ClusterError with the end of the logs when a process does not come up. Then, and when it is interrupted,
-    nothing is left behind.
+    Raises ClusterError with the end of the logs when a process does not come up, and once `cancelled()`. Then no engine
+    is left.
     """
-    token = secrets.token_hex(16)
-    home.create()
     client = None
     try:
-        environment = _environment(token, backend)
-        controller_pid, engine_pids = _in_a_loop(lambda: _launch_all(home, devices, environment))
-        client = _connect(home, controller_pid, token)
-        engines = _await_engines(home, client, engine_pids, token)
+        controller_pid, engine_pids = asyncio.run(_launch_all(home, devices, environment(home, token, backend, link)))
+        client = connect_to(home, controller_pid, token)
+        engines = _await_engines(home, client, engine_pids, token, cancelled)
         state = ClusterState(
             name=home.name,
             token=token,
@@ -68,23 +70,27 @@ def start_cluster(home: Home, devices: Sequence[Device], backend: str) -> tuple[
             devices=tuple(devices),
             engines=tuple(engines),
             backend=backend,
+            link=link,
         )
         home.write(state)
         return state, client
     except BaseException:
         if client is not None:
             client.close(linger=0)
-        processes.end(processes.marked(token), patience_seconds=0.0)
-        home.remove()
+        processes.end([found for found in processes.marked(token) if found.pid != os.getpid()], patience_seconds=0.0)
         raise
 
 
 def start_engines(
-    home: Home, state: ClusterState, client: ipyparallel.Client, ranks: Iterable[int]
+    home: Home,
+    state: ClusterState,
+    client: ipyparallel.Client,
+    ranks: Iterable[int],
+    cancelled: Callable[[], bool],
 ) -> tuple[EngineEntry, ...]:
     """Start engines for these ranks of `state.devices`; returns when all are ready.
 
-    Raises ClusterError as `start_cluster` does. Then, and when it is interrupted, none of them is left.
+    Raises ClusterError as `start_cluster` does, and once `cancelled()`. Then none of them is left.
     """
     pids: dict[int, int] = {}
 
@@ -100,15 +106,15 @@ def start_engines(
                 identifier=str(rank),
                 devices=device_fields(state.devices),
                 rendezvous=str(home.rendezvous),
-                environment=_environment(state.token, state.backend),
+                environment=environment(home, state.token, state.backend, state.link),
                 output_file=str(home.log / f"engine-{rank}.log"),
             )
             launcher.start()
             pids[rank] = launcher.pid
 
     try:
-        _in_a_loop(launch)
-        return tuple(_await_engines(home, client, pids, state.token))
+        asyncio.run(launch())
+        return tuple(_await_engines(home, client, pids, state.token, cancelled))
     except BaseException:
         processes.end([process for pid in pids.values() for process in tree(pid, state.token)], patience_seconds=0.0)
         raise
@@ -116,7 +122,7 @@ def start_engines(
 
 def connect(home: Home, state: ClusterState) -> ipyparallel.Client:
     """A client of the running cluster."""
-    return _connect(home, state.controller_pid, state.token)
+    return connect_to(home, state.controller_pid, state.token)
 
 
 def read_connection(home: Home) -> dict[str, Any]:
@@ -130,8 +136,14 @@ def tree(pid: int, token: str) -> list[Any]:
     return [*found, *(child for process in found for child in processes.descendants(process))]
 
 
-def _environment(token: str, backend: str) -> dict[str, str]:
-    return {processes.TOKEN: token, "SPEEDLAB_BACKEND": backend}
+def environment(home: Home, token: str, backend: str, link: str) -> dict[str, str]:
+    """What every process of a cluster finds in its environment."""
+    return {
+        processes.TOKEN: token,
+        "SPEEDLAB_BACKEND": backend,
+        "SPEEDLAB_LINK": link,
+        "SPEEDLAB_SUPERVISOR_LOCK": str(home.supervisor_lock),
+    }
 
 
 async def _launch_all(home: Home, devices: Sequence[Device], environment: dict[str, str]) -> tuple[int, dict[int, int]]:
@@ -161,7 +173,24 @@ async def _launch_all(home: Home, devices: Sequence[Device], environment: dict[s
     return pid, {int(identifier): launcher.pid for identifier, launcher in launchers.items()}
 
 
-def _connect(home: Home, controller_pid: int, token: str) -> ipyparallel.Client:
+async def launch_controller(home: Home, environment: dict[str, str], arguments: Sequence[str]) -> int:
+    """Start a controller alone; returns its process id."""
+    cluster = ipyparallel.Cluster(
+        profile_dir=str(home.path),
+        cluster_id=home.name,
+        controller_args=list(arguments),
+        send_engines_connection_env=False,
+        shutdown_atexit=False,
+        load_profile=False,
+        parent=None,
+        log=log,
+    )
+    await cluster.start_controller(environment=environment)
+    cluster.cluster_file = ""
+    return cluster.controller.pid  # pyright: ignore[reportOptionalMemberAccess]  # it was just started
+
+
+def connect_to(home: Home, controller_pid: int, token: str) -> ipyparallel.Client:
     def read() -> dict[str, Any] | None:
         try:
             return read_connection(home)
@@ -172,6 +201,8 @@ def _connect(home: Home, controller_pid: int, token: str) -> ipyparallel.Client:
                 ) from None
             return None
 
+    # ipyparallel would import numpy with its first message, for arrays, of which ours have none.
+    can_map.pop("numpy.ndarray", None)
     connection = _poll(read, START_SECONDS, lambda: f"the controller of {home.name!r} is not ready\n{_logs(home)}")
     try:
         return ipyparallel.Client(connection, profile_dir=str(home.path), timeout=int(START_SECONDS))
@@ -179,13 +210,21 @@ def _connect(home: Home, controller_pid: int, token: str) -> ipyparallel.Client:
         raise ClusterError(f"the controller of {home.name!r} does not answer\n{_logs(home)}") from None
 
 
-def _await_engines(home: Home, client: ipyparallel.Client, pids: dict[int, int], token: str) -> list[EngineEntry]:
+def _await_engines(
+    home: Home,
+    client: ipyparallel.Client,
+    pids: dict[int, int],
+    token: str,
+    cancelled: Callable[[], bool],
+) -> list[EngineEntry]:
     """Wait until the engine of each of these ranks has answered which rank it is; ipyparallel's numbers do not tell."""
     known: set[int] = set()
     tasks: list[Any] = []
     found: dict[int, EngineEntry] = {}
 
     def ready() -> list[EngineEntry] | None:
+        if cancelled():
+            raise ClusterError("it was interrupted")
         for rank, pid in pids.items():
             if rank not in found and not processes.is_alive(pid, token):
                 raise ClusterError(f"the engine of rank {rank} ended before it was ready\n{_logs(home)}")
@@ -227,8 +266,3 @@ def _logs(home: Home) -> str:
         if lines:
             parts.append("\n".join([f"{path.name}:", *(f"  {line}" for line in lines)]))
     return "\n".join([*(parts or ["(their logs are empty)"]), more_in("engines")])
-
-
-def _in_a_loop(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Run a coroutine to its end on a thread of its own: in a notebook this thread already runs a loop."""
-    return processes.uninterrupted(lambda: asyncio.run(make()))

@@ -11,6 +11,7 @@ noticed only afterwards, and gloo cannot be asked to stop. What releases it is t
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import os
@@ -70,7 +71,13 @@ def _shut_down(descriptor: int, peer: tuple[str, int]) -> bool:
 
 
 def _addresses_of_others() -> set[tuple[str, int]]:
-    """Local ends of the TCP connections of the other ranks' processes."""
+    """Local ends of the TCP connections of the other ranks' processes.
+
+    On a cluster of several hosts, whose processes cannot be looked at from here: the far ends of all connections of
+    this process, but those to the controller.
+    """
+    if "SPEEDLAB_STORE" in os.environ:
+        return _far_ends() - _controller_ends()
     state = json.loads((Path(os.environ["SPEEDLAB_RENDEZVOUS"]).parent / "cluster.json").read_text())
     addresses: set[tuple[str, int]] = set()
     for engine in state["engines"]:
@@ -82,6 +89,24 @@ def _addresses_of_others() -> set[tuple[str, int]]:
             continue  # Its ends are closed already.
         addresses.update(_address(connection.laddr) for connection in connections if connection.raddr)
     return addresses
+
+
+def _far_ends() -> set[tuple[str, int]]:
+    ends = {_address(connection.raddr) for connection in psutil.Process().net_connections("tcp") if connection.raddr}
+    return {end for end in ends if not ipaddress.ip_address(end[0]).is_loopback}
+
+
+def _controller_ends() -> set[tuple[str, int]]:
+    """Where the controller listens for engines."""
+    known = json.loads(os.environ["IPP_CONNECTION_INFO"])
+    address = known["interface"].partition("://")[2]
+    return {(address, port) for value in known.values() for port in _numbers(value)}
+
+
+def _numbers(value: Any) -> list[int]:
+    """Ports in an entry of the connection's description: one, or several."""
+    found = value if isinstance(value, list) else [value]
+    return [port for port in found if isinstance(port, int)]
 
 
 def _address(end: Any) -> tuple[str, int]:

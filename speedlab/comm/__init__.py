@@ -1,22 +1,34 @@
 """Process groups and collectives, with the bytes and the exposed time of each."""
 
+from speedlab.comm.codecs import Blocks, Codec
+from speedlab.comm.coded import CodedGathers, CodedSums, hosts_of
 from speedlab.comm.copies import HostCopies
-from speedlab.comm.errors import PeerLost
+from speedlab.comm.errors import MeetingFailed, PeerLost
 from speedlab.comm.group import Group, Rotation
+from speedlab.comm.pretended import own_line
+from speedlab.comm.rails import Rails
 from speedlab.comm.traffic import BufferMeter, Traffic
 from speedlab.comm.transfer import Transfer
 from speedlab.comm.world import World, check_peers, join, leave
 
 __all__ = [
+    "Blocks",
     "BufferMeter",
+    "Codec",
+    "CodedGathers",
+    "CodedSums",
     "Group",
     "HostCopies",
+    "MeetingFailed",
     "PeerLost",
+    "Rails",
     "Rotation",
     "Traffic",
     "Transfer",
     "World",
     "check_peers",
+    "hosts_of",
     "join",
     "leave",
+    "own_line",
 ]

@@ -12,6 +12,10 @@ class PeerLost(RuntimeError):  # noqa: N818  # what happened, not a mistake made
     """A collective ended because another rank left, died or did not come in time. The cause is on that rank."""
 
 
+class MeetingFailed(RuntimeError):  # noqa: N818  # what happened, not a mistake made here
+    """Ranks of several hosts could not meet: a way between two hosts is closed, or some ranks did not come."""
+
+
 _MEMORY = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory")
 _MISUSE = re.compile(r"ncclInvalid(Usage|Argument)")
 """Errors of a backend that are this rank's own, whatever class they come as."""

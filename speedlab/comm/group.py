@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from speedlab.comm.errors import PeerLost, reason_of, tells_of_lost_peer
+from speedlab.comm.pretended import own_line
+from speedlab.comm.rails import Rails, places_of
 from speedlab.comm.traffic import Traffic
 from speedlab.comm.transfer import Transfer
 from speedlab.comm.transports.choose import Link, choose, link_of
@@ -21,6 +23,9 @@ from speedlab.comm.transports.exchange import exchange, rounds_often, sum_of_sli
 from speedlab.comm.transports.torch_own import Transport, gather_whole, scatter_sum
 from speedlab.comm.wires import Wires, wires
 from speedlab.comm.world import check_peers
+
+_INSIDE, _ACROSS = "inside", "across"
+"""Channels of a group's hosts and rails."""
 
 _BUFFERS = 2
 """Buffers of one kind that a pass uses: one is filled while the other is reduced and read by peers."""
@@ -66,6 +71,7 @@ class Group:
         """Buffers that were given back, by size and dtype, the one that was first given back first."""
         self._made: Counter[tuple[int, torch.dtype]] = Counter()
         """How many buffers of each kind there are."""
+        self._line = own_line()
         self.reconnect()
 
     def reconnect(self) -> None:
@@ -73,6 +79,8 @@ class Group:
         # A group of one needs no wires, and new_group would cost a rendezvous.
         self._wires: Wires | Any = wires(self._channel, tuple(self.ranks)) if self.size > 1 else None
         self._rotations: dict[Rotation, int] = {}
+        self._rails: Rails[Group] | None = None
+        self._knows_rails = False
         self._transports: dict[str, Transport | None] = {}
         self._links: dict[str, Link] = {}
         """By kind of device: a group whose device is a GPU may have flats on the host too."""
@@ -81,6 +89,9 @@ class Group:
 
     def disconnect(self) -> None:
         """Let go of the wires, so that they close when the world is left."""
+        if self._rails is not None:
+            self._rails.inside.disconnect()
+            self._rails.across.disconnect()
         self._wires, self._transports, self._links = None, {}, {}
 
     def link(self, kind: str) -> Link:
@@ -96,6 +107,27 @@ class Group:
             made = choose(link, self._wires, self.size, self.index, device, self.traffic.buffers)
             self._transports[device.type] = made
         return self._transports[device.type]
+
+    def rails(self) -> Rails[Group] | None:
+        """The group as hosts by places, where it spans hosts of which each has equally many of its CPU ranks, more than
+        one. Collective the first time in a world: all groups of this axis ask."""
+        link = self.link(self.device.type)
+        if not self._knows_rails and link in (Link.HOSTS, Link.GLOO, Link.SHARED):
+            hosts = self._wires.group.hosts if link is Link.HOSTS else []
+            places = places_of(hosts)
+            if places is None:  # Every rank must make equally many groups, or torch names them differently.
+                for channel in (_INSIDE, _ACROSS):
+                    wires(channel, (self.ranks[self.index],))
+            else:
+                host = next(ranks for ranks in hosts if self.index in ranks)
+                place = next(ranks for ranks in places if self.index in ranks)
+                inside, across = (
+                    Group([self.ranks[k] for k in ranks], self.traffic, self.device, channel=channel)
+                    for ranks, channel in ((host, _INSIDE), (place, _ACROSS))
+                )
+                self._rails = Rails(inside, across, places)
+        self._knows_rails = True
+        return self._rails
 
     @property
     def _in_use(self) -> list[Transport]:
@@ -264,7 +296,7 @@ class Group:
                 "all_gather",
                 (self.size - 1) * own.nbytes,
             ).wait()
-        return torch.cat(every.unbind(), dim)
+        return every.flatten(0, 1) if dim == 0 else torch.cat(every.unbind(), dim)
 
     def scatter_sum(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's slice, one of `size` equal ones along `dim`, of the sum of the ranks' tensors. Waits on CPUs."""
@@ -310,15 +342,17 @@ class Group:
         """
         tensor = tensor.contiguous()
         with self._explained():
-            work = self._wires.group.send([tensor], peer, tag)
+            group = self._wires.group
+            work = group.send([tensor], peer, tag) if self._line is None else self._line.send(group, tensor, peer, tag)
         # The memory lives until then.
         finish = lambda: (work.wait(), tensor)  # noqa: E731  # one expression
-        return self._started(finish, tensor.device, "send", tensor.nbytes, over=work.is_completed)
+        return self._started(finish, tensor.device, "send", tensor.nbytes, over=work.is_completed, booked=True)
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Transfer:
         """Start to fill contiguous `tensor` with what `peer` (an index in the group) sends under `tag`."""
         with self._explained():
-            work = self._wires.group.recv([tensor], peer, tag)
+            group, line = self._wires.group, self._line
+            work = group.recv([tensor], peer, tag) if line is None else line.receive(group, tensor, peer, tag)
         return self._started(work.wait, tensor.device)
 
     def take_tags(self, count: int) -> int:
@@ -361,9 +395,22 @@ class Group:
         """Slice k of `slices` (n, …) goes to rank k; slice k of what is returned comes from it. Waits on CPUs."""
         sent = slices.contiguous()
         received = torch.empty_like(sent)
-        nbytes = (self.size - 1) * sent.nbytes // self.size
-        self._started(lambda: exchange(received, sent, self._wires.group), sent.device, "all_to_all", nbytes).wait()
+        self._counted_exchange(sent, lambda: exchange(received, sent, self._wires.group)).wait()
         return received
+
+    def start_exchange(self, sent: Tensor, received: Tensor) -> Transfer:
+        """As `exchange`, of contiguous tensors, of which `sent` must not change before `wait`."""
+        if self.size == 1:
+            received.copy_(sent)
+            return self._done()
+        with self._explained():
+            work = exchange(received, sent, self._wires.group, async_op=True)
+        assert work is not None  # Asynchronous.
+        return self._counted_exchange(sent, work.wait)
+
+    def _counted_exchange(self, sent: Tensor, finish: Callable[[], Any]) -> Transfer:
+        nbytes = (self.size - 1) * sent.nbytes // self.size
+        return self._started(finish, sent.device, "all_to_all", nbytes)
 
     def share(self, value: Any, source: int = 0) -> Any:
         """A small JSON value of `source`, on every rank. JSON, because nothing is ever unpickled from the network."""
@@ -408,10 +455,16 @@ class Group:
         nbytes: int = 0,
         *,
         over: Callable[[], bool] = lambda: False,
+        booked: bool = False,
     ) -> Transfer:
-        """A transfer between tensors on `device` (the group's own where None), whose `finish` explains its errors."""
+        """A transfer between tensors on `device` (the group's own where None), whose `finish` explains its errors.
+        `booked`: it waits by itself for a link that is pretended."""
+        line = None if booked or not nbytes else self._line
+        there = 0.0 if line is None else line.book(name, nbytes)
 
         def explained() -> None:
+            if line is not None:
+                line.wait_until(there)
             with self._explained():
                 finish()
 
@@ -421,7 +474,7 @@ class Group:
             self.traffic,
             device,
             name=name,
-            link=self.link(device.type).value,
+            link=self.link(device.type).value if self._line is None else str(self._line),
             nbytes=nbytes,
             # The backend's own streams run beside it; `wait` orders it after them.
             stream=torch.cuda.current_stream(device) if device.type == "cuda" else None,

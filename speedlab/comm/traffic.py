@@ -47,6 +47,10 @@ class Counted(NamedTuple):
     """Waited for peers, by phase of the step."""
     place_seconds: dict[str, float]
     """Waited for the host's memory and the disk, by phase; what happened in no phase is left out."""
+    compressed_bytes: int
+    """Sent by what sends less than it stands for."""
+    float32_bytes: int
+    """That would have been sent in its place."""
 
 
 def leads_to_place(link: str) -> bool:
@@ -69,6 +73,10 @@ class Traffic:
     """To and from the host's memory and the disk, by what they went through."""
     wait_seconds: defaultdict[_Waited, float] = field(default_factory=lambda: defaultdict(float))
     _events: list[tuple[_Waited, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    compressed_bytes: int = 0
+    float32_bytes: int = 0
+    encoding: bool = False
+    """Whether what is allocated now are messages and their parts, and nothing of the model's."""
     _beside: set[int] = field(default_factory=set)
     """Threads that wait beside the step."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -83,6 +91,15 @@ class Traffic:
         finally:
             self._beside.discard(thread)
 
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Inside, what the step's thread allocates is no activation: buffers are counted by who makes them."""
+        before, self.encoding = self.encoding, True
+        try:
+            yield
+        finally:
+            self.encoding = before
+
     def sent(self, name: str, link: str, nbytes: int) -> None:
         """Count what this rank sends: under the collective's name, and under what it goes through."""
         if not nbytes:
@@ -93,6 +110,12 @@ class Traffic:
             self.link_bytes[link] += nbytes
             if leads_to_place(link):
                 self.moved_bytes[link] += nbytes
+
+    def compressed(self, nbytes: int, float32_bytes: int) -> None:
+        """Of what this rank sends, so many bytes stand for so many of float32."""
+        with self._lock:
+            self.compressed_bytes += nbytes
+            self.float32_bytes += float32_bytes
 
     def waited(self, wait: Callable[[], Any], device: torch.device, link: str = "") -> None:
         """Run `wait`, for what comes by `link`, and count its time: by the clock on CPUs, by a pair of events on a GPU,
@@ -133,6 +156,9 @@ class Traffic:
             moved_bytes=dict(self.moved_bytes),
             peer_seconds={phase: seconds for (phase, at_place), seconds in waits if not at_place},
             place_seconds={phase: seconds for (phase, at_place), seconds in waits if at_place and phase},
+            compressed_bytes=self.compressed_bytes,
+            float32_bytes=self.float32_bytes,
         )
+        self.compressed_bytes = self.float32_bytes = 0
         self.sent_bytes, self.moved_bytes, self.wait_seconds = Counter(), Counter(), defaultdict(float)
         return taken

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch.distributed as dist
+
+from speedlab.comm.over_hosts import STORE, bound_silence
 
 
 class Wires:
@@ -45,6 +48,8 @@ def wires(channel: str, ranks: tuple[int, ...]) -> Wires:
         # Only members meet, so that an axis of the layout can make its groups side by side. torch then names a group
         # after its ranks and after how many this process has: every rank must make equally many.
         known = Wires(dist.new_group(list(ranks), use_local_synchronization=True))
+        if STORE in os.environ:
+            bound_silence()
         _wires[channel, ranks] = known
     return known
 

@@ -20,9 +20,11 @@ import torch.distributed.nn.functional
 from torch.distributed import distributed_c10d
 
 from cuda_ops.warm import warm_up
+from speedlab.comm.over_hosts import STORE, bound_silence, meet
 from speedlab.comm.shared import BACKEND, leave_all, register
 from speedlab.comm.watch import Watch
 from speedlab.comm.wires import forget_wires
+from speedlab.network import Endpoint
 
 TIMEOUT_SECONDS = 300.0
 """How long a collective waits for its peers before it fails."""
@@ -46,9 +48,12 @@ def join(
     what SPEEDLAB_BACKEND says, else "shared". GPUs use NCCL.
 
     1. A default process group that exists is used as it is.
-    2. SPEEDLAB_RENDEZVOUS names a folder: engines meet in its file `store-<generation>`.
+    2. SPEEDLAB_RENDEZVOUS names a folder: engines meet in its file `store-<generation>`, or, where they are on several
+       hosts and SPEEDLAB_STORE says where rank 0 serves a store, there (`over_hosts.py`), each generation by itself.
     3. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set (torchrun): ranks meet there.
     4. Otherwise the world is this process alone.
+
+    Raises MeetingFailed where ranks of several hosts cannot meet, with the hosts, the port and the direction.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     device = torch.device(device) if device is not None else own_device()
@@ -62,12 +67,14 @@ def join(
         folder = os.environ.get("SPEEDLAB_RENDEZVOUS")
         if folder:
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            store = dist.FileStore(str(_store_path(Path(folder))), size)
+            store = _engines_store(Path(folder), rank, size, timeout_seconds)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         elif {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             dist.init_process_group(backend, timeout=timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        if STORE in os.environ:
+            bound_silence()
         if device.type == "cuda" and dist.get_world_size() > 1:
             _look_out(dist.get_rank(), dist.get_world_size())
     return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
@@ -150,8 +157,10 @@ def own_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _store_path(folder: Path) -> Path:
-    """Ranks that left meet in a new store: the old one holds keys of a group that is gone.
+def _engines_store(folder: Path, rank: int, size: int, timeout_seconds: float) -> dist.Store:
+    """Where the engines of a cluster meet this time.
+
+    Ranks that left meet in a new store: the old one holds keys of a group that is gone.
 
     The cluster raises the generation whenever it cannot know that all ranks left equally often (interrupts, restarts).
     """
@@ -159,4 +168,8 @@ def _store_path(folder: Path) -> Path:
     number = int(generation.read_text()) if generation.exists() else 0
     joined = _joins[number]
     _joins[number] += 1
-    return folder / f"store-{number}-{joined}"
+    name = f"store-{number}-{joined}"
+    place = os.environ.get(STORE)
+    if place:
+        return meet(Endpoint.parse(place), rank, size, name, timeout_seconds)
+    return dist.FileStore(str(folder / name), size)

@@ -63,6 +63,11 @@ class AttentionConfig(Part):
         default=128, ge=1, description="strided: tokens from a block seen to the next one, whole blocks"
     )
     seed: int = Field(default=0, ge=0, description="bigbird: seed of the random blocks")
+    both_ways: bool = Field(
+        default=False,
+        description="Whether the model has to be an encoder, where a block also sees the later ones that see it; a "
+        "causal model, as the built-in GPT is, is refused then",
+    )
     mask: tuple[str, ...] | None = Field(
         default=None,
         description="custom: a row of text for each block of queries, 'x' for a block of keys that it sees, '.' for "
@@ -86,6 +91,13 @@ class AttentionConfig(Part):
     @model_validator(mode="after")
     def _pattern_fits(self) -> AttentionConfig:
         problems = self._mask_problems()
+        if self.both_ways and (self.kind == "dense" or self.pattern == "sliding"):
+            what = "kind is 'dense', which every model does its own way"
+            if self.kind != "dense":
+                what = (
+                    "pattern 'sliding' counts tokens before a query, where 'longformer' with global_blocks 0 does not"
+                )
+            problems.append(("both_ways", f"is set, and {what}; set it to false, or choose another pattern"))
         if self.kind == "block_sparse" and self.pattern != "sliding":
             problems += [
                 (
@@ -171,6 +183,16 @@ def attention_problems(
             )
         )
     return problems
+
+
+def direction_problem(attention: AttentionConfig, model: str) -> str | None:
+    """What stands against `attention` in a causal model of this name; None where nothing does."""
+    if not attention.both_ways:
+        return None
+    return (
+        f"model.attention.both_ways is for encoders, and {model} is causal; give an encoder of transformers as the "
+        "model, or set both_ways to false"
+    )
 
 
 def length_problems(attention: AttentionConfig, length: int) -> list[str]:

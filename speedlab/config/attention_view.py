@@ -15,10 +15,9 @@ from html import escape
 from typing import Any
 
 from speedlab.config.attention import AttentionConfig
+from speedlab.config.attention_paths import Rows, hops, longest_path
 from speedlab.config.attention_pattern import seen_blocks
 from speedlab.display.grid_svg import SIDE, Grid, grid_svg, grid_text
-
-_Rows = tuple[tuple[int, ...], ...]
 
 _TOLD_RUNS = 5
 """Of the runs of tokens that a query sees, so many are told."""
@@ -32,11 +31,13 @@ class AttentionView:
     length: int
     layers: int | None = None
     """Of the model; None: it is not known."""
+    causal: bool = True
+    """Whether no token sees a later one; encoders see both ways."""
 
     @property
-    def rows(self) -> _Rows:
+    def rows(self) -> Rows:
         """The blocks that each block of queries sees. Raises ValueError where a custom mask is too short."""
-        return seen_blocks(self.attention, self.length)
+        return seen_blocks(self.attention, self.length, causal=self.causal)
 
     @property
     def blocks(self) -> int:
@@ -44,10 +45,10 @@ class AttentionView:
 
     @cached_property
     def density(self) -> float:
-        """Blocks computed over those of dense causal attention: its share of the work."""
+        """Blocks computed over those of dense attention: its share of the work."""
         if self.attention.kind == "dense":
             return 1.0
-        return sum(map(len, self.rows)) / (self.blocks * (self.blocks + 1) // 2)
+        return sum(map(len, self.rows)) / (self.blocks * (self.blocks + 1) // 2 if self.causal else self.blocks**2)
 
     @cached_property
     def last_sees(self) -> int:
@@ -60,28 +61,29 @@ class AttentionView:
         if (window := self._window) is not None:
             near = min(window, self.length)
             return (near * (near + 1) / 2 + (self.length - near) * near) / self.length
-        first_of_blocks = range(0, self.length, self.attention.block)
         total = 0
-        for row, first in zip(self.rows, first_of_blocks, strict=True):
-            queries = min(self.attention.block, self.length - first)
-            own = row[-1] == first // self.attention.block
-            total += queries * self.attention.block * (len(row) - own) + own * queries * (queries + 1) // 2
+        for block, row in enumerate(self.rows):
+            queries = self._tokens_of(block)
+            total += queries * sum(map(self._tokens_of, row))
+            if self.causal and block in row:
+                total -= queries * (queries - 1) // 2
         return total / self.length
 
     @cached_property
     def layers_to_first(self) -> int | None:
         """Layers after which the last token can depend on the first; None: it never does."""
         if self._window is not None:
-            return _hops(self.length, self._window)
+            return hops(self.length, self._window)
         reached, layers = self._steps_from_last(until=0)
         return layers if 0 in reached else None
 
     @cached_property
     def longest_path(self) -> int | None:
-        """Layers after which every token can depend on every one before it; None: some never do."""
+        """Layers after which every token can depend on every one before it, of encoders on every other; None: some
+        never do."""
         if self._window is not None:
-            return _hops(self.length, self._window)
-        return _longest_path(self.rows, self.length - (self.blocks - 1) * self.attention.block)
+            return hops(self.length, self._window)
+        return longest_path(self.rows, self._tokens_of(self.blocks - 1), causal=self.causal)
 
     def heard(self, layers: int) -> int:
         """Tokens that the last token can depend on after so many layers, itself included."""
@@ -90,9 +92,10 @@ class AttentionView:
         if self._window is not None:
             return min(self.length, layers * (self._window - 1) + 1)
         reached, _ = self._steps_from_last(most=layers)
-        last = self.blocks - 1
-        own = self.length - last * self.attention.block if last in reached else 1
-        return len(reached - {last}) * self.attention.block + own
+        return sum(map(self._tokens_of, reached)) + (self.blocks - 1 not in reached)
+
+    def _tokens_of(self, block: int) -> int:
+        return min(self.attention.block, self.length - block * self.attention.block)
 
     @property
     def _window(self) -> int | None:
@@ -104,7 +107,7 @@ class AttentionView:
         if self._window is not None:
             return min(self._window, token + 1)
         own, place = divmod(token, self.attention.block)
-        return sum(self.attention.block if key < own else place + 1 for key in self.rows[own])
+        return sum(place + 1 if self.causal and key == own else self._tokens_of(key) for key in self.rows[own])
 
     def _steps_from_last(self, *, until: int | None = None, most: int | None = None) -> tuple[set[int], int]:
         """The blocks that the last one reaches, and in how many steps: until it has that block, or after `most`."""
@@ -121,25 +124,28 @@ class AttentionView:
     @property
     def words(self) -> list[str]:
         """A line each: the work, what a query sees, and the longest path between two tokens."""
-        work = "all of the work of dense causal attention"
+        dense = "dense causal attention" if self.causal else "dense attention"
+        work = f"all of the work of {dense}"
         if self.density < 1:
-            work = f"{_percent(self.density)} of dense causal attention's work, {1 / self.density:,.3g} times less"
+            work = f"{_percent(self.density)} of {dense}'s work, {1 / self.density:,.3g} times less"
+        whole = (self.length + 1) / 2 if self.causal else self.length
         last = f"the last one sees {self.last_sees:,}: {self._runs(self.length - 1)}"
         return [
             f"{self.length:,} tokens in {self.blocks:,} blocks of {self.attention.block}: {work}",
-            f"a query sees {self.mean_sees:,.0f} tokens on average (dense: {(self.length + 1) / 2:,.0f}); {last}",
+            f"a query sees {self.mean_sees:,.0f} tokens on average (dense: {whole:,.0f}); {last}",
             self._path_words(),
         ]
 
     def _path_words(self) -> str:
         path, layers = self.longest_path, self.layers
-        told = "longest path: some tokens never depend on some before them, whatever the number of layers"
+        unheard, everything = ("some before them", "all before it") if self.causal else ("some others", "all others")
+        told = f"longest path: some tokens never depend on {unheard}, whatever the number of layers"
         if path is not None:
             told = f"longest path between two tokens: {path:,} layer{'s' if path > 1 else ''}"
         if layers is None:
             return told
         if path is not None and path <= layers:
-            return f"{told}; the model's {layers} are enough for every token to depend on all before it"
+            return f"{told}; the model's {layers} are enough for every token to depend on {everything}"
         reach = f"after the model's {layers} the last token depends on {self.heard(layers):,} of {self.length:,} tokens"
         return f"{told}; {reach}"
 
@@ -155,7 +161,7 @@ class AttentionView:
         """Queries downwards, keys to the right, in cells of one or more blocks: the share of each that is seen."""
         per_cell = -(-self.blocks // SIDE)
         side = -(-self.blocks // per_cell)
-        counts = [[0] * (row + 1) for row in range(side)]
+        counts = [[0] * (row + 1 if self.causal else side) for row in range(side)]
         for row, seen in enumerate(self.rows):
             cells = counts[row // per_cell]
             for key in seen:
@@ -170,8 +176,8 @@ class AttentionView:
 
     def _blocks_in(self, row: int, column: int, per_cell: int) -> int:
         """Of a cell, those that dense attention would compute."""
-        height = min(per_cell, self.blocks - row * per_cell)
-        return height * per_cell if column < row else height * (height + 1) // 2
+        height, width = (min(per_cell, self.blocks - cell * per_cell) for cell in (row, column))
+        return height * (height + 1) // 2 if self.causal and column == row else height * width
 
     def _title(self, first: int, last: int) -> str:
         return f"queries {first:,} to {last:,}: the last sees {self._seen_by(last):,} tokens, {self._runs(last)}"
@@ -182,7 +188,7 @@ class AttentionView:
             return f"{max(0, token - self._window + 1):,} to {token:,}"
         block, runs = self.attention.block, list[list[int]]()
         for key in self.rows[token // block]:
-            first, end = key * block, min((key + 1) * block, token + 1)
+            first, end = key * block, min((key + 1) * block, token + 1 if self.causal else self.length)
             if runs and runs[-1][1] == first:
                 runs[-1][1] = end
             else:
@@ -215,66 +221,23 @@ class AttentionView:
 
 
 @lru_cache(maxsize=16)
-def describe(attention: AttentionConfig, length: int, *, layers: int | None = None) -> AttentionView:
+def describe(
+    attention: AttentionConfig, length: int, *, layers: int | None = None, causal: bool = True
+) -> AttentionView:
     """What `attention` sees over `length` tokens, at least 1; of a model with so many `layers`, whether they suffice.
+    Without `causal` as encoders use it, in which a block also sees the later ones that see it.
 
-    Raises ValueError for a length below 1.
+    Raises ValueError for a length below 1, and for a sliding window without `causal`.
     """
     if length < 1:
         raise ValueError(f"a sequence of {length} tokens; give at least 1")
-    return AttentionView(attention=attention, length=length, layers=layers)
+    if not causal and attention.kind == "block_sparse" and attention.pattern == "sliding":
+        raise ValueError(
+            "model.attention.pattern 'sliding' counts tokens before a query, and encoders see both ways; take "
+            "'longformer' with global_blocks 0"
+        )
+    return AttentionView(attention=attention, length=length, layers=layers, causal=causal)
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
-
-
-def _hops(length: int, window: int) -> int | None:
-    """Layers of a window of tokens from the last token of `length` to the first."""
-    if length == 1:
-        return 1
-    return None if window == 1 else -(-(length - 1) // (window - 1))
-
-
-def _longest_path(rows: _Rows, last_tokens: int) -> int | None:
-    """Layers after which each block can depend on all before it and on itself; None: some never do. `last_tokens`: of
-    the last block.
-
-    Sets of blocks are the bits of a number. What is reached after a + b layers is what is reached after a, and after b
-    from the blocks that are exactly a away: so powers of two are doubled until all is reached, and the least number of
-    layers is put together from them.
-    """
-    for block, row in enumerate(rows):
-        if row[-1] != block and (block < len(rows) - 1 or last_tokens > 1):
-            return None  # Its tokens do not see each other, and nothing leads back to a block that was left.
-    whole = [(2 << block) - 1 for block in range(len(rows))]
-    itself = [1 << block for block in range(len(rows))]
-    once = [sum(1 << key for key in row) | own for own, row in zip(itself, rows, strict=True)]
-    powers = [(once, itself)]
-    while (reached := powers[-1][0]) != whole:
-        before = powers[-1][1]
-        twice = _after(reached, before, reached)
-        if twice == reached:
-            return None
-        powers.append((twice, _after(reached, before, before)))
-    if len(powers) == 1:
-        return 1
-    layers, (reached, before) = 2 ** (len(powers) - 2), powers[-2]
-    for power in range(len(powers) - 3, -1, -1):
-        further = _after(reached, before, powers[power][0])
-        if further != whole:
-            layers, reached, before = layers + 2**power, further, _after(reached, before, powers[power][1])
-    return layers + 1
-
-
-def _after(reached: list[int], before: list[int], then: list[int]) -> list[int]:
-    """What is reached after a + b layers, from what is reached after a and after a - 1, and `then`, after b."""
-    found = []
-    for within, less in zip(reached, before, strict=True):
-        newest, total = within & ~less, within
-        while newest:
-            lowest = newest & -newest
-            total |= then[lowest.bit_length() - 1]
-            newest ^= lowest
-        found.append(total)
-    return found

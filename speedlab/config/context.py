@@ -42,11 +42,9 @@ def context_problem(
     layout: Layout,
     parallel: ParallelConfig,
     length: int | None = None,
-    *,
-    separate: bool = False,
 ) -> str | None:
     """What stands against the layout's cp for a GPT of this `model`, with what would work; None where nothing does.
-    `length`: tokens of a sequence, if known; `separate`: whether no token sees another document."""
+    `length`: tokens of a sequence, if known."""
     cp, asked = layout.cp, parallel.cp_heads
     if cp == 1:
         return None
@@ -58,8 +56,6 @@ def context_problem(
             f"cp_heads {shared}: the {heads} heads of a tp rank do not divide by it; {_divisors(gcd(cp, heads))} would "
             "(the others of cp form a ring), and left out it is the largest"
         )
-    if shared != cp and (model.dropout or separate):
-        return _ring_problem(model, cp, heads, asked)
     block = ring_block(model)
     multiple = sequence_multiple(cp, shared, block)
     padded = length if length is None else padded_length(model, layout, parallel, length)
@@ -104,17 +100,6 @@ def dropout_rule(dropout: float) -> str:
         f"dropout {dropout:g} would drop other elements of a longer sequence; set model.dropout to 0, or use lengths "
         "that cp divides"
     )
-
-
-def _ring_problem(model: ModelConfig, cp: int, heads: int, asked: int | None) -> str:
-    """Around a ring go scores over whole sequences, of which none is dropped."""
-    what, other = ("data.documents 'separate'", "data.documents 'joined'")
-    if model.dropout:
-        what, other = f"model.dropout {model.dropout:g}", "no dropout"
-    rule = f"cp {cp} with {what}: all cp ranks have to share heads"
-    if asked is not None and heads % cp == 0:
-        return f"{rule}, and cp_heads is {asked}; leave it out"
-    return f"{rule}, and the {heads} heads of a tp rank do not divide by {cp}; cp {gcd(cp, heads)} would do, or {other}"
 
 
 def _divisors(count: int) -> str:

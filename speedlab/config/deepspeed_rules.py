@@ -149,6 +149,22 @@ def zero(keys: Keys) -> None:
         keys.assumed.append("zero_optimization.stage: 0, all states are replicated")
     stage = keys.settings.get("zero", {}).get("stage", 2)
     _buckets(keys, stage)
+    _plus_plus(keys, stage)
+
+
+def _plus_plus(keys: Keys, stage: int) -> None:
+    """ZeRO++, which DeepSpeed knows at stage 3 alone (runtime/zero/config.py); its partition of one rank is none."""
+    switches = {
+        "zero_quantized_weights": ("zero.quantized_weights", yes),
+        "zero_quantized_gradients": ("zero.quantized_gradients", yes),
+        "zero_hpz_partition_size": ("zero.secondary_partition", whole),
+    }
+    for name, (field, kind) in switches.items():
+        path = f"zero_optimization.{name}"
+        if keys.has(path) and stage != 3:
+            keys.ignore(path, f"it acts at ZeRO stage 3, and the stage is {stage}")
+        elif (value := keys.take(path, kind, field)) is not None:
+            keys.honour(path, field, None if kind is whole and value <= 1 else value)
 
 
 def _buckets(keys: Keys, stage: int) -> None:
@@ -177,8 +193,9 @@ def activation(keys: Keys) -> None:
     """DeepSpeed's section tunes what a model's own checkpoint calls do; who tunes it checkpoints."""
     partition, count = "activation_checkpointing.partition_activations", "activation_checkpointing.number_checkpoints"
     if (on := keys.take(partition, yes)) is True:
-        note = "each tensor rank keeps whole inputs of blocks, or its share under parallel.sequence"
-        keys.honour(partition, "activation.checkpointing", "block", note)
+        keys.set("activation.checkpointing", "block")
+        note = "of blocks that are computed again (activation.checkpointing 'block')"
+        keys.honour(partition, "activation.partition_inputs", True, note)
     elif on is False:
         keys.agree(partition, "inputs of blocks are not cut over tensor ranks")
     if keys.has(count):

@@ -43,9 +43,6 @@ class Feature:
     """Whether a value of the key turns it on."""
 
 
-_ZEROPP = Feature(
-    name="zero++", reason="ZeRO traffic is not quantised here (arXiv:2306.10209), so more bytes travel", on=bool
-)
 _NARROW = Feature(
     name="narrow-states",
     reason="master weights and moments are float32 unless precision.masters 'none' or precision.moments '8bit' says "
@@ -87,15 +84,14 @@ FEATURES: dict[str, Feature] = {
     "fp16.fp16_master_weights_and_grads": _NARROW,
     "bf16.bf16_master_weights_and_grads": _NARROW,
     "bf16.bf16_optimizer_states": _NARROW,
-    "zero_optimization.zero_quantized_weights": _ZEROPP,
-    "zero_optimization.zero_quantized_nontrainable_weights": _ZEROPP,
-    "zero_optimization.zero_quantized_gradients": _ZEROPP,
-    "zero_optimization.zero_hpz_partition_size": Feature(
+    "zero_optimization.zero_quantized_nontrainable_weights": Feature(
         name="zero++",
-        reason="parameters have one partition over all dp ranks, not a second one inside a host (arXiv:2306.10209)",
-        on=lambda value: _above(value, 1),
+        reason="frozen parameters are kept as they are, and sent as integers only with zero_quantized_weights",
+        on=bool,
     ),
-    "zero_optimization.zeropp_loco_param": Feature(name="zero++", reason=_ZEROPP.reason, on=_present),
+    "zero_optimization.zeropp_loco_param": Feature(
+        name="zero++", reason="what int4 gradients miss is not kept for the next step here", on=_present
+    ),
     "zero_optimization.zenflow": Feature(
         name="zenflow", reason="an update is not split between host and device, nor delayed on one of them", on=_present
     ),
@@ -315,6 +311,9 @@ HONOURED = (
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.allgather_bucket_size",
     "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.zero_quantized_weights",
+    "zero_optimization.zero_quantized_gradients",
+    "zero_optimization.zero_hpz_partition_size",
     "zero_optimization.cpu_offload",
     "zero_optimization.cpu_offload_param",
     *(f"{section}.{key}" for section in OFFLOAD for key in ("device", "nvme_path")),

@@ -2,7 +2,8 @@
 
 Keys and defaults are those of DeepSpeed's runtime/config.py; what they mean, of its
 ops/sparse_attention/sparsity_config.py. A window there reaches to both sides; of one of w blocks a causal query sees
-its own and w // 2 before.
+its own and w // 2 before. What is bidirectional there is for encoders here, whose blocks also see the later ones that
+see them: that is the same layout, but for runs, whose last blocks DeepSpeed shows to all.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ _PATTERNS = {
     "local_sliding_window": "longformer",  # Without global blocks.
 }
 _MODES = ("dense", "variable", *_PATTERNS)
+_ENCODERS = ("bigbird", "bslongformer", "local_sliding_window")
+"""Modes that mean the same both ways."""
+
 _EITHER_WAY = ("unidirectional", "bidirectional")
 _INDICES, _ENDS = "global_block_indices", "global_block_end_indices"
 
@@ -59,7 +63,10 @@ def sparse_attention(keys: Keys) -> None:
     else:
         _honour(keys, _INDICES, "global_blocks", first)
     if mode == "bigbird":
-        _count(keys, "num_random_blocks", "random_blocks", "drawn with model.attention.seed: others than DeepSpeed's")
+        note = "drawn with model.attention.seed: others than DeepSpeed's"
+        if keys.settings["model"]["attention"].get("both_ways"):
+            note += ", and a block also sees the later ones that drew it"
+        _count(keys, "num_random_blocks", "random_blocks", note)
     _heads(keys, mode)
     _leave_rest(keys, f"mode {mode!r} does not use it")
     return None
@@ -69,18 +76,26 @@ def _lacking(keys: Keys, mode: str, first: int | None) -> tuple[str, str] | None
     """(path, reason) of what the section asks for and model.attention cannot say; None when there is nothing."""
     usual = "unidirectional" if mode == "local_sliding_window" else "bidirectional"
     path, said = f"{SECTION}.attention", keys.has(f"{SECTION}.attention")
-    if (keys.take(path, _direction) if said else usual) == "bidirectional":
-        why = "and" if said else "which is DeepSpeed's default where the key is left out, and"
+    both = (keys.take(path, _direction) if said else usual) == "bidirectional"
+    why = "" if said else ", which is DeepSpeed's default where the key is left out"
+    if both and mode not in _ENCODERS:
         at = path if said else f"{SECTION}.mode" if keys.has_said(f"{SECTION}.mode") else SECTION
-        return at, f"attention is 'bidirectional', {why} the GPT here is causal; write attention 'unidirectional'"
-    if said:
-        keys.agree(path, "attention is causal")
+        return at, (
+            f"attention is 'bidirectional'{why}, and runs of blocks see only earlier ones here; write attention "
+            f"'unidirectional' for a causal model, or for an encoder one of the modes {', '.join(_ENCODERS)}"
+        )
     if mode == "variable":
         reason = "runs of several lengths have no pattern here; model.attention.pattern 'custom' takes any mask"
         return f"{SECTION}.mode", reason
     if first is None:
         reason = "only the first blocks can be global here; model.attention.pattern 'custom' takes any mask"
         return f"{SECTION}.{_INDICES}", reason
+    note = "for encoders; causal models are refused" if both else "attention is causal"
+    if said:
+        keys.honour(path, "model.attention.both_ways", both, note)
+    elif both:
+        keys.set("model.attention.both_ways", True)
+        keys.assumed.append(f"{path}: bidirectional, {note}")
     return None
 
 
@@ -96,6 +111,8 @@ def _pattern(keys: Keys, mode: str) -> None:
     note = f"{seen} blocks of {block}" + ("" if mode == "fixed" else ", a query's own and those before it")
     _honour(keys, name, "window", seen * block, note)
     horizontal = f"{SECTION}.horizontal_global_attention"
+    if keys.settings["model"]["attention"].get("both_ways"):
+        return  # The mode is none that has it.
     if (on := keys.take(horizontal, yes)) is True:
         keys.refuse(horizontal, "DeepSpeed takes it with attention 'bidirectional' only; set it to false")
     elif on is False:
@@ -183,13 +200,14 @@ def _places(value: Any) -> list[int]:
 def section_of(attention: AttentionConfig) -> dict[str, Any]:
     """`attention` as keys of the section; empty where it is dense, or has a pattern that they cannot say."""
     modes = {"fixed": "fixed", "longformer": "bslongformer", "bigbird": "bigbird"}
-    if attention.kind == "dense" or attention.pattern not in modes:
+    runs_both_ways = attention.both_ways and attention.pattern == "fixed"
+    if attention.kind == "dense" or attention.pattern not in modes or runs_both_ways:
         return {}
     mode, blocks = modes[attention.pattern], attention.window // attention.block
     written = {
         "mode": mode,
         "block": attention.block,
-        "attention": "unidirectional",
+        "attention": "bidirectional" if attention.both_ways else "unidirectional",
         _WINDOWS[mode][0]: blocks if mode == "fixed" else 2 * blocks - 1,
     }
     if mode == "bslongformer":

@@ -12,14 +12,25 @@ from speedlab.config.deepspeed_keys import Keys, number, pair, whole, word, yes
 from speedlab.config.deepspeed_trainer import trainer_optimizer, trainer_schedule
 
 _ADAM = {"adam": "Adam", "adamw": "AdamW"}
-_ONE_BIT = {"onebitadam": "1-bit Adam (arXiv:2102.02888)", "zerooneadam": "0/1 Adam (arXiv:2202.06009)"}
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _ADAM_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+_LAMB_DEFAULTS: dict[str, Any] = {**_ADAM_DEFAULTS, "max_coeff": 10.0, "min_coeff": 0.01}
+_ONEBIT_LAMB_DEFAULTS: dict[str, Any] = {
+    **_LAMB_DEFAULTS,
+    "coeff_beta": 0.9,
+    "factor_max": 4.0,
+    "factor_min": 0.5,
+    "factor_threshold": 0.1,
+}
+_FREEZE_STEP = 100_000
+"""Of DeepSpeed's OneBitAdam and OneBitLamb (runtime/fp16/onebit)."""
 _LION_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}
 _SGD_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
 _PARAMETERS = (
     *("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "dampening", "adam_w_mode", "bias_correction"),
-    *("amsgrad", "torch_adam", "max_grad_norm"),
+    *("amsgrad", "torch_adam", "max_grad_norm", "freeze_step", "cuda_aware", "comm_backend_name", "eps_inside_sqrt"),
+    *("max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold"),
+    *("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
 )
 _SCHEDULE_PARAMETERS = (
     *("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps", "warmup_min_ratio"),
@@ -54,12 +65,22 @@ def optimizer(keys: Keys) -> None:
         keys.honour("optimizer.type", "optimizer.name", "lion")
         for key, reads in (("lr", number), ("betas", pair), ("weight_decay", number)):
             _parameter(keys, key, reads, _LION_DEFAULTS)
-    elif kind in _ONE_BIT:
-        reason = f"{_ONE_BIT[kind]} is not built yet, so gradients would travel whole"
+    elif kind == "lamb":
+        _lamb(keys)
+    elif kind == "onebitadam":
+        _onebit(keys, "onebit_adam", "OneBitAdam", _ADAM_DEFAULTS)
+    elif kind == "onebitlamb":
+        _onebit(keys, "onebit_lamb", "OneBitLamb", _ONEBIT_LAMB_DEFAULTS)
+    elif kind == "zerooneadam":
+        reason = "0/1 Adam (arXiv:2202.06009) is not built yet, so gradients would travel whole"
         if keys.lack("optimizer.type", "optimizer", f"{reason}; without it the update is AdamW's"):
             _adam(keys, "")
     else:
-        keys.lack("optimizer.type", "optimizer", f"{name!r} is not built; there are Adam, AdamW, Lion and SGD")
+        keys.lack(
+            "optimizer.type",
+            "optimizer",
+            f"{name!r} is not built; there are Adam, AdamW, Lamb, OneBitAdam, OneBitLamb, Lion and SGD",
+        )
     for path in keys.under(_PARAMS):
         if "optimizer" not in keys.settings:
             keys.ignore(path, f"it belongs to {name}")
@@ -99,6 +120,48 @@ def _adam(keys: Keys, name: str) -> None:
     for key in ("torch_adam", "fused", "foreach", "set_grad_none", "capturable", "amsgrad"):
         if keys.has(f"{_PARAMS}.{key}"):
             keys.ignore(f"{_PARAMS}.{key}", "one kernel updates each partition")
+
+
+def _onebit(keys: Keys, name: str, theirs: str, defaults: dict[str, Any]) -> None:
+    keys.honour("optimizer.type", "optimizer.name", name)
+    for key in defaults:
+        _parameter(keys, key, pair if key == "betas" else number, defaults)
+    _parameter(keys, "freeze_step", whole, {"freeze_step": _FREEZE_STEP})
+    path = f"{_PARAMS}.bias_correction"
+    if keys.has(path):
+        if (corrected := keys.take(path, yes)) is not None:
+            keys.honour(path, "optimizer.bias_correction", corrected, f"DeepSpeed's {theirs} never does")
+    else:
+        keys.set("optimizer.bias_correction", False)
+        keys.assumed.append(f"{path}: false, whatever is said: DeepSpeed's {theirs} corrects no moments")
+    keys.assumed.append(
+        "optimizer.variance_floor: signs cannot throw about what was hardly used in the warm-up; DeepSpeed has no such "
+        "floor, which is 0"
+    )
+    for key in ("cuda_aware", "comm_backend_name"):
+        if keys.has(f"{_PARAMS}.{key}"):
+            keys.ignore(f"{_PARAMS}.{key}", "signs travel as flats do, by what joins the ranks")
+    for key in ("amsgrad", "eps_inside_sqrt"):
+        if keys.take(f"{_PARAMS}.{key}", yes):
+            keys.lack(f"{_PARAMS}.{key}", "optimizer", f"{name} has the plain root of its variance")
+
+
+def _lamb(keys: Keys) -> None:
+    keys.honour("optimizer.type", "optimizer.name", "lamb")
+    for key in _LAMB_DEFAULTS:
+        _parameter(keys, key, pair if key == "betas" else number, _LAMB_DEFAULTS)
+    path = f"{_PARAMS}.bias_correction"
+    reason = "moments are corrected inside the norms, as in the paper; DeepSpeed corrects the rate after them"
+    corrected = keys.take(path, yes)
+    if corrected is None:
+        keys.assumed.append(f"{path}: {reason}")
+    elif corrected:
+        keys.agree(path, reason)
+    else:
+        keys.honour(path, "optimizer.bias_correction", False)
+    for key in ("amsgrad", "eps_inside_sqrt"):
+        if keys.take(f"{_PARAMS}.{key}", yes):
+            keys.lack(f"{_PARAMS}.{key}", "optimizer", "LAMB has the plain root of its variance")
 
 
 def _sgd(keys: Keys) -> None:

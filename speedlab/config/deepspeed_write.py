@@ -10,8 +10,10 @@ from speedlab.config.deepspeed_rules import STATIC_WINDOW
 from speedlab.config.deepspeed_sparse import section_of
 
 if TYPE_CHECKING:
+    from speedlab.config.parts import ZeroConfig
     from speedlab.config.run import RunConfig
 
+_WARM_UP_PARTS = 5
 _RATE_DIGITS = 9
 """Fewer than a floor is read with, so that writing it again gives the same digits."""
 
@@ -19,11 +21,13 @@ _RATE_DIGITS = 9
 def as_deepspeed(config: RunConfig) -> dict[str, Any]:
     """All of `config` that DeepSpeed's keys can say.
 
-    They cannot say: model (but its attention under the patterns fixed, longformer and bigbird), data, seed, dp, the
-    pipeline's schedule and cut, sequence parallelism, evaluation, checkpoints, offload at ZeRO stage 0, masters that
-    are left out, moments in 8 bits, the update in backward, or late by a step, selective recomputation. Of states on
-    disk they name a folder, the one of all runs where none is given. The dtype 'auto' is written as bf16. A warm-up of
-    0 steps before a falling rate is written as 1, the least that DeepSpeed takes.
+    They cannot say: model (but its attention under the patterns fixed, longformer and bigbird), data, seed, dp, islands
+    and how they meet, the pipeline's schedule and cut, sequence parallelism, evaluation, checkpoints, offload at ZeRO
+    stage 0, masters that are left out, moments in 8 bits, the update in backward, or late by a step, selective
+    recomputation, and of 1-bit Adam more than when its warm-up ends (after a fifth of the steps where the variance
+    would say so). That blocks are computed again is said as of a pipeline, also where there is none. Of states on disk
+    they name a folder, the one of all runs where none is given. The dtype 'auto' is written as bf16. A warm-up of 0
+    steps before a falling rate is written as 1, the least that DeepSpeed takes.
     """
     written: dict[str, Any] = {
         **_batch(config),
@@ -58,10 +62,19 @@ def _optimizer(config: RunConfig) -> dict[str, Any]:
     params = {"lr": optimizer.lr, "betas": list(optimizer.betas), "weight_decay": optimizer.weight_decay}
     if optimizer.name == "lion":
         return {"type": "Lion", "params": params}
-    return {
-        "type": "AdamW",
-        "params": {**params, "eps": optimizer.eps, "bias_correction": optimizer.bias_correction},
-    }
+    params |= {"eps": optimizer.eps, "bias_correction": optimizer.bias_correction}
+    if optimizer.looks_at_parameters:
+        params |= {"max_coeff": optimizer.max_coeff, "min_coeff": optimizer.min_coeff}
+    if optimizer.name == "lamb":
+        return {"type": "Lamb", "params": params}
+    if optimizer.name == "onebit_lamb":
+        params |= {"coeff_beta": optimizer.coeff_beta, "factor_threshold": optimizer.factor_threshold}
+        params |= {"factor_max": optimizer.factor_max, "factor_min": optimizer.factor_min}
+    if optimizer.sums_itself:
+        freeze = optimizer.freeze_step or max(1, config.steps // _WARM_UP_PARTS)
+        kind = {"onebit_adam": "OneBitAdam", "onebit_lamb": "OneBitLamb"}[optimizer.name]
+        return {"type": kind, "params": {**params, "freeze_step": freeze}}
+    return {"type": "AdamW", "params": params}
 
 
 def _scheduler(config: RunConfig) -> dict[str, Any]:
@@ -104,7 +117,21 @@ def _precision(config: RunConfig) -> dict[str, Any]:
 def _zero(config: RunConfig) -> dict[str, Any]:
     element_bytes = 4 if config.precision.dtype == "float32" else 2
     key = "stage3_prefetch_bucket_size" if config.zero.stage == 3 else "reduce_bucket_size"
-    return {"stage": config.zero.stage, key: max(1, config.zero.bucket_bytes // element_bytes), **_offload(config)}
+    return {
+        "stage": config.zero.stage,
+        key: max(1, config.zero.bucket_bytes // element_bytes),
+        **(_plus_plus(config.zero) if config.zero.stage == 3 else {}),  # At others DeepSpeed knows nothing of it.
+        **_offload(config),
+    }
+
+
+def _plus_plus(zero: ZeroConfig) -> dict[str, Any]:
+    written = {
+        "zero_quantized_weights": zero.quantized_weights,
+        "zero_quantized_gradients": zero.quantized_gradients,
+        "zero_hpz_partition_size": zero.secondary_partition or 0,
+    }
+    return {key: value for key, value in written.items() if value}
 
 
 def _offload(config: RunConfig) -> dict[str, Any]:
@@ -119,10 +146,11 @@ def _parallel(config: RunConfig) -> dict[str, Any]:
     checkpointing = config.activation.checkpointing == "block"
     if checkpointing:
         written["activation_checkpointing"] = {
-            "partition_activations": True,
+            "partition_activations": config.activation.partition_inputs,
             "number_checkpoints": config.model.layers,
             **({"cpu_checkpointing": True} if config.offload.activations == "host" else {}),
         }
+        written["pipeline"] = {"activation_checkpoint_interval": 1}
     if config.parallel.pp > 1:
         written["pipeline"] = {"stages": config.parallel.pp, "activation_checkpoint_interval": int(checkpointing)}
     if config.parallel.tp > 1:

@@ -11,10 +11,12 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from speedlab.config.attention import length_problems
+from speedlab.config.attention import direction_problem, length_problems
 from speedlab.config.context import context_problem
 from speedlab.config.errors import ConfigError
 from speedlab.config.in_backward import in_backward_problems
+from speedlab.config.island_rules import meeting_problem
+from speedlab.config.optimizer_rules import warmup_problem
 from speedlab.layout import AXES, Layout, LayoutError
 
 if TYPE_CHECKING:
@@ -26,16 +28,16 @@ _NAMED = 3
 
 def resolve(config: RunConfig, engines: int, *, built_in: bool = True) -> Layout:
     """The layout of `config` on `engines` engines. Raises LayoutError when there is none, and ConfigError where the
-    update cannot be in backward under it, or the model's attention is wider than a sequence.
+    update cannot be in backward under it, or the model's attention is wider than a sequence or an encoder's.
 
     Without `built_in` the model is somebody's own, and only what does not depend on it is checked; the engine looks at
     the rest when it has the model.
     """
     parallel = config.parallel
     try:
-        layout = Layout.for_world(engines, dp=parallel.dp, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
+        layout = _asked(config, engines)
     except LayoutError as error:
-        asked = Layout(dp=parallel.dp or 1, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
+        asked = Layout(dp=parallel.dp or 1, **_other_axes(config))
         advice = _dp_text(config, engines, built_in) + _nearest_text(config, asked, engines, built_in)
         raise LayoutError(f"{error}{advice}{_fewer_text(config, engines, built_in)}") from None
     problem = _first_problem(config, layout, built_in)
@@ -43,16 +45,21 @@ def resolve(config: RunConfig, engines: int, *, built_in: bool = True) -> Layout
         raise LayoutError(f"parallel: {problem}{_nearest_text(config, layout, engines, built_in)}")
     problems = in_backward_problems(config, layout)
     if built_in:
+        problems += warmup_problem(config.optimizer, config.steps)
+        problems += meeting_problem(layout.islands, config.outer, config.steps)
         problems += length_problems(config.model.attention, config.data.sequence_length)
+        problems += filter(None, [direction_problem(config.model.attention, "the built-in GPT")])
     if problems:
         raise ConfigError("\n".join(problems))
     return layout
 
 
 def possible(config: RunConfig, engines: int, *, built_in: bool = True) -> list[Layout]:
-    """Every layout of `engines` ranks that `config` could run under with its cp, by tp, then by pp. The batch equation
-    counts."""
-    return [layout for layout in factorisations(engines, config.parallel.cp) if _works(config, layout, built_in)]
+    """Every layout of `engines` ranks that `config` could run under with its islands and cp, by tp, then by pp. The
+    batch equation counts."""
+    parallel = config.parallel
+    all_of_them = factorisations(engines, parallel.cp, parallel.islands)
+    return [layout for layout in all_of_them if _works(config, layout, built_in)]
 
 
 def nearest(layouts: Iterable[Layout], asked: Layout) -> list[Layout]:
@@ -87,8 +94,7 @@ def _first_problem(config: RunConfig, layout: Layout, built_in: bool) -> str | N
                 return f"tp {tp}: {count} {name} do not divide by {tp}; {_divisors_text(count)} do"
         if model.vocab_size < tp:
             return f"tp {tp}: a vocabulary of {model.vocab_size} leaves ranks without a token"
-        separate, length = config.data.documents == "separate", config.data.sequence_length
-        if (problem := context_problem(model, layout, parallel, length, separate=separate)) is not None:
+        if (problem := context_problem(model, layout, parallel, config.data.sequence_length)) is not None:
             return problem
     length, ways = config.data.sequence_length, tp * layout.cp
     padded = parallel.cp_pad and layout.cp > 1
@@ -148,7 +154,7 @@ def _dp_text(config: RunConfig, engines: int, built_in: bool) -> str:
     if config.parallel.dp is None or why_not(config, engines, built_in=built_in) is not None:
         return ""
     parallel = config.parallel
-    return f"; dp {engines // (parallel.tp * parallel.pp * parallel.cp)} would fit"
+    return f"; dp {engines // (parallel.islands * parallel.tp * parallel.pp * parallel.cp)} would fit"
 
 
 def _nearest_text(config: RunConfig, asked: Layout, engines: int, built_in: bool) -> str:
@@ -159,21 +165,34 @@ def _nearest_text(config: RunConfig, asked: Layout, engines: int, built_in: bool
 
 def _fewer_text(config: RunConfig, engines: int, built_in: bool) -> str:
     """The most of fewer engines on which what is asked for works. Whether there can be more, nobody knows here."""
-    asked = config.parallel
     for count in range(engines - 1, 0, -1):
         with contextlib.suppress(LayoutError):
-            if _works(config, Layout.for_world(count, dp=asked.dp, tp=asked.tp, pp=asked.pp, cp=asked.cp), built_in):
+            if _works(config, _asked(config, count), built_in):
                 return f"; as it is asked for it works on {count} engines"
     return ""
 
 
-def factorisations(engines: int, cp: int = 1) -> list[Layout]:
-    """Every layout of so many ranks with this cp, by tp, then by pp."""
-    if engines % cp:
+def factorisations(engines: int, cp: int = 1, islands: int = 1) -> list[Layout]:
+    """Every layout of so many ranks with this cp and so many islands, by tp, then by pp."""
+    if engines % (cp * islands):
         return []
-    rest = engines // cp
+    rest = engines // (cp * islands)
     sizes = [n for n in range(1, rest + 1) if rest % n == 0]
-    return [Layout(tp=tp, pp=pp, cp=cp, dp=rest // (tp * pp)) for tp in sizes for pp in sizes if rest % (tp * pp) == 0]
+    return [
+        Layout(islands=islands, tp=tp, pp=pp, cp=cp, dp=rest // (tp * pp))
+        for tp in sizes
+        for pp in sizes
+        if rest % (tp * pp) == 0
+    ]
+
+
+def _asked(config: RunConfig, engines: int) -> Layout:
+    """The layout that `config.parallel` says. Raises LayoutError."""
+    return Layout.for_world(engines, dp=config.parallel.dp, **_other_axes(config))
+
+
+def _other_axes(config: RunConfig) -> dict[str, int]:
+    return {axis: getattr(config.parallel, axis) for axis in AXES if axis != "dp"}
 
 
 def _divisors_text(count: int) -> str:

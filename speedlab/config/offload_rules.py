@@ -1,4 +1,5 @@
-"""Which states of a run can lie away from its device. The planner asks as much as RunConfig does."""
+"""Which states of a run can lie away from its device, and whether inputs of blocks can be cut over tensor ranks. The
+planner asks as much as RunConfig does."""
 
 from __future__ import annotations
 
@@ -29,6 +30,26 @@ def offload_problems(
             "activation.checkpointing to 'block', or offload.activations to 'none'"
         )
     return problems
+
+
+def partition_problems(*, asked: bool, checkpointing: str) -> list[str]:
+    """What stands against inputs of blocks that are cut over tensor ranks; empty when nothing does."""
+    if not asked or checkpointing != "none":
+        return []
+    return [
+        "activation.partition_inputs true needs activation.checkpointing 'block' or 'selective', and it is 'none': "
+        "what is cut over tensor ranks are inputs of blocks that are computed again; set activation.checkpointing to "
+        "'block', or activation.partition_inputs to false"
+    ]
+
+
+def partition_words(*, tp: int, sequence: bool) -> str:
+    """What becomes of inputs of blocks that are to be cut over tensor ranks."""
+    if tp == 1:
+        return "inputs of blocks stay whole, as tp is 1"
+    if sequence:
+        return "inputs of blocks are cut by sequence parallelism already"
+    return f"inputs of blocks cut over tp {tp}"
 
 
 def _delay_problems(offload: OffloadConfig, *, in_backward: bool, masters: str) -> list[str]:

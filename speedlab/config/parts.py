@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, create_model, field_validator
 
 from speedlab.config.part import Part
 
@@ -44,10 +44,12 @@ class DataConfig(Part):
 
 
 class ParallelConfig(Part):
-    """The layout pp × dp × cp × tp, and how a pipeline works."""
+    """The layout islands × pp × dp × cp × tp, and how a pipeline works."""
 
     dp: int | None = Field(
-        default=None, ge=1, description="Data-parallel ranks; follows from the number of engines when left out"
+        default=None,
+        ge=1,
+        description="Data-parallel ranks, of each island; follows from the number of engines when left out",
     )
     tp: int = Field(default=1, ge=1, description="Tensor-parallel ranks a layer is cut over")
     sequence: bool = Field(
@@ -68,6 +70,12 @@ class ParallelConfig(Part):
         "does: what pads is computed, and counts in no loss; without it they are refused",
     )
     pp: int = Field(default=1, ge=1, description="Pipeline ranks the blocks are cut over")
+    islands: int = Field(
+        default=1,
+        ge=1,
+        description="Equal groups of neighbouring ranks, whole hosts at best, that each train parameters of their own; "
+        "these meet every outer.every_steps steps (arXiv:2311.08105)",
+    )
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
         default="1f1b",
         description="Order in which a pipeline rank works on micro-batches; there are `accumulation` many",
@@ -105,6 +113,32 @@ class ZeroConfig(Part):
         description="Units whose gradients may be summed at once, each a whole gradient; 1 on CPUs and 2 on GPUs when "
         "left out",
     )
+    quantized_weights: bool = Field(
+        default=False,
+        description="Stages 1 to 3: parameters are gathered as int8 blocks, for slow networks (arXiv:2306.10209); "
+        "masters stay exact, in memory of their own",
+    )
+    secondary_partition: int | None = Field(
+        default=None,
+        ge=1,
+        description="Stage 3: so many ranks of a host hold all parameters together once more, and gathers after the "
+        "first one of a step stay among them (arXiv:2306.10209); null: one partition, over all dp ranks",
+    )
+    quantized_gradients: bool = Field(
+        default=False,
+        description="Stages 1 to 3: gradients are exchanged as int4 blocks, first inside each host, then their sums "
+        "between hosts, for slow networks (arXiv:2306.10209)",
+    )
+
+    @property
+    def switches(self) -> str:
+        """What of ZeRO++ is on, in words; '' for nothing."""
+        words = {
+            "weights in int8": self.quantized_weights,
+            "gradients in int4": self.quantized_gradients,
+            f"parameters partitioned again over {self.secondary_partition}": self.secondary_partition is not None,
+        }
+        return ", ".join(word for word, is_on in words.items() if is_on)
 
 
 class PrecisionConfig(Part):
@@ -129,22 +163,27 @@ class PrecisionConfig(Part):
     )
 
 
+OptimizerName = Literal["adamw", "lamb", "onebit_adam", "onebit_lamb", "lion", "sgd"]
+
+
 class OptimizerConfig(Part):
     """The update rule."""
 
-    name: Literal["adamw", "lion", "sgd"] = Field(
-        default="adamw", description="adamw (arXiv:1711.05101), lion (arXiv:2302.06675), or sgd with momentum"
+    name: OptimizerName = Field(
+        default="adamw",
+        description="adamw (arXiv:1711.05101), lamb for large batches (arXiv:1904.00962), onebit_adam and onebit_lamb "
+        "for slow networks (arXiv:2102.02888, arXiv:2104.06069), lion (arXiv:2302.06675), or sgd with momentum",
     )
     lr: float = Field(default=1e-3, gt=0, description="Learning rate at the top of the schedule")
     betas: tuple[_Decay, _Decay] = Field(
         default=(0.9, 0.95),
-        description="adamw: decay of the first and second moment, per step; lion: of the moment in the update, and in "
-        "what is kept",
+        description="adamw, lamb, onebit_*: decay of the first and second moment, per step; lion: of the moment in "
+        "the update, and in what is kept",
     )
-    eps: float = Field(default=1e-8, gt=0, description="adamw: added to the root of the second moment")
+    eps: float = Field(default=1e-8, gt=0, description="adamw, lamb, onebit_*: added to the root of the second moment")
     bias_correction: bool = Field(
         default=True,
-        description="adamw: whether moments are corrected for their start at 0, as usual",
+        description="adamw, lamb, onebit_*: whether moments are corrected for their start at 0, as usual",
     )
     weight_decay: float = Field(
         default=0.1, ge=0, description="Decay of matrices, per unit of learning rate; of sgd, added to the gradient"
@@ -155,11 +194,120 @@ class OptimizerConfig(Part):
         description="Update each unit as soon as its gradient is there, in backward, and free that; for one dp rank, "
         "one micro-batch a step, and without clip_norm",
     )
+    freeze_step: int | None = Field(
+        default=None,
+        ge=1,
+        description="onebit_*: updates before the variance is frozen and momenta travel as signs; when left out, "
+        "until the variance is steady",
+    )
+    steady: float = Field(
+        default=0.96,
+        gt=0,
+        lt=1,
+        description="onebit_* without freeze_step: the variance is steady when it keeps this share of itself over "
+        "1 / (1 - beta2) updates in which the learning rate did not rise",
+    )
+    compression: Literal["signs", "none"] = Field(
+        default="signs",
+        description="onebit_*: how momenta travel once the variance is frozen; 'none' sends them whole, to compare",
+    )
+    variance_floor: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="onebit_*: roots of the frozen variance are at least this share of their parameter's mean; 0 as "
+        "in the paper",
+    )
+    max_coeff: float = Field(
+        default=10.0,
+        gt=0,
+        description="lamb, onebit_lamb: most that a parameter's trust ratio, its norm over its update's, may be",
+    )
+    min_coeff: float = Field(
+        default=0.01, ge=0, description="lamb, onebit_lamb: least that a parameter's trust ratio may be"
+    )
+    coeff_beta: float = Field(
+        default=0.9, ge=0, lt=1, description="onebit_lamb: decay of the mean of a trust ratio, over the warm-up"
+    )
+    factor_max: float = Field(
+        default=4.0, gt=0, description="onebit_lamb: most by which a compressed step multiplies a mean trust ratio"
+    )
+    factor_min: float = Field(
+        default=0.5, gt=0, description="onebit_lamb: least by which a compressed step multiplies a mean trust ratio"
+    )
+    factor_threshold: float = Field(
+        default=0.1, gt=0, le=1, description="onebit_lamb: share by which that factor may change from step to step"
+    )
+    angle_every_steps: int = Field(
+        default=0,
+        ge=0,
+        description="onebit_*: steps between two looks at the angle between the update and the one of what was "
+        "compressed, feedback included, each at the cost of a whole sum; 0 never looks",
+    )
 
     @property
     def moments(self) -> int:
         """States in float32 beside each element of the masters."""
-        return {"adamw": 2, "lion": 1, "sgd": int(self.momentum > 0)}[self.name]
+        return {"adamw": 2, "lamb": 2, "onebit_adam": 2, "onebit_lamb": 3, "lion": 1, "sgd": int(self.momentum > 0)}[
+            self.name
+        ]
+
+    @property
+    def plain(self) -> OptimizerName:
+        """The optimizer that it is before it compresses anything."""
+        plain: dict[OptimizerName, OptimizerName] = {"onebit_adam": "adamw", "onebit_lamb": "lamb"}
+        return plain.get(self.name, self.name)
+
+    @property
+    def looks_at_parameters(self) -> bool:
+        """Whether its update of an element looks at norms of its whole parameter."""
+        return self.name in ("lamb", "onebit_lamb")
+
+    @property
+    def sums_itself(self) -> bool:
+        """Whether it exchanges something else than gradients between data-parallel ranks, after a warm-up."""
+        return self.name in ("onebit_adam", "onebit_lamb")
+
+
+class OuterConfig(Part):
+    """Meetings of islands (DiLoCo, arXiv:2311.08105): each trains by itself; then the mean of how far they went is a
+    gradient, which an outer SGD takes from where they last met."""
+
+    every_steps: int = Field(default=50, ge=1, description="Steps of the islands between two meetings")
+    lr: float = Field(default=0.7, gt=0, description="Learning rate of the outer SGD; 1 with momentum 0 takes the mean")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="Share of the last outer update that is kept")
+    nesterov: bool = Field(default=True, description="Whether the outer momentum is Nesterov's")
+    compression: Literal["none", "signs", "topk"] = Field(
+        default="none",
+        description="How outer gradients travel: in float32, as signs with a magnitude for each 1024 of them, or the "
+        "largest elements only; what is not sent is kept, and added the next time",
+    )
+    topk_share: float = Field(
+        default=0.01, gt=0, le=1, description="compression topk: share of the elements that is sent, 8 bytes each"
+    )
+
+    fragments: int = Field(
+        default=1,
+        ge=1,
+        description="Parts of the model that meet in turn, each every every_steps steps, so that less travels at once "
+        "(arXiv:2501.18512)",
+    )
+    delay_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Steps that are made while outer gradients travel, before the outer update comes; 0 waits for it",
+    )
+    mixing: float = Field(
+        default=0.5,
+        ge=0,
+        lt=1,
+        description="With delay_steps: share of an island's own parameters that stays when the outer update comes",
+    )
+
+    @property
+    def states(self) -> int:
+        """Tensors in float32 that are kept of each element between meetings: anchor, momentum, error feedback."""
+        return 1 + (self.momentum > 0) + (self.compression != "none")
 
 
 class ScheduleConfig(Part):
@@ -177,6 +325,11 @@ class ActivationConfig(Part):
         default="none",
         description="What the backward pass computes again: 'selective' all of a block but its linear layers and fused "
         "attention, whose results it keeps (arXiv:2205.05198); 'block' all, of which it keeps each block's input",
+    )
+    partition_inputs: bool = Field(
+        default=False,
+        description="With checkpointing: each tensor rank keeps 1/tp of a block's input, which all of them have, and "
+        "they gather it before they compute the block again",
     )
 
 
@@ -231,6 +384,31 @@ class CheckpointConfig(Part):
 
     every_steps: int = Field(default=0, ge=0, description="Steps between checkpoints; 0 saves only when asked")
     keep: int = Field(default=3, ge=1, description="How many of the newest checkpoints stay")
+
+
+class _Recovering(Part):
+    attempts: int = Field(
+        default=0,
+        ge=0,
+        le=1000,
+        description="How often a run that failed is brought back without a newer checkpoint; 0 leaves it to a person",
+    )
+
+    @property
+    def checkpoint(self) -> str:
+        """What it goes on from: 'newest', or a checkpoint's name."""
+        return getattr(self, "from")
+
+
+if TYPE_CHECKING:
+    RecoverConfig = _Recovering
+else:  # A field called `from` cannot be written down in a class.
+    RecoverConfig = create_model(
+        "RecoverConfig",
+        __base__=_Recovering,
+        __doc__="What happens by itself when a run fails: its dead engines are started again, and it goes on.",
+        **{"from": (str, Field(default="newest", description="Checkpoint to go on from: 'newest', or one's name"))},
+    )
 
 
 class TelemetryConfig(Part):

@@ -16,9 +16,11 @@ from speedlab.config.deepspeed import Reading, recognises
 from speedlab.config.deepspeed import read as read_deepspeed
 from speedlab.config.deepspeed_write import as_deepspeed
 from speedlab.config.errors import ConfigError
+from speedlab.config.island_rules import island_problems, meeting_problem
 from speedlab.config.layouts import resolve
 from speedlab.config.model import ModelConfig
-from speedlab.config.offload_rules import offload_problems
+from speedlab.config.offload_rules import offload_problems, partition_problems
+from speedlab.config.optimizer_rules import optimizer_problems, warmup_problem
 from speedlab.config.part import Part
 from speedlab.config.parts import (
     ActivationConfig,
@@ -27,12 +29,15 @@ from speedlab.config.parts import (
     EvalConfig,
     OffloadConfig,
     OptimizerConfig,
+    OuterConfig,
     ParallelConfig,
     PrecisionConfig,
+    RecoverConfig,
     ScheduleConfig,
     TelemetryConfig,
     ZeroConfig,
 )
+from speedlab.config.quantized_rules import quantized_problems
 from speedlab.config.text import is_yaml, read, yaml_text
 from speedlab.layout import Layout
 
@@ -43,6 +48,7 @@ SHORT_FORMS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     "precision": ("dtype", str),
     "optimizer": ("name", str),
     "batch": ("global_size", int),
+    "recover": ("attempts", int),
 }
 """Parts that may be given by one of their fields: which one, and the types by which it is recognised."""
 
@@ -52,7 +58,8 @@ _NAME_BYTES = 100
 class RunConfig(Part):
     """A run: model, data, layout, ZeRO stage, precision, optimizer, batch and when to evaluate and save.
 
-    Short forms: `model="gpt2"`, `data="stdlib"`, `zero=2`, `precision="bfloat16"`, `optimizer="sgd"`, `batch=64`.
+    Short forms: `model="gpt2"`, `data="stdlib"`, `zero=2`, `precision="bfloat16"`, `optimizer="sgd"`, `batch=64`,
+    `recover=3`.
     Raises ConfigError, one line for each thing that is wrong.
     """
 
@@ -66,6 +73,7 @@ class RunConfig(Part):
     zero: ZeroConfig = Field(default=ZeroConfig(), description="ZeRO stage and buckets")
     precision: PrecisionConfig = Field(default=PrecisionConfig(), description="Compute dtype and loss scaling")
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Update rule")
+    outer: OuterConfig = Field(default=OuterConfig(), description="Meetings of islands, where there are several")
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning-rate schedule")
     batch: BatchConfig = Field(default=BatchConfig(), description="The batch equation")
     activation: ActivationConfig = Field(default=ActivationConfig(), description="Activation checkpointing")
@@ -78,6 +86,7 @@ class RunConfig(Part):
     )
     eval: EvalConfig = Field(default=EvalConfig(), description="Evaluation")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints")
+    recover: RecoverConfig = Field(default=RecoverConfig(), description="Bringing a run back that failed")
     telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="Records and streaming")
 
     def __init__(self, /, **data: Any) -> None:  # Of its own, so that type checkers take the short forms.
@@ -107,6 +116,11 @@ class RunConfig(Part):
     @model_validator(mode="after")
     def _parts_fit(self) -> RunConfig:
         problems = []
+        if self.recover.attempts and not self.checkpoint.every_steps:
+            problems.append(
+                f"recover.attempts is {self.recover.attempts} and checkpoint.every_steps is 0: a run that fails has "
+                "nothing to go on from; set checkpoint.every_steps to the steps that may be lost"
+            )
         if self.data.sequence_length > self.model.context:
             problems.append(
                 f"data.sequence_length {self.data.sequence_length} is longer than model.context {self.model.context}; "
@@ -128,6 +142,9 @@ class RunConfig(Part):
                 "compile true with activation.checkpointing 'selective': a compiled block chooses itself what to keep; "
                 "set activation.checkpointing to 'block' or 'none', or compile to false"
             )
+        problems += partition_problems(
+            asked=self.activation.partition_inputs, checkpointing=self.activation.checkpointing
+        )
         problems += offload_problems(
             self.offload,
             stage=self.zero.stage,
@@ -135,6 +152,25 @@ class RunConfig(Part):
             in_backward=self.optimizer.in_backward,
             masters=self.precision.masters,
         )
+        problems += optimizer_problems(
+            self.optimizer,
+            stage=self.zero.stage,
+            offload=self.offload,
+            masters=self.precision.masters,
+            moments=self.precision.moments,
+        )
+        problems += island_problems(
+            self.parallel.islands,
+            self.optimizer,
+            self.outer,
+            offload=self.offload,
+            masters=self.precision.masters,
+            switches=self.zero.switches,
+        )
+        problems += quantized_problems(self.zero, self.optimizer, offload=self.offload, masters=self.precision.masters)
+        if "steps" in self.model_fields_set:  # A script's own loop knows of no such number.
+            problems += warmup_problem(self.optimizer, self.steps)
+            problems += meeting_problem(self.parallel.islands, self.outer, self.steps)
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -149,7 +185,8 @@ class RunConfig(Part):
     def attention_view(self, length: int | None = None) -> AttentionView:
         """What queries of `model` see, over `length` tokens or those of data.sequence_length: work beside dense
         attention's, the longest path between two tokens, and a picture. Print it, or show it in a notebook."""
-        return describe(self.model.attention, length or self.data.sequence_length, layers=self.model.layers)
+        attention, tokens = self.model.attention, length or self.data.sequence_length
+        return describe(attention, tokens, layers=self.model.layers, causal=not attention.both_ways)
 
     def replace(self, **changes: Any) -> RunConfig:
         """A copy with some fields changed. A part may be given by its short form or as a dict of only the fields that
@@ -163,7 +200,9 @@ class RunConfig(Part):
             ):
                 value = {**data[key], **value}
             data[key] = value
-        return RunConfig(**data)
+        # What nobody has named stays unnamed: a script's own loop knows of no `steps`.
+        named = self.model_fields_set | _expanded(changes).keys()
+        return RunConfig(**{key: value for key, value in data.items() if key in named})
 
     @classmethod
     def load(cls, path: str | Path) -> RunConfig:

@@ -1,4 +1,5 @@
-"""What queries see of keys, as a triangle of shaded cells: one SVG without script or style sheet, and lines of text.
+"""What queries see of keys, as shaded cells, of causal attention a triangle: one SVG without script or style sheet, and
+lines of text.
 
 A picture takes the page's own text colour. Cells of one shade are one path, however many there are.
 """
@@ -22,10 +23,10 @@ _EDGE, _LEFT, _TOP, _BELOW = 176, 14, 16, 16
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Row by row from the first query on, cells from the first key to the query's own."""
+    """Row by row from the first query on, cells from the first key to the last one that dense attention sees."""
 
     shares: tuple[tuple[float, ...], ...]
-    """Of each cell at or below the diagonal, how much is seen: 0 to 1."""
+    """Of each cell that dense attention sees, how much is seen: 0 to 1."""
     titles: tuple[str, ...]
     """Of each row, told on hover."""
     length: int
@@ -36,7 +37,7 @@ def grid_svg(grid: Grid, *, what: str) -> str:
     """The picture; `what` is the sentence that a screen reader hears."""
     side = len(grid.shares)
     size = _EDGE / side
-    parts = [f'<path d="{_stairs(side, size)}" fill="currentColor" fill-opacity="0.07"/>']
+    parts = [f'<path d="{_outline(grid, size)}" fill="currentColor" fill-opacity="0.07"/>']
     for shade in range(1, _SHADES + 1):
         if outline := _of_shade(grid, shade, size):
             parts.append(
@@ -58,9 +59,9 @@ def grid_svg(grid: Grid, *, what: str) -> str:
     )
 
 
-def _stairs(side: int, size: float) -> str:
-    """What dense attention sees: every cell at or below the diagonal."""
-    steps = "".join(f"H{(row + 1) * size:.2f}V{(row + 1) * size:.2f}" for row in range(side))
+def _outline(grid: Grid, size: float) -> str:
+    """What dense attention sees."""
+    steps = "".join(f"H{len(cells) * size:.2f}V{row * size:.2f}" for row, cells in enumerate(grid.shares, start=1))
     return f"M0 0{steps}H0Z"
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import speedlab.engine.checkpoint as checkpoint
 from speedlab.engine.build.attention import BlockSparse
+from speedlab.engine.build.kept_inputs import KeptInputs
 from speedlab.engine.build.placing import residency_of
 from speedlab.engine.build.room import refuse_without_room
 from speedlab.engine.build.small_states import prepare_small_states
@@ -82,7 +83,7 @@ class Engine(DeepSpeedNames):
             checkpointing=checkpointing,
             compile=config.compile,
             device=device,
-            waiting=self.stores if config.offload.activations == "host" else None,
+            inputs=self._kept_inputs(),
         )
         self._streams = streams
         for part in self.model_parts:
@@ -96,6 +97,16 @@ class Engine(DeepSpeedNames):
         self._looking = Looking(self, outside_bytes=outside_bytes)
         self._settled = not config.offload.used
         """Whether lasting memory has its place, as far as somebody cares."""
+
+    def _kept_inputs(self) -> KeptInputs | None:
+        """How inputs of checkpointed blocks wait; None where they stay as they are."""
+        config = self.config
+        # Under sequence parallelism each tensor rank has its own tokens of them.
+        cut = config.activation.partition_inputs and self.layout.tp > 1 and not config.parallel.sequence
+        away = config.offload.activations == "host"
+        if not (cut or away):
+            return None
+        return KeptInputs(ranks=self.mesh["tp"] if cut else None, stores=self.stores if away else None)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -188,6 +199,7 @@ class Engine(DeepSpeedNames):
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over all ranks' micro-batches, as of `train_batch`, without gradients or dropout. Collective.
+        Islands compute it with their own parameters; behind a meeting these are one model's.
         Raises ValueError where ranks of one data index were given different ones."""
         self._step.refuse_after_cut()
         self.finish_update()
@@ -316,9 +328,18 @@ class Engine(DeepSpeedNames):
         )
         return max(0, needed - had)
 
+    def make_one(self) -> None:
+        """As of `TrainingState`. Raises RuntimeError inside a step, and where an update was cut off."""
+        if self.islands.apart:
+            self._step.refuse_after_cut()
+            self._step.refuse_inside("taking one model of several islands")
+        super().make_one()
+
     def state_dict(self) -> dict[str, Tensor]:
-        """The module's whole state on every rank (a collective), parameters as float32 masters where they exist."""
+        """The module's whole state on every rank (a collective), parameters as float32 masters where they exist.
+        Islands that have trained apart take the mean first, and go on from there."""
         self.finish_update()
+        self.make_one()
         return whole_state(self.model_parts, self.mesh["pp"])
 
     def save_checkpoint(
@@ -363,6 +384,7 @@ class Engine(DeepSpeedNames):
 
     def disconnect(self) -> None:
         """Let go of connections, for a rank that fails: its peers then fail at once instead of waiting for it."""
+        self.islands.disconnect()
         self.mesh.disconnect()
 
     def reconnect(self) -> None:
@@ -371,6 +393,7 @@ class Engine(DeepSpeedNames):
         self._driver.reconnect()
         for zero in self.zeros:
             zero.reconnect()
+        self.islands.reconnect()
         if self._step.under_way:
             self._step.reset()
 
@@ -413,6 +436,7 @@ class Engine(DeepSpeedNames):
         of two steps then.
         """
         checkpoint.finish_saving(self)
+        self.islands.give_up()
         self.partitioned_optimizer.settle()
         untold = self.partitioned_optimizer.untold
         self._streams.detach()

@@ -8,11 +8,12 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from cuda_ops.block_layout import BlockLayout
+from cuda_ops.uncompiled import uncompiled
 from speedlab.config import AttentionConfig
 from speedlab.config.attention_pattern import seen_blocks
 
 
-@torch.compiler.disable  # It would be traced past its cache.
+@uncompiled  # It would be traced past its cache.
 def layout_of(attention: AttentionConfig, length: int, *, causal: bool = True) -> BlockLayout:
     """The layout of `attention` over `length` tokens, causal or both ways; the same object for the same arguments.
 
@@ -21,7 +22,7 @@ def layout_of(attention: AttentionConfig, length: int, *, causal: bool = True) -
     return _made(attention, length, causal)
 
 
-@torch.compiler.disable
+@uncompiled
 def causal_layout(length: int) -> BlockLayout:
     """All blocks of causal attention over `length` tokens; the same object for the same length."""
     return _whole(length)

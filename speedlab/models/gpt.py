@@ -93,12 +93,23 @@ class Attend(nn.Module):
                 return attend_within(q, k, v, starts)
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         seen = None if starts is None else document_mask(starts, q.shape[2])
-        with unset_fake_temporarily():  # A plan's fake tensors have no values, and need none of this one.
-            seed = int(torch.randint(1 << 62, ())) + self.first_head
+        seed = self.draw_seed()
         heads = zip(*(each.split(1, dim=1) for each in (q, k, v)), strict=True)
         with torch.random.fork_rng([q.device] if q.is_cuda else []):
             each = [self._drop_one(*head, seen=seen, seed=seed + number) for number, head in enumerate(heads)]
             return torch.cat(each, dim=1)
+
+    def draw_seed(self) -> int:
+        """A seed for the first head that is here, drawn from torch's generator; each further head's is greater by
+        one."""
+        with unset_fake_temporarily():  # A plan's fake tensors have no values, and need none of this one.
+            return int(torch.randint(1 << 62, ())) + self.first_head
+
+    def kept(self, shape: tuple[int, ...], seed: int) -> Tensor:
+        """Which probabilities (B, 1, T, T) of a head with this seed `forward` keeps on a CPU: bool."""
+        with torch.random.fork_rng([]):
+            torch.default_generator.manual_seed(seed)
+            return torch.empty(shape, dtype=torch.bool).bernoulli_(1 - self.dropout)
 
     def _drop_one(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor | None, seed: int) -> Tensor:
         """Attention of one head, (B, 1, T, D) each, whose generator starts from `seed`. `seen` (B, 1, T, T) bool: which

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from cuda_ops.uncompiled import uncompiled
 from speedlab.models.recomputation import computed_once
 
 _TOKENS = 1
@@ -28,7 +29,7 @@ _TOKENS = 1
 _FLOAT32_BYTES = 4
 
 
-@torch.compiler.disable  # Its backward makes graphs of its own, which a compiler does not trace.
+@uncompiled  # Its backward makes graphs of its own, which a compiler does not trace.
 def in_tiles(layer: Callable[[Tensor], Tensor], x: Tensor, parameters: Iterable[nn.Parameter], tile: int) -> Tensor:
     """`layer(x)`, `tile` tokens of each sequence at a time: differentiable once.
 

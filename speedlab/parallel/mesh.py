@@ -31,8 +31,11 @@ class Mesh:
         # Along cp ranks also share what they compute: gathers have connections of their own there.
         channel = "dp" if layout.cp == 1 else "gather"
         members = layout.peers(rank, *REPLICATED)
+        alike = layout.peers(rank, "islands", *REPLICATED)
         self.gather = self.axes["dp"] if channel == "dp" else Group(members, traffic, device, channel=channel)
         """The ranks that hold the same part of the model: parameters come together over it."""
+        self.alike = self.gather if alike == members else Group(alike, traffic, device, channel="alike")
+        """The same ranks of all islands, which begin with the same values."""
         # A device's communicators cost memory and start-up, and there gathers and reductions come in one order on all
         # ranks: they share one.
         self.reduce = Group(self.gather.ranks, traffic, device, channel="reduce" if device.type == "cpu" else channel)
@@ -68,7 +71,7 @@ class Mesh:
     @property
     def groups(self) -> list[Group]:
         """All, in the order in which they were made."""
-        made = [*self.axes.values(), self.gather, self.reduce, self.everyone]
+        made = [*self.axes.values(), self.gather, self.alike, self.reduce, self.everyone]
         return list(dict.fromkeys([*made, *([self.ends] if self.ends is not None else []), *self._others.values()]))
 
     def group(self, channel: str, ranks: Sequence[int]) -> Group:

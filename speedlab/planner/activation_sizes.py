@@ -81,9 +81,26 @@ class Sizes:
         return self.hidden // self.tp if self.sequence else self.hidden
 
     @cached_property
+    def input_part(self) -> int:
+        """What a rank keeps of a block's input for its backward: all of it, or 1/tp."""
+        if not self.setup.cuts_inputs:
+            return self.local
+        return -(-(self.local // self.element) // self.tp) * self.element
+
+    @cached_property
     def input_away(self) -> int:
-        """Of a block's input, what waits on the host for its backward: all of it, or nothing."""
-        return self.local if inputs_away(self.setup, self.device) else 0
+        """Of that, what waits on the host: all of it, or nothing."""
+        return self.input_part if inputs_away(self.setup, self.device) else 0
+
+    @cached_property
+    def input_left(self) -> int:
+        """Of that, what is on the device beside the input itself, which goes."""
+        return self.input_part if self.setup.cuts_inputs and not self.input_away else 0
+
+    @cached_property
+    def input_gone(self) -> int:
+        """Of a block's input, what is not there between its forward and its backward: all of it, or nothing."""
+        return self.local if self.input_left or self.input_away else 0
 
     @cached_property
     def heads(self) -> int:

@@ -26,9 +26,11 @@ from speedlab.planner.activations_long import (
     attend_long_backward,
     attend_long_forward,
     attends_long,
+    is_ring,
     is_tiled,
     lays_out_anew,
     leave_attention,
+    ring_kept,
     shares_heads,
     tiles_backward,
     tiles_forward,
@@ -192,7 +194,7 @@ def keeps_probabilities(s: Sizes) -> bool:
     """Whether attention of this set-up works through whole probabilities."""
     if s.setup.attention == "plain":
         return True
-    return s.setup.shape.dropout > 0 and s.device == "cpu"
+    return s.setup.shape.dropout > 0 and s.device == "cpu" and not is_ring(s)
 
 
 def attend_forward(t: Tally, s: Sizes) -> None:
@@ -432,7 +434,7 @@ def block_backward(t: Tally, s: Sizes, *, held: bool = False) -> None:
 def kept_results(s: Sizes) -> tuple[int, int]:
     """(bytes that selective recomputation keeps of a block beside its input; of them what nobody asks for again):
     results of linear layers and of fused attention, and what came of exchanges between ranks."""
-    attention = 0 if keeps_probabilities(s) else s.heads + s.queries
+    attention = 0 if keeps_probabilities(s) else s.heads + s.queries + ring_kept(s)
     inner = 0 if is_tiled(s) else _widths(s) * s.inner  # Tiles are one operation, whose result alone stays.
     layers = s.heads + s.pair + s.hidden + inner
     exchanged = 2 * s.heads + s.pair if shares_heads(s) else 0  # Heads for tokens, there and back.

@@ -6,6 +6,7 @@ attention between context-parallel ranks, and feed-forward layers in tiles. Each
 | sparse | queries, keys, values each for itself, so that the projections go; outputs once more, laid out anew |
 | heads shared | the same, as they came from the other ranks |
 | a ring | what dense attention keeps; keys and values on their way, and the sums of their gradients, pass |
+| a ring that drops | besides, which probabilities stay, in bytes, where others keep the probabilities themselves |
 | tiles | the layer's input alone |
 """
 
@@ -25,8 +26,21 @@ def shares_heads(s: Sizes) -> bool:
     return s.setup.layout.cp > 1 and s.setup.heads_shared > 1
 
 
-def _is_ring(s: Sizes) -> bool:
+def is_ring(s: Sizes) -> bool:
     return s.setup.layout.cp > s.setup.heads_shared
+
+
+def ring_kept(s: Sizes) -> int:
+    """Of a ring with dropout: a byte for each probability of this rank's queries, whether it stays."""
+    return s.probabilities // s.element if is_ring(s) and s.setup.shape.dropout > 0 else 0
+
+
+def _turn_scores(s: Sizes) -> tuple[int, int]:
+    """Of a ring with dropout: (float32 scores of one head in a turn, what is drawn of one head)."""
+    setup = s.setup
+    ring = setup.layout.cp // setup.heads_shared
+    of_head = ring_kept(s) // max(1, setup.shape.heads // s.tp // setup.heads_shared)
+    return of_head // ring * _FLOAT32, of_head * ring
 
 
 def _rotary(s: Sizes) -> bool:
@@ -59,9 +73,14 @@ def attend_long_forward(t: Tally, s: Sizes) -> None:
             _exchange(t, q + pair)
     elif s.setup.attention == "sparse":
         t.take(2 * q if _grouped(s) else pair // 2 if _rotary(s) else q + pair)
-    if _is_ring(s):
-        wide = q // s.element * _FLOAT32
+    if is_ring(s):
+        wide, (scores, drawn) = q // s.element * _FLOAT32, _turn_scores(s)
+        kept = ring_kept(s)
+        t.touch(kept, max(kept, drawn))  # Head after head, then side by side.
+        t.take(kept)
         with t.passing(wide, 2 * pair):  # The sum of turns; keys and values here and on their way.
+            if kept:
+                t.touch(wide, max(wide, 3 * scores + scores // _FLOAT32))
             t.touch(q, q)
             t.take(q, s.queries)
     else:
@@ -88,11 +107,15 @@ def attend_long_backward(t: Tally, s: Sizes) -> None:
     if shares_heads(s):
         _exchange(t, q)
         t.free(q)
-    if _is_ring(s):
+    if is_ring(s):
         wide = (q + pair) // s.element * _FLOAT32
+        kept, (scores, _) = ring_kept(s), _turn_scores(s)
         with t.passing(wide, 2 * pair, 2 * (wide - wide // 3)):  # Sums, keys and values, sums on their way twice.
+            if kept:
+                t.touch(wide, max(wide, 4 * scores + scores // _FLOAT32))
             t.take(given)
             t.touch(given)
+        t.free(kept)
     else:
         with t.passing(q if s.setup.attention == "sparse" and not shares_heads(s) else 0):
             t.take(given)
@@ -100,7 +123,7 @@ def attend_long_backward(t: Tally, s: Sizes) -> None:
     if _grouped(s):
         t.take(pair)
         t.free(2 * q)
-    if _rotary(s) and _is_ring(s) and not shares_heads(s):
+    if _rotary(s) and is_ring(s) and not shares_heads(s):
         t.free(q, pair // 2)
     if shares_heads(s):
         t.take(q + pair)

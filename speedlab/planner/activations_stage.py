@@ -109,16 +109,18 @@ def walk(s: Sizes, *, blocks: int, first: bool, last: bool) -> Pass:
 
 def _forward(t: Tally, s: Sizes, *, given: bool) -> None:
     """A block, from its input to its output. `given`: the pipeline holds the input."""
+    t.take(0 if given else s.input_left)
     if s.setup.checkpointing == "block":
         inner = (4 if s.setup.shape.gated else 2) * s.inner
         t.touch(2 * s.local + s.hidden + max(inner, 4 * s.heads + s.pair))  # Less than backward takes.
         t.take(s.local)
-        t.free(0 if given else s.input_away)
+        t.free(0 if given else s.input_gone)
         return
     if s.setup.checkpointing == "selective":
         before = t.live
         block_forward(t, s)  # Less is alive in it than in backward.
         t.live = before + s.local + kept_results(s)[0]
+        t.free(0 if given else s.input_gone)
         return
     block_forward(t, s)
     if not (s.saves_norm_input or given):
@@ -130,14 +132,18 @@ def _backward(t: Tally, s: Sizes, *, given: bool, held: bool) -> None:
     kept, unused = kept_results(s) if s.setup.checkpointing == "selective" else (0, 0)
     if checkpointed:
         t.free(kept - unused)  # They are part of what follows.
-        t.take(0 if given else s.input_away)
+        t.take(0 if given else s.input_gone)
         block_forward(t, s, again=True)
+    # The input, of which the norm has kept a copy only: what was gathered goes at once, else who gave it has it.
+    unsaved = not s.saves_norm_input and (checkpointed or given)
+    gathered = s.input_left > 0 and not given
+    t.free(s.local if unsaved and gathered else 0)
     block_backward(t, s, held=held)
     t.free(unused)
     if held:
         t.free(s.local)
-    if not s.saves_norm_input and (checkpointed or given):
-        t.free(s.local)  # The input, of which the norm has kept a copy only.
+    t.free(s.local if unsaved and not gathered else 0)
+    t.free(s.input_left if gathered else 0)
 
 
 def _layer_gradients(s: Sizes) -> int:

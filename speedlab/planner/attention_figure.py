@@ -7,16 +7,13 @@ from speedlab.planner.setup import Setup
 
 
 def attention_lines(setup: Setup) -> list[str]:
-    """What a query sees, the longest path between two tokens and the work saved; empty for dense attention, and for
-    encoders, whose tokens see later ones, too."""
-    view = setup.seen if setup.shape.causal else None
-    return [] if view is None else [*view.words, _step_words(setup)]
+    """What a query sees, the longest path between two tokens and the work saved; empty for dense attention."""
+    return [] if setup.seen is None else [*setup.seen.words, _step_words(setup)]
 
 
 def attention_html(setup: Setup) -> str:
     """The pattern as a picture beside the same lines; empty where there are none."""
-    view = setup.seen if setup.shape.causal else None
-    return "" if view is None else view.html(_step_words(setup))
+    return "" if setup.seen is None else setup.seen.html(_step_words(setup))
 
 
 def _step_words(setup: Setup) -> str:

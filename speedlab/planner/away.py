@@ -27,6 +27,9 @@ def residency_of(setup: Setup, device: str = "cpu") -> Residency:
         in_backward=setup.optimizer.in_backward,
         delayed=setup.offload.delayed_update is not None,
         device=device,
+        quantized_weights=setup.quantized_weights,
+        quantized_gradients=setup.quantized_gradients,
+        secondary_ranks=setup.secondary_partition or 0,
     )
 
 
@@ -51,7 +54,8 @@ def has_masters(setup: Setup, device: str) -> bool:
 def state_widths(setup: Setup, device: str) -> dict[str, float]:
     """Category of the ledger -> bytes of an element between two steps."""
     element = ITEM_BYTES[setup.dtype]
-    summed = ITEM_BYTES["float32"] if setup.accumulation > 1 else element  # Sums of several are taken in float32.
+    # Sums of several are taken in float32, and by the optimizer itself.
+    summed = ITEM_BYTES["float32"] if setup.accumulation > 1 or setup.optimizer.sums_itself else element
     return {
         "parameters": element,
         "gradients": 0 if setup.optimizer.in_backward else summed,

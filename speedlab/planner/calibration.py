@@ -257,7 +257,7 @@ def engine_events(setup: Setup) -> dict[str, float]:
         "micro-batch": turns,
         "block": blocks * turns,
         "gather": (units * (gathers + reductions) if layout.replicas > 1 else 0) + norms,
-        "sum": 0 if setup.sequence_parallel else sums,
+        "sum": 0 if setup.sequence_parallel else sums + setup.cuts_inputs * blocks * turns,
         "scatter": sums if setup.sequence_parallel else 0,
     }
 

@@ -90,6 +90,7 @@ _SETTINGS = (
     _Setting(name="ZeRO stage", option="--zero", value=lambda setup: setup.zero_stage),
     _Setting(name="micro-batch", option="--micro", value=lambda setup: setup.micro_size),
     _Setting(name="checkpointing", option="--checkpointing", value=lambda setup: setup.checkpointing),
+    _Setting(name="partition inputs", option="--partition-inputs", value=lambda setup: setup.partition_inputs),
     _Setting(name="attention", option="--attention", value=lambda setup: setup.attention),
     _Setting(name="offload.optimizer", option="--offload.optimizer", value=lambda setup: setup.offload.optimizer),
     _Setting(name="offload.parameters", option="--offload.parameters", value=lambda setup: setup.offload.parameters),
@@ -134,6 +135,8 @@ def _changes(setup: Setup, machines: Machines) -> Iterator[Setup]:
         yield replace(setup, checkpointing="selective")
     if setup.checkpointing != "block":
         yield replace(setup, checkpointing="block")
+    if setup.checkpointing != "none" and layout.tp > 1 and not (setup.partition_inputs or setup.sequence_parallel):
+        yield replace(setup, partition_inputs=True)
     if setup.attention == "plain":
         yield replace(setup, attention="fused")
     if layout.tp > 1 and not setup.sequence_parallel:

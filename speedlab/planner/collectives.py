@@ -86,15 +86,29 @@ class Rings:
 
     dp: Ring
     """Of all ranks that hold the same parameters."""
+    islands: Ring
+    """Of the ranks that have the same part in each island."""
+    inside: Ring
+    """Of those on one host."""
+    between: Ring
+    """Of those at one place on all hosts."""
+    secondary: Ring
+    """Of a secondary partition's; of one where there is none."""
     cp: Ring
     tp: Ring
     pp: Ring
 
 
-def rings(layout: Layout, machines: Machines, efficiency: Efficiency) -> Rings:
-    """Along each axis, as far apart as the layout puts its ranks."""
+def rings(layout: Layout, machines: Machines, efficiency: Efficiency, *, secondary: int = 1) -> Rings:
+    """Along each axis, as far apart as the layout puts its ranks; `secondary`: ranks of a secondary partition."""
+    stride = layout.stride("cp")
+    inside = math.gcd(layout.replicas, max(1, machines.per_host // stride))
     return Rings(
-        dp=ring(machines, efficiency, ranks=layout.replicas, stride=layout.stride("cp")),
+        dp=ring(machines, efficiency, ranks=layout.replicas, stride=stride),
+        islands=ring(machines, efficiency, ranks=layout.islands, stride=layout.stride("islands")),
+        inside=ring(machines, efficiency, ranks=inside, stride=stride),
+        between=ring(machines, efficiency, ranks=layout.replicas // inside, stride=stride * inside),
+        secondary=ring(machines, efficiency, ranks=min(secondary, layout.replicas), stride=stride),
         cp=ring(machines, efficiency, ranks=layout.cp, stride=layout.stride("cp"), messages=True),
         tp=ring(machines, efficiency, ranks=layout.tp, stride=layout.stride("tp")),
         pp=ring(machines, efficiency, ranks=layout.pp, stride=layout.stride("pp"), messages=True),

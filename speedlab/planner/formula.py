@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from speedlab.config import ModelConfig, OptimizerConfig, describe
+from speedlab.config import ModelConfig, OptimizerConfig, OptimizerName, describe
 from speedlab.layout import Layout, share_of
-from speedlab.placement import Residency
+from speedlab.placement import Holders, Residency
 from speedlab.planner.setup import ModelShape
 from speedlab.planner.shapes import (
     block_vectors,
@@ -119,13 +118,14 @@ def model_states(
     dp: int,
     stage: int,
     dtype: str,
-    optimizer: OptimizerConfig | Literal["adamw", "lion", "sgd"] = "adamw",
+    optimizer: OptimizerConfig | OptimizerName = "adamw",
 ) -> ModelStates:
     """Model states on each of `dp` ranks, by ZeRO's formula (arXiv:1910.02054, section 3).
 
     Parameters and gradients are in the compute dtype. A 16-bit dtype needs float32 master weights; AdamW has two
-    float32 moments, Lion one, SGD one, or none without momentum. Optimizer states are masters and moments together.
-    Partitions are rounded up to whole elements; the padding of single flats is not counted.
+    float32 moments, as LAMB has, Lion one, SGD one, or none without momentum. 1-bit Adam has AdamW's, gradients in
+    float32, and with them two errors in float32, one of them in 1/dp. Optimizer states are masters and moments
+    together. Partitions are rounded up to whole elements; the padding of single flats is not counted.
 
     Raises ValueError for a dtype, stage, dp or count of parameters that cannot be.
     """
@@ -140,11 +140,14 @@ def model_states(
     gradient_share = residency.gradients.share(parameters, dp)
     parameter_share = residency.parameters.share(parameters, dp)
     compute_bytes = _DTYPE_BYTES[dtype]
+    gradients = compute_bytes * gradient_share
+    if config.sums_itself:
+        gradients = _FLOAT32_BYTES * (2 * parameters + Holders.OWN_PART.share(parameters, dp))
     return ModelStates(
         stage=stage,
         dp=dp,
         parameters=compute_bytes * parameter_share,
-        gradients=compute_bytes * gradient_share,
+        gradients=gradients,
         master_weights=0 if dtype == "float32" else _FLOAT32_BYTES * optimizer_share,
         optimizer_moments=_FLOAT32_BYTES * moments * optimizer_share,
     )

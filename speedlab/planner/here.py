@@ -63,6 +63,15 @@ class Hardware:
         """How long a step of `setup` takes. Raises ValueError."""
         return predict_time(setup, self.machines, self.efficiency)
 
+    def over(self, link: Link) -> Hardware:
+        """The same devices where each pretends to be a host of its own, with `link` between them."""
+        machines = self.machines
+        host, count = machines.host, machines.world_size
+        disk = None if host.disk_bytes is None else host.disk_bytes // count
+        host = replace(host, memory_bytes=host.memory_bytes // count, disk_bytes=disk)
+        apart = replace(machines, per_host=1, hosts=count, between=link, host=host)
+        return replace(self, machines=apart, note=f"{self.note} (over a {link.name})".lstrip())
+
     @classmethod
     def of(cls, machines: Machines) -> Hardware:
         """Described machines."""

@@ -38,6 +38,15 @@ class Link:
         return self.bandwidth_bytes_per_second * self.cards
 
 
+def pretended(text: str, *, bits_per_second: float, latency_seconds: float) -> Link:
+    """The link that engines of a cluster pretend to have between them; `text` is how it was written."""
+    return Link(
+        name=f"pretended link of {text}",
+        bandwidth_bytes_per_second=bits_per_second / 8,
+        latency_seconds=latency_seconds,
+    )
+
+
 IN_HOST = {
     # NVIDIA's data sheets of V100, A100, H100 and B200 give both directions together: 300, 600, 900 and 1800 GB/s.
     "nvlink2": (150e9, 5e-6),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from speedlab.layout import padded_numel
-from speedlab.placement import EIGHT_BITS, Where
+from speedlab.placement import EIGHT_BITS, Holders, Residency, Where
 from speedlab.planner.activation_sizes import DTYPE_BYTES, Device, Sizes
 from speedlab.planner.activations_stage import Pass, held, most_in_flight, step_peak, walk
 from speedlab.planner.away import (
@@ -27,6 +27,7 @@ from speedlab.planner.away import (
     state_widths,
 )
 from speedlab.planner.megatron_rules import memory_by_rules
+from speedlab.planner.passing import Passing, most_at_work, sent_by_update
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import ModelShape, Setup
 from speedlab.planner.shapes import block_cut, block_vectors, kv_heads, norm_vectors
@@ -69,7 +70,7 @@ def predict_memory(
             rank = RankMemory(
                 pipeline=pipeline,
                 tensor=tensor,
-                ranks=count * setup.layout.replicas,
+                ranks=count * setup.layout.islands * setup.layout.replicas,
                 activations=step_peak(setup, passes, pipeline),
                 host=_waiting_inputs(setup, passes, pipeline),
                 communication_buffers=_buffers(setup, cut, stages, tensor, device),
@@ -263,8 +264,8 @@ class Flats:
 
 
 def _gradient_bytes(setup: Setup) -> int:
-    """Of one element: sums of several micro-batches are taken in float32."""
-    return _FLOAT32 if setup.accumulation > 1 else DTYPE_BYTES[setup.dtype]
+    """Of one element: sums of several micro-batches are taken in float32, and by the optimizer itself."""
+    return _FLOAT32 if setup.accumulation > 1 or setup.optimizer.sums_itself else DTYPE_BYTES[setup.dtype]
 
 
 def _with_states(rank: RankMemory, setup: Setup, stages: Sequence[Flats], device: Device) -> RankMemory:
@@ -282,6 +283,14 @@ def _with_states(rank: RankMemory, setup: Setup, stages: Sequence[Flats], device
     by_place: dict[Where, dict[str, int]] = {Where.DEVICE: {}, Where.HOST: dict(rank.host), Where.DISK: {}}
     for state, where in state_places(residency).items():
         by_place[where][state] = round(widths[state] * held[state])
+    if setup.optimizer.sums_itself:  # Each rank's own error feedback, and that of the partition that it sums.
+        kept = _FLOAT32 * (elements + Holders.OWN_PART.share(elements, dp))
+        by_place[Where.DEVICE]["gradients"] += kept
+    if setup.layout.islands > 1:
+        by_place[Where.DEVICE]["gradients"] += _FLOAT32 * setup.outer.states * Holders.OWN_PART.share(elements, dp)
+    if residency.secondary_ranks:
+        again = Holders.SECONDARY.share(elements, residency.secondary_ranks)
+        by_place[Where.DEVICE]["parameters"] += round(widths["parameters"] * again)
     if residency.gradients_wait:
         there = by_place[residency.states_at]
         there["gradients"] = there.get("gradients", 0) + round(widths["gradients"] * owned)
@@ -310,19 +319,24 @@ def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: i
     width, pp = _gradient_bytes(setup), setup.layout.pp
     total = 0
     residency = residency_of(setup)
-    borrowed = gathered = 0
+    borrowed = 0
     if residency.gradients_go:
         kinds = Counter(width * size for flats in stages for size in (flats.root, *flats.units) if size)
         borrowed = borrowed_bytes(kinds, kept=pp > 1)
-    if residency.parameters_come:
-        element = DTYPE_BYTES[setup.dtype]
-        gathered = gathered_bytes([(element * f.root, [element * size for size in f.units]) for f in stages])
+    element, dp = DTYPE_BYTES[setup.dtype], setup.layout.replicas
+
+    def passing(size: int) -> Passing:
+        return Passing.of([(size, element, True)] if size else [], residency, dp)
+
+    ways = [(passing(flats.root), [passing(size) for size in flats.units]) for flats in stages]
+    gathered = passing_bytes(ways, residency)
     largest = max(size for flats in stages for size in (flats.root, *flats.units))
     owned = residency.optimizer_states.share(largest, setup.layout.replicas)
     decoded = 0 if decodes_on_host(setup, device) else decoded_bytes(setup, owned)
     # In the update nothing is gathered any more, unless it is in backward, or beside the next step.
     beside = residency.gradients_used or residency.gradients_wait
-    total += borrowed + (gathered + decoded if beside else max(gathered, decoded))
+    sent = sent_by_update((each for root, units in ways for each in (root, *units)), residency)
+    total += borrowed + (gathered + decoded if beside else max(gathered, decoded, sent))
     sizes = {padded_numel(size, setup.layout.tp) for flats in stages for size in flats.partial()}
     total += _BORROWED * width * sum(sizes)
     if setup.shape.tied and pp > 1 and any(flats.first or flats.last for flats in stages):
@@ -336,12 +350,9 @@ def borrowed_bytes(kinds: Counter[int], *, kept: bool) -> int:
     return sum(size * max(_BORROWED, count if kept else 0) for size, count in kinds.items())
 
 
-def gathered_bytes(stages: Sequence[tuple[int, Sequence[int]]]) -> int:
-    """What is whole at once of partitioned parameters. `stages`: bytes of the root, and of the units behind it: of the
-    stage at work the root, a unit and the next one; of the others the root and the last unit, with which their
-    backwards begin."""
-    at_work = [
-        root + max((a + b for a, b in zip(units, [*units[1:], 0], strict=True)), default=0) for root, units in stages
-    ]
-    waiting = [root + sum(units[-1:]) for root, units in stages]
+def passing_bytes(stages: Sequence[tuple[Passing, Sequence[Passing]]], residency: Residency) -> int:
+    """What passes at once. `stages`: the root and the units behind it: of the stage at work as one is used after the
+    other; of the others the root and the last unit, with which their backwards begin."""
+    at_work = [most_at_work(root, units, residency) for root, units in stages]
+    waiting = [sum(each.gathered for each in (root, *units[-1:])) for root, units in stages]
     return max(work + sum(waiting) - waiting[k] for k, work in enumerate(at_work))

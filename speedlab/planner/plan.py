@@ -16,6 +16,7 @@ from speedlab.config.layouts import factorisations, nearest
 from speedlab.display.figure_style import Figure
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner import presets
+from speedlab.planner.advice import exchange_advice
 from speedlab.planner.caution import caution
 from speedlab.planner.changes import Change, cheapest_change
 from speedlab.planner.devices import Machines
@@ -112,6 +113,11 @@ class Plan:
     def caution(self) -> str:
         """What of this lies outside what was validated; empty when nothing does."""
         return caution(self.time)
+
+    @property
+    def advice(self) -> str:
+        """Whether compressed exchanges pay on these links; '' where there are none."""
+        return exchange_advice(self.setup, self.hardware, self.time)
 
     def search(self, *, target: Target = "fastest", fixed: Fixed = FREE) -> Found:
         """The best layouts of this model with this global batch on these machines, each with what limits it. Layout,
@@ -326,7 +332,7 @@ def _what_works(on: Callable[[Layout], Setup], devices: int, asked: Layout) -> s
             return False
         return True
 
-    near = nearest(filter(works, factorisations(devices, asked.cp)), asked)
+    near = nearest(filter(works, factorisations(devices, asked.cp, asked.islands)), asked)
     advice = f"; {' or '.join(map(str, near))} would work" if near else ""
     fewer = replace(asked, dp=max(1, devices // asked.world_size))
     if fewer.world_size < devices and works(fewer):

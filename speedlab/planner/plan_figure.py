@@ -49,6 +49,7 @@ PART_COLOURS = {
     "pipeline messages": "#B8AC2E",
     "bubble": "#D0D5DB",
     "data parallel": "#8C8320",
+    "islands": "#5E5715",
     "optimizer": COLOURS["optimizer_moments"],
     "offload": COLOURS["master_weights"],
 }

@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from speedlab.config.context import padding_words
+from speedlab.config.offload_rules import partition_words
 from speedlab.display.figure_style import LABELS
 from speedlab.display.table import Table
 from speedlab.display.text import byte_unit, bytes_text, count_text, seconds_text
@@ -215,8 +216,10 @@ def heading(plan: Plan) -> list[str]:
     )
     extras = [
         f"checkpointing {setup.checkpointing}" if setup.checkpointing != "none" else "",
+        partition_words(tp=setup.layout.tp, sequence=setup.sequence_parallel) if setup.partition_inputs else "",
         "sequence parallel" if setup.sequence_parallel else "",
         offload_words(setup.offload),
+        setup.zero.switches,
         f"schedule {schedule_words(setup)}" if setup.layout.pp > 1 else "",
     ]
     length = setup.shape.sequence_length
@@ -272,6 +275,7 @@ def speed_lines(plan: Plan) -> list[str]:
 def cautions(plan: Plan) -> list[str]:
     """What was not validated, what was assumed, and for what does not fit the cheapest changes that do."""
     lines = [f"outside of what was validated: {plan.caution}"] if plan.caution else []
+    lines += [plan.advice] if plan.advice else []
     lines += assumed(plan.setup.shape, plan.machines)
     if not plan.fits:
         changes = plan.cheapest_changes()

@@ -64,6 +64,12 @@ class PlanRequest:
     """Data-parallel ranks; left out: as many as there are devices for."""
     zero: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage."""
+    quantized_weights: bool = False
+    """Whether parameters are gathered as int8 blocks."""
+    quantized_gradients: bool = False
+    """Whether gradients are exchanged as int4 blocks, inside hosts, then between them."""
+    secondary_partition: int | None = None
+    """Ranks of a host that hold all partitioned parameters together once more; ZeRO stage 3 only."""
     micro: int | None = None
     """Sequences of a micro-batch."""
     global_size: int | None = None
@@ -72,6 +78,8 @@ class PlanRequest:
     """Compute dtype; left out: the fast one of the devices."""
     checkpointing: Checkpointing | None = None
     """What is computed again in backward."""
+    partition_inputs: bool = False
+    """Whether of a block's input that is kept for backward each tensor rank keeps its 1/tp."""
     attention: Literal["fused", "plain"] | None = None
     """Whether attention's probabilities are never kept (fused, when left out), or are (plain)."""
     chunked_loss: bool = False
@@ -284,9 +292,9 @@ class PlanRequest:
             batch["accumulation"] = None  # It follows.
         changes = {
             "parallel": parallel,
-            "zero": _given(stage=self.zero),
+            "zero": _given(stage=self.zero, **self._switches()),
             "batch": batch,
-            "activation": _given(checkpointing=self.checkpointing),
+            "activation": _given(checkpointing=self.checkpointing, partition_inputs=self.partition_inputs or None),
             "precision": _given(masters=self.masters, moments=self.moments),
             "optimizer": _given(in_backward=self.in_backward or None),
             "offload": self._away(),
@@ -301,9 +309,23 @@ class PlanRequest:
         return _given(checkpointing=self.checkpointing, attention=self.attention)
 
     def _kept(self) -> dict[str, Any]:
-        """Fields of a set-up that say as what states are kept, and how long."""
+        """Fields of a set-up that say as what states and inputs of blocks are kept, and how long."""
         optimizer = OptimizerConfig(in_backward=True) if self.in_backward else None
-        return _given(masters=self.masters, moments=self.moments, optimizer=optimizer)
+        return _given(
+            masters=self.masters,
+            moments=self.moments,
+            optimizer=optimizer,
+            partition_inputs=self.partition_inputs or None,
+            **self._switches(),
+        )
+
+    def _switches(self) -> dict[str, Any]:
+        """What is said of ZeRO++."""
+        return _given(
+            quantized_weights=self.quantized_weights or None,
+            quantized_gradients=self.quantized_gradients or None,
+            secondary_partition=self.secondary_partition,
+        )
 
     def _away(self) -> dict[str, Any]:
         """What is said of where states lie, as fields of `offload`."""

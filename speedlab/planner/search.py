@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from speedlab.config.offload_rules import partition_words
 from speedlab.layout import Layout
 from speedlab.placement import Where
 from speedlab.planner.away import offload_words, residency_of, state_places, state_widths
@@ -80,6 +81,8 @@ def describe(setup: Setup) -> str:
     words = [str(setup.layout), f"ZeRO-{setup.zero_stage}", f"micro-batch {setup.micro_size} × {setup.accumulation}"]
     if setup.checkpointing != "none":
         words.append(f"checkpointing {setup.checkpointing}")
+    if setup.cuts_inputs:
+        words.append(partition_words(tp=setup.layout.tp, sequence=False))
     if setup.sequence_parallel:
         words.append("sequence parallel")
     if setup.layout.pp > 1:

@@ -55,6 +55,7 @@ class Fixed:
         kept: dict[str, Any] = {**usual, **self.others}
         words += [f"{state} {kept[state]}" for state in ("masters", "moments") if kept[state] != "float32"]
         words += ["updated in backward"] if kept["optimizer"].in_backward else []
+        words += ["inputs of blocks partitioned"] if kept.get("partition_inputs") else []
         return ", ".join(filter(None, [*words, offload_words(kept["offload"])]))
 
 

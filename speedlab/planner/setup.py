@@ -6,9 +6,21 @@ from dataclasses import dataclass, field
 from math import gcd, lcm
 from typing import Literal
 
-from speedlab.config import AttentionConfig, AttentionView, OffloadConfig, OptimizerConfig, RunConfig, describe
+from speedlab.config import (
+    AttentionConfig,
+    AttentionView,
+    OffloadConfig,
+    OptimizerConfig,
+    OuterConfig,
+    RunConfig,
+    ZeroConfig,
+    describe,
+)
 from speedlab.config.context import dropout_rule, ways_out
-from speedlab.config.offload_rules import offload_problems
+from speedlab.config.island_rules import island_problems
+from speedlab.config.offload_rules import offload_problems, partition_problems
+from speedlab.config.optimizer_rules import optimizer_problems
+from speedlab.config.quantized_rules import quantized_problems
 from speedlab.config.shape import ModelShape
 from speedlab.layout import Layout, sequence_multiple
 
@@ -32,6 +44,8 @@ class Setup:
     accumulation: int
     """Micro-batches of a step on each rank; those of the pipeline where there is one."""
     checkpointing: Checkpointing = "none"
+    partition_inputs: bool = False
+    """Whether of a block's input that is kept for its recomputation each tensor rank keeps its 1/tp."""
     attention: AttentionKind = "fused"
     pattern: AttentionConfig = field(default_factory=AttentionConfig)
     """Of sparse attention: what a query sees; a ring sends what is needed of keys and values."""
@@ -60,12 +74,31 @@ class Setup:
     idle until it is there, and again before a block is recomputed, as DeepSpeed's did in early 2021 (its
     `runtime/zero/partition_parameters.py`). This engine gathers a unit at once, one ahead."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    """How islands meet, where the layout has several."""
     masters: Literal["float32", "none"] = "float32"
     """Whether parameters in bfloat16 have float32 masters beside them, or are rounded stochastically."""
     moments: Literal["float32", "8bit"] = "float32"
     """As what the optimizer's moments are kept between two steps."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     """Which states lie away from the device between two uses."""
+    quantized_weights: bool = False
+    """Whether parameters are gathered as int8 blocks."""
+    quantized_gradients: bool = False
+    """Whether gradients are exchanged as int4 blocks, inside hosts, then between them."""
+    secondary_partition: int | None = None
+    """Ranks of a host that hold all partitioned parameters together once more."""
+
+    @property
+    def zero(self) -> ZeroConfig:
+        """The stage and what is sent, as a configuration has them."""
+        return ZeroConfig(
+            stage=self.zero_stage,  # type: ignore[arg-type]  # checked by it
+            bucket_bytes=self.bucket_bytes,
+            quantized_weights=self.quantized_weights,
+            quantized_gradients=self.quantized_gradients,
+            secondary_partition=self.secondary_partition,
+        )
 
     @property
     def stages_per_rank(self) -> int:
@@ -103,12 +136,19 @@ class Setup:
         """What sparse attention sees; None for dense attention. Raises ValueError where a custom mask is too short."""
         if self.attention != "sparse":
             return None
-        return describe(self.pattern, self.shape.sequence_length, layers=self.shape.depth)
+        shape = self.shape
+        return describe(self.pattern, shape.sequence_length, layers=shape.depth, causal=shape.causal)
 
     @property
     def attention_share(self) -> float:
         """Of the blocks of dense attention, those that are computed."""
         return 1.0 if self.seen is None else self.seen.density
+
+    @property
+    def cuts_inputs(self) -> bool:
+        """Whether tensor ranks cut inputs of blocks, which under sequence parallelism are in parts already."""
+        asked = self.partition_inputs and self.checkpointing != "none"
+        return asked and self.layout.tp > 1 and not self.sequence_parallel
 
     @property
     def global_size(self) -> int:
@@ -139,6 +179,7 @@ class Setup:
             micro_size=batch.micro_size,
             accumulation=batch.accumulation,
             checkpointing=config.activation.checkpointing,
+            partition_inputs=config.activation.partition_inputs,
             attention="sparse" if config.model.attention.kind == "block_sparse" else "fused",
             pattern=config.model.attention,
             ffn_tile=config.model.ffn_tile if shape is None else None,
@@ -149,7 +190,11 @@ class Setup:
             chunks=config.parallel.stages_per_rank,
             cut=config.parallel.cut,
             bucket_bytes=config.zero.bucket_bytes,
+            quantized_weights=config.zero.quantized_weights,
+            quantized_gradients=config.zero.quantized_gradients,
+            secondary_partition=config.zero.secondary_partition,
             optimizer=config.optimizer,
+            outer=config.outer,
             masters=config.precision.masters,
             moments=config.precision.moments,
             offload=config.offload,
@@ -174,11 +219,6 @@ def context_problems(setup: Setup) -> list[str]:
             f"cp {layout.cp}: sequences of {shape.sequence_length:,} tokens would be padded to "
             f"{setup.padded_length:,}, and {dropout_rule(shape.dropout)}"
         )
-    if shape.dropout and setup.heads_shared != layout.cp:
-        problems.append(
-            f"cp {layout.cp} with dropout {shape.dropout:g}: all cp ranks have to share heads, and the {heads} heads "
-            f"of a tp rank do not divide by it; cp {gcd(layout.cp, heads)} would do"
-        )
     if setup.padded_length % setup.sequence_multiple:
         length, multiple = shape.sequence_length, setup.sequence_multiple
         problems.append(
@@ -189,9 +229,11 @@ def context_problems(setup: Setup) -> list[str]:
 
 
 def can_be_cut(setup: Setup, *, on_host: bool) -> bool:
-    """Whether the engine cuts these sequences along cp; `on_host`: on CPU cores, where rings take sparse attention."""
+    """Whether the engine cuts these sequences along cp; `on_host`: on CPU cores, where rings take sparse attention and
+    dropout."""
     in_ring = setup.layout.cp > setup.heads_shared
-    return not context_problems(setup) and (on_host or setup.attention != "sparse" or not in_ring)
+    plain = setup.attention != "sparse" and not setup.shape.dropout
+    return not context_problems(setup) and (on_host or plain or not in_ring)
 
 
 def state_problems(setup: Setup) -> list[str]:
@@ -204,6 +246,23 @@ def state_problems(setup: Setup) -> list[str]:
         in_backward=setup.optimizer.in_backward,
         masters=setup.masters,
     )
+    problems += partition_problems(asked=setup.partition_inputs, checkpointing=setup.checkpointing)
+    problems += optimizer_problems(
+        setup.optimizer,
+        stage=setup.zero_stage,
+        offload=setup.offload,
+        masters=setup.masters,
+        moments=setup.moments,
+    )
+    problems += island_problems(
+        layout.islands,
+        setup.optimizer,
+        setup.outer,
+        offload=setup.offload,
+        masters=setup.masters,
+        switches=setup.zero.switches,
+    )
+    problems += quantized_problems(setup.zero, setup.optimizer, offload=setup.offload, masters=setup.masters)
     if setup.masters == "none" and setup.dtype != "bfloat16":
         problems.append(
             f"masters none needs dtype bfloat16, whose updates are rounded stochastically, and it is {setup.dtype}"

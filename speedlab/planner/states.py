@@ -7,7 +7,10 @@ from dataclasses import replace
 
 from speedlab.config import RunConfig
 from speedlab.layout import Layout
+from speedlab.placement import Holders
 from speedlab.planner.formula import ModelStates, model_states, parameter_count, rank_parameters, stage_blocks
+
+_FLOAT32_BYTES = 4
 
 
 def parameters_by_rank(config: RunConfig, layout: Layout, *, whole: int | None = None) -> list[int]:
@@ -24,11 +27,15 @@ def rank_states(
 ) -> list[ModelStates]:
     """Model states at `stage` on each rank that computes with so many `parameters`: what it keeps between two passes.
 
-    Gradients of several micro-batches are summed in float32.
+    Gradients of several micro-batches are summed in float32. What islands keep between meetings counts with them.
     """
-    sums = dtype != "float32" and config.batch.resolve(layout.data_size).accumulation > 1
+    several = config.batch.resolve(layout.data_size).accumulation > 1
+    sums = dtype != "float32" and several and not config.optimizer.sums_itself  # Whose gradients always are.
     found = []
     for count in parameters:
         state = model_states(count, dp=layout.replicas, stage=stage, dtype=dtype, optimizer=config.optimizer)
-        found.append(replace(state, gradients=2 * state.gradients) if sums else state)
+        gradients = (2 if sums else 1) * state.gradients
+        if layout.islands > 1:
+            gradients += _FLOAT32_BYTES * config.outer.states * Holders.OWN_PART.share(count, layout.replicas)
+        found.append(replace(state, gradients=gradients))
     return found

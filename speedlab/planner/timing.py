@@ -21,8 +21,16 @@ from speedlab.planner.efficiency import Efficiency
 from speedlab.planner.flops import Convention, token_flops
 from speedlab.planner.kernels import Pass, Rates, block_pass, head_pass
 from speedlab.planner.offload_time import unhidden_update, waited_seconds
+from speedlab.planner.sending import Sending
 from speedlab.planner.setup import Setup
 from speedlab.planner.shapes import block_cut, block_weights, check_shape, cross_attention
+
+_SIGN_BYTES = 1 / 8 + 4 / 2**10
+"""Of an element of a momentum on its way: a sign, and its share of a chunk's magnitude (`comm.signs`)."""
+
+_EXCHANGE_BYTES = 38
+"""Of an element in the memory of a rank whose momentum is compressed, beyond an update's: what is given is packed (12),
+the mean taken and the rest kept (16), and of two ranks each averages, packs and measures half of it (20)."""
 
 PARTS = {
     "forward": "forward kernels",
@@ -34,6 +42,7 @@ PARTS = {
     "pipeline messages": "activations between pipeline stages",
     "bubble": "pipeline ranks that stand still",
     "data parallel": "gradients and parameters between data-parallel ranks",
+    "islands": "meetings of islands, by the step",
     "optimizer": "the update",
     "offload": "waiting for the host's memory or the disk",
     "engine": "the engine's own work around the kernels",
@@ -118,15 +127,16 @@ def predict_time(setup: Setup, machines: Machines, efficiency: Efficiency) -> St
     if efficiency.calibration is not None:
         return replace(efficiency.calibration.predict(setup), machines=machines)
     rates = Rates.of(machines.device, efficiency, setup.dtype)
-    groups = rings(setup.layout, machines, efficiency)
+    groups = rings(setup.layout, machines, efficiency, secondary=setup.secondary_partition or 1)
     turns = _turns(setup, rates, groups, efficiency.overlap)
     turn = max(turns, key=lambda turn: sum(turn.values()))
     micro_batches = setup.accumulation
     parts = {part: micro_batches * seconds for part, seconds in turn.items()}
     share = bubble_share(setup.schedule, pp=setup.layout.pp, chunks=setup.chunks, micro_batches=micro_batches)
     parts["bubble"] = sum(parts.values()) * share / (1 - share)
-    exposed, hidden = _data_parallel(setup, machines, groups.dp, turn, efficiency)
+    exposed, hidden = _data_parallel(setup, machines, groups, rates, turn, efficiency)
     parts["data parallel"] = exposed
+    parts["islands"] = _meetings(setup, groups.islands, micro_batches * sum(turn.values()))
     owned = rank_parameters(setup) / (setup.layout.replicas if setup.zero_stage >= 1 else 1)
     computing = micro_batches * sum(turn[part] for part in ("forward", "backward", "recompute", "logits"))
     updating = _update(setup, machines, rates, efficiency, owned)
@@ -182,6 +192,7 @@ def _turn(
     some = plain * block.again + crossed * cross.again
     sums = (2 * plain + 3 * crossed) * (3 if again else 2)
     boundary = hidden_bytes / layout.tp if setup.sequence_parallel or setup.scattered_messages else hidden_bytes
+    gathered = (plain + crossed) * groups.tp.gather(hidden_bytes) if setup.cuts_inputs else 0.0
     positions = _between_positions(setup, groups.cp, hidden_bytes / layout.tp, again=again)
     messages = 2 * setup.chunks if setup.schedule in ("interleaved", "zero-bubble") else 2
     return {
@@ -189,7 +200,7 @@ def _turn(
         "backward": plain * block.backward + crossed * cross.backward,
         "recompute": forward if again else some if setup.checkpointing == "selective" else 0.0,
         "logits": head.forward + head.backward if last else 0.0,
-        "tensor parallel": (sums + (1 if last else 0)) * groups.tp.all_reduce(hidden_bytes),
+        "tensor parallel": (sums + (1 if last else 0)) * groups.tp.all_reduce(hidden_bytes) + gathered,
         "context parallel": (plain + crossed) * positions,
         "pipeline messages": messages * groups.pp.send(boundary),
     }
@@ -225,9 +236,10 @@ def _sent_shares(setup: Setup, ring: int) -> list[float]:
 
 
 def _data_parallel(
-    setup: Setup, machines: Machines, dp: Ring, turn: dict[str, float], efficiency: Efficiency
+    setup: Setup, machines: Machines, groups: Rings, rates: Rates, turn: dict[str, float], efficiency: Efficiency
 ) -> tuple[float, float]:
     """(exposed, hidden) seconds of a step between data-parallel ranks."""
+    dp = groups.dp
     if setup.zero_stage == 3 and setup.listed_gathers:
         return _listed(setup, dp, efficiency), 0.0
     element = 4 if setup.dtype == "float32" else 2
@@ -236,11 +248,14 @@ def _data_parallel(
     pipeline = setup.layout.pp > 1
     scatters = 1 if setup.zero_stage < 2 or pipeline else setup.accumulation
     units = max(blocks_by_rank(setup)) + 1
+    sending = Sending(setup=setup, groups=groups, memory_bytes=rates.memory_bytes, elements=held, units=units)
+    if setup.optimizer.sums_itself:  # In its update, behind all backwards: one message there, one back.
+        signs = 2 * dp.gather(held * _SIGN_BYTES)
+        return signs + (sending.parameters() if setup.zero_stage else 0.0), 0.0
     if setup.zero_stage == 0:
         gradients, parameters = dp.all_reduce(held * summed), 0.0
     else:
-        gradients = scatters * units * dp.reduce_scatter(held * summed / units)
-        parameters = units * dp.gather(held * element / units)
+        gradients, parameters = scatters * sending.gradients(summed), sending.parameters()
     computing = turn["forward"] + turn["backward"] + turn["recompute"] + turn["logits"]
     if setup.zero_stage < 3:
         # The last micro-batch's backward hides gradients, stage 2's every one; parameters are waited for.
@@ -250,9 +265,22 @@ def _data_parallel(
             hidden += efficiency.overlap * min(parameters, turn["forward"])
         return gradients + parameters - hidden, hidden
     passes = setup.accumulation
-    total = gradients + 2 * passes * parameters
+    total = gradients + parameters + (2 * passes - 1) * sending.parameters(again=True)
     hidden = efficiency.overlap * min(total, passes * computing) if _fits_ahead(setup, machines) else 0.0
     return total - hidden, hidden
+
+
+def _meetings(setup: Setup, islands: Ring, computing: float) -> float:
+    """Seconds that a step waits for meetings in the mean: each rank's partition goes to its peers in other islands, in
+    float32 or as codes, of which all get all. `computing`: of a step, of which some hide a meeting that is late."""
+    outer = setup.outer
+    held = rank_parameters(setup) / setup.layout.replicas / outer.fragments
+    if outer.compression == "none":
+        seconds = islands.all_reduce(4 * held)
+    else:
+        code = _SIGN_BYTES if outer.compression == "signs" else 8 * outer.topk_share
+        seconds = islands.gather(islands.ranks * code * held)
+    return outer.fragments * max(0.0, seconds - outer.delay_steps * computing) / outer.every_steps
 
 
 def _listed(setup: Setup, dp: Ring, efficiency: Efficiency) -> float:
@@ -285,6 +313,10 @@ def _update(setup: Setup, machines: Machines, rates: Rates, efficiency: Efficien
     # What is coded is decoded before and encoded after: that is read or written twice in float32 and twice as codes.
     moved += owned * (8 + 2) * (setup.optimizer.moments if setup.moments == "8bit" else 0)
     moved += owned * (8 + 2) * (setup.dtype == "bfloat16" and setup.masters == "none")
+    if setup.optimizer.looks_at_parameters:  # Masters and moments are read once more.
+        moved += owned * 4 * (1 + setup.optimizer.moments)
+    if setup.optimizer.sums_itself and setup.layout.replicas > 1:
+        moved += rank_parameters(setup) * _EXCHANGE_BYTES
     return moved / rates.memory_bytes
 
 
@@ -319,10 +351,18 @@ def _caution(setup: Setup, machines: Machines, efficiency: Efficiency) -> str:
         doubts.append("sparse attention is timed by its share of blocks, each at the speed of dense attention's")
     if setup.layout.cp > 1:
         doubts.append("context parallelism was not compared")
+    if setup.layout.islands > 1:
+        doubts.append("islands were not compared")
     if setup.shape.decoder_layers:
         doubts.append("no encoder-decoder was compared")
     if setup.zero_stage == 3 and rings(setup.layout, machines, efficiency).dp.crosses_hosts:
         doubts.append("published runs of ZeRO-3 between hosts were missed by up to 23%")
+    if setup.optimizer.sums_itself:
+        doubts.append("steps with compressed momenta were not compared; the time is one of a step behind the warm-up")
+    if setup.zero.switches:
+        doubts.append("steps whose parameters or gradients are quantised were not compared")
+    if setup.optimizer.looks_at_parameters:
+        doubts.append("updates that look at whole parameters were not compared")
     if setup.offload.delayed_update is not None:
         doubts.append("updates that are late by a step were not compared")
     if "disk" in (setup.offload.optimizer, setup.offload.parameters):

@@ -29,6 +29,7 @@ class _Shape(NamedTuple):
     phases: tuple[str, ...]
     sent_bytes: tuple[str, ...]
     moved_bytes: tuple[str, ...]
+    exchange: tuple[str, ...]
     host: tuple[str, ...]
     disk: tuple[str, ...]
     kernels: tuple[tuple[str, tuple[str, ...]], ...]
@@ -87,6 +88,7 @@ class Columns:
             phases=dict(zip(shape.phases, numbers)),  # noqa: B905
             sent_bytes=_whole(shape.sent_bytes, numbers),
             moved_bytes=_whole(shape.moved_bytes, numbers),
+            exchange=dict(zip(shape.exchange, numbers)),  # noqa: B905
             kernels={name: dict(zip(uses, numbers)) for name, uses in shape.kernels},  # noqa: B905
             ledger=Ledger(**ledger),
             timeline=self._timelines.get(step, []),
@@ -114,6 +116,7 @@ def _shape_of(record: StepRecord) -> _Shape:
         tuple(record.phases),
         tuple(record.sent_bytes),
         tuple(record.moved_bytes),
+        tuple(record.exchange),
         tuple(record.ledger.host),
         tuple(record.ledger.disk),
         tuple((name, tuple(use)) for name, use in record.kernels.items()) if record.kernels else (),
@@ -132,6 +135,7 @@ def _row_of(record: StepRecord) -> chain[float]:
         record.phases.values(),
         record.sent_bytes.values(),
         record.moved_bytes.values(),
+        record.exchange.values(),
         *(use.values() for use in record.kernels.values()),
     )
 

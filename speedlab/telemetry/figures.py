@@ -21,13 +21,14 @@ from speedlab.telemetry.memory_figure import memory_figure, states_are_small, st
 from speedlab.telemetry.pipeline_figure import pipeline_figure
 from speedlab.telemetry.places_figure import places_figure
 from speedlab.telemetry.prediction import error_text
-from speedlab.telemetry.records import RunState
+from speedlab.telemetry.records import RunState, StepRecord
 from speedlab.telemetry.series import History
 from speedlab.telemetry.step_figures import (
     RECENT_STEPS,
     anatomy_by_rank_figure,
     anatomy_figure,
     cut_for,
+    exchange_figure,
     loss_figure,
     throughput_figure,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "History",
     "anatomy_by_rank_figure",
     "anatomy_figure",
+    "exchange_figure",
     "figures",
     "header",
     "loss_figure",
@@ -52,7 +54,7 @@ __all__ = [
 
 def figures(history: History, *, devices: Sequence[Device] = ()) -> dict[str, Figure]:
     """All plots by name, in the order in which they are laid out: by place where something is not on the device, the
-    pipeline's last, where there is one."""
+    exchange's where an optimizer sums gradients itself, the pipeline's last, where there is one."""
     timeline = timeline_of(history.records)
     pipeline = {} if timeline is None else {"pipeline": pipeline_figure(timeline, devices=devices)}
     by_place = places_figure(history)
@@ -64,6 +66,7 @@ def figures(history: History, *, devices: Sequence[Device] = ()) -> dict[str, Fi
         "throughput": throughput_figure(history),
         "anatomy": anatomy_figure(history),
         "ranks": anatomy_by_rank_figure(history, devices=devices),
+        **({"exchange": exchange_figure(history)} if history.lead.exchanges else {}),
         **pipeline,
     }
 
@@ -175,11 +178,28 @@ def header(history: History, *, name: str, status: Status, now: float | None = N
             parts.append(f"{float(np.median(share)) * 100:.2g} % of peak")
         heldout = f" (held-out {history.heldout[-1][1]:.2f})" if history.heldout else ""
         parts.append(f"loss {lead.smoothed[-1]:.2f}{heldout}")
-        parts.append(f"ZeRO stage {history.latest[min(history.latest)].zero_stage}")
+        newest = history.latest[min(history.latest)]
+        parts.append(f"ZeRO stage {newest.zero_stage}{_exchange_text(newest)}")
     note = status.text or ("" if now is None else _silence(history, status, now))
     engines = len(status.rank_pids) or len(history.ranks)
-    parts.append(f"{engines} engine{'' if engines == 1 else 's'}")
+    link = history.pretended_link
+    parts.append(f"{engines} engine{'' if engines == 1 else 's'}{f' over a pretended link of {link}' if link else ''}")
     return Header(text=" · ".join(parts), state=str(status.state), mark=STATE_MARKS[status.state], note=note)
+
+
+def _exchange_text(record: StepRecord) -> str:
+    """' · compressed, 3.14 % of float32 sent' or ' · warm-up before compression', of islands ' · islands meet in 12
+    steps'; '' where nothing is exchanged but gradients."""
+    told = record.exchange
+    if not told:
+        return ""
+    if "steps_to_meeting" in told:
+        left = told["steps_to_meeting"]
+        return f" · islands meet in {left:,.0f} step{'' if left == 1 else 's'}"
+    if not told.get("compressed"):
+        return " · warm-up before compression"
+    whole = told.get("float32_bytes")
+    return " · compressed" + (f", {100 * told['sent_bytes'] / whole:.3g} % of float32 sent" if whole else "")
 
 
 def _predicted_text(history: History, measured: float) -> str:

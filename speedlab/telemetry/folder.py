@@ -27,9 +27,13 @@ CONTROL_WORDS = ("pause", "resume", "step", "stop", "save", "reshape")
 TOKENIZER = "tokenizer"
 """Where a run's folder has its tokenizer, as transformers reads it."""
 
+UNSUPERVISED = "the cluster's supervisor has ended; the next client starts another one, and the run goes on"
+"""Text of the status of a run that has paused by itself; who supervises its cluster next lets it go on."""
+
 _CONFIG_LIMIT_BYTES = 2**20
 _STATUS_LIMIT_BYTES = 2**18
 _WORD_LIMIT_BYTES = 2**14
+_KEYS_LOOKED_AT = 32
 _NO_WORD: dict[str, Any] = {}
 """What reading a word gives where there is none; one that holds nothing is a damaged one."""
 _PLACEMENT_BYTES = 2**28
@@ -47,7 +51,8 @@ class RunFolderError(RuntimeError):
 class Status:
     """What a run is doing, as its engines last wrote it.
 
-    `rank_pids` are the engines' process ids by rank; `command` is the number of the last control word carried out;
+    `cluster` is the name of the cluster whose engines hold it and `token` which cluster of that name; `rank_pids` are
+    the engines' process ids by rank, for people; `command` is the number of the last control word carried out;
     `updated` is in seconds since the epoch and is filled in when the status is written.
     """
 
@@ -55,6 +60,7 @@ class Status:
     step: int = 0
     steps: int = 0
     cluster: str = ""
+    token: str = ""
     rank_pids: tuple[int, ...] = ()
     command: int = 0
     text: str = ""
@@ -140,6 +146,7 @@ class RunFolder:
                 step=_whole(data, "step"),
                 steps=_whole(data, "steps"),
                 cluster=str(data.get("cluster", "")),
+                token=str(data.get("token", "")),
                 rank_pids=tuple(_process_id(pid) for pid in data.get("rank_pids", ())),
                 command=_whole(data, "command"),
                 text=str(data.get("text", "")),
@@ -182,14 +189,16 @@ class RunFolder:
             raise RunFolderError(f"{self.name}: rank {rank} has told of no placement; {told}")
         return found
 
-    def post(self, word: str, **arguments: Any) -> int:
+    def post(self, word: str, *, key: str = "", **arguments: Any) -> int:
         """Ask something of the run; returns the word's number. Safe when several clients post at once.
 
-        Raises ValueError for a word outside CONTROL_WORDS and TypeError for arguments that are not JSON.
+        `key`: what `number_of` finds it by. Raises ValueError for a word outside CONTROL_WORDS and TypeError for
+        arguments that are not JSON.
         """
         if word not in CONTROL_WORDS:
             raise ValueError(f"unknown control word {word!r}; known: {', '.join(CONTROL_WORDS)}")
-        text = json.dumps({"word": word, "arguments": arguments, "time": time.time(), "pid": os.getpid()})
+        entry = {"word": word, "arguments": arguments, "time": time.time(), "pid": os.getpid(), "key": key}
+        text = json.dumps(entry)
         if len(text) > _WORD_LIMIT_BYTES:
             raise ValueError(
                 f"{word}: arguments of {len(text)} bytes; at most {_WORD_LIMIT_BYTES} bytes fit a control word"
@@ -209,6 +218,15 @@ class RunFolder:
         finally:
             draft.unlink()
         raise AssertionError("unreachable: the numbers do not end")
+
+    def number_of(self, key: str) -> int | None:
+        """The number of the word that was posted under `key`, among the newest; None when none was."""
+        last = self._last_number()
+        for number in range(last, max(0, last - _KEYS_LOOKED_AT), -1):
+            with contextlib.suppress(RunFolderError):
+                if read_object(_word_path(self.path / "control", number), _WORD_LIMIT_BYTES).get("key") == key:
+                    return number
+        return None
 
     def pending(self, after: int) -> list[Command]:
         """Control words with a number above `after`, in order. Costs one failed open when there is none.

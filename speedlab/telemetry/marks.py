@@ -21,11 +21,13 @@ STATE_MARKS = {
 
 _EVENT_MARKS = {
     "reshaped": "▼",
+    "compressed": "±",
     "checkpoint": "◆",
     "paused": "‖",
     "resumed": "▶",
     "interrupted": "✕",
     "failed": "✕",
+    "recovering": "↻",
     "warning": "▲",
     "stopped": "■",
     "finished": "■",

@@ -11,6 +11,7 @@ from speedlab.config import RunConfig
 from speedlab.hardware import Device
 from speedlab.planner import parameter_count
 from speedlab.planner.here import hardware_here
+from speedlab.planner.links import pretended
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import Setup
 from speedlab.telemetry.records import Event, Ledger
@@ -65,6 +66,8 @@ def prediction_of(config: RunConfig, events: Sequence[Event], devices: Sequence[
             here = list(devices) if len(devices) == size else [devices[0]] * size
             setup = Setup.of_config(present_config(config, changes[:number], size), size, dtype=dtype)
             hardware = hardware_here(here, dtype, config.offload.folder or config.folder)
+            if "pretended_link" in said:
+                hardware = hardware.over(pretended(**said["pretended_link"]))
             speeds.append((changes[number - 1].step if number else 0, hardware.time(setup).tokens_per_second))
     except (KeyError, TypeError, ValueError):  # Of another version; nothing to go by.
         return None

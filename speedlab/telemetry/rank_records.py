@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from array import array
 from collections import deque
@@ -16,6 +17,16 @@ from speedlab.telemetry.tail import Tail
 
 NEWEST = 32
 """So many of the newest records are at hand without reading the file from its start."""
+
+
+def last_recorded(folder: Path, rank: int) -> int | None:
+    """The step that a rank of the run in `folder` has recorded last; None where it has recorded none."""
+    tail = Tail(folder / "records" / f"rank-{rank}.jsonl")
+    tail.skip(1)
+    for line in reversed(tail.read()):
+        with contextlib.suppress(ValueError, TypeError):
+            return StepRecord.from_json(line).step
+    return None
 
 
 class RankRecords(Sequence[StepRecord]):
@@ -161,11 +172,9 @@ class RankRecords(Sequence[StepRecord]):
         return record
 
 
-_NUMBER_FIELDS = tuple(
-    f.name
-    for f in fields(StepRecord)
-    if f.name not in ("phases", "sent_bytes", "moved_bytes", "kernels", "ledger", "heldout_loss", "traced", "timeline")
-)
+_OTHER_FIELDS = {"phases", "sent_bytes", "moved_bytes", "exchange", "kernels", "ledger"}
+_OTHER_FIELDS |= {"heldout_loss", "traced", "timeline"}
+_NUMBER_FIELDS = tuple(f.name for f in fields(StepRecord) if f.name not in _OTHER_FIELDS)
 _NUMBERS = {int, float}
 _LARGEST = 2**53
 """Whole numbers up to here are the same as float64."""
@@ -186,13 +195,14 @@ def _check_record(record: StepRecord, rank: int) -> None:
     counts = [record.step, record.zero_stage, record.tokens, *_ledger_values(record.ledger)]
     counts += [*record.sent_bytes.values(), *record.moved_bytes.values()]
     numbers: list[float] = [value for use in record.kernels.values() for value in use.values()]
-    numbers += record.phases.values()
+    numbers += [*record.phases.values(), *record.exchange.values()]
     for span in record.timeline:
         numbers += span[1:]
         if not isinstance(span.action, str):
             raise TypeError(f"timeline holds the action {span.action!r}, not a text")
     if not {*map(type, numbers), *map(type, counts)} <= _NUMBERS:
-        raise TypeError("phases, sent_bytes, moved_bytes, kernels, ledger or timeline hold something else than numbers")
+        fields_of_numbers = "phases, sent_bytes, moved_bytes, exchange, kernels, ledger or timeline"
+        raise TypeError(f"{fields_of_numbers} hold something else than numbers")
     array("d", [*numbers, *(values[name] for name in _NUMBER_FIELDS)])  # Raises OverflowError for what is no float64.
     if not sum(map(abs, counts)) < _LARGEST:  # Also where one is not a number.
         raise ValueError("steps, tokens or bytes are no whole numbers that anybody could have counted")

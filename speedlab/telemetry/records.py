@@ -46,6 +46,10 @@ class RunState(StrEnum):
     FAILED = "failed"
 
 
+RESTING = frozenset({RunState.PAUSED, RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
+"""States in which no rank advances until a control word asks for it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
     """Bytes on one rank at the peak of a step, by category.
@@ -133,6 +137,12 @@ class StepRecord:
     sent_bytes: dict[str, int] = field(default_factory=dict)
     moved_bytes: dict[str, int] = field(default_factory=dict)
     """To and from places beside the device, by way: 'disk read', 'disk write', 'host copy'."""
+    exchange: dict[str, float] = field(default_factory=dict)
+    """Of an optimizer that sums gradients itself after a warm-up: `compressed` (0 or 1), `steadiness` of the variance
+    where it was looked at, `sent_bytes` in the place of `float32_bytes`, `error_norm` of this rank's feedback, and
+    where it was looked at the `angle` (degrees) between the update and the one of what was compressed. Of ZeRO++
+    `compressed`, and both bytes. Of islands: `met` (0 or 1), `steps_to_meeting`, `sent_bytes` to other islands in the
+    place of `float32_bytes`, and where these are compressed `error_norm`."""
     kernels: dict[str, dict[str, float]] = field(default_factory=dict)
     """By name of the kernel: calls, bytes (what it must at least read and write), seconds on its device."""
     ledger: Ledger = field(default_factory=Ledger)
@@ -175,7 +185,8 @@ def _lines_of(timeline: list[Span]) -> list[tuple[str, int, int, float, float]]:
 class Event:
     """Something that happened to a run at a step: a change of stage, a checkpoint, a pause, a warning, an error.
 
-    kind: started, paused, resumed, reshaped, checkpoint, evaluated, interrupted, finished, stopped, failed, warning.
+    kind: started, paused, resumed, reshaped, compressed, checkpoint, evaluated, interrupted, finished, stopped, failed,
+    recovering, warning.
     `command` is the number of the control word it answers, when it answers one.
     """
 

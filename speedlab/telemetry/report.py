@@ -129,13 +129,13 @@ def _event_table(feed: Feed) -> str:
 
 def _attention(feed: Feed) -> str:
     """What queries see of block-sparse attention; of the built-in GPT, whether its layers suffice, too."""
-    config = feed.folder.config
-    if config.model.attention.kind == "dense":
+    config, attention = feed.folder.config, feed.folder.config.model.attention
+    if attention.kind == "dense":
         return ""
     trained = next((event.details.get("parameters") for event in feed.events if event.kind == "started"), None)
     layers = config.model.layers if trained == parameter_count(config.model) else None
     try:
-        view = describe(config.model.attention, config.data.sequence_length, layers=layers)
+        view = describe(attention, config.data.sequence_length, layers=layers, causal=not attention.both_ways)
         return f'<h2>What a query sees</h2><div class="card">{view.html()}</div>'
     except ValueError:  # A custom mask for the shorter sequences of somebody's own loader.
         return ""

@@ -7,6 +7,7 @@ that doubles as the run grows; between two doublings a plot only ever gets new p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,9 @@ _COLUMNS = (
     "seconds",
     "weighted_sum",
     "weight",
+    "sent_share",
+    "error_norm",
+    "angle",
     *PHASES,
 )
 
@@ -65,6 +69,8 @@ class Series:
         """The most this rank has held at any step: of model states, and of all categories together."""
         self.waited_for_places = False
         """Whether any step has waited for the host's memory or the disk."""
+        self.exchanges = False
+        """Whether something else than gradients travels: the optimizer sums them itself, or islands meet."""
 
     def column(self, name: str) -> np.ndarray:
         """(length,) values of a column; times in seconds."""
@@ -112,6 +118,7 @@ class Series:
             record.flops / record.seconds if record.seconds > 0 else 0.0,
             record.seconds,
             *(before * keep + gain),
+            *self._exchange(record.exchange),
             *(record.phases.get(phase, 0.0) for phase in PHASES),
         )
         self.length += 1
@@ -121,6 +128,13 @@ class Series:
         if record.heldout_loss is not None:
             self.heldout.append((record.step, record.heldout_loss))
         return rewritten
+
+    def _exchange(self, told: Mapping[str, float]) -> tuple[float, float, float]:
+        """Bytes as a share of float32's, the error's norm, and the angle that was last looked at."""
+        self.exchanges |= bool(told)
+        share = told["sent_bytes"] / told["float32_bytes"] if told.get("float32_bytes") else 1.0
+        angle = self.column("angle")[-1] if self.length else np.nan
+        return share, told.get("error_norm", 0.0), told.get("angle", angle)
 
 
 class History:
@@ -189,10 +203,19 @@ class History:
         ]
         return sorted(dict([*early, *self.lead.heldout]).items())
 
+    @property
+    def _started(self) -> Mapping[str, Any]:
+        """What the newest event tells that says what the run is made of; empty before there is one."""
+        return next((event.details for event in reversed(self.events) if event.kind == "started"), {})
+
+    @property
+    def pretended_link(self) -> str:
+        """'1 Gbit/s 1 ms', where its engines pretend one between them; else ''."""
+        return str(self._started.get("pretended_link", {}).get("text", ""))
+
     def share_of_peak(self, flops_per_second: np.ndarray) -> np.ndarray | None:
         """What one rank computes as a share (0 to 1) of what a large matmul reaches on it; None where not measured."""
-        started = next((event.details for event in reversed(self.events) if event.kind == "started"), {})
-        peak = started.get("peak_flops")  # summed over the ranks
+        peak = self._started.get("peak_flops")  # summed over the ranks
         if not isinstance(peak, int | float) or not peak > 0 or not self.ranks:
             return None
         return flops_per_second * len(self.ranks) / peak

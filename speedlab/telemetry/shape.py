@@ -19,6 +19,7 @@ CHANGES = (
     "tp",
     "pp",
     "cp",
+    "islands",
     "dp",
     "schedule",
     "chunks",
@@ -99,7 +100,7 @@ def changed_config(
     parallel: dict[str, Any] = {
         name: changes[name] for name in CHANGES if name in changes and name not in ("zero", "micro_batches", "offload")
     }
-    if changes.keys() & {"tp", "pp", "cp"} or before != engines:
+    if changes.keys() & {"tp", "pp", "cp", "islands"} or before != engines:
         parallel.setdefault("dp", None)
     if changes.keys() & _PIPELINE:
         parallel.setdefault("cut", None)
@@ -146,6 +147,7 @@ def shape_of(config: RunConfig, engines: int) -> dict[str, Any]:
         "tp": layout.tp,
         "pp": layout.pp,
         "cp": layout.cp,
+        "islands": layout.islands,
         "dp": layout.dp,
         "schedule": parallel.schedule,
         "chunks": parallel.chunks,

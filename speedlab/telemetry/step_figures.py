@@ -110,6 +110,32 @@ def throughput_figure(history: History, cut: Cut | None = None) -> Figure:
     return {"data": data, "layout": layout}
 
 
+def exchange_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(x, y) of each trace of the exchange figure: percent of float32's bytes, degrees, the error's norm."""
+    lead = history.lead
+    kept = {"closed": cut.closed, "first": cut.first}
+    steps = bucket_last(lead.column("step"), cut.size, **kept)
+    columns = {name: bucket_last(lead.column(name), cut.size, **kept) for name in ("sent_share", "angle", "error_norm")}
+    return [float32(steps, 100 * columns["sent_share"]), *(float32(steps, columns[n]) for n in ("angle", "error_norm"))]
+
+
+def exchange_figure(history: History, cut: Cut | None = None) -> Figure:
+    """Of an optimizer that sums gradients itself, or of islands that meet: what was sent beside what float32 would
+    have, the angle between the update and the one of what was compressed where it was looked at, and the norm of what
+    compression keeps back."""
+    sent, angle, error = exchange_values(history, cut or cut_for(history, POINTS))
+    data = [
+        curve("bytes sent", sent, "%{y:.3g} % of float32", color=ACCENT, width=2),
+        curve("angle", angle, "%{y:.3g}° off what was compressed", color=INK, width=1.5, dash="dash"),
+        curve("error norm", error, "%{y:.3g}", color=INK, width=1.2, dash="dot", second=True),
+    ]
+    layout = base_layout(f"compressed exchange, rank {history.lead_rank}", "% of float32, degrees")
+    layout["yaxis"] |= {"rangemode": "tozero"}
+    layout["yaxis2"] = second_axis("norm of the error feedback", "~g") | {"rangemode": "tozero"}
+    over_steps(layout, history.events)
+    return {"data": data, "layout": layout}
+
+
 def anatomy_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndarray]]:
     """(x, y) of each phase and of the rest, milliseconds, of the lowest rank."""
     lead = history.lead

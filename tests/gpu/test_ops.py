@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from cuda_ops import gpu
+from cuda_ops.adam_frozen import adam_frozen
 from cuda_ops.adamw import adamw
 from cuda_ops.blockquant import block_dequantize_sum, block_quantize
 from cuda_ops.blockwise8 import blockwise8_decode, blockwise8_encode
 from cuda_ops.grad_stats import grad_stats
+from cuda_ops.lamb import lamb_moments
 from cuda_ops.meter import meter
 from cuda_ops.onebit import CHUNK, onebit_average, onebit_pack
+from cuda_ops.onebit_take import onebit_take
 from cuda_ops.sgd_momentum import sgd_momentum
 from cuda_ops.stochastic import round_stochastically
 
@@ -63,6 +66,10 @@ def test_updates(size, dtype, copy) -> None:
     copied = [torch.zeros(size, dtype=torch.bfloat16)] if copy else []
     close(both(adamw, [*states, *copied], **ADAMW), 1e-5 if not copy else 1e-2)
     close(both(sgd_momentum, [*states[:3], *copied], **SGD), 1e-5 if not copy else 1e-2)
+    numbers = {name: value for name, value in ADAMW.items() if name != "lr"}
+    close(both(lamb_moments, states, **numbers), 1e-4)
+    frozen = {"size": 1e-2, "decay": 1e-3, "eps": 1e-8}
+    close(both(adam_frozen, [*states[:3], states[3] + 0.1, *copied], **frozen), 1e-5 if not copy else 1e-2)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -86,6 +93,7 @@ def test_onebit(size, dtype) -> None:
     packed, scales = onebit_pack(values, torch.randn(size))
     rows, weights = torch.stack([packed, ~packed, packed]), torch.stack([scales, 2 * scales, 4 * scales])
     close(both(onebit_average, [rows, weights, torch.zeros(size, dtype=dtype)]), 1e-6 if dtype.itemsize == 4 else 1e-2)
+    close(both(onebit_take, [rows, weights, torch.randn(3 * size), torch.zeros(3 * size)], share=0.9), 1e-4)
 
 
 @pytest.mark.parametrize("signed", [True, False])

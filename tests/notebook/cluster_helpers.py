@@ -6,12 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from speedlab.cluster import Cluster, RankError
+from speedlab.config import RunConfig
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
@@ -108,3 +110,21 @@ def break_a_deadlock(cluster: Cluster) -> None:
     with pytest.raises(RankError):
         results.result(30)
     assert cluster.submit(sum_over_ranks, 2.0).result(60) == [2.0 * cluster.size] * cluster.size
+
+
+def small_run(folder: Path, name: str, steps: int, **changes: Any) -> RunConfig:
+    """A training of milliseconds a step, on a text of its own."""
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    return RunConfig(
+        name=name,
+        folder=folder / "runs",
+        steps=steps,
+        model={"layers": 2, "hidden": 32, "heads": 2, "ffn_hidden": 64, "context": 32},
+        data={"source": str(text), "tokenizer": "bytes", "sequence_length": 32, "heldout_share": 0.2},
+        precision="float32",
+        zero=2,
+        eval={"every_steps": 0},
+        **changes,
+    )

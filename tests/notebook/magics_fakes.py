@@ -20,6 +20,7 @@ from traitlets.config import Config
 from speedlab.cluster import ClusterError, EngineStatus, RankError, RemoteFailure
 from speedlab.config import RunConfig
 from speedlab.hardware import Device
+from speedlab.network import LinkRate
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import Ledger, RunState, StepRecord
 from speedlab.telemetry.trace import write_trace
@@ -39,15 +40,22 @@ DEVICE = Device(
 class FakeResults:
     """What Cluster.execute returns; the test ends it."""
 
-    def __init__(self, ranks: list[int]) -> None:
+    def __init__(self, ranks: list[int], messages: FakeMessages | None = None) -> None:
         self.ranks = ranks
-        self.message_ids = {rank: f"task-{rank}" for rank in ranks}
+        self.interrupts = 0
+        self._messages = messages or FakeMessages()
         self.failures: dict[int, RemoteFailure] = {}
         self.abandoned = ""
         self._callbacks: list[Callable[[Any], object]] = []
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         self._callbacks.append(callback)
+
+    def sayings(self, timeout_seconds: float) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+        return self._messages.take(timeout_seconds)
+
+    def interrupt(self) -> None:
+        self.interrupts += 1
 
     def finish(self, failures: Mapping[int, RemoteFailure] | None = None) -> None:
         self.failures = dict(failures or {})
@@ -67,17 +75,26 @@ class FakeResults:
 class FakeCluster:
     """A cluster of two ranks without processes. `running` and the engines' states are the test's to set."""
 
+    messages: FakeMessages
     known: dict[str, FakeCluster] = {}  # noqa: RUF012  # the clusters of one test; the fixture makes it anew
 
     def __init__(
-        self, engines: int | None = None, *, name: str = "default", device: str = "auto", backend: str | None = None
+        self,
+        engines: int | None = None,
+        *,
+        name: str = "default",
+        device: str = "auto",
+        backend: str | None = None,
+        link: str | None = None,
     ) -> None:
         if engines not in (None, 2):
             raise ClusterError(f"cluster {name!r} runs with 2 engines, and {engines} were asked for; stop it first")
         self.name = name
+        self.token = f"token-of-{name}"
         self.running = True
         self.asked = (engines, device, backend)
         self.devices = [DEVICE, DEVICE]
+        self.link = LinkRate.parse(link) if link else None
         self.size = 2
         self.directory = Path.cwd()
         self.engine_states = ["idle", "idle"]
@@ -104,11 +121,12 @@ class FakeCluster:
             for rank, state in enumerate(self.engine_states)
         ]
 
-    def execute(self, code: str, *, ranks: list[int] | None = None) -> FakeResults:
+    def execute(self, code: str, *, ranks: list[int] | None = None, shown: bool = False) -> FakeResults:
+        assert shown
         if ranks and max(ranks) > 1:
             raise ClusterError(f"ranks {ranks} were asked for; cluster {self.name!r} has ranks 0–1")
         self.executed.append((code, ranks))
-        self.results = FakeResults(ranks or [0, 1])
+        self.results = FakeResults(ranks or [0, 1], FakeCluster.messages)
         return self.results
 
     def interrupt(self) -> list[int]:
@@ -140,25 +158,24 @@ class FakeRun:
 
 
 class FakeMessages:
-    """The engines' output channel: what the test says."""
+    """What ranks say in a cell: what the test says."""
 
     def __init__(self) -> None:
-        self.queue: queue.Queue[tuple[str, str, Mapping[str, Any]]] = queue.Queue()
-        self.closed = threading.Event()
+        self.queue: queue.Queue[tuple[int, str, Mapping[str, Any]]] = queue.Queue()
 
     def say(self, rank: int, text: str, stream: str = "stdout") -> None:
-        self.queue.put((f"task-{rank}", "stream", {"name": stream, "text": text}))
+        self.queue.put((rank, "stream", {"name": stream, "text": text}))
 
     def show(self, rank: int, kind: str = "display_data", display_id: str | None = None, **data: str) -> None:
         bundle = {name.replace("_", "/"): value for name, value in data.items()}
         content = {"data": bundle, "metadata": {}, "transient": {"display_id": display_id} if display_id else {}}
-        self.queue.put((f"task-{rank}", kind, content))
+        self.queue.put((rank, kind, content))
 
     def idle(self, *ranks: int) -> None:
         for rank in ranks:
-            self.queue.put((f"task-{rank}", "status", {"execution_state": "idle"}))
+            self.queue.put((rank, "status", {"execution_state": "idle"}))
 
-    def take(self, timeout_seconds: float) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    def take(self, timeout_seconds: float) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
         try:
             yield self.queue.get(timeout=timeout_seconds)
             while True:
@@ -166,8 +183,10 @@ class FakeMessages:
         except queue.Empty:
             return
 
-    def close(self) -> None:
-        self.closed.set()
+
+def cell_is_over() -> bool:
+    """Whether every `%%ranks` cell has said its last."""
+    return not any(thread.name == "speedlab-ranks-cell" for thread in threading.enumerate())
 
 
 @dataclass
@@ -209,7 +228,7 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         lambda: [cluster for cluster in FakeCluster.known.values() if cluster.running],
     )
     messages = FakeMessages()
-    monkeypatch.setattr("speedlab_notebook.rank_messages.RankMessages", types.SimpleNamespace(of=lambda _: messages))
+    monkeypatch.setattr(FakeCluster, "messages", messages, raising=False)
     shown: list[tuple[Any, ...]] = []
     for name in ("panel", "dashboard"):
         module: Any = types.ModuleType(f"speedlab_notebook.{name}")
@@ -242,7 +261,9 @@ def attach(name: Any = None) -> FakeRun:
 
 def make_run(cluster: FakeCluster, name: str, state: RunState = RunState.RUNNING) -> RunFolder:
     folder = RunFolder.create(RunConfig(name=name, zero=3))
-    status = replace(folder.read_status(), state=state, step=12, cluster=cluster.name, rank_pids=(100, 101))
+    status = replace(
+        folder.read_status(), state=state, step=12, cluster=cluster.name, token=cluster.token, rank_pids=(100, 101)
+    )
     folder.write_status(status)
     return folder
 

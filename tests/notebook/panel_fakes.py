@@ -16,6 +16,7 @@ from speedlab_notebook.panel import Panel
 from speedlab.cluster import RankError
 from speedlab.config import RunConfig
 from speedlab.hardware import Device
+from speedlab.network import LinkRate
 from speedlab.planner import calibration_store
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import RunFolder
@@ -39,6 +40,7 @@ class Fakes:
 
     def __init__(self, folder: Path, devices: list[Device] | None = None) -> None:
         self.name, self.running, self.devices = "fake", True, devices or [DEVICE] * 4
+        self.link: LinkRate | None = None
         self.folder = folder
         self.trained: list[RunConfig] = []
         self.measured: list[tuple[Any, ...]] = []

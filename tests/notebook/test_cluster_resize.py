@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from cluster_helpers import is_gone, look_around, sum_over_ranks, wait_for
+from cluster_helpers import is_gone, look_around, small_run, sum_over_ranks, wait_for
 
 from speedlab.cluster import Cluster, ClusterError, Run, attach, processes
 from speedlab.cluster.known_runs import RunError
@@ -25,10 +27,17 @@ SECONDS = 60
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Modules here come before those that are installed, in engines that are started later."""
+    return tmp_path_factory.mktemp("broken")
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory, broken: Path) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # Engines import the modules of functions they run.
+        # Engines import the modules of functions they run; and what a test puts into `broken`.
+        patch.setenv("PYTHONPATH", f"{Path(__file__).parent}{os.pathsep}{broken}")
         cluster = Cluster(2, name=NAME, device="cpu")
         everything: list[psutil.Process] = []
         try:
@@ -96,7 +105,7 @@ def test_engines_come_and_go(cluster: Cluster) -> None:
     assert Cluster(1, name=NAME).size == 1
 
 
-def test_what_cannot_be_resized_stays_as_it_is(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_resized_stays_as_it_is(cluster: Cluster, broken: Path) -> None:
     first = pids(cluster)
     with pytest.raises(ClusterError, match="0 engines was asked for"):
         cluster.resize(0)
@@ -107,37 +116,48 @@ def test_what_cannot_be_resized_stays_as_it_is(cluster: Cluster, monkeypatch: py
     cluster.interrupt()
     wait_for(lambda: busy.done)
 
-    monkeypatch.setattr("speedlab.cluster.launchers.ENGINE_COMMAND", ["sh", "-c", "exit 3"])
+    (broken / "torch.py").write_text("raise SystemExit(3)")
     with pytest.raises(ClusterError, match=r"the engine of rank [23] ended before it was ready"):
         cluster.resize(4, progress=lambda line: None)
+    (broken / "torch.py").unlink()
     assert pids(cluster) == first
     assert cluster.submit(sum_over_ranks, 1.0).result(SECONDS) == [2.0, 2.0]
 
 
-def test_an_interrupt_while_engines_start_leaves_the_cluster(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_engines_start_leaves_the_cluster(cluster: Cluster, broken: Path) -> None:
     first = pids(cluster)
     token = psutil.Process(first[0]).environ()[processes.TOKEN]
     before = {process.pid for process in processes.marked(token)}
 
-    def interrupted(*arguments: object) -> None:
-        raise KeyboardInterrupt
+    (broken / "torch.py").write_text(f"open({str(broken / 'begun')!r}, 'w'); import time; time.sleep(60)")
 
-    monkeypatch.setattr("speedlab.cluster.start._await_engines", interrupted)
+    def interrupt_once_begun() -> None:
+        wait_for((broken / "begun").exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt_once_begun)
+    interrupting.start()
     with pytest.raises(KeyboardInterrupt):
         cluster.resize(4, progress=lambda line: None)
+    interrupting.join()
+    (broken / "torch.py").unlink()
     assert {process.pid for process in processes.marked(token) if not is_gone(process.pid)} == before
     assert cluster.submit(sum_over_ranks, 1.0).result(SECONDS) == [2.0, 2.0]
 
 
-def test_engines_that_cannot_change_over_go_on_as_before(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+FAILS_WITH_THREE = """
+import speedlab.cluster.remote as remote
+made = remote.rebind
+def rebind(environment):
+    three = environment["WORLD_SIZE"] == "3"
+    made({**environment, "OMP_NUM_THREADS": "many"} if three else environment)
+remote.rebind = rebind
+"""
+
+
+def test_engines_that_cannot_change_over_go_on_as_before(cluster: Cluster) -> None:
     first = pids(cluster)
-    made = __import__("speedlab.cluster.resize", fromlist=["rank_environment"]).rank_environment
-
-    def environment(rank: int, devices: list[dict[str, object]], rendezvous: str) -> dict[str, str]:
-        wrong = {"OMP_NUM_THREADS": "many"} if len(devices) == 3 and rank == 1 else {}
-        return {**made(rank, devices, rendezvous), **wrong}
-
-    monkeypatch.setattr("speedlab.cluster.resize.rank_environment", environment)
+    cluster.execute(FAILS_WITH_THREE, ranks=[1]).result(SECONDS)
     with pytest.raises(RuntimeError, match=r"rank 1(?s:.)*invalid literal for int.*'many'"):
         cluster.resize(3, progress=lambda line: None)
     assert pids(cluster) == first
@@ -151,20 +171,7 @@ STEPS = 60
 
 
 def config(folder: Path, name: str) -> RunConfig:
-    text = folder / "text.txt"
-    if not text.exists():
-        text.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
-    return RunConfig(
-        name=name,
-        folder=folder / "runs",
-        steps=STEPS,
-        model={"layers": 2, "hidden": 32, "heads": 2, "ffn_hidden": 64, "context": 32},
-        data={"source": str(text), "tokenizer": "bytes", "sequence_length": 32, "heldout_share": 0.2},
-        precision="float32",
-        zero=2,
-        batch={"micro_size": 4},
-        eval={"every_steps": 0},
-    )
+    return small_run(folder, name, STEPS, batch={"micro_size": 4})
 
 
 def losses(run: Run) -> list[float]:

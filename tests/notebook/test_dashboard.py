@@ -170,6 +170,25 @@ def test_places_come_with_the_first_record_that_has_some_and_follow_it():
     assert "offload" in [trace["name"] for trace in page.figures["anatomy"]["data"]]
 
 
+def test_an_exchange_comes_with_the_first_record_that_has_one_and_grows():
+    history, records = History(), {0: [record(1)]}
+    history.update(records, [])
+    drawing = Drawing(history, name="sample")
+    page = Page(drawing.keyframe(RUNNING))
+    assert "exchange" not in page.figures
+    told = {"compressed": 1.0, "error_norm": 2.0, "sent_bytes": 32.0, "float32_bytes": 1000.0}
+    for step in (2, 3, 4):
+        records[0].append(record(step, exchange=told | {"angle": 10.0 * step}))
+        history.update(records, [])
+        page.take(*drawing.tick(RUNNING))
+        sent, angle, _ = page.figures["exchange"]["data"]
+        assert len(sent["y"]) == step
+        assert float(sent["y"][-1]) == pytest.approx(3.2)
+        assert float(angle["y"][-1]) == 10 * step
+    whole = Page(Drawing(History.of(records), name="sample").keyframe(RUNNING))
+    assert comparable(page.figures["exchange"]) == comparable(whole.figures["exchange"])
+
+
 def test_a_step_costs_a_few_hundred_bytes():
     history, records = History(), {rank: [record(step, rank) for step in range(1, 40)] for rank in range(4)}
     drawing = Drawing(history, name="sample")

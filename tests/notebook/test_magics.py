@@ -148,6 +148,13 @@ def test_start_pushes_the_cluster_and_says_what_runs(notebook: Notebook) -> None
     assert str(error) == "cluster 'x' runs with 2 engines, and 3 were asked for; stop it first"
 
 
+def test_a_pretended_link_is_told_as_pretended(notebook: Notebook) -> None:
+    text = notebook.run("%speedlab start --engines 2 --device cpu --link '1 Gbit/s 1 ms'")
+    assert text.startswith("cluster 'default': 2 engines on cpu <0>, over a pretended link of 1 Gbit/s 1 ms · ready")
+    notebook.run("%speedlab status")
+    assert notebook.last("text/plain").startswith("cluster default, over a pretended link of 1 Gbit/s 1 ms\n")
+
+
 def test_a_slow_start_says_what_it_does(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = threading.Event()
     monkeypatch.setattr(magics, "SAY_AFTER_SECONDS", 0.0)
@@ -317,6 +324,14 @@ def test_trace_is_written_and_linked(notebook: Notebook) -> None:
     assert 'href="one.json"' in notebook.last()
     assert "step 1 as a Chrome trace" in notebook.last()
     assert '"dur":500000.0' in Path("one.json").read_text()
+
+
+def test_guides_are_shown(notebook: Notebook) -> None:
+    assert "usage: guide NAME [SECTION]" in notebook.run("%speedlab guide")
+    notebook.run("%speedlab guide trouble --section memory")
+    assert notebook.last("text/markdown").startswith("## memory\n")
+    assert "there is no guide 'troubel'; did you mean 'trouble'?" in str(notebook.error("%speedlab guide troubel"))
+    assert commands.complete("%speedlab guide tr", "tr", list) == ["trouble"]
 
 
 def test_runs_of_the_cluster_are_found_from_another_directory(

@@ -23,7 +23,9 @@ def panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Panel]:
     monkeypatch.chdir(tmp_path)
     # An own cluster is started by Train, as everywhere, but under a name that is nobody else's.
     monkeypatch.setattr(
-        "speedlab.cluster.Cluster", lambda engines: Cluster(engines, name=NAME, device="cpu"), raising=False
+        "speedlab.cluster.Cluster",
+        lambda engines, **options: Cluster(engines, name=NAME, device="cpu", **options),
+        raising=False,
     )
     monkeypatch.setattr("speedlab.hardware.cuda_devices", list)
     panel = Panel(None)

@@ -33,15 +33,15 @@ def test_without_engines_it_predicts_for_those_it_would_start(
 ) -> None:
     asked: list[int] = []
 
-    def start(engines: int) -> Fakes:
+    def make(engines: int, **_: Any) -> Fakes:
         asked.append(engines)
         cluster.devices = [DEVICE] * engines
-        assert started.wait(10)
         return cluster
 
     started = threading.Event()
-    monkeypatch.setattr("speedlab_notebook.panel.choose_devices", lambda count, _: [DEVICE] * (count or 4))
-    monkeypatch.setattr("speedlab.cluster.Cluster", start, raising=False)
+    monkeypatch.setattr(cluster, "start", lambda: started.wait(10), raising=False)
+    monkeypatch.setattr("speedlab_notebook.panel_start.choose_devices", lambda count, _: [DEVICE] * (count or 4))
+    monkeypatch.setattr("speedlab.cluster.Cluster", make, raising=False)
     panel = opened(None)
     assert "4 engines (not started) on cpu <0>" in panel.summary_text
     panel.engines.value = 2
@@ -59,10 +59,10 @@ def test_without_engines_it_predicts_for_those_it_would_start(
 
 
 def test_engines_that_do_not_start_are_told(monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Panel]) -> None:
-    def refuse(engines: int) -> None:
+    def refuse(engines: int, **_: Any) -> None:
         raise ClusterError(f"{engines} engines were asked for, but only 1 GPU can be seen")
 
-    monkeypatch.setattr("speedlab_notebook.panel.choose_devices", lambda count, _: [DEVICE] * (count or 4))
+    monkeypatch.setattr("speedlab_notebook.panel_start.choose_devices", lambda count, _: [DEVICE] * (count or 4))
     monkeypatch.setattr("speedlab.cluster.Cluster", refuse, raising=False)
     panel = opened(None)
     panel.buttons["train"].click()
@@ -70,6 +70,44 @@ def test_engines_that_do_not_start_are_told(monkeypatch: pytest.MonkeyPatch, ope
     assert panel.message_text == "4 engines were asked for, but only 1 GPU can be seen"
     assert 'role="alert"' in html(panel, "message")
     assert panel.cluster is None
+
+
+def test_engines_on_hosts_wait_in_a_queue_and_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, cluster: Fakes, opened: Callable[..., Panel]
+) -> None:
+    made: dict[str, Any] = {}
+    given_up = threading.Event()
+
+    def make(engines: int | None, **options: Any) -> Fakes:
+        made.update(options, engines=engines)
+        return cluster
+
+    def start() -> None:
+        made["progress"]("Slurm job 7 waits for its nodes: Resources, 2 jobs before it")
+        assert given_up.wait(10)
+        raise ClusterError("the start was given up; nothing of it is left")
+
+    monkeypatch.setattr(cluster, "start", start, raising=False)
+    monkeypatch.setattr(cluster, "give_up_start", given_up.set, raising=False)
+    monkeypatch.setattr("speedlab_notebook.panel_start.choose_devices", lambda count, _: [DEVICE] * (count or 4))
+    monkeypatch.setattr("speedlab.cluster.Cluster", make, raising=False)
+    panel = opened(None)
+    panel.hosts.value = "slurm nodes"
+    assert "'nodes' has no value" in panel.summary_text
+    assert "train" not in offered(panel)
+    panel.hosts.value = "slurm nodes=2, gpus_per_node=4"
+    assert "8 engines (not started) on slurm nodes=2, gpus_per_node=4: whether it fits" in panel.summary_text
+    assert panel.batch_text.endswith("dp 8")
+    assert panel.engines.disabled
+    panel.buttons["train"].click()
+    wait_for(lambda: "2 jobs before it; Stop gives the start up" in panel.status_text)
+    assert offered(panel) == {"stop"}
+    panel.buttons["stop"].click()
+    wait_for(lambda: "train" in offered(panel))
+    assert panel.message_text == "the start was given up; nothing of it is left"
+    assert (made["engines"], made["slurm"], panel.cluster) == (None, {"nodes": 2, "gpus_per_node": 4}, None)
+    panel.hosts.value = ""
+    assert "4 engines (not started) on cpu <0>" in panel.summary_text
 
 
 # A run

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cluster_helpers import wait_for
 from IPython.core.error import UsageError
-from magics_fakes import FakeCluster, Notebook, make_run
+from magics_fakes import FakeCluster, FakeResults, Notebook, cell_is_over, make_run
 from speedlab_notebook import ranks_cell
 from speedlab_notebook.transcript import MOST_LINES, Transcript
 
@@ -53,13 +53,12 @@ def test_a_cell_returns_at_once_and_its_output_comes_into_its_display(notebook: 
 
     messages.say(0, "hello\n")
     messages.say(1, "hello\n")
-    messages.queue.put(("another-task", "stream", {"name": "stdout", "text": "not ours\n"}))
     messages.say(1, "<b>mine</b>\n", "stderr")
     wait_for(lambda: "&lt;b&gt;mine" in notebook.last())
     assert "running" in notebook.last()
     cluster.results.finish()
     messages.idle(0, 1)
-    wait_for(messages.closed.is_set)
+    wait_for(cell_is_over)
 
     text = notebook.last("text/plain").splitlines()
     assert text[:2] == ["ranks 0–1: hello", "rank 1: <b>mine</b>"]
@@ -76,7 +75,7 @@ def test_a_cell_that_fails_shows_its_rank_error(notebook: Notebook) -> None:
     assert cluster.executed == [("1/0\n", [1])]
     cluster.results.finish({1: RemoteFailure(kind="ZeroDivisionError", message="<division>", traceback="line <1>")})
     messages.idle(1)
-    wait_for(messages.closed.is_set)
+    wait_for(cell_is_over)
     assert "RankError on rank 1" in notebook.last("text/plain")
     assert "ZeroDivisionError: &lt;division&gt;" in notebook.last()
     assert "line &lt;1&gt;" in notebook.last()
@@ -101,10 +100,10 @@ def test_waiting_raises_the_rank_error(notebook: Notebook) -> None:
 
 def test_an_interrupt_while_waiting_reaches_the_ranks(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, messages = FakeCluster(), notebook.messages
+    cluster.results = FakeResults([0, 1], messages)
     cell = ranks_cell.RanksCell(
         cluster,  # type: ignore[arg-type]
         cluster.results,  # type: ignore[arg-type]
-        messages,  # type: ignore[arg-type]
         ranks_cell.TerminalView("running"),
     )
 
@@ -116,10 +115,10 @@ def test_an_interrupt_while_waiting_reaches_the_ranks(notebook: Notebook, monkey
         patch.setattr(cell._thread, "join", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cell.wait()
-    assert cluster.interrupts == 1
+    assert (cluster.results.interrupts, cluster.interrupts) == (1, 0)  # This cell, and nothing else.
     cluster.results.finish()
     messages.idle(0, 1)
-    wait_for(messages.closed.is_set)
+    wait_for(cell_is_over)
 
 
 def test_a_cell_says_for_which_run_it_waits(notebook: Notebook) -> None:
@@ -129,19 +128,18 @@ def test_a_cell_says_for_which_run_it_waits(notebook: Notebook) -> None:
     assert notebook.last("text/plain") == "rank 0 is busy; this cell runs when it is done"
     cluster.results.finish()
     messages.idle(0)
-    wait_for(messages.closed.is_set)
+    wait_for(cell_is_over)
 
-    messages.closed.clear()
     make_run(cluster, "quick")
     notebook.run("%%ranks\nx")
     assert notebook.last("text/plain") == (
         "run 'quick' is running at step 12 of 200 and keeps the engines busy; this cell runs when it pauses or ends"
     )
-    messages.queue.put(("task-0", "status", {"execution_state": "busy"}))
+    messages.queue.put((0, "status", {"execution_state": "busy"}))
     wait_for(lambda: notebook.last("text/plain") == "ranks 0–1 running")
     cluster.results.finish()
     messages.idle(0, 1)
-    wait_for(messages.closed.is_set)
+    wait_for(cell_is_over)
 
 
 def test_a_cell_ends_when_the_controller_dies(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,16 +149,15 @@ def test_a_cell_ends_when_the_controller_dies(notebook: Notebook, monkeypatch: p
     notebook.run("%%ranks\nx")
     messages.say(0, "last words\n")
     cluster.controller_died = True
-    wait_for(messages.closed.is_set)
+    wait_for(cell_is_over)
     assert "rank 0: last words" in notebook.last("text/plain")
     assert "EngineDied: the controller has died" in notebook.last("text/plain")
 
 
-def test_ranks_that_do_not_exist_are_refused_and_nothing_listens(notebook: Notebook) -> None:
+def test_ranks_that_do_not_exist_are_refused(notebook: Notebook) -> None:
     FakeCluster()
     error = notebook.error("%%ranks 7\nx")
     assert str(error) == "ranks [7] were asked for; cluster 'default' has ranks 0–1"
-    assert notebook.messages.closed.is_set()
 
 
 def test_in_a_terminal_lines_are_printed_as_they_come(notebook: Notebook) -> None:

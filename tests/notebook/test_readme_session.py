@@ -36,7 +36,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Interacti
 
 def test_the_first_notebook(shell: InteractiveShell) -> None:
     python = [block.code for block in blocks_of(README) if block.language == "python"]
-    start, steer, train_own = (code for code in python if "%speedlab" in code or "cluster" in code)
+    start, steer, train_own = (code for code in python if "%speedlab" in code or "cluster.train" in code)
     for cell in (start, steer, "%speedlab dash  # of the run that was just started"):
         shell.run_cell(cell).raise_error()
     run: Run = shell.user_ns["run"]

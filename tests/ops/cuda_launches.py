@@ -6,7 +6,18 @@ from collections.abc import Callable
 
 import torch
 
-from cuda_ops import adamw, blockquant, blockwise8, grad_stats, onebit, sgd_momentum, stochastic
+from cuda_ops import (
+    adam_frozen,
+    adamw,
+    blockquant,
+    blockwise8,
+    grad_stats,
+    lamb,
+    onebit,
+    onebit_take,
+    sgd_momentum,
+    stochastic,
+)
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -21,6 +32,20 @@ def _sgd_momentum(grad: torch.dtype, copy: torch.dtype | None) -> None:
     tensors = [torch.ones(9), torch.ones(9, dtype=grad), torch.ones(9)]
     copied = None if copy is None else torch.ones(9, dtype=copy)
     sgd_momentum._cuda(*tensors, copied, 0.1, 0.9, 0.0, 0.1, True, False, 1.0)
+
+
+def _adam_frozen(dtype: torch.dtype) -> None:
+    copy = torch.ones(9, dtype=dtype)
+    adam_frozen._cuda(torch.ones(9), copy.clone(), torch.ones(9), torch.ones(9), copy, 0.1, 0.1, 1e-8)
+
+
+def _lamb_moments(dtype: torch.dtype) -> None:
+    lamb._cuda(torch.ones(9), torch.ones(9, dtype=dtype), torch.ones(9), torch.ones(9), 0.9, 0.99, 1e-8, 0.1, 1, 1.0)
+
+
+def _onebit_take() -> None:
+    packed, scales = torch.zeros(2, 2, dtype=torch.uint8), torch.ones(2, 1)
+    onebit_take._cuda(packed, scales, torch.ones(18), torch.ones(18), 0.9, 16)
 
 
 def _onebit_average(dtype: torch.dtype) -> None:
@@ -41,7 +66,8 @@ def _decode8(dtype: torch.dtype, signed: bool) -> None:
 
 
 LAUNCHES: dict[str, Callable[[], object]] = {
-    "round_stochastically": lambda: stochastic._cuda(torch.ones(9), torch.ones(9, dtype=torch.bfloat16), 3, 1, 5)
+    "round_stochastically": lambda: stochastic._cuda(torch.ones(9), torch.ones(9, dtype=torch.bfloat16), 3, 1, 5),
+    "onebit_take": _onebit_take,
 }
 for name, dtype in FLOATS.items():
     LAUNCHES |= {
@@ -50,7 +76,11 @@ for name, dtype in FLOATS.items():
         f"sgd_momentum-{name}": lambda dtype=dtype: _sgd_momentum(dtype, None),
         f"sgd_momentum-{name}-copy": lambda dtype=dtype: _sgd_momentum(torch.float32, dtype),
         f"grad_stats-{name}": lambda dtype=dtype: grad_stats._cuda(torch.ones(9, dtype=dtype)),
-        f"onebit_pack-{name}": lambda dtype=dtype: onebit._cuda_pack(torch.ones(9, dtype=dtype), torch.ones(9), 16),
+        f"onebit_pack-{name}": lambda dtype=dtype: onebit._cuda_pack(
+            torch.ones(9, dtype=dtype), torch.ones(9), 1.0, 16
+        ),
+        f"lamb_moments-{name}": lambda dtype=dtype: _lamb_moments(dtype),
+        f"adam_frozen-{name}": lambda dtype=dtype: _adam_frozen(dtype),
         f"onebit_average-{name}": lambda dtype=dtype: _onebit_average(dtype),
     }
     for bits in (8, 4):

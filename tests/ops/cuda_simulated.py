@@ -18,12 +18,15 @@ from numba import config
 from torch import Tensor
 
 from cuda_ops import (
+    adam_frozen,
     adamw,
     blockquant,
     blockwise8,
     gpu,
     grad_stats,
+    lamb,
     onebit,
+    onebit_take,
     sgd_momentum,
     stochastic,
 )
@@ -61,7 +64,18 @@ def bits_of_float(value: Any) -> np.uint32:
 
 
 def install() -> None:
-    for module in (adamw, sgd_momentum, grad_stats, onebit, blockquant, blockwise8, stochastic):
+    for module in (
+        adam_frozen,
+        adamw,
+        lamb,
+        sgd_momentum,
+        grad_stats,
+        onebit,
+        onebit_take,
+        blockquant,
+        blockwise8,
+        stochastic,
+    ):
         replaced = {"load": load, "store": store, "float_of_bits": float_of_bits, "bits_of_float": bits_of_float}
         for name in replaced.keys() & vars(module).keys():
             setattr(module, name, replaced[name])
@@ -100,6 +114,18 @@ def check_updates() -> None:
                 numbers = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov, "first": first}
                 sgd_momentum.sgd_momentum_reference(expected[0], grad, expected[1], **numbers, factor=0.5)
                 same(mine, expected)
+            mine = [torch.randn(size), torch.randn(size), torch.rand(size)]
+            expected = [tensor.clone() for tensor in mine]
+            squares = lamb._cuda(mine[0], grad, *mine[1:], 0.9, 0.99, 1e-8, 0.1, 3, 0.5)
+            numbers = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "step": 3, "factor": 0.5}
+            right = lamb.lamb_moments_reference(expected[0], grad, *expected[1:], **numbers)
+            same([*mine, squares], [*expected, right])
+            mine = [torch.randn(size), torch.full((size,), math.nan)]
+            expected, variance = [tensor.clone() for tensor in mine], torch.rand(size) + 0.1
+            adam_frozen._cuda(mine[0], grad, mine[1], variance, copy, 0.01, 0.1, 1e-8)
+            numbers = {"size": 0.01, "decay": 0.1, "eps": 1e-8}
+            adam_frozen.adam_frozen_reference(expected[0], grad, expected[1], variance, **numbers)
+            same(mine, expected)
 
 
 def check_grad_stats() -> None:
@@ -118,12 +144,12 @@ def check_grad_stats() -> None:
 
 
 def check_onebit() -> None:
-    onebit._THREADS = 64  # The simulator's threads are threads; so few go round within a chunk.
+    onebit._THREADS = onebit_take._THREADS = 64  # The simulator's threads are threads; so few go round within a chunk.
     for size, chunk in [(0, 64), (1, 64), (150, 128), (75, 24)]:
         values, error = values_of(size, torch.bfloat16), torch.randn(size)
         expected_error = error.clone()
-        packed, scales = onebit._cuda_pack(values, error, chunk)
-        expected = onebit.onebit_pack_reference(values, expected_error, chunk=chunk)
+        packed, scales = onebit._cuda_pack(values, error, 0.5, chunk)
+        expected = onebit.onebit_pack_reference(values, expected_error, factor=0.5, chunk=chunk)
         same([packed, scales, error], [*expected, expected_error])
         for dtype in (torch.float32, torch.bfloat16):
             out, expected_out = torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)
@@ -131,6 +157,12 @@ def check_onebit() -> None:
             onebit._cuda_average(rows, weights, out, chunk)
             onebit.onebit_average_reference(rows, weights, expected_out, chunk=chunk)
             same([out], [expected_out])
+        mine = [torch.randn(3 * size), torch.zeros(3 * size)]
+        taken = [each.clone() for each in mine]
+        squares = onebit_take._cuda(rows, weights, *mine, 0.9, chunk)
+        if size:
+            right = onebit_take.onebit_take_reference(rows, weights, *taken, share=0.9, chunk=chunk)
+            same([squares, *mine], [right, *taken], 64 * 2**-24)
 
 
 def check_blockquant() -> None:

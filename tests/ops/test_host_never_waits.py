@@ -21,7 +21,19 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cuda_ops import adamw, blockquant, blockwise8, gpu, grad_stats, onebit, sgd_momentum, stochastic
+from cuda_ops import (
+    adam_frozen,
+    adamw,
+    blockquant,
+    blockwise8,
+    gpu,
+    grad_stats,
+    lamb,
+    onebit,
+    onebit_take,
+    sgd_momentum,
+    stochastic,
+)
 from cuda_ops import linear_cross_entropy as loss_module
 from cuda_ops.meter import meter
 from speedlab.parallel.tensor.loss import _Loss, vocabulary_cross_entropy
@@ -96,7 +108,7 @@ def assert_on_gpu(*tensors: Any) -> None:
     assert [each.device.type for each in tensors] == ["cuda"] * len(tensors)
 
 
-def on_gpu(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def on_gpu(size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(size, dtype=dtype, device="cuda")
 
 
@@ -111,7 +123,16 @@ OPERATIONS: dict[str, Callable[[torch.dtype], Any]] = {
     "grad_stats": lambda dtype: grad_stats._cuda(on_gpu(9, dtype)),
 }
 PACKED: dict[str, Callable[[torch.dtype], Any]] = {
-    "onebit_pack": lambda dtype: onebit._cuda_pack(on_gpu(40, dtype), on_gpu(40), 16),
+    "onebit_pack": lambda dtype: onebit._cuda_pack(on_gpu(40, dtype), on_gpu(40), 1.0, 16),
+    "lamb_moments": lambda dtype: lamb._cuda(
+        on_gpu(9), on_gpu(9, dtype), on_gpu(9), on_gpu(9), 0.9, 0.99, 1e-8, 0.1, 1, 1.0
+    ),
+    "onebit_take": lambda _: onebit_take._cuda(
+        on_gpu((3, 1), torch.uint8), on_gpu((3, 1)), on_gpu(24), on_gpu(24), 0.9, 8
+    ),
+    "adam_frozen": lambda dtype: adam_frozen._cuda(
+        on_gpu(9), on_gpu(9, dtype), on_gpu(9), on_gpu(9), on_gpu(9, dtype), 0.1, 0.1, 1e-8
+    ),
     "block_quantize": lambda dtype: blockquant._cuda_quantize(on_gpu(70, dtype), 8, 32),
     "blockwise8_encode": lambda dtype: blockwise8._cuda_encode(
         on_gpu(70, dtype), on_gpu(70, torch.uint8), on_gpu(1), True

@@ -145,7 +145,7 @@ def test_bad_input_is_refused_by_name() -> None:
 
 def test_registration() -> None:
     values, error = torch.randn(100), torch.randn(100)
-    torch.library.opcheck(torch.ops.cuda_ops.onebit_pack.default, (values, error, 16))
+    torch.library.opcheck(torch.ops.cuda_ops.onebit_pack.default, (values, error, 0.5, 16))
     packed, scales = onebit_pack(values, error)
     torch.library.opcheck(
         torch.ops.cuda_ops.onebit_average.default, (packed[None], scales[None], torch.empty(100), CHUNK)

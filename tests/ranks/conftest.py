@@ -23,6 +23,16 @@ Check = Callable[..., None]
 @pytest.fixture(scope="session")
 def pool_of() -> Iterator[PoolOf]:
     """`pool_of(size, backend="shared", hosts="")`: the pool of so many ranks."""
+    yield from _pools()
+
+
+@pytest.fixture(scope="module")
+def compiling_pool_of() -> Iterator[PoolOf]:
+    """As `pool_of`, for a module whose ranks load torch's compiler: it stays in a process, with its memory."""
+    yield from _pools()
+
+
+def _pools() -> Iterator[PoolOf]:
     pools: dict[tuple[int, str, str], Pool] = {}
 
     def of(size: int, backend: str = "shared", hosts: str = "") -> Pool:

@@ -116,6 +116,8 @@ class LayoutCase(Case):
     """A training under a layout. `accumulation` is the number of micro-batches."""
 
     layout: Layout
+    steps: int = 5
+    """Order of units and buffers repeat from the third step on; the nightly tier takes ten."""
     schedule: str = "1f1b"
     sequence: bool = False
     cp_heads: int | None = None

@@ -45,6 +45,8 @@ class Case:
     dtype: str = "float32"
     accumulation: int = 1
     checkpointing: str = "none"
+    partition_inputs: bool = False
+    compile: bool = False
     clip_norm: float | None = None
     offload: tuple[tuple[str, str | int], ...] = ()
     """Fields of the configuration's `offload`: (name, value)."""
@@ -62,7 +64,8 @@ class Case:
             "zero": {"stage": self.stage, "bucket_bytes": self.bucket_bytes},
             "precision": {"dtype": self.dtype, **dict(self.precision)},
             "batch": {"micro_size": 2, "accumulation": self.accumulation},
-            "activation": {"checkpointing": self.checkpointing},
+            "activation": {"checkpointing": self.checkpointing, "partition_inputs": self.partition_inputs},
+            "compile": self.compile,
             "clip_norm": self.clip_norm,
             "offload": dict(self.offload),
         }
@@ -70,8 +73,10 @@ class Case:
     def __str__(self) -> str:
         clip = "clip" if self.clip_norm else "no clip"
         return (
-            f"zero {self.stage}, {self.build.__name__}, {self.dtype}, accumulation {self.accumulation}, "
-            f"checkpointing {self.checkpointing}, {self.optimizer.__name__}, {clip}, bucket {self.bucket_bytes}, "
+            f"zero {self.stage}, {getattr(self.build, '__name__', self.build)}, {self.dtype}, "
+            f"accumulation {self.accumulation}, "
+            f"checkpointing {self.checkpointing}{' of partitioned inputs' if self.partition_inputs else ''}, "
+            f"{'compiled, ' if self.compile else ''}{self.optimizer.__name__}, {clip}, bucket {self.bucket_bytes}, "
             f"offload {dict(self.offload)}, precision {dict(self.precision)}"
         )
 
@@ -297,11 +302,14 @@ def problems(paths: list[Trajectory], plain: Trajectory, allowed: Tolerance) -> 
 
 
 def worst_update(ours: dict[str, Tensor], plain: Trajectory) -> tuple[float, str]:
-    """The largest distance of a parameter from the oracle's, as a share of how far the oracle's moved; and its name."""
+    """The largest distance of a parameter from the oracle's, as a share of how far the oracle's moved; and its name. A
+    unit in the last place is nobody's fault: a norm's weight of 1 that moves by a thousand of them is off by that much
+    when a rounding tips over, and whether it does depends on the processor."""
     worst, where = 0.0, ""
     for name, expected in plain.parameters.items():
         moved = (expected.double() - plain.start[name].double()).norm()
-        apart = (ours[name].double() - expected.double()).norm()
+        last_place = torch.finfo(torch.float32).eps * expected.double().abs()
+        apart = ((ours[name].double() - expected.double()).abs() - last_place).clamp(min=0.0).norm()
         share = float(apart / moved) if moved > 0 else (0.0 if apart == 0 else float("inf"))
         if not share <= worst:
             worst, where = share, name

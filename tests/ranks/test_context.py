@@ -241,6 +241,8 @@ def test_dropout_drops_what_one_process_drops(pool_of: PoolOf) -> None:
         LayoutCase(layout=layout, stage=1, build=build, batch=many, accumulation=1, sequence=sequence, whole=False)
         for layout, sequence in ((Layout(cp=4), False), (Layout(cp=2, tp=2), False), (Layout(cp=2, tp=2), True))
     ]
+    cases += [replace(cases[0], cp_heads=1), replace(cases[0], cp_heads=2, checkpointing="block")]
+    cases += [replace(cases[2], cp_heads=1), replace(cases[0], cp_heads=1, checkpointing="selective")]
     # Stages of one rank share the dropout behind the embedding.
     cases.append(replace(cases[0], layout=Layout(cp=2, pp=2), schedule="interleaved"))
     (alone,) = pool_of(1).run(train_layouts, [replace(cases[0], layout=Layout())], timeout=60)[0]
@@ -403,6 +405,10 @@ def test_on_other_devices_a_sparse_ring_is_refused() -> None:
     assert check_model(model, layout, ParallelConfig(cp=2, cp_heads=2), "cuda") is model
     with pytest.raises(LayoutError, match="goes round a ring of CPU ranks only, not on cuda; choose a cp that divides"):
         check_model(model, layout, ParallelConfig(cp=2, cp_heads=1), "cuda")
+    dropping: Any = long_gpt(dropout=0.1)
+    assert check_model(dropping, layout, ParallelConfig(cp=2, cp_heads=1), "cpu") is dropping
+    with pytest.raises(LayoutError, match=r"that drops 0\.1 goes round a ring of CPU ranks only, not on cuda"):
+        check_model(dropping, layout, ParallelConfig(cp=2, cp_heads=1), "cuda")
     other: Any = ring_gpt()
     other.blocks[1].attention.attend.attention = AttentionConfig(kind="block_sparse", block=32)
     with pytest.raises(LayoutError, match="the attention of this model is a SparseAttend of its own"):
@@ -525,8 +531,6 @@ def test_checkpoints_know_nothing_of_cp(pool_of: PoolOf, plain: PlainOf, tmp_pat
         ),
         ({"cp_heads": 3}, "cp_heads 3 does not divide cp 4; 1, 2, 4 do"),
         ({"cp_heads": 4}, "cp_heads 4: the 6 heads of a tp rank do not divide by it; 1, 2 would"),
-        ({"dropout": 0.1}, "cp 4 with model.dropout 0.1: all cp ranks have to share heads, and the 6 heads"),
-        ({"dropout": 0.1, "heads": 8, "cp_heads": 2}, "share heads, and cp_heads is 2; leave it out"),
         (
             {
                 "attention": {"kind": "block_sparse", "block": 16, "window": 16},

@@ -218,8 +218,9 @@ def test_messages(twice_two: Pool) -> None:
 # ---- lost ranks ------------------------------------------------------------------------------------------------------
 
 
-def lose_one(lost: int, seconds: float | None) -> str:
-    """Rank `lost` leaves (or, with a timeout, does not come); the others are told, on its own host and elsewhere."""
+def lose_one(lost: int, seconds: float | None, known: bool = False) -> str:
+    """Rank `lost` leaves (or, with a timeout, does not come); the others are told, on its own host and elsewhere.
+    `known`: it has left before they begin."""
     options = {} if seconds is None else {"timeout": datetime.timedelta(seconds=seconds)}
     said = ""
     with new_group(range(4), **options) as group:
@@ -227,7 +228,11 @@ def lose_one(lost: int, seconds: float | None) -> str:
         if dist.get_rank() == lost:
             if seconds is None:
                 group.leave()
+            if known:
+                dist.barrier()
         else:
+            if known:
+                dist.barrier()
             try:
                 dist.all_reduce(torch.zeros(10), group=group)
             except PeerLost as error:
@@ -248,6 +253,13 @@ def test_lost_rank(twice_two: Pool, lost: int, seconds: float | None) -> None:
         if rank != lost:
             assert message.startswith(f"rank {rank} waited for rank "), message
     assert results[partner].startswith(f"rank {partner} waited for rank {lost} in a collective: rank {lost} ")
+
+
+def test_rank_that_left_before_the_others_begin(twice_two: Pool) -> None:
+    """gloo then raises where something is sent to it, not where that is waited for."""
+    results = twice_two.run(lose_one, 2, None, True, timeout=40)
+    for rank in (0, 1, 3):
+        assert results[rank].startswith(f"rank {rank} waited for rank "), results[rank]
 
 
 def test_world_that_loses_a_rank(twice_two: Pool) -> None:

@@ -25,7 +25,7 @@ def sums_by_axis(layout: Layout) -> dict[str, tuple[float, float]]:
         own, theirs = mesh[axis].sum(torch.tensor([float(rank)])), torch.tensor([float(rank)])
         dist.all_reduce(theirs, group=mesh.device_mesh[axis].get_group())
         found[axis] = own.item(), theirs.item()
-    assert mesh.device_mesh.mesh_dim_names == ("pp", "dp", "cp", "tp")
+    assert mesh.device_mesh.mesh_dim_names == AXES
     mesh.disconnect()
     return found
 

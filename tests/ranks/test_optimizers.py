@@ -70,10 +70,18 @@ def foreach_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01, foreach=True)
 
 
+def adagrad_groups(parameters: Any) -> torch.optim.Optimizer:
+    """It has state from its making on."""
+    parameters = list(parameters)
+    groups = [{"params": parameters[::2], "lr": 0.02}, {"params": parameters[1::2], "weight_decay": 0.1}]
+    return torch.optim.Adagrad(groups, lr=0.07, initial_accumulator_value=0.5)
+
+
 CHOICES = {
     "callable": sgd,
     "callable with groups": two_groups,
     "callable with adamw groups": adamw_groups,
+    "callable with state": adagrad_groups,
     "instance": sgd,
     "instance with groups": two_groups,
     "foreach": foreach_sgd,

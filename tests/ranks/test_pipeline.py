@@ -30,7 +30,7 @@ from speedlab.layout import Layout, layer_counts
 from speedlab.models import GPT
 from speedlab.offload import Stores
 from speedlab.parallel.pipeline import Pipeline, cut_model
-from speedlab.parallel.zero import Zero, plan_units
+from speedlab.parallel.zero import Ways, Zero, plan_units
 from speedlab.placement import Placement, Residency, Row, homes
 
 VOCABULARY, LENGTH, MICRO = 29, 7, 2
@@ -148,8 +148,7 @@ class Rank:
                 module,
                 plan_units(module),
                 self.placement(module, tied),
-                gather_group=groups[0],
-                reduce_group=groups[1],
+                ways=Ways(gather=groups[0], reduce=groups[1]),
                 stores=Stores(Path.cwd(), rank=self.rank, traffic=self.traffic, device=device),
                 axes={"ends": self.ends} if self.ends else {},
             )

@@ -504,6 +504,23 @@ def test_messages_cross_and_are_told_apart_by_tag(two: Pool) -> None:
     two.run(crossing_messages)
 
 
+def many_crossing_messages() -> list[float]:
+    """Each sends more than can be on their way, before it begins to receive."""
+    rank, count = dist.get_rank(), 600
+    other = 1 - rank
+    for number in range(count):
+        dist.send(torch.tensor([1000.0 * rank + number]), other)
+    received = [torch.empty(1) for _ in range(count)]
+    for tensor in received:
+        dist.recv(tensor, other)
+    return [tensor.item() for tensor in received]
+
+
+def test_any_number_of_messages_may_cross(two: Pool) -> None:
+    results = two.run(many_crossing_messages, timeout=40)
+    assert results == [[1000.0 * (1 - rank) + number for number in range(600)] for rank in range(2)]
+
+
 def a_message_of_another_size() -> tuple[bool, list[float], str]:
     """It comes before the one that is waited for; (whether looking was enough for that, what it held, and what is said
     of the other)."""

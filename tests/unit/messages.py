@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -28,6 +29,7 @@ from speedlab_notebook.commands import COMMANDS as MAGIC_COMMANDS
 import speedlab
 from speedlab import cli
 from speedlab.bench import BENCHES
+from speedlab.cluster.host_specs import SlurmJob
 from speedlab.config import RunConfig
 
 ROOTS: dict[str, Any] = {
@@ -288,6 +290,7 @@ def _public_parameters() -> frozenset[str]:
             methods = vars(public).items() if inspect.isclass(public) else ()
             functions += [getattr(public, key) for key, value in methods if callable(getattr(public, key))]
     names = {parameter for function in functions for parameter in _parameters(function)}
+    names |= {field.name for field in dataclasses.fields(SlurmJob)}  # Cluster(slurm={...}), --slurm nodes=4
     return frozenset(names | set(_config_fields()) | {field for part in _config_fields().values() for field in part})
 
 

@@ -114,6 +114,21 @@ def test_what_is_seen_is_told() -> None:
     assert (len(long), long[3], long[-1]) == (3 + 17, "■", "░" + "·" * 14 + "░■")
 
 
+def test_what_an_encoder_sees_is_told_both_ways() -> None:
+    view = describe(attention(pattern="longformer", window=32), 90, causal=False)
+    assert str(view) == (
+        "90 tokens in 6 blocks of 16: 66.7 % of dense attention's work, 1.5 times less\n"
+        "a query sees 62 tokens on average (dense: 90); the last one sees 42: 0 to 15 and 64 to 89\n"
+        "longest path between two tokens: 2 layers\n"
+        "■■■■■■\n■■■···\n■■■■··\n■·■■■·\n■··■■■\n■···■■"
+    )
+    assert "H176.00V29.33" in view.svg()  # All cells are dense attention's.
+    config = RunConfig.model_validate(
+        {"model": {"attention": {**BLOCKS, "pattern": "longformer", "window": 32, "both_ways": True}}}
+    )
+    assert config.attention_view(90).rows == view.rows
+
+
 @pytest.mark.parametrize(
     "fields", [fields for fields, _ in GRIDS.values()] + [{"pattern": "bigbird", "window": 16, "random_blocks": 1}]
 )
@@ -140,16 +155,26 @@ def test_layers_until_the_last_token_depends_on_the_first(fields) -> None:
         {"pattern": "strided", "window": 32, "stride": 48},
         {"pattern": "custom", "mask": ("x.....", ".x....", "..x...", "...x..", "....x.", "xxxxx.")},
         {"pattern": "custom", "mask": ("x.....", "xx....", ".xx...", ".xxx..", "...xx.", "xxxxxx")},
+        {"pattern": "custom", "mask": ("x....x", "x.....", ".x.x..", "xxx...", "..xx..", "xxx.x.")},
     ],
 )
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize("length", [81, 90, 96])
-def test_what_is_seen_against_powers_of_the_mask_over_tokens(fields, length) -> None:
+def test_what_is_seen_against_powers_of_the_mask_over_tokens(fields, length, causal) -> None:
     """A token depends on itself in each layer, by the residual stream. The last block has 1 token, a few, or all."""
     config = attention(**fields)
-    step = token_mask(layout_of(config, length), length, length)
-    view = describe(config, length)
+    if config.pattern == "sliding" and not causal:
+        with pytest.raises(ValueError, match="'sliding' counts tokens before a query"):
+            describe(config, length, causal=False)
+        return
+    step = token_mask(layout_of(config, length, causal=causal), length, length)
+    view = describe(config, length, causal=causal)
     assert view.mean_sees == pytest.approx(int(step.sum()) / length, rel=1e-12)
-    whole, itself = torch.ones(length, length).tril().bool(), torch.eye(length).bool()
+    assert view.last_sees == int(step[-1].sum())
+    blocks = -(-length // 16)
+    assert view.density == sum(map(len, view.rows)) / (blocks * (blocks + 1) // 2 if causal else blocks**2)
+    whole, itself = torch.ones(length, length).bool(), torch.eye(length).bool()
+    whole = whole.tril() if causal else whole
     reached, layers = itself, 0
     while layers < length and not reached.equal(whole):
         reached, layers = ((reached.float() @ (step | itself).float()) > 0), layers + 1

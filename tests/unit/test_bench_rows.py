@@ -90,7 +90,8 @@ def test_limit_and_ddp_are_shown_without_the_setting_too() -> None:
 
 def test_beside_another_checkout_peers_are_left_out_unless_named(tmp_path) -> None:
     wanted = step._wanted(step.Options(against=tmp_path))
-    assert wanted == ["limit", *(f"{kind} {stage}" for kind in ("ours", "shipped") for stage in range(4))]
+    own = [f"{kind} {stage}" for kind in ("ours", "shipped") for stage in range(4)]
+    assert wanted == ["limit", *own, "onebit_adam 0", "onebit_adam 1"]
     assert step._wanted(step.Options(against=tmp_path, only=("ours 0", "DDP"))) == ["DDP", "ours 0"]
     assert step._wanted(step.Options()) == contestants.names()
 

@@ -133,7 +133,7 @@ def test_options_that_cannot_be_are_refused(capsys, arguments, message) -> None:
         (["train", "--zeroo", "3"], "unknown option '--zeroo'; the nearest is '--zero'"),
         (["train", "--zero.stge=1", "--optimizer.eps", "0"], "'--zero.stge'; the nearest is '--zero.stage'"),
         (["train", "--zero.stge=1", "--stepz", "3"], "\nunknown option '--stepz'; the nearest is '--steps'"),
-        (["train", "--lr", "3e-4"], "unknown option '--lr'; the nearest is '--optimizer.lr'"),
+        (["train", "--lr", "3e-4"], "unknown option '--lr'; the nearest are '--optimizer.lr', '--outer.lr'"),
         (["train", "--learning-rate", "3e-4"], "the nearest is '--optimizer.lr'"),
         (["train", "--batch_size", "8"], "the nearest is '--batch.global-size'"),
         (["train", "--vocab-size", "9"], "the nearest are '--model.vocab-size', '--data.vocab-size'"),
@@ -380,10 +380,9 @@ def test_earlier_runs_are_moved_aside_and_none_is_lost() -> None:
     assert not path.exists()
 
 
-def test_a_run_that_engines_hold_is_not_moved() -> None:
-    import os
-
-    make_run(Path("runs/quickstart"), state=RunState.RUNNING, rank_pids=(os.getpid(),))
+def test_a_run_that_engines_hold_is_not_moved(monkeypatch) -> None:
+    make_run(Path("runs/quickstart"), state=RunState.RUNNING, token="of these engines")
+    monkeypatch.setattr(demo, "running_clusters", lambda: [type("State", (), {"token": "of these engines"})()])
     with pytest.raises(ConfigError, match="engines hold this run"):
         demo.move_aside(Path("runs/quickstart"))
     assert Path("runs/quickstart/config.json").is_file()

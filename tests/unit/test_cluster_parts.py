@@ -25,7 +25,7 @@ from speedlab.cluster.devices import choose_devices
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, EngineEntry, Home, running_clusters
 from speedlab.cluster.launchers import DeviceEngineSetLauncher, device_fields, rank_environment
-from speedlab.cluster.shipping import pack
+from speedlab.cluster.shipping import pack, unpack
 from speedlab.hardware import Device
 
 
@@ -106,7 +106,7 @@ def box_state(controller_pid: int) -> ClusterState:
 
 def test_state_is_private_and_comes_back_equal() -> None:
     home = Home("box")
-    home.create()
+    home.create("token")
     state = box_state(os.getpid())
     home.write(state)
     assert home.read() == state
@@ -129,25 +129,25 @@ def test_a_home_that_two_hosts_share_keeps_the_clusters_of_both(monkeypatch: pyt
         return Home("box")
 
     one = on("one")
-    one.create()
+    one.create("token")
     one.write(box_state(1))
     two = on("two")
     assert two.read() is None
-    two.create()
+    two.create("token")
     two.write(replace(box_state(2), host="two"))
     assert (two.read(), two.generation) == (replace(box_state(2), host="two"), 0)
     assert on("one").read() == replace(box_state(1), host="one")
     on("one").remove()
     assert on("one").read() is None
     assert on("two").read() is not None  # As before, whatever has become of the other.
-    on("one").create()
+    on("one").create("token")
     on("two").remove()
     assert on("one").generation == 0
 
 
 def test_a_damaged_cluster_is_named_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("box", "broken"):
-        Home(name).create()
+        Home(name).create("token")
     state = box_state(os.getpid())
     written = json.loads(state.to_json()) | {"unknown": 1}
     written["engines"][0]["unknown"] = written["devices"][0]["unknown"] = 1
@@ -172,6 +172,18 @@ def test_processes_are_known_by_their_token() -> None:
         assert not processes.is_alive(process.pid, "other")
         assert processes.end(found, patience_seconds=0.2) == []
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in found)
+
+
+@pytest.mark.parametrize("word", ["stop", "start"])
+def test_what_a_start_has_left_that_nobody_survived_is_ended(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Supervisor and kernel were killed before it was written down what runs."""
+    Home("default").create("secret")
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, processes.TOKEN: "secret"}) as process:
+        assert processes.is_alive(process.pid, "secret")
+        cluster = Cluster(start=False)
+        monkeypatch.setattr(cluster, "_start", lambda: None)
+        getattr(cluster, word)()
+        assert process.wait(5) < 0
 
 
 class StubbornError(Exception):
@@ -205,7 +217,7 @@ def test_what_a_rank_raised_becomes_plain_text() -> None:
     assert "remote.py" not in failure["traceback"]
     assert "cannot be shown: ValueError" in call(fail, StubbornError())[remote.FAILED]["message"]
     assert call(fail, SystemExit(3))[remote.FAILED]["kind"] == "SystemExit"
-    assert call(max, 1, 2) == 2
+    assert unpack(call(max, 1, 2)) == 2
 
 
 @pytest.mark.usefixtures("own_interrupts")
@@ -230,17 +242,18 @@ def test_an_interrupt_waits_until_a_library_is_imported(tmp_path: Path, monkeypa
 def test_a_cluster_that_ends_while_a_handle_connects_is_told_without_its_logs() -> None:
     """`speedlab stop` while a training in another terminal ends its engines: their logs explain nothing."""
     home = Home("box")
-    home.create()
+    home.create("token")
     (home.log / "ipcontroller.log").write_text("a line of a log\n" * 30)
     cluster = Cluster(name="box", start=False)
+    cluster._take(box_state(2**22 + 1))
     with pytest.raises(ClusterError) as told:
-        cluster._connect(box_state(2**22 + 1))
+        cluster._connect()
     assert str(told.value) == "cluster 'box' ended just now; speedlab.Cluster(name='box') starts it anew"
 
 
 def test_what_goes_is_this_hosts_folder_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the name stands for another folder once that is gone: one of an older version, which says no host."""
-    Home("box").create()
+    Home("box").create("token")
     (Home("box").path / "host").unlink()
     older = Home("box").path
     monkeypatch.setattr(platform, "node", lambda: "two")

@@ -426,6 +426,12 @@ def test_masters_are_left_out_in_bfloat16_only() -> None:
     assert RunConfig(precision={"masters": "none"}).precision.dtype == "auto"
 
 
+def test_inputs_are_partitioned_where_blocks_are_computed_again() -> None:
+    assert RunConfig(activation={"checkpointing": "selective", "partition_inputs": True}).activation.partition_inputs
+    with pytest.raises(ConfigError, match=r"partition_inputs true needs activation\.checkpointing .* set .* 'block'"):
+        RunConfig(activation={"partition_inputs": True})
+
+
 def test_selective_recomputation_chooses_alone_what_is_kept() -> None:
     selective = {"checkpointing": "selective"}
     assert RunConfig(activation=selective).activation.checkpointing == "selective"

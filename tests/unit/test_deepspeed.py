@@ -130,8 +130,14 @@ def params(kind: str, **values) -> dict:
             {"scheduler": params("WarmupLR", warmup_max_lr=2e-4)},
             {"optimizer.lr": 2e-4, "schedule.kind": "constant", "schedule.warmup_steps": 1000},
         ),
-        ({"activation_checkpointing": {"partition_activations": True}}, {"activation.checkpointing": "block"}),
-        ({"activation_checkpointing": {"partition_activations": False}}, {"activation.checkpointing": "none"}),
+        (
+            {"activation_checkpointing": {"partition_activations": True}},
+            {"activation.checkpointing": "block", "activation.partition_inputs": True},
+        ),
+        (
+            {"activation_checkpointing": {"partition_activations": False}},
+            {"activation.checkpointing": "none", "activation.partition_inputs": False},
+        ),
         ({"activation_checkpointing": {"number_checkpoints": None}}, {"activation.checkpointing": "none"}),
         ({"activation_checkpointing": {"number_checkpoints": 24}}, {"activation.checkpointing": "none"}),
         (
@@ -233,9 +239,9 @@ def test_every_known_key_without_effect_has_a_reason(path) -> None:
     ("data", "path", "name"),
     [
         ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow", "zenflow"),
-        ({"sparse_attention": {"mode": "bigbird"}}, "sparse_attention.mode", "sparse-attention"),
-        ({"optimizer": params("OneBitAdam", lr=1e-3, freeze_step=10)}, "optimizer.type", "optimizer"),
-        ({"optimizer": params("Lamb", lr=1e-3)}, "optimizer.type", "optimizer"),
+        ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention.mode", "sparse-attention"),
+        ({"optimizer": params("OneBitAdam", eps_inside_sqrt=True)}, "optimizer.params.eps_inside_sqrt", "optimizer"),
+        ({"optimizer": params("Shampoo", lr=1e-3)}, "optimizer.type", "optimizer"),
         (
             {"optimizer": params("Adam", adam_w_mode=False, weight_decay=0.1)},
             "optimizer.params.adam_w_mode",
@@ -255,7 +261,11 @@ def test_every_known_key_without_effect_has_a_reason(path) -> None:
         ({"amp": {"enabled": True}}, "amp", "amp"),
         ({"fp8": {"enabled": True}}, "fp8", "fp8"),
         ({"expert_parallel": {"enabled": True}}, "expert_parallel", "moe"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights", "zero++"),
+        (
+            {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
+            "zero_optimization.zero_quantized_nontrainable_weights",
+            "zero++",
+        ),
         ({"zero_optimization": {"mics_shard_size": 4}}, "zero_optimization.mics_shard_size", "mics"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op", "gradient-sum"),
         (
@@ -285,6 +295,24 @@ def test_what_changes_training_or_memory_is_refused_unless_the_caller_goes_witho
     without = RunConfig.deepspeed_reading({**BATCH, **data}, ignore={name})
     assert without.config is not None
     assert any(entry.path == path and "you asked" in entry.text for entry in without.ignored)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_plus_plus_is_honoured_at_stage_3_and_acts_at_no_other(stage) -> None:
+    keys = {"zero_quantized_weights": True, "zero_hpz_partition_size": 4, "zero_quantized_gradients": True}
+    data = {**BATCH, "zero_optimization": {"stage": stage, **keys}}
+    reading = RunConfig.deepspeed_reading(data)
+    assert reading.config is not None
+    zero, acts = reading.config.zero, stage == 3
+    assert (zero.quantized_weights, zero.secondary_partition, zero.quantized_gradients) == (
+        (True, 4, True) if acts else (False, None, False)
+    )
+    told = {entry.path for entry in (reading.honoured if acts else reading.ignored)}
+    assert {f"zero_optimization.{key}" for key in keys} <= told
+    again = RunConfig.from_deepspeed({**BATCH, "zero_optimization": reading.config.to_deepspeed()["zero_optimization"]})
+    assert again.zero == zero
+    none = RunConfig.from_deepspeed({**BATCH, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1}})
+    assert none.zero.secondary_partition is None
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -362,6 +390,20 @@ def test_activations_on_the_host_are_those_of_blocks_that_are_computed_again() -
     assert (config.offload.activations, config.activation.checkpointing) == ("host", "block")
     config = RunConfig.deepspeed_reading({**BATCH, "activation_checkpointing": {"cpu_checkpointing": False}}).config
     assert (config.offload.activations, config.activation.checkpointing) == ("none", "none")
+
+
+def test_one_bit_adam_is_read_as_deepspeed_computes_it() -> None:
+    numbers = params("OneBitAdam", lr=4e-4, cuda_aware=True, comm_backend_name="nccl")
+    reading = RunConfig.deepspeed_reading({**BATCH, "optimizer": numbers})
+    optimizer = reading.config.optimizer
+    assert (optimizer.name, optimizer.lr, optimizer.freeze_step) == ("onebit_adam", 4e-4, 100_000)
+    assert not optimizer.bias_correction, "which DeepSpeed's has not, whatever its default says"
+    assert {entry.path.rpartition(".")[2] for entry in reading.ignored} == {"cuda_aware", "comm_backend_name"}
+    written = RunConfig(optimizer="onebit_adam", zero=1, steps=100).to_deepspeed()
+    assert written["optimizer"]["params"]["freeze_step"] == 20
+    assert RunConfig.from_deepspeed(written).to_deepspeed()["optimizer"] == written["optimizer"]
+    with pytest.raises(ConfigError, match=r"onebit_adam' needs whole gradients .* zero\.stage 2 partitions them"):
+        RunConfig.from_deepspeed({**BATCH, "optimizer": numbers, "zero_optimization": {"stage": 2}})
 
 
 def test_one_bit_adam_without_its_bits_keeps_its_numbers() -> None:
@@ -857,7 +899,9 @@ CONFIGS = st.fixed_dictionaries(
             {key: st.none() | st.integers(1, 4096) for key in ("global_size", "micro_size", "accumulation")}
         ),
         "parallel": st.fixed_dictionaries({"tp": st.sampled_from([1, 2]), "pp": st.sampled_from([1, 2])}),
-        "activation": st.fixed_dictionaries({"checkpointing": st.sampled_from(["none", "block"])}),
+        "activation": st.sampled_from([("none", False), ("block", False), ("block", True)]).map(
+            lambda chosen: {"checkpointing": chosen[0], "partition_inputs": chosen[1]}
+        ),
         "offload": st.fixed_dictionaries(
             {key: st.sampled_from(["none", "host", "disk"]) for key in ("optimizer", "parameters")}
             | {"activations": st.sampled_from(["none", "host"]), "folder": st.sampled_from([None, "/disk"])}
@@ -902,3 +946,31 @@ def test_what_is_written_is_read_and_written_again_the_same(data) -> None:
 def test_a_constant_loss_scale_comes_back_constant() -> None:
     fp16 = {"enabled": True, "loss_scale": 128.0}
     assert RunConfig.deepspeed_reading({**BATCH, "fp16": fp16}).config.to_deepspeed()["fp16"] == fp16
+
+
+def test_lamb_is_read_with_its_coefficients_and_written() -> None:
+    config = RunConfig.from_deepspeed({"optimizer": params("Lamb", lr=4e-4, max_coeff=0.5, bias_correction=False)})
+    optimizer = config.optimizer
+    assert (optimizer.name, optimizer.lr, optimizer.betas) == ("lamb", 4e-4, (0.9, 0.999))
+    assert (optimizer.max_coeff, optimizer.min_coeff, optimizer.bias_correction) == (0.5, 0.01, False)
+    again = RunConfig.from_deepspeed(config.to_deepspeed()).optimizer
+    assert again == optimizer
+    with pytest.raises(ConfigError, match=r"min_coeff 0.01 is more than optimizer.max_coeff 0.001"):
+        RunConfig(optimizer={"name": "lamb", "max_coeff": 0.001})
+    for changes, told in (
+        ({"zero": 2, "offload": {"optimizer": "host"}}, "offload.optimizer 'host' would bring them twice"),
+        ({"precision": {"moments": "8bit"}}, "norms of whole parameters, and precision.moments is '8bit'"),
+        ({"precision": {"masters": "none", "dtype": "bfloat16"}}, "precision.masters is 'none'"),
+        ({"optimizer": {"in_backward": True}, "clip_norm": None}, "in_backward makes each unit's update in one"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            RunConfig(**{**changes, "optimizer": {"name": "lamb", **changes.get("optimizer", {})}})
+
+
+def test_one_bit_lamb_is_read_and_written() -> None:
+    section = params("OneBitLamb", lr=4e-4, freeze_step=70, factor_max=3.0, cuda_aware=False)
+    config = RunConfig.from_deepspeed({"optimizer": section, "zero_optimization": {"stage": 1}})
+    optimizer = config.optimizer
+    assert (optimizer.name, optimizer.freeze_step, optimizer.bias_correction) == ("onebit_lamb", 70, False)
+    assert (optimizer.factor_max, optimizer.factor_min, optimizer.coeff_beta) == (3.0, 0.5, 0.9)
+    assert RunConfig.from_deepspeed(config.to_deepspeed()).optimizer == optimizer

@@ -196,13 +196,14 @@ EXPECTED: dict[str, Expected] = {
     "037_InternLM_xtuner_deepspeed_zero3_offload.json": Read(
         {**ON_HOST, "precision.dtype": "float16", "zero.stage": 3}, (NO_ARGS,)
     ),
-    "039_LLaVA-VL_LLaVA-NeXT_zero3pp.json": Refused(
-        tuple(
-            f"zero_optimization.{key}"
-            for key in ("zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients")
-        ),
-        ("zero++",),
-        {"zero.stage": 3},
+    "039_LLaVA-VL_LLaVA-NeXT_zero3pp.json": Read(
+        {
+            "zero.stage": 3,
+            "zero.quantized_weights": True,
+            "zero.secondary_partition": 16,
+            "zero.quantized_gradients": True,
+        },
+        (NO_ARGS,),
     ),
     "041_MantasLukauskas_DeepSpeed-Test_zero3.json": Broken(46, 1, "the file ends before '{' of line 1, column 1"),
     "043_microsoft_DeepSpeedExamples_ds_zero_stage_2_config_curriculum_fixed_linear.json": Refused(
@@ -260,8 +261,15 @@ EXPECTED: dict[str, Expected] = {
         {"offload.optimizer": "host", "precision.dtype": "auto", "zero.stage": 2, "zero.bucket_bytes": 400_000_000},
         (NO_ARGS,),
     ),
-    "069_THUDM_GLM_ds_onebit_config.json": Refused(
-        ("optimizer.type",), ("optimizer",), {"optimizer.lr": 1.5e-4, "zero.stage": 0, "batch.micro_size": 8}
+    "069_THUDM_GLM_ds_onebit_config.json": Read(
+        {
+            "optimizer.name": "onebit_adam",
+            "optimizer.lr": 1.5e-4,
+            "optimizer.freeze_step": 10_000,
+            "optimizer.bias_correction": False,
+            "zero.stage": 0,
+            "batch.micro_size": 8,
+        }
     ),
     "071_TUM-DI-Lab-Graph-Scaling_ocp_ds_config.json": Read(
         {"batch.global_size": 2, "batch.accumulation": 1, "optimizer.lr": 1e-4, "zero.stage": 1},
@@ -307,7 +315,7 @@ CASES: dict[str, tuple[str, Expected]] = {
         ),
     ),
     "features that are not built": (
-        '{"train_batch_size": 8, "sparse_attention": {"mode": "fixed"}, "optimizer": {"type": "OneBitAdam",\n'
+        '{"train_batch_size": 8, "sparse_attention": {"mode": "fixed"}, "optimizer": {"type": "ZeroOneAdam",\n'
         ' "params": {"lr": 0.001}}, "curriculum_learning": {"enabled": true}, "fp8": {"enabled": true}}',
         Refused(
             ("optimizer.type", "sparse_attention.mode", "curriculum_learning", "fp8"),

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from speedlab.config import AttentionConfig, RunConfig
+from speedlab.config import AttentionConfig, ConfigError, RunConfig
+from speedlab.config.attention_pattern import seen_blocks
 from speedlab.config.deepspeed import Reading
 
 CAUSAL = {"attention": "unidirectional"}
@@ -50,6 +51,25 @@ def reading(section: Any, *ignore: str) -> Reading:
             {"pattern": "longformer", "block": 16, "window": 32, "global_blocks": 3},
         ),
         ({"mode": "local", "block": 64}, {"pattern": "longformer", "block": 64, "window": 128, "global_blocks": 0}),
+        (
+            {"mode": "bslongformer"},
+            {"pattern": "longformer", "block": 16, "window": 32, "global_blocks": 1, "both_ways": True},
+        ),
+        (
+            {"mode": "bigbird", "attention": "bidirectional", "num_random_blocks": 2},
+            {
+                "pattern": "bigbird",
+                "block": 16,
+                "window": 32,
+                "global_blocks": 1,
+                "random_blocks": 2,
+                "both_ways": True,
+            },
+        ),
+        (
+            {"mode": "local", "block": 64, "attention": "bidirectional", "num_sliding_window_blocks": 5},
+            {"pattern": "longformer", "block": 64, "window": 192, "global_blocks": 0, "both_ways": True},
+        ),
     ],
 )
 def test_a_mode_is_a_pattern(section, expected) -> None:
@@ -57,6 +77,42 @@ def test_a_mode_is_a_pattern(section, expected) -> None:
     assert config.model.attention == AttentionConfig(kind="block_sparse", **expected)
     again = RunConfig.from_deepspeed(config.to_deepspeed())
     assert again.model.attention == config.model.attention
+
+
+def deepspeed_layout(mode: str, blocks: int, window: int, globals_: int) -> list[list[bool]]:
+    """As its sparsity_config.py lays it out, bidirectional and without random blocks."""
+    near = window // 2
+    return [
+        [
+            max(0, row - near) <= key <= min(row + near, blocks - 1)
+            or (mode != "local_sliding_window" and (row < globals_ or key < globals_))
+            for key in range(blocks)
+        ]
+        for row in range(blocks)
+    ]
+
+
+@pytest.mark.parametrize("mode", ["bslongformer", "local_sliding_window", "bigbird"])
+def test_encoders_see_the_blocks_that_they_see_under_deepspeed(mode) -> None:
+    section = {"mode": mode, "attention": "bidirectional", "num_sliding_window_blocks": 5, "num_random_blocks": 0}
+    if mode == "bslongformer":
+        section["global_block_indices"] = [0, 1]
+    attention = reading(section).config.model.attention
+    rows = seen_blocks(attention, 9 * 16, causal=False)
+    found = [[key in row for key in range(9)] for row in rows]
+    assert found == deepspeed_layout(mode, 9, 5, 2 if mode == "bslongformer" else 1)
+
+
+def test_a_causal_model_is_no_encoder() -> None:
+    config = reading({"mode": "bslongformer"}).config
+    told = "model.attention.both_ways is for encoders, and the built-in GPT is causal; give an encoder of transformers"
+    with pytest.raises(ConfigError, match=told):
+        config.layout(1)
+    assert config.layout(1, built_in=False).world_size == 1
+    with pytest.raises(ConfigError, match=r"attention.both_ways: is set, and pattern 'sliding' counts tokens"):
+        RunConfig(model={"attention": {"kind": "block_sparse", "both_ways": True}})
+    with pytest.raises(ConfigError, match=r"attention.both_ways: is set, and kind is 'dense'"):
+        RunConfig(model={"attention": {"both_ways": True}})
 
 
 def test_what_is_left_out_and_what_is_not_used_is_told() -> None:
@@ -83,8 +139,9 @@ def test_dense_attention_is_dense(section) -> None:
 @pytest.mark.parametrize(
     ("section", "path", "beginning", "ignore"),
     [
-        ({"mode": "bigbird"}, "mode", "attention is 'bidirectional', which is DeepSpeed's default", "sparse-attention"),
-        ({"attention": "bidirectional"}, "attention", "attention is 'bidirectional', and the GPT", "sparse-attention"),
+        ({"mode": "fixed"}, "mode", "attention is 'bidirectional', which is DeepSpeed's default", "sparse-attention"),
+        ({"attention": "bidirectional"}, "attention", "attention is 'bidirectional', and runs", "sparse-attention"),
+        ({"mode": "bslongformer", "global_block_indices": [4]}, "global_block_indices", "only the", "sparse-attention"),
         ({**CAUSAL, "mode": "variable"}, "mode", "runs of several lengths have no pattern here", "sparse-attention"),
         (
             {**CAUSAL, "mode": "bslongformer", "global_block_indices": [0, 4]},

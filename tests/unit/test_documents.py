@@ -16,7 +16,6 @@ from speedlab.config import ConfigError, DataConfig, ModelConfig, RunConfig
 from speedlab.data import check, prepare, separated, write_tokens
 from speedlab.engine.build.contract import try_model
 from speedlab.engine.step.losses import loss_of
-from speedlab.layout import LayoutError
 from speedlab.models import GPT
 from speedlab.models.documents import document_starts, labels_of
 from speedlab.models.hugging_face import PACKED_FAMILIES, packing_problem
@@ -320,22 +319,6 @@ def test_data_without_ends_are_refused(tmp_path: Path) -> None:
     assert prepare(absent, cache=tmp_path / "cache", progress=None).end == 256
 
 
-def test_a_ring_is_refused_with_what_would_work() -> None:
-    options: dict[str, Any] = {"data": {"documents": "separate", "sequence_length": 48}, "parallel": {"cp": 4}}
-    model: dict[str, Any] = {"hidden": 96, "heads": 6, "context": 64, "layers": 2}
-    told = (
-        "cp 4 with data.documents 'separate': all cp ranks have to share heads, and the 6 heads of a tp rank do not "
-        "divide by 4; cp 2 would do, or data.documents 'joined'"
-    )
-    with pytest.raises(LayoutError, match=re.escape(told)):
-        RunConfig(**options, model=model).layout(4)
-    assert RunConfig(**options, model={**model, "heads": 8}).layout(4).cp == 4
-    config = RunConfig(**options)
-    own = ModelConfig(**{**model, "vocab_size": 4096})
-    with pytest.raises(ConfigError, match=r"cp 4 with data.documents 'separate': all cp ranks have to share heads"):
-        try_model(config, 4, model=lambda: GPT(own), device=torch.device("cpu"))  # Of one's own: known when it is made.
-
-
 def test_a_mask_is_not_taken_for_positions() -> None:
     tokens = torch.randint(9, (2, 8))
     for other in (torch.ones_like(tokens), -tokens - 1, torch.tensor([[5, 6, 7, 3, 4, 5, 6, 7]]).expand(2, -1)):
@@ -351,7 +334,7 @@ def test_blocks_for_flex_attention_are_real_though_a_plan_asks_first() -> None:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     from cuda_ops.block_layout import BlockLayout
-    from cuda_ops.block_sparse_attention import flex_blocks
+    from cuda_ops.block_sparse_flex import flex_blocks
 
     layout = BlockLayout.local(128, 2, causal=True)
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -13,8 +13,8 @@ from markdown_blocks import GUIDES, README, blocks_of
 from messages import faults, messages
 
 from speedlab import cli
-from speedlab.cli.guide import FOLDER, names, sections
 from speedlab.config.errors import more_in
+from speedlab.display.guides import FOLDER, names, sections
 
 TROUBLE = FOLDER / "trouble.md"
 PAGES = [README, *GUIDES]

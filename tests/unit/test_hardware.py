@@ -77,6 +77,28 @@ def test_cores_are_at_most_the_control_groups_share(cgroup, limit, cores) -> Non
     assert hardware.available_cores() == cores
 
 
+@pytest.mark.parametrize("group", ["job/step", "job", "."])
+def test_a_quota_counts_for_all_groups_below_it(cgroup, monkeypatch, group) -> None:
+    """Of both versions; where several grant less than all, the least counts."""
+    own = cgroup / "own"
+    monkeypatch.setattr(hardware, "OWN_CGROUPS", own)
+    for lines, root, limits in (
+        ("0::/job/step\n", cgroup, {"cpu.max": "200000 100000"}),
+        ("9:memory:/other\n4:cpu,cpuacct:/job/step\n0::/\n", cgroup / "cpu",
+         {"cpu.cfs_quota_us": "150000", "cpu.cfs_period_us": "100000"}),
+    ):  # fmt: skip
+        own.write_text(lines)
+        (root / "job" / "step").mkdir(parents=True, exist_ok=True)
+        for name, text in limits.items():
+            (root / group / name).write_text(text + "\n")
+        assert hardware.available_cores() == (0, 1)
+        (root / "cpu.max").write_text("50000 100000\n") if root == cgroup else None
+        assert hardware.available_cores() == ((0,) if root == cgroup else (0, 1))
+        for file in [*cgroup.rglob("cpu.max"), *cgroup.rglob("cpu.cfs_*")]:
+            file.unlink()
+        assert hardware.available_cores() == (0, 1, 2, 3)
+
+
 def test_without_a_control_group_the_machine_counts(cgroup) -> None:
     assert hardware.available_cores() == (0, 1, 2, 3)
     assert hardware.memory_bytes() == (16 * GIB, 10 * GIB)

@@ -135,7 +135,7 @@ def test_a_models_own_window_that_the_pattern_lies_within(told: pytest.LogCaptur
 @pytest.mark.parametrize("pattern", [LONGFORMER, CUSTOM], ids=lambda each: each["pattern"])
 def test_encoders_see_both_ways(pattern: dict[str, Any], told: pytest.LogCaptureFixture) -> None:
     expected = trained(model("bert"), attention_mask=added(seen(pattern, causal=False)[None]))
-    compare(trained(sparse("bert", pattern)), expected)
+    compare(trained(sparse("bert", {**pattern, "both_ways": pattern is LONGFORMER})), expected)
     assert "model.attention" not in told.text, "not by the kernel"
 
 
@@ -286,6 +286,12 @@ GEMMA = {**GROUPED, "query_pre_attn_scalar": 16, "attention_dropout": 0.0}
             SLIDING,
             "'block_sparse' drops no attention probabilities, and 0.2 are to be dropped; set attn_pdrop of the model's "
             "configuration to 0",
+        ),
+        (
+            lambda: model("llama"),
+            {**LONGFORMER, "both_ways": True},
+            "model.attention.both_ways is for encoders, and model.layers.0.self_attn is causal; give an encoder of "
+            "transformers as the model, or set both_ways to false",
         ),
         (
             lambda: model("bert"),

@@ -21,6 +21,7 @@ import speedlab
 
 BASE = frozenset({"config", "layout", "placement", "hardware"})
 EVERYTHING = BASE | {
+    "network",
     "display",
     "telemetry",
     "planner",
@@ -37,14 +38,15 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "layout": frozenset(),
     "placement": frozenset({"layout"}),
     "hardware": frozenset(),
+    "network": frozenset(),
     "display": frozenset(),
     "config": frozenset({"layout", "display"}),
     "telemetry": BASE | {"display", "planner"},
     "planner": BASE | {"display"},
-    "cluster": BASE | {"display", "telemetry", "planner", "data"},
+    "cluster": BASE | {"network", "display", "telemetry", "planner", "data"},
     "data": frozenset({"config"}),
     "models": frozenset({"config", "cuda_ops"}),
-    "comm": frozenset({"layout", "cuda_ops"}),
+    "comm": frozenset({"layout", "network", "cuda_ops"}),
     "offload": BASE | {"comm", "cuda_ops"},
     "parallel": BASE | {"comm", "offload", "models", "telemetry", "cuda_ops"},
     "engine": BASE | {"parallel", "offload", "comm", "models", "data", "telemetry", "planner", "display", "cuda_ops"},
@@ -93,6 +95,7 @@ WITHOUT_TORCH = frozenset(
         "layout",
         "placement",
         "hardware",
+        "network",
         "config",
         "display",
         "telemetry",
@@ -158,7 +161,13 @@ def test_architecture_has_the_same_table() -> None:
         for name in re.findall(r"`([^`]+)`", row[1]):
             written[Path(name.rstrip("/")).stem] = set(EVERYTHING) if "everything" in row[3] else named
     # One row of words: "config and placement → layout, config → display".
-    written |= {"config": {"layout", "display"}, "placement": {"layout"}, "layout": set(), "hardware": set()}
+    written |= {
+        "config": {"layout", "display"},
+        "placement": {"layout"},
+        "layout": set(),
+        "hardware": set(),
+        "network": set(),
+    }
     written["cli"] |= {"bench"}
     assert written == {name: set(rooms) for name, rooms in MAY_IMPORT.items()}
 
@@ -242,8 +251,8 @@ def test_public_names_are_found_where_they_are_said_to_be() -> None:
     [
         ("speedlab.layout", "import torch", "layout is imported by kernels and terminals"),
         ("speedlab.layout", "from speedlab.config import RunConfig", "layout may import nothing of ours"),
-        ("speedlab.comm.group", "from speedlab import RunConfig", "comm may import cuda_ops, layout"),
-        ("speedlab.comm.group", "def f():\n    from ..engine import x", "comm may import cuda_ops, layout"),
+        ("speedlab.comm.group", "from speedlab import RunConfig", "comm may import cuda_ops, layout, network"),
+        ("speedlab.comm.group", "def f():\n    from ..engine import x", "comm may import cuda_ops, layout, network"),
         ("speedlab.engine.step", "from speedlab.cluster.run import Run", "engine may import "),
         ("speedlab.engine.step", "import importlib; importlib.import_module('speedlab.cluster')", "engine may import "),
         ("speedlab.engine.step", "import IPython.display", "engine imports nothing of Jupyter's"),

@@ -22,14 +22,16 @@ from speedlab.layout import (
 )
 
 axis = st.integers(1, 6)
-layouts = st.builds(Layout, dp=axis, tp=axis, pp=axis, cp=st.integers(1, 3))
+few = st.integers(1, 3)
+layouts = st.builds(Layout, dp=axis, tp=few, pp=axis, cp=few, islands=st.integers(1, 2))
 
 
 @given(layouts)
 def test_coordinates_and_rank_undo_each_other_for_every_rank(layout: Layout) -> None:
     seen = [layout.coordinates(rank) for rank in range(layout.world_size)]
     assert len({tuple(coordinates.values()) for coordinates in seen}) == layout.world_size
-    assert layout.world_size == layout.pp * layout.dp * layout.cp * layout.tp == prod(layout.mesh_shape)
+    sizes = (layout.islands, layout.pp, layout.dp, layout.cp, layout.tp)
+    assert layout.world_size == prod(sizes) == prod(layout.mesh_shape)
     assert [layout.rank(**coordinates) for coordinates in seen] == list(range(layout.world_size))
     for rank, coordinates in enumerate(seen):
         assert coordinates == {axis: layout.index(rank, axis) for axis in AXES}
@@ -37,9 +39,10 @@ def test_coordinates_and_rank_undo_each_other_for_every_rank(layout: Layout) -> 
 
 
 @given(layouts)
-def test_tensor_index_is_fastest_and_pipeline_index_slowest(layout: Layout) -> None:
+def test_tensor_index_is_fastest_and_that_of_islands_slowest(layout: Layout) -> None:
     assert [layout.coordinates(rank) for rank in range(layout.world_size)] == [
-        {"pp": p, "dp": d, "cp": c, "tp": t}
+        {"islands": i, "pp": p, "dp": d, "cp": c, "tp": t}
+        for i in range(layout.islands)
         for p in range(layout.pp)
         for d in range(layout.dp)
         for c in range(layout.cp)
@@ -49,9 +52,9 @@ def test_tensor_index_is_fastest_and_pipeline_index_slowest(layout: Layout) -> N
 
 @given(layouts)
 def test_sizes_are_named_from_slow_to_fast(layout: Layout) -> None:
-    assert AXES == ("pp", "dp", "cp", "tp")
-    assert list(layout.sizes.values()) == [layout.pp, layout.dp, layout.cp, layout.tp]
-    assert layout.mesh_shape == (layout.pp, layout.dp, layout.cp, layout.tp)
+    assert AXES == ("islands", "pp", "dp", "cp", "tp")
+    assert list(layout.sizes.values()) == [layout.islands, layout.pp, layout.dp, layout.cp, layout.tp]
+    assert layout.mesh_shape == (layout.islands, layout.pp, layout.dp, layout.cp, layout.tp)
     assert [layout.size(axis) for axis in AXES] == list(layout.mesh_shape)
 
 
@@ -88,23 +91,24 @@ def test_all_axes_together_reach_every_rank_and_none_reaches_only_itself(layout:
 
 @given(layouts)
 def test_data_index_is_the_same_along_tensor_and_pipeline_axes_and_counts_the_shares(layout: Layout) -> None:
-    assert layout.data_size == layout.dp
+    assert layout.data_size == layout.islands * layout.dp
     for rank in range(layout.world_size):
         seen = {layout.data_index(peer) for peer in layout.peers(rank, "pp", "cp", "tp")}
-        assert seen == {layout.index(rank, "dp")}
-        assert sorted(map(layout.data_index, layout.peers(rank, "dp"))) == list(range(layout.data_size))
+        assert seen == {layout.index(rank, "islands") * layout.dp + layout.index(rank, "dp")}
+        assert sorted(map(layout.data_index, layout.peers(rank, "islands", "dp"))) == list(range(layout.data_size))
 
 
 def test_an_axis_says_who_sees_other_data_and_who_holds_other_parameters() -> None:
     said = {axis.name: (axis.sees_other_data, axis.holds_other_parameters) for axis in KINDS.values()}
     assert said == {
+        "islands": (True, True),
         "pp": (False, True),
         "dp": (True, False),
         "cp": (False, False),
         "ep": (True, True),
         "tp": (False, True),
     }
-    assert list(KINDS) == ["pp", "dp", "cp", "ep", "tp"]
+    assert list(KINDS) == ["islands", "pp", "dp", "cp", "ep", "tp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +129,7 @@ class Wider(Layout):
     )
 )
 def test_an_axis_to_come_needs_only_a_field(layout: Wider) -> None:
-    assert layout.mesh_shape == (layout.pp, layout.dp, layout.cp, layout.ep, layout.tp)
+    assert layout.mesh_shape == (1, layout.pp, layout.dp, layout.cp, layout.ep, layout.tp)
     assert layout.data_size == layout.dp * layout.ep
     for rank in range(layout.world_size):
         assert layout.rank(**layout.coordinates(rank)) == rank
@@ -214,7 +218,7 @@ def test_what_is_outside_the_grid_has_no_rank_and_no_coordinates() -> None:
     ],
 )
 def test_an_axis_that_the_layout_does_not_have_is_refused(ask: Callable[[Layout], object]) -> None:
-    with pytest.raises(LayoutError, match="'ep' is no axis of a layout; its axes are pp, dp, cp, tp"):
+    with pytest.raises(LayoutError, match="'ep' is no axis of a layout; its axes are islands, pp, dp, cp, tp"):
         ask(Layout())
 
 

@@ -54,6 +54,18 @@ def test_a_single_rank_holds_16_bytes_a_parameter(dtype: Any, states: int) -> No
     assert rank.communication_buffers == 0
 
 
+def test_of_a_blocks_input_tensor_ranks_keep_a_part() -> None:
+    """At the peak, before backward, all are in parts. Under sequence parallelism they are anyway."""
+    whole = setup(layout=Layout(tp=2), checkpointing="block", micro_size=16)
+    cut = replace(whole, partition_inputs=True)
+    size = 16 * 512 * 768 * 4
+    kept = [walk(Sizes(each, "cpu"), blocks=12, first=True, last=True).kept for each in (whole, cut)]
+    assert kept[0] - kept[1] == 12 * size // 2
+    assert predict_memory(whole)[0].activations - predict_memory(cut)[0].activations == 12 * size // 2
+    for same in (replace(whole, layout=Layout()), replace(whole, sequence_parallel=True)):
+        assert predict_memory(replace(same, partition_inputs=True)) == predict_memory(same)
+
+
 def test_stage_3_leaves_a_share() -> None:
     whole = predict_memory(setup(dtype="bfloat16"))[0].model_states
     (rank,) = predict_memory(setup(dtype="bfloat16", layout=Layout(dp=8), zero_stage=3))

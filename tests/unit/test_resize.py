@@ -13,8 +13,8 @@ from speedlab import hardware
 from speedlab.cluster import processes
 from speedlab.cluster.devices import devices_for
 from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.folding import FOLD_SECONDS, LineFolder
 from speedlab.cluster.known_runs import saved_step
-from speedlab.cluster.output import FOLD_SECONDS, LineFolder
 from speedlab.config import ConfigError, RunConfig
 from speedlab.hardware import Device
 from speedlab.telemetry.folder import RunFolder

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import html
 import json
+import os
+import signal
 import stat
 import subprocess
 import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +25,14 @@ from telemetry_samples import eventually, make_event, make_record
 
 import speedlab.cluster
 from speedlab.cluster import going_on, remote
-from speedlab.cluster.advance import Claim
-from speedlab.cluster.errors import ClusterError, RankError, RemoteFailure
+from speedlab.cluster.errors import DIED, ClusterError, RankError, RemoteFailure
 from speedlab.cluster.going_on import resume_arguments
 from speedlab.cluster.known_runs import RunError, remembered_runs
 from speedlab.cluster.own_model import OWN_MODEL, read_own_model
 from speedlab.cluster.reattach import attach
 from speedlab.cluster.run import Run, start_run
+from speedlab.cluster.supervisor import recovery
+from speedlab.cluster.supervisor.runs import Runs
 from speedlab.config import ConfigError, RunConfig
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner import parameter_count
@@ -40,14 +45,19 @@ class FakeResults:
     """What Cluster.submit returns: the outcome of one task on all ranks."""
 
     def __init__(self, work: Callable[[], Any], ranks: int) -> None:
+        self.id = uuid.uuid4().hex
         self.ranks = list(range(ranks))
         self.outcome: Any = None
         self.error: RankError | None = None
         self.ended = threading.Event()
-        self.cluster_is_gone = False
         self._callbacks: list[Callable[[FakeResults], None]] = []
         self._lock = threading.Lock()
         threading.Thread(target=self._run, args=(work,), daemon=True).start()
+
+    def die(self) -> None:
+        """As when the controller has died: nothing comes any more."""
+        self.error = RankError(dict.fromkeys(self.ranks, RemoteFailure(kind=DIED, message="the controller has died")))
+        self._end()
 
     def _run(self, work: Callable[[], Any]) -> None:
         try:
@@ -57,7 +67,12 @@ class FakeResults:
         except (RuntimeError, OSError) as error:
             failure = RemoteFailure(kind=type(error).__name__, message=str(error))
             self.error = RankError(dict.fromkeys(self.ranks, failure))
+        self._end()
+
+    def _end(self) -> None:
         with self._lock:
+            if self.ended.is_set():
+                return
             self.ended.set()
         for callback in self._callbacks:
             callback(self)
@@ -67,9 +82,7 @@ class FakeResults:
         return self.ended.is_set()
 
     def wait(self, timeout: float) -> bool:
-        if not self.ended.wait(timeout) and self.cluster_is_gone:
-            raise ClusterError("the controller has died")
-        return self.ended.is_set()
+        return self.ended.wait(timeout)
 
     def result(self) -> Any:
         self.ended.wait(10)
@@ -85,6 +98,31 @@ class FakeResults:
         callback(self)
 
 
+class LocalRuns:
+    """What `cluster.runs` is, without a supervisor's process between."""
+
+    def __init__(self, engines: FakeEngines) -> None:
+        self.runs = Runs(engines)
+        self.begin, self.attend, self.standing = self.runs.begin, self.runs.attend, self.runs.standing
+
+    def post(self, folder: Path, word: str, arguments: dict[str, Any]) -> int:
+        return self.runs.post(folder, word, arguments, key="")
+
+    def interrupt(self, folder: Path, seconds: float = 2.0) -> list[int]:
+        return self.runs.interrupt(folder, seconds)
+
+    @contextlib.contextmanager
+    def held(self, folder: Path, seconds: float = 10.0) -> Iterator[None]:
+        self.runs.hold(folder, self, seconds)
+        try:
+            yield
+        finally:
+            self.runs.let_go(self, folder)
+
+    def task(self, folder: Path) -> Any:
+        return self.runs._of(folder).task
+
+
 class FakeDevice:
     name = "cpu 0"
     capacity_bytes = 2**20
@@ -95,22 +133,27 @@ class FakeEngines:
     steps, the event of a word before the status that counts it."""
 
     name = "fake"
+    token = "token-of-fake"
 
     def __init__(self, directory: Path, size: int = 2) -> None:
         self.directory = directory
         self.size = size
         self.devices = [FakeDevice()] * size
         self.submitted = 0
-        self.interrupted = 0
+        self.interrupted: list[Any] = []
+        """What was to be interrupted, each time."""
         self.at_once = 0
         self.busy_with_cell = False
         self.dead: set[int] = set()
+        self.on_lost_host: set[int] = set()
+        self.before_restart: Callable[[], None] = lambda: None
         self.pids = tuple(range(2_000_000, 2_000_000 + size))
         self.fail_at: int | None = None
         self.ignores_words = False
         self.parameters = 1000
         self.refusal: str | None = None
         self.untried = ""
+        self.restarted: list[tuple[int, ...]] = []
         self.step_gate = threading.Semaphore(0)
         """A step is computed for each release; `free_running` opens it for good."""
         self.free_running = True
@@ -118,6 +161,32 @@ class FakeEngines:
         self.before_status: Callable[[], None] = lambda: None
         self._running = 0
         self._lock = threading.Lock()
+        self.runs = LocalRuns(self)
+
+    def left_of(self, label: str) -> None:
+        return None
+
+    def at_work(self, submission: Any) -> bool:
+        return False
+
+    @property
+    def lost_ranks(self) -> list[int]:
+        return sorted(self.on_lost_host)
+
+    def way_back(self, dead: list[int]) -> str:
+        return f"ranks {dead} are dead; cluster.restart({dead[0]}) brings an engine back"
+
+    def restart(self, *ranks: int) -> None:
+        self.before_restart()
+        self.restarted.append(ranks)
+        self.dead -= set(ranks)
+
+    def wire(self, folder: RunFolder) -> None:
+        return None
+
+    def resize(self, size: int) -> None:
+        self.size, self.devices, self.pids = size, self.devices[:size], self.pids[:size]
+        self.dead, self.on_lost_host = set(), set()
 
     def status(self) -> list[Any]:
         busy = self.busy_with_cell or self._running > 0
@@ -127,11 +196,11 @@ class FakeEngines:
     def attach(self, name: str | None = None) -> Any:
         return self
 
-    def interrupt(self, timeout_seconds: float = 2.0) -> list[int]:
-        self.interrupted += 1
+    def interrupt(self, only: Any = None, seconds: float = 2.0) -> list[int]:
+        self.interrupted.append(only)
         return list(range(self.size))
 
-    def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def submit(self, function: Callable[..., Any], *args: Any, label: str = "", **kwargs: Any) -> Any:
         if function is remote.generate:
             return FakeResults(lambda: f"{args[1]} … {args[2]} tokens, {kwargs}", self.size)
         if function is remote.try_model:
@@ -145,6 +214,7 @@ class FakeEngines:
         return FakeResults(lambda: self._exclusively(RunFolder(args[0])), self.size)
 
     def _exclusively(self, folder: RunFolder) -> str:
+        eventually(lambda: not self.busy_with_cell)  # What is submitted waits in line.
         with self._lock:
             self._running += 1
             self.at_once = max(self.at_once, self._running)
@@ -234,8 +304,6 @@ def engines(tmp_path, monkeypatch):
     fake = FakeEngines(tmp_path / "cluster")
     found = types.SimpleNamespace(attach=lambda name=None: fake)
     monkeypatch.setattr("speedlab.cluster.reattach.Cluster", found)
-    # The processes of these ranks do not exist; nothing here should take them for dead.
-    monkeypatch.setattr("speedlab.cluster.run.psutil.pid_exists", lambda pid: True)
     return fake
 
 
@@ -255,7 +323,7 @@ def make(engines):
     for run in runs:
         if run.state in (RunState.RUNNING, RunState.STARTING):
             run.stop()
-        eventually(lambda run=run: not run._advance.active)
+        eventually(lambda run=run: not engines.runs.standing(run.folder.path).active)
         run.feed.close()
 
 
@@ -395,7 +463,7 @@ def test_a_word_waits_while_the_ranks_run_a_cell(make, engines):
     word = run.save("after the cell")
     with pytest.raises(TimeoutError, match=r"control word 2 \(save\): nothing after 0.3 s; run 'run-1' is paused"):
         word.wait(0.3)
-    assert engines.submitted == 1
+    assert engines.submitted == 2  # It waits in line behind the cell.
     engines.busy_with_cell = False
     assert word.wait(10).kind == "checkpoint"
 
@@ -429,9 +497,10 @@ def test_a_folder_removed_under_a_run_is_reported(make, engines):
 def test_a_cluster_that_dies_under_a_run_ends_the_wait(make, engines):
     hold(engines)
     run = make()
-    run._advance._task.cluster_is_gone = True
-    with pytest.raises(ClusterError, match="the controller has died"):
+    engines.runs.task(run.folder.path).die()
+    with pytest.raises(RankError, match="the controller has died"):
         run.wait(10)
+    assert "the controller has died" in run.folder.read_status().text  # Also for who comes later.
 
 
 def test_a_word_that_nobody_carries_out_is_dropped_and_says_so(make, engines):
@@ -470,7 +539,7 @@ def test_a_reshape_posts_what_was_named_and_starts_from_the_present_shape(make, 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({}, r"reshape\(\) changes nothing; name what is to change: engines, zero, tp, pp, cp, dp"),
+        ({}, r"reshape\(\) changes nothing; name what is to change: engines, zero, tp, pp, cp, islands, dp"),
         ({"zero": 4}, "zero.stage: Input should be 0, 1, 2 or 3"),
         ({"stage": 3}, "unknown key 'stage'"),
         ({"pp": 3}, "2 ranks do not divide by pp 3 × tp 1 = 3"),
@@ -495,12 +564,12 @@ def test_rules_about_the_models_heads_are_for_the_built_in_model_alone(make, eng
     with pytest.raises(LayoutError, match="tp 2: 3 heads do not divide by 2; 1 and 3 do"):
         run.reshape(tp=2)
     run.stop()
-    eventually(lambda: not run._advance.active)
+    eventually(lambda: not engines.runs.standing(run.folder.path).active)
     own = start_run(engines, run.config.replace(name="own"), model=dict)
     own.reshape(tp=2)
     own.stop()
     allow(engines, 1)
-    eventually(lambda: not own._advance.active)
+    eventually(lambda: not engines.runs.standing(own.folder.path).active)
     own.feed.close()
 
 
@@ -524,7 +593,7 @@ def test_an_own_model_is_tried_before_its_run_has_a_name(engines, tmp_path, monk
     with pytest.warns(UserWarning, match=r"could not be tried before the run.*it looks at values"):
         run = start_run(engines, config, model=dict, tp_plan={"up": "colwise"})
     run.wait(10)
-    eventually(lambda: not run._advance.active)
+    eventually(lambda: not engines.runs.standing(run.folder.path).active)
     run.feed.close()
     assert read_own_model(run.folder.path / OWN_MODEL) == {"model": dict, "tp_plan": {"up": "colwise"}}
     assert stat.S_IMODE((run.folder.path / OWN_MODEL).stat().st_mode) == 0o600
@@ -536,20 +605,204 @@ def test_a_failure_surfaces_everywhere_and_the_run_goes_on_when_asked(make, engi
     run = make(steps=10)
     with pytest.raises(RankError, match="ValueError: broken") as raised:
         run.wait(10)
-    assert run.errors == [raised.value]
+    assert [error.by_rank for error in run.errors] == [raised.value.by_rank]
+    assert [error.by_rank for error in Run(run.folder.path).errors] == [raised.value.by_rank]
     assert run.state is RunState.FAILED
     assert run.step == 4
     assert "ValueError: broken" in run.folder.read_status().text
     with pytest.raises(RankError):
         run.wait_until(9, timeout=10)
     seen_later = Run(run.folder.path)
-    with pytest.raises(RunError, match="failed at step 4 of 10: RankError on ranks 0–1"):
+    with pytest.raises(RankError, match="ValueError: broken"):
         seen_later.wait(10)
     engines.fail_at = None
     run.resume().wait(10)
     assert run.wait(10) is RunState.FINISHED
     assert run.step == 10
     seen_later.feed.close()
+
+
+RECOVERS = {"recover": {"attempts": 2, "from": "newest"}, "checkpoint": {"every_steps": 1}}
+
+
+def kinds_and_texts(run: Run, kind: str) -> list[str]:
+    return [event.text for event in run.events if event.kind == kind]
+
+
+def test_a_run_that_asked_for_it_is_brought_back(make, engines):
+    """Its dead engine first, then the run, from its newest checkpoint; nobody has to be there."""
+    hold(engines)
+    run = make(steps=6, **RECOVERS)
+    allow(engines, 3)
+    run.wait_until(3, timeout=10)
+    write_checkpoint(run, 3)
+    engines.dead, engines.fail_at = {1}, 4
+
+    def heal() -> None:
+        engines.fail_at, engines.before_end, engines.free_running = None, lambda: None, True
+
+    engines.before_end = heal
+    allow(engines, 1)
+    assert run.wait(10) is RunState.FINISHED
+    assert engines.restarted == [(1,)]
+    assert kinds_and_texts(run, "recovering") == ["ranks 0–1: ValueError; attempt 1 of 2 at once, from step 3"]
+    assert run.folder.pending(0)[0].arguments == {"tag": "step-000003"}
+    assert len(run.errors) == 1
+
+
+def test_a_run_that_always_fails_is_given_up_after_longer_and_longer_pauses(make, engines, monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr("speedlab.cluster.supervisor.recovery.FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(recovery, "_waited", lambda stopped, seconds: pauses.append(seconds) or stopped.is_set())
+    hold(engines)
+    config = {**RECOVERS, "recover": {"attempts": 4}}
+    run = make(steps=9, **config)
+    allow(engines, 2)
+    run.wait_until(2, timeout=10)
+    write_checkpoint(run, 2)
+    engines.fail_at, engines.free_running = 3, True
+    with pytest.raises(RankError, match="ValueError: broken"):
+        run.wait(10)
+    assert pauses == [0.0, 0.05, 0.1, 0.2]
+    assert (
+        kinds_and_texts(run, "recovering")[-1]
+        == "it failed again after 4 attempts from step 2: recover.attempts is at its end"
+    )
+    assert len(run.errors) == 5
+    engines.fail_at = None
+    run.resume().wait(10)  # A person may still.
+    assert run.wait(10) is RunState.FINISHED
+
+
+def test_nothing_is_brought_back_without_a_checkpoint_or_against_a_persons_word(make, engines, monkeypatch):
+    hold(engines)
+    run = make(steps=9, **RECOVERS)
+    engines.fail_at = 1
+    allow(engines, 1)
+    with pytest.raises(RankError):
+        run.wait(10)
+    assert kinds_and_texts(run, "recovering") == ["there is no checkpoint from which recover could go on"]
+    write_checkpoint(run, 1)
+    monkeypatch.setattr("speedlab.cluster.supervisor.recovery.FIRST_PAUSE_SECONDS", 60.0)
+    engines.fail_at = 1
+    run.resume()
+    allow(engines, 9)
+    eventually(lambda: len(run.errors) == 3)  # By hand, at once, and now it would wait for a minute.
+    assert run._standing().recovering
+    engines.fail_at = None
+    run.stop().wait(10)
+    assert run.wait(10) is RunState.STOPPED
+    with pytest.raises(
+        ConfigError, match=r"recover.attempts is 1 and checkpoint.every_steps is 0.*set checkpoint.every"
+    ):
+        make(recover=1)
+
+
+def test_an_attempt_that_fails_itself_is_followed_by_the_next(make, engines, monkeypatch):
+    """Engines that do not come up are no end: pauses and attempts are honoured."""
+    pauses: list[float] = []
+    monkeypatch.setattr(recovery, "_waited", lambda wake, seconds: pauses.append(seconds))
+    hold(engines)
+    run = make(steps=6, **{**RECOVERS, "recover": {"attempts": 3}})
+    allow(engines, 2)
+    run.wait_until(2, timeout=10)
+    write_checkpoint(run, 2)
+    tries: list[int] = []
+
+    def not_at_first() -> None:
+        tries.append(1)
+        if len(tries) < 3:
+            raise ClusterError("the engine of rank 1 ended before it was ready\nits log")
+        engines.fail_at, engines.free_running = None, True
+
+    engines.before_restart, engines.dead, engines.fail_at = not_at_first, {1}, 3
+    allow(engines, 1)
+    assert run.wait(10) is RunState.FINISHED
+    assert pauses == [0.0, 1.0, 2.0]
+    assert kinds_and_texts(run, "recovering")[1:] == [
+        "the engine of rank 1 ended before it was ready; attempt 2 of 3 in 1 s, from step 2",
+        "the engine of rank 1 ended before it was ready; attempt 3 of 3 in 2 s, from step 2",
+    ]
+
+
+def test_a_word_that_comes_while_engines_are_brought_back_waits_for_them(make, engines):
+    hold(engines)
+    run = make(steps=9, **RECOVERS)
+    allow(engines, 2)
+    run.wait_until(2, timeout=10)
+    write_checkpoint(run, 2)
+    begun, going_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert going_on.wait(10)
+
+    engines.before_restart, engines.dead, engines.fail_at = wait, {1}, 3
+    allow(engines, 1)
+    assert begun.wait(10)
+    engines.fail_at = None
+    word = run.stop()
+    assert not word.done
+    going_on.set()
+    assert word.wait(10).kind == "stopped"
+    assert run.wait(10) is RunState.STOPPED
+    assert [command.word for command in run.folder.pending(0)] == ["stop"], "nobody resumes behind a person's back"
+
+
+def test_a_run_goes_on_without_a_host_where_its_layout_allows_that(make, engines):
+    hold(engines)
+    run = make(steps=6, batch={"micro_size": 1, "global_size": 4}, **RECOVERS)
+    allow(engines, 2)
+    run.wait_until(2, timeout=10)
+    write_checkpoint(run, 2)
+    engines.parameters = 0
+
+    def heal() -> None:
+        engines.fail_at, engines.before_end, engines.free_running = None, lambda: None, True
+
+    engines.dead, engines.on_lost_host, engines.fail_at, engines.before_end = {1}, {1}, 3, heal
+    allow(engines, 1)
+    assert run.wait(10) is RunState.FINISHED
+    assert engines.restarted == []
+    assert engines.size == 1
+    (reshaped,) = [event for event in run.events if event.kind == "reshaped"]
+    assert reshaped.text == "2 → 1 engines, pp 1 × dp 2 × tp 1 → pp 1 × dp 1 × tp 1"
+    assert (reshaped.details["before"]["micro_batches"], reshaped.details["after"]["micro_batches"]) == (2, 4)
+
+
+def test_a_layout_that_needs_the_lost_host_is_not_given_up_at_once(make, engines, monkeypatch):
+    monkeypatch.setattr(recovery, "_waited", lambda wake, seconds: None)
+    hold(engines)
+    run = make(steps=6, parallel={"tp": 2}, **RECOVERS)
+    allow(engines, 2)
+    run.wait_until(2, timeout=10)
+    write_checkpoint(run, 2)
+    engines.dead, engines.on_lost_host, engines.fail_at = {1}, {1}, 3
+    allow(engines, 1)
+    with pytest.raises(ClusterError, match="1 ranks do not divide by pp 1 × tp 2 = 2; on 1 engines pp 1 × dp 1 × tp 1"):
+        run.wait(10)
+    texts = kinds_and_texts(run, "recovering")
+    assert len(texts) == 3
+    assert "on 1 engines pp 1 × dp 1 × tp 1 would work; attempt 2 of 2 in 1 s, from step 2" in texts[1]
+    with pytest.raises(ClusterError, match=r"run.reshape\(engines=1\) needs another layout: .* would work"):
+        run.resume()
+
+
+def test_a_word_for_another_run_is_refused_while_one_trains(make, engines):
+    first = make(steps=3)
+    first.wait(10)
+    hold(engines)
+    second = make(name="second", steps=9)
+    allow(engines, 1)
+    second.wait_until(1, timeout=10)
+    with pytest.raises(ClusterError, match="run 'second' is running on 'fake', step 1 of 9; pause or stop it first"):
+        first.resume(steps=9)
+    assert first.folder.pending(0) == []
+    engines.free_running = True
+    assert second.wait(10) is RunState.FINISHED
+    assert engines.at_once == 1
+    assert first.resume(steps=5).wait(10).kind == "resumed"
+    assert first.wait(10) is RunState.FINISHED
 
 
 def test_words_waiting_when_the_run_fails_are_dropped(make, engines):
@@ -577,7 +830,29 @@ def test_an_interrupt_in_a_wait_interrupts_the_ranks(make, engines, monkeypatch)
     monkeypatch.setattr("speedlab.cluster.run.time", clock)
     with pytest.raises(KeyboardInterrupt):
         run.wait(10)
-    assert engines.interrupted == 1
+    assert engines.interrupted == [engines.runs.task(run.folder.path)]  # This run, and nothing else.
+
+
+def test_an_interrupt_while_a_run_is_awaited_interrupts_it_and_a_timeout_does_not(make, engines):
+    """A kernel that is interrupted cancels what its cell awaits; so does asyncio.wait_for, without such a wish."""
+    hold(engines)
+    run = make()
+
+    async def cell() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(run, 0.1)
+        assert engines.interrupted == []
+        awaiting = asyncio.ensure_future(asyncio.wait_for(run, 10))
+        asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGINT)
+        before = signal.signal(signal.SIGINT, lambda *_: awaiting.cancel())
+        try:
+            await awaiting
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cell())
+    assert engines.interrupted == [engines.runs.task(run.folder.path)]
 
 
 def test_attach_finds_the_run_that_is_training_with_its_whole_history(make, engines, tmp_path, monkeypatch):
@@ -609,7 +884,7 @@ def test_attach_finds_the_run_that_is_training_with_its_whole_history(make, engi
 def test_a_run_without_engines_is_there_to_look_at(make, engines, monkeypatch):
     run = make(name="done", steps=3)
     run.wait(10)
-    engines.status = list  # These engines are new: they hold no run.
+    engines.token = "token-of-another"  # These engines are new: they hold no run.
     seen = attach("done")
     assert seen.cluster is None
     assert seen.wait(1) is RunState.FINISHED
@@ -655,7 +930,7 @@ def test_a_run_whose_engines_are_gone_says_how_it_goes_on(make, engines, no_clus
     back = "run.resume() goes on from its checkpoint of step 2"
     assert f"speedlab.Cluster(name='fake', engines=2) starts others, then {back}" in told()
     assert back in told(lambda: run.generate("a"))
-    no_clusters.append(types.SimpleNamespace(name="another"))
+    no_clusters.append(types.SimpleNamespace(name="another", token="another"))
     assert told().endswith(f"cannot pause: its engines are gone; {back}")
     write_checkpoint(run, 3)
     assert "run.resume(steps=6) goes on from its checkpoint of step 3" in told(run.save)
@@ -664,8 +939,7 @@ def test_a_run_whose_engines_are_gone_says_how_it_goes_on(make, engines, no_clus
     bare = Run(run.folder)
     with pytest.raises(RunError, match=r"; speedlab\.attach\('.*gone'\)\.resume\(steps=6\) goes on"):
         bare.pause()
-    no_clusters.append(types.SimpleNamespace(name="fake"))
-    monkeypatch.setattr("speedlab.cluster.going_on.psutil.pid_exists", lambda pid: True)
+    no_clusters.append(types.SimpleNamespace(name="fake", token=engines.token))
     with pytest.raises(RunError, match=r"cannot pause: speedlab\.attach\('gone'\) finds those that hold it"):
         bare.pause()
     bare.feed.close()
@@ -708,13 +982,16 @@ def test_a_run_that_ends_unsaved_says_so_and_what_to_do(make, no_clusters):
     assert "saved" not in (repr(run) + str(run.table()) + run._repr_html_()).replace("unsaved", "")
 
 
-def test_ranks_whose_processes_are_gone_end_the_wait(make, engines, monkeypatch):
+def test_engines_that_are_gone_end_the_wait(make, engines, no_clusters, monkeypatch):
+    """Also where other processes have got their numbers since."""
     run = make(steps=3)
     run.wait(10)
-    run.folder.write_status(replace(run.folder.read_status(), state=RunState.RUNNING))
+    pids = (os.getpid(), os.getpid())
+    run.folder.write_status(replace(run.folder.read_status(), state=RunState.RUNNING, rank_pids=pids))
     seen = Run(run.folder)
-    monkeypatch.setattr("speedlab.cluster.run.psutil.pid_exists", lambda pid: pid != 2_000_001)
-    with pytest.raises(RunError, match=r"is running at step 3 of 3, but rank 1 \(process 2000001\) is gone"):
+    monkeypatch.setattr("speedlab.cluster.run._ENGINE_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("speedlab.cluster.run.running_clusters", lambda: no_clusters)
+    with pytest.raises(RunError, match=r"is running at step 3 of 3, but its engines are gone"):
         seen.wait(10)
     seen.feed.close()
 
@@ -798,11 +1075,11 @@ def test_the_table_sets_what_was_measured_beside_the_formula(make, engines):
     assert first["tokens_per_second"] == 8192
 
 
-def test_it_says_where_it_stands_and_escapes_what_it_says(make):
+def test_it_says_where_it_stands_and_escapes_what_it_says(make, engines):
     run = make(name="plain", steps=2)
     run.wait(10)
     assert repr(run) == "<Run 'plain': finished, step 2 of 2, 2 engines, not saved>"
-    eventually(lambda: not run._advance.active)
+    eventually(lambda: not engines.runs.standing(run.folder.path).active)
     # A folder from elsewhere may be called anything.
     seen = Run(run.folder.path.rename(run.folder.path.with_name("<i>x")))
     assert (
@@ -812,29 +1089,6 @@ def test_it_says_where_it_stands_and_escapes_what_it_says(make):
     )
     run.folder.path.with_name("<i>x").rename(run.folder.path)
     seen.feed.close()
-
-
-def test_a_claim_is_exclusive_and_dies_with_its_process(tmp_path):
-    path = tmp_path / "advance.lock"
-    code = (
-        "import sys; from pathlib import Path; from speedlab.cluster.advance import Claim;"
-        "print(Claim(Path(sys.argv[1])).take(), flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, str(path)]
-    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None
-    assert other.stdout.readline() == "True\n"
-    mine = Claim(path)
-    assert not mine.take()
-    other.kill()
-    other.communicate(timeout=10)
-    assert mine.take()
-    assert not Claim(path).take()
-    mine.release()
-    mine.release()
-    again = Claim(path)
-    assert again.take()
-    again.release()
 
 
 def test_the_room_exports_the_handle():

@@ -38,3 +38,28 @@ def test_forgotten_gathers_leave_no_read_under_way(fails: bool) -> None:
     assert unit.gathers is None
     unit.forget_gather()
     assert happened == ["read", "release"]
+
+
+def test_a_unit_is_gathered_whole_or_not_at_all() -> None:
+    """The second of its flats cannot be read: what has begun for the first ends, and it is freed again."""
+    happened: list[str] = []
+
+    def fails() -> None:
+        raise OffloadError("the disk is gone")
+
+    first: Any = SimpleNamespace(
+        parameters=[], trainable=True, gradient=None, release=lambda: happened.append("release"),
+        gather=lambda: SimpleNamespace(wait=lambda: happened.append("came")),
+    )  # fmt: skip
+    second: Any = SimpleNamespace(parameters=[], trainable=True, gradient=None, gather=fails)
+    unit = Unit("blocks.0", [], [first, second])
+    for _ in range(2):  # The next try begins anew.
+        with pytest.raises(OffloadError, match="the disk is gone"):
+            unit.start_gather()
+        assert unit.gathers is None
+        assert happened == ["came", "release"]
+        happened.clear()
+    second.gather = first.gather
+    unit.start_gather()
+    unit.finish_gather()
+    assert happened == ["came", "came"]

@@ -17,8 +17,9 @@ all-reduce and a reduce-scatter. 16-bit floats are rounded after each of the two
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,16 +36,24 @@ class Hierarchy:
 
     `hosts`: the ranks of each host (indices in the group), leader first; `names`: what errors call the group's ranks.
     `inside`: the collectives of this rank's host. `between`: of a leader, a gloo group of the leaders in the order of
-    `hosts`; None on other ranks.
+    `hosts`; None on other ranks. `host_names`: what errors call the hosts.
     """
 
     def __init__(
-        self, hosts: Sequence[Sequence[int]], index: int, names: Sequence[int], inside: Rounds, between: Any
+        self,
+        hosts: Sequence[Sequence[int]],
+        index: int,
+        names: Sequence[int],
+        inside: Rounds,
+        between: Any,
+        host_names: Sequence[str],
     ) -> None:
-        self._hosts, self._names = [list(ranks) for ranks in hosts], list(names)
+        self.hosts = self._hosts = [list(ranks) for ranks in hosts]
+        self._names = list(names)
         self._host = host_of(index, hosts)
         self._place = self._hosts[self._host].index(index)
         self._inside, self._between = inside, between
+        self._host_names = list(host_names)
         self._size = sum(map(len, self._hosts))
 
     @property
@@ -61,7 +70,8 @@ class Hierarchy:
         """Wait until every rank is here."""
         self._inside.barrier()
         if self._leads:
-            self._wait([self._gloo().barrier()])
+            with self._naming_lost_hosts():
+                self._gloo().barrier().wait()
         self._inside.barrier()
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
@@ -125,7 +135,8 @@ class Hierarchy:
         if self._leads:
             options = dist.BroadcastOptions()
             options.rootRank = host
-            self._wait([self._gloo().broadcast([_bytes(tensor.view(-1))], options)])
+            with self._naming_lost_hosts():
+                self._gloo().broadcast([_bytes(tensor.view(-1))], options).wait()
         if host != self._host:
             self._inside.broadcast(tensor, 0)
 
@@ -148,30 +159,34 @@ class Hierarchy:
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """Send sent[h] to the leader of host h, and take received[h] from it. (Both sides know what is empty.)"""
         gloo, works = self._gloo(), []
-        for host in range(len(self._hosts)):
-            if host != self._host and received[host].numel():
-                works.append(gloo.recv([_bytes(received[host])], host, 0))
-            if host != self._host and sent[host].numel():
-                works.append(gloo.send([_bytes(sent[host])], host, 0))
-        self._wait(works)
+        with self._naming_lost_hosts():
+            for host in range(len(self._hosts)):
+                if host != self._host and received[host].numel():
+                    works.append(gloo.recv([_bytes(received[host])], host, 0))
+                if host != self._host and sent[host].numel():
+                    works.append(gloo.send([_bytes(sent[host])], host, 0))
+            for work in works:
+                work.wait()
 
     def _gloo(self) -> Any:
         if self._between is None:
             raise PeerLost(f"rank {self._names[self._hosts[self._host][0]]} has left this group")
         return self._between
 
-    def _wait(self, works: Sequence[Any]) -> None:
+    @contextlib.contextmanager
+    def _naming_lost_hosts(self) -> Iterator[None]:
+        """Around the start of what goes between hosts, too: gloo raises there where it knows by then that a connection
+        was closed, and while it is waited for otherwise."""
         try:
-            for work in works:
-                work.wait()
+            yield
         except RuntimeError as error:
             if not tells_of_lost_peer(error):
                 raise
             leaders = [self._names[ranks[0]] for ranks in self._hosts]
-            own = leaders.pop(self._host)
+            others = [f"rank {leaders[h]} of {self._host_names[h]}" for h in range(len(leaders)) if h != self._host]
             raise PeerLost(
-                f"rank {own} waited for rank {', '.join(map(str, leaders))} of other hosts in a collective: "
-                f"{reason_of(error)}"
+                f"rank {leaders[self._host]} waited for {', '.join(others)} in a collective, on "
+                f"{self._host_names[self._host]}: {reason_of(error)}"
             ) from error
 
 

@@ -114,9 +114,6 @@ class Meeting:
         """Wait until every peer's `number` is at least `value`. Raises PeerLost, naming the rank that is missing."""
         self._wait(self._addresses[number], value, self.peers)
 
-    def wait_one(self, peer: int, number: int, value: int) -> None:
-        self._wait(np.array([self._address(peer, number)]), value, [peer])
-
     def reached(self, number: Number, value: int) -> bool:
         """Whether every peer's `number` is at least `value` now."""
         return _reached(self._addresses[number], value)
@@ -243,13 +240,15 @@ class Meeting:
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
+    def has_room(self, peer: int) -> bool:
+        """Whether one more message can be told to `peer`."""
+        return self._sent[peer] - self.fetched_by(peer) < _MESSAGES
+
     def send(self, peer: int, buffer: Tensor, nbytes: int, tag: int) -> None:
-        """Tell `peer` where a message is: the first `nbytes` of `buffer`, memory of the arena."""
+        """Tell `peer`, which has room, where a message is: the first `nbytes` of `buffer`, memory of the arena."""
         place = arena().find(buffer.data_ptr(), nbytes)
         assert place is not None, "sent memory must come from the arena"
         number = self._sent[peer]
-        if number >= _MESSAGES:
-            self.wait_one(peer, self._fetched(self.index), number - _MESSAGES + 1)
         entry = self._messages_at + (peer * _MESSAGES + number % _MESSAGES) * 4
         self._words[self.index][entry : entry + 4] = place.extent, place.offset, nbytes, tag
         self._sent[peer] = number + 1

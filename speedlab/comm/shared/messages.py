@@ -1,5 +1,5 @@
-"""Messages between two ranks of a host: sends never wait for their receiver, receives match by tag, first come first
-served."""
+"""Messages between two ranks of a host: receives match by tag, first come first served. A send waits for its receiver
+only where many are on their way, and takes what comes meanwhile, so that any number may cross."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ class Mailbox:
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> None:
         """Copy contiguous `tensor` and tell `peer`; it may change when this returns."""
+        self._make_room(peer)
         self._collect()
         buffer = self._buffer(tensor.nbytes)
         memmove(buffer.data_ptr(), tensor.data_ptr(), tensor.nbytes)
@@ -77,14 +78,25 @@ class Mailbox:
                 self._take_from(peer)
         return receive.source is not None
 
-    def _take_from(self, peer: int) -> None:
+    def _make_room(self, peer: int) -> None:
+        """Wait until one more message to `peer` can be told. It may itself wait for this rank, or for one that does, to
+        take what was sent: so that is done."""
+        deadline = time.monotonic() + self._meeting.timeout_seconds
+        while not self._meeting.has_room(peer):
+            for other in self._meeting.peers:
+                self._take_from(other, also_early=True)
+            time.sleep(_POLL_SECONDS)
+            self._meeting.look(peer, lambda: self._meeting.has_room(peer), deadline)
+
+    def _take_from(self, peer: int, *, also_early: bool = False) -> None:
+        """Take what is expected from `peer`, or, `also_early`, everything that it has sent."""
         for receive in list(self._expected[peer]):
             for place, (tag, data) in enumerate(self._early[peer]):
                 if tag == receive.tag:
                     del self._early[peer][place]
                     self._deliver(receive, peer, data.data_ptr(), data.nbytes)
                     break
-        while self._expected[peer]:
+        while also_early or self._expected[peer]:
             message = self._meeting.message(peer, self._next[peer])
             if message is None:
                 return

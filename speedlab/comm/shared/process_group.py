@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
@@ -297,6 +298,11 @@ class SpanningGroup(StagedGroup):
         super().__init__(index, size, meeting, hierarchy, gloo)
         self._hierarchy = hierarchy
 
+    @property
+    def hosts(self) -> list[list[int]]:
+        """The ranks of each host (indices in the group)."""
+        return self._hierarchy.hosts
+
     def leave(self) -> None:
         super().leave()
         self._hierarchy.leave()
@@ -378,6 +384,7 @@ def _create(options: Any, _backend_options: Any) -> Any:
     try:
         own = {
             "host": host_identity(),
+            "name": os.environ.get("SPEEDLAB_HOST") or socket.gethostname(),
             "page": astuple(handle),
             "directory": astuple(arena().handle),
             "cores": sorted(os.sched_getaffinity(0)),
@@ -407,7 +414,8 @@ def _create(options: Any, _backend_options: Any) -> Any:
         between = None
         if place == 0:
             between = dist.ProcessGroupGloo(dist.PrefixStore("leaders", store), host, len(hosts), timeout=timeout)
-        hierarchy = Hierarchy(hosts, rank, names, Rounds(meeting), between)
+        host_names = [found[ranks[0]]["name"] for ranks in hosts]
+        hierarchy = Hierarchy(hosts, rank, names, Rounds(meeting), between, host_names)
         group = SpanningGroup(rank, size, meeting, hierarchy, gloo)
     weakref.finalize(group, meeting.leave).atexit = False
     return group

@@ -38,8 +38,8 @@ class InPlace(Transport):
         self._meeting: Meeting = wires.group.meeting
         self._offered: dict[int, int] = {}
         """Shards that were offered and not gathered yet: address → number of the offer."""
-        self._reduced: dict[int, int] = {}
-        """Address of a tensor that was reduced → number of its offer."""
+        self._given: dict[int, int] = {}
+        """Address of a tensor that was reduced, or gathered without being offered before → number of its offer."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return arena().empty(numel, dtype)
@@ -52,7 +52,7 @@ class InPlace(Transport):
         self._meeting.wait_until_all_read()
 
     def wait_until_read(self, buffer: Tensor) -> None:
-        self._meeting.wait_all(Number.TAKEN, self._reduced.get(buffer.data_ptr(), -1) + 1)
+        self._meeting.wait_all(Number.TAKEN, self._given.get(buffer.data_ptr(), -1) + 1)
 
     def withdraw(self) -> None:
         self._offered.clear()
@@ -62,11 +62,12 @@ class InPlace(Transport):
         number = self._offered.pop(shard.data_ptr(), None)
         if number is None:
             number, _ = self._offer_whole(shard)
+            self._given[shard.data_ptr()] = number
         return lambda: self._copy(full, number)
 
     def reduce_scatter(self, full: Tensor, into: Tensor, accumulate: bool) -> Finish:
         number, shared = self._offer_whole(full)
-        self._reduced[full.data_ptr()] = number
+        self._given[full.data_ptr()] = number
 
         def finish() -> None:
             self._sum(shared, into, number, accumulate)
@@ -76,7 +77,7 @@ class InPlace(Transport):
 
     def all_reduce(self, full: Tensor) -> Finish:
         number, shared = self._offer_whole(full)
-        self._reduced[full.data_ptr()] = number
+        self._given[full.data_ptr()] = number
 
         def finish() -> None:
             addresses = self._sum(shared, shared.view(self.size, -1)[self.index], number, accumulate=False)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from speedlab.config import AttentionConfig, ConfigError
-from speedlab.config.attention import HEADS_THAT_FIT, head_fits
+from speedlab.config.attention import HEADS_THAT_FIT, direction_problem, head_fits
 from speedlab.models.gpt import SparseAttend
 from speedlab.models.hugging_face import beyond_window, covers, registered
 from speedlab.parallel.tensor import attention_dropout
@@ -81,6 +81,8 @@ def check_attention(model: nn.Module, attention: AttentionConfig) -> None:
     if attention.kind == "dense":
         return
     own = [module.attention for module in model.modules() if isinstance(module, SparseAttend)]
+    if own and (problem := direction_problem(attention, type(model).__name__)) is not None:
+        raise ConfigError(problem)
     if any(each != attention for each in own):
         raise ConfigError(
             f"model: the {type(model).__name__} given was built with another attention ({own[0]}) than model.attention "
@@ -145,6 +147,8 @@ def _causality(module: nn.Module) -> Any:
 
 def _problems_of_one(key: str, module: Any, attention: AttentionConfig) -> Iterator[str]:
     config = getattr(module, "config", None)
+    if module.is_causal and (problem := direction_problem(attention, key)) is not None:
+        yield problem
     kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     if kinds:
         yield f"layers of kind {', '.join(sorted(kinds))} do not attend as 'block_sparse' would; {_DENSE}"

@@ -167,8 +167,7 @@ def _check_layout(
         raise ConfigError(f"parallel.tp {layout.tp}: {error}") from None
     try:
         if layout.cp > 1:
-            separate = config.data.documents == "separate"
-            check_model(module, layout, config.parallel, device.type, separate=separate)
+            check_model(module, layout, config.parallel, device.type)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -16,8 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from cuda_ops import warm
 from speedlab.comm import Traffic, World, join
+from speedlab.comm.shared.segments import host_identity
 from speedlab.config import ConfigError, GivenConfig, RunConfig, ScheduleConfig, config_of
 from speedlab.config.batch import Batch
+from speedlab.config.island_rules import host_problem
 from speedlab.data import Epochs
 from speedlab.engine.build.attention import BlockSparse, check_attention
 from speedlab.engine.build.model_parts import build_model_part, plan_model_parts
@@ -25,10 +27,12 @@ from speedlab.engine.build.placing import residency_of
 from speedlab.engine.build.recipe import OptimizerChoice, Recipe
 from speedlab.engine.build.room import away_folder
 from speedlab.engine.build.schedule import make_schedule
-from speedlab.engine.build.small_states import prepare_small_states
+from speedlab.engine.build.small_states import prepare_optimizer, prepare_small_states
 from speedlab.engine.engine import Engine
 from speedlab.engine.step.communicating import check_whole_gradients, kept_by
+from speedlab.engine.step.fused import LooksAtParameters
 from speedlab.engine.step.losses import LossFunction, check_loss
+from speedlab.engine.step.meeting import kept_by_islands
 from speedlab.engine.step.memory import PeakMemory, suit_allocator
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.engine.step.precision import LossScale, compute_dtype
@@ -98,6 +102,8 @@ def initialize(
     if isinstance(model, nn.Module):
         check_attention(model, config.model.attention)
     prepare_small_states(config, world.device)
+    if optimizer is None:
+        prepare_optimizer(config, world.device)
     sparse = config.model.attention.kind == "block_sparse" or config.data.documents == "separate"
     if sparse and world.device.type == "cpu":
         warm.warm_up(lambda line: print(line, flush=True), steps=warm.SPARSE)
@@ -154,6 +160,7 @@ def _build(
     model = attention.within(model)
     traffic = Traffic()
     mesh = Mesh(layout, world, traffic)
+    _check_islands(mesh)
     plans = plan_model_parts(model, config, layout, world, mesh.everyone, dtype, tp_plan)
     recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer)
     _check_communicating(recipe.kind, config, mesh)
@@ -168,7 +175,8 @@ def _build(
             groups=recipe.group_of,
             compute_dtype=dtype,
             accumulation=batch.accumulation,
-            kept=kept_by(recipe.kind),
+            kept=kept_by(recipe.kind) or kept_by_islands(config.outer, layout.islands),
+            left_to_optimizer=kept_by(recipe.kind) is not None,
             stores=stores,
             moments=config.optimizer.moments if optimizer is None else 2,
         )
@@ -177,8 +185,10 @@ def _build(
     partitioned = PartitionedOptimizer(
         [flat for part in parts for flat in part.zero.flats],
         Placement.joined(part.zero.placement for part in parts),
+        mesh.summed_first,
         recipe.build,
         group_count=recipe.group_count,
+        apart=issubclass(recipe.kind, LooksAtParameters),
     )
     return Engine(
         parts,
@@ -208,8 +218,22 @@ def _config(config: GivenConfig | None) -> RunConfig:
     return named.model_copy(update={key: value for key, value in unasked.items() if key not in named.model_fields_set})
 
 
+def _check_islands(mesh: Mesh) -> None:
+    """Raises ConfigError, on all ranks, where islands cut hosts. Collective where there are islands."""
+    if mesh.layout.islands == 1:
+        return
+    problem = host_problem(mesh.layout.islands, mesh.everyone.collect(host_identity()))
+    if problem is not None:
+        raise ConfigError(problem)
+
+
 def _check_communicating(kind: type[Optimizer], config: RunConfig, mesh: Mesh) -> None:
     """Of optimizers that sum gradients themselves: what cannot be is refused, and what will not be is said."""
+    if kept_by(kind) is not None and mesh.layout.islands > 1:
+        raise ConfigError(
+            f"parallel.islands {mesh.layout.islands}: {kind.__name__} sums gradients itself, over all ranks in every "
+            "step; use AdamW, with outer.compression 'signs'"
+        )
     if kept_by(kind) is not None and config.optimizer.in_backward:
         raise ConfigError(f"optimizer.in_backward: {kind.__name__} sums gradients itself, whole ones; set it to false")
     try:

@@ -23,6 +23,7 @@ from speedlab.engine.build.balance import measured_costs
 from speedlab.engine.build.parameters import check_parameters
 from speedlab.engine.build.placing import place_parameters, residency_of
 from speedlab.engine.build.room import refuse_without_room
+from speedlab.engine.build.ways import ways_of
 from speedlab.engine.step.model_part import ModelPart
 from speedlab.layout import Layout
 from speedlab.offload import Stores
@@ -32,7 +33,7 @@ from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.pipeline import block_costs, cut_model, layer_counts
 from speedlab.parallel.tensor import TensorParallel, check_plan, within
 from speedlab.parallel.zero import UnitChoice, UnitPlan, Zero, plan_units
-from speedlab.placement import Where
+from speedlab.placement import Home, Where
 
 ModelSource = nn.Module | Callable[[], nn.Module]
 
@@ -123,30 +124,30 @@ def build_model_part(
     groups: Mapping[int, int],
     compute_dtype: torch.dtype,
     accumulation: int,
-    kept: Mapping[str, str] | None,
+    kept: Mapping[str, Home] | None,
+    left_to_optimizer: bool,
     stores: Stores,
     moments: int,
 ) -> ModelPart:
     """Flats, hooks and tensor parallelism for one pipeline stage. Collective over the ranks that hold it.
 
-    `stores`: the places beside the device; `moments`: at most so many does the optimizer keep. `kept`: see
-    `place_parameters`.
+    `stores`: the places beside the device; `moments`: at most so many does the optimizer keep. `kept`,
+    `left_to_optimizer`: see `place_parameters`.
     """
     module, layout = plan.module, mesh.layout
     unit_plans = plan_units(module, units, bucket_bytes=config.zero.bucket_bytes)
-    _same_everywhere(mesh.gather, unit_plans)
+    _same_everywhere(mesh.alike, unit_plans)
     try:
         own_plan = within(tp_plan, module) if tp_plan is not None and layout.pp > 1 else tp_plan
         tensor = TensorParallel(module, mesh["tp"], plan=own_plan, sequence=config.parallel.sequence)
     except ValueError as error:
         raise ConfigError(f"parallel.tp {layout.tp}: {error}") from None
     try:
-        separate = config.data.documents == "separate"
-        context = ContextParallel(module, mesh, config.parallel, separate=separate)
+        context = ContextParallel(module, mesh, config.parallel)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _move_whole(module, mesh.device)
-    _set_buffers(module, mesh.gather)
+    _set_buffers(module, mesh.alike)
     placement = place_parameters(
         unit_plans,
         tensor,
@@ -158,18 +159,19 @@ def build_model_part(
         precision=config.precision,
         accumulation=accumulation,
         kept=kept,
+        left_to_optimizer=left_to_optimizer,
     )
     refuse_without_room(placement.bytes_at(Where.DISK, dp=mesh.gather.size, moments=moments), stores, mesh.everyone)
     zero = Zero(
         module,
         unit_plans,
         placement,
-        gather_group=mesh.gather,
-        reduce_group=mesh.reduce,
+        ways=ways_of(config, mesh),
         stores=stores,
         axes=mesh.summed_first,
         reductions_in_flight=config.zero.reductions_in_flight,
         materialize=_values(module, tensor, mesh.device, config.seed),
+        alike=mesh.alike,
     )
     tensor.attach()
     context.attach()

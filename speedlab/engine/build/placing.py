@@ -12,7 +12,7 @@ from speedlab.parallel.mesh import ENDS, Mesh
 from speedlab.parallel.tensor import TensorParallel
 from speedlab.parallel.zero import UnitPlan
 from speedlab.parallel.zero.flat import trainable_in_low_precision
-from speedlab.placement import EIGHT_BITS, Placement, Residency, Row, Where, homes
+from speedlab.placement import EIGHT_BITS, Home, Placement, Residency, Row, Where, homes
 
 
 def residency_of(config: RunConfig, *, dp: int, device: str) -> Residency:
@@ -25,6 +25,9 @@ def residency_of(config: RunConfig, *, dp: int, device: str) -> Residency:
         in_backward=config.optimizer.in_backward,
         delayed=config.offload.delayed_update is not None,
         device=device,
+        quantized_weights=config.zero.quantized_weights,
+        quantized_gradients=config.zero.quantized_gradients,
+        secondary_ranks=config.zero.secondary_partition or 0,
     )
 
 
@@ -39,7 +42,8 @@ def place_parameters(
     compute_dtype: torch.dtype,
     precision: PrecisionConfig,
     accumulation: int,
-    kept: Mapping[str, str] | None = None,
+    kept: Mapping[str, Home] | None = None,
+    left_to_optimizer: bool = False,
 ) -> Placement:
     """The rows of one pipeline stage on this rank; its parameters are still whole, and may be on meta.
 
@@ -48,7 +52,8 @@ def place_parameters(
         groups: id of a parameter → index of its optimizer group.
         precision: as what masters and moments are kept.
         accumulation: micro-batches of a step. The gradients of several are summed in float32.
-        kept: of an optimizer that sums gradients itself, what it keeps beside them; theirs are in float32.
+        kept: what stays beside gradients from step to step.
+        left_to_optimizer: whether the optimizer may sum gradients itself; these are in float32.
     """
     layout = mesh.layout
     rows = []
@@ -70,11 +75,11 @@ def place_parameters(
                     scale=1.0 / (accumulation * layout.replicas),
                     answered_by=holder,
                     answers=holder == mesh.rank,
-                    left_to_optimizer=kept is not None,
+                    left_to_optimizer=left_to_optimizer,
                     trainable=parameter.requires_grad,
                     states=homes(
                         residency,
-                        **_forms(form, parameter.requires_grad, precision, wide=accumulation > 1 or kept is not None),
+                        **_forms(form, parameter.requires_grad, precision, wide=accumulation > 1 or left_to_optimizer),
                         kept=kept,
                     ),
                 )

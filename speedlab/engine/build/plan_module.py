@@ -31,9 +31,10 @@ from speedlab.engine.step.precision import compute_dtype
 from speedlab.layout import padded_numel
 from speedlab.parallel.zero import UnitChoice, Zero, map_tensors, plan_units
 from speedlab.parallel.zero.flat import trainable_in_low_precision
-from speedlab.placement import EIGHT_BITS, ITEM_BYTES, Where
+from speedlab.placement import EIGHT_BITS, ITEM_BYTES, Holders, Where
 from speedlab.planner.away import PAGE_BYTES, state_places
-from speedlab.planner.memory import borrowed_bytes, flat_elements, gathered_bytes
+from speedlab.planner.memory import borrowed_bytes, flat_elements, passing_bytes
+from speedlab.planner.passing import Passing, sent_by_update
 from speedlab.planner.rank_memory import RankMemory
 
 _FLOAT32 = 4
@@ -136,29 +137,31 @@ def _memory(
     residency, moments = residency_of(config, dp=dp, device="cpu"), config.optimizer.moments
     states: Counter[str] = Counter()
     borrowed: Counter[int] = Counter()
-    whole: Counter[int] = Counter()
+    of_units: defaultdict[int, list[tuple[int, int, bool]]] = defaultdict(list)
     decoded = 0
     for flat in flats:
         low = trainable_in_low_precision(flat.dtype)
         states["parameters"] += residency.parameters.share(flat.elements * flat.dtype.itemsize, dp)
-        whole[flat.unit] += flat.elements * flat.dtype.itemsize
+        if residency.secondary_ranks:
+            again = Holders.SECONDARY.share(flat.elements, residency.secondary_ranks)
+            states["parameters"] += again * flat.dtype.itemsize
+        of_units[flat.unit].append((flat.elements, flat.dtype.itemsize, flat.trainable))
         if flat.trainable:
             gradient = flat.elements * (_FLOAT32 if summed and low else flat.dtype.itemsize)
             borrowed[gradient] += 1
             states["gradients"] += 0 if residency.gradients_used else residency.gradients.share(gradient, dp)
             owned = residency.optimizer_states.share(flat.elements, dp)
             rounded = flat.dtype == torch.bfloat16 and config.precision.masters == "none"
-            states["master_weights"] += _FLOAT32 * owned if low and not rounded else 0
+            apart = residency.separate_masters or (low and not rounded)
+            states["master_weights"] += max(_FLOAT32, flat.dtype.itemsize) * owned if apart else 0
             coded = config.precision.moments == EIGHT_BITS and flat.dtype.itemsize <= _FLOAT32
             width = ITEM_BYTES[EIGHT_BITS] if coded else max(_FLOAT32, flat.dtype.itemsize)
             states["optimizer_moments"] += round(moments * width * owned)
             decoded = max(decoded, padded_numel(_FLOAT32 * owned, PAGE_BYTES) * (moments * coded + rounded))
     communication = borrowed_bytes(borrowed, kept=False) if residency.gradients_go else 0
-    gathered = 0
-    if residency.parameters_come:
-        blocks = [size for unit, size in sorted(whole.items()) if unit]
-        gathered = gathered_bytes([(whole[0], blocks)])
-    communication += gathered + decoded if residency.gradients_used else max(gathered, decoded)
+    root, *blocks = [Passing.of(of_units[unit], residency, dp) for unit in range(max(of_units) + 1)]
+    gathered, sent = passing_bytes([(root, blocks)], residency), sent_by_update((root, *blocks), residency)
+    communication += gathered + decoded if residency.gradients_used else max(gathered, decoded, sent)
     held: dict[Where, dict[str, int]] = {where: {} for where in Where}
     for state, where in state_places(residency).items():
         held[where][state] = states[state]

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from speedlab.config import ConfigError, OptimizerConfig
-from speedlab.engine.step.fused import fused_kind
+from speedlab.engine.step.fused import FusedOptimizer, LooksAtParameters, fused_kind
+from speedlab.engine.step.lamb import Lamb
+from speedlab.engine.step.onebit import OneBitAdam
+from speedlab.engine.step.onebit_lamb import OneBitLamb
 from speedlab.engine.step.own_optimizers import Lion, UncorrectedAdamW
 from speedlab.engine.step.segments import has_kernels
 
@@ -57,9 +60,10 @@ class Recipe:
                 raise ConfigError(
                     f"optimizer: the callable returned {type(instance).__name__}, not a torch.optim.Optimizer"
                 )
-            if instance.state:
+            if instance.state and (isinstance(choice, Optimizer) or _has_stepped(instance)):
                 raise ConfigError(
-                    "optimizer: it already has state; initialise first, and load state through load_checkpoint"
+                    "optimizer: it already has state; initialise first, and load state through load_checkpoint. One "
+                    "that has state from its making on, as Adagrad, is given as a class, or a callable that makes it"
                 )
             # Frozen ones, which torch's optimizers leave alone, are in nobody's flats that train.
             frozen = {id(p) for model in models for p in model.parameters() if not p.requires_grad}
@@ -68,11 +72,17 @@ class Recipe:
                 for group in instance.param_groups
             ]
             kind = type(instance)
-            self._instance, self._is_theirs = instance, isinstance(choice, Optimizer)
+            if instance.state:
+                # As Adagrad's: what it holds of whole parameters is made anew, for the partitions.
+                given = {key: value for key, value in instance.param_groups[0].items() if key != "params"}
+                given = {key: value for key, value in given.items() if _takes(kind, key)}
+                self._make = lambda segments, fusible: kind(segments, **given)
+            else:
+                self._instance, self._is_theirs = instance, isinstance(choice, Optimizer)
         self.kind = kind
         """Class of the optimizer."""
         name = kind.__name__
-        if name in _NOT_ELEMENTWISE:
+        if name in _NOT_ELEMENTWISE and not issubclass(kind, LooksAtParameters):
             raise ConfigError(
                 f"optimizer: {name} does not update each element by itself, so its states cannot be partitioned; use "
                 f"AdamW or SGD"
@@ -117,15 +127,29 @@ class Recipe:
 def _kind_of(config: OptimizerConfig) -> type[Optimizer]:
     if config.name == "adamw" and not config.bias_correction:
         return UncorrectedAdamW
-    return {"adamw": AdamW, "lion": Lion, "sgd": SGD}[config.name]
+    return {
+        "adamw": AdamW,
+        "lamb": Lamb,
+        "onebit_adam": OneBitAdam,
+        "onebit_lamb": OneBitLamb,
+        "lion": Lion,
+        "sgd": SGD,
+    }[config.name]
 
 
 def _construct(
     kind: type[Optimizer], segments: list[dict[str, Any]], options: dict[str, Any], fusible: bool
 ) -> Optimizer:
+    if issubclass(kind, FusedOptimizer) and not fusible:
+        raise ConfigError(f"optimizer: {kind.__name__} updates float32 masters; give parameters in float32 or narrower")
     fused = fused_kind(kind, [_arguments_for(kind, options)]) if fusible else None
     chosen: Callable[..., Optimizer] = fused or kind
     return chosen(segments, **_arguments_for(chosen, options))
+
+
+def _has_stepped(optimizer: Optimizer) -> bool:
+    """Whether its state is more than what it began with; where that cannot be seen it counts as more."""
+    return any("step" not in state or float(state["step"]) > 0 for state in optimizer.state.values())
 
 
 def _takes(kind: Callable[..., Optimizer], key: str) -> bool:

@@ -1,4 +1,5 @@
-"""What states in fewer bytes need of a device: kernels that are there, and compiled before the first step."""
+"""What states and exchanges in fewer bytes need of a device: kernels that are there, and compiled before the first
+step."""
 
 from __future__ import annotations
 
@@ -21,3 +22,17 @@ def prepare_small_states(config: RunConfig, device: torch.device) -> None:
             "or set offload.optimizer to 'host', where they are computed on the host"
         )
     warm.warm_up(lambda line: print(line, flush=True), steps=warm.COMPACT)
+
+
+def prepare_optimizer(config: RunConfig, device: torch.device) -> None:
+    """The same of signs, where the optimizer sends them, and of updates that look at whole parameters."""
+    optimizer = config.optimizer
+    steps = (*(warm.SIGNS if optimizer.sums_itself else ()), *(warm.LAYERWISE if optimizer.looks_at_parameters else ()))
+    if not steps:
+        return
+    if device.type == "cuda" and not gpu.available():
+        raise ConfigError(
+            f"optimizer.name {optimizer.name!r}: kernels for GPUs need numba-cuda; install it with: pip install "
+            "'speedlab[cuda]', or set optimizer.name to 'adamw'"
+        )
+    warm.warm_up(lambda line: print(line, flush=True), steps=tuple(dict.fromkeys(steps)))

@@ -22,9 +22,10 @@ from torch import Tensor
 from speedlab.config import ModelConfig
 from speedlab.engine.checkpoint.agree import all_or_none, on_first
 from speedlab.engine.checkpoint.architectures import Architecture, Theirs, architecture_of, shapes_of
+from speedlab.engine.checkpoint.files import Files
 from speedlab.engine.checkpoint.manifest import read_manifest
 from speedlab.engine.checkpoint.pieces import Stretch
-from speedlab.engine.checkpoint.read import Files, take_whole
+from speedlab.engine.checkpoint.read import take_whole
 from speedlab.engine.checkpoint.tensor_file import Values, to_disk, write_tensors
 from speedlab.engine.checkpoint.verify import check_file
 from speedlab.engine.checkpoint.write import save

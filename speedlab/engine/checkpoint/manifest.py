@@ -8,6 +8,9 @@
 | `slices`           | `file`; tensor `<flat>/<state>` in it; `offset` in that tensor; [`start`, `end`) in the |
 |                    | tensor of its `part` (`dim`, `ranges`; absent where a rank held the parameter whole)    |
 
+`kept` has what an optimizer keeps beside gradients: name → parameter → slices as above, each with its `holder` of
+several ranks that have one of their own (a worker's error). It is there while the optimizer sums gradients itself.
+
 Version 1 knew no parts; it is read as what it is, version 2 without them.
 """
 
@@ -108,12 +111,18 @@ def manifest_of(common: dict[str, Any], reports: list[dict[str, Any]]) -> dict[s
             entry["states"].update(own["states"])
             entry["scalars"] = entry["scalars"] or own["scalars"]
             entry["slices"] += own["slices"]
+    kept: dict[str, dict[str, Any]] = {}
+    for report in reports:
+        for kind, named in report["kept"].items():
+            for name, pieces in named.items():
+                kept.setdefault(kind, {}).setdefault(name, []).extend(pieces)
     manifest = {
         **common,
         "files": {report["name"]: {"bytes": report["bytes"], "sha256": report["sha256"]} for report in reports},
         "random": [report["random"] for report in reports],
         "buffers": sorted({name for report in reports for name in report["buffers"]}),
         "parameters": parameters,
+        "kept": kept,
     }
     check_content(manifest)
     return manifest
@@ -181,6 +190,25 @@ def check_content(manifest: dict[str, Any]) -> None:
         _check_parts(name, entry["shape"], list(parts))
         for mapping in ("states", "scalars"):
             dict(entry[mapping])
+    for kind, named in manifest.get("kept", {}).items():
+        for name, pieces in named.items():
+            _check_kept(kind, name, manifest, pieces)
+
+
+def _check_kept(kind: str, name: str, manifest: dict[str, Any], pieces: list[dict[str, Any]]) -> None:
+    """Every holder has each element of each part once, and all holders have as much."""
+    shape, held = manifest["parameters"][name]["shape"], dict[int, set[Part | None]]()
+    for holder in sorted({int(piece["holder"]) for piece in pieces}):
+        parts: dict[Part | None, list[Stretch]] = {}
+        for source in sources_of({"shape": shape, "slices": [p for p in pieces if p["holder"] == holder]}):
+            if source.file not in manifest["files"]:
+                raise ValueError(f"{kind} of {name} is in {source.file}, which is not among its files")
+            parts.setdefault(source.stretch.part, []).append(source.stretch)
+        for part, stretches in parts.items():
+            _check_cover(f"{kind} of {name}", math.prod(part.own_shape if part else shape), stretches)
+        held[holder] = set(parts)
+    if list(held) != list(range(len(held))) or len({frozenset(parts) for parts in held.values()}) != 1:
+        raise ValueError(f"{kind} of {name} is of ranks {sorted(held)} with different parts")
 
 
 def _check_cover(name: str, numel: int, stretches: list[Stretch]) -> None:

@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from speedlab.engine.checkpoint.agree import all_or_none
-from speedlab.engine.checkpoint.manifest import Source, sources_of
+from speedlab.engine.checkpoint.files import Files
+from speedlab.engine.checkpoint.kept import load_kept
 from speedlab.engine.checkpoint.pieces import Stretch, blocks, copy_blocks
 from speedlab.engine.checkpoint.random_state import restore_random
 from speedlab.engine.checkpoint.verify import newest_good, sound_manifest
 from speedlab.engine.checkpoint.write import finish_saving
+from speedlab.engine.step.communicating import Communicating
 from speedlab.engine.step.optimizer import Scalars
 from speedlab.engine.step.state import TrainingState
 from speedlab.parallel.zero import Flat, Slot
@@ -44,10 +45,12 @@ def load(engine: TrainingState, place: Place, tag: str | None, *, verify: bool =
         manifest = sound_manifest(engine, path, verify=verify)  # 1, 2
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {newest_good(engine, path.parent, path)}") from None
+    _refuse_other_optimizer(engine, manifest)
     engine.partitioned_optimizer.settle()
     engine.replace_what_is_lost()
     with Files(path) as files:  # 3
         _load_flats(engine, files, manifest)
+        load_kept(engine, files, manifest)
         _load_rest(engine, files, manifest)
     return path, manifest["client_state"]
 
@@ -91,6 +94,7 @@ def take_whole(
             states[flat.name] = own
             counts[flat.name] = {slot.name: dict(scalars or {}) if moments else None for slot in flat.slots}
     engine.partitioned_optimizer.rebuild(states, counts)
+    engine.begin_anew()
 
 
 @contextmanager
@@ -114,49 +118,13 @@ def empty_states(engine: TrainingState, flat: Flat, kinds: list[str]) -> dict[st
     }
 
 
-class Files:
-    """The mapped files of a checkpoint. What is copied out of them needs no memory on the way."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._open: dict[str, Any] = {}
-
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._open.clear()
-
-    def file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = safe_open(self._path / name, framework="pt")
-        return self._open[name]
-
-    def values(self, source: Source, kind: str) -> Tensor:
-        """The elements (1-D) of a state of the source's stretch, in the mapped file."""
-        key = f"{source.flat}/{kind}"
-        length = source.stretch.end - source.stretch.start
-        try:
-            return self.file(source.file).get_slice(key)[source.offset : source.offset + length]
-        except SafetensorError as error:
-            raise CheckpointError(f"{self._path / source.file}: {key} cannot be read: {error}") from None
-
-    def copy(self, entry: dict[str, Any], kind: str, stretch: Stretch, into: Tensor) -> None:
-        """Copy a stretch of state `kind` of a parameter, whose `entry` the manifest has."""
-        sources = sources_of(entry)
-        same = [source for source in sources if source.stretch.part == stretch.part]
-        for source in same or sources:
-            found = list(blocks(entry["shape"], source.stretch, stretch))
-            if found:
-                copy_blocks(found, self.values(source, kind), into)
-
-
 @torch.no_grad()
 def _load_flats(engine: TrainingState, files: Files, manifest: dict[str, Any]) -> None:
     engine.before_change()
     states: dict[str, dict[str, Tensor]] = {}
     scalars: dict[str, Scalars] = {}
     entries = manifest["parameters"]
+    goes_on = isinstance(engine.optimizer, Communicating) and _same_groups(engine, manifest)
     for flat in engine.flats:
         kinds = sorted({kind for slot in flat.slots for kind in entries[slot.name]["states"]} - {"master"})
         with _replacing(engine, flat):
@@ -166,6 +134,8 @@ def _load_flats(engine: TrainingState, files: Files, manifest: dict[str, Any]) -
                 files.copy(entry, "master", stretch, flat.master[place])
                 for kind in own.keys() & entry["states"].keys():
                     files.copy(entry, kind, stretch, own[kind][place])
+            if not goes_on and "exp_avg_sq" in own:  # A frozen variance is infinite where there was no gradient.
+                own["exp_avg_sq"].masked_fill_(own["exp_avg_sq"].isinf(), 0.0)
         if flat.trainable:
             states[flat.name] = own
             # What has no moments was never updated.
@@ -174,7 +144,8 @@ def _load_flats(engine: TrainingState, files: Files, manifest: dict[str, Any]) -
                 for slot in flat.slots
             }
     engine.partitioned_optimizer.rebuild(states, scalars)
-    if len(manifest["groups"]) != len(engine.optimizer.param_groups):
+    engine.begin_anew()
+    if not _same_groups(engine, manifest):
         warnings.warn(
             f"the checkpoint's optimizer has {len(manifest['groups'])} groups of parameters and this one has "
             f"{len(engine.optimizer.param_groups)}: the options of groups (lr, weight_decay) stay as they are here",
@@ -190,6 +161,23 @@ def _load_flats(engine: TrainingState, files: Files, manifest: dict[str, Any]) -
                 if key in own_group
             }
         )
+
+
+def _same_groups(engine: TrainingState, manifest: dict[str, Any]) -> bool:
+    return len(manifest["groups"]) == len(engine.optimizer.param_groups)
+
+
+def _refuse_other_optimizer(engine: TrainingState, manifest: dict[str, Any]) -> None:
+    """Raises CheckpointError where the optimizer cannot go on from what another one has kept."""
+    needed = getattr(engine.optimizer, "needs", frozenset())
+    for name, entry in manifest["parameters"].items():
+        has = entry["states"].keys() - {"master"}
+        if has and not needed <= has:
+            raise CheckpointError(
+                f"{name} has {', '.join(sorted(has))} in this checkpoint, and {type(engine.optimizer).__name__} cannot "
+                f"begin in the middle without {', '.join(sorted(needed - has))}: set optimizer.name to the one with "
+                "which the checkpoint was written"
+            )
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ from speedlab.engine.checkpoint.tensor_file import Values, to_disk, write_tensor
 from speedlab.engine.step.state import TrainingState
 from speedlab.offload import Kept
 from speedlab.parallel.zero import Flat, Slot
-from speedlab.placement import Placement, Where
+from speedlab.placement import Holders, Where
 from speedlab.telemetry.checkpoints import MANIFEST, CheckpointError
 
 _MARGIN_BYTES = 2**20
@@ -75,6 +75,7 @@ def save(
     """
     finish_saving(engine)
     engine.finish_update()
+    engine.make_one()
     group = engine.everyone
     target, hidden = folder / tag, folder / f".{tag}.partial"
     part = _own_part(engine, hidden, verify=verify, moments=moments)
@@ -200,19 +201,19 @@ def _own_part(engine: TrainingState, hidden: Path, *, verify: bool, moments: boo
     name = f"rank-{rank}.safetensors"
     tensors: dict[str, Values] = {}
     parameters: dict[str, Any] = {}
-    placement = engine.placement
     for flat in engine.flats:
         states = {"master": flat.lasting_master}
         if moments and flat.trainable:
             states |= engine.partitioned_optimizer.states_of(flat)
-        stretches = list(_own_stretches(flat, placement))
+        stretches = list(_own_stretches(engine, flat))
         for kind, state in states.items():
-            tensors[f"{flat.name}/{kind}"] = _values(state.detach(), flat, stretches, flat.kept(kind))
+            base = flat.state_range[0]
+            tensors[f"{flat.name}/{kind}"] = _values(state.detach(), base, stretches, flat.kept(kind))
         described = {kind: str(state.dtype).removeprefix("torch.") for kind, state in states.items()}
         histories = engine.partitioned_optimizer.scalars_of(flat) if moments and flat.trainable else {}
         offset = 0
         for slot, low, high in stretches:
-            row, history = placement[slot.name], histories.get(slot.name)
+            row, history = engine.placement[slot.name], histories.get(slot.name)
             parameters[slot.name] = {
                 "shape": list(row.whole_shape),
                 "trainable": flat.trainable,
@@ -225,25 +226,60 @@ def _own_part(engine: TrainingState, hidden: Path, *, verify: bool, moments: boo
                 ],
             }
             offset += high - low
+    told_kept: dict[str, Any] = {}
+    if moments and engine.keeper is not None:
+        told_kept = _add_kept(engine, name, tensors)
     buffers = {key: buffer for module in engine.modules for key, buffer in module.named_buffers()}
     tensors |= {f"buffer/{key}": Values.of(buffer) for key, buffer in buffers.items()}
     tensors |= {key: Values.of(state) for key, state in random_tensors(engine.world.device).items()}
     report = {"name": name, "random": random_words(), "parameters": parameters, "buffers": _persistent(engine)}
+    report["kept"] = told_kept
     return RankPart(hidden=hidden, rank=rank, size=engine.everyone.size, tensors=tensors, report=report, verify=verify)
 
 
-def _own_stretches(flat: Flat, placement: Placement) -> Iterator[tuple[Slot, int, int]]:
-    """(slot, start and end in its parameter) of what this rank owns of the flat and answers for."""
+def _own_stretches(engine: TrainingState, flat: Flat) -> Iterator[tuple[Slot, int, int]]:
+    """What of `_stretches` the first island writes for all."""
+    return _stretches(engine, flat) if engine.islands.index == 0 else iter(())
+
+
+def _stretches(engine: TrainingState, flat: Flat) -> Iterator[tuple[Slot, int, int]]:
+    """(slot, start and end in its parameter) of what this rank owns of the flat and answers for in its island."""
+    placement = engine.placement
     for slot in flat.slots:
         low, high = max(slot.offset, flat.start), min(slot.offset + slot.numel, flat.end)
         if low < high and placement[slot.name].answers:
             yield slot, low - slot.offset, high - slot.offset
 
 
-def _values(state: Tensor, flat: Flat, stretches: list[tuple[Slot, int, int]], kept: Kept | None) -> Values:
-    """The stretches of a state end to end; neighbours in memory are one piece. What is `kept` away from the device is
-    read when it is written, a little at a time."""
-    base = flat.state_range[0]
+def _add_kept(engine: TrainingState, file: str, tensors: dict[str, Values]) -> dict[str, Any]:
+    """Add to `tensors` what is kept beside gradients and this rank answers for; name → parameter → its pieces, as the
+    manifest has them."""
+    told: dict[str, Any] = {}
+    placement = engine.placement
+    for flat in engine.flats:
+        for kind, state in ({} if flat.gradient is None else flat.gradient.kept).items():
+            home = placement.flats[flat.name][0].states[kind]
+            stretches, base, holder = list(_own_stretches(engine, flat)), flat.start, 0
+            if home.holders is Holders.OWN:
+                stretches, base = [(slot, 0, slot.numel) for slot in flat.slots if placement[slot.name].answers], 0
+                holder = flat.gather_group.index
+            elif home.holders is Holders.ISLANDS_PART:
+                stretches, holder = list(_stretches(engine, flat)), engine.islands.index
+            tensors[f"{flat.name}/{kind}"] = _values(state, base, stretches, None)
+            offset = 0
+            for slot, low, high in stretches:
+                piece = {"file": file, "flat": flat.name, "start": low, "end": high, "offset": offset}
+                piece |= {"holder": holder}
+                told.setdefault(kind, {}).setdefault(slot.name, []).append(
+                    piece | describe_part(placement[slot.name].part)
+                )
+                offset += high - low
+    return told
+
+
+def _values(state: Tensor, base: int, stretches: list[tuple[Slot, int, int]], kept: Kept | None) -> Values:
+    """The stretches of a state end to end, which begins at element `base` of its flat; neighbours in memory are one
+    piece. What is `kept` away from the device is read when it is written, a little at a time."""
     runs: list[list[int]] = []
     for slot, low, high in stretches:
         start, end = slot.offset + low - base, slot.offset + high - base

@@ -8,7 +8,9 @@ from speedlab.engine.checkpoint import CheckpointError, Saving, prune
 from speedlab.engine.run.agreement import Parted, together
 from speedlab.engine.run.reporting import Reporter
 from speedlab.engine.run.slow_disk import SlowDisk
+from speedlab.engine.run.supervised import Supervised
 from speedlab.engine.run.training import Training
+from speedlab.telemetry.folder import UNSUPERVISED
 from speedlab.telemetry.records import RunState
 
 
@@ -20,6 +22,7 @@ class Loop:
         self._saving: Saving | None = None
         """A save in the background that was not told of yet."""
         self._slow_disk = SlowDisk()
+        self._supervised = Supervised()
 
     def step(self) -> bool:
         """One optimizer step and what is due after it. True when a control word waits."""
@@ -32,11 +35,15 @@ class Loop:
             # Words are read at the last moment before the reduction that carries them: a later one waits a step.
             engine.train_batch(
                 training.batches(training.train_rows, step),
-                signals=lambda: (float(self._word_waits()), float(training.interruption.asked)),
+                signals=lambda: (
+                    float(self._word_waits()),
+                    float(training.interruption.asked),
+                    float(training.world.rank == 0 and self._supervised.ended()),
+                ),
             )
         costs = engine.clock.take()
         assert engine.totals is not None
-        word, interrupted = engine.totals.signals
+        word, interrupted, unsupervised = engine.totals.signals
         if interrupted:
             training.interruption.heard()  # The run stops behind this step; what is due before may take its time.
         done = engine.global_step
@@ -45,7 +52,7 @@ class Loop:
             self._reporter.event("warning", slow)
         self.report_saving()
         self._save_if_due(done)
-        self._end_of_step(done, interrupted=interrupted > 0)
+        self._end_of_step(done, interrupted=interrupted > 0, unsupervised=unsupervised > 0)
         return word > 0
 
     def report_saving(self, *, wait: bool = False) -> None:
@@ -97,7 +104,7 @@ class Loop:
             return
         self._saving = training.engine.saving
 
-    def _end_of_step(self, step: int, *, interrupted: bool) -> None:
+    def _end_of_step(self, step: int, *, interrupted: bool, unsupervised: bool) -> None:
         training = self._training
         if step >= training.config.steps:
             self._end(RunState.FINISHED, "finished", f"{step} steps")
@@ -108,8 +115,10 @@ class Loop:
             if training.budget <= 0:
                 training.budget = None
                 self._end(RunState.PAUSED, "paused", "the steps asked for are done")
+        elif unsupervised:
+            self._end(RunState.PAUSED, "paused", UNSUPERVISED, status=UNSUPERVISED)
 
-    def _end(self, state: RunState, kind: str, text: str) -> None:
+    def _end(self, state: RunState, kind: str, text: str, *, status: str = "") -> None:
         self._training.state = state
         self._reporter.event(kind, text)
-        self._reporter.status()
+        self._reporter.status(status)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from cuda_ops.gpu import kernels_in_use
+from speedlab.comm import own_line
 from speedlab.engine.run.diagnose import matmul_flops
 from speedlab.engine.run.training import Training
 from speedlab.engine.step.clock import StepCosts
@@ -25,6 +26,8 @@ class Reporter:
         self._untold: list[Event] = []
         """What happened while the folder was closed."""
         self._mailbox_problem = ""
+        self._compressed: bool | None = None
+        """Whether the last step's exchange was compressed; None where nobody knows."""
         self.last_command = training.folder.read_status().command
         """Number of the last control word that was answered."""
 
@@ -63,6 +66,8 @@ class Reporter:
         training, engine = self._training, self._training.engine
         assert engine.totals is not None
         assert self._writer is not None
+        told = engine.partitioned_optimizer.told() | engine.islands.told()
+        self._tell_of_phase(bool(told.get("compressed")))
         tokens = training.batch.global_size * training.config.data.sequence_length
         self._writer.write(
             StepRecord(
@@ -80,6 +85,7 @@ class Reporter:
                 phases=costs.phases,
                 sent_bytes=costs.sent_bytes,
                 moved_bytes=costs.moved_bytes,
+                exchange=told or costs.exchange,
                 kernels=costs.kernels,
                 ledger=engine.ledger(),
                 heldout_loss=heldout,
@@ -88,6 +94,13 @@ class Reporter:
                 timeline=engine.timeline,
             )
         )
+
+    def _tell_of_phase(self, compressed: bool) -> None:
+        if self._compressed is False and compressed:
+            clip = self._training.config.clip_norm
+            clipped = "" if clip is None else f"; clip_norm {clip:g} is off from now on"
+            self.event("compressed", f"the variance is frozen: momenta travel compressed{clipped}")
+        self._compressed = compressed
 
     # ---- what the first rank writes for all --------------------------------------------------------------------------
 
@@ -133,6 +146,7 @@ class Reporter:
             "dtype": str(engine.dtype).removeprefix("torch."),
             "optimizer": training.config.optimizer.name,
             "kernels": kernels_in_use(training.world.device),
+            "islands": layout.islands,
             "pp": layout.pp,
             "dp": layout.dp,
             "cp": layout.cp,
@@ -145,6 +159,14 @@ class Reporter:
         if layout.pp > 1:
             details["cut"] = engine.cut
             text += f", bubble {_bubble(training):.0%} in theory"
+        if (line := own_line()) is not None:
+            rate = line.rate
+            details["pretended_link"] = {
+                "text": str(rate),
+                "bits_per_second": rate.bits_per_second,
+                "latency_seconds": rate.latency_seconds,
+            }
+            text += f", over a pretended link of {rate}"
         padding = training.padding_text
         self.event("started", f"{text}, {padding}" if padding else text, **details)
 

@@ -156,4 +156,5 @@ def _kept(engine: Engine) -> list[Tensor]:
     """Every state that this rank's checkpoint holds, whole where it is replicated."""
     optimizer = engine.partitioned_optimizer
     moments = [state for flat in optimizer.flats for state in optimizer.states_of(flat).values()]
-    return [*(flat.master for flat in engine.flats), *moments]
+    kept = [state for gradient in optimizer.gradients for state in gradient.kept.values()]
+    return [*(flat.master for flat in engine.flats), *moments, *kept]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from speedlab.comm import Group, Traffic, World, join, leave
 from speedlab.config import RunConfig
 from speedlab.config.context import padded_length, padding_words
+from speedlab.config.offload_rules import partition_words
 from speedlab.data import Corpus, Sampler, prepare, separated
 from speedlab.engine.build.contract import made
 from speedlab.engine.build.initialize import initialize
@@ -68,8 +69,15 @@ class Training:
 
     @property
     def shape_text(self) -> str:
-        more = [offload_words(self.config.offload), self.padding_text]
+        more = [offload_words(self.config.offload), self.inputs_text, self.padding_text]
         return ", ".join(filter(None, [f"zero stage {self.config.zero.stage}", f"{self.layout}", *more]))
+
+    @property
+    def inputs_text(self) -> str:
+        """What became of inputs of blocks that are to be cut; '' where nobody asked for it."""
+        parallel = self.config.parallel
+        asked = self.config.activation.partition_inputs
+        return partition_words(tp=parallel.tp, sequence=parallel.sequence) if asked else ""
 
     @property
     def padding_text(self) -> str:
@@ -196,7 +204,7 @@ class Training:
     def _count_parameters(self) -> int:
         """Of the whole model: each rank counts those for which no other answers."""
         own = sum(math.prod(row.shape) for row in self.engine.placement.rows if row.answers)
-        return sum(self.control.collect(own)) // self.layout.replicas
+        return sum(self.control.collect(own)) // (self.layout.islands * self.layout.replicas)
 
     def _flops_per_token(self) -> float:
         if self.built_in:

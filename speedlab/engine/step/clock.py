@@ -6,13 +6,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.autograd.profiler import record_function
 
 from cuda_ops.meter import meter
 from speedlab.comm import Traffic
+from speedlab.comm.traffic import Counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class StepCosts:
     sent_bytes: dict[str, int]
     moved_bytes: dict[str, int]
     kernels: dict[str, dict[str, float]]
+    exchange: dict[str, float] = field(default_factory=dict)
 
 
 class PhaseClock:
@@ -98,5 +100,13 @@ class PhaseClock:
             phases=phases,
             sent_bytes=counted.sent_bytes,
             moved_bytes=counted.moved_bytes,
+            exchange=_exchange(counted),
             kernels=kernels,
         )
+
+
+def _exchange(counted: Counted) -> dict[str, float]:
+    """What was sent compressed, as the step record tells it; {} where nothing was."""
+    if not counted.float32_bytes:
+        return {}
+    return {"compressed": 1.0, "sent_bytes": counted.compressed_bytes, "float32_bytes": counted.float32_bytes}

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from speedlab.comm import Group
 from speedlab.parallel.zero import Gradient
-from speedlab.placement import Residency
+from speedlab.placement import Home, Residency
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What an optimizer is shown of a flat: its gradient, and its moments by name over the state range."""
+
+    gradient: Gradient
+    moments: Mapping[str, Tensor]
+    whole: bool
+    """Whether the state range is the whole flat, rather than this rank's partition."""
+    segments: Sequence[tuple[int, Tensor]]
+    """The first slot of each segment that the optimizer has of it, and the segment."""
 
 
 @runtime_checkable
@@ -20,9 +35,10 @@ class Communicating(Protocol):
     the engine tells is that of unsummed terms: exact where all ranks have the same, else larger than the sum's.
     """
 
-    kept: ClassVar[Mapping[str, str]]
-    """Tensors that it keeps beside each gradient, over the whole flat, different on each rank (an error feedback):
-    name → dtype. They are `gradient.kept[name]`, zero at first, and again after a load."""
+    kept: ClassVar[Mapping[str, Home]]
+    """Tensors that it keeps beside each gradient, over the whole flat and different on each rank (`Holders.OWN`: an
+    error feedback), or over the partition that a rank sums (`Holders.OWN_PART`). They are `gradient.kept[name]`, zero
+    at first. Checkpoints have them while it communicates."""
 
     @property
     def communicates(self) -> bool:
@@ -30,16 +46,30 @@ class Communicating(Protocol):
         ranks."""
         ...
 
-    def exchange(self, gradient: Gradient, factor: float) -> None:
-        """Fill `gradient.update`, this rank's state range, with what `step` shall see as gradient.
+    def exchange(self, flats: Sequence[Exchanged], factor: float) -> None:
+        """Fill `gradient.update` of each flat, this rank's state range, with what `step` shall see as gradient.
 
-        Called on all ranks for one flat after the other. `gradient.own` are this rank's terms of the whole flat, which
-        may be written over: summed over `gradient.group` and multiplied by `factor` they are the gradient.
+        Called on all ranks, once a step. `gradient.own` are this rank's terms of the whole flat, which may be written
+        over: summed over `gradient.group` and multiplied by `factor` they are the gradient. Whatever it raises, what is
+        `kept` is that of the last step then.
         """
         ...
 
+    def updated(self, flats: Sequence[Exchanged], everyone: Group) -> None:
+        """An update has been made, on all ranks of the world (`everyone`): the place to change what `communicates`
+        says."""
+        ...
 
-def kept_by(kind: type[Any]) -> Mapping[str, str] | None:
+    def begin_anew(self) -> None:
+        """Parameters came from elsewhere, without what was kept: begin as on the first step."""
+        ...
+
+    def told(self) -> dict[str, float]:
+        """What the record of the step that has just ended says of the exchange; {} where there is none."""
+        ...
+
+
+def kept_by(kind: type[Any]) -> Mapping[str, Home] | None:
     """What optimizers of this class keep beside gradients; None when they do not communicate."""
     return kind.kept if hasattr(kind, "exchange") else None
 

@@ -241,7 +241,6 @@ class PipelineStages:
             for positions in batch[2:]:
                 check_positions(positions, batch[0])
                 check_documents(positions)
-                self._context.check_documents()
                 self._check_packing()
             return tuple(batch)
         names = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from cuda_ops.sgd_momentum import sgd_momentum
 _NOT_FUSED = ("amsgrad", "maximize", "capturable", "differentiable")
 """Options of torch's classes that the kernels do not have."""
 
+_LONG = 2**40
+"""After so many updates the factors 1 - betaᵗ are 1, in float64, for every beta that is less than 1 in float32."""
+
 
 class Given(NamedTuple):
     """What the update of a `segment` uses: `gradient` in any floating dtype, multiplied by `factor`; `copy` takes the
@@ -24,6 +27,8 @@ class Given(NamedTuple):
     gradient: Tensor
     copy: Tensor | None
     factor: float
+    parameter: int = 0
+    """The number of the first parameter that lies in the segment."""
 
 
 class FusedOptimizer(Optimizer):
@@ -43,6 +48,27 @@ class FusedOptimizer(Optimizer):
         raise NotImplementedError
 
 
+class LooksAtParameters(FusedOptimizer):
+    """One whose update of an element looks at sums over its whole parameter, of which this rank may have a part. Each
+    of its segments is of one parameter."""
+
+    sums: ClassVar[int]
+    """How many there are of each parameter."""
+
+    def measure(self, given: Given, group: dict[str, Any]) -> Tensor:
+        """What comes before an update of these elements, and (sums,) float64: what is to be summed over their
+        parameter, as far as it lies here."""
+        raise NotImplementedError
+
+    def combine(self, every: Tensor) -> Tensor:
+        """What ranks (ranks, parameters, sums) have measured of the parts of parameters as that of their whole."""
+        raise NotImplementedError
+
+    def learn(self, totals: Tensor) -> None:
+        """The sums (parameters, sums) float64 over whole parameters, on all ranks the same; `step` comes next."""
+        raise NotImplementedError
+
+
 class FusedAdamW(FusedOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW in one pass."""
 
@@ -56,12 +82,18 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.given = ()
+        self._corrects = True
 
-    def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
+    def _state_of(self, segment: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The segment's states; zeros before its first update."""
         state = self.state[segment]
         if not state:
             state["step"] = torch.zeros((), device=step_device(self, group, segment))
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(segment), torch.zeros_like(segment)
+        return state
+
+    def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
+        state = self._state_of(segment, group)
         state["step"] += 1
         adamw(
             segment,
@@ -74,9 +106,13 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):
             beta2=group["betas"][1],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            step=int(state["step"]),  # On the host, so that nothing waits: `step_device`.
+            step=self._counted(int(state["step"])),  # On the host, so that nothing waits: `step_device`.
             factor=given.factor,
         )
+
+    def _counted(self, step: int) -> int:
+        """The number of updates by which moments are corrected for their start at 0."""
+        return step if self._corrects else _LONG
 
 
 class FusedSGD(FusedOptimizer, torch.optim.SGD):

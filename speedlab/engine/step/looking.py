@@ -38,8 +38,11 @@ class Looking:
             away = state.stores.in_memory
             return known_storages([*state.buffers, *lent, *away], state.flats, state.partitioned_optimizer)
 
-        # What an optimizer makes in its first step are moments.
-        with ActivationTrace(known, follows=lambda: self._state.traffic.phase != "optimizer") as trace:
+        def follows() -> bool:  # What an optimizer makes in its first step are moments.
+            traffic = self._state.traffic
+            return traffic.phase != "optimizer" and not traffic.encoding
+
+        with ActivationTrace(known, follows) as trace:
             yield
         self._activation_bytes = trace.peak_bytes
 

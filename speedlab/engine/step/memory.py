@@ -205,6 +205,7 @@ def known_storages(buffers: Iterable[Tensor], flats: Iterable[Flat], optimizer: 
     tensors: list[Tensor | None] = [*buffers]
     for flat in flats:
         tensors += [flat.full, flat.shard, flat.master]
+        tensors += [] if flat.secondary is None else [flat.secondary.shard]
         if flat.gradient is not None:
             tensors += flat.gradient.tensors
             tensors += optimizer.states_of(flat).values()
@@ -216,6 +217,7 @@ _CATEGORIES = {
     "gradient": "gradients",
     "master": "master_weights",
     "moments": "optimizer_moments",
+    "secondary": "parameters",
 }
 """States of the placement table → categories of the ledger. What is kept beside gradients counts as theirs."""
 
@@ -272,6 +274,8 @@ def _tensors_of(state: str, flat: Flat, optimizer: PartitionedOptimizer) -> Iter
         return [flat.shard]
     if state == "master":
         return [flat.master]
+    if state == "secondary":
+        return [] if flat.secondary is None else [flat.secondary.shard]
     assert flat.gradient is not None  # Frozen rows have no other states.
     if state == "moments":
         return optimizer.states_of(flat).values()

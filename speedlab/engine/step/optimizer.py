@@ -18,13 +18,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cuda_ops.grad_stats import grad_stats
-from speedlab.comm import Transfer
-from speedlab.engine.step.communicating import Communicating, sums_itself
-from speedlab.engine.step.fused import FusedOptimizer, Given, step_device
+from speedlab.comm import Group
+from speedlab.engine.step.communicating import Communicating, Exchanged, sums_itself
+from speedlab.engine.step.fused import FusedOptimizer, Given, LooksAtParameters, step_device
 from speedlab.engine.step.late import LateUpdate, Twin
+from speedlab.engine.step.parameter_sums import ParameterSums
 from speedlab.engine.step.segments import Segment, cut, elementwise, has_kernels, owned_ranges
 from speedlab.engine.step.visits import leave, publishing, visit
 from speedlab.parallel.zero import Flat, Gradient
+from speedlab.parallel.zero.ways import Waited
 from speedlab.placement import Holders, Placement, Residency
 
 _CAST_BYTES = 64 * 2**20
@@ -42,19 +44,24 @@ class PartitionedOptimizer:
         self,
         flats: list[Flat],
         placement: Placement,
+        axes: Mapping[str, Group],
         build: Callable[[list[list[Tensor]]], Optimizer],
         *,
         group_count: int,
+        apart: bool,
     ) -> None:
-        """`build` makes the inner optimizer of the segments of each of its groups."""
+        """`axes`: groups by the names that rows of the table have for them, beside that of a flat. `build` makes the
+        inner optimizer of the segments of each of its groups; `apart`: each segment is of one parameter."""
         self.flats = [flat for flat in flats if flat.gradient is not None]
         self._gradients = {flat.name: flat.gradient for flat in flats if flat.gradient is not None}
         self._group_count = group_count
         self._others = {row.name for row in placement.rows if not row.answers}
         """Parameters that other tensor or pipeline ranks count."""
-        self._begins: dict[str, set[int]] = {flat.name: set() for flat in self.flats}
-        """Slots before which a flat is cut, because their histories differ."""
-        self._segments = {flat.name: cut(flat) for flat in self.flats}
+        self._sums = ParameterSums(self.flats, placement, axes)
+        self._apart = apart
+        self._begins: dict[str, set[int]] = {flat.name: self._always(flat) for flat in self.flats}
+        """Slots before which a flat is cut, because their histories differ, or may."""
+        self._segments = {flat.name: cut(flat, self._begins[flat.name]) for flat in self.flats}
         self.inner = build(self._by_group())
         self._stepped = self.inner
         """What makes the present update: `inner`, or the same with the options of the step whose update it is."""
@@ -94,6 +101,10 @@ class PartitionedOptimizer:
         self.flats.clear()
         self._gradients.clear()
         self._now, self._ahead = (), None
+
+    def _always(self, flat: Flat) -> set[int]:
+        """Slots before which a flat is cut whatever their histories are."""
+        return set(range(1, len(flat.slots))) if self._apart else set()
 
     def _by_group(self) -> list[list[Tensor]]:
         groups: list[list[Tensor]] = [[] for _ in range(self._group_count)]
@@ -136,6 +147,39 @@ class PartitionedOptimizer:
                 "at initialize; what was added would not be trained. Put all of them in before, with lr=0 if need be"
             )
 
+    # ---- sums that are the inner optimizer's own to take -------------------------------------------------------------
+
+    @torch.no_grad()
+    def exchange(self, factor: float) -> float:
+        """Where the inner optimizer sums gradients itself, let it do so, `factor` in it; the factor that is left for
+        `step`. Nothing has changed when it raises. Collective."""
+        if not sums_itself(self.inner):
+            return factor
+        assert isinstance(self.inner, Communicating)  # See `sums_itself`.
+        self.inner.exchange(self._exchanged(), factor)
+        return 1.0
+
+    @torch.no_grad()
+    def tell_updated(self, everyone: Group) -> None:
+        """Tell an optimizer that may sum gradients itself that an update was made. Collective over all ranks."""
+        if isinstance(self.inner, Communicating):
+            self.inner.updated(self._exchanged(), everyone)
+
+    def told(self) -> dict[str, float]:
+        """What an optimizer that may sum gradients itself says of the last step's exchange; {} of others."""
+        return self.inner.told() if isinstance(self.inner, Communicating) else {}
+
+    def _exchanged(self) -> list[Exchanged]:
+        return [
+            Exchanged(
+                gradient,
+                self.states_of(flat),
+                flat.state_range == (0, flat.padded),
+                [(segment.first, segment.master) for segment in self._segments[flat.name]],
+            )
+            for flat, gradient in zip(self.flats, self.gradients, strict=True)
+        ]
+
     # ---- the update --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -157,11 +201,6 @@ class PartitionedOptimizer:
         unused = unused or {}
         self._begin(unused, number)
         self._now, self._ahead = self.flats if flats is None else flats, ahead
-        if sums_itself(self.inner):
-            assert isinstance(self.inner, Communicating)  # See `sums_itself`.
-            for gradient in self.gradients:
-                self.inner.exchange(gradient, factor)
-            factor = 1.0
         self._stepped = self.inner
         for work in self._make(factor, unused):
             work.wait()
@@ -172,7 +211,7 @@ class PartitionedOptimizer:
             self._cut_out(flat, unused.get(flat.name, ()))
 
     @torch.no_grad()
-    def _make(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Transfer]:
+    def _make(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Waited]:
         """Update the masters; parameters that are on their way to other ranks."""
         fused = isinstance(self._stepped, FusedOptimizer)
         try:
@@ -217,7 +256,7 @@ class PartitionedOptimizer:
         self.wait()
         if self._twin is not None:
             self._twin.take_back()
-        pending: list[Transfer] = []
+        pending: list[Waited] = []
         following = [*self.flats[1:], None]
         try:
             for flat, ahead in zip(self.flats, following, strict=False):  # Of no flats there is one that follows.
@@ -256,9 +295,11 @@ class PartitionedOptimizer:
 
     # ---- the update's way --------------------------------------------------------------------------------------------
 
-    def _step_fused(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Transfer]:
+    def _step_fused(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Waited]:
         assert isinstance(self._stepped, FusedOptimizer)
-        pending: list[Transfer] = []
+        pending: list[Waited] = []
+        if isinstance(self._stepped, LooksAtParameters):
+            self._measure(self._stepped, factor, unused)
         given = self._given(factor, unused, pending)
         self._stepped.given = given
         try:
@@ -268,7 +309,7 @@ class PartitionedOptimizer:
             given.close()
         return pending
 
-    def _given(self, factor: float, unused: Mapping[str, Collection[int]], pending: list[Transfer]) -> Generator[Given]:
+    def _given(self, factor: float, unused: Mapping[str, Collection[int]], pending: list[Waited]) -> Generator[Given]:
         """Segment by segment what its update uses. Parameters of a flat are on their way to the other ranks, as
         `pending`, while the next flat is updated."""
         turns = list(self._turns(unused))
@@ -277,10 +318,7 @@ class PartitionedOptimizer:
             first = flats[0]
             with self.visit(first if segments else None, ahead, update=True):
                 for segment in segments:
-                    base, narrow = first.state_range[0], first.written_by_update
-                    here = slice(segment.start - base, segment.end - base)
-                    gradient = self._gradients[first.name].update.to(segment.master.device)
-                    yield Given(segment.master, gradient[here], None if narrow is None else narrow[here], factor)
+                    yield self._given_of(first, segment, factor)
                 if segments:
                     self._adopt_states(first)
                 for flat in flats:
@@ -289,6 +327,23 @@ class PartitionedOptimizer:
                     partly = "parameter" in flat.away and bool(unused.get(flat.name))
                     written = flat.written_by_update is not None and not partly
                     pending += self._published(flat, copied=untouched or written)
+
+    def _given_of(self, flat: Flat, segment: Segment, factor: float) -> Given:
+        base, narrow = flat.state_range[0], flat.written_by_update
+        here = slice(segment.start - base, segment.end - base)
+        gradient = self._gradients[flat.name].update.to(segment.master.device)
+        copy = None if narrow is None else narrow[here]
+        return Given(segment.master, gradient[here], copy, factor, self._sums.first[flat.name] + segment.first)
+
+    def _measure(self, inner: LooksAtParameters, factor: float, unused: Mapping[str, Collection[int]]) -> None:
+        """What the update has to know of whole parameters, from the parts that ranks have. Collective."""
+        group_of = {segment: group for group in inner.param_groups for segment in group["params"]}
+        own = self._sums.zeros(inner.sums)
+        for flats, segments in self._turns(unused):
+            for segment in segments:
+                given = self._given_of(flats[0], segment, factor)
+                own[given.parameter] = inner.measure(given, group_of[segment.master])
+        inner.learn(self._sums.over_ranks(own, inner.combine))
 
     def _turns(self, unused: Mapping[str, Collection[int]]) -> Iterator[tuple[list[Flat], list[Segment]]]:
         """What is published together, and the segments of the first of these flats, after whose update that is done.
@@ -309,7 +364,7 @@ class PartitionedOptimizer:
         if flats:
             yield flats, segments
 
-    def _step_plain(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Transfer]:
+    def _step_plain(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Waited]:
         scaled_inside = factor != 1.0 and bool(getattr(self._stepped, "_step_supports_amp_scaling", False))
         if scaled_inside:
             # A fused kernel divides by a scale on the way; it is handed over as torch's GradScaler does.
@@ -321,9 +376,9 @@ class PartitionedOptimizer:
             if scaled_inside:
                 del self._stepped.grad_scale  # type: ignore[attr-defined]  # as above
 
-    def _step_pieces(self, factor: float | None, unused: Mapping[str, Collection[int]]) -> list[Transfer]:
+    def _step_pieces(self, factor: float | None, unused: Mapping[str, Collection[int]]) -> list[Waited]:
         """`factor`: None where the inner optimizer scales by itself."""
-        pending: list[Transfer] = []
+        pending: list[Waited] = []
         pieces = list(self._pieces())
         following = [*(flats[0] for flats in pieces[1:]), self._ahead]
         for flats, ahead in zip(pieces, following, strict=False):  # Of no pieces there is one that follows.
@@ -338,7 +393,7 @@ class PartitionedOptimizer:
                     pending += self._published(flat)
         return pending
 
-    def _published(self, flat: Flat, *, copied: bool = False) -> list[Transfer]:
+    def _published(self, flat: Flat, *, copied: bool = False) -> list[Waited]:
         """The parameters of an updated flat, on their way to the other ranks; an update beside a step sends nothing."""
         work = None if flat.ahead else flat.publish(copied=copied, update=self._number)
         return [] if work is None else [work]
@@ -494,7 +549,8 @@ class PartitionedOptimizer:
             known = iter(histories)
             last = histories[0] if histories else None
             each = [(last := next(known)) if name in own else last for name in names]
-            self._begins[flat.name] = {index for index in range(1, len(each)) if each[index] != each[index - 1]}
+            differ = {index for index in range(1, len(each)) if each[index] != each[index - 1]}
+            self._begins[flat.name] = differ | self._always(flat)
         self.inner.state.clear()
         self._adopted.clear()
         self._renew(self.flats, scalars)

@@ -14,6 +14,8 @@ from speedlab.comm import Group, HostCopies, Traffic, World
 from speedlab.config import RunConfig
 from speedlab.config.batch import Batch
 from speedlab.data import Epochs
+from speedlab.engine.step.communicating import Communicating, sums_itself
+from speedlab.engine.step.islands import Islands
 from speedlab.engine.step.model_part import ModelPart
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.engine.step.precision import LossScale
@@ -51,6 +53,8 @@ class TrainingState:
         """The places beside the device in which states of this rank lie."""
         self.loss_scale, self.dtype = loss_scale, dtype
         self._copies = HostCopies(world.device, traffic)
+        self.islands = Islands(optimizer, mesh, config.outer, before_change=self.before_change)
+        """What meets with other islands."""
         self.zero_stage: int = config.zero.stage
         """The row of ZeRO's table that the flats are placed by. It is told, and asked by nothing here."""
         self.global_step = 0
@@ -123,6 +127,28 @@ class TrainingState:
     def optimizer(self) -> Optimizer:
         """The torch optimizer over this rank's partitions; schedulers hang on it."""
         return self.partitioned_optimizer.inner
+
+    def make_one(self) -> None:
+        """Between two steps: give islands that have trained apart the mean of their parameters and moments, as whoever
+        wants one model does by itself. Collective of all ranks; the step behind it begins there."""
+        if self.islands.apart and not self.updating:
+            self.updating = True  # Where a peer is lost, islands differ.
+            self.islands.make_one()
+            self.updating = False
+
+    @property
+    def keeper(self) -> Islands | Communicating | None:
+        """What keeps something beside gradients now, that a checkpoint has to have."""
+        if self.islands.several:
+            return self.islands
+        inner = self.optimizer
+        return inner if isinstance(inner, Communicating) and sums_itself(inner) else None
+
+    def begin_anew(self) -> None:
+        """Parameters came from elsewhere: what was kept beside gradients would mislead."""
+        self.islands.begin_anew()
+        if isinstance(self.optimizer, Communicating):
+            self.optimizer.begin_anew()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return itertools.chain.from_iterable(module.parameters() for module in self.modules)

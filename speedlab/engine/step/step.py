@@ -4,7 +4,8 @@
 2. `end` takes one reduction of a few numbers over the ranks: the gradient's norm, the loss, signals, how many
    parameters somebody did not use, and whether ranks that share a batch had the same one.
 3. A gradient that is not finite ends the step without an update.
-4. Parameters that no rank used are left alone; all others are updated, clipped together.
+4. Parameters that no rank used are left alone; all others are updated, clipped together. An optimizer that sums
+   gradients itself does so before: what it raises leaves everything as it was. Islands meet where it is time.
 5. Whatever happens, the state is one between two steps afterwards (`reset`), or `updating` says that it is not.
 
 With `optimizer.in_backward` each unit is updated as soon as its gradient is there (`_use`), and the end finds nothing
@@ -150,16 +151,23 @@ class Step:
                     return False
                 unused = self._unused() if totals.unused and not self._in_backward else {}
                 state.before_change()
+                state.islands.before_update()
+                # Ctrl-C may cut an exchange off when some of what it keeps is new; what it raises leaves all as it was.
+                state.updating = state.updating or sums_itself(state.optimizer)
+                factor = state.partitioned_optimizer.exchange(self._factor(totals, clip_norm))
             except Exception:
+                state.updating = self._in_backward and state.updating
                 self.reset()
                 raise
             state.apply_late()
             state.updating = True
             if not self._in_backward:
-                self._update(self._factor(totals, clip_norm), unused)  # 4
+                self._update(factor, unused)  # 4
+            state.partitioned_optimizer.tell_updated(state.everyone)
             for zero in state.zeros:
                 zero.learn_order()
             self.reset()  # 5
+            state.islands.stepped(state.global_step + 1)
         state.global_step += 1
         state.loss_scale.update(overflow=False)
         state.updating = False
@@ -222,14 +230,16 @@ class Step:
             squares,
             scale=state.loss_scale.value,
             signals=signals,
+            island=(state.islands.index, state.layout.islands),
             unused=unused,
             difference=self.data.take(),
         )
 
     def _unused(self) -> dict[str, set[int]]:
-        """Slots of flats by name that no rank has used in this step. Collective."""
+        """Slots of flats by name that no rank of any island has used in this step: states have the same histories in
+        all. Collective."""
         optimizer = self._state.partitioned_optimizer
-        found = used_by_any(optimizer.gradients)
+        found = used_by_any(optimizer.gradients, self._state.islands.group)
         return {
             flat.name: {index for index, used in enumerate(own) if not used}
             for flat, own in zip(optimizer.flats, found, strict=True)

@@ -24,10 +24,11 @@ class Totals:
     loss: float
     """Mean of the losses that were given to `backward`, over micro-batches and ranks."""
     grad_norm: float
-    """Global norm of the gradient before clipping."""
+    """Global norm of the gradient before clipping; of several islands, this rank's own."""
     signals: tuple[float, ...]
     """Sums over ranks of the numbers that were given to `step`."""
     finite: bool
+    """Whether the gradient is, in every island."""
     unused: int
     """Of how many of their parameters the ranks together got no gradient."""
     same_data: bool
@@ -41,30 +42,35 @@ def sum_totals(
     *,
     scale: float,
     signals: Sequence[float],
+    island: tuple[int, int],
     unused: int,
     difference: Tensor | None,
 ) -> Totals:
     """`losses`: of this rank's micro-batches, as far as they count; `squares`: the sum over its own elements of the
-    gradient, which is `scale` times too large; `unused`: of how many parameters it got no gradient; `difference`: as
-    `SameData.take` gives it."""
+    gradient, which is `scale` times too large; `island`: this rank's, and of how many, each with a gradient of its own;
+    `unused`: of how many parameters it got no gradient; `difference`: as `SameData.take` gives it."""
     device = squares.device
     # What the host knows goes to the device in one copy, which does not wait.
     known = torch.tensor([len(losses), unused, *signals], dtype=torch.float64).to(device, non_blocking=True)
     zero = torch.zeros_like(squares)
     loss = torch.stack([loss.double() for loss in losses]).sum() if losses else zero
-    measured = torch.stack([squares, loss, zero if difference is None else difference])
+    own_island, islands = island
+    of_islands = [squares if index == own_island else zero for index in range(islands)]
+    measured = torch.stack([*of_islands, loss, zero if difference is None else difference])
     vector = torch.cat([measured, known])
     # The one point of a step where the host waits for the device: clipping, the overflow decision and the control
     # words of the run need these numbers before the update. Ranks then sum them over the host's connections, so that
     # the group of all ranks needs none between devices.
     own = vector.cpu()
     check_peers()  # Where a peer has left, what should have come over the device never did.
-    total, loss_sum, differing, count, left_alone, *summed = everyone.sum_scalars(own).tolist()
+    every = everyone.sum_scalars(own).tolist()
+    totals, (loss_sum, differing, count, left_alone, *summed) = every[:islands], every[islands:]
+    total = totals[own_island]
     return Totals(
         loss=loss_sum / max(1.0, count),
         grad_norm=math.sqrt(total) / scale if total >= 0 else math.nan,
         signals=tuple(summed),
-        finite=math.isfinite(total),
+        finite=math.isfinite(sum(totals)),
         unused=int(left_alone),
         same_data=difference is None or differing == SAME,
     )

@@ -38,18 +38,16 @@ from speedlab.parallel.context.sparse_ring import sparse_ring_attention
 from speedlab.parallel.mesh import Mesh
 
 
-def check_model(
-    model: nn.Module, layout: Layout, parallel: ParallelConfig, device: str, *, separate: bool = False
-) -> GPT:
-    """The GPT whose sequences can be cut under the layout, on devices of this kind, documents in them kept apart where
-    they are `separate`. Raises LayoutError, with what would work, for others."""
+def check_model(model: nn.Module, layout: Layout, parallel: ParallelConfig, device: str) -> GPT:
+    """The GPT whose sequences can be cut under the layout, on devices of this kind. Raises LayoutError, with what would
+    work, for others."""
     kind: Any = type(model)
     if not isinstance(model, GPT) or kind.embed is not GPT.embed or kind.output is not GPT.output:
         raise LayoutError(
             f"parallel.cp {layout.cp}: sequences are cut for this package's GPT as it is, not for {kind.__name__}; set "
             "parallel.cp to 1, and use tp, pp or dp for more devices"
         )
-    if (problem := context_problem(model.config, layout, parallel, separate=separate)) is not None:
+    if (problem := context_problem(model.config, layout, parallel)) is not None:
         raise LayoutError(f"parallel: {problem}")
     if heads_shared(model.config, layout, parallel.cp_heads) == layout.cp:
         return model
@@ -60,11 +58,15 @@ def check_model(
             "sees whole sequences only where all cp ranks share heads; choose a cp that divides the heads, without "
             "cp_heads"
         )
-    if model.config.attention.kind != "dense" and device != "cpu":
-        raise LayoutError(
-            f"parallel.cp {layout.cp}: block_sparse attention goes round a ring of CPU ranks only, not on {device}; "
-            "choose a cp that divides the heads, without cp_heads, so that all cp ranks share heads, or dense attention"
-        )
+    for what, is_so, instead in (
+        ("block_sparse attention", model.config.attention.kind != "dense", "dense attention"),
+        (f"attention that drops {model.config.dropout:g}", model.config.dropout > 0, "no dropout"),
+    ):
+        if is_so and device != "cpu":
+            raise LayoutError(
+                f"parallel.cp {layout.cp}: {what} goes round a ring of CPU ranks only, not on {device}; choose a cp "
+                f"that divides the heads, without cp_heads, so that all cp ranks share heads, or {instead}"
+            )
     return model
 
 
@@ -78,10 +80,9 @@ def _as_configured(attend: nn.Module, config: ModelConfig) -> bool:
 class ContextParallel:
     """Context parallelism of one module over the ranks along cp; without several of them nothing changes."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, parallel: ParallelConfig, *, separate: bool = False) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, parallel: ParallelConfig) -> None:
         """`parallel`: how many of the ranks share heads, whether sequences are padded, and whether tp ranks share out
-        the tokens between layers; `separate`: whether documents of a sequence are kept apart. Collective over all
-        ranks.
+        the tokens between layers. Collective over all ranks.
 
         Raises LayoutError for a model that cannot be cut along its sequences."""
         sequence = parallel.sequence and mesh.layout.tp > 1
@@ -94,7 +95,7 @@ class ContextParallel:
         self._length = 0
         """Tokens of the sequences that were embedded last."""
         if self._group.size > 1:
-            gpt = check_model(model, mesh.layout, parallel, self._group.device.type, separate=separate)
+            gpt = check_model(model, mesh.layout, parallel, self._group.device.type)
             shared = heads_shared(gpt.config, mesh.layout, parallel.cp_heads)
             ring, place = divmod(self._group.index, shared)
             self._heads = mesh.group("cp heads", self._group.ranks[ring * shared :][:shared])
@@ -121,15 +122,6 @@ class ContextParallel:
         if self._dropout:
             raise LayoutError(f"{told}, and {dropout_rule(self._dropout)}")
 
-    def check_documents(self) -> None:
-        """Raises LayoutError where documents of a sequence cannot be kept apart: in a ring."""
-        if self._group.size > 1 and self._ring.size > 1:
-            raise LayoutError(
-                f"parallel.cp {self._group.size}: documents are kept apart where all cp ranks share heads, and here "
-                f"{self._heads.size} do; choose a cp that divides the heads of a tp rank, without cp_heads, or give no "
-                "positions"
-            )
-
     def attach(self) -> None:
         self._made.make(self._changes)
 
@@ -146,7 +138,7 @@ class ContextParallel:
         for block in cast(Iterable[Block], model.blocks):
             attention = block.attention
             dropouts += [attention.dropout, block.mlp.dropout]
-            yield Change(attention.attend, "forward", self._across_ranks)
+            yield Change(attention.attend, "forward", partial(self._across_ranks, attention.attend))
             if model.config.dropout:
                 yield Change(attention.attend, "first_head", lambda first: first + first_own)
         for dropout in dropouts if model.config.dropout else []:
@@ -197,22 +189,22 @@ class ContextParallel:
 
     # ---- attention ---------------------------------------------------------------------------------------------------
 
-    def _across_ranks(self, forward: Any) -> Any:
-        return torch.compiler.disable(partial(self._attend, forward))  # It communicates.
+    def _across_ranks(self, attend: nn.Module, forward: Any) -> Any:
+        return torch.compiler.disable(partial(self._attend, attend, forward))  # It communicates.
 
-    def _attend(self, forward: Any, q: Tensor, k: Tensor, v: Tensor, *starts: Tensor) -> Tensor:
+    def _attend(
+        self, attend: nn.Module, forward: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None
+    ) -> Tensor:
         """`starts`: of whole sequences, where there are documents."""
         heads, ring = self._heads, self._ring
-        if starts:
-            self.check_documents()
         if heads.size > 1:
             q, k, v = share_heads(torch.stack((q, k, v)), heads).unbind()
         if ring.size == 1:
-            y = forward(q, k, v, *starts)
-        elif self._attention.kind == "dense":
-            y = ring_attention(q, k, v, ring)
+            y = forward(q, k, v) if starts is None else forward(q, k, v, starts)
+        elif isinstance(attend, Attend):
+            y = ring_attention(q, k, v, ring, attend=attend, starts=starts)
         else:
-            y = sparse_ring_attention(q, k, v, self._attention, ring)
+            y = sparse_ring_attention(q, k, v, self._attention, ring, starts=starts)
         return share_tokens(y, heads) if heads.size > 1 else y
 
     # ---- head and loss -----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
    scores in every turn.
 3. Outputs of turns are put together by the logarithms of their sums, in float32.
 4. In backward the sums of keys' and values' gradients travel with them, and are home after a whole round.
+5. Documents that are kept apart, and dropout, are masks of the scores of a turn (`masks`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from speedlab.comm import Group
+from speedlab.layout import own_positions
+from speedlab.models.documents import starts_for
+from speedlab.models.gpt import Attend
 from speedlab.models.recomputation import computed_once
+from speedlab.parallel.context.masks import Masks, Places, kept_of
 
 _HEAD_MULTIPLE = 8
 """On GPUs, kernels take heads of a multiple of so many elements."""
@@ -30,30 +35,50 @@ _EFFICIENT_ROWS = 32
 """torch's memory-efficient attention keeps logarithms for a multiple of so many queries."""
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Group) -> Tensor:
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, ring: Group, *, attend: Attend | None = None, starts: Tensor | None = None
+) -> Tensor:
     """Causal attention of this rank's tokens to those of all ranks of `ring`: q, k, v (B, H, T, D) each -> the same.
-    Collective."""
-    size = q.shape[-1]
+    Collective.
+
+    `attend` says what is dropped in training; `starts` (B, T · ranks) int32, the first key of whole sequences that each
+    of all queries may see."""
+    size, length = q.shape[-1], q.shape[2] * ring.size
+    kept = None if attend is None else kept_of(attend, q, length, _own(length, ring, ring.index, q.device))
+    if starts is not None:
+        starts = starts_for(starts, length)
     missing = -size % _HEAD_MULTIPLE if q.is_cuda else 0
     if missing:  # Zeros change no score.
         q, k, v = (F.pad(each, (0, missing)) for each in (q, k, v))
-    y = _Ring.apply(q, k, v, size**-0.5, ring)
+    y = _Ring.apply(q, k, v, size**-0.5, ring, starts, kept, 0.0 if attend is None else attend.dropout)
     return y[..., :size] if missing else y
 
 
 class _Ring(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, ring: Group) -> Tensor:
-        result, logarithms = computed_once(lambda: _round(q, k, v, scale, ring))
-        ctx.ring, ctx.scale = ring, scale
-        ctx.save_for_backward(q, k, v, result, logarithms)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        ring: Group,
+        starts: Tensor | None,
+        kept: Tensor | None,
+        dropout: float,
+    ) -> Tensor:
+        masks = _masks(starts, kept, dropout)
+        result, logarithms = computed_once(lambda: _round(q, k, v, scale, ring, masks))
+        ctx.ring, ctx.scale, ctx.dropout = ring, scale, dropout
+        ctx.save_for_backward(q, k, v, result, logarithms, starts, kept)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ring: Group = ctx.ring
-        q, k, v, result, logarithms = ctx.saved_tensors
+        q, k, v, result, logarithms, starts, kept = ctx.saved_tensors
+        masks = _masks(starts, kept, ctx.dropout)
         both, tag = torch.stack((k, v)), ring.take_tags(2 * ring.size)
         of_queries = torch.zeros_like(q, dtype=logarithms.dtype)
         sums, on_their_way = torch.zeros_like(both, dtype=logarithms.dtype), None
@@ -62,7 +87,10 @@ class _Ring(Function):
             rows, columns = _seen(ring, turn, q.shape[2])
             keys, values = both[:, :, :, columns]
             here = gradient[:, :, rows], q[:, :, rows], keys, values, result[:, :, rows], logarithms[:, :, rows]
-            gradients = _attend_backward(*here, ctx.scale, causal=turn == 0)
+            if masks is None:
+                gradients = _attend_backward(*here, ctx.scale, causal=turn == 0)
+            else:
+                gradients = masks.gradients(*here, ctx.scale, _places(ring, turn, rows, columns, q))
             of_queries[:, :, rows] += gradients[0]
             if on_their_way is not None:
                 sums = on_their_way.wait()
@@ -73,10 +101,10 @@ class _Ring(Function):
                 both = coming.wait()
         assert on_their_way is not None  # There is at least one turn.
         of_keys, of_values = on_their_way.wait().to(k.dtype)
-        return of_queries.to(q.dtype), of_keys, of_values, None, None
+        return of_queries.to(q.dtype), of_keys, of_values, None, None, None, None, None
 
 
-def _round(q: Tensor, k: Tensor, v: Tensor, scale: float, ring: Group) -> tuple[Tensor, Tensor]:
+def _round(q: Tensor, k: Tensor, v: Tensor, scale: float, ring: Group, masks: Masks | None) -> tuple[Tensor, Tensor]:
     """(output, logarithms of its sums) of all turns."""
     wide = torch.promote_types(q.dtype, torch.float32)
     whole = torch.zeros_like(q, dtype=wide)
@@ -86,7 +114,11 @@ def _round(q: Tensor, k: Tensor, v: Tensor, scale: float, ring: Group) -> tuple[
         coming = ring.rotate(both, tag + turn) if turn + 1 < ring.size else None  # 1
         rows, columns = _seen(ring, turn, q.shape[2])
         keys, values = both[:, :, :, columns]
-        out, logarithm = _attend(q[:, :, rows], keys, values, scale, causal=turn == 0)
+        if masks is None:
+            out, logarithm = _attend(q[:, :, rows], keys, values, scale, causal=turn == 0)
+        else:
+            places = _places(ring, turn, rows, columns, q)
+            out, logarithm = masks.attend(q[:, :, rows], keys, values, scale, places)  # 5
         add_turn(whole[:, :, rows], logarithms[:, :, rows], out, logarithm)
         if coming is not None:
             both = coming.wait()
@@ -99,6 +131,22 @@ def _seen(ring: Group, turn: int, length: int) -> tuple[slice, slice]:
     if turn == 0:
         return everything, everything
     return (everything, slice(length // 2)) if source < ring.index else (slice(length // 2, None), everything)
+
+
+def _masks(starts: Tensor | None, kept: Tensor | None, dropout: float) -> Masks | None:
+    return None if starts is None and kept is None else Masks(starts=starts, kept=kept, dropout=dropout)
+
+
+def _places(ring: Group, turn: int, rows: slice, columns: slice, q: Tensor) -> Places:
+    """Where the queries and keys of a turn stand in whole sequences."""
+    own, come = (_own(q.shape[2] * ring.size, ring, ring.index - each, q.device) for each in (0, turn))
+    return Places(rows=rows, queries=own[rows], keys=come[columns], causal=turn == 0)
+
+
+def _own(length: int, ring: Group, index: int, device: torch.device) -> Tensor:
+    """Which tokens of whole sequences the rank `index` has, ascending."""
+    parts = own_positions(length, ring.size, 1, index % ring.size)
+    return torch.cat([torch.arange(part.start, part.stop, device=device) for part in parts])
 
 
 def add_turn(whole: Tensor, logarithms: Tensor, out: Tensor, logarithm: Tensor) -> None:

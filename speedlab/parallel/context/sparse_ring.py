@@ -25,7 +25,9 @@ from speedlab.comm import Group, Rotation
 from speedlab.config import AttentionConfig
 from speedlab.config.ring_needs import RingNeeds, ring_needs
 from speedlab.models.attention_layout import layout_of
+from speedlab.models.documents import starts_for
 from speedlab.models.recomputation import computed_once
+from speedlab.parallel.context.masks import local_starts
 from speedlab.parallel.context.ring import add_turn
 
 
@@ -45,12 +47,25 @@ class _Turn:
         """Whether any of them sees any of those."""
         return len(self.layout.columns) > 0
 
+    def starts(self, starts: Tensor | None) -> Tensor | None:
+        """Of whole sequences' `starts`, those of its queries as places among its keys."""
+        if starts is None:
+            return None
+        within = torch.arange(self.layout.block)
+        queries, keys = ((blocks[:, None] * len(within) + within).flatten() for blocks in self.layout.block_places())
+        return local_starts(starts, queries, keys)
 
-def sparse_ring_attention(q: Tensor, k: Tensor, v: Tensor, attention: AttentionConfig, ring: Group) -> Tensor:
+
+def sparse_ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, attention: AttentionConfig, ring: Group, *, starts: Tensor | None = None
+) -> Tensor:
     """Attention of this rank's tokens to those of all ranks of `ring` that the pattern sees: q, k, v (B, H, T, D) each,
-    on a CPU -> the same. Collective."""
-    turns = _turns(attention, q.shape[2] * ring.size, ring.size, ring.index)
-    return _SparseRing.apply(q.contiguous(), torch.stack((k, v)), q.shape[3] ** -0.5, turns, ring)
+    on a CPU -> the same. Collective. `starts` (B, T · ranks) int32: the first key of whole sequences that each of all
+    queries may see."""
+    length = q.shape[2] * ring.size
+    turns = _turns(attention, length, ring.size, ring.index)
+    starts = None if starts is None else starts_for(starts, length)
+    return _SparseRing.apply(q.contiguous(), torch.stack((k, v)), q.shape[3] ** -0.5, turns, ring, starts)
 
 
 @lru_cache(maxsize=64)
@@ -85,17 +100,19 @@ def _turn(needs: RingNeeds, whole: BlockLayout, places: int, index: int) -> _Tur
 
 class _SparseRing(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, both: Tensor, scale: float, turns: tuple[_Turn, ...], ring: Group) -> Tensor:
-        result, logarithms = computed_once(lambda: _round(q, both, scale, turns, ring))
+    def forward(
+        ctx: Any, q: Tensor, both: Tensor, scale: float, turns: tuple[_Turn, ...], ring: Group, starts: Tensor | None
+    ) -> Tensor:
+        result, logarithms = computed_once(lambda: _round(q, both, scale, turns, ring, starts))
         ctx.ring, ctx.scale, ctx.turns = ring, scale, turns
-        ctx.save_for_backward(q, both, result, logarithms)
+        ctx.save_for_backward(q, both, result, logarithms, starts)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ring, turns, gradient = ctx.ring, ctx.turns, gradient.contiguous()
-        q, both, result, logarithms = ctx.saved_tensors
+        q, both, result, logarithms, starts = ctx.saved_tensors
         tag = ring.take_tags(2 * len(turns))
         of_queries = torch.zeros_like(q, dtype=logarithms.dtype)
         sums, going_home = torch.zeros_like(both, dtype=logarithms.dtype), None
@@ -103,7 +120,9 @@ class _SparseRing(Function):
             of_here = here  # Where no query sees any, they are none.
             if turn.sees:
                 seen, scale = (q, here[0], here[1], result, logarithms, turn.layout), ctx.scale
-                of_turn, of_keys, of_values = partial_gradients(gradient, *seen, scale=scale)
+                of_turn, of_keys, of_values = partial_gradients(
+                    gradient, *seen, scale=scale, starts=turn.starts(starts)
+                )
                 of_queries += of_turn
                 of_here = torch.stack((of_keys, of_values))
             if going_home is not None:
@@ -115,17 +134,20 @@ class _SparseRing(Function):
                 sums += of_here
         if going_home is not None:
             _add_blocks(sums, *going_home)
-        return of_queries.to(q.dtype), sums.to(both.dtype), None, None, None
+        return of_queries.to(q.dtype), sums.to(both.dtype), None, None, None, None
 
 
-def _round(q: Tensor, both: Tensor, scale: float, turns: tuple[_Turn, ...], ring: Group) -> tuple[Tensor, Tensor]:
+def _round(
+    q: Tensor, both: Tensor, scale: float, turns: tuple[_Turn, ...], ring: Group, starts: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """(output, logarithms of its sums) of all turns."""
     wide = torch.promote_types(q.dtype, torch.float32)
     whole = torch.zeros_like(q, dtype=wide)
     logarithms = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
     for turn, here in _arriving(both, turns, ring, ring.take_tags(len(turns))):
         if turn.sees:
-            add_turn(whole, logarithms, *partial_attention(q, here[0], here[1], turn.layout, scale=scale))  # 3
+            seen = partial_attention(q, here[0], here[1], turn.layout, scale=scale, starts=turn.starts(starts))
+            add_turn(whole, logarithms, *seen)  # 3
     return whole.to(q.dtype), logarithms
 
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from cuda_ops.uncompiled import uncompiled
 from speedlab.comm import Group
 from speedlab.layout import Part, share_of
 from speedlab.models.recomputation import computed_once
@@ -31,37 +32,44 @@ from speedlab.parallel.tensor.parts import put, take
 TOKENS = 1
 
 
+@uncompiled
 def copy(x: Tensor, group: Group) -> Tensor:
     """`x`, the same on all ranks, on its way to a layer of which each rank has a part."""
     return _Copy.apply(x, group)
 
 
+@uncompiled
 def reduce(x: Tensor, group: Group) -> Tensor:
     """The sum of the ranks' `x`."""
     return _Reduce.apply(x, group)
 
 
+@uncompiled
 def split(x: Tensor, group: Group, dim: int = -1) -> Tensor:
     """This rank's share of dimension `dim` of `x`, which is the same on all ranks."""
     return _Split.apply(x, group, dim)
 
 
+@uncompiled
 def gather(x: Tensor, group: Group, dim: int = -1, total: int | None = None) -> Tensor:
     """The ranks' `x` side by side along `dim`. `total`: the length of the whole, where shares are not of equal
     length."""
     return _Gather.apply(x, group, dim, x.shape[dim] * group.size if total is None else total)
 
 
+@uncompiled
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
     """All tokens of `x` (B, T / tp, C), on their way to a layer of which each rank has a part."""
     return _GatherTokens.apply(x, group)
 
 
+@uncompiled
 def scatter_tokens(x: Tensor, group: Group) -> Tensor:
     """This rank's tokens (B, T / tp, C) of the sum of the ranks' `x` (B, T, C)."""
     return _ScatterTokens.apply(x, group)
 
 
+@uncompiled
 def sum_shared(weight: Tensor, group: Group, part: Part) -> Tensor:
     """A parameter of which several ranks hold the same `part`, each with a gradient from what it used it for."""
     return _SumShared.apply(weight, group, part)

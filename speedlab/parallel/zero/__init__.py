@@ -7,6 +7,7 @@ from speedlab.parallel.zero.slot import Slot
 from speedlab.parallel.zero.unit import Unit
 from speedlab.parallel.zero.units import UnitChoice, UnitPlan, plan_units
 from speedlab.parallel.zero.walk import map_tensors, tensors_of
+from speedlab.parallel.zero.ways import Ways
 from speedlab.parallel.zero.zero import Zero
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Unit",
     "UnitChoice",
     "UnitPlan",
+    "Ways",
     "Zero",
     "forget",
     "gather_partitions",

@@ -5,28 +5,22 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from cuda_ops.blockwise8 import BLOCK as CODES
 from cuda_ops.stochastic import round_stochastically
-from speedlab.comm import Group, Transfer
+from speedlab.comm import CodedGathers, Group, Transfer
 from speedlab.layout import padded_numel, partition_range
 from speedlab.offload import AwayState, Coming, Kept, Stores, visit
 from speedlab.parallel.zero.gradient import Gradient
 from speedlab.parallel.zero.slot import Slot, lay_out
+from speedlab.parallel.zero.ways import CODECS, Secondary, TakenBySecondary, Waited, Ways
 from speedlab.placement import EIGHT_BITS, Holders, Residency, Row, Where
 
 _ALIGNMENT_BYTES = 16
 """Parameters start at multiples of this inside a flat: matrix kernels on GPUs need it."""
-
-
-class Waited(Protocol):
-    """What is under way until `wait` has returned."""
-
-    def wait(self) -> None: ...
 
 
 class Flat:
@@ -54,26 +48,29 @@ class Flat:
         rows: Sequence[Row],
         parameters: Mapping[str, nn.Parameter],
         *,
-        gather_group: Group,
-        reduce_group: Group,
+        ways: Ways,
         axes: Mapping[str, Group],
         stores: Stores,
+        alike: Group | None = None,
     ) -> None:
         """`rows`: of one class of the placement table, in the order in which their parameters shall lie; `parameters`:
-        by full name. `axes`: the groups over which a gradient is summed before each reduction, by the names in
-        `summed_over`. `stores`: the places beside the device.
+        by full name. `ways`: the groups they travel over. `axes`: the groups over which a gradient is summed before
+        each reduction, by the names in `summed_over`. `stores`: the places beside the device. `alike`: all ranks that
+        begin with the same values, where those of the gather group are not all.
 
         Rank 0's values count. Collective.
         """
         first = rows[0]
         self.name, self.trainable = name, first.trainable
-        self.dtype = dtype = _dtype(first.states["parameter"].form)
+        self._form = first.states["parameter"].form
+        self.dtype = dtype = _dtype(self._form)
         self._narrow = trainable_in_low_precision(dtype) and self.trainable
         self._rounded = self._narrow and "master" not in first.states
         """Whether there are no masters beside the parameters, which are rounded stochastically."""
         self._coded = self.trainable and first.states["moments"].form == EIGHT_BITS
         """Whether moments are kept in blocks of 8 bits."""
-        self.gather_group, self._stores = gather_group, stores
+        self.gather_group, self._ways, self._stores = ways.gather, ways, stores
+        gather_group = ways.gather
         self.away: dict[str, AwayState] = {}
         self.buffers = gather_group.traffic.buffers
         self.parameters: list[nn.Parameter] = [parameters[row.name] for row in rows]
@@ -95,9 +92,14 @@ class Flat:
         for parameter, slot in zip(self.parameters, self.slots, strict=True):
             with torch.no_grad():
                 self.master[slot.range].view(slot.shape).copy_(parameter)
-        gather_group.broadcast(self.master)
+        (alike or gather_group).broadcast(self.master)
         if self._narrow:
             self.full.copy_(self.master)
+        self._sent = ""
+        """As what it is gathered, where that is a codec's."""
+        self.gathering = ways.gathering(self._sent)
+        self.secondary: Secondary | None = None
+        """A second partition, where parameters have one."""
         self._shown: list[Tensor] = []
         """What parameters are views of: of `full`, or placeholders."""
         self._show(self._views)
@@ -112,9 +114,17 @@ class Flat:
                 padded=self.padded,
                 partition=(self.start, self.end),
                 dtype=_dtype(first.states["gradient"].form),
-                group=reduce_group,
+                ways=ways,
                 summed_first=_summed_first(rows, self.slots, axes),
-                kept={state: _dtype(home.form) for state, home in first.states.items() if home.holders is Holders.OWN},
+                kept={
+                    state: torch.zeros(
+                        home.holders.share(self.padded, gather_group.size),
+                        dtype=_dtype(home.form),
+                        device=gather_group.device,
+                    )
+                    for state, home in first.states.items()
+                    if home.holders.optimizers
+                },
             )
         self.residency = Residency.of_stage(0, 1)
         self.ahead = False
@@ -128,6 +138,12 @@ class Flat:
         if self.residency.optimizer_states is Holders.PARTITIONED:
             return self.start, self.end
         return 0, self.padded
+
+    @property
+    def own_master(self) -> Tensor:
+        """The masters of this rank's partition, at every stage; of what lies away, during a visit."""
+        low = self.state_range[0]
+        return self.master[self.start - low : self.end - low]
 
     @property
     def lies_away(self) -> bool:
@@ -150,12 +166,20 @@ class Flat:
         """Move this rank's part of the flat to where `residency` says. Between two steps only; gathers wait for all
         ranks.
 
-        1. Parameters come together, are cut, or change their place.
+        1. Parameters come together, are cut, or change their place; those that a codec has rounded are made anew.
         2. Masters are cut, come together, or change their place.
         3. Gradients are allocated anew.
+        4. Parameters that are sent otherwise from now on, and stay, are sent.
         """
+        if self.rounded:  # 1
+            self._narrow_down(self.shard, 0)
+            self.gather_group.all_gather(self.full, self.shard).wait()
         before, had_own = self.residency, self._own_master
         self.residency = residency
+        # What is frozen and stays on every rank travels once, as it is.
+        travels = self.trainable or residency.parameters_come
+        self._sent = residency.sent_as("parameter", self._form) if travels else ""
+        self.gathering = self._ways.gathering(self._sent)
         if (before.parameters, before.parameters_at) != (residency.parameters, residency.parameters_at):  # 1
             self._place_parameters(before)
         if self._rounded:  # 2
@@ -175,6 +199,13 @@ class Flat:
             self.master = self.shard if partitioned or residency.parameters_come else self.full
         if self.gradient is not None:
             self.gradient.place(residency, self._stores)  # 3
+        if self.rounded and (sent := self.publish()) is not None:  # 4
+            sent.wait()
+
+    @property
+    def rounded(self) -> bool:
+        """Whether parameters that stay are what came of a codec, other values than their masters."""
+        return bool(self._sent) and not self.residency.parameters_come
 
     def _place_parameters(self, before: Residency) -> None:
         """Parameters go from where they were `before` to where they shall be now."""
@@ -195,6 +226,10 @@ class Flat:
                 self.shard = self.full[self.start : self.end]
         if old is not None:
             self._drop("parameter", old)
+        self.secondary = None
+        if self.residency.secondary_ranks:
+            assert self._ways.secondary is not None  # Made where the configuration asks for it.
+            self.secondary = Secondary(self._ways.secondary, self.padded, self.dtype)
         self._show(self._placeholders if self.residency.parameters_come else self._views)
 
     def moved(self, name: str, state: Tensor, before: Residency) -> Tensor:
@@ -280,19 +315,39 @@ class Flat:
         self._show(self._views)
         self.buffers.add(self.full.nbytes)
         try:
-            away = self.away.get("parameter")
-            if away is None:
-                return self.gather_group.all_gather(self.full, self.shard)
-            own = self.full[self.start : self.end]
-            return ReadThenGathered(away.kept.read(own), self, own)
+            away, secondary = self.away.get("parameter"), self.secondary
+            if away is not None:
+                own = self.full[self.start : self.end]
+                return ReadThenGathered(away.kept.read(own), self, own)
+            if secondary is not None and secondary.fresh:
+                return secondary.gather(self.full, in_place_of=self.gather_group)
+            gather = self.gathering.all_gather(self.full, self.shard)
+            return gather if secondary is None else TakenBySecondary(gather, secondary, self.full)
         except BaseException:
             self.release()  # Nothing is on its way.
             raise
 
+    def offer(self) -> None:
+        """Announce what the next gather takes of this rank, as `Group.offer`."""
+        if self.secondary is not None and self.secondary.fresh:
+            self.secondary.group.offer([self.secondary.shard])
+        else:
+            self.gathering.offer([self.shard])
+
+    def all_read(self) -> None:
+        """Peers need nothing more of what was offered."""
+        if isinstance(self.gathering, CodedGathers):
+            self.gathering.all_read()
+
+    def outdate(self) -> None:
+        """What ranks hold beside their shards is of other parameters, or not of all ranks."""
+        if self.secondary is not None:
+            self.secondary.fresh = False
+
     @property
     def at_hand(self) -> bool:
         """Whether parameters that lie on disk are gathered on the host, from where they need not be read again."""
-        on_disk = self.residency.parameters_at is Where.DISK
+        on_disk = self.residency.parameters_at is Where.DISK and not self._sent
         return on_disk and self.gathered and self.full.device.type == "cpu"
 
     def take_gathered(self) -> None:
@@ -327,7 +382,7 @@ class Flat:
         Writes through `parameter.data` to values narrower than their masters cannot be seen, and are lost.
         Raises RuntimeError for a partitioned parameter, where the values were written to nowhere.
         """
-        replaced = False
+        replaced, changed = False, list[tuple[slice, Tensor]]()
         for index, (parameter, slot) in enumerate(zip(self.parameters, self.slots, strict=True)):
             moved = not _is_same(parameter, self._shown[index])
             if not moved and parameter._version == self._versions[index]:
@@ -348,21 +403,26 @@ class Flat:
             value, replaced = parameter.detach().reshape(-1), replaced or moved
             if moved:
                 self.full[here].copy_(value)
-            if self._own_master:
-                self._change_master(here, value)
+            changed.append((here, value))
+        if self._own_master and changed:
+            self._change_masters(changed)
         if replaced:
             self._show(self._views)
 
-    def _change_master(self, here: slice, value: Tensor) -> None:
-        """Elements whose rounded master is something else than `value` take it; the others keep all their bits."""
+    def _change_masters(self, changed: Sequence[tuple[slice, Tensor]]) -> None:
+        """Elements that show something else than the value they are given take it, the others keep all their bits."""
         low, high = self.state_range
-        start, stop = max(here.start, low), min(here.stop, high)
-        if start >= stop:
-            return
         with visit(self._master_away, changed=True):
-            master = self.master[start - low : stop - low]
-            new = value[start - here.start : stop - here.start].to(master.device)
-            master.copy_(torch.where(master.to(self.dtype) == new.to(self.dtype), master, new.to(master.dtype)))
+            shown = self.master.to(self.dtype)
+            if self.rounded:
+                shown = CodedGathers.shown(CODECS[self._sent], shown)
+            for here, value in changed:
+                start, stop = max(here.start, low), min(here.stop, high)
+                if start < stop:
+                    own = slice(start - low, stop - low)
+                    new = value[start - here.start : stop - here.start].to(self.master.device)
+                    same = shown[own] == new.to(self.dtype)
+                    self.master[own] = torch.where(same, self.master[own], new.to(self.master.dtype))
 
     @property
     def _master_away(self) -> list[AwayState]:
@@ -409,14 +469,14 @@ class Flat:
         return self.shard if cut else self.full
 
     @torch.no_grad()
-    def publish(self, *, copied: bool = False, update: int = 0) -> Transfer | None:
+    def publish(self, *, copied: bool = False, update: int = 0) -> Waited | None:
         """After an update of `master`: bring the parameters of all ranks up to date. None when nothing has to be sent.
 
         `copied`: `narrow` holds the new values already. `update`: its number, for what is rounded at random; values
         that parameters hold as they are stay, whatever it is. What lies away has to be visited.
         """
         narrow = self.narrow
-        if narrow is not None and not copied:
+        if narrow is not None and (self.rounded or not copied):
             if narrow.device == self.master.device:
                 self._narrow_down(narrow, update)
             else:
@@ -424,7 +484,7 @@ class Flat:
                 self._narrow_down(made, update)
                 self._stores.copies.to_device(made, narrow).wait()
         if self.residency.optimizer_states is Holders.PARTITIONED and not self.residency.parameters_come:
-            return self.gather_group.all_gather(self.full, self.shard)
+            return self.gathering.all_gather(self.full, self.shard)
         return None
 
     def _narrow_down(self, out: Tensor, update: int) -> None:
@@ -439,8 +499,9 @@ class Flat:
 
     @property
     def written_by_update(self) -> Tensor | None:
-        """The narrow parameters, where a kernel that updates masters can write them on its way."""
-        narrow = None if self._rounded or self.residency.gradients_wait else self.narrow
+        """The narrow parameters, where a kernel that updates masters can write them on its way. (A codec puts others
+        in the place of those that it sends, so that these are made of the masters each time.)"""
+        narrow = None if self._rounded or self.rounded or self.residency.gradients_wait else self.narrow
         return narrow if narrow is not None and narrow.device == self.master.device else None
 
 
@@ -465,7 +526,7 @@ class ReadThenGathered:
     def wait(self) -> None:
         self.reading.wait()
         if self._flat.gather_group.size > 1:
-            self._flat.gather_group.all_gather(self._flat.full, self._own).wait()
+            self._flat.gathering.all_gather(self._flat.full, self._own).wait()
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

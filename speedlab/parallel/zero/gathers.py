@@ -19,15 +19,16 @@ from itertools import pairwise
 
 import torch
 
-from speedlab.comm import Group
+from speedlab.parallel.zero.flat import Flat
 from speedlab.parallel.zero.unit import Pass, Unit
+from speedlab.parallel.zero.ways import Ways
 from speedlab.placement import Residency, Where
 
 
 class Gathers:
     """The units of a module in the order of a forward pass, and which of them are here."""
 
-    def __init__(self, units: list[Unit], group: Group) -> None:
+    def __init__(self, units: list[Unit], ways: Ways) -> None:
         self.units = units
         """The root first, then in the order in which the model registers them."""
         self.order = list(units)
@@ -38,7 +39,7 @@ class Gathers:
         self._offered = True
         """Whether shards lie where peers can take them, so that they are offered at the start of a pass."""
         self.current = Pass.IDLE
-        self._group = group
+        self._group, self._groups = ways.gather, ways.of_parameters
         self._seen: list[Unit] = []
         """Units in the order in which the present or last forward pass with gradients met them."""
         self._left: list[Unit] = []
@@ -54,7 +55,7 @@ class Gathers:
     @property
     def ordered(self) -> bool:
         """Whether every gather is one that all ranks start in one order."""
-        return self._group.ordered or not self._offered
+        return not self._offered or any(group.ordered for group in self._groups)
 
     @property
     def root(self) -> Unit:
@@ -77,7 +78,8 @@ class Gathers:
             self._left = [unit for unit in order if unit.gathers is None]
             self._following = dict(pairwise(order))
             if self._offered:
-                self._group.offer([flat.shard for unit in self._left for flat in unit.flats])
+                for flat in (each for unit in self._left for each in unit.flats):
+                    flat.offer()
 
     def met(self, unit: Unit) -> None:
         """A forward pass has come to this unit."""
@@ -143,6 +145,27 @@ class Gathers:
             for unit in self.units:
                 unit.release()
 
+    def wait_until_all_read(self) -> None:
+        """Wait until peers need nothing more of this rank's parameters."""
+        for group in self._groups:
+            group.wait_until_all_read()
+        for flat in self._flats:
+            flat.all_read()
+
+    def before_change(self) -> None:
+        """Parameters are about to change."""
+        self.release_all()
+        self.wait_until_all_read()
+        self._outdate()
+
+    def _outdate(self) -> None:
+        for flat in self._flats:
+            flat.outdate()
+
+    @property
+    def _flats(self) -> list[Flat]:
+        return [flat for unit in self.units for flat in unit.flats]
+
     def close(self) -> None:
         if self.current is Pass.FORWARD:
             self._take_rest()
@@ -160,12 +183,15 @@ class Gathers:
         """After an exception in a pass: release everything and count on no offer of it."""
         self.current, self._left = Pass.IDLE, []
         self.release_all()
-        self._group.withdraw()
+        for group in self._groups:
+            group.withdraw()
+        self._outdate()  # Ranks may have come to the exception with other units filled.
 
     def forget(self) -> None:
         """After the world was left in the middle of a pass: nothing arrives any more."""
         for unit in self.units:
             unit.forget_calls()
             unit.forget_gather()
+        self._outdate()
         self._left = []
         self.current = Pass.IDLE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from speedlab.comm import Group, Transfer
 from speedlab.layout import padded_numel
 from speedlab.offload import AwayState, Stores
 from speedlab.parallel.zero.slot import Slot
+from speedlab.parallel.zero.ways import Waited, Ways
 from speedlab.placement import Holders, Residency, Where
 
 
@@ -32,13 +33,14 @@ class Gradient:
         padded: int,
         partition: tuple[int, int],
         dtype: torch.dtype,
-        group: Group,
+        ways: Ways,
         summed_first: dict[tuple[Group, ...], list[Slot]],
-        kept: Mapping[str, torch.dtype],
+        kept: dict[str, Tensor],
     ) -> None:
-        """`padded`: elements of the flat; `partition`: [start, end) of it that this rank sums. `summed_first`: slots
-        whose terms are summed over the same groups before those of `group`; they travel together. `kept`: what this
-        rank has for itself beside the gradient."""
+        """`padded`: elements of the flat; `partition`: [start, end) of it that this rank sums. `ways`: over which,
+        and as what, terms travel. `summed_first`: slots
+        whose terms are summed over the same groups before those of `group`; they travel together. `kept`: what an
+        optimizer has on this rank beside the gradient."""
         self.slots, self.dtype, self.summed_first = slots, dtype, summed_first
         self.used = [False] * len(slots)
         """Which parameters got a gradient from this rank in this step."""
@@ -55,9 +57,11 @@ class Gradient:
         """What uses the sum as soon as it is here, where none stays; it is measured before."""
         self.squares: Tensor | None = None
         """What it told of the present sum."""
-        self.kept = {name: torch.zeros(padded, dtype=each, device=group.device) for name, each in kept.items()}
-        """What the optimizer keeps beside the gradient from step to step, over the whole flat (an error feedback)."""
-        self.group, self._padded = group, padded
+        self.kept = kept
+        """What the optimizer keeps beside the gradient from step to step, over the whole flat or this rank's partition
+        (an error feedback)."""
+        self.group, self._ways, self._padded = ways.reduce, ways, padded
+        self._summing = ways.summing("")
         self._start, self._end = partition
         self._residency = Residency.of_stage(0, 1)
         self._borrowed: Tensor | None = None
@@ -77,6 +81,8 @@ class Gradient:
         summed; what goes needs a passing whole."""
         self.clear()
         self._residency, self._stores, self.own = residency, stores, None
+        form = str(self.dtype).removeprefix("torch.")
+        self._summing = self._ways.summing(residency.sent_as("gradient", form))
         self.partition = torch.empty(0)  # The old memory is free before there is new one.
         for state in filter(None, (self.away, self.waiting)):
             state.kept.drop()
@@ -96,6 +102,11 @@ class Gradient:
             whole = residency.optimizer_states is Holders.REPLICATED and not residency.gradients_go
             waits = self._padded if whole else self._end - self._start
             self.waiting = AwayState(lambda: stores.of(residency.states_at).keep(waits, self.dtype))
+
+    @property
+    def own_range(self) -> tuple[int, int]:
+        """[start, end) of the flat that this rank sums."""
+        return self._start, self._end
 
     @property
     def update(self) -> Tensor:
@@ -154,7 +165,7 @@ class Gradient:
             self._filled[index] = self.used[index] = True
 
     @torch.no_grad()
-    def reduce(self, *, accumulate: bool) -> Transfer | None:
+    def reduce(self, *, accumulate: bool) -> Waited | None:
         """Start to sum the ranks' own terms; parameters without one count as zero. None when nothing is under way.
 
         `accumulate` adds to partitions summed earlier in this step.
@@ -168,9 +179,9 @@ class Gradient:
         if self.left_to_optimizer:
             return None
         if self._residency.gradients_go and not self._residency.gradients_used:
-            return self.group.reduce_scatter(own, self._summed_into(accumulate), accumulate=accumulate)
+            return self._summing.reduce_scatter(own, self._summed_into(accumulate), accumulate=accumulate)
         if self._residency.optimizer_states is Holders.PARTITIONED:
-            return self.group.reduce_scatter(own, self.partition)
+            return self._summing.reduce_scatter(own, self.partition)
         return self.group.all_reduce(own)
 
     def _summed_into(self, accumulate: bool) -> Tensor:
@@ -257,6 +268,11 @@ class Gradient:
         """Where a pass leaves its sum, of replicated gradients."""
         return self._sum if not self.left_to_optimizer else self._whole()
 
+    def zero_gaps(self, tensor: Tensor, start: int = 0) -> None:
+        """Zero the elements of `tensor`, which begins at element `start` of the flat, that are of no parameter."""
+        for low, high in self._gaps:
+            tensor[max(0, low - start) : max(0, high - start)].zero_()
+
     def forget_kept(self) -> None:
         """The parameters are others now: what was kept for the old ones would mislead."""
         for tensor in self.kept.values():
@@ -275,9 +291,9 @@ class Gradient:
             self.own = self._borrowed = None
 
 
-def used_by_any(gradients: Sequence[Gradient]) -> list[list[bool]]:
-    """Which parameters of each flat got a gradient in this step from any rank whose terms are summed. Collective over
-    the ranks of all those groups, in one exchange for each."""
+def used_by_any(gradients: Sequence[Gradient], also: Group | None = None) -> list[list[bool]]:
+    """Which parameters of each flat got a gradient in this step from any rank whose terms are summed, or of the group
+    `also`. Collective over the ranks of all those groups, in one exchange for each."""
     if not gradients:
         return []
     counts = torch.tensor([used for gradient in gradients for used in gradient.used], dtype=torch.int64)
@@ -292,5 +308,6 @@ def used_by_any(gradients: Sequence[Gradient]) -> list[list[bool]]:
     for groups, indices in places.items():
         for group in groups:
             counts[indices] = group.sum(counts[indices])
-    every = iter((gradients[0].group.sum(counts) > 0).tolist())
+    counts = gradients[0].group.sum(counts)
+    every = iter(((counts if also is None else also.sum(counts)) > 0).tolist())
     return [[next(every) for _ in gradient.slots] for gradient in gradients]

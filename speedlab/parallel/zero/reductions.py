@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.autograd.profiler import record_function
 
-from speedlab.comm import Group, Transfer
+from speedlab.comm import Group
 from speedlab.parallel.zero.gathers import Gathers
 from speedlab.parallel.zero.unit import Unit
+from speedlab.parallel.zero.ways import Waited
 from speedlab.placement import Residency
 
 
@@ -34,7 +35,7 @@ class Reductions:
         self._order: list[Unit] = []
         self._turn: dict[Unit, int] = {}
         self._cursor = 0
-        self._under_way: list[tuple[Unit, list[Transfer | None]]] = []
+        self._under_way: list[tuple[Unit, list[Waited | None]]] = []
 
     @property
     def idle(self) -> bool:

@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from speedlab.offload import OffloadError
-from speedlab.parallel.zero.flat import Flat, ReadThenGathered, Waited
+from speedlab.parallel.zero.flat import Flat, ReadThenGathered
+from speedlab.parallel.zero.ways import Waited
 
 
 class Pass(Enum):
@@ -38,8 +39,19 @@ class Unit:
         self.has_frozen = any(not flat.trainable for flat in flats)
 
     def start_gather(self) -> None:
-        if self.gathers is None:
-            self.gathers = [flat.gather() for flat in self.flats]
+        if self.gathers is not None:
+            return
+        begun: list[Waited] = []
+        try:
+            for flat in self.flats:
+                begun.append(flat.gather())
+        except BaseException:  # All are gathered, or none is.
+            for flat, pending in zip(self.flats, begun, strict=False):
+                with suppress(Exception):  # What was raised first is what counts.
+                    pending.wait()
+                flat.release()
+            raise
+        self.gathers = begun
 
     def finish_gather(self) -> None:
         for pending in self.gathers or ():

@@ -38,6 +38,7 @@ from speedlab.parallel.zero.reductions import Reductions, default_in_flight
 from speedlab.parallel.zero.unit import Pass, Unit
 from speedlab.parallel.zero.units import UnitPlan
 from speedlab.parallel.zero.walk import tensors_of
+from speedlab.parallel.zero.ways import Ways
 from speedlab.placement import Placement, Residency
 
 
@@ -50,15 +51,17 @@ class Zero:
         plans: list[UnitPlan],
         placement: Placement,
         *,
-        gather_group: Group,
-        reduce_group: Group,
+        ways: Ways,
         stores: Stores,
         axes: Mapping[str, Group] | None = None,
         reductions_in_flight: int | None = None,
         materialize: Callable[[UnitPlan], None] | None = None,
+        alike: Group | None = None,
     ) -> None:
         """`placement`: a row for each parameter of `plans`; its flats are made, and placed where it says, which may be
         in `stores`.
+
+        `ways`: the groups over which flats come together and gradients are summed.
 
         `axes`: groups of ranks that hold some parameters too, and have other terms of their gradients, by the names in
         `summed_over`. A group that is on other pipeline stages only goes with parameters of the root unit and
@@ -67,10 +70,10 @@ class Zero:
         `reductions_in_flight`: units whose gradients may be summed at once; None takes what suits the device.
 
         `materialize` gives a unit that stands on `meta` its values; it is called unit by unit, so that one unit at a
-        time is whole.
+        time is whole. `alike`: all ranks that begin with the same values; None: those of `gather_group`.
         """
         self.module, self.placement = module, placement
-        self.gather_group, self.reduce_group = gather_group, reduce_group
+        self._ways = ways
         units: list[Unit] = []
         for plan in plans:
             if materialize is not None:
@@ -80,10 +83,10 @@ class Zero:
                     name,
                     rows,
                     plan.parameters,
-                    gather_group=gather_group,
-                    reduce_group=reduce_group,
+                    ways=ways,
                     axes=axes or {},
                     stores=stores,
+                    alike=alike,
                 )
                 for name, rows in placement.flats.items()
                 if rows[0].unit == plan.name
@@ -91,10 +94,10 @@ class Zero:
             for flat in flats:
                 flat.place(placement.residency)
             units.append(Unit(plan.name, plan.modules, flats))
-        self.gathers = Gathers(units, gather_group)
+        self.gathers = Gathers(units, ways)
         self.gathers.place(placement.residency)
-        in_flight = reductions_in_flight or default_in_flight(gather_group.device)
-        self.reductions = Reductions(self.gathers, reduce_group, in_flight=in_flight)
+        in_flight = reductions_in_flight or default_in_flight(ways.gather.device)
+        self.reductions = Reductions(self.gathers, ways.reduce, in_flight=in_flight)
         self.finish_update: Callable[[], None] = lambda: None
         """Makes an update that is late the parameters', where whoever looks at one stands on all ranks."""
         self._version = 0
@@ -316,7 +319,7 @@ class Zero:
         self.gathers.end_backward()
         self._forget_calls()
         self.reductions.end(self.residency, leave_root=leave_root)  # 5
-        self.gather_group.wait_until_all_read()  # The next thing may be an update of the shards.
+        self.gathers.wait_until_all_read()  # The next thing may be an update of the shards.
         self.gathers.current = Pass.IDLE
 
     def reduce_root(self) -> None:
@@ -338,8 +341,7 @@ class Zero:
         """Parameters are about to change: nothing that was gathered for a pass may be taken for the new values, and no
         loss of before can be differentiated any more. Call on all ranks."""
         self._forget_calls()
-        self.gathers.release_all()
-        self.gather_group.wait_until_all_read()
+        self.gathers.before_change()
         for flat in self.flats:
             flat.take_changes()
         self._version += 1
@@ -368,7 +370,7 @@ class Zero:
     def clear_gradients(self) -> None:
         """Forget the gradients of the step, and free buffers beyond those that the next one begins with."""
         self.reductions.clear()
-        self.reduce_group.trim_buffers()
+        self._ways.reduce.trim_buffers()
 
     def abandon_pass(self) -> None:
         """After an exception in forward or backward: finish what is under way. Gradients that earlier micro-batches of
@@ -387,13 +389,13 @@ class Zero:
 
     def disconnect(self) -> None:
         """Let go of the connections. Transfers under way keep their memory until `reconnect`."""
-        self.gather_group.disconnect()
-        self.reduce_group.disconnect()
+        for group in self._ways.all:
+            group.disconnect()
 
     def reconnect(self) -> None:
         """Use the present world's connections, after forgetting a pass that was cut off. Collective."""
-        self.gather_group.reconnect()
-        self.reduce_group.reconnect()
+        for group in self._ways.all:
+            group.reconnect()
         if self._broken or self.current is not Pass.IDLE or not self.reductions.idle:
             self.gathers.forget()
             self.reductions.forget()
@@ -402,10 +404,10 @@ class Zero:
     def place(self, residency: Residency) -> None:
         """Move every flat to where `residency` says. Between two steps only."""
         self.before_change()
-        self.reduce_group.wait_until_all_read()
+        self._ways.reduce.wait_until_all_read()
         for flat in self.flats:
             flat.place(residency)
-        self.reduce_group.drop_buffers()
+        self._ways.reduce.drop_buffers()
         self.placement = self.placement.moved(residency)
         self.gathers.place(residency)
         for unit in self.units:

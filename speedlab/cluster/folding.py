@@ -1,0 +1,105 @@
+"""What ranks print, folded: equal lines of several ranks become one."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+FOLD_SECONDS = 0.3
+"""How long a line waits for the same line of other ranks. Engines send what they print every 0.2 s."""
+PARTIAL_SECONDS = 1.0
+"""How long an unfinished line waits for its end."""
+MOST_LINES = 2000
+"""Lines of one rank that may wait; beyond that the oldest are left out, and a line says how many."""
+
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r(?!\n|$)|\n)")
+
+
+@dataclass
+class _Line:
+    stream: str
+    text: str
+    time: float
+
+
+class LineFolder:
+    """Folds equal lines of several ranks; pure: the clock is an argument.
+
+    1. Text is cut into lines; each rank has one queue, so the order of a rank's lines is kept, over both streams.
+    2. A line is due when every rank has it at the head of its queue, or when it has waited for FOLD_SECONDS.
+    3. A due line leaves together with the equal heads of other ranks. Among due lines, one that another rank still has
+       further down its queue goes later, so that it is folded when it comes up there; else the lowest rank goes first.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._queues: dict[int, deque[_Line]] = {rank: deque() for rank in ranks}
+        self._partial: dict[tuple[int, str], _Line] = {}
+        self._left_out: dict[int, int] = {}
+
+    def expect(self, size: int) -> None:
+        """Fold the lines of ranks 0 to `size` - 1 from now on; what other ranks wrote still comes out."""
+        for rank in range(size):
+            self._queues.setdefault(rank, deque())
+        for rank in [rank for rank, queue in self._queues.items() if rank >= size and not queue]:
+            del self._queues[rank]
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._partial) or any(self._queues.values())
+
+    def feed(self, rank: int, stream: str, text: str, now: float) -> None:
+        """Add what `rank` wrote to `stream`; it need not end at the end of a line."""
+        queue = self._queues.setdefault(rank, deque())
+        held = self._partial.pop((rank, stream), None)
+        text = held.text + text if held else text
+        end = 0
+        for match in _LINE.finditer(text):
+            queue.append(_Line(stream, match.group(), now))
+            end = match.end()
+        if end < len(text):
+            self._partial[rank, stream] = _Line(stream, text[end:], held.time if held and not end else now)
+        while len(queue) > MOST_LINES:
+            queue.popleft()
+            self._left_out[rank] = self._left_out.get(rank, 0) + 1
+
+    def drain(self, now: float, *, everything: bool = False) -> list[tuple[list[int], str, str]]:
+        """What is due, as (ranks, stream, text) in order; neighbours of the same ranks and stream are one entry."""
+        self._give_up_on_partial_lines(now, everything)
+        out: list[tuple[list[int], str, str]] = []
+        for rank in list(self._left_out):
+            out.append(([rank], "stderr", f"… {self._left_out.pop(rank)} lines of output left out\n"))
+        while (due := self._due(now, everything)) is not None:
+            ranks = [rank for rank, queue in self._queues.items() if queue and _same(queue[0], due)]
+            for rank in ranks:
+                self._queues[rank].popleft()
+            if out and out[-1][0] == ranks and out[-1][1] == due.stream:
+                out[-1] = (ranks, due.stream, out[-1][2] + due.text)
+            else:
+                out.append((ranks, due.stream, due.text))
+        return out
+
+    def _due(self, now: float, everything: bool) -> _Line | None:
+        heads = [queue[0] for _, queue in sorted(self._queues.items()) if queue]
+        if len(heads) == len(self._queues) and all(_same(head, heads[0]) for head in heads):
+            return heads[0]
+        late = [head for head in heads if everything or now - head.time >= FOLD_SECONDS]
+        return min(late, key=self._comes_again, default=None)
+
+    def _comes_again(self, line: _Line) -> bool:
+        """Whether a rank that has something else at its head has `line` further down."""
+        return any(
+            queue and not _same(queue[0], line) and any(_same(other, line) for other in queue)
+            for queue in self._queues.values()
+        )
+
+    def _give_up_on_partial_lines(self, now: float, everything: bool) -> None:
+        for (rank, stream), line in list(self._partial.items()):
+            if everything or now - line.time >= PARTIAL_SECONDS:
+                del self._partial[rank, stream]
+                self._queues.setdefault(rank, deque()).append(line)
+
+
+def _same(a: _Line, b: _Line) -> bool:
+    return a.stream == b.stream and a.text == b.text

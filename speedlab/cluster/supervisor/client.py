@@ -1,0 +1,219 @@
+"""A client's side of the connection to a cluster's supervisor: asking, and hearing what nobody asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.known_runs import RunError
+from speedlab.cluster.processes import is_suspended
+from speedlab.cluster.supervisor import messages as m
+from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, connect
+from speedlab.config import ConfigError
+from speedlab.telemetry.folder import RunFolderError
+
+log = logging.getLogger("speedlab.cluster")
+
+_KINDS = {kind.__name__: kind for kind in (ClusterError, RunError, RunFolderError, ConfigError, ValueError, TypeError)}
+
+
+_CANCEL_SECONDS = 30.0
+_LOOK_SECONDS = 1.0
+_SILENT_SECONDS = 60.0
+"""A supervisor that imports what it needs, on a host whose cores are taken, says nothing for some seconds."""
+
+
+class SupervisorGoneError(ConnectionError):
+    """The supervisor's process has ended, or the connection to it; a new one can be made."""
+
+
+class StartGivenUpError(ClusterError):
+    """Somebody gave up a start that was under way."""
+
+
+class Hearer(Protocol):
+    """Whom a client tells of one submission."""
+
+    def ended(self, message: m.Ended) -> object: ...
+    def said(self, message: m.Said) -> object: ...
+
+
+class Client:
+    """A connection to a supervisor. Methods may be called from any thread; it closes when it is dropped."""
+
+    def __init__(
+        self,
+        path: Path,
+        printed: Callable[[list[int], str, str], object],
+        progress: Callable[[str], object] = lambda words: None,
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`path`: of the supervisor's socket; `printed`: told what ranks print, once `Listen` was asked; `progress`:
+        what the start waits for; `given_up`: whether nobody wants it any more. Returns when the cluster is ready.
+        Raises SupervisorGoneError when nobody is there, ClusterError when it did not come up."""
+        try:
+            self._channel = connect(path, m.FromSupervisor)
+        except OSError as error:
+            raise SupervisorGoneError(f"{path}: {error}") from None
+        self._calls = itertools.count(1)
+        self._open: dict[int, tuple[m.Question, Future[Any], Callable[[str], object] | None]] = {}
+        self._hearers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+        self._lost = threading.Event()
+        self.close = weakref.finalize(self, self._channel.close)
+        try:
+            self.token = self._greet(progress, given_up)
+        except BaseException:
+            self.close()
+            raise
+        # The thread must not keep the client alive, or a handle that was dropped would listen for ever.
+        arguments = (weakref.ref(self), self._channel, printed)
+        threading.Thread(target=_listen, args=arguments, name="speedlab-supervisor", daemon=True).start()
+
+    @property
+    def lost(self) -> bool:
+        return self._lost.is_set()
+
+    def ask(
+        self, question: m.Question, *, progress: Callable[[str], object] | None = None, seconds: float | None = None
+    ) -> Any:
+        """The answer. Raises what it was refused with, and SupervisorGoneError; TimeoutError after `seconds`."""
+        call = next(self._calls)
+        question = msgspec.structs.replace(question, call=call)
+        answer: Future[Any] = Future()
+        with self._lock:
+            if self.lost:
+                raise SupervisorGoneError("the cluster's supervisor has ended")
+            self._open[call] = question, answer, progress
+        try:
+            self._channel.send(question)
+            return self._answered(question, answer, seconds)
+        except ChannelClosedError as error:
+            raise SupervisorGoneError(str(error)) from None
+        except NoAnswer:
+            raise TimeoutError(f"the cluster's supervisor did not answer within {seconds:g} s") from None
+        finally:
+            with self._lock:
+                self._open.pop(call, None)
+
+    def _answered(self, question: m.Question, answer: Future[Any], seconds: float | None) -> Any:
+        try:
+            return answer.result(seconds)
+        except KeyboardInterrupt:
+            if isinstance(question, m.Resize | m.Hold):
+                self._channel.send(m.Cancel(call=question.call))
+            if isinstance(question, m.Resize):  # Whoever goes on behind the interrupt finds one state or the other.
+                with contextlib.suppress(Exception):
+                    answer.result(_CANCEL_SECONDS)
+            raise
+
+    def hear_of(self, id: str, hearer: Hearer) -> None:
+        """Tell `hearer` of the submission `id`, as long as somebody else holds it."""
+        self._hearers[id] = hearer
+
+    def _greet(self, progress: Callable[[str], object], given_up: Callable[[], bool]) -> str:
+        try:
+            self._channel.send(m.Hello())
+            try:
+                said = ""
+                while isinstance(answer := self._hear(given_up), m.Progress):
+                    if answer.text != said:
+                        said = answer.text
+                        progress(said)
+            except (KeyboardInterrupt, StartGivenUpError):
+                # Only the supervisor knows what has begun on other hosts, and gives it back.
+                self._channel.send(m.Cancel(call=0))
+                while isinstance(self._hear(), m.Progress):
+                    continue
+                raise
+        except ChannelClosedError as error:
+            raise SupervisorGoneError(str(error)) from None
+        if isinstance(answer, m.Refused):
+            raise _error_of(answer)
+        return answer.token
+
+    def _hear(self, given_up: Callable[[], bool] = lambda: False) -> Any:
+        """The next message of a supervisor that starts, which says something now and then. Raises ClusterError."""
+        deadline = time.monotonic() + _SILENT_SECONDS
+        while True:
+            if given_up():
+                raise StartGivenUpError("the start was given up; nothing of it is left")
+            if self._channel.ready(_LOOK_SECONDS):
+                return self._channel.receive()
+            pid = self._channel.peer_pid
+            if pid is not None and is_suspended(pid):
+                raise ClusterError(
+                    f"the cluster's supervisor, process {pid}, is suspended; let it go on (kill -CONT {pid}), or end "
+                    f"it (kill -9 {pid}): then the next client starts another one, which takes over"
+                )
+            if time.monotonic() > deadline:
+                who = f", process {pid}," if pid is not None else ""
+                raise ClusterError(
+                    f"the cluster's supervisor{who} has said nothing for {_SILENT_SECONDS:g} s: it may wait for a disk "
+                    "or a core. Try again, or end it; then the next client starts another one, which takes over"
+                )
+
+    # ---- on the thread that listens ----------------------------------------------------------------------------------
+
+    def _take(self, message: Any, printed: Callable[[list[int], str, str], object]) -> None:
+        if isinstance(message, m.Ended | m.Said):
+            hearer = self._hearers.get(message.id)
+            if hearer is not None:
+                (hearer.ended if isinstance(message, m.Ended) else hearer.said)(message)
+        elif isinstance(message, m.Printed):
+            printed(message.ranks, message.stream, message.text)
+        else:
+            with self._lock:
+                question, answer, progress = self._open.get(message.call, (None, None, None))
+            if question is None or answer is None:
+                return  # Whoever asked has given up.
+            if isinstance(message, m.Answer):
+                answer.set_result(msgspec.msgpack.decode(message.value, type=question.answer))
+            elif isinstance(message, m.Refused):
+                answer.set_exception(_error_of(message))
+            elif progress is not None:
+                progress(message.text)
+
+    def _end(self) -> None:
+        self._lost.set()
+        with self._lock:
+            answers = [answer for _, answer, _ in self._open.values()]
+        for answer in answers:
+            with contextlib.suppress(Exception):  # It was answered at the same moment.
+                answer.set_exception(SupervisorGoneError("the cluster's supervisor has ended"))
+
+
+def _listen(client_of: weakref.ref[Client], channel: Channel, printed: Callable[[list[int], str, str], object]) -> None:
+    while True:
+        try:
+            message = channel.receive()
+        except ChannelClosedError:
+            break
+        client = client_of()
+        if client is None:
+            return
+        try:
+            client._take(message, printed)
+        except Exception:
+            log.exception("a message of the cluster's supervisor could not be taken")
+        del client
+    if (client := client_of()) is not None:
+        client._end()
+
+
+def _error_of(refused: m.Refused) -> Exception:
+    return _KINDS.get(refused.kind, ClusterError)(
+        refused.text if refused.kind in _KINDS else f"{refused.kind}: {refused.text}"
+    )

@@ -1,0 +1,194 @@
+"""What a supervisor can do to engines' processes: where they run makes the difference, and nothing else knows it.
+
+`Here` are processes of this host. `OnHosts` (`hands_on_hosts.py`) asks the agents of several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import psutil
+
+import speedlab.cluster.processes as processes
+import speedlab.cluster.start as start
+from speedlab.cluster.devices import devices_for
+from speedlab.cluster.home import ClusterState, EngineEntry, Home
+from speedlab.cluster.launchers import device_fields, rank_environment
+from speedlab.cluster.wires import CUT_SIGNAL
+
+if TYPE_CHECKING:
+    from ipyparallel import Client
+
+    from speedlab.cluster.supervisor.wire import Wire
+    from speedlab.telemetry.folder import RunFolder
+
+
+class Process(NamedTuple):
+    """An engine's process, as it is now."""
+
+    alive: bool
+    suspended: bool
+    rss_bytes: int
+
+
+class Plan(NamedTuple):
+    """Another number of engines."""
+
+    state: ClusterState
+    """As it will be; its engines are those that stay, under the ranks that they will have."""
+    stays: dict[int, int]
+    """New rank of each engine that stays, by its rank now."""
+
+
+class Hands(Protocol):
+    """Engines' processes of one cluster. Methods may be called from any thread."""
+
+    def start(
+        self, state: ClusterState, ranks: Iterable[int], cancelled: Callable[[], bool]
+    ) -> tuple[EngineEntry, ...]:
+        """New engines for these ranks of `state`, ready. Raises ClusterError, also once it is cancelled."""
+        ...
+
+    def look(self, engines: Sequence[EngineEntry]) -> list[Process]:
+        """Each engine's process."""
+        ...
+
+    def interrupt(self, engines: Iterable[EngineEntry]) -> None:
+        """SIGINT to each."""
+        ...
+
+    def cut(self, engines: Iterable[EngineEntry]) -> None:
+        """Let those come back that wait for a peer in native code."""
+        ...
+
+    def end(self, engines: Sequence[EngineEntry], gone: Callable[[EngineEntry], object]) -> list[EngineEntry]:
+        """Kill each and what it started; returns those that cannot be ended. `gone(engine)` is called when its own
+        process has ended, before what it started is."""
+        ...
+
+    def next_generation(self) -> None:
+        """Ranks that join from now on meet in a new store."""
+        ...
+
+    def plan(self, state: ClusterState, size: int) -> Plan:
+        """What `size` engines instead of those of `state` would be; nothing is changed. Raises ClusterError where there
+        cannot be so many."""
+        ...
+
+    def turn_to(self, state: ClusterState) -> None:
+        """From now on engines are started for, and bound to, the ranks of `state`."""
+        ...
+
+    def environments(self, state: ClusterState) -> list[dict[str, str]]:
+        """What binds an engine to its rank, by rank."""
+        ...
+
+    def wire(self, folder: RunFolder) -> Wire | None:
+        """What a run needs whose folder not all hosts see; None where they do. Raises ClusterError where that is not
+        enough."""
+        ...
+
+    def lost(self) -> dict[str, str]:
+        """Hosts whose engines are out of reach, and why; looks anew, and may take seconds."""
+        ...
+
+    def back(self) -> list[str]:
+        """Hosts that were left out when they were lost, and answer again; each is told once."""
+        ...
+
+    def why_over(self) -> str | None:
+        """Why all engines are gone for good, as whoever lent their hosts has it; None while they are not."""
+        ...
+
+    def stop(self) -> None:
+        """End everything that is not on this host."""
+        ...
+
+
+class Here:
+    """Engines on this host."""
+
+    def __init__(self, home: Home, client: Client, token: str) -> None:
+        self._home, self._client, self._token = home, client, token
+
+    def start(
+        self, state: ClusterState, ranks: Iterable[int], cancelled: Callable[[], bool]
+    ) -> tuple[EngineEntry, ...]:
+        return start.start_engines(self._home, state, self._client, ranks, cancelled)
+
+    def look(self, engines: Sequence[EngineEntry]) -> list[Process]:
+        return [self._look(engine) for engine in engines]
+
+    def interrupt(self, engines: Iterable[EngineEntry]) -> None:
+        self._signal(engines, signal.SIGINT)
+
+    def cut(self, engines: Iterable[EngineEntry]) -> None:
+        self._home.break_stores()
+        self._signal(engines, CUT_SIGNAL)
+
+    def end(self, engines: Sequence[EngineEntry], gone: Callable[[EngineEntry], object]) -> list[EngineEntry]:
+        trees = {engine: start.tree(engine.pid, self._token) for engine in engines}
+        # The engines alone at first: one of the children of each tells the controller that it has gone.
+        left = processes.end([process for tree in trees.values() for process in tree[:1]], patience_seconds=0.0)
+        for engine in engines:
+            gone(engine)
+        left += processes.end([process for tree in trees.values() for process in tree[1:]], patience_seconds=0.0)
+        pids = {process.pid for process in left}
+        return [engine for engine, tree in trees.items() if pids & {process.pid for process in tree}]
+
+    def end_unknown(self, engines: Sequence[EngineEntry]) -> list[int]:
+        """End engines that are none of these: an earlier supervisor died while it started or ended them. Returns their
+        process ids."""
+        known = {engine.pid for engine in engines}
+        unknown = [process.pid for process in processes.engines(self._token) if process.pid not in known]
+        trees = [process for pid in unknown for process in start.tree(pid, self._token)]
+        processes.end(trees, patience_seconds=0.0)
+        return unknown
+
+    def next_generation(self) -> None:
+        self._home.next_generation()
+
+    def plan(self, state: ClusterState, size: int) -> Plan:
+        engines = state.engines[:size]
+        after = replace(state, devices=tuple(devices_for(size, state.devices)), engines=engines)
+        return Plan(after, {engine.rank: engine.rank for engine in engines})
+
+    def turn_to(self, state: ClusterState) -> None:
+        """Ranks are counted on, from 0."""
+
+    def environments(self, state: ClusterState) -> list[dict[str, str]]:
+        devices = device_fields(state.devices)
+        return [rank_environment(rank, devices, str(self._home.rendezvous)) for rank in range(len(devices))]
+
+    def wire(self, folder: RunFolder) -> Wire | None:
+        return None
+
+    def lost(self) -> dict[str, str]:
+        return {}
+
+    def back(self) -> list[str]:
+        return []
+
+    def why_over(self) -> str | None:
+        return None
+
+    def stop(self) -> None:
+        """Who stops the cluster ends its processes by their token."""
+
+    def _signal(self, engines: Iterable[EngineEntry], number: signal.Signals) -> None:
+        for engine in engines:
+            if processes.is_alive(engine.pid, self._token):
+                with contextlib.suppress(ProcessLookupError):  # It ended in between.
+                    os.kill(engine.pid, number)
+
+    def _look(self, engine: EngineEntry) -> Process:
+        if processes.is_alive(engine.pid, self._token):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(engine.pid)
+                return Process(True, process.status() == psutil.STATUS_STOPPED, process.memory_info().rss)
+        return Process(False, False, 0)

@@ -1,0 +1,237 @@
+"""What a supervisor and its clients say to each other: every message, defined once, and the version of all of them.
+
+A client greets with `Hello` and is answered with `Welcome`. From then on it asks, each question with a number of its
+own, and gets an `Answer` or a `Refused` with that number; between them come messages that nobody asked for, about
+submissions and about what ranks print. Fields that a later version adds have defaults, and unknown ones are passed
+over, so that `VERSION` counts up only when the meaning of what is there changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+VERSION = 1
+
+
+class Message(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
+    """Anything that travels."""
+
+
+class Hello(Message, kw_only=True):
+    """The first word of a client."""
+
+    version: int = VERSION
+
+
+class Welcome(Message, kw_only=True):
+    """The supervisor's answer to Hello, once the cluster is ready. `token`: which cluster it is."""
+
+    version: int = VERSION
+    token: str
+
+
+class Question(Message, kw_only=True):
+    """What a client asks. `call`: the number under which it is answered."""
+
+    call: int = 0
+    answer: ClassVar[Any] = None
+    """Type of the answer's value."""
+
+
+class Submit(Question, kw_only=True):
+    """Run `work`, as `shipping.pack` packed it, on these ranks, or on all; answered with the ranks it went to."""
+
+    id: str
+    """The client's own name for the submission; sent twice, after a loss of the connection, it is one submission."""
+    work: bytes
+    ranks: list[int] | None = None
+    shown: bool = False
+    """Whether the client wants what the ranks print and display in it, by `Said`."""
+    answer: ClassVar[Any] = list[int]
+
+
+class Watch(Question, kw_only=True):
+    """Hear of a submission again, after a loss of the connection; answered with the ranks it went to, [] if none."""
+
+    id: str
+    shown: bool = False
+    answer: ClassVar[Any] = list[int]
+
+
+class Interrupt(Question, kw_only=True):
+    """Interrupt everything, or one submission, or the run in `folder`; answered with the ranks that are idle then."""
+
+    id: str = ""
+    folder: str = ""
+    seconds: float = 2.0
+    answer: ClassVar[Any] = list[int]
+
+
+class RankStatus(Message, kw_only=True):
+    """One rank's engine, as it is now; `EngineStatus` without the device."""
+
+    rank: int
+    engine_id: int
+    pid: int
+    state: str
+    rss_bytes: int
+
+
+class Look(Question, kw_only=True):
+    """Each rank's engine, as it is now."""
+
+    answer: ClassVar[Any] = list[RankStatus]
+
+
+class Restart(Question, kw_only=True):
+    """End the engine of a rank and start a new one."""
+
+    rank: int
+
+
+class Resize(Question, kw_only=True):
+    """Change the number of engines. `Progress` comes with the same number."""
+
+    engines: int
+    only_look: bool = False
+    """Whether to look only whether there can be so many."""
+
+
+class Cancel(Question, kw_only=True):
+    """Give up the question of this number, where it can be: engines that are being started are ended again, a run is
+    not held. It is answered as one that failed, or, once it is too late, as it would have been."""
+
+
+class Stop(Question, kw_only=True):
+    """End all engines, the controller and the supervisor."""
+
+
+class Listen(Question, kw_only=True):
+    """From now on send, or no longer send, what ranks print, by `Printed`."""
+
+    on: bool = True
+
+
+class Begin(Question, kw_only=True):
+    """A new run: let the ranks begin with it."""
+
+    folder: str
+
+
+class Post(Question, kw_only=True):
+    """A control word for a run; answered with its number. `key`: sent twice, it is one word."""
+
+    folder: str
+    word: str
+    arguments: dict[str, Any]
+    key: str
+    answer: ClassVar[Any] = int
+
+
+class Attend(Question, kw_only=True):
+    """Look after a run, whose last word its client may not have sent on."""
+
+    folder: str
+
+
+class Standing(Message, kw_only=True):
+    """How a run stands with its ranks."""
+
+    active: bool = False
+    """Whether the ranks work on it, or will as soon as they are free."""
+    recovering: bool = False
+    """Whether engines are brought back for it, or it waits to try again."""
+    trouble: str = ""
+    """Why a waiting word could not be sent to the ranks."""
+    trouble_kind: str = ""
+
+
+class AskStanding(Question, kw_only=True):
+    """How a run stands with its ranks."""
+
+    folder: str
+    answer: ClassVar[Any] = Standing
+
+
+class Hold(Question, kw_only=True):
+    """Let nobody advance the run until `LetGo`, or until this client is gone."""
+
+    folder: str
+    seconds: float
+
+
+class LetGo(Question, kw_only=True):
+    """The end of `Hold`."""
+
+    folder: str
+
+
+class Answer(Message, kw_only=True):
+    """The answer to the question `call`."""
+
+    call: int
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+
+
+class Refused(Message, kw_only=True):
+    """The question `call` was refused; `kind` is the error's class, 0 as `call` stands for the greeting."""
+
+    call: int
+    kind: str
+    text: str
+
+
+class Progress(Message, kw_only=True):
+    """What is being done about the question `call`."""
+
+    call: int
+    text: str
+
+
+class Ended(Message, kw_only=True):
+    """A rank has returned from a submission: with `value`, packed, or with the fields of a RemoteFailure."""
+
+    id: str
+    rank: int
+    value: bytes = b""
+    failure: dict[str, Any] | None = None
+
+
+class Said(Message, kw_only=True):
+    """A rank printed or displayed something in a submission that is shown; content as in Jupyter's protocol."""
+
+    id: str
+    rank: int
+    kind: str
+    content: dict[str, Any]
+
+
+class Printed(Message, kw_only=True):
+    """Ranks printed the same text; `stream` is 'stdout' or 'stderr'."""
+
+    ranks: list[int]
+    stream: str
+    text: str
+
+
+FromClient = (
+    Hello
+    | Submit
+    | Watch
+    | Interrupt
+    | Look
+    | Restart
+    | Resize
+    | Cancel
+    | Stop
+    | Listen
+    | Begin
+    | Post
+    | Attend
+    | AskStanding
+    | Hold
+    | LetGo
+)
+FromSupervisor = Welcome | Answer | Refused | Progress | Ended | Said | Printed

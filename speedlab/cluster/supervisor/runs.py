@@ -1,0 +1,395 @@
+"""The runs of a cluster, in their supervisor: it keeps the ranks working on control words, sees failures, and brings a
+run back where that was asked for.
+
+1. Training is one submission on all ranks, `remote.advance`; it carries out words as they come and ends when the run
+   pauses, ends or fails. While it is paused no submission is there, so the engines serve cells.
+2. A word that comes while none is there submits one; it waits in line like any other.
+3. When it ends, words are looked for once more: one that came in between is neither left lying nor carried out twice.
+4. A word that a submission was given and did not take, or that was waiting when the run failed, is dropped: else it
+   would be carried out long after it was meant.
+5. A run that has failed is brought back (`recovery.py`) if its configuration says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import speedlab.cluster.remote as remote
+from speedlab.cluster.errors import DIED, ClusterError, RankError
+from speedlab.cluster.failures import is_kept, keep_failure
+from speedlab.cluster.known_runs import Given, remember_run, remembered_runs
+from speedlab.cluster.supervisor.messages import Standing
+from speedlab.cluster.supervisor.recovery import Recovery
+from speedlab.telemetry.checkpoints import newest
+from speedlab.telemetry.folder import UNSUPERVISED, Command, RunFolder, RunFolderError, Status
+from speedlab.telemetry.records import RESTING, RunState
+
+if TYPE_CHECKING:
+    from speedlab.cluster.supervisor.wire import Wire
+    from speedlab.hardware import Device
+
+log = logging.getLogger("speedlab.supervisor")
+
+_HOLD_POLL_SECONDS = 0.02
+_TEXT_LIMIT = 2000
+
+
+class Worked(Protocol):
+    """A submission, as far as a run asks it anything."""
+
+    id: str
+
+    @property
+    def done(self) -> bool: ...
+    @property
+    def error(self) -> RankError | None: ...
+
+    def add_done_callback(self, callback: Any, /) -> None: ...
+
+
+class Ranks(Given, Protocol):
+    """The engines, as far as a run needs them."""
+
+    @property
+    def devices(self) -> list[Device]: ...
+    @property
+    def dead(self) -> Collection[int]: ...
+    @property
+    def pids(self) -> tuple[int, ...]: ...
+    @property
+    def lost_ranks(self) -> Collection[int]: ...
+
+    def submit(self, function: Any, *arguments: Any, label: str = "") -> Worked: ...
+    def left_of(self, label: str) -> Worked | None: ...
+    def at_work(self, submission: Any) -> bool: ...
+    def way_back(self, dead: list[int]) -> str: ...
+    def restart(self, *ranks: int) -> None: ...
+    def resize(self, size: int) -> None: ...
+    def wire(self, folder: RunFolder) -> Wire | None: ...
+    def interrupt(self, only: Any = None, seconds: float = 2.0) -> list[int]: ...
+
+
+class Runs:
+    """All runs that this cluster was given. Methods may be called from any thread."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._lock = threading.RLock()
+        self._open: dict[Path, Run] = {}
+
+    def begin(self, path: Path) -> None:
+        """Let the ranks begin with a new run. Raises ClusterError while another one is under way."""
+        with self._lock:
+            self._refuse_beside_another(path)
+            remember_run(self._ranks, path)
+            self._of(path).begin()
+
+    def post(self, path: Path, word: str, arguments: dict[str, Any], key: str) -> int:
+        """Give a control word to a run; returns its number. Raises ClusterError when an engine is dead, or while
+        another run is under way: it would take the engines when that pauses, and what they hold would be gone."""
+        with self._lock:
+            self._refuse_beside_another(path)
+            return self._of(path).post(word, arguments, key)
+
+    def _refuse_beside_another(self, path: Path) -> None:
+        path = path.resolve()
+        for other in self._open.values():
+            if (other.active or other.recovering) and other.folder.path != path:
+                status = other.folder.read_status()
+                state = "being brought back" if other.recovering else str(status.state)
+                raise ClusterError(
+                    f"run {other.folder.name!r} is {state} on {self._ranks.name!r}, step {status.step} of "
+                    f"{status.steps}; pause or stop it first, or start a cluster of another name"
+                )
+
+    def attend(self, path: Path) -> None:
+        """Look whether words wait for a run that nobody works on."""
+        with self._lock:
+            self._of(path).attend()
+
+    def standing(self, path: Path) -> Standing:
+        """How a run stands with its ranks."""
+        with self._lock:
+            return self._of(path).standing()
+
+    def hold(self, path: Path, holder: object, seconds: float) -> None:
+        """Nobody advances the run until `let_go`; words wait. The run has to rest; raises ClusterError when it is
+        still worked on, or held by another, after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            with self._lock:
+                if (run := self._of(path)).take_hold(holder):
+                    return
+            if time.monotonic() > deadline:
+                raise ClusterError(f"run {run.folder.name!r} is being advanced by somebody else; pause it first")
+            time.sleep(_HOLD_POLL_SECONDS)
+
+    def let_go(self, holder: object, path: Path | None = None) -> None:
+        """The end of `hold`, of this run or of all that `holder` holds."""
+        with self._lock:
+            for run in list(self._open.values()):
+                if run.holder is holder and path in (None, run.folder.path):
+                    run.holder = None
+                    with contextlib.suppress(ClusterError, RunFolderError):
+                        run.attend()
+
+    def interrupt(self, path: Path, seconds: float) -> list[int]:
+        """Interrupt what the ranks do for this run, and no more."""
+        with self._lock:
+            run = self._of(path)
+            run.give_up()  # Who interrupts a run does not want it back.
+            task = run.task
+        return self._ranks.interrupt(task, seconds) if task is not None else []
+
+    def take_over(self) -> None:
+        """Look after the runs that an earlier supervisor was given."""
+        try:
+            paths = remembered_runs(self._ranks)
+        except RunFolderError as error:
+            log.warning("the runs of the cluster are not looked after: %s", error)
+            return
+        for path in paths:
+            try:
+                with self._lock:
+                    if RunFolder(path).read_status().token == self._ranks.token:
+                        self._of(path).take_over()
+            except Exception as error:  # A full disk, a damaged folder: the cluster and its other runs go on.
+                log.warning("run %s is not looked after: %s", path, error)
+
+    def settle(self, seconds: float) -> bool:
+        """Wait until what has happened to the runs is written down; False when that took longer than `seconds`."""
+        deadline = time.monotonic() + seconds
+        while any(run.active for run in list(self._open.values())) and time.monotonic() < deadline:
+            time.sleep(_HOLD_POLL_SECONDS)
+        return not any(run.active for run in self._open.values())
+
+    def close(self) -> None:
+        """Bring no run back any more."""
+        with self._lock:
+            for run in self._open.values():
+                run.give_up()
+
+    def _of(self, path: Path) -> Run:
+        path = path.resolve()
+        if path not in self._open:
+            self._open[path] = Run(RunFolder(path), self._ranks, self._lock)
+        return self._open[path]
+
+
+class Run:
+    """One run, as its supervisor sees it. Its methods are called with the lock of `Runs`."""
+
+    def __init__(self, folder: RunFolder, ranks: Ranks, lock: threading.RLock) -> None:
+        self.folder = folder
+        self.task: Worked | None = None
+        self.holder: object | None = None
+        self.trouble: Exception | None = None
+        """Why a waiting word could not be sent to the ranks; None again with the next word."""
+        self._ranks = ranks
+        self._lock = lock
+        self._given: list[Command] = []
+        self._wire: Wire | None = None
+        self._recovery = Recovery(self, ranks)
+
+    @property
+    def active(self) -> bool:
+        """Whether the ranks work on it, or will as soon as they are free."""
+        return self.task is not None
+
+    @property
+    def recovering(self) -> bool:
+        """Whether engines are brought back for it, or it waits to try again."""
+        return self._recovery.under_way
+
+    def begin(self) -> None:
+        self.trouble = None
+        self._recovery.begin_anew()
+        if self.task is None and not self._takes_what_is_left():  # Asked twice, across a takeover, it is one run.
+            self._submit()
+
+    def post(self, word: str, arguments: dict[str, Any], key: str = "") -> int:
+        if self._wire is not None:
+            self._wire.refuse(word)
+        self._recovery.hand_over()
+        number = self.folder.number_of(key) if key else None
+        if number is None:
+            number = self.folder.post(word, key=key, **arguments)
+        if self.task is not None and self._wire is not None:
+            self._wire.give_word(number)
+        self.attend()
+        return number
+
+    def attend(self) -> None:
+        """Submit if a word waits and nobody works on the run. Raises ClusterError when an engine is dead."""
+        self.trouble = None
+        if self.task is not None or self.holder is not None or self.recovering or not self._waiting():
+            return
+        if dead := sorted(self._ranks.dead):
+            self._drop_waiting(self.folder.read_status())
+            raise ClusterError(self._without_hosts() or self._ranks.way_back(dead))
+        self._note_processes(self._ranks.pids)
+        self._submit()
+
+    def take_hold(self, holder: object) -> bool:
+        if self.task is not None or self.holder not in (None, holder) or self.recovering:
+            return False
+        self.holder = holder
+        return True
+
+    def standing(self) -> Standing:
+        trouble = self.trouble
+        return Standing(
+            active=self.active,
+            recovering=self.recovering,
+            trouble=str(trouble) if trouble is not None else "",
+            trouble_kind=type(trouble).__name__ if trouble is not None else "",
+        )
+
+    def take_over(self) -> None:
+        """Go on where an earlier supervisor has left it."""
+        if not self._takes_what_is_left():
+            self._go_on()
+
+    def _takes_what_is_left(self) -> bool:
+        """Whether an earlier supervisor has let the ranks work on it and nobody has heard how that ended."""
+        left = self._ranks.left_of(str(self.folder.path))
+        if left is None:
+            return False
+        state = self.folder.read_status().state
+        unheard = state is RunState.FAILED and not is_kept(self.folder, left.id)
+        if not (self._ranks.at_work(left) or state not in RESTING or unheard):
+            return False
+        self.task = left
+        self._follow_ranks()
+        left.add_done_callback(self._ended_elsewhere)
+        return True
+
+    def give_up(self) -> None:
+        self._recovery.stop()
+
+    def leave(self, trouble: Exception) -> None:
+        """It cannot be brought back: words that wait for it are not carried out, and whoever asks is told why."""
+        self.trouble = trouble
+        self._drop_waiting(self.folder.read_status())
+
+    def _go_on(self) -> None:
+        """Attend to words, the one included that a run waits for which has paused for want of a supervisor."""
+        status = self.folder.read_status()
+        if status.state is RunState.PAUSED and status.text == UNSUPERVISED and not self._waiting():
+            self.folder.post("resume")
+        self.attend()
+
+    def _waiting(self) -> list[Command]:
+        return self.folder.pending(self.folder.read_status().command)
+
+    def _drop_waiting(self, status: Status) -> None:
+        """Write `status`, with the waiting words counted as done. Only while no rank advances the run."""
+        last = max([status.command, *(command.number for command in self.folder.pending(status.command))])
+        self.folder.write_status(replace(status, command=last))
+
+    def _note_processes(self, pids: tuple[int, ...]) -> None:
+        """Keep true in the status which engines hold the run, after one was restarted."""
+        status = self.folder.read_status()
+        if (status.rank_pids, status.token) != (pids, self._ranks.token):
+            self.folder.write_status(replace(status, rank_pids=pids, token=self._ranks.token))
+
+    def _follow_ranks(self, *, give: bool = False) -> None:
+        """Where not all hosts see the folder, what ranks write there is taken in from now on. `give`: after they were
+        given what it says."""
+        self._wire = self._ranks.wire(self.folder)
+        if self._wire is not None:
+            if give:
+                self._wire.give()
+            self._wire.follow()
+
+    def _submit(self) -> None:
+        self._follow_ranks(give=True)
+        self._given = self._waiting()
+        try:
+            self.task = self._ranks.submit(remote.advance, str(self.folder.path), label=str(self.folder.path))
+        except BaseException:
+            if self._wire is not None:
+                self._wire.close()
+            raise
+        self.task.add_done_callback(self._ended_elsewhere)
+
+    def _ended_elsewhere(self, task: Worked) -> None:
+        # The callback comes on a thread that others wait for, and what follows waits for files.
+        threading.Thread(target=self._ended, args=(task,), name="speedlab-run-ended", daemon=True).start()
+
+    def _ended(self, task: Worked) -> None:
+        if self._wire is not None:
+            try:
+                self._wire.settle()
+            except Exception as trouble:  # A full disk: what there is has to do.
+                log.warning("the rest of what ranks of %s wrote cannot be taken in: %s", self.folder.name, trouble)
+        with self._lock:
+            heard = task.error is not None and is_kept(self.folder, task.id)
+            try:
+                if not heard:
+                    self._account_for(task.error, task.id)
+            except Exception as trouble:  # For example: somebody has removed the folder under the run.
+                self.trouble = trouble
+            if self.task is task:
+                self.task = None
+            if self.trouble is None:
+                try:
+                    if heard or not self._recovery.begin(task.error):
+                        self._go_on()
+                except Exception as trouble:
+                    self.trouble = trouble
+
+    def _account_for(self, error: RankError | None, submission: str) -> None:
+        """Keep the error and see that the status tells of it; drop what nobody will carry out."""
+        status = self.folder.read_status()
+        if error is not None:
+            error.advice = self._advice(error)
+            with contextlib.suppress(Exception):  # The explanation must not hide what it explains.
+                from speedlab.cluster.out_of_memory import out_of_memory_lines
+
+                error.notes = out_of_memory_lines(error, self.folder, self._ranks.devices)
+            try:
+                keep_failure(self.folder, error, submission)
+            except OSError as full:  # The status tells of it all the same.
+                log.warning("what the ranks of %s raised cannot be kept: %s", self.folder.name, full)
+        # When one rank fails the others are interrupted; to the one that writes the status this looks like a pause.
+        if error is not None and status.state not in RESTING - {RunState.PAUSED}:
+            status = replace(status, state=RunState.FAILED, text=str(error)[:_TEXT_LIMIT])
+        ignored = bool(self._given) and status.command < self._given[0].number
+        if error is not None or ignored:
+            self._drop_waiting(status)
+
+    def _advice(self, error: RankError) -> str | None:
+        """What a person can do next: look at the ranks, go back to the last checkpoint, read the whole trace."""
+        if any(failure.kind == DIED for failure in error.by_rank.values()):
+            return self._without_hosts()
+        kept = newest(self.folder.path / "checkpoints")
+        back = f" · go back: run.resume(step={kept.step})" if kept is not None else ""
+        rank = error.groups[0][0][0]
+        return f"The engines are idle and keep their state. Look: %%ranks {rank}{back} · full trace: run.errors[-1]"
+
+    def _without_hosts(self) -> str | None:
+        """How the run can go on without the hosts that are lost, or once they are back; None where none is lost."""
+        lost = sorted(self._ranks.lost_ranks)
+        if not lost:
+            return None
+        kept, left = newest(self.folder.path / "checkpoints"), len(self._ranks.devices) - len(lost)
+        if kept is None:
+            return f"{self._ranks.way_back(lost)}; the run has no checkpoint, and can only be started again"
+        without = f"run.reshape(engines={left})"
+        try:
+            from speedlab.cluster.shapes import shapes_on
+
+            had = len(self.folder.read_status().rank_pids) or len(self._ranks.devices)
+            layout = shapes_on(self.folder, had, left)[1].layout(left, built_in=False)
+            way = f"{without} goes on from step {kept.step} as {layout}"
+        except ValueError as error:
+            way = f"{without} needs another layout: {error}" if left else "no host is left"
+        return f"{self._ranks.way_back(lost)} and run.resume() goes on from step {kept.step}; without: {way}"

@@ -1,0 +1,289 @@
+"""A supervisor's side of the connections to its clients: who asks, who hears of what.
+
+Each client has a thread that reads. What it asks is answered there, in order, but for what takes long (restarts,
+interrupts, another number of engines), which gets a thread of its own, so that the client can ask on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from speedlab.cluster.errors import DIED, ClusterError
+from speedlab.cluster.supervisor import messages as m
+from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, UnfitMessageError, peer_of
+from speedlab.cluster.supervisor.submissions import LOST, Submission
+
+if TYPE_CHECKING:
+    from speedlab.cluster.supervisor.supervisor import Supervisor
+
+log = logging.getLogger("speedlab.supervisor")
+
+_LONG = (m.Interrupt, m.Restart, m.Resize, m.Stop, m.Hold, m.Watch)
+_READY_SECONDS = 0.05
+_SIGN_SECONDS = 2.0
+"""How often a client hears that its cluster is still being started."""
+_UNREAD_SECONDS = 2.0
+"""How long a client may leave unread what it is sent, before it is let go: a kernel that was suspended must not hold up
+what others hear. It connects anew, and asks again for what it waits for."""
+
+
+class Server:
+    """Accepts clients on `listening` until it is closed."""
+
+    def __init__(self, listening: socket.socket, supervisor: Supervisor) -> None:
+        self._listening = listening
+        self._supervisor = supervisor
+        self._clients: set[Served] = set()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept, name="speedlab-accept", daemon=True).start()
+
+    @property
+    def clients(self) -> list[Served]:
+        with self._lock:
+            return list(self._clients)
+
+    def forget(self, client: Served) -> None:
+        with self._lock:
+            self._clients.discard(client)
+
+    def close(self) -> None:
+        """Hear of no new client, and let those go that there are."""
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        for client in self.clients:
+            client.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return
+            if not _is_ours(connection):
+                connection.close()
+                continue
+            channel = Channel(connection, m.FromClient)
+            channel.bound_sending(_UNREAD_SECONDS)
+            client = Served(channel, self._supervisor, self)
+            with self._lock:
+                self._clients.add(client)
+            client.start()
+
+
+class Served:
+    """One client."""
+
+    def __init__(self, channel: Channel, supervisor: Supervisor, server: Server) -> None:
+        self._channel, self._supervisor, self._server = channel, supervisor, server
+        self._asked_for: dict[str, Submission] = {}
+        self.listens = False
+        self.gone = False
+        self._cancelled: dict[int, threading.Event] = {}
+
+    def start(self) -> None:
+        threading.Thread(target=self._serve, name="speedlab-client", daemon=True).start()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def send(self, message: m.Message) -> bool:
+        """Whether it went out: nobody may be left to hear it."""
+        try:
+            self._channel.send(message)
+        except ChannelClosedError:
+            return False
+        return True
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            if self._greet():
+                while True:
+                    try:
+                        self._take(self._channel.receive())
+                    except UnfitMessageError as error:
+                        self.send(m.Refused(call=error.call, kind="TypeError", text=str(error)))
+        except ChannelClosedError:
+            pass
+        finally:
+            self.gone = True
+            self._server.forget(self)
+            self._channel.close()
+            self._supervisor.left(self)
+
+    def _greet(self) -> bool:
+        hello = self._channel.receive()
+        version = hello.version if isinstance(hello, m.Hello) else None
+        if version != m.VERSION:
+            text = (
+                f"the cluster's supervisor speaks version {m.VERSION} of its protocol, and this client {version}: they "
+                "come from different versions of SpeedLab; stop the cluster with the one that has started it"
+            )
+            self.send(m.Refused(call=0, kind="ClusterError", text=text))
+            return False
+        said_at = time.monotonic()
+        said = ""
+        try:
+            while (token := self._supervisor.ready(_READY_SECONDS)) is None:
+                if self._supervisor.starting != said or time.monotonic() - said_at > _SIGN_SECONDS:
+                    said, said_at = self._supervisor.starting, time.monotonic()
+                    self.send(m.Progress(call=0, text=said))
+                if self._channel.ready() and isinstance(self._channel.receive(), m.Cancel):
+                    self._supervisor.cancel_start()
+        except ClusterError as error:
+            self.send(m.Refused(call=0, kind="ClusterError", text=str(error)))
+            return False
+        self.send(m.Welcome(token=token))
+        return True
+
+    def _take(self, question: Any) -> None:
+        if isinstance(question, m.Cancel):
+            if (cancelled := self._cancelled.get(question.call)) is not None:
+                cancelled.set()
+        elif isinstance(question, _LONG):
+            self._cancelled[question.call] = threading.Event()
+            threading.Thread(target=self._answer, args=(question,), name="speedlab-question", daemon=True).start()
+        else:
+            self._answer(question)
+
+    def _answer(self, question: Any) -> None:
+        try:
+            value = _HANDLERS[type(question)](self, question)
+        except Exception as error:
+            self.send(m.Refused(call=question.call, kind=type(error).__name__, text=str(error)))
+            if not isinstance(error, ClusterError | ValueError | RuntimeError | OSError):
+                log.exception("%s could not be answered", type(question).__name__)
+            return
+        finally:
+            self._cancelled.pop(question.call, None)
+        self.send(m.Answer(call=question.call, value=msgspec.Raw(msgspec.msgpack.encode(value))))
+        if isinstance(question, m.Stop):
+            self._supervisor.end()
+
+    # ---- what is asked -----------------------------------------------------------------------------------------------
+
+    def _submit(self, question: m.Submit) -> list[int]:
+        submission = self._supervisor.submit(question, self._say if question.shown else None)
+        self._follow(submission)
+        return submission.ranks
+
+    def _watch(self, question: m.Watch) -> list[int]:
+        submission = self._supervisor.find(question.id)
+        if submission is None:
+            return []
+        if question.shown:
+            self._supervisor.output.show(submission, self._say)
+        self._follow(submission)
+        return submission.ranks
+
+    def _follow(self, submission: Submission) -> None:
+        self._asked_for[submission.id] = submission
+        submission.on_end(self._tell)
+
+    def _say(self, submission: Submission, rank: int, kind: str, content: dict[str, Any]) -> None:
+        self.send(m.Said(id=submission.id, rank=rank, kind=kind, content=content))
+
+    def _tell(self, submission: Submission, rank: int) -> None:
+        """A rank has ended. Its last output comes before it."""
+        self._supervisor.later(lambda: self._tell_now(submission, rank))
+
+    def _tell_now(self, submission: Submission, rank: int) -> None:
+        failure = submission.failures.get(rank)
+        if failure is None or failure.kind not in (DIED, LOST):  # Of those nothing more comes.
+            self._supervisor.output.settle(submission, rank)
+        told = self.send(
+            m.Ended(
+                id=submission.id,
+                rank=rank,
+                value=submission.values.get(rank, b""),
+                failure=failure.to_dict() if failure is not None else None,
+            )
+        )
+        if submission.done:
+            self._asked_for.pop(submission.id, None)
+            self._supervisor.output.hide(submission)
+            if told:
+                self._supervisor.forget(submission)
+
+    def _interrupt(self, question: m.Interrupt) -> list[int]:
+        return self._supervisor.interrupt(question)
+
+    def _look(self, question: m.Look) -> list[m.RankStatus]:
+        return self._supervisor.engines.status()
+
+    def _restart(self, question: m.Restart) -> None:
+        self._supervisor.engines.restart(question.rank)
+
+    def _resize(self, question: m.Resize) -> None:
+        if question.only_look:
+            self._supervisor.engines.check_size(question.engines)
+            return
+        self._supervisor.resize(
+            question.engines,
+            lambda text: self.send(m.Progress(call=question.call, text=text)),
+            self._cancelled[question.call].is_set,
+        )
+
+    def _stop(self, question: m.Stop) -> None:
+        self._supervisor.stop()
+
+    def _listen(self, question: m.Listen) -> None:
+        self.listens = question.on
+
+    def _begin(self, question: m.Begin) -> None:
+        self._supervisor.runs.begin(Path(question.folder))
+
+    def _post(self, question: m.Post) -> int:
+        return self._supervisor.runs.post(Path(question.folder), question.word, question.arguments, question.key)
+
+    def _attend(self, question: m.Attend) -> None:
+        self._supervisor.runs.attend(Path(question.folder))
+
+    def _standing(self, question: m.AskStanding) -> m.Standing:
+        return self._supervisor.runs.standing(Path(question.folder))
+
+    def _hold(self, question: m.Hold) -> None:
+        cancelled = self._cancelled[question.call]
+        self._supervisor.runs.hold(Path(question.folder), self, question.seconds)
+        if self.gone or cancelled.is_set():  # While it waited: nobody would let go.
+            self._supervisor.runs.let_go(self, Path(question.folder))
+
+    def _let_go(self, question: m.LetGo) -> None:
+        self._supervisor.runs.let_go(self, Path(question.folder))
+
+
+_HANDLERS: dict[type, Callable[[Served, Any], Any]] = {
+    m.Submit: Served._submit,
+    m.Watch: Served._watch,
+    m.Interrupt: Served._interrupt,
+    m.Look: Served._look,
+    m.Restart: Served._restart,
+    m.Resize: Served._resize,
+    m.Stop: Served._stop,
+    m.Listen: Served._listen,
+    m.Begin: Served._begin,
+    m.Post: Served._post,
+    m.Attend: Served._attend,
+    m.AskStanding: Served._standing,
+    m.Hold: Served._hold,
+    m.LetGo: Served._let_go,
+}
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether the process at the other end is this user's, where the system says so; the folder keeps others out."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    return peer_of(connection)[1] in (os.getuid(), 0)

@@ -1,0 +1,59 @@
+"""The guides: pages that come with the package, for `speedlab guide` and `%speedlab guide`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "guides"
+
+_HEADING = re.compile(r"^## (.*)$", re.MULTILINE)
+_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+class NoGuideError(ValueError):
+    """There is no guide, or no section, of that name."""
+
+
+def page(name: str, section: str = "") -> str:
+    """The guide `name`, or its sections whose headings have `section` in them, as Markdown; without a name, which there
+    are. Raises NoGuideError, which names the nearest."""
+    if not name:
+        return _contents()
+    if name not in names():
+        raise NoGuideError(_unknown("guide", name, names()))
+    text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    if section:
+        parts = sections(text)
+        found = [body for heading, body in parts.items() if section.lower() in heading.lower()]
+        if not found:
+            raise NoGuideError(f"{name}: {_unknown('section', section, parts)}")
+        text = "\n".join(found)
+    return text.rstrip()
+
+
+def names() -> list[str]:
+    """Names of the guides."""
+    return sorted(path.stem for path in FOLDER.glob("*.md"))
+
+
+def sections(text: str) -> dict[str, str]:
+    """A page's sections by their headings, each with its heading."""
+    # A line of code may begin as a heading does.
+    starts = [match.start() for match in _HEADING.finditer(_FENCED.sub(lambda code: "`" * len(code[0]), text))]
+    bodies = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+    return {body.partition("\n")[0].removeprefix("## "): body for body in bodies}
+
+
+def _contents() -> str:
+    width = max(map(len, names()))
+    titles = {name: (FOLDER / f"{name}.md").read_text(encoding="utf-8").partition("\n")[0] for name in names()}
+    lines = [f"  {name:<{width}}  {title.removeprefix('# ')}" for name, title in titles.items()]
+    return "\n".join(["usage: guide NAME [SECTION]", "", *lines])
+
+
+def _unknown(kind: str, word: str, known: list[str] | dict[str, str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
+    return f"there is no {kind} {word!r}; {hint}"

@@ -1,0 +1,92 @@
+"""What passes through a rank's memory in a step beside what it keeps: units that are gathered, and the messages as
+which parameters and gradients travel where they are quantised (`speedlab.comm.coded`). No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from speedlab.layout import message_bytes
+from speedlab.placement import Residency, Where
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passing:
+    """Bytes of one unit on its way; 0 for what its residency does without."""
+
+    gathered: int = 0
+    """Whole parameters."""
+    message: int = 0
+    """This rank's shard, encoded."""
+    arriving: int = 0
+    """Of all ranks."""
+    exchanged: int = 0
+    """Slices of its gradient, encoded, and as many that come from others."""
+
+    @classmethod
+    def of(cls, flats: Iterable[tuple[int, int, bool]], residency: Residency, dp: int) -> Passing:
+        """Of a unit with these flats: (elements, padded; bytes of one; whether it trains)."""
+        gathered = message = exchanged = 0
+        for elements, element_bytes, trainable in flats:
+            shard = elements // dp
+            gathered += elements * element_bytes if residency.parameters_come else 0
+            if residency.parameters_sent and (trainable or residency.parameters_come):
+                message += message_bytes(shard, 8)
+            if residency.gradients_sent and trainable:
+                exchanged += 2 * dp * message_bytes(shard, 4)
+        return cls(gathered=gathered, message=message, arriving=dp * message, exchanged=exchanged)
+
+
+def most_at_work(root: Passing, units: Sequence[Passing], residency: Residency) -> int:
+    """What passes at once at most while a stage's units behind the `root` are used, forward and backward, on a CPU."""
+    live = peak = 0
+    for change in _changes(root, units, residency):
+        live += change
+        peak = max(peak, live)
+    return peak
+
+
+def _changes(root: Passing, units: Sequence[Passing], residency: Residency) -> Iterator[int]:
+    """What comes and goes, in order of time: the next unit is gathered while one is used; the root and the last one
+    stay between the passes; one unit's gradient is exchanged while the next one is computed."""
+    come, away = residency.parameters_come, residency.parameters_at is not Where.DEVICE
+    if come and not away:
+        yield sum(each.message for each in (root, *units))  # Offered, and there until all have read them.
+    again = bool(residency.secondary_ranks)  # In backward they come from there as they are.
+    order = [root, *units]
+    if come:
+        yield from _arrives(root, away)
+        yield from _is_there(root, away)
+        for number, unit in enumerate(units):
+            yield from _arrives(unit, away) if number == 0 else ()
+            yield from _is_there(unit, away)
+            yield from _arrives(units[number + 1], away) if number + 1 < len(units) else ()
+            yield -unit.gathered if number + 1 < len(units) else 0
+    exchanged = 0
+    for number in range(len(order) - 1, -1, -1):
+        unit, following = order[number], order[number - 1] if number > 1 else None
+        if come and following is not None:
+            yield from _arrives(following, away, plain=again)
+        yield -unit.gathered if come else 0
+        yield unit.exchanged
+        yield -exchanged
+        exchanged = unit.exchanged
+        if come and following is not None:
+            yield from _is_there(following, away, plain=again)
+
+
+def _arrives(unit: Passing, away: bool, *, plain: bool = False) -> Iterator[int]:
+    yield unit.gathered
+    yield 0 if away or plain else unit.arriving
+
+
+def _is_there(unit: Passing, away: bool, *, plain: bool = False) -> Iterator[int]:
+    """What lies away is encoded, and comes, when it has been read."""
+    encoded = unit.message + unit.arriving
+    yield 0 if plain else encoded if away else -unit.arriving
+    yield -encoded if away and not plain else 0
+
+
+def sent_by_update(units: Iterable[Passing], residency: Residency) -> int:
+    """What passes at once of parameters that stay on every rank, and are sent after the update: all of them."""
+    return 0 if residency.parameters_come else sum(each.message + each.arriving for each in units)

@@ -1,0 +1,82 @@
+"""Blocks that go through torch.compile, between ranks that share a computation: the same training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from ranks.conftest import PoolOf
+from ranks.layout_cases import LayoutCase, train_layouts
+from ranks.loops import Trajectory, problems
+from ranks.test_context import by_tokens, in_ring, long_gpt, many, ring_gpt
+from ranks.test_documents import case_of
+from ranks.test_layouts import FLOAT32, PlainOf
+from speedlab.layout import Layout
+
+SMALL: dict[str, Any] = {"build": partial(long_gpt, layers=2), "batch": many, "accumulation": 2, "steps": 2}
+
+CASES = [
+    LayoutCase(layout=Layout(cp=2), stage=3, cp_heads=1, checkpointing="block", **SMALL),
+    LayoutCase(layout=Layout(tp=2), stage=1, checkpointing="block", partition_inputs=True, **SMALL),
+]
+
+MORE = [
+    LayoutCase(layout=Layout(cp=2), stage=1, cp_heads=2, **SMALL),
+    LayoutCase(layout=Layout(cp=2), stage=1, cp_heads=1, **{**SMALL, "build": ring_gpt, "batch": in_ring}),
+    LayoutCase(layout=Layout(tp=2), stage=3, sequence=True, **SMALL),
+    case_of(Layout(cp=2), 2, accumulation=2, steps=3, cp_heads=1),
+]
+
+FOUR = [LayoutCase(layout=Layout(cp=2, **{axis: 2}), stage=1, cp_heads=1, **SMALL) for axis in ("tp", "pp", "dp")]
+
+
+def train_compiled(cases: list[LayoutCase], backend: str) -> tuple[list[Trajectory], int]:
+    """(what each training did, graphs that were compiled)"""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    compile_ = torch.compile
+    if backend != "inductor":
+        torch.compile = lambda forward, **_: compile_(forward, backend=backend)  # pyright: ignore[reportAttributeAccessIssue]  # as it is called
+    try:
+        paths = train_layouts([replace(case, compile=True) for case in cases])
+    finally:
+        torch.compile = compile_
+    return paths, counters["stats"]["unique_graphs"]
+
+
+def check(compiling_pool_of: PoolOf, plain: PlainOf, cases: list[LayoutCase], backend: str, timeout: float) -> None:
+    for paths, graphs in compiling_pool_of(cases[0].layout.world_size).run(
+        train_compiled, cases, backend, timeout=timeout
+    ):
+        assert graphs > 0
+        for case, path in zip(cases, paths, strict=True):
+            build = by_tokens if case.build is ring_gpt else case.build
+            assert problems([path], plain(replace(case.plain(), build=build), case.layout.dp), FLOAT32) == [], case
+
+
+def test_as_they_are_traced(compiling_pool_of: PoolOf, plain: PlainOf) -> None:
+    """Without the compiler's own kernels, which take half a minute to build."""
+    check(compiling_pool_of, plain, CASES, "aot_eager", timeout=120)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_compiled(compiling_pool_of: PoolOf, plain: PlainOf) -> None:
+    check(compiling_pool_of, plain, CASES + MORE, "inductor", timeout=300)
+    for case in FOUR:
+        check(compiling_pool_of, plain, [case], "inductor", timeout=300)
+
+
+def test_dropout_drops_what_an_uncompiled_block_drops(compiling_pool_of: PoolOf) -> None:
+    case = LayoutCase(layout=Layout(), stage=1, whole=False, **{**SMALL, "build": partial(long_gpt, dropout=0.2)})
+    (alone,) = compiling_pool_of(1).run(train_layouts, [case], timeout=60)[0]
+    alone.start = {name: parameter.detach() for name, parameter in case.build().named_parameters()}
+    ((path,), graphs), *_ = compiling_pool_of(1).run(train_compiled, [case], "inductor", timeout=120)
+    assert graphs > 0
+    assert problems([path], alone, FLOAT32) == []

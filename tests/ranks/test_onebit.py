@@ -1,0 +1,472 @@
+"""1-bit Adam: its phases, its exact cases, the paper's algorithm written out, and what its feedback survives."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import speedlab
+from cuda_ops.adam_frozen import adam_frozen
+from cuda_ops.adamw import adamw
+from ranks.conftest import PoolOf
+from ranks.pool import Pool
+from ranks.runs import as_engine, new_run
+from ranks.small_steps import batch, engine_of, step_of
+from ranks.tensor_models import gpt, group_of_all
+from speedlab.bench.planner import compare, measure
+from speedlab.bench.planner_cases import grid
+from speedlab.comm import PeerLost
+from speedlab.comm.signs import CHUNK, SignMeans
+from speedlab.engine.run import held_runs
+from speedlab.engine.step.errors import NonFiniteError
+from speedlab.telemetry.folder import RunFolder
+
+FREEZE, STEPS = 3, 7
+LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
+
+
+def configuration(stage: int, *, accumulation: int = 1, **more: Any) -> dict[str, Any]:
+    optimizer = {"name": "onebit_adam", "lr": LR, "freeze_step": FREEZE, "variance_floor": 0}
+    optimizer |= more.pop("optimizer", {})
+    return {
+        "zero": {"stage": stage},
+        "optimizer": optimizer,
+        "batch": {"micro_size": 2, "accumulation": accumulation},
+        "precision": {"dtype": "float32"},
+        **more,
+    }
+
+
+@dataclass
+class Trained:
+    losses: list[float]
+    state: dict[str, Tensor]
+    told: list[dict[str, float]]
+    sent: list[dict[str, int]]
+    flats: list[dict[str, Any]]
+
+
+def train(config: dict[str, Any], steps: int = STEPS) -> Trained:
+    with engine_of(config) as engine:
+        losses, told, sent = [], [], []
+        for step in range(steps):
+            engine.traffic.take()
+            losses.append(step_of(engine, step))
+            told.append(engine.partitioned_optimizer.told())
+            sent.append(engine.traffic.take().sent_bytes)
+        flats = [
+            {"padded": f.padded, "slots": [(s.name, s.offset, s.numel, s.group) for s in f.slots]} for f in engine.flats
+        ]
+        return Trained(losses, engine.state_dict(), told, sent, flats)
+
+
+# ---- the algorithm, written out for n workers in one process ---------------------------------------------------------
+
+
+def signs_of(values: Tensor, pieces: int) -> Tensor:
+    """Signs times the mean magnitude of each chunk of each of so many slices."""
+    sent = []
+    for part in values.view(pieces, -1):
+        for chunk in part.split(CHUNK):
+            sent.append(torch.where(chunk >= 0, 1.0, -1.0) * chunk.abs().mean())
+    return torch.cat(sent)
+
+
+def by_hand(
+    workers: int, flats: list[dict[str, Any]], *, accumulation: int, compress: bool, pieces: int
+) -> dict[str, Tensor]:
+    """Of so many workers, or hosts; `pieces`: the ranks of all."""
+    model = gpt(tied=True)
+    parameters = dict(model.named_parameters())
+    sizes = [flat["padded"] for flat in flats]
+    masters, m, v, server = ([torch.zeros(size) for size in sizes] for _ in range(4))
+    worker = [[torch.zeros(size) for size in sizes] for _ in range(workers)]
+
+    def laid_out(take: Any) -> list[Tensor]:
+        found = [torch.zeros(size) for size in sizes]
+        for whole, flat in zip(found, flats, strict=True):
+            for name, offset, numel, _ in flat["slots"]:
+                whole[offset : offset + numel] = take(parameters[name]).reshape(-1)
+        return found
+
+    masters = laid_out(lambda p: p.detach())
+    for step in range(STEPS):
+        gradients = []
+        for place in range(workers):
+            model.zero_grad()
+            for micro in range(accumulation):
+                inputs, targets = batch(step, micro * workers + place)
+                (model(inputs, targets=targets).loss * (1 / (accumulation * workers))).backward()
+            gradients.append(laid_out(lambda p: p.grad))
+        for k, flat in enumerate(flats):
+            bounds = [(o, o + n, 0.0 if group else DECAY) for _, o, n, group in flat["slots"]]
+            if step < FREEZE:
+                total = gradients[0][k].clone()
+                for own in gradients[1:]:
+                    total += own[k]
+                for low, high, decay in bounds:
+                    adamw(
+                        masters[k][low:high], total[low:high], m[k][low:high], v[k][low:high],
+                        lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=decay, step=step + 1,
+                    )  # fmt: skip  # one argument a line says no more
+                if step + 1 == FREEZE:
+                    v[k] /= 1 - BETAS[1] ** FREEZE
+                    v[k][v[k] == 0] = math.inf
+                continue
+            carried = BETAS[0] * m[k]
+            own = [gradients[w][k] * ((1 - BETAS[0]) * workers) for w in range(workers)]
+            if compress:
+                sent = torch.zeros_like(carried)
+                for w in range(workers):
+                    corrected = own[w] + (worker[w][k] + carried)
+                    signs = signs_of(corrected, pieces)
+                    worker[w][k] = corrected - signs
+                    sent += signs / workers
+                corrected = sent + server[k]
+                m[k] = signs_of(corrected, pieces)
+                server[k] = corrected - m[k]
+            else:
+                m[k] = (own[0] + carried).clone()
+                for w in range(1, workers):
+                    m[k] += own[w] + carried
+                m[k] /= workers
+            for low, high, decay in bounds:
+                adam_frozen(
+                    masters[k][low:high], m[k][low:high], torch.empty(high - low), v[k][low:high],
+                    size=LR / (1 - BETAS[0] ** (step + 1)), decay=LR * decay, eps=EPS,
+                )  # fmt: skip  # as above
+        with torch.no_grad():
+            for whole, flat in zip(masters, flats, strict=True):
+                for name, offset, numel, _ in flat["slots"]:
+                    parameters[name].copy_(whole[offset : offset + numel].view(parameters[name].shape))
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def largest_differences(
+    workers: int, config: dict[str, Any], *, compress: bool, accumulation: int = 1, pieces: int | None = None
+) -> list[float]:
+    ours = train(config)
+    pieces = pieces or workers
+    theirs = by_hand(workers, ours.flats, accumulation=accumulation, compress=compress, pieces=pieces)
+    return [float((ours.state[name] - value).abs().max()) for name, value in theirs.items()]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "accumulation"), [(1, 0, 2), (2, 0, 1), (2, 1, 2), (4, 1, 1)], indirect=["ranks"]
+)
+def test_what_loses_nothing_is_the_written_out_definition_to_the_bit(
+    ranks: Pool, stage: int, accumulation: int
+) -> None:
+    lossless = {} if ranks.size == 1 else {"compression": "none"}
+    config = configuration(stage, accumulation=accumulation, optimizer=lossless)
+    for found in ranks.run(
+        largest_differences, ranks.size, config, compress=False, accumulation=accumulation, timeout=60
+    ):
+        assert found == [0.0] * len(found)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "accumulation"),
+    [(2, 0, 2), (4, 1, 1), ((2, "gloo"), 0, 1)],
+    indirect=["ranks"],
+    ids=["dp2", "dp4", "gloo"],
+)
+def test_signs_are_the_papers_algorithm(ranks: Pool, stage: int, accumulation: int) -> None:
+    """But for the order in which magnitudes of a chunk are added up: of some 10⁴ that is a few units in the last place,
+    and a few more of the update, whose largest is some lr × 10."""
+    config = configuration(stage, accumulation=accumulation)
+    for found in ranks.run(
+        largest_differences, ranks.size, config, compress=True, accumulation=accumulation, timeout=60
+    ):
+        assert max(found) <= 1e-3 * LR
+
+
+def test_hosts_of_several_ranks_are_the_papers_workers(pool_of: PoolOf) -> None:
+    """Ranks 0 and 2 are on one host: what they have is summed exactly, as one worker's two micro-batches."""
+    pool, arguments = pool_of(4, "shared", "abab"), {"compress": True, "accumulation": 2, "pieces": 4}
+    for stage in (0, 1):
+        for found in pool.run(largest_differences, 2, configuration(stage), **arguments, timeout=60):
+            assert max(found) <= 1e-3 * LR
+    for found in pool.run(train, configuration(0), FREEZE + 1):
+        assert found.told[-1]["sent_bytes"] <= found.told[-1]["float32_bytes"] / 28
+        assert found.told[-1]["float32_bytes"] == sum(flat["padded"] for flat in found.flats) * 4 / 2
+    for seed in range(2):
+        assert max(pool_of(4, "shared", "aabb").run(conserved, seed)) <= 8 * torch.finfo(torch.float32).eps
+
+
+def test_the_warm_up_is_adamw_with_its_clipping(two: Pool) -> None:
+    config = configuration(1, optimizer={"freeze_step": STEPS}, clip_norm=0.01)
+    plain = {**config, "optimizer": {"name": "adamw", "lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}}
+    for ours, theirs in zip(two.run(train, config), two.run(train, plain), strict=True):
+        assert ours.losses == theirs.losses
+        assert all(ours.state[name].equal(value) for name, value in theirs.state.items())
+        assert ours.told == [{"compressed": 0.0}] * STEPS
+
+
+# ---- what it costs, and what is told of it ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_bytes_are_a_28th_of_float32_and_told(two: Pool, stage: int) -> None:
+    config = configuration(stage, optimizer={"angle_every_steps": FREEZE + 1})
+    for found in two.run(train, config, FREEZE + 2):
+        total = sum(flat["padded"] for flat in found.flats)
+        assert [told["compressed"] for told in found.told] == [0.0] * FREEZE + [1.0] * 2
+        told, sent = found.told[-1], found.sent[-1]
+        assert told["float32_bytes"] == total * 4 // (1 if stage == 0 else 2)
+        if stage == 0:  # The flats here are small, so that words of magnitudes weigh; of large ones it is 1/31.
+            assert found.sent[0]["all_reduce"] >= told["float32_bytes"]
+            assert sent["all_to_all"] + sent["all_gather"] == told["sent_bytes"]
+            assert told["sent_bytes"] <= told["float32_bytes"] / 28
+        else:
+            assert sent["all_gather"] - told["sent_bytes"] / 2 == total * 4 / 2, "parameters travel whole"
+        assert told["error_norm"] > 0
+        assert 0 < found.told[FREEZE]["angle"] < 90, "it was due, and signs are not all that wrong"
+        assert "angle" not in told
+    exact = configuration(stage, optimizer={"angle_every_steps": 1, "compression": "none"})
+    for found in two.run(train, exact, FREEZE + 1):
+        assert found.told[-1]["angle"] == pytest.approx(0, abs=0.02)
+        assert found.told[-1]["error_norm"] == 0
+
+
+def warm_up_of(config: dict[str, Any], steps: int, rates: list[float]) -> list[dict[str, float]]:
+    with engine_of(config) as engine:
+        told = []
+        for step in range(steps):
+            for group in engine.optimizer.param_groups:
+                group["lr"] = rates[min(step, len(rates) - 1)]
+            step_of(engine, step)
+            told.append(engine.optimizer.told())
+        return told
+
+
+def test_the_warm_up_ends_when_the_variance_is_steady_and_the_rate_does_not_rise(two: Pool) -> None:
+    adaptive = {"freeze_step": None, "betas": (0.9, 0.5), "steady": 0.2}  # Looked at every second update.
+    rising = [LR * step for step in range(1, 6)] + [5 * LR]
+    first, second = two.run(warm_up_of, configuration(1, optimizer=adaptive), 10, rising)
+    assert first[-1]["compressed"] == 1.0
+    assert [told["compressed"] for told in first] == [told["compressed"] for told in second]
+    looks = [step for step, told in enumerate(first, 1) if "steadiness" in told]
+    assert looks[:2] == [4, 6], "the first look has nothing to compare with"
+    frozen = next(step for step, told in enumerate(first) if told["compressed"])
+    assert frozen >= 8, "the rate rose until the fifth update, so that the look behind the sixth came too early"
+    never = configuration(1, optimizer=adaptive | {"steady": 0.999})
+    assert all(not told["compressed"] for told in two.run(warm_up_of, never, 8, [LR])[0])
+
+
+# ---- the feedback ----------------------------------------------------------------------------------------------------
+
+
+def errors_of(engine: Any) -> dict[str, list[Tensor]]:
+    kept = [gradient.kept for gradient in engine.partitioned_optimizer.gradients]
+    return {name: [each[name].clone() for each in kept] for name in kept[0]}
+
+
+def spoil(kind: str) -> Any:
+    """A step whose gradient is not finite, or whose exchange is cut off behind its first message."""
+    with engine_of(configuration(0)) as engine:
+        for step in range(FREEZE + 1):
+            step_of(engine, step)
+        before, parameters = errors_of(engine), engine.state_dict()
+        first = next(iter(engine.module.parameters()))
+        group = engine.partitioned_optimizer.gradients[0].group
+        if kind == "lost":
+            group.gather_along = _lost
+        elif kind == "large":  # Finite gradients, whose mean magnitude is not.
+            first.register_hook(lambda grad: torch.full_like(grad, 1e38))
+        elif engine.world.rank == 1:  # On one rank: all of them have to refuse it.
+            first.register_hook(lambda grad: grad.fill_(float(kind)))
+        error = ""
+        try:
+            step_of(engine, FREEZE + 1)
+        except (NonFiniteError, PeerLost) as problem:
+            error = str(problem)
+        after = errors_of(engine)
+        same = all(a.equal(b) for name in before for a, b in zip(before[name], after[name], strict=True))
+        unmoved = all(value.equal(parameters[name]) for name, value in engine.state_dict().items())
+        return error, same and unmoved, engine.global_step
+
+
+def _lost(*_: Any) -> Tensor:
+    raise PeerLost("rank 1 left")
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf", "large", "lost"])
+def test_what_fails_leaves_feedback_and_parameters_as_they_were(two: Pool, kind: str) -> None:
+    for error, as_before, step in two.run(spoil, kind):
+        assert ("rank 1 left" if kind == "lost" else "not finite") in error
+        assert as_before
+        assert step == FREEZE + 1
+
+
+def conserved(seed: int) -> float:
+    """Given + kept - (sent + kept), over what was given, of one exchange of random sizes and magnitudes."""
+    group, draw = group_of_all(), torch.Generator().manual_seed(seed)
+    sizes = [group.size * int(n) for n in torch.randint(1, 3 * CHUNK, (3,), generator=draw)]
+    shared = torch.Generator().manual_seed(seed + 1 + group.index)
+    given = [torch.randn(n, generator=shared) * 10.0 ** (5 - k) for k, n in enumerate(sizes)]
+    worker = [torch.randn(n, generator=shared) for n in sizes]
+    server = [torch.randn(n // group.size, generator=shared) for n in sizes]
+    before = [own + kept for own, kept in zip(given, worker, strict=True)]
+    wires = SignMeans(group, sizes)
+    means = wires.exchange(given, worker, server)
+    worst = 0.0
+    for k, n in enumerate(sizes):
+        sent = group.sum((before[k] - given[k]).double()) / group.size  # What workers sent, in the mean.
+        missed = float(given[k].double().square().sum())
+        out, kept = given[k], torch.empty(n)
+        assert float(means.take(k, out, kept, share=0.0)) == pytest.approx(missed, rel=1e-5)
+        own = slice(group.index * (n // group.size), (group.index + 1) * (n // group.size))
+        lost = sent[own] + server[k] - (out[own].double() + means.server_errors[k])
+        worst = max(worst, float(lost.abs().max() / before[k].abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+def test_sent_and_kept_are_what_was_given(ranks: Pool) -> None:
+    for seed in range(5):
+        assert max(ranks.run(conserved, seed)) <= 4 * torch.finfo(torch.float32).eps
+
+
+# ---- checkpoints, layouts, the ledger --------------------------------------------------------------------------------
+
+
+GAPS = {"hidden": 42, "heads": 3}
+"""With norms that leave gaps in flats, whose signs must not be part of any feedback."""
+
+
+def save(config: dict[str, Any], folder: str, steps: int, **shape: int) -> Any:
+    with engine_of(config, **shape) as engine:
+        for step in range(steps):
+            step_of(engine, step)
+        engine.save_checkpoint(folder, "one")
+        kept = errors_of(engine)
+        losses = [step_of(engine, step) for step in range(steps, steps + 2)]
+        return losses, kept, engine.state_dict()
+
+
+def go_on(config: dict[str, Any], folder: str, steps: int, **shape: int) -> Any:
+    with engine_of(config, **shape) as engine:
+        engine.load_checkpoint(folder, "one")
+        kept = errors_of(engine)
+        losses = [step_of(engine, step) for step in range(steps, steps + 2)]
+        return losses, kept, engine.state_dict(), engine.optimizer.told()
+
+
+def test_a_checkpoint_goes_on_to_the_bit(two: Pool, tmp_path: Path) -> None:
+    for steps in (FREEZE - 1, FREEZE + 2):
+        folder = str(tmp_path / str(steps))
+        saved = two.run(save, configuration(1), folder, steps, **GAPS)
+        for stage in (1, 0):
+            for before, after in zip(saved, two.run(go_on, configuration(stage), folder, steps, **GAPS), strict=True):
+                assert after[0] == before[0]
+                assert all(after[2][name].equal(value) for name, value in before[2].items())
+                assert after[3]["compressed"] == 1.0
+
+
+def test_another_layout_goes_on_with_the_mean_of_the_errors(pool_of: PoolOf, tmp_path: Path) -> None:
+    folder, steps = str(tmp_path), FREEZE + 2
+    saved = pool_of(4).run(save, configuration(0), folder, steps)
+    means = [torch.stack(each).mean(0) for each in zip(*(kept["carried"] for _, kept, _ in saved), strict=True)]
+    for losses, kept, _, told in pool_of(2).run(go_on, configuration(1, accumulation=2), folder, steps):
+        for own, mean in zip(kept["carried"], means, strict=True):
+            assert own.numel() == mean.numel()
+            torch.testing.assert_close(own, mean)
+        assert losses == pytest.approx(saved[0][0], rel=2e-3)
+        assert told["compressed"] == 1.0
+    tensor = configuration(0, parallel={"tp": 2}, accumulation=2)
+    for losses, _, _, told in pool_of(4).run(go_on, tensor, folder, steps):
+        assert losses == pytest.approx(saved[0][0], rel=2e-3)
+        assert told["compressed"] == 1.0
+
+
+def test_tensor_ranks_keep_their_copies_alike_and_pipelines_train(pool_of: PoolOf) -> None:
+    plain = pool_of(2).run(train, configuration(0), FREEZE + 3)[0]
+    for parallel in ({"tp": 2}, {"pp": 2}):
+        found = pool_of(4).run(train, configuration(1, parallel=parallel), FREEZE + 3, timeout=60)
+        assert found[0].losses == pytest.approx(plain.losses, rel=2e-3)
+        for other in found[1:]:
+            assert all(other.state[name].equal(value) for name, value in found[0].state.items()), "copies part"
+
+
+def look(stage: int) -> dict[str, Any]:
+    with engine_of(configuration(stage)) as engine:
+        ledger = engine.ledger()
+        row = engine.placement.rows[0].described()
+        for step in range(FREEZE + 1):
+            step_of(engine, step)
+        before = errors_of(engine)
+        engine.reshape(zero=1 - stage)
+        after = errors_of(engine)
+        loss = step_of(engine, FREEZE + 1)
+        return {
+            "gradients": ledger.gradients,
+            "padded": sum(flat.padded for flat in engine.flats),
+            "states": row["states"],
+            "unmoved": all(a.equal(b) for name in before for a, b in zip(before[name], after[name], strict=True)),
+            "loss": loss,
+        }
+
+
+def test_what_is_kept_is_in_the_ledger_and_a_change_of_stage_moves_nothing(two: Pool) -> None:
+    found = [two.run(look, stage)[0] for stage in (0, 1)]
+    for told in found:
+        assert told["gradients"] == 4 * told["padded"] * (1 + 1 + 1 / 2), "gradient, worker's error, server's part"
+        assert told["states"]["carried"]["holders"] == "each its own"
+        assert told["states"]["server_error"]["holders"] == "a part each"
+        assert told["unmoved"]
+    assert found[0]["loss"] == found[1]["loss"]
+
+
+def refuse(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> str:
+    try:
+        speedlab.initialize(model=gpt(tied=True).to(dtype), config=config)[0].destroy()
+    except speedlab.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_masters_of_another_width_are_refused(two: Pool) -> None:
+    (told, _) = two.run(refuse, configuration(0), torch.float64)
+    assert "OneBitAdam updates float32 masters" in told
+
+
+def test_bfloat16_trains_over_float32_masters(two: Pool) -> None:
+    narrow = configuration(1) | {"precision": {"dtype": "bfloat16"}}
+    (found, _), (exact, _) = two.run(train, narrow), two.run(train, configuration(1))
+    assert found.losses == pytest.approx(exact.losses, rel=2e-2)
+    assert found.told[-1]["compressed"] == 1.0
+
+
+def advanced(run: str) -> str:
+    with as_engine(run):
+        return str(held_runs.advance(run))
+
+
+def test_a_run_tells_of_its_phase_once(two: Pool, tmp_path: Path) -> None:
+    run = new_run(tmp_path, steps=6, zero=0, optimizer={"name": "onebit_adam", "freeze_step": 4})
+    try:
+        assert two.run(advanced, run, timeout=60) == ["finished", "finished"]
+    finally:
+        two.new_group()
+    lines = (Path(run) / "records" / "rank-0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["exchange"]["compressed"] for line in lines] == [0.0] * 4 + [1.0] * 2
+    (told,) = [event for event in RunFolder(run).read_events() if event.kind == "compressed"]
+    assert told.step == 5
+    assert told.text == "the variance is frozen: momenta travel compressed; clip_norm 1 is off from now on"
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "bfloat16"), (1, "float32")])
+def test_the_plan_is_what_the_ledger_measures(two: Pool, stage: int, dtype: str) -> None:
+    case = next(case for case in grid() if case.ranks == 2 and "dp 2" in case.name and "zero 1" in case.name)
+    optimizer = {"name": "onebit_adam", "freeze_step": 2}
+    case = replace(case, config=case.config.replace(zero=stage, optimizer=optimizer, precision={"dtype": dtype}))
+    for found in compare(case, two.run(measure, case.config, timeout=60)[0]):
+        assert found.states_agree, f"rank {found.rank}: {found.predicted} predicted, {found.measured} measured"

@@ -1,0 +1,246 @@
+"""Hosts without any: what a person says of them, who runs where, what ssh's and Slurm's words come to, and ports."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import speedlab.cluster.host_specs as host_specs
+import speedlab.network as network
+from speedlab.cluster.agent import Order, own_versions, problem_here
+from speedlab.cluster.agent_launchers import slurm_script, ssh_problem
+from speedlab.cluster.controller_place import controller_arguments
+from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.host_specs import (
+    MpiHosts,
+    SlurmJob,
+    SshHosts,
+    fields_of,
+    of_fields,
+    of_words,
+    parse,
+    parse_hosts,
+)
+from speedlab.cluster.hosts import Host, places
+from speedlab.cluster.launchers import host_environment
+from speedlab.hardware import cpu_devices
+from speedlab.network import Endpoint, try_to_reach
+
+
+def host(name: str, engines: int) -> Host:
+    return Host(name=name, address=f"10.0.0.{len(name)}", interface="ib0", devices=tuple(cpu_devices(engines)))
+
+
+# ---- what a person says ----------------------------------------------------------------------------------------------
+
+
+def test_hosts_are_read() -> None:
+    assert parse() is None
+    assert parse(hosts=["gpu-1:8", "me@gpu-2"]) == SshHosts(names=("gpu-1", "me@gpu-2"), engines=(8, None))
+    assert parse(hosts="a:1, b:2") == SshHosts(names=("a", "b"), engines=(1, 2))  # type: ignore[arg-type]  # of a command line
+    job = parse(slurm={"nodes": 4, "gpus_per_node": 8, "partition": "a100", "time": "8:00:00"})
+    assert job == SlurmJob(nodes=4, gpus_per_node=8, partition="a100", time="8:00:00")
+    assert isinstance(job, SlurmJob)
+    assert job.per_host == 8
+
+
+def test_a_host_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# ours\ngpu-1:8\n\ngpu-2 slots=4  # half of it\ngpu-3\n")
+    read = parse(mpi={"hostfile": str(file)})
+    assert read == MpiHosts(hostfile=str(file), names=("gpu-1", "gpu-2", "gpu-3"), engines=(8, 4, None))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"hosts": []}, "hosts is empty; name at least one"),
+        ({"hosts": ["gpu-1:0"]}, "'gpu-1:0' asks for no engine"),
+        ({"hosts": ["gpu 1"]}, "'gpu 1' is no host; write 'name' or 'name:engines'"),
+        ({"hosts": ["-oProxyCommand=x"]}, "'-oProxyCommand=x' is no host"),
+        ({"hosts": ["a:1", "b:1", "a:2"]}, "a named twice; give a host all its engines at once"),
+        ({"hosts": ["a"], "slurm": {"nodes": 1}}, "hosts and slurm were given; a cluster is started in one of these"),
+        ({"slurm": {"nodes": 0}}, "nodes is 0; it is a whole number, at least 1"),
+        ({"slurm": {"gpus_per_node": 8}}, "'nodes' is missing"),
+        ({"slurm": {"nodes": 1, "gpu_per_node": 8}}, "'gpu_per_node' is not known; did you mean 'gpus_per_node'?"),
+        ({"slurm": {"nodes": 1, "time": "soon"}}, "time is 'soon'; sbatch takes '30'"),
+        ({"slurm": {"nodes": 1, "partition": "a b"}}, "partition is 'a b'; it is a name"),
+        ({"slurm": {"nodes": 1, "options": "--exclusive"}}, "it is a list of words for sbatch"),
+        ({"mpi": {"hostfile": "/nowhere/hosts"}}, "the host file /nowhere/hosts cannot be read"),
+        ({"mpi": {"hostfile": "/dev/null"}}, "names no host; write one a line"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ClusterError) as raised:
+        parse(**given)
+    assert said in str(raised.value)
+
+
+def test_a_job_is_asked_for_as_it_was_said() -> None:
+    job = SlurmJob(
+        nodes=2, gpus_per_node=8, partition="a100", time="30", options=("--exclusive",), python="/opt/py thon"
+    )
+    lines = slurm_script(job, "mine", "/home/me/order.json", "/home/me/slurm.log").splitlines()
+    assert lines[0] == "#!/bin/sh"
+    assert {line.removeprefix("#SBATCH --") for line in lines[1:-1]} == {
+        "job-name=speedlab-mine",
+        "nodes=2",
+        "ntasks-per-node=1",
+        "output=/home/me/slurm.log",
+        "partition=a100",
+        "time=30",
+        "gres=gpu:8",
+        "export=ALL",
+        "exclusive",
+    }
+    assert lines[-1].endswith("'/opt/py thon' -m speedlab.cluster.agent --order /home/me/order.json")
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "expected"),
+    [
+        (255, "ssh: Could not resolve hostname g: Name", "g is not known here"),
+        (255, "me@g: Permission denied (publickey).", "g refuses the key"),
+        (255, "Host key verification failed.", "g is not known to be g"),
+        (255, "ssh: connect to host g port 22: Connection timed out", "g cannot be reached by ssh"),
+        (127, "sh: 1: /py: not found", "g has no /py (sh: 1: /py: not found)"),
+        (1, "/py: No module named 'speedlab'", "g: /py says No module named 'speedlab'; install SpeedLab there"),
+        (1, "", "g did not start an agent: status 1"),
+    ],
+)
+def test_what_ssh_says_becomes_a_sentence(status: int, said: str, expected: str) -> None:
+    assert ssh_problem("g", "/py", status, said).startswith(expected)
+
+
+def test_the_controller_is_encrypted_and_listens_where_hosts_reach_it() -> None:
+    arguments = controller_arguments("10.0.0.7", "10101-10130")
+    assert "--IPController.enable_curve=True" in arguments
+    assert [a for a in arguments if a.startswith(("--ip", "--location", "--ports"))] == [
+        "--ip=10.0.0.7",
+        "--location=10.0.0.7",
+        "--ports=10101-10130",
+    ]
+    assert not [a for a in arguments if "127.0.0.1" in a]
+
+
+# ---- who runs where --------------------------------------------------------------------------------------------------
+
+
+def test_ranks_go_through_the_hosts_in_order() -> None:
+    hosts = [host("a", 2), host("bb", 1), host("ccc", 3)]
+    assert [(p.rank, p.host, p.local_rank) for p in places(hosts)] == [
+        (0, 0, 0),
+        (1, 0, 1),
+        (2, 1, 0),
+        (3, 2, 0),
+        (4, 2, 1),
+        (5, 2, 2),
+    ]
+    store = Endpoint(host="a", address="10.0.0.1", port=29500)
+    environment = host_environment(4, hosts, "/meet", store)
+    assert environment["RANK"] == "4"
+    assert environment["WORLD_SIZE"] == "6"
+    assert (environment["LOCAL_RANK"], environment["LOCAL_WORLD_SIZE"]) == ("1", "3")
+    assert (environment["SPEEDLAB_HOST"], environment["GLOO_SOCKET_IFNAME"]) == ("ccc", "ib0")
+    assert Endpoint.parse(environment["SPEEDLAB_STORE"]) == store
+    assert json.loads(environment["SPEEDLAB_DEVICE"])["cores"] == list(hosts[2].devices[1].cores)
+    assert Host.from_fields({**json.loads(json.dumps(hosts[1].to_fields())), "later": 1}) == hosts[1]
+
+
+def test_an_agent_wants_the_same_versions_and_the_controller() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        order = Order(
+            cluster="c", token="t", connection={}, controller=f"here=127.0.0.1:{port}", expected=own_versions()
+        )
+        assert Order.from_json(order.to_json()) == order
+        assert problem_here(order, "g") is None
+        other = Order.from_json(json.dumps({**json.loads(order.to_json()), "expected": {"python": "2.7"}, "later": 1}))
+        assert "the cluster Python 2.7; all hosts need the same" in str(problem_here(other, "g"))
+        other = Order.from_json(json.dumps({**json.loads(order.to_json()), "expected": {"nothing": "1"}}))
+        assert str(problem_here(other, "g")).startswith("g has no nothing in ")
+    assert str(problem_here(order, "g")) == (
+        f"g cannot reach here (127.0.0.1) at TCP port {port}: it answers, but nothing listens there. "
+        "Agents and engines connect to the controller there"
+    )
+
+
+# ---- ports -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_is_reached_or_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with network.listen("127.0.0.1") as server:
+        place = Endpoint(host="h", address="127.0.0.1", port=server.getsockname()[1])
+        assert try_to_reach(place, "me") is None
+    refused = try_to_reach(place, "me")
+    assert isinstance(refused, ConnectionRefusedError)
+    for error, words in (
+        (TimeoutError(), "no answer within 2 s. A firewall drops what comes in there, or the link to h is down"),
+        (PermissionError(13, "denied"), "a firewall forbids it"),
+        (OSError(113, "No route to host"), "No route to host. h is down, or no link leads there"),
+        (socket.gaierror(-2, "Name or service not known"), "the name is not known (Name or service not known)"),
+    ):
+
+        def fail(*_: Any, error: OSError = error) -> None:
+            raise error
+
+        monkeypatch.setattr(socket, "create_connection", fail)
+        problem = try_to_reach(place, "me", 2)
+        assert not isinstance(problem, ConnectionRefusedError)
+        assert str(problem).startswith(f"me cannot reach h (127.0.0.1) at TCP port {place.port}: {words}")
+
+
+def test_interfaces_and_endpoints() -> None:
+    assert network.address_of("lo") == "127.0.0.1"
+    assert network.interface_towards("127.0.0.1") == ("lo", "127.0.0.1")
+    with pytest.raises(ValueError, match=r"no network interface 'ib7' with an address; there are .*lo"):
+        network.address_of("ib7")
+    assert Endpoint.parse("h=::1:80") == Endpoint(host="h", address="::1", port=80)
+    for text in ("h", "h=1.2.3.4", "=1.2.3.4:5", "h=:5", "h=1.2.3.4:x"):
+        with pytest.raises(ValueError, match="is no endpoint; expected a host's name, '=', its address"):
+            Endpoint.parse(text)
+
+
+def test_hosts_from_a_command_line() -> None:
+    assert of_words() == {}
+    assert parse(**of_words(hosts="gpu-1:8, gpu-2")) == parse_hosts(["gpu-1:8", "gpu-2"])
+    slurm = {"nodes": 4, "gpus_per_node": 8, "time": "8:00:00"}
+    assert of_words(slurm="nodes=4,gpus_per_node=8,time=8:00:00") == {"slurm": slurm}
+    assert of_words(mpi="hosts") == {"mpi": {"hostfile": "hosts"}}
+    for spec in (parse_hosts(["gpu-1:8", "gpu-2"]), parse(slurm={**slurm, "options": ["--exclusive"]})):
+        assert spec is not None
+        assert of_fields(json.loads(json.dumps(fields_of(spec)))) == spec  # As a supervisor gets it.
+    with pytest.raises(ClusterError, match=r"slurm: 'nodes' has no value; each word is a name, '=' and a value"):
+        of_words(slurm="nodes")
+
+
+def test_a_cluster_that_runs_is_what_was_asked_for_or_it_is_not() -> None:
+    ssh = host_specs.parse(hosts=["me@gpu-1:8", "gpu-2:8"])
+    assert host_specs.may_be(None, ())
+    assert host_specs.may_be(None, ("gpu-9",))
+    assert host_specs.may_be(ssh, ("gpu-1", "gpu-2"))
+    assert host_specs.may_be(ssh, ("gpu-2",))
+    assert not host_specs.may_be(ssh, ())
+    assert not host_specs.may_be(ssh, ("gpu-1", "gpu-3"))
+    job = host_specs.parse(slurm={"nodes": 2, "engines_per_node": 1})
+    assert host_specs.may_be(job, ("node-7", "node-9"))
+    assert not host_specs.may_be(job, ())
+
+
+def test_a_line_of_hosts() -> None:
+    assert host_specs.of_line(" ") == {}
+    assert host_specs.of_line("gpu-1:8, gpu-2:8") == {"hosts": ["gpu-1:8", "gpu-2:8"]}
+    assert host_specs.of_line("slurm nodes=2, gpus_per_node=4") == {"slurm": {"nodes": 2, "gpus_per_node": 4}}
+    assert host_specs.of_line("mpi hostfile") == {"mpi": {"hostfile": "hostfile"}}
+    with pytest.raises(ClusterError, match="what follows 'slurm' is missing; for instance 'slurm nodes=4"):
+        host_specs.of_line("slurm")
+    asked = host_specs.parse(**host_specs.of_line("gpu-1:8, gpu-2:4"))
+    assert asked is not None
+    assert host_specs.engines_asked(asked) == 12
+    asked = host_specs.parse(hosts=["gpu-1", "gpu-2:4"])
+    assert asked is not None
+    assert host_specs.engines_asked(asked) is None

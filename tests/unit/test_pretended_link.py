@@ -1,0 +1,103 @@
+"""A pretended link: how it is read, when what is sent over it arrives, who may have one, and how it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from speedlab.cluster import Cluster, ClusterError, pretended
+from speedlab.comm.pretended import Line, arrival
+from speedlab.config import RunConfig
+from speedlab.hardware import cpu_devices
+from speedlab.network import LinkRate
+from speedlab.planner import links, parameter_count
+from speedlab.telemetry.prediction import prediction_of
+from speedlab.telemetry.records import Event
+
+GIGABIT = LinkRate(bits_per_second=1e9, latency_seconds=1e-3)
+NUMBERS = {"text": "1 Gbit/s 1 ms", "bits_per_second": 1e9, "latency_seconds": 1e-3}
+
+
+@pytest.fixture(autouse=True)
+def own_ipython_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "bits", "seconds", "shown"),
+    [
+        ("1 Gbit/s 1 ms", 1e9, 1e-3, "1 Gbit/s 1 ms"),
+        (" 100Mbit/s ", 1e8, 0.0, "100 Mbit/s"),
+        ("2500 Mbit/s  0.05 ms", 2.5e9, 5e-5, "2.5 Gbit/s 50 us"),
+        ("500 bit/s 2 s", 500.0, 2.0, "500 bit/s 2 s"),
+    ],
+)
+def test_a_link_is_read_and_written(text: str, bits: float, seconds: float, shown: str) -> None:
+    link = LinkRate.parse(text)
+    assert link.bits_per_second == pytest.approx(bits)
+    assert link.latency_seconds == pytest.approx(seconds)
+    assert str(link) == shown
+    assert str(LinkRate.parse(shown)) == shown
+
+
+@pytest.mark.parametrize("text", ["", "fast", "1 GB/s", "0 Gbit/s", "-1 Gbit/s", "1 Gbit/s 1", "1 ms", 5])
+def test_what_is_no_link_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ClusterError, match=r"cannot be read; write a bandwidth above 0 .*: '1 Gbit/s 1 ms'"):
+        Cluster(link=text, start=False)
+
+
+def test_a_link_arrives_after_what_is_before_it() -> None:
+    # 125,000 bytes take 1 ms at 1 Gbit/s.
+    assert arrival(GIGABIT, now=5.0, free=0.0, nbytes=125_000) == pytest.approx((5.002, 5.001))
+    assert arrival(GIGABIT, now=5.0, free=5.5, nbytes=125_000, trips=2) == pytest.approx((5.503, 5.501))
+
+
+def test_a_line_waits_only_for_what_is_left() -> None:
+    now, slept = [10.0], []
+    line = Line(GIGABIT, clock=lambda: now[0], sleep=slept.append)
+    first, second = line.book("all_gather", 250_000), line.book("all_reduce", 125_000)
+    assert (first, second) == pytest.approx((10.003, 10.005))
+    line.wait_until(first)
+    now[0] = 10.004  # Computing went on meanwhile.
+    line.wait_until(first)
+    line.wait_until(second)
+    assert slept == pytest.approx([0.003, 0.001])
+    assert (line.has_arrived(first), line.has_arrived(second)) == (True, False)
+    assert str(line) == "pretended 1 Gbit/s 1 ms"
+
+
+def test_hosts_and_gpus_have_links_of_their_own() -> None:
+    for way in ({"hosts": ["a:1"]}, {"slurm": {"nodes": 2}}):
+        with pytest.raises(ClusterError, match="hosts have links of their own; leave out link, or hosts, slurm"):
+            Cluster(link="1 Gbit/s", start=False, **way)
+    devices = cpu_devices(2)
+    assert pretended.between(devices, GIGABIT) == "1 Gbit/s 1 ms"
+    assert pretended.between(devices, None) == ""
+    object.__setattr__(devices[0], "kind", "cuda")
+    with pytest.raises(ClusterError, match="which only CPU engines pretend; add device='cpu'"):
+        pretended.between(devices, GIGABIT)
+
+
+def test_a_prediction_takes_the_link_that_the_run_tells_of_and_says_that_it_is_pretended() -> None:
+    config = RunConfig(zero=1, batch={"micro_size": 2})
+    said = {"parameters": parameter_count(config.model), "dtype": "float32", "dp": 2, "pp": 1, "tp": 1, "zero": 1}
+    events = [Event(step=0, time=0.0, kind="started", text="", details=said)]
+    usual = prediction_of(config, events, cpu_devices(2))
+    events = [Event(step=0, time=0.0, kind="started", text="", details={**said, "pretended_link": NUMBERS})]
+    slow = prediction_of(config, events, cpu_devices(2))
+    assert usual is not None
+    assert slow is not None
+    assert "pretended" not in usual.note
+    assert slow.note.endswith("(over a pretended link of 1 Gbit/s 1 ms)")
+    tokens = 2 * 2 * config.data.sequence_length
+    # Gradients there and parameters back, half of each: as many bytes as the gradients have.
+    wire = parameter_count(config.model) * 4 / 125e6
+    took = [tokens / each.speeds[0][1] for each in (usual, slow)]
+    assert took[1] - took[0] == pytest.approx(wire, rel=0.15)
+
+
+def test_a_planned_link_is_the_one_that_is_pretended() -> None:
+    link = links.pretended(**NUMBERS)
+    assert (link.bandwidth_bytes_per_second, link.latency_seconds) == (125e6, 1e-3)
+    assert link.name == "pretended link of 1 Gbit/s 1 ms"

@@ -1,0 +1,500 @@
+"""The supervisor's parts without processes: the line of submissions, the journal, the channel, versions of messages."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import queue
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from ipyparallel.error import RemoteError
+from telemetry_samples import eventually
+
+from speedlab.cluster import processes, remote
+from speedlab.cluster.errors import ClusterError, RankError
+from speedlab.cluster.home import EngineEntry
+from speedlab.cluster.shipping import pack
+from speedlab.cluster.supervisor import messages as m
+from speedlab.cluster.supervisor.adopted import Adopted
+from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, connect, listen
+from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
+from speedlab.cluster.supervisor.hands import Here
+from speedlab.cluster.supervisor.journal import FileJournal
+from speedlab.cluster.supervisor.server import Server
+from speedlab.cluster.supervisor.submissions import Line, Submission
+
+
+class FakeEngines:
+    """Keeps what it is sent until the test lets an engine answer."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, bytes]] = []
+        self.open: dict[int, Any] = {}
+        self.gone: set[int] = set()
+        self.together = 0
+
+    def send(self, rank: int, work: bytes) -> Any:
+        if rank in self.gone:
+            raise IndexError(rank)
+        assert rank not in self.open, "an engine works on one thing at a time"
+        task: Any = Future()
+        task.msg_ids = [f"{rank}-{len(self.sent)}"]
+        self.sent.append((rank, work))
+        self.open[rank] = task
+        return task
+
+    def answer(self, rank: int, value: Any = b"") -> None:
+        eventually(lambda: rank in self.open)
+        task = self.open.pop(rank)
+        task.set_exception(value) if isinstance(value, Exception) else task.set_result(value)
+
+
+@pytest.fixture
+def engines() -> FakeEngines:
+    return FakeEngines()
+
+
+@pytest.fixture
+def failed() -> list[Submission]:
+    """Those of which one rank has failed while others were at work."""
+    return []
+
+
+@pytest.fixture
+def line(engines: FakeEngines, failed: list[Submission], tmp_path: Path) -> Iterator[Line]:
+    made = Line(engines.send, FileJournal(tmp_path / "submissions.jsonl"), failed.append)
+    yield made
+    made.close()
+
+
+def test_a_rank_works_on_one_submission_at_a_time_in_the_order_of_all(line: Line, engines: FakeEngines) -> None:
+    first = line.add(Submission(b"first", [0, 1]))
+    second = line.add(Submission(b"second", [1]))
+    third = line.add(Submission(b"third", [0, 1]))
+    eventually(lambda: len(engines.sent) == 2)
+    assert line.busy() == {0, 1}
+    assert line.working() == {0: first, 1: first}
+    engines.answer(0, pack("zero", {}))
+    eventually(lambda: line.working() == {0: third, 1: first})
+    engines.answer(1, pack("one", {}))
+    assert first.wait(5)
+    assert first.results() == ["zero", "one"]
+    eventually(lambda: line.working() == {0: third, 1: second})
+    for rank in (1, 0, 1):
+        engines.answer(rank, pack(None, {}))
+    assert third.wait(5)
+    assert [work for rank, work in engines.sent if rank == 1] == [b"first", b"second", b"third"]
+    assert line.busy() == set()
+
+
+def test_what_has_not_begun_can_be_taken_back_and_the_rest_goes_on(line: Line, engines: FakeEngines) -> None:
+    training = line.add(Submission(b"training", [0, 1]))
+    cell = line.add(Submission(b"cell", [0, 1]))
+    other = line.add(Submission(b"other", [1]))
+    eventually(lambda: len(line.working(training)) == 2)
+    line.take_back(cell)
+    assert cell.done
+    assert {failure.kind for failure in cell.failures.values()} == {"KeyboardInterrupt"}
+    assert line.working(cell) == {}
+    assert line.working() == {0: training, 1: training}
+    line.take_back(training)  # It has begun: that is for a signal.
+    assert not training.done
+    engines.answer(0)
+    engines.answer(1)
+    engines.answer(1)
+    assert other.wait(5)
+    assert [work for _, work in engines.sent].count(b"cell") == 0
+
+
+def test_a_reset_goes_before_what_waits(line: Line, engines: FakeEngines) -> None:
+    line.add(Submission(b"at work", [0]))
+    line.add(Submission(b"waiting", [0]))
+    eventually(lambda: engines.sent)
+    line.add(Submission(b"reset", [0]), first=True)
+    for _ in range(3):
+        engines.answer(0)
+    eventually(lambda: not line.busy())
+    assert [work for _, work in engines.sent] == [b"at work", b"reset", b"waiting"]
+
+
+def test_failures_come_by_rank_and_the_others_are_released(
+    line: Line, engines: FakeEngines, failed: list[Submission]
+) -> None:
+    engines.gone = {2}
+    work = line.add(Submission(b"work", [0, 1, 2]))
+    eventually(lambda: failed == [work])
+    assert work.failures[2].kind == "EngineDied"
+    engines.answer(0, {remote.FAILED: {"kind": "ValueError", "message": "bad"}})
+    engines.answer(1, RemoteError("EngineError", "gone", "", {}))
+    assert work.wait(5)
+    assert {rank: failure.kind for rank, failure in work.failures.items()} == {
+        2: "EngineDied",
+        0: "ValueError",
+        1: "EngineDied",
+    }
+    with pytest.raises(RankError, match="ValueError: bad"):
+        work.results()
+    engines.gone = set()
+    late = line.add(Submission(b"late", [0, 2]))
+    eventually(lambda: len(engines.open) == 2)
+    line.give_up([0, 1, 2], "EngineDied", "the controller has died")
+    assert late.wait(5)
+    assert {failure.message for failure in late.failures.values()} == {"the controller has died"}
+
+
+def test_many_at_once_are_one_order_on_all_ranks(line: Line, engines: FakeEngines) -> None:
+    """Two notebooks that submit at the same time: what one rank does first, all do first."""
+    draw = random.Random(0)
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            for rank in draw.sample(range(3), 3):
+                if rank in engines.open:
+                    engines.answer(rank)
+            stop.wait(0.0005)  # The line's own thread is to be served, too.
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    submitted: list[Submission] = []
+
+    def submit(name: str) -> None:
+        for number in range(500):
+            submitted.append(line.add(Submission(f"{name} {number}".encode(), range(3))))
+
+    notebooks = [threading.Thread(target=submit, args=(name,)) for name in ("one", "two")]
+    for notebook in notebooks:
+        notebook.start()
+    for notebook in notebooks:
+        notebook.join(30)
+    assert all(one.wait(30) for one in submitted)
+    stop.set()
+    serving.join()
+    orders = [[work for at, work in engines.sent if at == rank] for rank in range(3)]
+    assert orders[0] == orders[1] == orders[2]
+    assert len(orders[0]) == 1000
+
+
+def test_a_journal_tells_the_next_supervisor_what_was_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "submissions.jsonl"
+    journal = FileJournal(path)
+    whole, cut = Submission(b"", [0, 1], label="a run"), Submission(b"", [0, 1])
+    for rank in (0, 1):
+        journal.sending(whole, rank)
+        journal.sent(whole, rank, f"message-{rank}")
+    journal.sent(cut, 1, "message-1")
+    journal.sending(cut, 0)
+    with open(path, "ab") as file:
+        file.write(b'{"id": "a line that a kill cut sh')
+    before = FileJournal(path).before()
+    assert before[whole.id] == ([0, 1], "a run", 0, {0: "message-0", 1: "message-1"}, set(), b"")
+    assert before[cut.id] == ([0, 1], "", 0, {0: "", 1: "message-1"}, set(), b"")
+    monkeypatch.setattr("speedlab.cluster.supervisor.journal._MOST_LINES", 20)
+    monkeypatch.setattr("speedlab.cluster.supervisor.journal._KEPT_LINES", 4)
+    journal = FileJournal(path)
+    for number in range(40):
+        journal.sent(cut, 1, f"m{number}")
+    assert len(path.read_text().splitlines()) <= 21
+    path.unlink()
+    path.mkdir()  # As a disk that cannot be written.
+    journal.sent(cut, 1, "lost")
+
+
+class FakeController:
+    """What is asked of ipyparallel's client by whoever takes over: engine r has the number 10 + r."""
+
+    def __init__(self) -> None:
+        self.at_work: dict[int, list[str]] = {}
+        self.results: dict[str, Any] = {}
+
+    def queue_status(self, verbose: bool) -> dict[int, dict[str, list[str]]]:
+        return {10 + rank: {"queue": messages, "tasks": []} for rank, messages in self.at_work.items()}
+
+    def get_result(self, message: str, owner: bool, block: bool) -> Any:
+        task: Any = Future()
+        task.set_result(self.results[message])
+        task.wait = lambda seconds: True
+        return task
+
+
+def taken_over(engines: FakeEngines, controller: FakeController, path: Path) -> tuple[Line, Adopted]:
+    """What the next supervisor has, with the journal of the one before."""
+    journal = FileJournal(path)
+    line = Line(engines.send, journal, lambda submission: None)
+    entries = [SimpleNamespace(rank=rank, engine_id=10 + rank) for rank in range(3)]
+    return line, Adopted(line, controller, SimpleNamespace(engines=entries), journal)  # type: ignore[arg-type]
+
+
+def test_who_takes_over_sends_what_was_certainly_not_sent(line: Line, engines: FakeEngines, tmp_path: Path) -> None:
+    """Rank 1 is at work when the supervisor ends, so what the others were given waits for it, in the same order."""
+    busy = line.add(Submission(b"busy", [1]))
+    eventually(lambda: len(engines.sent) == 1)
+    first = line.add(Submission(b"first", [0, 1, 2]))
+    second = line.add(Submission(b"second", [0, 1, 2]))
+    taken = line.add(Submission(b"taken back", [1, 2]))
+    eventually(lambda: len(engines.sent) == 3)
+    engines.answer(0, pack("zero", {}))
+    engines.answer(2, pack("two", {}))  # Rank 0 and 2 work on the second now.
+    engines.answer(2, pack("two again", {}))
+    eventually(lambda: len(engines.sent) == 6)  # And rank 2 on the third.
+    line.take_back(taken)
+    controller = FakeController()
+    controller.results = {f"{rank}-{at}": pack((rank, work), {}) for at, (rank, work) in enumerate(engines.sent)}
+    controller.at_work = {1: ["1-0"]}
+    after = FakeEngines()
+    line, adopted = taken_over(after, controller, tmp_path / "submissions.jsonl")
+    found = {one.id: adopted.find(one.id) or one for one in (busy, first, second, taken)}
+    assert line.working() == {1: found[busy.id]}
+    assert after.sent == []
+    controller.at_work = {}
+    for rank_1 in (b"first", b"second"):
+        eventually(lambda: after.sent and after.sent[-1] == (1, rank_1))  # noqa: B023  # asked before the next one
+        after.answer(1, pack("sent now", {}))
+    assert found[busy.id].wait(5)
+    assert found[first.id].wait(5)
+    assert found[second.id].wait(5)
+    assert found[first.id].results() == [(0, b"first"), "sent now", (2, b"first")]
+    assert found[second.id].results() == [(0, b"second"), "sent now", (2, b"second")]
+    assert [failure.kind for failure in found[taken.id].failures.values()] == ["KeyboardInterrupt"]
+    assert [work for _, work in after.sent] == [b"first", b"second"]
+    adopted.close()
+    line.close()
+    controller.results["1-1"] = pack("kept by the controller", {})
+    line, adopted = taken_over(FakeEngines(), controller, tmp_path / "submissions.jsonl")
+    again = adopted.find(second.id)
+    assert again is not None
+    assert again.wait(5)
+    assert again.values[1] == pack("kept by the controller", {})
+    assert list((tmp_path / "submissions").iterdir()) == []
+    adopted.close()
+    line.close()
+
+
+def test_what_takes_over_ends_only_engines_that_nobody_counts() -> None:
+    """Found by the cluster's token; a program that a cell has left is no engine, nor is what an engine forked."""
+    environment = {**os.environ, processes.TOKEN: "token-of-this-test"}
+    command = [sys.executable, "-c", "import os, time; os.fork(); time.sleep(60)"]
+    counted, unknown = (subprocess.Popen([*command, processes.ENGINE_MODULE], env=environment) for _ in range(2))
+    other = subprocess.Popen(command, env=environment)
+    try:
+        eventually(lambda: len(processes.marked("token-of-this-test")) == 6)
+        hands = Here(SimpleNamespace(), SimpleNamespace(), "token-of-this-test")  # type: ignore[arg-type]  # not asked
+        assert hands.end_unknown([EngineEntry(rank=0, pid=counted.pid, engine_id=0)]) == [unknown.pid]
+        left = [p for p in processes.marked("token-of-this-test") if p.status() != psutil.STATUS_ZOMBIE]
+        assert len(left) == 4
+        assert {counted.pid, other.pid} <= {process.pid for process in left}
+    finally:
+        processes.end(processes.marked("token-of-this-test"), patience_seconds=0.0)
+        for process in (counted, unknown, other):
+            process.wait(10)
+
+
+# ---- the channel -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Channel, Channel]]:
+    one, two = socket.socketpair()
+    client, server = Channel(one, m.FromSupervisor), Channel(two, m.FromClient)
+    yield client, server
+    client.close()
+    server.close()
+
+
+def test_messages_arrive_whole_and_strangers_end_the_channel(pair: tuple[Channel, Channel]) -> None:
+    client, server = pair
+    work = os.urandom(3_000_000)
+    sending = threading.Thread(target=client.send, args=(m.Submit(call=3, id="a", work=work, ranks=[1]),))
+    sending.start()
+    assert server.receive() == m.Submit(call=3, id="a", work=work, ranks=[1])
+    sending.join()
+    later = msgspec.msgpack.encode({"type": "Look", "call": 4, "added_later": True})
+    client._socket.sendall(len(later).to_bytes(8, "big") + later)
+    assert server.receive() == m.Look(call=4)  # A field that a later version adds is passed over.
+    client._socket.sendall((5).to_bytes(8, "big") + b"hello")
+    with pytest.raises(ChannelClosedError, match=r"what came is no message"):
+        server.receive()
+    client._socket.sendall((2**40).to_bytes(8, "big"))
+    with pytest.raises(ChannelClosedError, match="a message of 1099511627776 bytes was announced"):
+        server.receive()
+    client.close()
+    with pytest.raises(ChannelClosedError):
+        server.receive()
+
+
+def test_a_socket_in_a_folder_with_a_long_name_can_be_reached(tmp_path: Path) -> None:
+    folder = tmp_path / ("a long name " * 8) / ("and another one " * 8)
+    folder.mkdir(parents=True)
+    path = folder / "supervisor.sock"
+    path.write_text("left by one that was killed")
+    listening = listen(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    client = connect(path, m.FromSupervisor)
+    accepted, _ = listening.accept()
+    client.send(m.Hello())
+    assert Channel(accepted, m.FromClient).receive() == m.Hello()
+    for end in (listening, accepted):
+        end.close()
+    client.close()
+    with pytest.raises(ConnectionRefusedError):
+        connect(path, m.FromSupervisor)
+
+
+class FakeSupervisor:
+    """Enough of one to answer."""
+
+    def __init__(self) -> None:
+        self.problem: ClusterError | None = None
+        self.starting = ""
+        self.engines = SimpleNamespace(status=list, restart=self._restart)
+        self.gone = threading.Event()
+        self.runs = SimpleNamespace()
+
+    def _restart(self, rank: int) -> None:
+        raise ClusterError(f"rank {rank} cannot be restarted")
+
+    def ready(self, seconds: float) -> str | None:
+        if self.problem is not None:
+            raise self.problem
+        return "the token"
+
+    def left(self, client: object) -> None:
+        self.gone.set()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Path, FakeSupervisor]]:
+    supervisor = FakeSupervisor()
+    path = tmp_path / "supervisor.sock"
+    server = Server(listen(path), supervisor)  # type: ignore[arg-type]  # as much of it as is asked for
+    yield path, supervisor
+    server.close()
+
+
+def test_questions_are_answered_or_refused_with_the_error_that_was_raised(
+    served: tuple[Path, FakeSupervisor],
+) -> None:
+    path, supervisor = served
+    client = Client(path, lambda *printed: None)
+    assert client.token == "the token"
+    assert client.ask(m.Look()) == []
+    with pytest.raises(ClusterError, match=r"^rank 2 cannot be restarted$"):
+        client.ask(m.Restart(rank=2))
+    with pytest.raises(TypeError, match=r"Expected `int`, got `str` - at `\$.rank`"):
+        client.ask(m.Restart(rank="2"))  # type: ignore[arg-type]
+    assert client.ask(m.Look()) == []  # The connection is as it was.
+    del client  # Nobody holds it: the connection ends.
+    gc.collect()  # The error above is in a circle with its traceback.
+    assert supervisor.gone.wait(5)
+    supervisor.problem = ClusterError("no engine came up")
+    with pytest.raises(ClusterError, match=r"^no engine came up$"):
+        Client(path, lambda *printed: None)
+    with pytest.raises(SupervisorGoneError):
+        Client(path.with_name("nobody.sock"), lambda *printed: None)
+
+
+LISTENER = """
+import sys, time
+from pathlib import Path
+from speedlab.cluster.supervisor.channel import listen
+listening = listen(Path(sys.argv[1]))
+print("listens", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_supervisor_that_says_nothing_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speedlab.cluster.supervisor.client._LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("speedlab.cluster.supervisor.client._SILENT_SECONDS", 0.2)
+    path = tmp_path / "supervisor.sock"
+    with subprocess.Popen([sys.executable, "-c", LISTENER, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "listens\n"
+        with pytest.raises(ClusterError, match=rf"process {process.pid}, has said nothing for 0.2 s"):
+            Client(path, lambda *printed: None)
+        process.send_signal(signal.SIGSTOP)
+        eventually(lambda: processes.is_suspended(process.pid))
+        with pytest.raises(ClusterError, match=rf"is suspended; let it go on \(kill -CONT {process.pid}\), or end it"):
+            Client(path, lambda *printed: None)
+        process.kill()
+
+
+def test_a_start_that_takes_long_gives_signs_of_life(
+    served: tuple[Path, FakeSupervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, supervisor = served
+    monkeypatch.setattr("speedlab.cluster.supervisor.client._LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("speedlab.cluster.supervisor.client._SILENT_SECONDS", 0.9)
+    monkeypatch.setattr("speedlab.cluster.supervisor.server._SIGN_SECONDS", 0.05)
+    supervisor.starting, asked = "waiting in the queue", itertools.count()
+
+    def ready(seconds: float) -> str | None:
+        time.sleep(seconds)  # As the one it stands for waits.
+        return "the token" if next(asked) == 30 else None
+
+    monkeypatch.setattr(supervisor, "ready", ready)
+    said: list[str] = []
+    assert Client(path, lambda *printed: None, said.append).token == "the token"
+    assert said == ["waiting in the queue"]
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["interrupted", "gone"])
+def test_a_hold_that_was_given_up_while_it_waited_is_given_back(
+    served: tuple[Path, FakeSupervisor], leaves: bool
+) -> None:
+    """Nobody would let go of it."""
+    path, supervisor = served
+    asked, go_on = threading.Event(), threading.Event()
+    given_back: queue.SimpleQueue[Path] = queue.SimpleQueue()
+
+    def hold(folder: Path, holder: object, seconds: float) -> None:
+        asked.set()
+        assert go_on.wait(5)
+
+    supervisor.runs = SimpleNamespace(hold=hold, let_go=lambda holder, folder: given_back.put(folder))
+    client = connect(path, m.FromSupervisor)
+    client.send(m.Hello())
+    assert isinstance(client.receive(), m.Welcome)
+    client.send(m.Hold(call=1, folder="a run", seconds=5.0))
+    assert asked.wait(5)
+    if leaves:
+        client.close()
+        assert supervisor.gone.wait(5)
+    else:
+        client.send(m.Cancel(call=1))
+        client.send(m.Look(call=2))
+        assert client.receive().call == 2  # What came before was read.
+    go_on.set()
+    assert given_back.get(timeout=5) == Path("a run")
+    client.close()
+
+
+@pytest.mark.parametrize(("greeting", "told"), [(m.Hello(version=7), "7"), (m.Look(call=1), "None")])
+def test_versions_that_differ_are_told(served: tuple[Path, FakeSupervisor], greeting: m.Message, told: str) -> None:
+    path, _ = served
+    client = connect(path, m.FromSupervisor)
+    client.send(greeting)
+    refused = client.receive()
+    assert (
+        f"speaks version 1 of its protocol, and this client {told}: they come from different versions" in refused.text
+    )
+    with pytest.raises(ChannelClosedError):
+        client.receive()
+    client.close()
