@@ -330,9 +330,9 @@ class Engine(DeepSpeedNames):
 
     def make_one(self) -> None:
         """As of `TrainingState`. Raises RuntimeError inside a step, and where an update was cut off."""
-        if self.islands.apart:
+        if self.apart:
             self._step.refuse_after_cut()
-            self._step.refuse_inside("taking one model of several islands")
+            self._step.refuse_inside("taking one model of ranks that have trained apart")
         super().make_one()
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -79,6 +79,15 @@ def signs_of(values: Tensor, pieces: int) -> Tensor:
     return torch.cat(sent)
 
 
+def laid_out(flats: list[dict[str, Any]], take: Any) -> list[Tensor]:
+    """What `take` gives for each name, where it lies in its flat."""
+    found = [torch.zeros(flat["padded"]) for flat in flats]
+    for whole, flat in zip(found, flats, strict=True):
+        for name, offset, numel, _ in flat["slots"]:
+            whole[offset : offset + numel] = take(name).reshape(-1)
+    return found
+
+
 def by_hand(
     workers: int, flats: list[dict[str, Any]], *, accumulation: int, compress: bool, pieces: int
 ) -> dict[str, Tensor]:
@@ -89,14 +98,7 @@ def by_hand(
     masters, m, v, server = ([torch.zeros(size) for size in sizes] for _ in range(4))
     worker = [[torch.zeros(size) for size in sizes] for _ in range(workers)]
 
-    def laid_out(take: Any) -> list[Tensor]:
-        found = [torch.zeros(size) for size in sizes]
-        for whole, flat in zip(found, flats, strict=True):
-            for name, offset, numel, _ in flat["slots"]:
-                whole[offset : offset + numel] = take(parameters[name]).reshape(-1)
-        return found
-
-    masters = laid_out(lambda p: p.detach())
+    masters = laid_out(flats, lambda name: parameters[name].detach())
     for step in range(STEPS):
         gradients = []
         for place in range(workers):
@@ -104,7 +106,7 @@ def by_hand(
             for micro in range(accumulation):
                 inputs, targets = batch(step, micro * workers + place)
                 (model(inputs, targets=targets).loss * (1 / (accumulation * workers))).backward()
-            gradients.append(laid_out(lambda p: p.grad))
+            gradients.append(laid_out(flats, lambda name: parameters[name].grad))
         for k, flat in enumerate(flats):
             bounds = [(o, o + n, 0.0 if group else DECAY) for _, o, n, group in flat["slots"]]
             if step < FREEZE:

@@ -29,7 +29,7 @@ from speedlab.engine.build.room import away_folder
 from speedlab.engine.build.schedule import make_schedule
 from speedlab.engine.build.small_states import prepare_optimizer, prepare_small_states
 from speedlab.engine.engine import Engine
-from speedlab.engine.step.communicating import check_whole_gradients, kept_by
+from speedlab.engine.step.communicating import check_whole_gradients, kept_by, steps_apart
 from speedlab.engine.step.fused import LooksAtParameters
 from speedlab.engine.step.losses import LossFunction, check_loss
 from speedlab.engine.step.meeting import kept_by_islands
@@ -233,6 +233,11 @@ def _check_communicating(kind: type[Optimizer], config: RunConfig, mesh: Mesh) -
         raise ConfigError(
             f"parallel.islands {mesh.layout.islands}: {kind.__name__} sums gradients itself, over all ranks in every "
             "step; use AdamW, with outer.compression 'signs'"
+        )
+    if steps_apart(kind) and mesh.layout.cp > 1:
+        raise ConfigError(
+            f"parallel.cp {mesh.layout.cp}: ranks of {kind.__name__} make steps of their own, and cp ranks compute one "
+            "sequence together, with the same parameters; set it to 1"
         )
     if kept_by(kind) is not None and config.optimizer.in_backward:
         raise ConfigError(f"optimizer.in_backward: {kind.__name__} sums gradients itself, whole ones; set it to false")
