@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from cuda_ops import warm
 from speedlab.comm import Traffic, World, join
 from speedlab.comm.shared.segments import host_identity
-from speedlab.config import ConfigError, GivenConfig, RunConfig, ScheduleConfig, config_of
+from speedlab.config import ConfigError, GivenConfig, OuterConfig, RunConfig, ScheduleConfig, config_of
 from speedlab.config.batch import Batch
 from speedlab.config.island_rules import host_problem
 from speedlab.data import Epochs
@@ -160,7 +160,7 @@ def _build(
     model = attention.within(model)
     traffic = Traffic()
     mesh = Mesh(layout, world, traffic)
-    _check_islands(mesh)
+    _check_islands(mesh, config)
     plans = plan_model_parts(model, config, layout, world, mesh.everyone, dtype, tp_plan)
     recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer)
     _check_communicating(recipe.kind, config, mesh)
@@ -218,9 +218,18 @@ def _config(config: GivenConfig | None) -> RunConfig:
     return named.model_copy(update={key: value for key, value in unasked.items() if key not in named.model_fields_set})
 
 
-def _check_islands(mesh: Mesh) -> None:
-    """Raises ConfigError, on all ranks, where islands cut hosts. Collective where there are islands."""
+def _check_islands(mesh: Mesh, config: RunConfig) -> None:
+    """Raises ConfigError, on all ranks, where islands cut hosts; what is said of meetings that nobody has is told to be
+    of no use. Collective where there are islands."""
     if mesh.layout.islands == 1:
+        usual = OuterConfig()
+        unused = [name for name in OuterConfig.model_fields if getattr(config.outer, name) != getattr(usual, name)]
+        if unused and mesh.rank == 0:
+            log.warning(
+                "%s: said how islands meet, and parallel.islands is 1, so that nothing meets; set parallel.islands to "
+                "2 or more, or leave it out",
+                ", ".join(f"outer.{name}" for name in unused),
+            )
         return
     problem = host_problem(mesh.layout.islands, mesh.everyone.collect(host_identity()))
     if problem is not None:
