@@ -23,6 +23,7 @@ from ranks.test_onebit import GAPS, errors_of, laid_out, signs_of
 from speedlab.bench.planner import compare, measure
 from speedlab.bench.planner_cases import grid
 from speedlab.comm import PeerLost
+from speedlab.engine.checkpoint import CheckpointError
 from speedlab.engine.step.communicating import check_whole_gradients
 from speedlab.engine.step.errors import NonFiniteError
 from speedlab.engine.step.zero_one import ZeroOneAdam
@@ -36,6 +37,8 @@ LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 def configuration(**more: Any) -> dict[str, Any]:
     optimizer = {"name": "zero_one_adam", "lr": LR, "freeze_step": FREEZE, "variance_floor": 0}
     optimizer |= {"variance_doubling": 2, "local_doubling": 2, "max_local_steps": 4} | more.pop("optimizer", {})
+    if optimizer["name"] == "adamw":
+        optimizer = {"name": "adamw", "lr": LR}
     return {
         "zero": {"stage": 0},
         "optimizer": optimizer,
@@ -158,17 +161,21 @@ def by_hand(workers: int, flats: list[dict[str, Any]], *, compress: bool) -> dic
             if KINDS[step - 2] != "N":
                 anchor[k].copy_(masters[0][k])
             for w in everyone:
-                own = gradients[w][k] * ((1 - BETAS[0]) * workers)
-                own.add_(m[w][k], alpha=BETAS[0])
                 for _, low, high, decay in bounds(flat):
-                    here = slice(low, high)
-                    error[w][k][here] += own[here] * (corrected / shares[decay])
-                    m[w][k][here] = own[here]
-                    if kind == "N" or workers == 1:  # One sends nothing, and never goes back.
-                        adam_frozen(
-                            masters[w][k][here], own[here].clone(), None, v[k][here],
-                            size=corrected * root, decay=LR * decay, eps=EPS * root,
-                        )  # fmt: skip  # as above
+                    here, rate = slice(low, high), corrected / shares[decay]
+                    sent = kind == "S" and workers > 1  # One sends nothing, and never goes back.
+                    weight = rate if sent else 1.0
+                    own = gradients[w][k][here] * ((1 - BETAS[0]) * workers * weight)
+                    own.add_(m[w][k][here], alpha=BETAS[0] * weight)
+                    if sent:
+                        error[w][k][here] += own
+                        continue
+                    error[w][k][here] += own * rate
+                    m[w][k][here] = own
+                    adam_frozen(
+                        masters[w][k][here], own.clone(), None, v[k][here],
+                        size=corrected * root, decay=LR * decay, eps=EPS * root,
+                    )  # fmt: skip  # as above
             if kind == "S" and workers > 1:
                 exchange(k)
         seen += kind == "W"
@@ -381,6 +388,31 @@ def test_the_plan_is_what_the_ledger_measures(two: Pool) -> None:
     case = replace(case, config=case.config.replace(zero=0, optimizer=optimizer, precision={"dtype": "bfloat16"}))
     for found in compare(case, two.run(measure, case.config, timeout=60)[0]):
         assert found.states_agree, f"rank {found.rank}: {found.predicted} predicted, {found.measured} measured"
+
+
+def change_optimizer(folder: str, before: dict[str, Any], after: dict[str, Any], steps: int) -> str | list[float]:
+    with engine_of(configuration(optimizer=before)) as engine:
+        for step in range(steps):
+            step_of(engine, step)
+        engine.save_checkpoint(folder, "one")
+    with engine_of(configuration(optimizer=after)) as engine:
+        try:
+            engine.load_checkpoint(folder, "one")
+        except CheckpointError as error:
+            return str(error)
+        return [step_of(engine, step) for step in range(steps, steps + 4)]
+
+
+def test_other_optimizers_go_on_or_say_why_not(two: Pool, tmp_path: Path) -> None:
+    ours: dict[str, Any] = {"variance_doubling": 2}
+    plain = {"name": "adamw"}
+    for before, after in ((ours, plain), (plain, ours | {"freeze_step": None})):
+        folder = str(tmp_path / before.get("name", "ours"))
+        found = two.run(change_optimizer, folder, before, after, 9)
+        assert found[0] == found[1]
+        assert all(2 < loss < 5 for loss in found[0]), found[0]
+    (refused, _) = two.run(change_optimizer, str(tmp_path / "refused"), plain, ours, 3)
+    assert "ZeroOneAdam cannot begin in the middle without anchor" in refused
 
 
 def refusals() -> list[str]:

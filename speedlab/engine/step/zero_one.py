@@ -156,13 +156,14 @@ class ZeroOneAdam(SendsSigns):
         self._told = {"compressed": 1.0}
         group_of = self._group_of()
         for each in flats:
-            terms = whole_terms(each.gradient).mul_((1 - beta1) * factor * size)
+            terms = whole_terms(each.gradient)
             for segment, here in _places(each):
                 state = self.state.get(segment) or _UNBORN
+                sent = self._kind is Kind.SIGNS and not self._alone
+                weight = self._rates(state, group_of[segment], ahead=1)[0] if sent else 1.0
+                terms[here].mul_((1 - beta1) * factor * size * weight)
                 if "exp_avg" in state:
-                    terms[here].add_(state["exp_avg"], alpha=beta1)
-                if self._kind is Kind.SIGNS and not self._alone:
-                    terms[here].mul_(self._rates(state, group_of[segment], ahead=1)[0])
+                    terms[here].add_(state["exp_avg"], alpha=beta1 * weight)
                 self._to_send[segment] = each.gradient.kept[TO_SEND][here]
         if self._alone:
             return
