@@ -199,7 +199,8 @@ class Engines:
 
         A rank that is missing in the answer works on something else, is inside a long native call, or frozen.
         """
-        with self._interrupting:
+        # Who waits for the end of what is interrupted may ask for more at once, which has to come after the last of this.
+        with self._interrupting, self.line.held():
             self.line.take_back(only)
             alive = {engine.rank for engine in self.state.engines if self.reaches(engine)}
             working = {rank: one for rank, one in self.line.working(only).items() if rank in alive}
@@ -270,7 +271,7 @@ class Engines:
 
         What they held is lost. The others are interrupted, keep what they hold, and form a new process group with them.
         """
-        with self.lock:
+        with self.lock, self.line.held():  # Who met others before all have left would meet them in another group.
             ranks = self._lost.with_its_host(self.state, self.existing(ranks))
             self.end([self.state.engines[rank] for rank in ranks])
             with ThreadPoolExecutor(1) as meanwhile:  # Importing torch takes longer than to interrupt the others.
