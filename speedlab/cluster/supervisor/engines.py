@@ -199,7 +199,7 @@ class Engines:
 
         A rank that is missing in the answer works on something else, is inside a long native call, or frozen.
         """
-        # Who waits for the end of what is interrupted may ask for more at once, which has to come after the last of this.
+        # Who waits for the end of what is interrupted may ask for more at once; that has to come after all of this.
         with self._interrupting, self.line.held():
             self.line.take_back(only)
             alive = {engine.rank for engine in self.state.engines if self.reaches(engine)}
