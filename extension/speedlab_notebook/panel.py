@@ -175,7 +175,7 @@ class Panel(widgets.VBox):
             "train": self._on_train,
             "pause": lambda: self._post(lambda run: run.pause()),
             "resume": lambda: self._post(lambda run: run.resume()),
-            "step": lambda: self._post(lambda run: run.step(self.step_count.value)),
+            "step": lambda: self._post(lambda run: run.advance(self.step_count.value)),
             "save": lambda: self._post(lambda run: run.save()),
             "stop": self._on_stop,
             "apply": self._on_apply,

@@ -71,6 +71,6 @@ def test_without_recover_the_failure_says_what_can_be_done(cluster: Cluster, lab
     assert [status.state for status in cluster.status()] == ["dead", "dead", "idle", "idle"]
     assert time.monotonic() - began < 5
     run.reshape(engines=2)
-    run.wait_until(int(run.step) + 3, SECONDS)
+    run.wait_until(run.step + 3, SECONDS)
     run.stop().wait(SECONDS)
     assert (cluster.size, run.state) == (2, RunState.STOPPED)
