@@ -15,7 +15,7 @@ import queue
 import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -153,7 +153,7 @@ class Line:
         self._lock = threading.RLock()
         self._waiting: dict[int, deque[Submission]] = {}
         """By rank; the first is the one that the rank works on, once it was sent."""
-        self._holds = 0
+        self._holds: Counter[int] = Counter()
         self._events: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="speedlab-line", daemon=True)
         self._thread.start()
@@ -172,17 +172,18 @@ class Line:
         return submission
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside, ranks are given nothing but what goes first. Who interrupts them has more for each to do before they
-        may meet again, and they come free one after the other."""
+    def held(self, ranks: Iterable[int]) -> Iterator[None]:
+        """Inside, these ranks are given nothing but what goes first. Who interrupts them has more for each to do before
+        they may meet again, and they come free one after the other."""
+        ranks = list(ranks)
         with self._lock:
-            self._holds += 1
+            self._holds.update(ranks)
         try:
             yield
         finally:
             with self._lock:
-                self._holds -= 1
-                self._events.put(functools.partial(self._send_next, list(self._waiting)))
+                self._holds.subtract(ranks)
+                self._events.put(functools.partial(self._send_next, ranks))
 
     def adopt(self, submission: Submission, rank: int) -> None:
         """Count what an earlier supervisor has sent to `rank` as what it works on, until `take` says that it ended."""
@@ -264,16 +265,18 @@ class Line:
         """The submission that this rank is to be given now."""
         with self._lock:
             waiting = self._waiting.get(rank)
-            return waiting[0] if waiting and rank not in waiting[0].messages and self._may_go(waiting[0]) else None
+            if not waiting or rank in waiting[0].messages or not self._may_go(waiting[0], rank):
+                return None
+            return waiting[0]
 
-    def _may_go(self, submission: Submission) -> bool:
-        return submission.first or not self._holds
+    def _may_go(self, submission: Submission, rank: int) -> bool:
+        return submission.first or not self._holds[rank]
 
     def _sent(self, submission: Submission, rank: int) -> bool:
         with self._lock:
             waiting = self._waiting.get(rank)
             # Taken back meanwhile, or something goes before it, or it has to wait.
-            if not waiting or waiting[0] is not submission or not self._may_go(submission):
+            if not waiting or waiting[0] is not submission or not self._may_go(submission, rank):
                 return False
             submission.messages[rank] = ""  # From here on an interrupt finds it begun.
         try:
