@@ -223,7 +223,7 @@ function save(blob, name) {
 // ---- the view ---------------------------------------------------------------------------------------------------------
 
 function render({model, el}) {
-  const state = {figures: {}, head: {text: "", state: "", mark: "", note: ""}, seq: -1};
+  const state = {figures: {}, head: {text: "", state: "", mark: "", note: ""}, seq: -1, trouble: ""};
   const view = crypto.randomUUID();
   const dirty = new Set();
   let Plotly = null, seen = true, gap = false, timer = 0, byRank = false, states = false, chosen = false, showTable = false, gone = false, pictureWanted = false;
@@ -284,7 +284,7 @@ function render({model, el}) {
     text.textContent = state.head.text;
     word.textContent = `${state.head.mark} ${state.head.state}`;
     word.dataset.state = state.head.state;
-    if (Plotly) note.textContent = state.head.note;
+    if (Plotly) note.textContent = state.trouble || state.head.note;
   }
 
   function onKeyframe() {
@@ -301,6 +301,10 @@ function render({model, el}) {
 
   function onMessage(message, buffers) {
     if (message.kind === "picture") return void sendPicture();
+    if (message.kind === "trouble") {
+      state.trouble = message.text;
+      return showHead();
+    }
     if (message.kind !== "tick" || message.seq <= state.seq) return;
     if (gap || message.seq !== state.seq + 1) {
       if (!gap) model.send({kind: "keyframe"});
@@ -387,7 +391,7 @@ function render({model, el}) {
   watch(true);
   loadPlotly(model).then((loaded) => {
     Plotly = loaded;
-    note.textContent = state.head.note;
+    showHead();
     changed(cards());
     if (pictureWanted) return sendPicture();
   }).catch((error) => { note.textContent = `The plots cannot be drawn: ${error.message}. Run the cell again.`; });

@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import contextlib
 import gzip
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from speedlab.cluster import Run
     from speedlab.hardware import Device
     from speedlab.telemetry.folder import RunFolder
+
+log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
 
@@ -98,6 +101,8 @@ class Dashboard(anywidget.AnyWidget):
         self._version = -1
         self._png_wanted = False
         self._rewritten = False
+        self._trouble = ""
+        """Why the page cannot be told what is new; "" while it is."""
         self._watching: set[str] | None = None
         self._heard = time.monotonic()
         self._loop = _running_loop()
@@ -147,6 +152,8 @@ class Dashboard(anywidget.AnyWidget):
         (self._watching.add if on else self._watching.discard)(view)
         if on and not known:
             self._send_keyframe()
+            if self._trouble:
+                self.send({"kind": "trouble", "text": self._trouble})
             self._start()
             if self._png_wanted:
                 self.send({"kind": "picture"})
@@ -177,14 +184,15 @@ class Dashboard(anywidget.AnyWidget):
         wait = FIRST_KEYFRAME_SECONDS
         due = time.monotonic() + wait
         while self.watched and not self._closed.is_set():
-            self.update()
-            if time.monotonic() >= due and not self._at_rest:
-                self._send_keyframe()
+            keyframe = time.monotonic() >= due and not self._at_rest
+            self._look(keyframe=keyframe)
+            if keyframe:
                 wait = min(2 * wait, LAST_KEYFRAME_SECONDS)
                 due = time.monotonic() + wait
             if time.monotonic() - self._heard > SILENCE_SECONDS and self._kernel_listens():
                 self._watching = set()
-            self._wake.wait(RESTING_TICK_SECONDS if self._at_rest else TICK_SECONDS)
+            resting = self._at_rest or self._trouble
+            self._wake.wait(RESTING_TICK_SECONDS if resting else TICK_SECONDS)
         if self._closed.is_set():
             self._let_go()
 
@@ -196,6 +204,23 @@ class Dashboard(anywidget.AnyWidget):
         answered = threading.Event()
         self._loop.call_soon_threadsafe(answered.set)
         return answered.wait(1.0) and time.monotonic() - self._heard > SILENCE_SECONDS
+
+    def _look(self, *, keyframe: bool) -> None:
+        """`update`, and a keyframe where one is due. What keeps it from that is told on the page, which would stand
+        still as if nothing had come."""
+        trouble = ""
+        try:
+            self.update()
+            if keyframe:
+                self._send_keyframe()
+        except Exception as error:  # A record or an event that nobody foresaw, a folder that was damaged.
+            self._version = -1
+            trouble = f"This view cannot read the run, and tries again: {type(error).__name__}: {error}"
+            if trouble != self._trouble:
+                log.exception("a dashboard of %s cannot be drawn", self._feed.folder.name)
+        if trouble != self._trouble:
+            self._trouble = trouble
+            self.send({"kind": "trouble", "text": trouble})
 
     def update(self) -> None:
         """Look at the feed and send what is new."""

@@ -11,6 +11,8 @@ A tick is {"kind": "tick", "seq": n, "parts": [...]} and one buffer of float32 f
 The pipeline's timeline, a "figure" of its own where there is a pipeline, comes at most once a second, of the newest
 step or of the one that a person points at.
 
+{"kind": "trouble", "text": …} says why ticks do not come, and "" that they do again.
+
 `seq` counts up by one from the keyframe's, so that a page knows when it has missed something and waits for the next
 keyframe. In a keyframe arrays are {"f32": bytes}, and "states" says whether to
 begin with the model states alone (None while nothing is known).

@@ -175,7 +175,7 @@ class Panel(widgets.VBox):
             "train": self._on_train,
             "pause": lambda: self._post(lambda run: run.pause()),
             "resume": lambda: self._post(lambda run: run.resume()),
-            "step": lambda: self._post(lambda run: run.step(self.step_count.value)),
+            "step": lambda: self._post(lambda run: run.advance(self.step_count.value)),
             "save": lambda: self._post(lambda run: run.save()),
             "stop": self._on_stop,
             "apply": self._on_apply,
@@ -452,11 +452,12 @@ class Panel(widgets.VBox):
 
     def _follow(self, run: Run) -> float | None:
         with self._lock:
+            moved = self._take_engines(run)
             state, running = run.state, live_config(run, self._began_as, len(self._devices))
             self._hear_answers()
             if state is RunState.FAILED and self._state is not state:
                 self._tell_error(run.errors[-1] if run.errors else RunError(run.feed.status.text))
-            news = (state, running) != (self._state, self._running)
+            news = moved or (state, running) != (self._state, self._running)
             self._state, self._running = state, running
             if news:
                 self._refresh()
@@ -466,6 +467,15 @@ class Panel(widgets.VBox):
         if state in ENDED and not waiting:
             return None
         return RESTING_LOOK_SECONDS if state is RunState.PAUSED and not waiting else BUSY_LOOK_SECONDS
+
+    def _take_engines(self, run: Run) -> bool:
+        """Show the engines that the run has now, which `reshape(engines=…)` may have changed; whether it has."""
+        with suppress(ClusterError):  # They are gone: what was there is all there is to show.
+            if run.cluster is not None and (devices := run.cluster.devices) != self._devices:
+                self._devices = devices
+                self.engines.value = len(devices)
+                return True
+        return False
 
     def _learn(self, run: Run) -> None:
         """Let a calibrated machine learn from a run that has just finished, and tell what was predicted of it."""

@@ -64,10 +64,10 @@ def lose_a_host(cluster: Cluster, host: LabHost, config: RunConfig, *, after_ste
         run = cluster.train(config)
         run.wait_until(after_step, _MOST_SECONDS)
         host.cut()
-        cut, reached = time.monotonic(), int(run.step)
+        cut, reached = time.monotonic(), run.step
         if not heard.wait(_MOST_SECONDS):
             raise TimeoutError(f"nobody said within {_MOST_SECONDS:g} s that {host.name} is lost")
-        reached = max(reached, int(run.step))
+        reached = max(reached, run.step)
         back_at = _await_going_on(run)
         run.wait_until(reached + 1, _MOST_SECONDS)
         gone_on = time.monotonic()
@@ -76,7 +76,7 @@ def lose_a_host(cluster: Cluster, host: LabHost, config: RunConfig, *, after_ste
         host.mend()
     begun = time.monotonic()
     run.reshape(engines=size)
-    run.wait_until(int(run.step) + 1, _MOST_SECONDS)
+    run.wait_until(run.step + 1, _MOST_SECONDS)
     return HostLoss(
         said=said[0][1],
         named_seconds=said[0][0] - cut,

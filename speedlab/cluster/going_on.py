@@ -34,11 +34,11 @@ def resume_arguments(run: Run, step: int | Saved | None, tag: Saved | None, step
     """What the word `resume` is to be given. Raises CheckpointError, ConfigError or RunError for what cannot be."""
     chosen = checkpoint_of(run, step, tag)
     if chosen is not None and _is_being_saved(run, chosen.name):
-        at = int(run.step)
+        at = run.step
     elif chosen is not None:
         at = step_of(chosen)
     elif run.has_engines:
-        at = int(run.step)
+        at = run.step
     elif (kept := newest(run.folder.path / "checkpoints")) is not None:
         at = kept.step
     elif run.step == 0:
@@ -114,7 +114,7 @@ def unsaved_text(run: Run) -> str:
     saved."""
     if run.state not in (RunState.FINISHED, RunState.STOPPED):
         return ""
-    step, kept = int(run.step), newest(run.folder.path / "checkpoints")
+    step, kept = run.step, newest(run.folder.path / "checkpoints")
     if step == (kept.step if kept is not None else 0):
         return ""
     text = f"step {step} is not saved" + (f", the newest checkpoint is of step {kept.step}" if kept is not None else "")
@@ -158,5 +158,5 @@ def take_engines(run: Run, cluster: Cluster) -> None:
     if had != engines:
         before = run.present_config
         after = changed_config(before, engines, before=had, built_in=run.is_built_in)
-        change_shape(run.folder, before, had, after, engines, step=int(run.step), started=time.perf_counter())
+        change_shape(run.folder, before, had, after, engines, step=run.step, started=time.perf_counter())
     run.folder.write_status(replace(status, cluster=cluster.name, token=cluster.token, rank_pids=pids))

@@ -38,7 +38,7 @@ from speedlab.cluster.own_model import OWN_MODEL, keep, packed_model
 from speedlab.cluster.shapes import is_built_in
 from speedlab.cluster.supervisor.messages import Standing
 from speedlab.cluster.trial import try_own_model
-from speedlab.cluster.words import Pending, Step
+from speedlab.cluster.words import Pending
 from speedlab.config import ConfigError, RunConfig
 from speedlab.planner import stage_blocks
 from speedlab.telemetry.checkpoints import find_checkpoint
@@ -105,12 +105,12 @@ class Run:
         return self.feed.status.state
 
     @property
-    def step(self) -> Step:
-        """The last step recorded; called as `run.step(n)`, the control word: compute `n` more steps, then pause."""
+    def step(self) -> int:
+        """The last step recorded."""
         self.feed.poll()
         last, status = self.feed.last, self.feed.status
         went_back = last is not None and status.step < last.step and status.updated > last.time
-        return Step(status.step if last is None or went_back else last.step, self)
+        return status.step if last is None or went_back else last.step
 
     @property
     def events(self) -> list[Event]:
@@ -201,6 +201,12 @@ class Run:
         with cluster.runs.held(self.folder.path):
             take_engines(self, cluster)
         self.cluster = cluster
+
+    def advance(self, n: int = 1) -> Pending:
+        """Compute `n` more steps, then pause. Raises ValueError for less than one."""
+        if n < 1:
+            raise ValueError(f"advance({n}): a run only goes forward; n is at least 1")
+        return self._post("step", n=n)
 
     def stop(self) -> Pending:
         """End the run after the step that is being computed."""

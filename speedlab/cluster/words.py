@@ -1,4 +1,4 @@
-"""Control words as a Run hands them out: the answer to one, once there is one, and the step that can be called."""
+"""Control words as a Run hands them out: the answer to one, once there is one."""
 
 from __future__ import annotations
 
@@ -72,19 +72,3 @@ class Pending:
     def __repr__(self) -> str:
         event = self.event
         return f"<{self}: {f'{event.kind} at step {event.step}' if event else 'waiting'}>"
-
-
-class Step(int):
-    """The number of a run's step that can be called for more steps: `run.step` is 120, `run.step(5)` computes five."""
-
-    def __new__(cls, number: int, run: Run) -> Step:
-        step = super().__new__(cls, number)
-        step._run = run
-        return step
-
-    _run: Run
-
-    def __call__(self, n: int = 1) -> Pending:
-        if n < 1:
-            raise ValueError(f"step({n}): a run only goes forward; n is at least 1")
-        return self._run._post("step", n=n)

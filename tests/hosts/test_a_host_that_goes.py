@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from host_helpers import SECONDS, config
+from host_helpers import SECONDS, await_true, config
 
 from speedlab.bench.host_loss import lose_a_host
 from speedlab.bench.lab import Lab
@@ -68,9 +68,12 @@ def test_without_recover_the_failure_says_what_can_be_done(cluster: Cluster, lab
     assert re.search(r"once it is back, cluster.restart\(0\) and run.resume\(\) goes on from step \d+; without: ", said)
     assert re.search(r"run.reshape\(engines=2\) goes on from step \d+ as pp 1 × dp 1 × tp 2", said)
     began = time.monotonic()
-    assert [status.state for status in cluster.status()] == ["dead", "dead", "idle", "idle"]
-    assert time.monotonic() - began < 5
+    cluster.status()
+    assert time.monotonic() - began < 5  # Nobody waits for the host that is lost.
+    # The others leave their group after the run has told of its end.
+    states = ["dead", "dead", "idle", "idle"]
+    await_true(lambda: [status.state for status in cluster.status()] == states, "the others are free", SECONDS)
     run.reshape(engines=2)
-    run.wait_until(int(run.step) + 3, SECONDS)
+    run.wait_until(run.step + 3, SECONDS)
     run.stop().wait(SECONDS)
     assert (cluster.size, run.state) == (2, RunState.STOPPED)

@@ -106,7 +106,7 @@ def test_a_run_over_hosts_waits_for_its_supervisor(cluster: Cluster, tmp_path: P
     run.wait_until(at + 10, SECONDS)
     run.stop().wait(SECONDS)
     # The schedule does not know where the run ends.
-    assert [record.loss for record in run.records()][:STEPS] == undisturbed[: int(run.step)]
+    assert [record.loss for record in run.records()][:STEPS] == undisturbed[: run.step]
 
 
 def is_supervisor(process: psutil.Process) -> bool:

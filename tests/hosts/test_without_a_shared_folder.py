@@ -48,7 +48,7 @@ def test_a_run_whose_folder_no_host_sees_is_whole_on_this_side(cluster: Cluster,
         run.save()
     run.pause().wait(SECONDS)
     assert run.wait(SECONDS) is RunState.PAUSED
-    at = int(run.step)
+    at = run.step
     assert [len(run.records(rank)) for rank in (0, 1)] == [at, at]
     run.resume().wait(SECONDS)
     assert run.wait(SECONDS) is RunState.FINISHED

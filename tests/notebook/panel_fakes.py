@@ -108,14 +108,11 @@ class FakeRun:
         return self.feed.status.state
 
     @property
-    def step(self) -> Any:
-        run, number = self, self.feed.last.step if self.feed.last is not None else 0
+    def step(self) -> int:
+        return self.feed.last.step if self.feed.last is not None else 0
 
-        class Step(int):
-            def __call__(self, n: int) -> FakePending:
-                return run.post("step", n=n)
-
-        return Step(number)
+    def advance(self, n: int) -> FakePending:
+        return self.post("step", n=n)
 
     def post(self, word: str, **arguments: Any) -> FakePending:
         if self.refusal is not None:

@@ -185,9 +185,9 @@ def test_a_run_goes_on_with_more_and_with_fewer_engines(cluster: Cluster, tmp_pa
 
     run = cluster.train(config(tmp_path, "moved"))
     run.pause()
-    run.step(3)
+    run.advance(3)
     run.wait(SECONDS)
-    at = int(run.step)
+    at = run.step
     with pytest.raises(ClusterError, match=rf"run 'moved' is paused at step {at} and it has no checkpoint"):
         cluster.resize(4)
     with pytest.raises(ConfigError, match=r"global 8 = micro \? × accumulation \? × dp 3"):
@@ -202,7 +202,7 @@ def test_a_run_goes_on_with_more_and_with_fewer_engines(cluster: Cluster, tmp_pa
     assert run.present_config.batch.resolve(4).global_size == 8
     assert shape_of(run.present_config, 4) == shape_of(attach(run.folder.path).config, 4) == told.details["after"]
     run.reshape(zero=3).wait(SECONDS)
-    run.step(3)
+    run.advance(3)
     run.wait(SECONDS)
     assert [len(run.records(rank)) for rank in range(4)] == [at + 3, at + 3, 3, 3]
 

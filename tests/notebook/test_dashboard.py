@@ -416,6 +416,31 @@ def test_plotly_is_held_once_whatever_the_number_of_dashboards(source, shown):
         other.close()
 
 
+def test_what_cannot_be_drawn_is_told_and_tried_again(source, shown, monkeypatch, caplog):
+    view, sent = shown
+    eventually(lambda: view.running)
+    whole, odd = view._drawing.tick, [True]
+
+    def tick(*given: Any, **named: Any) -> Any:
+        if odd:
+            raise KeyError("before")
+        return whole(*given, **named)
+
+    monkeypatch.setattr(view._drawing, "tick", tick)
+    source.write(4)
+    told = "This view cannot read the run, and tries again: KeyError: 'before'"
+    eventually(
+        lambda: [content for content, _ in sent if content["kind"] == "trouble"] == [{"kind": "trouble", "text": told}]
+    )
+    source.write(5)
+    eventually(lambda: view._feed.last is not None and view._feed.last.step == 5)
+    assert [content["text"] for content, _ in sent if content["kind"] == "trouble"] == [told]
+    odd.clear()
+    eventually(lambda: [content["text"] for content, _ in sent if content["kind"] == "trouble"] == [told, ""])
+    eventually(lambda: sent[-1][0]["kind"] in ("tick", "trouble") and view.running)
+    assert [record.message for record in caplog.records].count("a dashboard of sample cannot be drawn") == 1
+
+
 def test_a_feed_that_others_poll_too_loses_nothing(source, shown):
     view, sent = shown
     for step in range(4, 30):

@@ -107,14 +107,14 @@ def test_a_run_goes_back_to_what_save_returned_and_on_from_there(start: Any) -> 
         assert run.resume(way).wait(60).text == "from lunch"
         run.pause().wait(60)
     # What was left behind is there, but no longer what the run goes on from; its name is not taken.
-    steps = later.step - int(run.step)
+    steps = later.step - run.step
     if steps > 0:
-        run.step(steps).wait(60)
+        run.advance(steps).wait(60)
         run.wait(60)
-    assert run.save().wait(60).text == (f"{later.text}-2" if run.step == later.step else f"step-{int(run.step):06d}")
+    assert run.save().wait(60).text == (f"{later.text}-2" if run.step == later.step else f"step-{run.step:06d}")
     run.stop().wait(60)
     with pytest.raises(RunError, match=r"the run is stopped; run\.resume\(\) goes on with it"):
-        run.step(1).wait(60)
+        run.advance(1).wait(60)
     assert attach("back").resume().wait(60).kind == "resumed"  # Another handle, as another kernel has it.
     run.wait_until(run.step + 2, 60)
 
@@ -193,7 +193,7 @@ def test_ctrl_c_in_a_terminal_prints_the_line_that_goes_on(cluster: Cluster, pla
     told = on.communicate(timeout=120)[1]
     assert on.returncode == 0, told
     run = Run("elsewhere/typed")
-    assert (run.state, int(run.step)) == (RunState.FINISHED, stopped.step + 3)
+    assert (run.state, run.step) == (RunState.FINISHED, stopped.step + 3)
     assert [record.step for record in run.records()] == list(range(1, stopped.step + 4))
     assert f"step-{stopped.step + 3:06d}" in names(run)
 
@@ -205,7 +205,7 @@ def test_what_is_on_the_disk_is_looked_at_and_gone_on_with_when_its_engines_are_
         run.wait_until(2, 60)
         at = run.save("mine").wait(60).step
         run.stop().wait(60)
-        stopped_at = int(run.step)
+        stopped_at = run.step
     finally:
         own.stop()
     assert [row["stage"] for row in run.table()] == [2]

@@ -135,7 +135,7 @@ LEFT = """
     whole = losses(Net, changes={"name": "whole", "steps": 12})
     run = cluster.train({**config, "name": "left", "steps": 12, "zero": 1}, model=Net)
     run.pause().wait(60)
-    run.step(5 - run.step).wait(60)
+    run.advance(5 - run.step).wait(60)
     run.wait_until(5, 60)
     run.save().wait(60)
 """
@@ -148,7 +148,7 @@ RESUMED = """
     whole = [record.loss for record in speedlab.attach("whole").records()]
     run.cluster.restart(1)
     assert run.reshape(zero=3).wait(60).kind == "reshaped"
-    run.step(2).wait(60)
+    run.advance(2).wait(60)
     run.wait_until(7, 60)
     run.resume().wait(60)
     assert run.wait(60) == "finished"

@@ -80,7 +80,7 @@ def test_a_run_from_train_to_stop(panel: Panel, tmp_path: Path) -> None:
     panel.buttons["pause"].click()
     wait_for(lambda: panel.message_text.startswith("paused after step"), SECONDS)
     wait_for(lambda: {"resume", "step", "save", "stop"} <= offered(panel))
-    paused_at = int(run.step)
+    paused_at = run.step
 
     put(panel, "zero.stage", 3)
     wait_for(lambda: "apply" in offered(panel))

@@ -297,6 +297,21 @@ def test_a_panel_of_a_run_shows_its_configuration_and_stage(cluster: Fakes, open
     wait_for(lambda: panel.changes and panel.changes[0].before == 2)
 
 
+def test_a_panel_follows_a_run_to_more_engines(cluster: Fakes, opened: Callable[..., Panel]) -> None:
+    run: Any = FakeRun(RunFolder.create(RunConfig(name="grows", folder=cluster.folder)), cluster)
+    run.record(5, stage=2)
+    panel = opened(cluster, run)
+    wait_for(lambda: "grows running: step 5" in panel.status_text)
+    assert panel.summary_text.startswith("4 engines on cpu")
+    cluster.devices = [DEVICE] * 2  # What `run.reshape(engines=2)` in a cell does.
+    wait_for(lambda: panel.engines.value == 2)
+    wait_for(lambda: panel.summary_text.startswith("2 engines on cpu"))
+    assert panel.fields["parallel.tp"].control.value == 1
+    put(panel, "parallel.tp", 2)
+    assert panel.problems == []
+    assert panel.batch_text.endswith("× dp 1")
+
+
 def test_a_run_without_engines_is_only_looked_at(cluster: Fakes, opened: Callable[..., Panel]) -> None:
     run = FakeRun(RunFolder.create(RunConfig(name="gone", folder=cluster.folder)), None)
     panel = opened(None, run)

@@ -49,7 +49,7 @@ def losses(run: Run) -> list[float]:
 def train(cluster: Cluster, config: RunConfig, steps: int, model: Any = None) -> Run:
     run = cluster.train(config, model=model)
     run.pause().wait(60)
-    run.step(steps - run.step).wait(60)
+    run.advance(steps - run.step).wait(60)
     run.wait_until(steps, timeout=60)
     return run
 
@@ -81,7 +81,7 @@ def test_through_many_layouts(cluster: Cluster, plain: list[float], tmp_path: Pa
         assert event.details["through"] == ("in place" if changes.keys() == {"zero"} else "memory")
         assert_told(run)
         step = run.step
-        run.step(3).wait(60)
+        run.advance(3).wait(60)
         run.wait_until(step + 3, timeout=60)
     run.resume().wait(60)
     run.wait(120)
@@ -128,7 +128,7 @@ def test_restarted_engines_go_on_in_the_present_layout(cluster: Cluster, plain: 
     run = cluster.train(configuration(tmp_path, "restarted", zero=1))
     run.pause().wait(60)
     run.reshape(tp=2, pp=2).wait(60)
-    run.step(2).wait(60)
+    run.advance(2).wait(60)
     run.wait_until(run.step, timeout=60)
     run.save().wait(60)
     cluster.restart(1)

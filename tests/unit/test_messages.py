@@ -55,7 +55,7 @@ def test_what_docstrings_name_exists_and_they_show_no_code_that_nobody_runs() ->
         ("run.pauze() first", "Run has no pauze"),
         ("run.pause().wayt() first", "Pending has no wayt"),
         ("run.save(tga=_) keeps it", "unexpected keyword argument 'tga'"),
-        ("run.step(1, 2) goes on", "too many positional arguments"),
+        ("run.advance(1, 2) goes on", "too many positional arguments"),
         ("cluster.status(3) tells", "too many positional arguments"),
         ("the engine has engine.backwards(loss)", "Engine has no backwards"),
         ("speedlab.Cluter(name=_) starts one", "speedlab has no Cluter"),
@@ -75,7 +75,7 @@ def test_what_does_not_exist_is_found(text: str, problem: str) -> None:
     "text",
     [
         "`speedlab train config.yaml --zero.stage 3`, then speedlab report RUN; speedlab bench step --layout tp2",
-        "run.reshape(zero=3, tp=2).wait(), run.save('a'), run.step is 120, run.step(5), run.folder.path",
+        "run.reshape(zero=3, tp=2).wait(), run.save('a'), run.step is 120, run.advance(5), run.folder.path",
         "speedlab.attach(_).resume(step=50); speedlab.comm.shared.register(); cluster.submit(f, 1, ranks=[0], x=2)",
         "forward(input_ids=..., labels=...) gives an output with .loss; initialize(tp_plan=...) cuts it",
         "torch.utils.checkpoint with use_reentrant=False; set requires_grad=False; compile: false",

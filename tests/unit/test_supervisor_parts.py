@@ -132,6 +132,29 @@ def test_a_reset_goes_before_what_waits(line: Line, engines: FakeEngines) -> Non
     assert [work for _, work in engines.sent] == [b"at work", b"reset", b"waiting"]
 
 
+def test_while_ranks_are_interrupted_they_are_given_only_what_goes_first(line: Line, engines: FakeEngines) -> None:
+    cut_off = line.add(Submission(b"cut off", [0, 1]))
+    eventually(lambda: len(engines.sent) == 2)
+    with line.held([0, 1]):
+        next_one = line.add(Submission(b"next", [0, 1]))  # Asked for before rank 1 has come free.
+        engines.answer(0, pack(None, {}))
+        eventually(lambda: line.working() == {1: cut_off})
+        reset = line.add(Submission(b"reset", [0, 1]), first=True)
+        engines.answer(1, pack(None, {}))
+        eventually(lambda: len(engines.sent) == 4)
+        assert line.working() == {0: reset, 1: reset}
+        engines.answer(0, pack(None, {}))
+        engines.answer(1, pack(None, {}))
+        assert reset.wait(5)
+        assert [work for _, work in engines.sent[2:]] == [b"reset", b"reset"]
+        assert not next_one.messages
+    eventually(lambda: line.working() == {0: next_one, 1: next_one})
+    with line.held([1]):
+        other = line.add(Submission(b"other", [0]))
+        engines.answer(0, pack(None, {}))
+        eventually(lambda: line.working() == {0: other, 1: next_one})
+
+
 def test_failures_come_by_rank_and_the_others_are_released(
     line: Line, engines: FakeEngines, failed: list[Submission]
 ) -> None:

@@ -65,7 +65,9 @@ class Channel:
 
     def ready(self, seconds: float = 0.0) -> bool:
         """Whether something has come, or the end, at the latest after `seconds`."""
-        return bool(select.select([self._socket], [], [], seconds)[0])
+        look = select.poll()  # A descriptor of 1024 or more is too great for select().
+        look.register(self._socket, select.POLLIN)
+        return bool(look.poll(seconds * 1000))
 
     @property
     def peer_pid(self) -> int | None:

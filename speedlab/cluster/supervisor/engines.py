@@ -138,9 +138,13 @@ class Engines:
             raise RankError(failures)
         return [value for one in asked for value in one.results()]
 
+    @property
+    def _ranks(self) -> list[int]:
+        return [engine.rank for engine in self.state.engines]
+
     def existing(self, ranks: Iterable[int] | None) -> list[int]:
         """`ranks`, or all; raises ClusterError when one does not exist."""
-        known = [engine.rank for engine in self.state.engines]
+        known = self._ranks
         chosen = known if ranks is None else list(dict.fromkeys(ranks))
         unknown = [rank for rank in chosen if rank not in known]
         if unknown or not chosen:
@@ -199,14 +203,16 @@ class Engines:
 
         A rank that is missing in the answer works on something else, is inside a long native call, or frozen.
         """
-        with self._interrupting:
+        alone = only.ranks if only is not None and len(only.ranks) == 1 else []  # It met nobody; others may be meeting.
+        # Who waits for the end of what is interrupted may ask for more at once; that has to come after all of this.
+        with self._interrupting, self.line.held(alone or self._ranks):
             self.line.take_back(only)
             alive = {engine.rank for engine in self.state.engines if self.reaches(engine)}
             working = {rank: one for rank, one in self.line.working(only).items() if rank in alive}
             if working:
                 still = self._stop(working, seconds)
-                if only is not None and len(only.ranks) == 1:
-                    return sorted(alive - self.line.working().keys())  # It met nobody; others may be meeting.
+                if alone:
+                    return sorted(alive - self.line.working().keys())
                 # Not all ranks may have joined the group, or the same one: they meet again where none has been.
                 self.hands.next_generation()
                 self.reset(sorted(alive - still))
@@ -270,7 +276,10 @@ class Engines:
 
         What they held is lost. The others are interrupted, keep what they hold, and form a new process group with them.
         """
-        with self.lock:
+        with (
+            self.lock,
+            self.line.held(self._ranks),
+        ):  # Who met others before all have left would meet them in another group.
             ranks = self._lost.with_its_host(self.state, self.existing(ranks))
             self.end([self.state.engines[rank] for rank in ranks])
             with ThreadPoolExecutor(1) as meanwhile:  # Importing torch takes longer than to interrupt the others.
@@ -329,7 +338,7 @@ class Engines:
 
     def abandon(self, reason: str) -> None:
         """Nothing comes from the engines any more: whoever waits is told why."""
-        self.line.give_up([engine.rank for engine in self.state.engines], DIED, reason)
+        self.line.give_up(self._ranks, DIED, reason)
 
     def close(self) -> None:
         self.adopted.close()

@@ -62,7 +62,7 @@ class Resize:
         self._change_over(before, plan, new)  # 3
 
     def _change_over(self, before: ClusterState, plan: Plan, new: tuple[EngineEntry, ...]) -> None:
-        with self._engines.home.changing():
+        with self._engines.home.changing(), self._engines.line.held(range(len(before.engines))):
             try:
                 _rebind(self._engines, plan.stays, plan.state)
             except BaseException:

@@ -15,8 +15,8 @@ import queue
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -62,6 +62,8 @@ class Submission:
         self.ranks = list(ranks)
         self.shown = shown
         self.label = label
+        self.first = False
+        """Whether it goes before everything that has not begun, also while the line is held."""
         self.place = 0
         """In the line of all submissions: what was put there later has a greater one, also under later supervisors."""
         self.messages: dict[int, str] = {}
@@ -151,6 +153,7 @@ class Line:
         self._lock = threading.RLock()
         self._waiting: dict[int, deque[Submission]] = {}
         """By rank; the first is the one that the rank works on, once it was sent."""
+        self._holds: Counter[int] = Counter()
         self._events: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="speedlab-line", daemon=True)
         self._thread.start()
@@ -158,7 +161,7 @@ class Line:
     def add(self, submission: Submission, *, first: bool = False) -> Submission:
         """Put it at the end of the line, or before everything that has not begun."""
         with self._lock:
-            submission.place = time.time_ns()
+            submission.place, submission.first = time.time_ns(), first
             for rank in submission.ranks:
                 waiting = self._waiting.setdefault(rank, deque())
                 if first:
@@ -167,6 +170,20 @@ class Line:
                     waiting.append(submission)
             self._events.put(functools.partial(self._send_next, submission.ranks))
         return submission
+
+    @contextlib.contextmanager
+    def held(self, ranks: Iterable[int]) -> Iterator[None]:
+        """Inside, these ranks are given nothing but what goes first. Who interrupts them has more for each to do before
+        they may meet again, and they come free one after the other."""
+        ranks = list(ranks)
+        with self._lock:
+            self._holds.update(ranks)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holds.subtract(ranks)
+                self._events.put(functools.partial(self._send_next, ranks))
 
     def adopt(self, submission: Submission, rank: int) -> None:
         """Count what an earlier supervisor has sent to `rank` as what it works on, until `take` says that it ended."""
@@ -248,12 +265,18 @@ class Line:
         """The submission that this rank is to be given now."""
         with self._lock:
             waiting = self._waiting.get(rank)
-            return waiting[0] if waiting and rank not in waiting[0].messages else None
+            if not waiting or rank in waiting[0].messages or not self._may_go(waiting[0], rank):
+                return None
+            return waiting[0]
+
+    def _may_go(self, submission: Submission, rank: int) -> bool:
+        return submission.first or not self._holds[rank]
 
     def _sent(self, submission: Submission, rank: int) -> bool:
         with self._lock:
             waiting = self._waiting.get(rank)
-            if not waiting or waiting[0] is not submission:  # Taken back meanwhile, or something goes before it.
+            # Taken back meanwhile, or something goes before it, or it has to wait.
+            if not waiting or waiting[0] is not submission or not self._may_go(submission, rank):
                 return False
             submission.messages[rank] = ""  # From here on an interrupt finds it begun.
         try:
