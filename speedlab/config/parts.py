@@ -254,7 +254,7 @@ class OptimizerConfig(Part):
         default=16,
         ge=1,
         description="zero_one_adam: updates of the variance, by whole gradients, before the distance between two of "
-        "them doubles; in short trainings a variance of few updates makes signs diverge",
+        "them doubles; in short trainings a variance of few updates makes it diverge",
     )
     local_doubling: int = Field(
         default=1000,
