@@ -22,6 +22,7 @@ from speedlab_notebook.panel_states import compute_dtype, disk_text
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 _NO_ISLANDS = {f"outer.{name}": "how islands meet, and parallel.islands is 1" for name in OuterConfig.model_fields}
 _ONEBIT = ("onebit_adam", "onebit_lamb")
+_SIGNS = (*_ONEBIT, "zero_one_adam")
 _FLOAT16_ON_CPU = "CPUs do not multiply float16 fast; bfloat16 is as small and needs no loss scale"
 
 
@@ -31,9 +32,11 @@ def greyed_fields(values: Mapping[str, Any], devices: Sequence[Device]) -> dict[
     reasons = _greyed_parallel(values, len(devices)) | _greyed_offload(values) | _greyed_inputs(values)
     reasons |= _greyed_switches(values)
     onebit, layerwise = _ONEBIT, ("lamb", "onebit_lamb")
-    adamw = ("adamw", "lamb", *onebit)
+    adamw = ("adamw", "lamb", *_SIGNS)
     owners = {"betas": (*adamw, "lion"), "eps": adamw, "bias_correction": adamw, "momentum": ("sgd",)}
-    owners |= dict.fromkeys(("freeze_step", "steady", "compression", "variance_floor", "angle_every_steps"), onebit)
+    owners |= dict.fromkeys(("freeze_step", "compression", "variance_floor", "angle_every_steps"), _SIGNS)
+    owners |= {"steady": onebit}
+    owners |= dict.fromkeys(("variance_doubling", "local_doubling", "max_local_steps"), ("zero_one_adam",))
     owners |= dict.fromkeys(("max_coeff", "min_coeff"), layerwise)
     owners |= dict.fromkeys(("coeff_beta", "factor_max", "factor_min", "factor_threshold"), ("onebit_lamb",))
     for name, owned_by in owners.items():
@@ -43,6 +46,9 @@ def greyed_fields(values: Mapping[str, Any], devices: Sequence[Device]) -> dict[
             reasons[f"optimizer.{name}"] = f"only {owners_text} {uses} it; the optimizer is {optimizer}"
     if optimizer in onebit and values["optimizer.freeze_step"] is not None:
         reasons["optimizer.steady"] = "freeze step says when the variance is frozen"
+    if optimizer == "zero_one_adam" and values["optimizer.freeze_step"] is None:
+        for name in ("local_doubling", "max_local_steps"):
+            reasons[f"optimizer.{name}"] = "ranks make steps of their own behind freeze step, and there is none"
     if values["schedule.kind"] == "constant":
         reasons["schedule.floor"] = "a constant rate does not fall; cosine and linear do"
     if not values["model.attention.both_ways"]:
@@ -137,8 +143,8 @@ def _greyed_switches(values: Mapping[str, Any]) -> dict[str, str]:
     if stage == 0:
         reasons[weights] = "parameters never travel at stage 0"
         reasons[gradients] = "no rank owns the sum of a part at stage 0"
-    elif optimizer == "onebit_adam":
-        reasons[weights] = reasons[gradients] = "onebit_adam exchanges signs itself"
+    elif optimizer in _SIGNS:
+        reasons[weights] = reasons[gradients] = f"{optimizer} exchanges signs itself"
     elif stage < 3 and values["offload.optimizer"] != "none":
         reasons[weights] = f"at stage {stage} parameters are made of masters on the device, and these lie away; stage 3"
     elif stage < 3 and values["precision.masters"] == "none":

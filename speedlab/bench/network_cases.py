@@ -113,6 +113,18 @@ CASES: tuple[Case, ...] = (
         warm_up=("optimizer.freeze_step",),
         goal=Goal(bytes_share=1 / 28),
     ),
+    Case(
+        name="0/1 Adam, ZeRO-0",
+        beside="plain ZeRO-0",
+        settings={
+            "zero": {"stage": 0},
+            "optimizer": {"name": "zero_one_adam", "local_doubling": 1, "max_local_steps": 4},
+        },
+        # A variance of few updates makes so short a training diverge: it has all of a warm-up.
+        warm_up=("optimizer.freeze_step", "optimizer.variance_doubling"),
+        period=4,
+        goal=Goal(bytes_share=1 / 60, run_speed=5.0, loss_within=SEED_NOISE),
+    ),
     _plain(1),
     _onebit(1, Goal(loss_within=SEED_NOISE)),  # Its parameters still travel whole: half of plain's bytes.
     _plain(2),

@@ -23,7 +23,14 @@ _ONEBIT_LAMB_DEFAULTS: dict[str, Any] = {
     "factor_threshold": 0.1,
 }
 _FREEZE_STEP = 100_000
-"""Of DeepSpeed's OneBitAdam and OneBitLamb (runtime/fp16/onebit)."""
+"""Of DeepSpeed's OneBitAdam, OneBitLamb and ZeroOneAdam (runtime/fp16/onebit)."""
+_ZERO_ONE = {
+    "var_freeze_step": ("freeze_step", _FREEZE_STEP),
+    "var_update_scaler": ("variance_doubling", 16),
+    "local_step_scaler": ("local_doubling", 32_678),
+    "local_step_clipper": ("max_local_steps", 16),
+}
+"""Parameters of DeepSpeed's ZeroOneAdam: our field, their default."""
 _LION_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}
 _SGD_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
 _PARAMETERS = (
@@ -72,14 +79,12 @@ def optimizer(keys: Keys) -> None:
     elif kind == "onebitlamb":
         _onebit(keys, "onebit_lamb", "OneBitLamb", _ONEBIT_LAMB_DEFAULTS)
     elif kind == "zerooneadam":
-        reason = "0/1 Adam (arXiv:2202.06009) is not built yet, so gradients would travel whole"
-        if keys.lack("optimizer.type", "optimizer", f"{reason}; without it the update is AdamW's"):
-            _adam(keys, "")
+        _onebit(keys, "zero_one_adam", "ZeroOneAdam", _ADAM_DEFAULTS)
     else:
         keys.lack(
             "optimizer.type",
             "optimizer",
-            f"{name!r} is not built; there are Adam, AdamW, Lamb, OneBitAdam, OneBitLamb, Lion and SGD",
+            f"{name!r} is not built; there are Adam, AdamW, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam, Lion and SGD",
         )
     for path in keys.under(_PARAMS):
         if "optimizer" not in keys.settings:
@@ -126,7 +131,11 @@ def _onebit(keys: Keys, name: str, theirs: str, defaults: dict[str, Any]) -> Non
     keys.honour("optimizer.type", "optimizer.name", name)
     for key in defaults:
         _parameter(keys, key, pair if key == "betas" else number, defaults)
-    _parameter(keys, "freeze_step", whole, {"freeze_step": _FREEZE_STEP})
+    if name == "zero_one_adam":
+        for key, (field, default) in _ZERO_ONE.items():
+            _parameter(keys, key, whole, {key: default}, field)
+    else:
+        _parameter(keys, "freeze_step", whole, {"freeze_step": _FREEZE_STEP})
     path = f"{_PARAMS}.bias_correction"
     if keys.has(path):
         if (corrected := keys.take(path, yes)) is not None:
@@ -174,9 +183,9 @@ def _sgd(keys: Keys) -> None:
         keys.lack(f"{_PARAMS}.dampening", "optimizer", "the configuration's sgd has no dampening")
 
 
-def _parameter(keys: Keys, key: str, kind: Any, defaults: dict[str, Any]) -> None:
-    """One of the optimizer's numbers, or DeepSpeed's default of it."""
-    path, field = f"{_PARAMS}.{key}", f"optimizer.{key}"
+def _parameter(keys: Keys, key: str, kind: Any, defaults: dict[str, Any], ours: str = "") -> None:
+    """One of the optimizer's numbers, or DeepSpeed's default of it; `ours`: what we call it, where that differs."""
+    path, field = f"{_PARAMS}.{key}", f"optimizer.{ours or key}"
     if not keys.has(path):
         keys.set(field, defaults[key])
         keys.assumed.append(f"{path}: {defaults[key]}")

@@ -70,6 +70,11 @@ def _optimizer(config: RunConfig) -> dict[str, Any]:
     if optimizer.name == "onebit_lamb":
         params |= {"coeff_beta": optimizer.coeff_beta, "factor_threshold": optimizer.factor_threshold}
         params |= {"factor_max": optimizer.factor_max, "factor_min": optimizer.factor_min}
+    if optimizer.name == "zero_one_adam":
+        never = config.steps + 1  # DeepSpeed's default of 100,000 could come before.
+        params |= {"var_freeze_step": optimizer.freeze_step or never, "var_update_scaler": optimizer.variance_doubling}
+        params |= {"local_step_scaler": optimizer.local_doubling, "local_step_clipper": optimizer.max_local_steps}
+        return {"type": "ZeroOneAdam", "params": params}
     if optimizer.sums_itself:
         freeze = optimizer.freeze_step or max(1, config.steps // _WARM_UP_PARTS)
         kind = {"onebit_adam": "OneBitAdam", "onebit_lamb": "OneBitLamb"}[optimizer.name]

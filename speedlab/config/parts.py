@@ -163,7 +163,7 @@ class PrecisionConfig(Part):
     )
 
 
-OptimizerName = Literal["adamw", "lamb", "onebit_adam", "onebit_lamb", "lion", "sgd"]
+OptimizerName = Literal["adamw", "lamb", "onebit_adam", "onebit_lamb", "zero_one_adam", "lion", "sgd"]
 
 
 class OptimizerConfig(Part):
@@ -171,19 +171,23 @@ class OptimizerConfig(Part):
 
     name: OptimizerName = Field(
         default="adamw",
-        description="adamw (arXiv:1711.05101), lamb for large batches (arXiv:1904.00962), onebit_adam and onebit_lamb "
-        "for slow networks (arXiv:2102.02888, arXiv:2104.06069), lion (arXiv:2302.06675), or sgd with momentum",
+        description="adamw (arXiv:1711.05101), lamb for large batches (arXiv:1904.00962), onebit_adam, onebit_lamb and "
+        "zero_one_adam for slow networks (arXiv:2102.02888, arXiv:2104.06069, arXiv:2202.06009), lion "
+        "(arXiv:2302.06675), or sgd with momentum",
     )
     lr: float = Field(default=1e-3, gt=0, description="Learning rate at the top of the schedule")
     betas: tuple[_Decay, _Decay] = Field(
         default=(0.9, 0.95),
-        description="adamw, lamb, onebit_*: decay of the first and second moment, per step; lion: of the moment in "
-        "the update, and in what is kept",
+        description="adamw, lamb, onebit_*, zero_one_adam: decay of the first and second moment, per step; lion: of "
+        "the moment in the update, and in what is kept",
     )
-    eps: float = Field(default=1e-8, gt=0, description="adamw, lamb, onebit_*: added to the root of the second moment")
+    eps: float = Field(
+        default=1e-8, gt=0, description="adamw, lamb, onebit_*, zero_one_adam: added to the root of the second moment"
+    )
     bias_correction: bool = Field(
         default=True,
-        description="adamw, lamb, onebit_*: whether moments are corrected for their start at 0, as usual",
+        description="adamw, lamb, onebit_*, zero_one_adam: whether moments are corrected for their start at 0, as "
+        "usual",
     )
     weight_decay: float = Field(
         default=0.1, ge=0, description="Decay of matrices, per unit of learning rate; of sgd, added to the gradient"
@@ -198,7 +202,8 @@ class OptimizerConfig(Part):
         default=None,
         ge=1,
         description="onebit_*: updates before the variance is frozen and momenta travel as signs; when left out, "
-        "until the variance is steady",
+        "until the variance is steady; zero_one_adam: updates before the variance is frozen and ranks make steps of "
+        "their own; when left out, neither ever is",
     )
     steady: float = Field(
         default=0.96,
@@ -209,14 +214,15 @@ class OptimizerConfig(Part):
     )
     compression: Literal["signs", "none"] = Field(
         default="signs",
-        description="onebit_*: how momenta travel once the variance is frozen; 'none' sends them whole, to compare",
+        description="onebit_*, zero_one_adam: how momenta travel behind the warm-up; 'none' sends them whole, to "
+        "compare",
     )
     variance_floor: float = Field(
         default=0.1,
         ge=0,
         le=1,
-        description="onebit_*: roots of the frozen variance are at least this share of their parameter's mean; 0 as "
-        "in the paper",
+        description="onebit_*, zero_one_adam: roots of a variance that signs are divided by are at least this share of "
+        "their parameter's mean; 0 as in the papers",
     )
     max_coeff: float = Field(
         default=10.0,
@@ -241,21 +247,40 @@ class OptimizerConfig(Part):
     angle_every_steps: int = Field(
         default=0,
         ge=0,
-        description="onebit_*: steps between two looks at the angle between the update and the one of what was "
-        "compressed, feedback included, each at the cost of a whole sum; 0 never looks",
+        description="onebit_*, zero_one_adam: steps between two looks at the angle between the update and the one of "
+        "what was compressed, feedback included, each at the cost of a whole sum; 0 never looks",
+    )
+    variance_doubling: int = Field(
+        default=16,
+        ge=1,
+        description="zero_one_adam: updates of the variance, by whole gradients, before the distance between two of "
+        "them doubles; in short trainings a variance of few updates makes it diverge",
+    )
+    local_doubling: int = Field(
+        default=1000,
+        ge=1,
+        description="zero_one_adam: steps behind freeze_step before the distance between two exchanges doubles, which "
+        "is 1 at first",
+    )
+    max_local_steps: int = Field(
+        default=16, ge=1, description="zero_one_adam: largest distance between two exchanges, in steps"
     )
 
     @property
     def moments(self) -> int:
         """States in float32 beside each element of the masters."""
-        return {"adamw": 2, "lamb": 2, "onebit_adam": 2, "onebit_lamb": 3, "lion": 1, "sgd": int(self.momentum > 0)}[
-            self.name
-        ]
+        if self.name == "zero_one_adam":  # Where local steps are, the anchor is one more.
+            return 2 + self.steps_apart
+        return {"onebit_lamb": 3, "lion": 1, "sgd": int(self.momentum > 0)}.get(self.name, 2)
 
     @property
     def plain(self) -> OptimizerName:
         """The optimizer that it is before it compresses anything."""
-        plain: dict[OptimizerName, OptimizerName] = {"onebit_adam": "adamw", "onebit_lamb": "lamb"}
+        plain: dict[OptimizerName, OptimizerName] = {
+            "onebit_adam": "adamw",
+            "onebit_lamb": "lamb",
+            "zero_one_adam": "adamw",
+        }
         return plain.get(self.name, self.name)
 
     @property
@@ -266,7 +291,17 @@ class OptimizerConfig(Part):
     @property
     def sums_itself(self) -> bool:
         """Whether it exchanges something else than gradients between data-parallel ranks, after a warm-up."""
-        return self.name in ("onebit_adam", "onebit_lamb")
+        return self.name in ("onebit_adam", "onebit_lamb", "zero_one_adam")
+
+    @property
+    def exchange_every(self) -> int:
+        """Steps between two exchanges, at the end of a long run."""
+        return self.max_local_steps if self.steps_apart else 1
+
+    @property
+    def steps_apart(self) -> bool:
+        """Whether ranks make steps of their own between two exchanges, once the variance is frozen."""
+        return self.name == "zero_one_adam" and self.freeze_step is not None
 
 
 class OuterConfig(Part):

@@ -158,6 +158,7 @@ class RunConfig(Part):
             offload=self.offload,
             masters=self.precision.masters,
             moments=self.precision.moments,
+            cp=self.parallel.cp,
         )
         problems += island_problems(
             self.parallel.islands,

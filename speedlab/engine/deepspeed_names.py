@@ -88,9 +88,9 @@ class DeepSpeedNames(TrainingState):
         """The whole module's state by name, in the dtypes that it computes in; `state_dict` has the float32 masters.
 
         Where every rank holds the whole module, it is `module.state_dict`, and one rank may call it alone, unless an
-        update is late or there are islands, which take the mean first. Under ZeRO stage 3, tensor or pipeline
-        parallelism it is put together, on every rank: a collective of all ranks. Raises ValueError for `keep_vars`
-        then.
+        update is late or ranks have trained apart, as islands, who take the mean first. Under ZeRO stage 3, tensor or
+        pipeline parallelism it is put together, on every rank: a collective of all ranks. Raises ValueError for
+        `keep_vars` then.
         """
         self.finish_update()
         self.make_one()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import speedlab.engine.checkpoint as checkpoint
+from speedlab.comm import PeerLost
 from speedlab.engine.build.attention import BlockSparse
 from speedlab.engine.build.kept_inputs import KeptInputs
 from speedlab.engine.build.placing import residency_of
@@ -26,7 +27,7 @@ from speedlab.engine.deepspeed_names import DeepSpeedNames
 from speedlab.engine.step.clock import PhaseClock
 from speedlab.engine.step.communicating import check_whole_gradients
 from speedlab.engine.step.drivers import Batch, Driver, PipelineStages, WholeModel
-from speedlab.engine.step.errors import name_module
+from speedlab.engine.step.errors import NonFiniteError, name_module
 from speedlab.engine.step.looking import Looking
 from speedlab.engine.step.losses import LossFunction
 from speedlab.engine.step.memory import release_freed_memory, settle_allocator, suit_allocator
@@ -199,7 +200,8 @@ class Engine(DeepSpeedNames):
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over all ranks' micro-batches, as of `train_batch`, without gradients or dropout. Collective.
-        Islands compute it with their own parameters; behind a meeting these are one model's.
+        Islands compute it with their own parameters, and so do ranks whose optimizer exchanges seldom; behind a meeting
+        or an exchange these are one model's.
         Raises ValueError where ranks of one data index were given different ones."""
         self._step.refuse_after_cut()
         self.finish_update()
@@ -330,14 +332,15 @@ class Engine(DeepSpeedNames):
 
     def make_one(self) -> None:
         """As of `TrainingState`. Raises RuntimeError inside a step, and where an update was cut off."""
-        if self.islands.apart:
+        if self.apart:
             self._step.refuse_after_cut()
-            self._step.refuse_inside("taking one model of several islands")
+            self._step.refuse_inside("taking one model of ranks that have trained apart")
         super().make_one()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The module's whole state on every rank (a collective), parameters as float32 masters where they exist.
-        Islands that have trained apart take the mean first, and go on from there."""
+        Islands that have trained apart take the mean first, and ranks whose optimizer lets them exchange early; they go
+        on from there."""
         self.finish_update()
         self.make_one()
         return whole_state(self.model_parts, self.mesh["pp"])
@@ -431,11 +434,13 @@ class Engine(DeepSpeedNames):
     def destroy(self, *, keep_parameters: bool = True) -> None:
         """Give everything back: hooks, flats, optimizer states. The module works on by itself, with its master values.
 
-        Collective where states are partitioned. Without `keep_parameters` nothing is gathered, and parameters that are
-        partitioned are lost. With it, raises what a late update failed with, of which nobody has heard: its values are
-        of two steps then.
+        Collective where states are partitioned, or ranks have trained apart, as islands: with `keep_parameters` they
+        become one model, as for `state_dict`. Without it nothing is gathered, and parameters that are partitioned are
+        lost. With it, raises what a late update failed with, of which nobody has heard: its values are of two steps
+        then; and what kept ranks apart, each with parameters of its own.
         """
         checkpoint.finish_saving(self)
+        parted = self._become_one() if keep_parameters else None
         self.islands.give_up()
         self.partitioned_optimizer.settle()
         untold = self.partitioned_optimizer.untold
@@ -463,6 +468,18 @@ class Engine(DeepSpeedNames):
         release_freed_memory(self.world.device)
         if keep_parameters and untold is not None:
             raise untold
+        if parted is not None:
+            raise parted
+
+    def _become_one(self) -> Exception | None:
+        """At the end: where ranks have trained apart, one model of all; what stood against it."""
+        try:
+            if self.apart:
+                self._step.reset()
+                super().make_one()
+        except (PeerLost, NonFiniteError) as error:
+            return error
+        return None
 
     def __repr__(self) -> str:
         count, units = sum(flat.numel for flat in self.flats), sum(len(zero.units) for zero in self.zeros)

@@ -253,6 +253,7 @@ def state_problems(setup: Setup) -> list[str]:
         offload=setup.offload,
         masters=setup.masters,
         moments=setup.moments,
+        cp=layout.cp,
     )
     problems += island_problems(
         layout.islands,

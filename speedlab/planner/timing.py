@@ -250,7 +250,7 @@ def _data_parallel(
     units = max(blocks_by_rank(setup)) + 1
     sending = Sending(setup=setup, groups=groups, memory_bytes=rates.memory_bytes, elements=held, units=units)
     if setup.optimizer.sums_itself:  # In its update, behind all backwards: one message there, one back.
-        signs = 2 * dp.gather(held * _SIGN_BYTES)
+        signs = 2 * dp.gather(held * _SIGN_BYTES) / setup.optimizer.exchange_every
         return signs + (sending.parameters() if setup.zero_stage else 0.0), 0.0
     if setup.zero_stage == 0:
         gradients, parameters = dp.all_reduce(held * summed), 0.0
@@ -358,7 +358,10 @@ def _caution(setup: Setup, machines: Machines, efficiency: Efficiency) -> str:
     if setup.zero_stage == 3 and rings(setup.layout, machines, efficiency).dp.crosses_hosts:
         doubts.append("published runs of ZeRO-3 between hosts were missed by up to 23%")
     if setup.optimizer.sums_itself:
-        doubts.append("steps with compressed momenta were not compared; the time is one of a step behind the warm-up")
+        late = ", in the mean between two of the last exchanges" if setup.optimizer.exchange_every > 1 else ""
+        doubts.append(
+            f"steps with compressed momenta were not compared; the time is one of a step behind the warm-up{late}"
+        )
     if setup.zero.switches:
         doubts.append("steps whose parameters or gradients are quantised were not compared")
     if setup.optimizer.looks_at_parameters:

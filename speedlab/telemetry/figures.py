@@ -189,13 +189,19 @@ def header(history: History, *, name: str, status: Status, now: float | None = N
 
 def _exchange_text(record: StepRecord) -> str:
     """' · compressed, 3.14 % of float32 sent' or ' · warm-up before compression', of islands ' · islands meet in 12
-    steps'; '' where nothing is exchanged but gradients."""
+    steps', of ranks that make steps of their own ' · ranks exchange in 3 steps'; '' where nothing is exchanged but
+    gradients."""
     told = record.exchange
     if not told:
         return ""
     if "steps_to_meeting" in told:
         left = told["steps_to_meeting"]
         return f" · islands meet in {left:,.0f} step{'' if left == 1 else 's'}"
+    if "steps_to_exchange" in told:
+        left = told["steps_to_exchange"]
+        return f" · ranks exchange in {left:,.0f} step{'' if left == 1 else 's'}"
+    if told.get("variance_updated"):
+        return " · gradients sent whole, for the variance"
     if not told.get("compressed"):
         return " · warm-up before compression"
     whole = told.get("float32_bytes")

@@ -142,9 +142,10 @@ class StepRecord:
     exchange: dict[str, float] = field(default_factory=dict)
     """Of an optimizer that sums gradients itself after a warm-up: `compressed` (0 or 1), `steadiness` of the variance
     where it was looked at, `sent_bytes` in the place of `float32_bytes`, `error_norm` of this rank's feedback, and
-    where it was looked at the `angle` (degrees) between the update and the one of what was compressed. Of ZeRO++
-    `compressed`, and both bytes. Of islands: `met` (0 or 1), `steps_to_meeting`, `sent_bytes` to other islands in the
-    place of `float32_bytes`, and where these are compressed `error_norm`."""
+    where it was looked at the `angle` (degrees) between the update and the one of what was compressed; of 0/1 Adam
+    also `variance_updated` (1) behind its warm-up, and `steps_to_exchange` where ranks make steps of their own. Of
+    ZeRO++ `compressed`, and both bytes. Of islands: `met` (0 or 1), `steps_to_meeting`, `sent_bytes` to other islands
+    in the place of `float32_bytes`, and where these are compressed `error_norm`."""
     kernels: dict[str, dict[str, float]] = field(default_factory=dict)
     """By name of the kernel: calls, bytes (what it must at least read and write), seconds on its device."""
     ledger: Ledger = field(default_factory=Ledger)

@@ -144,7 +144,7 @@ def test_what_is_greyed_says_why(panel: Panel) -> None:
     assert not panel.fields["optimizer.momentum"].control.disabled
     assert (
         note(panel, "optimizer.betas")
-        == "only adamw, lamb, onebit_adam, onebit_lamb and lion use it; the optimizer is sgd"
+        == "only adamw, lamb, onebit_adam, onebit_lamb, zero_one_adam and lion use it; the optimizer is sgd"
     )
     put(panel, "data.tokenizer", "bytes")
     assert panel.fields["data.vocab_size"].control.disabled
@@ -417,7 +417,8 @@ def test_places_are_offered_where_they_can_be(panel: Panel) -> None:
 
 
 def test_onebit_adam_is_offered_where_gradients_are_whole(panel: Panel) -> None:
-    assert "only onebit_adam and onebit_lamb use it; the optimizer is adamw" in note(panel, "optimizer.freeze_step")
+    only = "only onebit_adam, onebit_lamb and zero_one_adam use it; the optimizer is adamw"
+    assert only in note(panel, "optimizer.freeze_step")
     put(panel, "zero.stage", 1)
     put(panel, "optimizer.name", "onebit_adam")
     assert panel.config is not None
@@ -430,6 +431,14 @@ def test_onebit_adam_is_offered_where_gradients_are_whole(panel: Panel) -> None:
     put(panel, "optimizer.freeze_step", "2000")
     assert "optimizer.freeze_step 2000 is no earlier than the run's last step" in panel.summary_text
     put(panel, "optimizer.freeze_step", "20")
+    put(panel, "optimizer.name", "zero_one_adam")
+    assert panel.config is None
+    assert "zero.stage 1 partitions what they change; set zero.stage to 0" in panel.summary_text
+    put(panel, "zero.stage", 0)
+    assert panel.config is not None
+    assert "only onebit_adam and onebit_lamb use it" in note(panel, "optimizer.steady")
+    put(panel, "optimizer.freeze_step", "")
+    assert "there is none" in note(panel, "optimizer.max_local_steps")
     put(panel, "zero.stage", 2)
     assert panel.config is None
     assert "zero.stage 2 partitions them; set zero.stage to 0" in panel.summary_text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -422,6 +423,61 @@ def refuse(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> str:
     except speedlab.ConfigError as error:
         return str(error)
     return ""
+
+
+def refuse_one_stage() -> str:
+    model = gpt(tied=False)
+    model.norm.to(torch.float64)  # Of the last stage; nothing is computed.
+    try:
+        speedlab.initialize(model=model, config=configuration(2, parallel={"pp": 2}))[0].destroy()
+    except speedlab.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_what_one_pipeline_stage_cannot_all_ranks_refuse(pool_of: PoolOf) -> None:
+    told = set(pool_of(4).run(refuse_one_stage))
+    assert len(told) == 1
+    assert "norm.weight is trained in torch.float64, and islands meet in float32" in told.pop()
+
+
+def said_of(config: dict[str, Any]) -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("speedlab.engine")
+    logger.addHandler(handler)
+    try:
+        with engine_of(config):
+            return records
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_meetings_that_nobody_has_are_told_to_be_of_no_use(two: Pool) -> None:
+    told, silent = two.run(said_of, configuration(1, outer={"every_steps": 7, "lr": 0.7}))
+    assert told == [
+        "outer.every_steps: said how islands meet, and parallel.islands is 1, so that nothing meets; set "
+        "parallel.islands to 2 or more, or leave it out"
+    ]
+    assert silent == []
+    assert two.run(said_of, configuration(2)) == [[], []]
+
+
+def left_behind() -> dict[str, Tensor]:
+    """What the module has when its engine is gone, in the middle between two meetings."""
+    model = gpt(tied=True)
+    engine = speedlab.initialize(model=model, config=configuration(2))[0]
+    for step in range(STEPS):
+        step_of(engine, step)
+    assert engine.apart
+    engine.destroy()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_islands_leave_one_model_behind(two: Pool) -> None:
+    first, second = two.run(left_behind)
+    assert all(second[name].equal(value) for name, value in first.items())
 
 
 def test_parameters_wider_than_outer_gradients_are_refused(two: Pool) -> None:

@@ -79,6 +79,15 @@ def signs_of(values: Tensor, pieces: int) -> Tensor:
     return torch.cat(sent)
 
 
+def laid_out(flats: list[dict[str, Any]], take: Any) -> list[Tensor]:
+    """What `take` gives for each name, where it lies in its flat."""
+    found = [torch.zeros(flat["padded"]) for flat in flats]
+    for whole, flat in zip(found, flats, strict=True):
+        for name, offset, numel, _ in flat["slots"]:
+            whole[offset : offset + numel] = take(name).reshape(-1)
+    return found
+
+
 def by_hand(
     workers: int, flats: list[dict[str, Any]], *, accumulation: int, compress: bool, pieces: int
 ) -> dict[str, Tensor]:
@@ -89,14 +98,7 @@ def by_hand(
     masters, m, v, server = ([torch.zeros(size) for size in sizes] for _ in range(4))
     worker = [[torch.zeros(size) for size in sizes] for _ in range(workers)]
 
-    def laid_out(take: Any) -> list[Tensor]:
-        found = [torch.zeros(size) for size in sizes]
-        for whole, flat in zip(found, flats, strict=True):
-            for name, offset, numel, _ in flat["slots"]:
-                whole[offset : offset + numel] = take(parameters[name]).reshape(-1)
-        return found
-
-    masters = laid_out(lambda p: p.detach())
+    masters = laid_out(flats, lambda name: parameters[name].detach())
     for step in range(STEPS):
         gradients = []
         for place in range(workers):
@@ -104,7 +106,7 @@ def by_hand(
             for micro in range(accumulation):
                 inputs, targets = batch(step, micro * workers + place)
                 (model(inputs, targets=targets).loss * (1 / (accumulation * workers))).backward()
-            gradients.append(laid_out(lambda p: p.grad))
+            gradients.append(laid_out(flats, lambda name: parameters[name].grad))
         for k, flat in enumerate(flats):
             bounds = [(o, o + n, 0.0 if group else DECAY) for _, o, n, group in flat["slots"]]
             if step < FREEZE:
@@ -450,17 +452,36 @@ def advanced(run: str) -> str:
         return str(held_runs.advance(run))
 
 
-def test_a_run_tells_of_its_phase_once(two: Pool, tmp_path: Path) -> None:
-    run = new_run(tmp_path, steps=6, zero=0, optimizer={"name": "onebit_adam", "freeze_step": 4})
+RUNS = {
+    "onebit_adam": (
+        {"freeze_step": 4},
+        "000011",
+        {5: "the variance is frozen: momenta travel compressed; clip_norm 1 is off from now on"},
+    ),
+    "zero_one_adam": (
+        {"freeze_step": 4, "variance_doubling": 1, "local_doubling": 1, "max_local_steps": 2},
+        "001011",
+        {
+            3: "momenta travel compressed, but where the variance is updated; clip_norm 1 is off from now on but there",
+            5: "the variance is frozen: ranks exchange compressed momenta, ever more seldom; clip_norm 1 is off from "
+            "now on",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_tells_of_its_phases_once(two: Pool, tmp_path: Path, name: str) -> None:
+    options, compressed, events = RUNS[name]
+    run = new_run(tmp_path, steps=6, zero=0, optimizer={"name": name, **options})
     try:
         assert two.run(advanced, run, timeout=60) == ["finished", "finished"]
     finally:
         two.new_group()
     lines = (Path(run) / "records" / "rank-0.jsonl").read_text().splitlines()
-    assert [json.loads(line)["exchange"]["compressed"] for line in lines] == [0.0] * 4 + [1.0] * 2
-    (told,) = [event for event in RunFolder(run).read_events() if event.kind == "compressed"]
-    assert told.step == 5
-    assert told.text == "the variance is frozen: momenta travel compressed; clip_norm 1 is off from now on"
+    assert [json.loads(line)["exchange"]["compressed"] for line in lines] == [float(each) for each in compressed]
+    told = {event.step: event.text for event in RunFolder(run).read_events() if event.kind == "compressed"}
+    assert told == events
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "bfloat16"), (1, "float32")])

@@ -406,11 +406,21 @@ def test_one_bit_adam_is_read_as_deepspeed_computes_it() -> None:
         RunConfig.from_deepspeed({**BATCH, "optimizer": numbers, "zero_optimization": {"stage": 2}})
 
 
-def test_one_bit_adam_without_its_bits_keeps_its_numbers() -> None:
-    config = RunConfig.deepspeed_reading(
-        {**BATCH, "optimizer": params("ZeroOneAdam", lr=4e-4, weight_decay=0.01)}, ignore={"optimizer"}
-    ).config
-    assert (config.optimizer.name, config.optimizer.lr, config.optimizer.weight_decay) == ("adamw", 4e-4, 0.01)
+def test_zero_one_adam_is_read_with_its_intervals_and_written() -> None:
+    section = params("ZeroOneAdam", lr=4e-4, var_freeze_step=50, local_step_clipper=8, cuda_aware=False)
+    reading = RunConfig.deepspeed_reading({**BATCH, "optimizer": section})
+    optimizer = reading.config.optimizer
+    assert (optimizer.name, optimizer.freeze_step, optimizer.max_local_steps) == ("zero_one_adam", 50, 8)
+    assert (optimizer.variance_doubling, optimizer.local_doubling) == (16, 32_678), "DeepSpeed's defaults"
+    assert not optimizer.bias_correction, "which DeepSpeed's has not"
+    assert {entry.path.rpartition(".")[2] for entry in reading.ignored} == {"cuda_aware"}
+    assert RunConfig.from_deepspeed(reading.config.to_deepspeed()).optimizer == optimizer
+    never = RunConfig(optimizer="zero_one_adam", zero=0, steps=100).to_deepspeed()
+    assert never["optimizer"]["params"]["var_freeze_step"] == 101, "behind the run's end"
+    with pytest.raises(ConfigError, match=r"zero\.stage 1 partitions what they change; set zero\.stage to 0, or"):
+        RunConfig.from_deepspeed({**BATCH, "optimizer": section, "zero_optimization": {"stage": 1}})
+    with pytest.raises(ConfigError, match=r"zero\.stage 2 partitions them; set zero\.stage to 0"):
+        RunConfig.from_deepspeed({**BATCH, "optimizer": section, "zero_optimization": {"stage": 2}})
 
 
 # Slips

@@ -315,7 +315,7 @@ CASES: dict[str, tuple[str, Expected]] = {
         ),
     ),
     "features that are not built": (
-        '{"train_batch_size": 8, "sparse_attention": {"mode": "fixed"}, "optimizer": {"type": "ZeroOneAdam",\n'
+        '{"train_batch_size": 8, "sparse_attention": {"mode": "fixed"}, "optimizer": {"type": "Muon",\n'
         ' "params": {"lr": 0.001}}, "curriculum_learning": {"enabled": true}, "fp8": {"enabled": true}}',
         Refused(
             ("optimizer.type", "sparse_attention.mode", "curriculum_learning", "fp8"),

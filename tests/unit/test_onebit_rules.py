@@ -13,6 +13,7 @@ import pytest
 from telemetry_samples import make_record
 
 from speedlab.config import ConfigError, OptimizerConfig, RunConfig
+from speedlab.engine.step.zero_one_steps import Kind, Steps
 from speedlab.planner import model_states
 from speedlab.planner.plan import plan
 from speedlab.telemetry.columns import Columns
@@ -42,12 +43,41 @@ from speedlab.telemetry.records import StepRecord
             "set offload.optimizer to 'none', or optimizer.name to 'lamb'",
         ),
         ({"zero": 0, "steps": 50, "optimizer": {"freeze_step": 50}}, "freeze_step 50 is no earlier .* set it to 10"),
+        (
+            {"zero": 1, "optimizer": {"name": "zero_one_adam"}},
+            "zero.stage 1 partitions what they change; set zero.stage to 0, or optimizer.name to 'onebit_adam'",
+        ),
+        ({"zero": 3, "optimizer": {"name": "zero_one_adam"}}, "zero.stage 3 partitions them; set zero.stage to 0, wh"),
+        (
+            {"zero": 0, "parallel": {"cp": 2}, "optimizer": {"name": "zero_one_adam"}},
+            "the 2 ranks of parallel.cp compute one sequence together, .* set parallel.cp to 1",
+        ),
+        (
+            {"zero": 0, "offload": {"optimizer": "host"}, "optimizer": {"name": "zero_one_adam"}},
+            "set offload.optimizer to 'none', or optimizer.name to 'adamw'",
+        ),
+        (
+            {"zero": 0, "steps": 10, "optimizer": {"name": "zero_one_adam"}},
+            "variance_doubling 16 updates the variance by whole gradients up to the run's last step, 10, .* to 2, a",
+        ),
     ],
 )
 def test_what_it_does_not_go_with_is_refused_with_what_does(changes: dict[str, Any], told: str) -> None:
     changes = {**changes, "optimizer": {"name": "onebit_adam", **changes.get("optimizer", {})}}
     with pytest.raises(ConfigError, match=told):
         RunConfig(**changes)
+
+
+def test_zero_one_adam_updates_its_variance_and_exchanges_ever_more_seldom() -> None:
+    steps = Steps(freeze_step=14, variance_doubling=2, local_doubling=3, max_local_steps=3)
+    kinds = "".join(steps.kind(step).name[0] for step in range(1, 31))
+    assert kinds == "WWSWSWSWSSSWSS" + "SSS" + "SNS" + "S" + 3 * "NNS"
+    assert steps.plain == 2
+    assert [steps.to_exchange(step) for step in (17, 18, 21, 22, 24)] == [1, 2, 3, 2, 3]
+    never = Steps(freeze_step=None, variance_doubling=16, local_doubling=1, max_local_steps=16)
+    assert "".join(never.kind(step).name[0] for step in range(1, 49)) == "W" * 16 + "SW" * 16
+    assert [step for step in range(49, 300) if never.kind(step) is Kind.WHOLE][:18] == [*range(52, 116, 4), 120, 128]
+    assert never.kind(10**9) is Kind.SIGNS
 
 
 def test_a_script_without_steps_may_freeze_late_and_a_run_may_not() -> None:
@@ -78,6 +108,12 @@ def test_the_plan_counts_feedback_and_signs_and_advises() -> None:
     lamb = plan(config.replace(optimizer="onebit_lamb"), "2x1 H100 eth-1")
     assert "times as fast as lamb's here" in lamb.advice
     assert lamb.heaviest.optimizer_moments == 1.5 * slow.heaviest.optimizer_moments, "a fresh variance"
+    seldom = {"name": "zero_one_adam", "freeze_step": 10, "max_local_steps": 4}
+    zero_one = plan(config.replace(optimizer=seldom), "2x1 H100 eth-1")
+    assert zero_one.time.parts["data parallel"] == pytest.approx(slow.time.parts["data parallel"] / 4)
+    assert zero_one.heaviest.optimizer_moments == 1.5 * slow.heaviest.optimizer_moments, "an anchor"
+    assert "times as fast as adamw's here" in zero_one.advice
+    assert plan(config.replace(optimizer="zero_one_adam"), "2x1 H100 eth-1").heaviest == slow.heaviest
     alone = plan(config, "1 H100")
     assert "exchanges nothing" in alone.advice
     staged = plan(config.replace(zero=1), "2x1 H100 eth-1")
@@ -119,3 +155,10 @@ def test_an_exchange_is_drawn_and_told_where_there_is_one() -> None:
     text = header(history, name="slow", status=Status()).text
     assert "ZeRO stage 2 · compressed, 3.2 % of float32 sent" in text
     assert "warm-up before compression" in header(History.of({0: warm}), name="slow", status=Status()).text
+    for told, words in (
+        ({"compressed": 0.0, "variance_updated": 1.0}, "gradients sent whole, for the variance"),
+        (TOLD | {"steps_to_exchange": 3.0}, "ranks exchange in 3 steps"),
+        (TOLD | {"steps_to_exchange": 1.0}, "ranks exchange in 1 step"),
+    ):
+        history = History.of({0: [make_record(1, exchange=told)]})
+        assert f" · {words} · " in header(history, name="slow", status=Status()).text

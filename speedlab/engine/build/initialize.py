@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from cuda_ops import warm
 from speedlab.comm import Traffic, World, join
 from speedlab.comm.shared.segments import host_identity
-from speedlab.config import ConfigError, GivenConfig, RunConfig, ScheduleConfig, config_of
+from speedlab.config import ConfigError, GivenConfig, OuterConfig, RunConfig, ScheduleConfig, config_of
 from speedlab.config.batch import Batch
 from speedlab.config.island_rules import host_problem
 from speedlab.data import Epochs
@@ -29,7 +29,7 @@ from speedlab.engine.build.room import away_folder
 from speedlab.engine.build.schedule import make_schedule
 from speedlab.engine.build.small_states import prepare_optimizer, prepare_small_states
 from speedlab.engine.engine import Engine
-from speedlab.engine.step.communicating import check_whole_gradients, kept_by
+from speedlab.engine.step.communicating import check_whole_gradients, kept_by, steps_apart
 from speedlab.engine.step.fused import LooksAtParameters
 from speedlab.engine.step.losses import LossFunction, check_loss
 from speedlab.engine.step.meeting import kept_by_islands
@@ -160,7 +160,7 @@ def _build(
     model = attention.within(model)
     traffic = Traffic()
     mesh = Mesh(layout, world, traffic)
-    _check_islands(mesh)
+    _check_islands(mesh, config)
     plans = plan_model_parts(model, config, layout, world, mesh.everyone, dtype, tp_plan)
     recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer)
     _check_communicating(recipe.kind, config, mesh)
@@ -218,9 +218,18 @@ def _config(config: GivenConfig | None) -> RunConfig:
     return named.model_copy(update={key: value for key, value in unasked.items() if key not in named.model_fields_set})
 
 
-def _check_islands(mesh: Mesh) -> None:
-    """Raises ConfigError, on all ranks, where islands cut hosts. Collective where there are islands."""
+def _check_islands(mesh: Mesh, config: RunConfig) -> None:
+    """Raises ConfigError, on all ranks, where islands cut hosts; what is said of meetings that nobody has is told to be
+    of no use. Collective where there are islands."""
     if mesh.layout.islands == 1:
+        usual = OuterConfig()
+        unused = [name for name in OuterConfig.model_fields if getattr(config.outer, name) != getattr(usual, name)]
+        if unused and mesh.rank == 0:
+            log.warning(
+                "%s: said how islands meet, and parallel.islands is 1, so that nothing meets; set parallel.islands to "
+                "2 or more, or leave it out",
+                ", ".join(f"outer.{name}" for name in unused),
+            )
         return
     problem = host_problem(mesh.layout.islands, mesh.everyone.collect(host_identity()))
     if problem is not None:
@@ -233,6 +242,11 @@ def _check_communicating(kind: type[Optimizer], config: RunConfig, mesh: Mesh) -
         raise ConfigError(
             f"parallel.islands {mesh.layout.islands}: {kind.__name__} sums gradients itself, over all ranks in every "
             "step; use AdamW, with outer.compression 'signs'"
+        )
+    if steps_apart(kind) and mesh.layout.cp > 1:
+        raise ConfigError(
+            f"parallel.cp {mesh.layout.cp}: ranks of {kind.__name__} make steps of their own, and cp ranks compute one "
+            "sequence together, with the same parameters; set it to 1"
         )
     if kept_by(kind) is not None and config.optimizer.in_backward:
         raise ConfigError(f"optimizer.in_backward: {kind.__name__} sums gradients itself, whole ones; set it to false")

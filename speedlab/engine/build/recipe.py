@@ -16,6 +16,7 @@ from speedlab.engine.step.onebit import OneBitAdam
 from speedlab.engine.step.onebit_lamb import OneBitLamb
 from speedlab.engine.step.own_optimizers import Lion, UncorrectedAdamW
 from speedlab.engine.step.segments import has_kernels
+from speedlab.engine.step.zero_one import ZeroOneAdam
 
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "Lamb")
 
@@ -134,6 +135,7 @@ def _kind_of(config: OptimizerConfig) -> type[Optimizer]:
         "onebit_lamb": OneBitLamb,
         "lion": Lion,
         "sgd": SGD,
+        "zero_one_adam": ZeroOneAdam,
     }[config.name]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +27,8 @@ class Reporter:
         self._untold: list[Event] = []
         """What happened while the folder was closed."""
         self._mailbox_problem = ""
-        self._compressed: bool | None = None
-        """Whether the last step's exchange was compressed; None where nobody knows."""
+        self._phase: str | None = None
+        """Of the exchange between data-parallel ranks: 'plain', 'compressed', 'apart'; None before the first step."""
         self.last_command = training.folder.read_status().command
         """Number of the last control word that was answered."""
 
@@ -67,7 +68,7 @@ class Reporter:
         assert engine.totals is not None
         assert self._writer is not None
         told = engine.partitioned_optimizer.told() | engine.islands.told()
-        self._tell_of_phase(bool(told.get("compressed")))
+        self._tell_of_phase(told)
         tokens = training.batch.global_size * training.config.data.sequence_length
         self._writer.write(
             StepRecord(
@@ -95,12 +96,24 @@ class Reporter:
             )
         )
 
-    def _tell_of_phase(self, compressed: bool) -> None:
-        if self._compressed is False and compressed:
-            clip = self._training.config.clip_norm
-            clipped = "" if clip is None else f"; clip_norm {clip:g} is off from now on"
-            self.event("compressed", f"the variance is frozen: momenta travel compressed{clipped}")
-        self._compressed = compressed
+    def _tell_of_phase(self, told: Mapping[str, float]) -> None:
+        """Once for each that begins while this reports."""
+        config = self._training.config
+        phase = "apart" if "steps_to_exchange" in told else "compressed" if told.get("compressed") else "plain"
+        seldom = config.optimizer.name == "zero_one_adam"
+        if seldom and phase == "plain" and self._phase is not None:  # A step that updates the variance.
+            phase = self._phase
+        before, self._phase = self._phase, phase
+        if before is None or phase in (before, "plain"):
+            return
+        if phase == "apart":
+            words = "the variance is frozen: ranks exchange compressed momenta, ever more seldom"
+        else:
+            words = "momenta travel compressed" if seldom else "the variance is frozen: momenta travel compressed"
+            words += ", but where the variance is updated" if seldom else ""
+        clip = config.clip_norm
+        only = " but there" if seldom and phase == "compressed" else ""
+        self.event("compressed", words + ("" if clip is None else f"; clip_norm {clip:g} is off from now on{only}"))
 
     # ---- what the first rank writes for all --------------------------------------------------------------------------
 

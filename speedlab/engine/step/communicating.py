@@ -69,6 +69,28 @@ class Communicating(Protocol):
         ...
 
 
+@runtime_checkable
+class StepsApart(Communicating, Protocol):
+    """One that between two exchanges makes steps of each rank's own, from whose first on parameters differ between
+    ranks. While it communicates it updates parameters that nobody used, too, as if their gradient were 0: an exchange
+    brings back what other steps have moved. It needs whole masters and states on every rank."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether parameters differ now."""
+        ...
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what is `kept` counts between these two steps, though the next one may not communicate."""
+        ...
+
+    def meet(self, flats: Sequence[Exchanged]) -> None:
+        """Between two steps: make masters and states those of all ranks, by an exchange that comes early.
+        Collective."""
+        ...
+
+
 def kept_by(kind: type[Any]) -> Mapping[str, Home] | None:
     """What optimizers of this class keep beside gradients; None when they do not communicate."""
     return kind.kept if hasattr(kind, "exchange") else None
@@ -79,12 +101,31 @@ def sums_itself(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, Communicating) and optimizer.communicates
 
 
+def steps_apart(kind: type[Any]) -> bool:
+    """Whether optimizers of this class are such ones."""
+    return kept_by(kind) is not None and hasattr(kind, "meet")
+
+
+def keeps_now(optimizer: Optimizer) -> bool:
+    """Whether a checkpoint has to have what the optimizer keeps beside gradients."""
+    return optimizer.keeps if isinstance(optimizer, StepsApart) else sums_itself(optimizer)
+
+
+def updates_unused(optimizer: Optimizer) -> bool:
+    """Whether the next update is of parameters that nobody used, too."""
+    return isinstance(optimizer, StepsApart) and optimizer.communicates
+
+
 def check_whole_gradients(kind: type[Any], residency: Residency, stage: int) -> None:
     """Raises ValueError where the optimizer communicates and gradients would be partitioned."""
     if kept_by(kind) is not None and residency.gradients_go:
         raise ValueError(
             f"zero.stage {stage}: {kind.__name__} sums gradients itself and needs all of them on every rank; use stage "
             "0 or 1, and no offload.optimizer"
+        )
+    if steps_apart(kind) and stage > 0:
+        raise ValueError(
+            f"zero.stage {stage}: ranks of {kind.__name__} make steps of their own, with whole states each; use stage 0"
         )
     if kept_by(kind) is not None and residency.gradients_wait:
         raise ValueError(

@@ -47,8 +47,8 @@ class Islands:
     def __init__(
         self, optimizer: PartitionedOptimizer, mesh: Mesh, outer: OuterConfig, *, before_change: Callable[[], None]
     ) -> None:
-        """`before_change`: called before parameters change, on all ranks. Raises ConfigError where parameters are wider
-        than outer gradients."""
+        """`before_change`: called before parameters change, on all ranks. Raises ConfigError, on all ranks alike, where
+        parameters of one are wider than outer gradients. Collective of several islands."""
         self.group, self.index = mesh["islands"], mesh["islands"].index
         self.several = self.group.size > 1
         self._optimizer, self._everyone, self._outer = optimizer, mesh.everyone, outer
@@ -64,13 +64,20 @@ class Islands:
         self._fresh = True
         """Whether nothing was updated since the anchor was taken."""
         if self.several:
-            for flat in optimizer.flats:
-                if flat.master.dtype is not torch.float32:
-                    raise ConfigError(
-                        f"parallel.islands {self.group.size}: {flat.slots[0].name} is trained in {flat.master.dtype}, "
-                        "and islands meet in float32; make the model in float32, or set parallel.islands to 1"
-                    )
+            problem = next(filter(None, self._everyone.collect(self._too_wide())), "")
+            if problem:
+                raise ConfigError(problem)
             self.begin_anew()
+
+    def _too_wide(self) -> str:
+        """What stands against meetings of this rank's parameters; its peers may have other pipeline stages."""
+        for flat in self._optimizer.flats:
+            if flat.master.dtype is not torch.float32:
+                return (
+                    f"parallel.islands {self.group.size}: {flat.slots[0].name} is trained in {flat.master.dtype}, and "
+                    "islands meet in float32; make the model in float32, or set parallel.islands to 1"
+                )
+        return ""
 
     @property
     def kept(self) -> Mapping[str, Home]:

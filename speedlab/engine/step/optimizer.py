@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from cuda_ops.grad_stats import grad_stats
 from speedlab.comm import Group
-from speedlab.engine.step.communicating import Communicating, Exchanged, sums_itself
+from speedlab.engine.step.communicating import Communicating, Exchanged, StepsApart, sums_itself
 from speedlab.engine.step.fused import FusedOptimizer, Given, LooksAtParameters, step_device
 from speedlab.engine.step.late import LateUpdate, Twin
 from speedlab.engine.step.parameter_sums import ParameterSums
@@ -164,6 +164,17 @@ class PartitionedOptimizer:
         """Tell an optimizer that may sum gradients itself that an update was made. Collective over all ranks."""
         if isinstance(self.inner, Communicating):
             self.inner.updated(self._exchanged(), everyone)
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Between two steps, where ranks of the inner optimizer are apart: give all of them one model. Collective."""
+        if not isinstance(self.inner, StepsApart):
+            return
+        self.inner.meet(self._exchanged())
+        for flat in self.flats:
+            sent = flat.publish()
+            if sent is not None:
+                sent.wait()
 
     def told(self) -> dict[str, float]:
         """What an optimizer that may sum gradients itself says of the last step's exchange; {} of others."""

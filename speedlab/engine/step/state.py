@@ -14,7 +14,7 @@ from speedlab.comm import Group, HostCopies, Traffic, World
 from speedlab.config import RunConfig
 from speedlab.config.batch import Batch
 from speedlab.data import Epochs
-from speedlab.engine.step.communicating import Communicating, sums_itself
+from speedlab.engine.step.communicating import Communicating, StepsApart, keeps_now
 from speedlab.engine.step.islands import Islands
 from speedlab.engine.step.model_part import ModelPart
 from speedlab.engine.step.optimizer import PartitionedOptimizer
@@ -128,12 +128,22 @@ class TrainingState:
         """The torch optimizer over this rank's partitions; schedulers hang on it."""
         return self.partitioned_optimizer.inner
 
+    @property
+    def apart(self) -> bool:
+        """Whether ranks that train one model have parameters or moments of their own now."""
+        return self.islands.apart or (isinstance(self.optimizer, StepsApart) and self.optimizer.apart)
+
     def make_one(self) -> None:
-        """Between two steps: give islands that have trained apart the mean of their parameters and moments, as whoever
-        wants one model does by itself. Collective of all ranks; the step behind it begins there."""
-        if self.islands.apart and not self.updating:
-            self.updating = True  # Where a peer is lost, islands differ.
-            self.islands.make_one()
+        """Between two steps: give islands that have trained apart the mean of their parameters and moments, and ranks
+        whose optimizer has let them an early exchange, as whoever wants one model does by itself. Collective of all
+        ranks; the step behind it begins there."""
+        if self.apart and not self.updating:
+            self.updating = True  # Where a peer is lost, ranks differ.
+            if self.islands.apart:
+                self.islands.make_one()
+            else:
+                self.before_change()
+                self.partitioned_optimizer.meet()
             self.updating = False
 
     @property
@@ -142,7 +152,7 @@ class TrainingState:
         if self.islands.several:
             return self.islands
         inner = self.optimizer
-        return inner if isinstance(inner, Communicating) and sums_itself(inner) else None
+        return inner if isinstance(inner, Communicating) and keeps_now(inner) else None
 
     def begin_anew(self) -> None:
         """Parameters came from elsewhere: what was kept beside gradients would mislead."""

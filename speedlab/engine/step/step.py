@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from speedlab.engine.step.communicating import sums_itself
+from speedlab.engine.step.communicating import sums_itself, updates_unused
 from speedlab.engine.step.random_streams import RandomStreams
 from speedlab.engine.step.same_data import SameData
 from speedlab.engine.step.state import TrainingState
@@ -149,7 +149,8 @@ class Step:
                 if not totals.finite:
                     self._overflow()  # 3
                     return False
-                unused = self._unused() if totals.unused and not self._in_backward else {}
+                left_alone = totals.unused and not self._in_backward and not updates_unused(state.optimizer)
+                unused = self._unused() if left_alone else {}
                 state.before_change()
                 state.islands.before_update()
                 # Ctrl-C may cut an exchange off when some of what it keeps is new; what it raises leaves all as it was.

@@ -17,25 +17,20 @@ exchange wants of both, and the error of the mean that it serves ("server_error"
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from speedlab.comm import Group
-from speedlab.comm.signs import SignMeans
 from speedlab.engine.step.communicating import Exchanged
-from speedlab.engine.step.errors import NonFiniteError
-from speedlab.engine.step.fused import FusedAdamW
-from speedlab.parallel.zero import Gradient
+from speedlab.engine.step.sends_signs import SERVER_ERROR, SendsSigns
 from speedlab.placement import Holders, Home
 
-CARRIED, SERVER_ERROR = "carried", "server_error"
+CARRIED = "carried"
 
 
-class TwoPhases(FusedAdamW):
+class TwoPhases(SendsSigns):
     """An optimizer whose momenta travel as signs once the variance is frozen. The phase is in each of `param_groups`,
     so that checkpoints have it: `updates` so far, `frozen_at` (None: warm-up), and `variance` and `rate` of the last
     look."""
@@ -44,6 +39,7 @@ class TwoPhases(FusedAdamW):
         CARRIED: Home(holders=Holders.OWN, form="float32"),
         SERVER_ERROR: Home(holders=Holders.OWN_PART, form="float32"),
     }
+    worker: ClassVar[str] = CARRIED
 
     def __init__(
         self,
@@ -60,17 +56,19 @@ class TwoPhases(FusedAdamW):
         variance_floor: float = 0.1,
         angle_every_steps: int = 0,
     ) -> None:
-        """Without `bias_correction` 1 stands for the factors 1 - betaᵗ. `angle_every_steps`: between two looks at what
-        compression changes of an update; 0: never. Raises ValueError where groups have betas of their own, which one
-        exchange for all cannot have."""
-        super().__init__(params, lr, betas, eps, weight_decay)
-        if any(tuple(group["betas"]) != tuple(betas) for group in self.param_groups):
-            raise ValueError(f"betas: all groups of {type(self).__name__} have the same, {betas}; set it for all")
-        self._corrects = bias_correction
-        self._freeze_step, self._steady, self._floor = freeze_step, steady, variance_floor
-        self._signs, self._angle_every = compression == "signs", angle_every_steps
-        self._wires: SignMeans | None = None
-        self._told: dict[str, float | Tensor] = {}
+        """As `SendsSigns` has it. The warm-up ends after `freeze_step` updates, or when the variance is `steady`."""
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            bias_correction=bias_correction,
+            compression=compression,
+            variance_floor=variance_floor,
+            angle_every_steps=angle_every_steps,
+        )
+        self._freeze_step, self._steady = freeze_step, steady
         self.begin_anew()
 
     # ---- the phase ---------------------------------------------------------------------------------------------------
@@ -83,10 +81,6 @@ class TwoPhases(FusedAdamW):
     def begin_anew(self) -> None:
         """The warm-up begins."""
         self._phase(updates=0, frozen_at=None, variance=None, rate=None)
-
-    def _phase(self, **values: Any) -> None:
-        for group in self.param_groups:
-            group.update(values)
 
     def updated(self, flats: Sequence[Exchanged], everyone: Group) -> None:
         """Count an update, and freeze the variance where the warm-up is over."""
@@ -143,27 +137,6 @@ class TwoPhases(FusedAdamW):
     def _frozen(self, each: Exchanged, floors: Sequence[float]) -> None:
         """The variance of this flat is frozen, and for each of its slots not below one of `floors`."""
 
-    def _raise_to_floor(self, each: Exchanged, variance: Tensor | None) -> list[float]:
-        """The least variance of each slot. Collective where the variance is partitioned."""
-        gradient = each.gradient
-        base = 0 if each.whole else gradient.own_range[0]
-        sums = torch.zeros(len(gradient.slots), dtype=torch.float64, device=gradient.group.device)
-        pieces: list[Tensor] = []
-        for number, slot in enumerate(gradient.slots):
-            low, high = slot.offset - base, slot.offset + slot.numel - base
-            piece = sums.new_empty(0) if variance is None else variance[max(0, low) : max(0, high)]
-            pieces.append(piece)
-            sums[number] = piece.sqrt().sum(dtype=torch.float64)
-        # Where each rank has all of it, the first one's count: processors that are not alike round them otherwise.
-        sums = gradient.group.gather_along(sums[None], 0)[0] if each.whole else gradient.group.sum(sums)
-        totals = zip(sums.tolist(), gradient.slots, strict=True)
-        floors = [(self._floor * total / max(1, slot.numel)) ** 2 for total, slot in totals]
-        for piece, floor in zip(pieces, floors, strict=True):
-            piece.clamp_(min=floor)
-        if variance is not None:
-            variance.masked_fill_(variance == 0, math.inf)
-        return floors
-
     # ---- the exchange ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -171,122 +144,10 @@ class TwoPhases(FusedAdamW):
         """The mean momentum of all ranks, from their own gradients."""
         if not flats:
             return
-        gradients = [each.gradient for each in flats]
-        group, beta1 = gradients[0].group, self.param_groups[0]["betas"][0]
-        assert all(gradient.group is group for gradient in gradients)  # One message for all of them.
-        due = self._angle_every and (self.param_groups[0]["updates"] + 1) % self._angle_every == 0
+        beta1 = self.param_groups[0]["betas"][0]
         self._weigh(flats)
-        terms, factor = [_whole(gradient) for gradient in gradients], (1 - beta1) * factor * group.size
-        meant = [_meant(each, term, factor) for each, term in zip(flats, terms, strict=True)] if due else []
-        with_signs = self._signs and group.size > 1
-        exchange = self._through_signs if with_signs else self._as_they_are
-        norm = exchange(gradients, terms, factor, beta1)
-        self._told = {"compressed": 1.0, "error_norm": norm}
-        if with_signs and self._wires is not None:
-            self._told |= {
-                "sent_bytes": self._wires.sent_bytes,
-                "float32_bytes": self._wires.float32_bytes // (1 if flats[0].whole else 2),
-            }
-        if due:
-            self._told["angle"] = _angle(flats, meant, self._update_of)
+        self._told = {"compressed": 1.0}
+        self._mean(flats, (1 - beta1) * factor * flats[0].gradient.group.size, beta1)
 
     def _weigh(self, flats: Sequence[Exchanged]) -> None:
         """Before an exchange: change the terms of gradients as momenta are changed while they travel. Collective."""
-
-    def _through_signs(self, gradients: list[Gradient], terms: list[Tensor], factor: float, beta1: float) -> Tensor:
-        """`terms` become the mean momenta, of which beta1 is carried; the norm of this rank's errors. Raises
-        NonFiniteError, on all ranks alike, where something is not finite: errors are those of the last step then."""
-        group = gradients[0].group
-        if self._wires is None:
-            self._wires = SignMeans(group, [term.numel() for term in terms])
-        worker = [gradient.kept[CARRIED] for gradient in gradients]
-        server = [gradient.kept[SERVER_ERROR] for gradient in gradients]
-        means = self._wires.exchange(terms, worker, server, factor=factor)
-        if not means.finite:  # It waits for the device, as nothing that is not a number ever leaves a feedback.
-            step = self.param_groups[0]["updates"] + 1
-            raise NonFiniteError(
-                f"step {step}: a momentum is not finite. The update was not made: parameters and error feedback are "
-                f"those of step {step - 1}. Lower optimizer.lr, or go back to a checkpoint",
-                step=step,
-                ranks=[],
-                tensors=[],
-            )
-        squares = torch.zeros((), dtype=torch.float64, device=group.device)
-        for number, (term, kept) in enumerate(zip(terms, worker, strict=True)):
-            gradient, served = gradients[number], means.server_errors[number]
-            # Signs of what is no parameter's are errors that no checkpoint would have.
-            gradient.zero_gaps(term)
-            gradient.zero_gaps(served, gradient.own_range[0])
-            squares += _square(served) + means.take(number, term, kept, share=beta1)
-            gradient.kept[SERVER_ERROR] = served
-            gradient.zero_gaps(term)
-            gradient.zero_gaps(kept)
-        return squares.sqrt()
-
-    @staticmethod
-    def _as_they_are(gradients: list[Gradient], terms: list[Tensor], factor: float, beta1: float) -> Tensor:
-        """The same without compression: nothing is missed."""
-        group = gradients[0].group
-        for gradient, term in zip(gradients, terms, strict=True):
-            term.mul_(factor).add_(gradient.kept[CARRIED])
-        for term in terms if group.size > 1 else ():
-            group.all_reduce(term).wait()
-            group.wait_until_read(term)
-            term.div_(group.size)
-        for gradient, moment in zip(gradients, terms, strict=True):
-            torch.mul(moment, beta1, out=gradient.kept[CARRIED])
-        return torch.zeros((), dtype=torch.float64, device=group.device)
-
-    # ---- looking -----------------------------------------------------------------------------------------------------
-
-    def told(self) -> dict[str, float]:
-        """compressed (0 or 1); steadiness of the variance, where it was looked at; in the compressed phase error_norm
-        of this rank, sent_bytes and what float32 gradients would have sent, and the angle in degrees where it was
-        due."""
-        return {name: float(value) for name, value in self._told.items()}
-
-    def _update_of(self, each: Exchanged, moment: Tensor) -> Tensor:
-        """The direction in which a momentum changes parameters."""
-        if "exp_avg_sq" not in each.moments:
-            return torch.zeros_like(moment)
-        return moment / each.moments["exp_avg_sq"].sqrt().add_(self.param_groups[0]["eps"])
-
-
-def _whole(gradient: Gradient) -> Tensor:
-    assert gradient.own is not None  # `check_whole_gradients`.
-    return gradient.own
-
-
-def _square(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor).double().square()
-
-
-def _meant(each: Exchanged, terms: Tensor, factor: float) -> Tensor:
-    """What signs are sent of, over the state range: the mean momentum and all that feedback would add. It costs a whole
-    sum. Collective."""
-    gradient = each.gradient
-    group, (low, high) = gradient.group, gradient.own_range
-    mean = torch.add(gradient.kept[CARRIED], terms, alpha=factor)
-    if group.size > 1:
-        whole = group.sum(mean)
-        mean = whole.div_(group.size)
-    mean[low:high] += gradient.kept[SERVER_ERROR]
-    if not each.whole:
-        return mean[low:high]
-    group.all_gather(mean, mean[low:high].clone()).wait()
-    return mean
-
-
-def _angle(
-    flats: Sequence[Exchanged], meant: Sequence[Tensor], update_of: Callable[[Exchanged, Tensor], Tensor]
-) -> float:
-    """Degrees between the update that is made and the one of the momenta that are `meant`, over the dp ranks.
-    Collective."""
-    group = flats[0].gradient.group
-    sums = torch.zeros(3, dtype=torch.float64, device=group.device)
-    for each, moment in zip(flats, meant, strict=True):
-        made, wanted = update_of(each, each.gradient.update).double(), update_of(each, moment).double()
-        sums += torch.stack([made @ wanted, made @ made, wanted @ wanted])
-    both, of_made, of_wanted = (sums if flats[0].whole else group.sum(sums)).tolist()
-    lengths = math.sqrt(of_made * of_wanted)
-    return math.degrees(math.acos(max(-1.0, min(1.0, both / lengths)))) if lengths else 0.0

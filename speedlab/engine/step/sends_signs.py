@@ -1,0 +1,213 @@
+"""What optimizers have in common whose momenta travel as signs with error feedback on both sides (`SignMeans`): the
+mean over the ranks, the floor of a variance that signs are divided by, and a look at the angle between what was made
+of signs and what was meant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from speedlab.comm.signs import SignMeans
+from speedlab.engine.step.communicating import Exchanged
+from speedlab.engine.step.errors import NonFiniteError
+from speedlab.engine.step.fused import FusedAdamW
+from speedlab.parallel.zero import Gradient
+from speedlab.placement import Home
+
+SERVER_ERROR = "server_error"
+
+
+class SendsSigns(FusedAdamW):
+    """An optimizer that does so in some of its steps. Each of `param_groups` has `updates`, how many there were, so
+    that checkpoints have it."""
+
+    kept: ClassVar[Mapping[str, Home]]
+    worker: ClassVar[str]
+    """Which of `kept` a rank's own error is in."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        *,
+        bias_correction: bool,
+        compression: str,
+        variance_floor: float,
+        angle_every_steps: int,
+    ) -> None:
+        """Without `bias_correction` 1 stands for the factors 1 - betaᵗ. `angle_every_steps`: between two looks at what
+        compression changes of an update; 0: never. Raises ValueError where groups have betas of their own, which one
+        exchange for all cannot have."""
+        super().__init__(params, lr, betas, eps, weight_decay)
+        if any(tuple(group["betas"]) != tuple(betas) for group in self.param_groups):
+            raise ValueError(f"betas: all groups of {type(self).__name__} have the same, {betas}; set it for all")
+        self._corrects, self._floor = bias_correction, variance_floor
+        self._signs, self._angle_every = compression == "signs", angle_every_steps
+        self._wires: SignMeans | None = None
+        self._told: dict[str, float | Tensor] = {}
+
+    def _phase(self, **values: Any) -> None:
+        for group in self.param_groups:
+            group.update(values)
+
+    @property
+    def _updates(self) -> int:
+        return self.param_groups[0]["updates"]
+
+    def told(self) -> dict[str, float]:
+        """compressed (0 or 1), and what else the optimizer tells of its phases; where momenta were exchanged error_norm
+        of this rank, sent_bytes and what float32 gradients would have sent, and the angle in degrees where it was
+        due."""
+        return {name: float(value) for name, value in self._told.items()}
+
+    # ---- the mean ----------------------------------------------------------------------------------------------------
+
+    def _mean(self, flats: Sequence[Exchanged], factor: float, share: float, *, look: bool = True) -> None:
+        """What stands in `gradient.own`, times `factor`, and the worker's error become their mean over the ranks there;
+        the worker keeps its new error plus a `share` of the mean. Figures of it are told, with a `look` the angle where
+        it is due. Collective. Raises NonFiniteError, on all ranks alike, where something is not finite: errors are
+        those of before then."""
+        gradients = [each.gradient for each in flats]
+        group = gradients[0].group
+        assert all(gradient.group is group for gradient in gradients)  # One message for all of them.
+        due = look and self._angle_every and (self._updates + 1) % self._angle_every == 0
+        terms = [whole_terms(gradient) for gradient in gradients]
+        meant = [self._meant(each, term, factor) for each, term in zip(flats, terms, strict=True)] if due else []
+        with_signs = self._signs and group.size > 1
+        exchange = self._through_signs if with_signs else self._as_they_are
+        self._told["error_norm"] = exchange(gradients, terms, factor, share)
+        if with_signs:
+            self._tell_bytes(flats, sent=True)
+        if due:
+            self._told["angle"] = _angle(flats, meant, self._update_of)
+
+    def _wires_of(self, gradients: Sequence[Gradient]) -> SignMeans:
+        if self._wires is None:
+            sizes = [whole_terms(gradient).numel() for gradient in gradients]
+            self._wires = SignMeans(gradients[0].group, sizes)
+        return self._wires
+
+    def _tell_bytes(self, flats: Sequence[Exchanged], *, sent: bool) -> None:
+        wires = self._wires_of([each.gradient for each in flats])
+        self._told |= {
+            "sent_bytes": wires.sent_bytes if sent else 0.0,
+            "float32_bytes": wires.float32_bytes // (1 if flats[0].whole else 2),
+        }
+
+    def _through_signs(self, gradients: list[Gradient], terms: list[Tensor], factor: float, share: float) -> Tensor:
+        """The norm of this rank's errors."""
+        group = gradients[0].group
+        worker = [gradient.kept[self.worker] for gradient in gradients]
+        server = [gradient.kept[SERVER_ERROR] for gradient in gradients]
+        means = self._wires_of(gradients).exchange(terms, worker, server, factor=factor)
+        if not means.finite:  # It waits for the device, as nothing that is not a number ever leaves a feedback.
+            step = self._updates + 1
+            raise NonFiniteError(
+                f"step {step}: a momentum is not finite. The update was not made: parameters and error feedback are "
+                f"those of step {step - 1}. Lower optimizer.lr, or go back to a checkpoint",
+                step=step,
+                ranks=[],
+                tensors=[],
+            )
+        squares = torch.zeros((), dtype=torch.float64, device=group.device)
+        for number, (term, kept) in enumerate(zip(terms, worker, strict=True)):
+            gradient, served = gradients[number], means.server_errors[number]
+            # Signs of what is no parameter's are errors that no checkpoint would have.
+            gradient.zero_gaps(term)
+            gradient.zero_gaps(served, gradient.own_range[0])
+            squares += _square(served) + means.take(number, term, kept, share=share)
+            gradient.kept[SERVER_ERROR] = served
+            gradient.zero_gaps(term)
+            gradient.zero_gaps(kept)
+        return squares.sqrt()
+
+    def _as_they_are(self, gradients: list[Gradient], terms: list[Tensor], factor: float, share: float) -> Tensor:
+        """The same without compression: nothing is missed."""
+        group = gradients[0].group
+        for gradient, term in zip(gradients, terms, strict=True):
+            term.mul_(factor).add_(gradient.kept[self.worker])
+        for term in terms if group.size > 1 else ():
+            group.all_reduce(term).wait()
+            group.wait_until_read(term)
+            term.div_(group.size)
+        for gradient, moment in zip(gradients, terms, strict=True):
+            torch.mul(moment, share, out=gradient.kept[self.worker])
+        return torch.zeros((), dtype=torch.float64, device=group.device)
+
+    # ---- the variance ------------------------------------------------------------------------------------------------
+
+    def _raise_to_floor(self, each: Exchanged, variance: Tensor | None) -> list[float]:
+        """The least variance of each slot. Collective where the variance is partitioned."""
+        gradient = each.gradient
+        base = 0 if each.whole else gradient.own_range[0]
+        sums = torch.zeros(len(gradient.slots), dtype=torch.float64, device=gradient.group.device)
+        pieces: list[Tensor] = []
+        for number, slot in enumerate(gradient.slots):
+            low, high = slot.offset - base, slot.offset + slot.numel - base
+            piece = sums.new_empty(0) if variance is None else variance[max(0, low) : max(0, high)]
+            pieces.append(piece)
+            sums[number] = piece.sqrt().sum(dtype=torch.float64)
+        # Where each rank has all of it, the first one's count: processors that are not alike round them otherwise.
+        sums = gradient.group.gather_along(sums[None], 0)[0] if each.whole else gradient.group.sum(sums)
+        totals = zip(sums.tolist(), gradient.slots, strict=True)
+        floors = [(self._floor * total / max(1, slot.numel)) ** 2 for total, slot in totals]
+        for piece, floor in zip(pieces, floors, strict=True):
+            piece.clamp_(min=floor)
+        if variance is not None:
+            variance.masked_fill_(variance == 0, math.inf)
+        return floors
+
+    # ---- looking -----------------------------------------------------------------------------------------------------
+
+    def _update_of(self, each: Exchanged, moment: Tensor) -> Tensor:
+        """The direction in which a momentum changes parameters."""
+        if "exp_avg_sq" not in each.moments:
+            return torch.zeros_like(moment)
+        return moment / each.moments["exp_avg_sq"].sqrt().add_(self.param_groups[0]["eps"])
+
+    def _meant(self, each: Exchanged, terms: Tensor, factor: float) -> Tensor:
+        """What signs are sent of, over the state range: the mean momentum and all that feedback would add. It costs a
+        whole sum. Collective."""
+        gradient = each.gradient
+        group, (low, high) = gradient.group, gradient.own_range
+        mean = torch.add(gradient.kept[self.worker], terms, alpha=factor)
+        if group.size > 1:
+            whole = group.sum(mean)
+            mean = whole.div_(group.size)
+        mean[low:high] += gradient.kept[SERVER_ERROR]
+        if not each.whole:
+            return mean[low:high]
+        group.all_gather(mean, mean[low:high].clone()).wait()
+        return mean
+
+
+def whole_terms(gradient: Gradient) -> Tensor:
+    """This rank's own terms, over the whole flat."""
+    assert gradient.own is not None  # `check_whole_gradients`.
+    return gradient.own
+
+
+def _square(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor).double().square()
+
+
+def _angle(
+    flats: Sequence[Exchanged], meant: Sequence[Tensor], update_of: Callable[[Exchanged, Tensor], Tensor]
+) -> float:
+    """Degrees between the update that is made and the one of the momenta that are `meant`, over the dp ranks.
+    Collective."""
+    group = flats[0].gradient.group
+    sums = torch.zeros(3, dtype=torch.float64, device=group.device)
+    for each, moment in zip(flats, meant, strict=True):
+        made, wanted = update_of(each, each.gradient.update).double(), update_of(each, moment).double()
+        sums += torch.stack([made @ wanted, made @ made, wanted @ wanted])
+    both, of_made, of_wanted = (sums if flats[0].whole else group.sum(sums)).tolist()
+    lengths = math.sqrt(of_made * of_wanted)
+    return math.degrees(math.acos(max(-1.0, min(1.0, both / lengths)))) if lengths else 0.0

@@ -1,0 +1,331 @@
+"""0/1 Adam (arXiv:2202.06009, algorithm 1): a variance that is updated ever more seldom, momenta as signs between these
+updates, and once it is frozen steps that exchange nothing.
+
+1. WHOLE steps (`Steps`): gradients are summed, and clipped, by the engine. As long as no step was of another kind this
+   is AdamW to the bit; then the variance of before counts for the update, and takes the gradient behind it. Its mean
+   is corrected by the updates that it had, the momentum's by all.
+2. All others: each rank's own momentum mᵢ = beta1 m + (1 - beta1) gᵢ moves its parameters by rate mᵢ / D, with
+   rate = lr / (1 - beta1ᵗ) and D = √v + eps, and the same rate mᵢ is added to what is to be sent, uᵢ. Nothing is
+   clipped.
+3. SIGNS steps: u, the mean of uᵢ, travels as signs with error feedback on both sides (`SignMeans`). Where steps of
+   each rank's own came before, parameters go back to the anchor, where they were at the last exchange. All ranks
+   subtract u / D there and take u / Σ rate as momentum, the same bits.
+
+Decay stays apart from gradients, also over several steps: with share = Π (1 - lr weight_decay) since the anchor,
+parameters are share (anchor - Σ (rate / share) mᵢ / D), so u is summed with rate / share.
+
+The variance is floored as 1-bit Adam's is (`_raise_to_floor`) behind each WHOLE step that signs come after. What had
+no gradient yet has no rate. A parameter that nobody used in steps of 2 is one whose gradient is 0: signs of it travel
+anyway, and its anchor would wait. Of one rank all is exact, and nothing is ever sent.
+
+Between two exchanges a rank keeps its error plus uᵢ ("to_send", the whole flat) and the error of the mean that it
+serves ("server_error"). Whoever wants one model of all ranks ends the interval (`meet`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cuda_ops.adam_frozen import adam_frozen
+from speedlab.comm import Group
+from speedlab.engine.step.communicating import Exchanged
+from speedlab.engine.step.fused import Given
+from speedlab.engine.step.sends_signs import SERVER_ERROR, SendsSigns, whole_terms
+from speedlab.engine.step.zero_one_steps import Kind, Steps
+from speedlab.placement import Holders, Home
+
+TO_SEND = "to_send"
+
+_LEAST_RATE = 1e-12
+"""For a learning rate of 0, by which no sum of momenta could be divided again. It moves no float32."""
+
+
+class ZeroOneAdam(SendsSigns):
+    """AdamW whose variance is updated seldom and whose ranks exchange seldom."""
+
+    kept: ClassVar[Mapping[str, Home]] = {
+        TO_SEND: Home(holders=Holders.OWN, form="float32"),
+        SERVER_ERROR: Home(holders=Holders.OWN_PART, form="float32"),
+    }
+    worker: ClassVar[str] = TO_SEND
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        bias_correction: bool = True,
+        freeze_step: int | None = None,
+        compression: str = "signs",
+        variance_floor: float = 0.1,
+        angle_every_steps: int = 0,
+        variance_doubling: int = 16,
+        local_doubling: int = 1000,
+        max_local_steps: int = 16,
+    ) -> None:
+        """As `SendsSigns` and `Steps` have it."""
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            bias_correction=bias_correction,
+            compression=compression,
+            variance_floor=variance_floor,
+            angle_every_steps=angle_every_steps,
+        )
+        self._steps = Steps(
+            freeze_step=freeze_step,
+            variance_doubling=variance_doubling,
+            local_doubling=local_doubling,
+            max_local_steps=max_local_steps,
+        )
+        self._alone = False
+        """Whether there is no other rank; known from the first exchange on."""
+        self._to_send: dict[Tensor, Tensor] = {}
+        """Of each segment, where it is summed, in the present step."""
+        self.apart = False
+        self.begin_anew()
+
+    # ---- the phase ---------------------------------------------------------------------------------------------------
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """States beside AdamW's without which it cannot go on."""
+        return frozenset() if self._steps.freeze_step is None else frozenset({"anchor"})
+
+    @property
+    def _kind(self) -> Kind:
+        """Of the present step, or between two steps of the next one."""
+        return self._steps.kind(self._updates + 1)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the next step is none that updates the variance."""
+        return self._kind is not Kind.WHOLE
+
+    @property
+    def keeps(self) -> bool:
+        """Whether something was sent, or will be in the next step."""
+        return self._updates >= self._steps.plain
+
+    def begin_anew(self) -> None:
+        """As on the first step."""
+        self.apart = False
+        self._phase(updates=0)
+        for state in self.state.values():
+            _begin_interval(state)
+
+    @torch.no_grad()
+    def updated(self, flats: Sequence[Exchanged], everyone: Group) -> None:
+        """Count an update; behind one of the variance, signs want its floor."""
+        step = self._updates + 1
+        self._phase(updates=step)
+        self._to_send = {}
+        if self._steps.kind(step) is not Kind.WHOLE:
+            return
+        self._told = {"compressed": 0.0}
+        if step > self._steps.plain:
+            self._told["variance_updated"] = 1.0
+        if not self.communicates:
+            return
+        for each in flats:
+            variance = each.moments.get("exp_avg_sq")
+            if variance is not None:
+                variance.masked_fill_(variance.isinf(), 0.0)
+            self._raise_to_floor(each, variance)
+
+    # ---- the exchange ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def exchange(self, flats: Sequence[Exchanged], factor: float) -> None:  # 2
+        """This rank's own momentum in the place of each gradient, or in SIGNS steps the mean of what is to be sent."""
+        if not flats:
+            return
+        step, size, beta1 = self._updates + 1, flats[0].gradient.group.size, self.param_groups[0]["betas"][0]
+        self._alone = size == 1
+        self._told = {"compressed": 1.0}
+        group_of = self._group_of()
+        for each in flats:
+            terms = whole_terms(each.gradient)
+            for segment, here in _places(each):
+                state = self.state.get(segment) or _UNBORN
+                sent = self._kind is Kind.SIGNS and not self._alone
+                weight = self._rates(state, group_of[segment], ahead=1)[0] if sent else 1.0
+                terms[here].mul_((1 - beta1) * factor * size * weight)
+                if "exp_avg" in state:
+                    terms[here].add_(state["exp_avg"], alpha=beta1 * weight)
+                self._to_send[segment] = each.gradient.kept[TO_SEND][here]
+        if self._alone:
+            return
+        if self._steps.freeze_step is not None and step > self._steps.freeze_step:
+            self._told["steps_to_exchange"] = self._steps.to_exchange(step)
+        if self._kind is Kind.SIGNS:  # 3
+            self._mean(flats, 1.0, 0.0)
+        elif self._signs:
+            self._tell_bytes(flats, sent=False)
+
+    @torch.no_grad()
+    def meet(self, flats: Sequence[Exchanged]) -> None:
+        """End the interval now: parameters and momenta are those of all ranks. Collective; nothing happens where they
+        are not `apart`. Raises what an exchange does."""
+        if not self.apart:
+            return
+        told = self._told
+        for each in flats:
+            each.gradient.group.wait_until_all_read()  # What is written over now.
+            whole_terms(each.gradient).zero_()
+        self._mean(flats, 1.0, 0.0, look=False)
+        group_of = self._group_of()
+        for each in flats:
+            terms = whole_terms(each.gradient)
+            for segment, here in _places(each):
+                state = self.state[segment]
+                self._land(segment, state, group_of[segment], terms[here], None, back=True)
+        self.apart, self._told = False, told
+
+    # ---- the update --------------------------------------------------------------------------------------------------
+
+    def _group_of(self) -> dict[Tensor, dict[str, Any]]:
+        return {segment: group for group in self.param_groups for segment in group["params"]}
+
+    def _state_of(self, segment: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        born = not self.state[segment]
+        state = super()._state_of(segment, group)
+        if "variance_step" not in state:
+            state["variance_step"] = state["step"].clone()  # As many as AdamW's, whose states these may have been.
+            _begin_interval(state)
+        if born:
+            if self._steps.freeze_step is not None:
+                state["anchor"] = torch.zeros_like(segment)
+            if self.communicates:
+                state["exp_avg_sq"].fill_(math.inf)
+        return state
+
+    def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
+        state, kind = self._state_of(segment, group), self._kind
+        if kind is not Kind.WHOLE:
+            state["step"] += 1
+            self._move(segment, state, group, given)
+            return
+        if state["variance_step"] == state["step"] and self._updates < self._steps.plain:  # 1
+            super()._update(segment, group, given)
+        else:
+            self._move_whole(segment, state, group, given)
+        state["variance_step"] += 1
+
+    def _move_whole(self, segment: Tensor, state: dict[str, Tensor], group: dict[str, Any], given: Given) -> None:
+        """By the variance of before, which then takes the gradient."""
+        (beta1, beta2), gradient, variance = group["betas"], given.gradient.mul_(given.factor), state["exp_avg_sq"]
+        state["step"] += 1
+        state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+        rate, decay = self._rate(state, group)
+        self._subtract(segment, state["exp_avg"], None, state, group, given.copy, rate=rate, decay=decay)
+        variance.masked_fill_(variance.isinf(), 0.0).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+
+    def _move(self, segment: Tensor, state: dict[str, Tensor], group: dict[str, Any], given: Given) -> None:
+        """By `given`: this rank's momentum, or the mean of what was to be sent."""
+        rate, decay = self._rate(state, group)
+        if self._alone:
+            self._subtract(segment, given.gradient, state["exp_avg"], state, group, given.copy, rate=rate, decay=decay)
+            return
+        own, share, total = self._rates(state, group)
+        first = not float(state["rates"])
+        state["rates"], state["share"] = _number(total), _number(share)
+        if self._kind is Kind.NOTHING:
+            if first:
+                state["anchor"].copy_(segment)
+            self._subtract(segment, given.gradient, state["exp_avg"], state, group, given.copy, rate=rate, decay=decay)
+            self._to_send[segment].add_(state["exp_avg"], alpha=own)
+            self.apart = True
+            return
+        self._land(segment, state, group, given.gradient, given.copy, back=not first)  # Else it is the anchor itself.
+        self.apart = False
+
+    def _land(
+        self,
+        segment: Tensor,
+        state: dict[str, Tensor],
+        group: dict[str, Any],
+        mean: Tensor,
+        copy: Tensor | None,
+        *,
+        back: bool,
+    ) -> None:
+        """`back` to the anchor, and from there by the `mean` of what was sent."""
+        share = float(state["share"])
+        if back:
+            segment.copy_(state["anchor"])
+        torch.div(mean, float(state["rates"]), out=state["exp_avg"])
+        self._subtract(segment, mean, None, state, group, copy, rate=share, decay=1 - share)
+        _begin_interval(state)
+
+    def _subtract(
+        self,
+        segment: Tensor,
+        moment: Tensor,
+        laid_by: Tensor | None,
+        state: dict[str, Tensor],
+        group: dict[str, Any],
+        copy: Tensor | None,
+        *,
+        rate: float,
+        decay: float,
+    ) -> None:
+        """The root of the variance stays as it is, uncorrected, so eps and the rate are corrected."""
+        updates = self._counted(int(state["variance_step"]))
+        root = math.sqrt(1 - group["betas"][1] ** updates)
+        adam_frozen(
+            segment,
+            moment,
+            laid_by,
+            state["exp_avg_sq"],
+            copy,
+            size=rate * root,
+            decay=decay,
+            eps=group["eps"] * root,
+        )
+
+    def _rate(self, state: Mapping[str, Tensor], group: Mapping[str, Any], *, ahead: int = 0) -> tuple[float, float]:
+        """(rate, decay) of the update by which `state` counts now, or will count `ahead`."""
+        lr = max(float(group["lr"]), _LEAST_RATE)
+        corrected = lr / (1 - group["betas"][0] ** self._counted(int(state["step"]) + ahead))
+        return corrected, float(group["lr"]) * group["weight_decay"]
+
+    def _rates(
+        self, state: Mapping[str, Tensor], group: Mapping[str, Any], *, ahead: int = 0
+    ) -> tuple[float, float, float]:
+        """rate / share of that update; the share and the sum of such rates behind it."""
+        rate, decay = self._rate(state, group, ahead=ahead)
+        share = float(state["share"]) * (1 - decay)
+        return rate / share, share, float(state["rates"]) + rate / share
+
+
+def _places(each: Exchanged) -> list[tuple[Tensor, slice]]:
+    """The segments of a flat of which every rank has the whole, and where they lie in it."""
+    assert each.whole  # `check_whole_gradients`.
+    starts = [(each.gradient.slots[first].offset, segment) for first, segment in each.segments]
+    return [(segment, slice(start, start + segment.numel())) for start, segment in starts]
+
+
+def _begin_interval(state: dict[str, Tensor]) -> None:
+    """Nothing is to be sent since the anchor. These are never changed in place: a checkpoint has them in float32."""
+    if state:
+        state["rates"], state["share"] = _number(0.0), _number(1.0)
+
+
+def _number(value: float) -> Tensor:
+    return torch.full((), value, dtype=torch.float64)
+
+
+_UNBORN: Mapping[str, Tensor] = {"step": _number(0.0), "rates": _number(0.0), "share": _number(1.0)}
+"""Of what was never used so far."""
