@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import speedlab_server.messages as m
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import SUPERVISOR_SOCKET, ClusterState, Home, known_clusters, this_host
 from speedlab.cluster.runs_of import RunsOf
@@ -16,7 +17,6 @@ from speedlab.cluster.supervisor import messages as asked
 from speedlab.cluster.supervisor.channel import ChannelClosedError, connect
 from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
 from speedlab.hardware import Device
-from speedlab_server import messages as m
 from speedlab_server.problems import UnknownError
 
 ANSWER_SECONDS = 3.0

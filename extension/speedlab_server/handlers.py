@@ -29,10 +29,11 @@ from jupyter_server.base.handlers import APIHandler
 from jupyter_server.utils import url_path_join
 from tornado import web
 
+import speedlab_server.messages as m
+import speedlab_server.words as words
 from speedlab.cluster.home import OUTPUT, known_clusters
-from speedlab_server import messages as m
-from speedlab_server import words
 from speedlab_server.clusters import Clusters, Reached, all_clusters, find
+from speedlab_server.live import Hub, LiveHandler
 from speedlab_server.output import output_of
 from speedlab_server.problems import GoneError, OtherVersionError, QuestionError, told, version_text
 from speedlab_server.reader import Reader
@@ -60,8 +61,6 @@ class Services:
 
 def add_handlers(web_app: Any, root_dir: str) -> None:
     """Serve `web_app`'s pages."""
-    from speedlab_server.live import Hub, LiveHandler
-
     services = Services(Registry(root_dir), Clusters(), ThreadPoolExecutor(8, thread_name_prefix="speedlab-disk"))
     web_app.settings[_SETTING] = services
     base = url_path_join(web_app.settings["base_url"], "speedlab", "api")

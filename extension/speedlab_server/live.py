@@ -21,7 +21,7 @@ from jupyter_server.base.websocket import WebSocketMixin
 from tornado import web
 from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
-from speedlab_server import messages as m
+import speedlab_server.messages as m
 from speedlab_server.clusters import all_clusters
 from speedlab_server.problems import told, version_text
 from speedlab_server.registry import live_tokens

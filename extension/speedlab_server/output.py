@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from speedlab_server import messages as m
+import speedlab_server.messages as m
 from speedlab_server.problems import QuestionError
 
 MOST_BYTES = 2**16

@@ -57,6 +57,6 @@ def told(error: Exception) -> tuple[int, str] | None:
 def version_text(theirs: object, ours: int) -> str:
     """For a page that speaks another version."""
     return (
-        f"this page speaks version {theirs!r} of SpeedLab's messages and the server version {ours}: reload the page; if "
-        "that does not help, install the same version of speedlab for both and start the server again"
+        f"this page speaks version {theirs!r} of SpeedLab's messages and the server version {ours}: reload the page; "
+        "if that does not help, install the same version of speedlab for both and start the server again"
     )

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
+import speedlab_server.messages as m
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import RunFolder, Status
 from speedlab.telemetry.records import CATEGORIES, PHASES, PLACES, RESTING, Event, RunState, StepRecord
 from speedlab.telemetry.series import Series, bucket_last, bucket_mean, stride
-from speedlab_server import messages as m
 from speedlab_server.problems import UnknownError
 
 MOST_POINTS = 1000

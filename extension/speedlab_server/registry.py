@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import speedlab_server.messages as m
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import known_clusters, root
 from speedlab.cluster.known_runs import remembered_runs, seen_runs
 from speedlab.telemetry.folder import RunFolder, RunFolderError, Status, find_runs
 from speedlab.telemetry.rank_records import last_record
 from speedlab.telemetry.records import StepRecord
-from speedlab_server import messages as m
 from speedlab_server.problems import GoneError, UnknownError, told
 from speedlab_server.reader import Reader, summary_of
 

@@ -7,7 +7,7 @@ import sys
 
 import msgspec.inspect as inspect
 
-from speedlab_server import messages
+import speedlab_server.messages as messages
 
 _PLAIN: dict[type, str] = {
     inspect.IntType: "number",

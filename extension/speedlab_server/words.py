@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import speedlab_server.messages as m
 from speedlab.cluster.run import Run
 from speedlab.cluster.words import Pending
 from speedlab.telemetry.folder import CONTROL_WORDS, RunFolder
 from speedlab.telemetry.shape import CHANGES
-from speedlab_server import messages as m
 from speedlab_server.clusters import Reached
 from speedlab_server.problems import QuestionError
 
