@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import speedlab_server.messages as m
+from speedlab.cluster.known_runs import RunError
 from speedlab.cluster.run import Run
 from speedlab.cluster.words import Pending
 from speedlab.telemetry.folder import CONTROL_WORDS, RunFolder
@@ -50,11 +51,16 @@ def give(path: Path, reached: Reached | None, word: m.Word) -> int:
     Raises what the run's own methods raise; waits for the supervisor."""
     method, _ = _WORDS[word.word]
     cluster: Any = reached
-    run = Run(RunFolder(path), cluster)
+    run = Run(RunFolder(path), cluster, attach=_refuse_others if reached is not None else None)
     try:
         return method(run, **word.arguments).number
     finally:
         run.feed.close()
+
+
+def _refuse_others(name: str | None) -> NoReturn:
+    """A page lets a run go on in the engines that hold it, and in no others."""
+    raise RunError("the run's engines are gone; from a notebook, speedlab.attach(name).resume() goes on in others")
 
 
 assert set(_WORDS) == set(CONTROL_WORDS)

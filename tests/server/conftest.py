@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -42,13 +43,12 @@ class JupyterServer:
         self, way: str, body: Any = None, *, headers: dict[str, str] | None = None, token: str = TOKEN
     ) -> tuple[int, Any]:
         """(status, answer): a POST when there is a body."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
         given = ({"Authorization": f"token {token}"} if token else {}) | (headers or {})
         data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request("GET" if body is None else "POST", f"/base/speedlab/api/{way}", data, given)
-        answer = connection.getresponse()
-        text = answer.read()
-        connection.close()
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)) as connection:
+            connection.request("GET" if body is None else "POST", f"/base/speedlab/api/{way}", data, given)
+            answer = connection.getresponse()
+            text = answer.read()
         assert answer.headers.get_content_type() == "application/json", text
         return answer.status, json.loads(text)
 

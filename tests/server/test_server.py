@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -224,7 +225,7 @@ def test_without_a_token_nothing_is_told(server: JupyterServer) -> None:
 
 def test_a_websocket_of_another_origin_is_refused(server: JupyterServer) -> None:
     known = {"Cookie": cookie(server)}
-    server.live(token="", header=known).close()
+    server.live(token="", header=known).shutdown()
     with pytest.raises(websocket.WebSocketBadStatusException, match="403"):
         server.live(token="", header=known, origin="http://elsewhere.example")
 
@@ -240,13 +241,15 @@ def test_a_word_with_a_cookie_needs_the_page_s_own_proof(server: JupyterServer) 
 
 
 def cookie(server: JupyterServer) -> str:
-    """Of a browser that has logged in."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    connection.request("GET", f"/base/login?token={TOKEN}")
-    answer = connection.getresponse()
-    answer.read()
-    connection.close()
-    return "; ".join(text.partition(";")[0] for text in answer.headers.get_all("Set-Cookie", []))
+    """Of a browser that has seen the page that asks who one is, and has logged in."""
+    found: list[str] = []
+    for way in ("/base/login", f"/base/login?token={TOKEN}"):
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)) as connection:
+            connection.request("GET", way)
+            answer = connection.getresponse()
+            answer.read()
+            found += answer.headers.get_all("Set-Cookie", [])
+    return "; ".join(text.partition(";")[0] for text in found)
 
 
 # ---- what comes by itself --------------------------------------------------------------------------------------------
@@ -281,7 +284,7 @@ def test_a_page_hears_what_is_new_and_nothing_when_hidden(server: JupyterServer)
     news = hear(page, lambda tick: tick["runs"] and tick["runs"][0])
     assert (news["records"]["keep"], news["records"]["columns"]["step"]) == (5, [6, 7])
     assert (news["status"], news["events"], news["memory"]) == (None, None, None)
-    page.close()
+    page.shutdown()
 
 
 def test_at_most_ten_messages_a_second(server: JupyterServer) -> None:
@@ -307,7 +310,7 @@ def test_at_most_ten_messages_a_second(server: JupyterServer) -> None:
     finally:
         done.set()
         writer.join()
-        page.close()
+        page.shutdown()
 
 
 def test_bad_words_on_the_websocket_are_answered_in_place(server: JupyterServer) -> None:
@@ -327,7 +330,7 @@ def test_bad_words_on_the_websocket_are_answered_in_place(server: JupyterServer)
     answer = hear(page, lambda message: message["type"] == "Problem" and message)
     assert "reload the page" in answer["text"]
     assert page.recv_data()[0] == websocket.ABNF.OPCODE_CLOSE
-    page.close()
+    page.shutdown()
 
 
 def test_the_lists_come_when_they_change(server: JupyterServer) -> None:
@@ -337,7 +340,7 @@ def test_the_lists_come_when_they_change(server: JupyterServer) -> None:
     folder = make_run(server, "new-in-the-list", 1)
     found = hear(page, lambda tick: [run for run in tick["all_runs"] or [] if run["id"] == run_id(folder.path)])
     assert found[0]["name"] == "new-in-the-list"
-    page.close()
+    page.shutdown()
 
 
 # ---- what it costs ---------------------------------------------------------------------------------------------------
