@@ -25,12 +25,13 @@ from speedlab.bench.network_cases import CASES, ENTERING, LAYOUTS, Case, check_n
 from speedlab.bench.network_losses import heldout_losses
 from speedlab.bench.network_ranks import Hosts
 from speedlab.bench.network_table import UNSHAPED, Found, Rows
-from speedlab.config import ConfigError
+from speedlab.config import ConfigError, RunConfig
 from speedlab.config.options import read_options
 from speedlab.network import LinkRate
 
 _WARM_UP = 0.2
 """Share of a whole run."""
+_LEARNING_RATE = 1e-8
 _QUICK_LINKS, _QUICK_HOSTS, _QUICK_CASES = ("100 Mbit/s",), ("2x1",), ("plain ZeRO-0", "1-bit Adam, ZeRO-0")
 
 
@@ -137,13 +138,18 @@ def _steps_in_all(options: Options) -> int:
     return 1000 + options.run_steps
 
 
+def _timed(case: Case, options: Options, warm_up_steps: int = 1) -> RunConfig:
+    """Parameters hardly move: the variance of so few steps of a warm-up is one with which a training would diverge."""
+    return case.config(warm_up_steps=warm_up_steps, steps=_steps_in_all(options), optimizer={"lr": _LEARNING_RATE})
+
+
 def _measured(
     hosts: Hosts, name: str, group: Sequence[Case], links: Mapping[str, LinkRate | None], options: Options
 ) -> Iterator[Found]:
     """Rows of a plain case and those beside it, over each link."""
     plain = group[0]
     for case in group:
-        hosts.enter(case.name, case.config(steps=_steps_in_all(options)))
+        hosts.enter(case.name, _timed(case, options))
     for text, link in links.items():
         hosts.shape(link)
         fast = link is None or link.bits_per_second >= 1e9
@@ -180,7 +186,7 @@ def _measured(
 def _whole_run(hosts: Hosts, case: Case, link: LinkRate | None, options: Options) -> float:
     """Seconds of a step, over a whole run that begins with the warm-up."""
     name = f"{case.name}, whole"
-    hosts.enter(name, case.config(warm_up_steps=_warm_up(options), steps=_steps_in_all(options)))
+    hosts.enter(name, _timed(case, options, warm_up_steps=_warm_up(options)))
     hosts.shape(link)
     try:
         return hosts.take(name, options.run_steps)[0]

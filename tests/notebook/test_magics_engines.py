@@ -18,9 +18,10 @@ from nbclient import NotebookClient
 from speedlab_notebook import load_ipython_extension, unload_ipython_extension
 from traitlets.config import Config
 
-from speedlab.cluster import Cluster, RankError, processes
+from speedlab.cluster import Cluster, RankError, folding, processes
 
 NAME = "test-magics-two"
+PATIENT_SECONDS = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,12 @@ def display(shell: InteractiveShell) -> CapturingDisplayPublisher:
     return display
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines wait for the same ones of a rank that a busy machine lets run much later."""
+    monkeypatch.setattr(folding, "FOLD_SECONDS", PATIENT_SECONDS)
+
+
 def run(shell: InteractiveShell, code: str) -> None:
     shell.run_cell(code).raise_error()
 
@@ -81,6 +88,7 @@ def final_text(outputs: list[dict[str, Any]], display_id: str | None = None) -> 
     return wait_for(ended, 20)
 
 
+@pytest.mark.usefixtures("patient")
 def test_equal_lines_and_the_last_expression(shell: InteractiveShell, display: CapturingDisplayPublisher) -> None:
     run(shell, "%%ranks\nimport os\nprint('hello')\nprint(os.environ['RANK'])\n40 + 2")
     lines = final_text(display.outputs).splitlines()
@@ -104,6 +112,7 @@ def test_the_cell_returns_at_once_and_cells_do_not_mix(
     assert len(times) <= 12  # At most ten updates a second.
 
 
+@pytest.mark.usefixtures("patient")
 def test_pictures_and_tables_of_ranks(shell: InteractiveShell, display: CapturingDisplayPublisher) -> None:
     run(
         shell,
@@ -175,7 +184,8 @@ def test_in_a_kernel_output_reaches_the_cell_it_belongs_to(shell: InteractiveShe
         cells=[
             nbformat.v4.new_code_cell(source)
             for source in (
-                "%load_ext speedlab",
+                "%load_ext speedlab\n"
+                f"import speedlab.cluster.folding\nspeedlab.cluster.folding.FOLD_SECONDS = {PATIENT_SECONDS}",
                 "%%ranks\nimport time\ntime.sleep(0.5)\nprint('late')",
                 "import time\ntime.sleep(1.5)",
                 "%%ranks --wait\nprint('waited for')",

@@ -496,6 +496,8 @@ def test_a_folder_removed_under_a_run_is_reported(make, engines):
 def test_a_cluster_that_dies_under_a_run_ends_the_wait(make, engines):
     hold(engines)
     run = make()
+    allow(engines, 1)
+    run.wait_until(1, timeout=10)  # The rank, a thread that no death ends, writes no status any more.
     engines.runs.task(run.folder.path).die()
     with pytest.raises(RankError, match="the controller has died"):
         run.wait(10)
