@@ -58,5 +58,5 @@ def version_text(theirs: object, ours: int) -> str:
     """For a page that speaks another version."""
     return (
         f"this page speaks version {theirs!r} of SpeedLab's messages and the server version {ours}: reload the page; "
-        "if that does not help, install the same version of speedlab for both and start the server again"
+        "if that does not help, install the same version of SpeedLab for both and start the server again"
     )
