@@ -38,6 +38,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,59}")
 _LOCK_SECONDS = 120.0
 _HOST = "host"
 _TOKEN = "token"
+SUPERVISOR_SOCKET = "supervisor.sock"
+OUTPUT = "output"
 
 
 def this_host() -> str:
@@ -132,7 +134,7 @@ class Home:
     @property
     def supervisor_socket(self) -> Path:
         """Where the cluster's supervisor listens."""
-        return self.path / "supervisor.sock"
+        return self.path / SUPERVISOR_SOCKET
 
     @property
     def supervisor_lock(self) -> Path:
@@ -142,7 +144,7 @@ class Home:
     @property
     def output(self) -> Path:
         """What each rank has printed."""
-        return self.path / "output"
+        return self.path / OUTPUT
 
     @property
     def _state_file(self) -> Path:
@@ -266,15 +268,24 @@ def root() -> Path:
 def running_clusters() -> list[ClusterState]:
     """Every cluster of this person that runs, the newest first."""
     states = []
-    for file in root().glob("*/cluster.json"):
-        try:
-            state = _read(file.parent)
-        except ClusterError as error:  # The others can be used all the same.
-            warnings.warn(str(error), stacklevel=2)
-            continue
-        if state is not None and state.running:
+    for _, state in known_clusters():
+        if isinstance(state, ClusterError):  # The others can be used all the same.
+            warnings.warn(str(state), stacklevel=2)
+        elif state is not None and state.running:
             states.append(state)
     return sorted(states, key=lambda state: -state.started)
+
+
+def known_clusters() -> Iterator[tuple[Path, ClusterState | ClusterError | None]]:
+    """The folder of every cluster of this person with what is written of it: None where it has not become ready yet,
+    an error where that is damaged."""
+    for folder in sorted(root().glob("[!.]*")):
+        if not any((folder / name).exists() for name in (_TOKEN, "cluster.json")):
+            continue
+        try:
+            yield folder, _read(folder)
+        except ClusterError as error:
+            yield folder, error
 
 
 def _read(folder: Path) -> ClusterState | None:

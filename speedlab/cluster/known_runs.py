@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +19,10 @@ from speedlab.telemetry.folder import (
 from speedlab.telemetry.records import RESTING
 
 _REMEMBERED_RUNS = 100
+_SEEN_RUNS = 500
+_SEEN_BYTES = 2**21
+_SEEN_FILE = ".runs-seen.json"
+"""Beside the clusters' folders; no cluster may have a name that begins so."""
 
 
 class RunError(RuntimeError):
@@ -43,12 +48,30 @@ def remember_run(cluster: Given, path: Path) -> None:
     """Note in the cluster's own folder where this run is, so that a kernel in another directory finds it."""
     paths = [str(path), *(str(known) for known in remembered_runs(cluster) if known != path)]
     write_atomically(_runs_file(cluster), json.dumps({"runs": paths[:_REMEMBERED_RUNS]}))
+    note_seen(cluster.directory.parent, path)
 
 
 def remembered_runs(cluster: Given) -> list[Path]:
     """Folders of the runs this cluster was given, newest first; some may be gone."""
     paths = read_object(_runs_file(cluster), 2**18, missing={}).get("runs", [])
     return [Path(path) for path in paths if isinstance(path, str)]
+
+
+def note_seen(root: Path, path: Path) -> None:
+    """Note a run's folder in the registry of a person, which outlives clusters. `root`: the folder of all clusters."""
+    # Two clusters may write at once; the list that loses a line has it again with that run's next start.
+    paths = [str(path), *(str(known) for known in seen_runs(root) if known != path)]
+    write_atomically(root / _SEEN_FILE, json.dumps({"runs": paths[:_SEEN_RUNS]}))
+
+
+def seen_runs(root: Path) -> list[Path]:
+    """Folders of the runs that any cluster of a person was given, newest first; some may be gone. A damaged registry
+    is an empty one: it is written anew with the next run."""
+    with contextlib.suppress(RunFolderError):
+        paths = read_object(root / _SEEN_FILE, _SEEN_BYTES, missing={}).get("runs")
+        if isinstance(paths, list):
+            return [Path(path) for path in paths if isinstance(path, str)]
+    return []
 
 
 def _runs_file(cluster: Given) -> Path:

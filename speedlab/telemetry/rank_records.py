@@ -21,11 +21,19 @@ NEWEST = 32
 
 def last_recorded(folder: Path, rank: int) -> int | None:
     """The step that a rank of the run in `folder` has recorded last; None where it has recorded none."""
+    record = last_record(folder, rank)
+    return record.step if record is not None else None
+
+
+def last_record(folder: Path, rank: int) -> StepRecord | None:
+    """What a rank of the run in `folder` has recorded last; None where it has recorded nothing."""
     tail = Tail(folder / "records" / f"rank-{rank}.jsonl")
     tail.skip(1)
     for line in reversed(tail.read()):
-        with contextlib.suppress(ValueError, TypeError):
-            return StepRecord.from_json(line).step
+        with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError, OverflowError):
+            record = StepRecord.from_json(line)
+            _check_record(record, rank)
+            return record
     return None
 
 

@@ -39,6 +39,7 @@ _COLUMNS = (
     "sent_share",
     "error_norm",
     "angle",
+    "grad_norm",
     *PHASES,
 )
 
@@ -119,6 +120,7 @@ class Series:
             record.seconds,
             *(before * keep + gain),
             *self._exchange(record.exchange),
+            record.grad_norm,
             *(record.phases.get(phase, 0.0) for phase in PHASES),
         )
         self.length += 1

@@ -12,6 +12,7 @@ PACKAGES = {
     "speedlab": ROOT / "speedlab",
     "cuda_ops": ROOT / "cuda_ops",
     "speedlab_notebook": ROOT / "extension/speedlab_notebook",
+    "speedlab_server": ROOT / "extension/speedlab_server",
 }
 
 

@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "cli": EVERYTHING | {"bench"},
     "cuda_ops": frozenset(),
     "speedlab_notebook": BASE | {"display", "cluster", "planner", "telemetry"},
+    "speedlab_server": BASE | {"cluster", "telemetry"},
 }
 """The room of a module -> the rooms it may import. ARCHITECTURE.md says the same in words."""
 
@@ -75,6 +76,7 @@ JUPYTER = frozenset(
         "ipywidgets",
         "anywidget",
         "jupyterlab",
+        "jupyter_server",
         "ipykernel",
         "ipyparallel",
         "nbclient",
@@ -88,6 +90,7 @@ FOREIGN: dict[str, frozenset[str]] = {
     ),  # IPython: the folder of ipyparallel's profiles, the engines' shell
     "cli": frozenset({"nbclient", "nbformat"}),
     "speedlab_notebook": frozenset({"IPython", "ipywidgets", "anywidget"}),
+    "speedlab_server": frozenset({"jupyter_server"}),
 }
 """Rooms that may import something of Jupyter's, and what; the others may import nothing of it."""
 WITHOUT_TORCH = frozenset(
@@ -104,6 +107,7 @@ WITHOUT_TORCH = frozenset(
         "data",
         "cli",
         "speedlab_notebook",
+        "speedlab_server",
     }
 )
 """Rooms that kernels and terminals import: there, torch would start CUDA and cost seconds."""
@@ -218,6 +222,7 @@ UNDECLARED = {
     "IPython": "comes with ipykernel, and there is no notebook without it",
     "traitlets": "comes with ipyparallel and ipywidgets, whose classes are subclassed",
     "jupyter_client": "comes with ipykernel",
+    "jupyter_core": "comes with jupyter-server",
     "nbformat": "comes with nbclient",
     "deepspeed": "a peer in benchmarks, where a person has it installed",
 }

@@ -1,0 +1,209 @@
+// Made by `python -m speedlab_server.typescript` from speedlab_server/messages.py; a test holds them together.
+
+export const VERSION = 1 as const;
+export const CATEGORIES = ["parameters", "gradients", "master_weights", "optimizer_moments", "activations", "communication_buffers", "other_framework", "outside_framework"] as const;
+export const PLACES = ["device", "host", "disk"] as const;
+export const COLUMNS = ["step", "loss_low", "loss_high", "smoothed_loss", "learning_rate", "grad_norm", "tokens_per_second", "flops_per_second", "seconds", "data", "forward", "backward", "communication", "offload", "optimizer"] as const;
+export const CONTROL_WORDS = ["pause", "resume", "step", "stop", "save", "reshape"] as const;
+
+/** Why something could not be answered, and what to do. */
+export interface Problem {
+  type: "Problem";
+  version: number;
+  text: string;
+}
+
+/** A cluster, in a list. */
+export interface ClusterSummary {
+  id: string;
+  name: string;
+  state: "damaged" | "elsewhere" | "ended" | "running" | "starting";
+  engines: number;
+  host: string;
+  hosts: string[];
+  link: string;
+  started: number;
+  text: string;
+}
+
+/** Every cluster of this person. */
+export interface Clusters {
+  type: "Clusters";
+  version: number;
+  clusters: ClusterSummary[];
+}
+
+/** Where a rank runs. */
+export interface Device {
+  kind: string;
+  name: string;
+  capacity_bytes: number;
+  free_bytes: number;
+}
+
+/** A rank of a cluster, as it is now. */
+export interface Rank {
+  rank: number;
+  state: string;
+  pid: number;
+  rss_bytes: number;
+  host: string;
+  device: Device | null;
+}
+
+/** Bytes of a rank at the peak of its last step, by place (PLACES) and category (CATEGORIES). */
+export interface RankMemory {
+  rank: number;
+  step: number;
+  held: number[][];
+  capacity: number[];
+}
+
+/** One cluster. */
+export interface Cluster {
+  type: "Cluster";
+  version: number;
+  cluster: ClusterSummary;
+  ranks: Rank[];
+  memory: RankMemory[];
+  runs: string[];
+  problem: string;
+}
+
+/** A run, in a list. */
+export interface RunSummary {
+  id: string;
+  name: string;
+  state: "damaged" | "failed" | "finished" | "paused" | "running" | "starting" | "stopped";
+  step: number;
+  steps: number;
+  loss: number | null;
+  tokens_per_second: number | null;
+  seconds_left: number | null;
+  cluster: string;
+  engines: number;
+  updated: number;
+  text: string;
+  problem: string;
+}
+
+/** The runs of this person, the newest first. */
+export interface Runs {
+  type: "Runs";
+  version: number;
+  runs: RunSummary[];
+}
+
+/** One run. */
+export interface Run {
+  type: "Run";
+  version: number;
+  run: RunSummary;
+  ranks: number[];
+  config: Record<string, unknown>;
+  memory: RankMemory[];
+}
+
+/** Step records of a rank in buckets of `stride` steps: a page keeps its first `keep` points and appends these. */
+export interface Records {
+  type: "Records";
+  version: number;
+  run: string;
+  rank: number;
+  generation: number;
+  stride: number;
+  keep: number;
+  columns: Record<string, (number | null)[]>;
+  heldout: ([number, number | null])[];
+}
+
+/** Something that happened to a run. */
+export interface RunEvent {
+  kind: string;
+  step: number;
+  time: number;
+  text: string;
+  command: number | null;
+  details: Record<string, unknown>;
+}
+
+/** Events of a run: a page keeps its first `keep` ones and appends these; there are `total`. */
+export interface Events {
+  type: "Events";
+  version: number;
+  run: string;
+  keep: number;
+  total: number;
+  events: RunEvent[];
+}
+
+/** What a rank has printed. */
+export interface RankLines {
+  rank: number;
+  lines: string[];
+  skipped: boolean;
+}
+
+/** What ranks have printed. `cursor` goes back as `after` with the next question. */
+export interface Output {
+  type: "Output";
+  version: number;
+  ranks: RankLines[];
+  cursor: string;
+}
+
+/** A control word is on its way; the event whose `command` is `number` answers it. */
+export interface WordGiven {
+  type: "WordGiven";
+  version: number;
+  run: string;
+  word: string;
+  number: number;
+}
+
+/** What is new of a run; null is nothing new. */
+export interface RunNews {
+  id: string;
+  status: RunSummary | null;
+  records: Records | null;
+  events: Events | null;
+  memory: RankMemory[] | null;
+  problem: string | null;
+}
+
+/** To a page: all that is new, at most ten times a second. */
+export interface Tick {
+  type: "Tick";
+  version: number;
+  runs: RunNews[];
+  all_runs: RunSummary[] | null;
+  all_clusters: ClusterSummary[] | null;
+}
+
+/** What a page asks of a run. Numbers and texts in `arguments` are those of the run's own methods. */
+export interface Word {
+  word: string;
+  arguments?: Record<string, unknown>;
+}
+
+/** What a page wants to hear of a run, and what it has of it already (see Records and Events). */
+export interface Watch {
+  id: string;
+  parts: ("events" | "memory" | "records" | "status")[];
+  generation?: number;
+  stride?: number;
+  after?: number;
+  events_after?: number;
+  points?: number;
+}
+
+/** From a page: what it wants to hear from now on, in the place of what it heard. Hidden, it wants nothing. */
+export interface Subscribe {
+  type: "Subscribe";
+  version: number;
+  runs?: Watch[];
+  lists?: boolean;
+}
+
+export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Output | WordGiven | Tick;
+export type Question = Word | Subscribe;

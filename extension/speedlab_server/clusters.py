@@ -1,0 +1,188 @@
+"""Clusters, as their folders and their supervisors tell of them. A supervisor that hangs delays nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import speedlab_server.messages as m
+from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.home import SUPERVISOR_SOCKET, ClusterState, Home, known_clusters, this_host
+from speedlab.cluster.runs_of import RunsOf
+from speedlab.cluster.supervisor import messages as asked
+from speedlab.cluster.supervisor.channel import ChannelClosedError, connect
+from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
+from speedlab.hardware import Device
+from speedlab_server.problems import UnknownError
+
+ANSWER_SECONDS = 3.0
+"""How long a page waits for a supervisor."""
+_STARTING_SECONDS = 0.5
+
+
+class Reached:
+    """A cluster whose supervisor is connected, as far as a Run needs one."""
+
+    def __init__(self, state: ClusterState, client: Client) -> None:
+        self.name, self.token = state.name, state.token
+        self.size = len(state.engines)
+        self.devices: tuple[Device, ...] = state.devices
+        self._client = client
+        self.runs = RunsOf(self)  # pyright: ignore[reportArgumentType] - it asks, and nothing else
+
+    def _ask(self, question: asked.Question, *, seconds: float | None = None) -> Any:
+        return self._client.ask(question, seconds=seconds or ANSWER_SECONDS)
+
+
+class Clusters:
+    """Belongs to the event loop; what waits does so in threads of its own."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(16, thread_name_prefix="speedlab-clusters")
+        self._clients: dict[str, asyncio.Future[Client]] = {}
+        """By token."""
+
+    async def ask(self, id: str, question: asked.Question) -> Any:
+        """Raises UnknownError, ClusterError, SupervisorGoneError or TimeoutError."""
+        return await self.with_reached(id, lambda reached: reached._ask(question))
+
+    async def with_reached(self, id: str, work: Callable[[Reached], Any]) -> Any:
+        """What `work` returns, done in a thread. Raises what it raises, and what `ask` does."""
+        _, state = await self._in_thread(lambda: find(id))
+        if not isinstance(state, ClusterState) or not state.running:
+            raise ClusterError(f"cluster {id!r} does not run here: {_text_of(state) or 'it is being started'}")
+        client = await self._connected(state)
+        return await _bounded(self._in_thread(lambda: work(Reached(state, client))), id)
+
+    async def _connected(self, state: ClusterState) -> Client:
+        future = self._clients.get(state.token)
+        if future is None or (future.done() and (future.exception() is not None or future.result().lost)):
+            socket = Home(state.name).supervisor_socket
+            # Only one thread waits for a supervisor that says nothing, however many pages ask.
+            future = self._clients[state.token] = asyncio.ensure_future(
+                self._in_thread(lambda: Client(socket, lambda ranks, stream, text: None))
+            )
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())  # Somebody looked at it.
+        try:
+            return await _bounded(asyncio.shield(future), state.name)
+        except SupervisorGoneError:
+            raise SupervisorGoneError(
+                f"the supervisor of cluster {state.name!r} has ended; the next notebook or terminal that uses the "
+                "cluster starts another one (speedlab.Cluster.attach()), which takes over"
+            ) from None
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def look(self, id: str) -> m.Cluster:
+        """A cluster with the state of its ranks, where its supervisor tells it."""
+        folder, state = await self._in_thread(lambda: find(id))
+        summary = await self._in_thread(lambda: summary_of(folder, state))
+        if not isinstance(state, ClusterState):
+            return m.Cluster(cluster=summary)
+        statuses: dict[int, asked.RankStatus] = {}
+        problem = ""
+        if state.running:
+            try:
+                statuses = {status.rank: status for status in await self.ask(id, asked.Look())}
+            except (ClusterError, SupervisorGoneError, TimeoutError) as error:
+                problem = str(error)
+        return m.Cluster(cluster=summary, ranks=_ranks_of(state, statuses), problem=problem)
+
+
+async def _bounded(waiting: Any, name: str) -> Any:
+    try:
+        return await asyncio.wait_for(waiting, ANSWER_SECONDS)
+    except TimeoutError:
+        raise TimeoutError(
+            f"the supervisor of cluster {name!r} did not answer within {ANSWER_SECONDS:g} s: it may be suspended or "
+            "wait for a disk; try again"
+        ) from None
+
+
+def find(id: str) -> tuple[Path, ClusterState | ClusterError | None]:
+    """The folder of a cluster, and what is written of it. Raises UnknownError."""
+    for folder, state in known_clusters():
+        if folder.name == id:
+            return folder, state
+    raise UnknownError(
+        f"there is no cluster {id[:64]!r}: it was stopped, or never started; the list has those there are"
+    )
+
+
+def all_clusters() -> list[m.ClusterSummary]:
+    """Every cluster of this person; waits for the disk, and half a second for one that is being started."""
+    return [summary_of(folder, state) for folder, state in known_clusters()]
+
+
+def summary_of(folder: Path, state: ClusterState | ClusterError | None) -> m.ClusterSummary:
+    if isinstance(state, ClusterError):
+        return m.ClusterSummary(id=folder.name, name=folder.name, state="damaged", text=str(state))
+    if state is None:
+        words = _starting(folder)
+        kind = "ended" if words is None else "starting"
+        return m.ClusterSummary(id=folder.name, name=folder.name, state=kind, text=words or "it did not come up")
+    kind = "running" if state.running else "elsewhere" if state.host != this_host() else "ended"
+    return m.ClusterSummary(
+        id=folder.name,
+        name=state.name,
+        state=kind,
+        engines=len(state.engines),
+        host=state.host,
+        hosts=list(state.hosts),
+        link=state.link,
+        started=state.started,
+        text="" if kind == "running" else _text_of(state),
+    )
+
+
+def _text_of(state: ClusterState | ClusterError | None) -> str:
+    if state is None:
+        return ""
+    if isinstance(state, ClusterError):
+        return str(state)
+    if state.host != this_host():
+        return f"its controller is on host {state.host}; open Jupyter there to look at it"
+    return state.over or "its controller has ended; %speedlab start begins another one of that name"
+
+
+def _starting(folder: Path) -> str | None:
+    """What the start of a cluster waits for, in the words of its supervisor; None where nobody starts it."""
+    with contextlib.suppress(OSError, ChannelClosedError):
+        channel = connect(folder / SUPERVISOR_SOCKET, asked.FromSupervisor)
+        try:
+            # Leaving again without a word disturbs nothing: only who cancels ends a start.
+            channel.send(asked.Hello())
+            answer = channel.receive() if channel.ready(_STARTING_SECONDS) else None
+        finally:
+            channel.close()
+        return answer.text if isinstance(answer, asked.Progress | asked.Refused) else ""
+    return None
+
+
+def _ranks_of(state: ClusterState, statuses: dict[int, asked.RankStatus]) -> list[m.Rank]:
+    ranks = []
+    for engine in state.engines:
+        status = statuses.get(engine.rank)
+        device = state.devices[engine.rank] if engine.rank < len(state.devices) else None
+        told = device and m.Device(
+            kind=device.kind,
+            name=device.name,
+            capacity_bytes=device.capacity_bytes,
+            free_bytes=device.free_bytes,
+        )
+        ranks.append(
+            m.Rank(
+                rank=engine.rank,
+                state=status.state if status else "unknown" if state.running else "dead",
+                pid=status.pid if status else engine.pid,
+                rss_bytes=status.rss_bytes if status else 0,
+                host=engine.host,
+                device=told,
+            )
+        )
+    return ranks

@@ -1,0 +1,280 @@
+"""What pages ask for, under `<base_url>/speedlab/api/`. Every answer is JSON, what went wrong too.
+
+GET  clusters                      Clusters
+GET  clusters/<id>                 Cluster
+GET  clusters/<id>/output          Output     ?after=<cursor> ranks=0,1 match=<text>
+GET  runs                          Runs
+GET  runs/<id>                     Run
+GET  runs/<id>/records             Records    ?after=<step> generation= stride= points= rank=
+GET  runs/<id>/events              Events     ?after=<number of events known>
+GET  runs/<id>/output              Output     as above, of the cluster that holds the run
+POST runs/<id>/words               WordGiven  of a Word
+GET  live                          a websocket, see `live`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http.client import responses
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from jupyter_server.auth.decorator import authorized
+from jupyter_server.base.handlers import APIHandler
+from jupyter_server.utils import url_path_join
+from tornado import web
+
+import speedlab_server.messages as m
+import speedlab_server.words as words
+from speedlab.cluster.home import OUTPUT, known_clusters
+from speedlab_server.clusters import Clusters, Reached, all_clusters, find
+from speedlab_server.live import Hub, LiveHandler
+from speedlab_server.output import output_of
+from speedlab_server.problems import GoneError, OtherVersionError, QuestionError, told, version_text
+from speedlab_server.reader import Reader
+from speedlab_server.registry import Registry, live_tokens
+
+RESOURCE = "speedlab"
+"""What an authorizer of Jupyter is asked about: to read it, and to write it (control words)."""
+VERSION_HEADER = "X-SpeedLab-Version"
+_SETTING = "speedlab_server"
+_MOST_WORD_BYTES = 2**14
+
+
+@dataclass
+class Services:
+    """What all handlers share."""
+
+    registry: Registry
+    clusters: Clusters
+    disk: ThreadPoolExecutor
+    """Where files are read: never on the event loop, and never behind a supervisor that hangs."""
+
+    async def in_thread(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.disk, work)
+
+
+def add_handlers(web_app: Any, root_dir: str) -> None:
+    """Serve `web_app`'s pages."""
+    services = Services(Registry(root_dir), Clusters(), ThreadPoolExecutor(8, thread_name_prefix="speedlab-disk"))
+    web_app.settings[_SETTING] = services
+    base = url_path_join(web_app.settings["base_url"], "speedlab", "api")
+    routes = [(rf"{base}/{pattern}", handler) for pattern, handler in _ROUTES]
+    live = (rf"{base}/live", LiveHandler, {"hub": Hub(services)})
+    web_app.add_handlers(".*$", [*routes, live, (rf"{base}/.*", NothingHandler)])
+
+
+class Handler(APIHandler):
+    """Answers with messages, and with a Problem where something went wrong."""
+
+    auth_resource = RESOURCE
+    _track_activity = False  # A page that looks on must not keep a server alive that is ended when nobody uses it.
+
+    @property
+    def services(self) -> Services:
+        return self.settings[_SETTING]
+
+    async def prepare(self) -> None:
+        await super().prepare()
+        theirs = self.request.headers.get(VERSION_HEADER, str(m.VERSION))
+        if not self._finished and theirs != str(m.VERSION):
+            raise OtherVersionError(version_text(theirs[:16], m.VERSION))
+
+    def say(self, message: m.Message, status: int = 200) -> None:
+        self.set_status(status)
+        self.finish(msgspec.json.encode(message))
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        error = (kwargs.get("exc_info") or (None, None))[1]
+        known = told(error) if isinstance(error, Exception) and not isinstance(error, web.HTTPError) else None
+        text = responses.get(status_code, "this cannot be answered")
+        if known is not None:
+            status_code, text = known
+        elif isinstance(error, web.HTTPError):
+            text = error.log_message or error.reason or text
+        elif error is not None:
+            text = f"the server could not answer ({type(error).__name__}); its log tells more"
+        self.say(m.Problem(text=text), status_code)
+
+    def log_exception(self, typ: Any, value: BaseException | None, tb: Any) -> None:
+        if isinstance(value, web.HTTPError) or not isinstance(value, Exception) or told(value) is None:
+            super().log_exception(typ, value, tb)
+
+    def whole(self, name: str, otherwise: int) -> int:
+        """A whole number of the question. Raises QuestionError."""
+        text = self.get_query_argument(name, "")
+        try:
+            return int(text) if text and len(text) < 16 else otherwise
+        except ValueError:
+            raise QuestionError(f"{name}: {text[:32]!r} is no whole number") from None
+
+    async def reader(self, id: str) -> Reader:
+        """The run's reader, which has just looked."""
+
+        def opened() -> Reader:
+            reader = self.services.registry.reader(id)
+            reader.look()
+            return reader
+
+        return await self.services.in_thread(opened)
+
+
+class NothingHandler(Handler):
+    """What is not there."""
+
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        raise web.HTTPError(404, "SpeedLab's server has no such address")
+
+
+class ClustersHandler(Handler):
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        self.say(m.Clusters(clusters=await self.services.in_thread(all_clusters)))
+
+
+class ClusterHandler(Handler):
+    @web.authenticated
+    @authorized
+    async def get(self, id: str) -> None:
+        cluster = await self.services.clusters.look(id)
+        cluster.runs, cluster.memory = await self.services.in_thread(lambda: self._runs_of(id))
+        self.say(cluster)
+
+    def _runs_of(self, id: str) -> tuple[list[str], list[m.RankMemory]]:
+        folder, _ = find(id)
+        registry = self.services.registry
+        held = {run.id for run in registry.runs() if run.cluster == id}
+        given = registry.given_to(folder, id)
+        for run in given:
+            if run in held:
+                reader = registry.reader(run)
+                reader.look()
+                return given, reader.memory()
+        return given, []
+
+
+class OutputHandler(Handler):
+    """What ranks have printed: of a cluster, or of the one that holds a run."""
+
+    @web.authenticated
+    @authorized
+    async def get(self, kind: str, id: str) -> None:
+        ranks = self._ranks()
+        after, match = self.get_query_argument("after", ""), self.get_query_argument("match", "")
+
+        def read() -> m.Output:
+            cluster = id if kind == "clusters" else self._cluster_of(id)
+            folder, _ = find(cluster)
+            return output_of(folder / OUTPUT, after=after, ranks=ranks, match=match)
+
+        self.say(await self.services.in_thread(read))
+
+    def _ranks(self) -> list[int] | None:
+        text = self.get_query_argument("ranks", "")
+        try:
+            return [int(rank) for rank in text.split(",")] if text else None
+        except ValueError:
+            raise QuestionError(f"ranks: {text[:32]!r} are no numbers with commas between them") from None
+
+    def _cluster_of(self, run: str) -> str:
+        reader = self.services.registry.reader(run)
+        token = reader.folder.read_status().token
+        for folder, state in known_clusters():
+            if token and getattr(state, "token", None) == token:
+                return folder.name
+        raise GoneError(
+            f"the cluster of run {reader.folder.name!r} was stopped, and what its ranks printed went with it"
+        )
+
+
+class RunsHandler(Handler):
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        self.say(m.Runs(runs=await self.services.in_thread(self.services.registry.runs)))
+
+
+class RunHandler(Handler):
+    @web.authenticated
+    @authorized
+    async def get(self, id: str) -> None:
+        reader = await self.reader(id)
+
+        def described() -> m.Run:
+            config = json.loads(reader.folder.config.to_json())
+            cluster = live_tokens().get(reader.folder.read_status().token, "")
+            return m.Run(run=reader.summary(cluster), ranks=reader.ranks, config=config, memory=reader.memory())
+
+        self.say(await self.services.in_thread(described))
+
+
+class RecordsHandler(Handler):
+    @web.authenticated
+    @authorized
+    async def get(self, id: str) -> None:
+        watch = m.Watch(
+            id=id,
+            parts=["records"],
+            generation=self.whole("generation", 0),
+            stride=self.whole("stride", 0),
+            after=self.whole("after", -1),
+            points=self.whole("points", 400),
+        )
+        rank = self.whole("rank", -1)
+        reader = await self.reader(id)
+        self.say(await self.services.in_thread(lambda: reader.records(watch, rank if rank >= 0 else None)))
+
+
+class EventsHandler(Handler):
+    @web.authenticated
+    @authorized
+    async def get(self, id: str) -> None:
+        after = self.whole("after", 0)
+        reader = await self.reader(id)
+        self.say(await self.services.in_thread(lambda: reader.events(after)))
+
+
+class WordsHandler(Handler):
+    @web.authenticated
+    @authorized
+    async def post(self, id: str) -> None:
+        if len(self.request.body) > _MOST_WORD_BYTES:
+            raise QuestionError(f"a control word has at most {_MOST_WORD_BYTES} bytes")
+        try:
+            word = msgspec.json.decode(self.request.body, type=m.Word)
+        except msgspec.DecodeError as error:
+            raise QuestionError(f'this is no control word: {error}; one is {{"word": "pause"}}') from None
+        words.check(word)
+        path, cluster = await self.services.in_thread(lambda: self._place_of(id))
+        if cluster:
+            work: Callable[[Reached], int] = lambda reached: words.give(path, reached, word)  # noqa: E731
+            number = await self.services.clusters.with_reached(cluster, work)
+        else:
+            number = await self.services.in_thread(lambda: words.give(path, None, word))
+        self.say(m.WordGiven(run=id, word=word.word, number=number), 202)
+
+    def _place_of(self, id: str) -> tuple[Path, str]:
+        """The run's folder, and the id of the cluster that holds it, '' for none."""
+        path = self.services.registry.path_of(id)
+        return path, live_tokens().get(self.services.registry.reader(id).folder.read_status().token, "")
+
+
+_ID = r"([A-Za-z0-9@_.%-]{1,128})"
+_ROUTES: list[tuple[str, type[Handler]]] = [
+    ("clusters", ClustersHandler),
+    (f"clusters/{_ID}", ClusterHandler),
+    (f"(clusters|runs)/{_ID}/output", OutputHandler),
+    ("runs", RunsHandler),
+    (f"runs/{_ID}", RunHandler),
+    (f"runs/{_ID}/records", RecordsHandler),
+    (f"runs/{_ID}/events", EventsHandler),
+    (f"runs/{_ID}/words", WordsHandler),
+]

@@ -1,0 +1,270 @@
+"""What comes by itself: a page says on a websocket what it wants to hear, and hears it at most ten times a second.
+
+1. A page sends Subscribe; it replaces the one before. With nothing in it, nothing is read and nothing is sent.
+2. Ten times a second each run that a page watches is looked at, in a thread; pages share the run's one reader.
+3. What is new of all of them goes in one Tick. A page that has not taken the last one yet gets the next one later,
+   with all that is new by then: what it has is counted where a message is sent.
+4. A run on a slow disk is late alone: the others do not wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from jupyter_core.utils import ensure_async
+from jupyter_server.auth.decorator import ws_authenticated
+from jupyter_server.base.handlers import JupyterHandler
+from jupyter_server.base.websocket import WebSocketMixin
+from tornado import web
+from tornado.websocket import WebSocketClosedError, WebSocketHandler
+
+import speedlab_server.messages as m
+from speedlab_server.clusters import all_clusters
+from speedlab_server.problems import told, version_text
+from speedlab_server.registry import live_tokens
+
+if TYPE_CHECKING:
+    from speedlab_server.handlers import Services
+
+TICK_SECONDS = 0.1
+MOST_RUNS = 16
+"""That a page may watch at once."""
+OTHER_VERSION = 4409
+"""Code with which a page of another version is sent away."""
+_MEMORY_SECONDS = 1.0
+_LISTS_SECONDS = 1.0
+_AGAIN_SECONDS = 2.0
+"""After which a run that could not be read is tried again."""
+
+
+class _Greeting(msgspec.Struct):
+    """All that a message of any version has."""
+
+    version: int
+
+
+class Watched:
+    """A run as one page watches it: what the page has of it, and what it was last told."""
+
+    def __init__(self, watch: m.Watch) -> None:
+        self._watch = watch
+        self._version = -1
+        self._cluster = ""
+        self._status: m.RunSummary | None = None
+        self._memory: list[m.RankMemory] = []
+        self._problem = ""
+        self._due = {"memory": 0.0, "cluster": 0.0, "again": 0.0}
+
+    def news(self, services: Services) -> m.RunNews | None:
+        """What the page does not have yet; None when there is nothing. In a thread, one at a time."""
+        now = time.monotonic()
+        if now < self._due["again"]:
+            return None
+        try:
+            reader = services.registry.reader(self._watch.id)
+            version = reader.look()
+            changed, self._version = version != self._version, version
+            news = self._news(reader, now, changed)
+        except Exception as error:
+            self._due["again"] = now + _AGAIN_SECONDS
+            known = told(error)
+            text = (
+                known[1] if known else f"this run cannot be read ({type(error).__name__}); the server's log tells more"
+            )
+            if text == self._problem:
+                return None
+            self._problem = text
+            return m.RunNews(id=self._watch.id, problem=text)
+        if self._problem:
+            self._problem = ""
+            news = news or m.RunNews(id=self._watch.id)
+            news.problem = ""
+        return news
+
+    def _news(self, reader: Any, now: float, changed: bool) -> m.RunNews | None:
+        news, watch = m.RunNews(id=self._watch.id), self._watch
+        if now >= self._due["cluster"] and "status" in watch.parts:
+            self._due["cluster"] = now + _LISTS_SECONDS
+            cluster = live_tokens().get(reader.folder.read_status().token, "")
+            changed, self._cluster = changed or cluster != self._cluster, cluster
+        if "memory" in watch.parts and now >= self._due["memory"]:
+            self._due["memory"] = now + _MEMORY_SECONDS
+            if (memory := reader.memory()) != self._memory:
+                self._memory = news.memory = memory
+        if changed:
+            if "status" in watch.parts and (status := reader.summary(self._cluster)) != self._status:
+                self._status = news.status = status
+            if "records" in watch.parts:
+                news.records = self._records(reader)
+            if "events" in watch.parts:
+                news.events = self._events(reader)
+        something = news.status or news.records or news.events or news.memory is not None
+        return news if something else None
+
+    def _records(self, reader: Any) -> m.Records | None:
+        watch = self._watch
+        records = reader.records(watch)
+        steps = records.columns["step"]
+        if not steps and (watch.generation, watch.stride) == (records.generation, records.stride):
+            return None
+        watch.generation, watch.stride = records.generation, records.stride
+        watch.after = int(steps[-1]) if steps and steps[-1] is not None else watch.after
+        return records
+
+    def _events(self, reader: Any) -> m.Events | None:
+        events = reader.events(self._watch.events_after)
+        if not events.events and events.keep == self._watch.events_after:
+            return None
+        self._watch.events_after = events.keep + len(events.events)
+        if self._watch.events_after < events.total:
+            self._version = -1  # The rest comes with the next tick.
+        return events
+
+
+class Page:
+    """One connection."""
+
+    def __init__(self, handler: LiveHandler) -> None:
+        self._handler = handler
+        self._watched: dict[str, Watched] = {}
+        self._jobs: dict[str, asyncio.Future[Any]] = {}
+        self._sending: asyncio.Future[Any] | None = None
+        self._lists = False
+        self._lists_due = 0.0
+        self._runs: list[m.RunSummary] | None = None
+        self._clusters: list[m.ClusterSummary] | None = None
+
+    @property
+    def hears(self) -> bool:
+        return bool(self._watched or self._lists)
+
+    def subscribe(self, wanted: m.Subscribe) -> None:
+        # Jobs of the old ones end by themselves, and nobody asks what they found.
+        self._jobs = {}
+        self._watched = {watch.id: Watched(watch) for watch in wanted.runs}
+        self._lists, self._lists_due, self._runs, self._clusters = wanted.lists, 0.0, None, None
+
+    def begin(self, services: Services) -> list[asyncio.Future[Any]]:
+        """Start looking at what nobody looks at for this page just now; returns what is under way."""
+        if self._sending is not None and not self._sending.done():
+            return []
+        for id, watched in self._watched.items():
+            if id not in self._jobs:
+                self._jobs[id] = asyncio.ensure_future(services.in_thread(lambda it=watched: it.news(services)))
+        now = time.monotonic()
+        if self._lists and "" not in self._jobs and now >= self._lists_due:
+            self._lists_due = now + _LISTS_SECONDS
+            self._jobs[""] = asyncio.ensure_future(
+                services.in_thread(lambda: (services.registry.runs(), all_clusters()))
+            )
+        return list(self._jobs.values())
+
+    def send(self) -> None:
+        """Tell the page what was found."""
+        if self._sending is not None and not self._sending.done():
+            return
+        tick = m.Tick()
+        for id, job in list(self._jobs.items()):
+            if not job.done():
+                continue
+            if (error := self._jobs.pop(id).exception()) is not None:
+                self._handler.log.warning("SpeedLab: the lists of clusters and runs cannot be read: %s", error)
+                continue
+            found = job.result()
+            if id:
+                tick.runs += [found] if found is not None else []
+                continue
+            runs, clusters = found
+            if runs != self._runs:
+                self._runs = tick.all_runs = runs
+            if clusters != self._clusters:
+                self._clusters = tick.all_clusters = clusters
+        if tick.runs or tick.all_runs is not None or tick.all_clusters is not None:
+            self._sending = self._handler.say(tick)
+
+
+class Hub:
+    """Looks for all pages at once, as long as one of them wants to hear something."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._pages: set[Page] = set()
+        self._running: asyncio.Task[None] | None = None
+
+    def join(self, page: Page) -> None:
+        """Also when what it wants has changed."""
+        self._pages.add(page)
+        if page.hears and (self._running is None or self._running.done()):
+            self._running = asyncio.ensure_future(self._run())
+
+    def leave(self, page: Page) -> None:
+        self._pages.discard(page)
+
+    async def _run(self) -> None:
+        while pages := [page for page in self._pages if page.hears]:
+            began = time.monotonic()
+            if jobs := [job for page in pages for job in page.begin(self._services)]:
+                await asyncio.wait(jobs, timeout=TICK_SECONDS)
+            for page in pages:
+                if page in self._pages:
+                    page.send()
+            await asyncio.sleep(max(0.0, began + TICK_SECONDS - time.monotonic()))
+        await self._services.in_thread(self._services.registry.close_idle)
+
+
+class LiveHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
+    """The page's end of it. Jupyter's own checks of user and origin, as for a kernel's websocket."""
+
+    auth_resource = "speedlab"
+
+    def initialize(self, hub: Hub) -> None:
+        self._hub = hub
+        self._page = Page(self)
+
+    def set_default_headers(self) -> None:
+        """A websocket has none."""
+
+    def get_compression_options(self) -> dict[str, Any]:
+        return {}  # Numbers as text: a third of the bytes.
+
+    @ws_authenticated
+    async def get(self, *args: Any, **kwargs: Any) -> None:
+        if not await ensure_async(self.authorizer.is_authorized(self, self.current_user, "read", "speedlab")):
+            raise web.HTTPError(403)
+        await ensure_async(super().get(*args, **kwargs))
+
+    def on_message(self, message: str | bytes) -> None:
+        try:
+            theirs = msgspec.json.decode(message, type=_Greeting).version
+            if theirs != m.VERSION:
+                self.say(m.Problem(text=version_text(theirs, m.VERSION)))
+                self.close(OTHER_VERSION, "another version of the messages")
+                return
+            wanted = msgspec.json.decode(message, type=m.Subscribe)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self.say(m.Problem(text=f"this is no Subscribe: {error}"))
+            return
+        if len(wanted.runs) > MOST_RUNS:
+            self.say(m.Problem(text=f"{len(wanted.runs)} runs at once; a page may watch {MOST_RUNS}: watch fewer"))
+            return
+        self._page.subscribe(wanted)
+        self._hub.join(self._page)
+
+    def on_close(self) -> None:
+        self._hub.leave(self._page)
+
+    def say(self, message: m.Message) -> asyncio.Future[Any] | None:
+        try:
+            return asyncio.ensure_future(_quietly(self.write_message(msgspec.json.encode(message))))
+        except WebSocketClosedError:
+            return None  # It closes just now.
+
+
+async def _quietly(sending: Any) -> None:
+    try:
+        await sending
+    except WebSocketClosedError:
+        return

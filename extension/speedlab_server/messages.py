@@ -1,0 +1,280 @@
+"""What the server and its pages say to each other: every message, defined once, and the version of all of them.
+
+Each answer is one JSON object with `type` and `version`. Fields that a later version adds have defaults, and unknown
+ones are passed over, so that `VERSION` counts up only when the meaning of what is there changes.
+`python -m speedlab_server.typescript` writes the same as TypeScript types.
+
+Numbers that are no numbers (a loss that is NaN) are null. Times are seconds since the epoch, durations seconds, bytes
+bytes. All text is text, wherever it came from: a page never makes markup of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from speedlab.telemetry.folder import CONTROL_WORDS
+from speedlab.telemetry.records import CATEGORIES, PHASES, PLACES
+
+VERSION = 1
+
+COLUMNS = (
+    "step",
+    "loss_low",
+    "loss_high",
+    "smoothed_loss",
+    "learning_rate",
+    "grad_norm",
+    "tokens_per_second",
+    "flops_per_second",
+    "seconds",
+    *PHASES,
+)
+"""Columns of Records; the phases are seconds of a step."""
+
+PARTS = ("status", "records", "events", "memory")
+"""What a page may hear of a run."""
+
+CONSTANTS: dict[str, int | tuple[str, ...]] = {
+    "VERSION": VERSION,
+    "CATEGORIES": CATEGORIES,
+    "PLACES": PLACES,
+    "COLUMNS": COLUMNS,
+    "CONTROL_WORDS": CONTROL_WORDS,
+}
+"""What pages need of these, by name."""
+
+ClusterKind = Literal["running", "starting", "ended", "elsewhere", "damaged"]
+RunKind = Literal["starting", "running", "paused", "finished", "stopped", "failed", "damaged"]
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """What is inside of messages."""
+
+
+class Message(msgspec.Struct, kw_only=True, tag_field="type", tag=True):
+    """Anything that travels by itself."""
+
+    version: int = VERSION
+
+
+class Problem(Message, kw_only=True):
+    """Why something could not be answered, and what to do."""
+
+    text: str
+
+
+class ClusterSummary(Part, kw_only=True):
+    """A cluster, in a list."""
+
+    id: str
+    name: str
+    state: ClusterKind
+    engines: int = 0
+    host: str = ""
+    hosts: list[str] = []
+    link: str = ""
+    started: float = 0.0
+    text: str = ""
+    """A place in a scheduler's queue and other things a start waits for; of a damaged or ended one, what to do."""
+
+
+class Clusters(Message, kw_only=True):
+    """Every cluster of this person."""
+
+    clusters: list[ClusterSummary]
+
+
+class Device(Part, kw_only=True):
+    """Where a rank runs."""
+
+    kind: str
+    name: str
+    capacity_bytes: int
+    free_bytes: int
+    """When the cluster was started."""
+
+
+class Rank(Part, kw_only=True):
+    """A rank of a cluster, as it is now."""
+
+    rank: int
+    state: str
+    """idle, busy, frozen, dead; unknown where the supervisor does not answer."""
+    pid: int
+    rss_bytes: int
+    host: str = ""
+    device: Device | None = None
+
+
+class RankMemory(Part, kw_only=True):
+    """Bytes of a rank at the peak of its last step, by place (PLACES) and category (CATEGORIES)."""
+
+    rank: int
+    step: int
+    held: list[list[int]]
+    capacity: list[int]
+    """By place; 0 where nobody knows."""
+
+
+class Cluster(Message, kw_only=True):
+    """One cluster."""
+
+    cluster: ClusterSummary
+    ranks: list[Rank] = []
+    memory: list[RankMemory] = []
+    """Of the newest run on it."""
+    runs: list[str] = []
+    """Ids of the runs it was given, the newest first."""
+    problem: str = ""
+    """Why the state of its ranks is not known."""
+
+
+class RunSummary(Part, kw_only=True):
+    """A run, in a list."""
+
+    id: str
+    name: str
+    state: RunKind
+    step: int = 0
+    steps: int = 0
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    seconds_left: float | None = None
+    cluster: str = ""
+    """Id of the cluster whose engines hold it; empty where these are gone."""
+    engines: int = 0
+    updated: float = 0.0
+    text: str = ""
+    """What the run says of its state."""
+    problem: str = ""
+    """What could not be read, and what to do."""
+
+
+class Runs(Message, kw_only=True):
+    """The runs of this person, the newest first."""
+
+    runs: list[RunSummary]
+
+
+class Run(Message, kw_only=True):
+    """One run."""
+
+    run: RunSummary
+    ranks: list[int]
+    """Those that have records."""
+    config: dict[str, Any]
+    memory: list[RankMemory] = []
+
+
+class Records(Message, kw_only=True):
+    """Step records of a rank in buckets of `stride` steps: a page keeps its first `keep` points and appends these.
+
+    `generation` counts how often steps were computed again; it goes back with the next question, as `stride` and the
+    last step do (`after`). Where one does not fit any more, `keep` is 0 and everything comes anew.
+    """
+
+    run: str
+    rank: int
+    generation: int
+    stride: int
+    keep: int
+    columns: dict[str, list[float | None]]
+    heldout: list[tuple[int, float | None]] = []
+    """(step, held-out loss): all of them, or of very many evenly chosen ones."""
+
+
+class RunEvent(Part, kw_only=True):
+    """Something that happened to a run."""
+
+    kind: str
+    step: int
+    time: float
+    text: str = ""
+    command: int | None = None
+    details: dict[str, Any] = {}
+
+
+class Events(Message, kw_only=True):
+    """Events of a run: a page keeps its first `keep` ones and appends these; there are `total`."""
+
+    run: str
+    keep: int
+    total: int
+    events: list[RunEvent]
+
+
+class RankLines(Part, kw_only=True):
+    """What a rank has printed."""
+
+    rank: int
+    lines: list[str]
+    skipped: bool = False
+    """Whether there were more lines before these than are kept, or sent at once."""
+
+
+class Output(Message, kw_only=True):
+    """What ranks have printed. `cursor` goes back as `after` with the next question."""
+
+    ranks: list[RankLines]
+    cursor: str
+
+
+class Word(Part, kw_only=True):
+    """What a page asks of a run. Numbers and texts in `arguments` are those of the run's own methods."""
+
+    word: str
+    arguments: dict[str, Any] = {}
+
+
+class WordGiven(Message, kw_only=True):
+    """A control word is on its way; the event whose `command` is `number` answers it."""
+
+    run: str
+    word: str
+    number: int
+
+
+class Watch(Part, kw_only=True):
+    """What a page wants to hear of a run, and what it has of it already (see Records and Events)."""
+
+    id: str
+    parts: list[Literal["status", "records", "events", "memory"]]
+    generation: int = 0
+    stride: int = 0
+    after: int = -1
+    events_after: int = 0
+    points: int = 400
+
+
+class Subscribe(Message, kw_only=True):
+    """From a page: what it wants to hear from now on, in the place of what it heard. Hidden, it wants nothing."""
+
+    runs: list[Watch] = []
+    lists: bool = False
+    """Whether it wants the lists of clusters and runs."""
+
+
+class RunNews(Part, kw_only=True):
+    """What is new of a run; null is nothing new."""
+
+    id: str
+    status: RunSummary | None = None
+    records: Records | None = None
+    events: Events | None = None
+    memory: list[RankMemory] | None = None
+    problem: str | None = None
+    """Why there is nothing; empty when there is something again."""
+
+
+class Tick(Message, kw_only=True):
+    """To a page: all that is new, at most ten times a second."""
+
+    runs: list[RunNews] = []
+    all_runs: list[RunSummary] | None = None
+    all_clusters: list[ClusterSummary] | None = None
+
+
+ANSWERS = (Problem, Clusters, Cluster, Runs, Run, Records, Events, Output, WordGiven, Tick)
+QUESTIONS = (Word, Subscribe)

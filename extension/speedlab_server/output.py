@@ -1,0 +1,100 @@
+"""What ranks have printed, from the files in their cluster's folder: since a place, filtered, never much at once.
+
+A rank's file is put aside as `.log.1` when it is full. A cursor names a file by its number on the disk, so that what
+was put aside since is read to its end first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+import speedlab_server.messages as m
+from speedlab_server.problems import QuestionError
+
+MOST_BYTES = 2**16
+"""Of one rank, in one answer."""
+MOST_RANKS = 64
+"""In one answer."""
+MOST_LINE = 2000
+"""Characters of one line."""
+
+_FILE = re.compile(r"rank-(\d{1,6})\.log")
+
+
+class Place(NamedTuple):
+    """How far a rank's output was read: the number of its file on the disk, and the byte in it."""
+
+    file: int
+    byte: int
+
+
+def output_of(folder: Path, *, after: str = "", ranks: Collection[int] | None = None, match: str = "") -> m.Output:
+    """`folder`: of the cluster's output; `after`: the cursor of the answer before, else the end of what there is;
+    `match`: a text that a line has to have, upper and lower case alike. Raises QuestionError for another cursor."""
+    places = _places_in(after)
+    found = []
+    for rank in _ranks_in(folder, ranks)[:MOST_RANKS]:
+        data, place, skipped = _read(folder / f"rank-{rank}.log", places.get(rank))
+        if place is not None:
+            places[rank] = place
+        lines = [line[:MOST_LINE] for line in data.decode(errors="replace").splitlines()]
+        lines = [line for line in lines if match.casefold() in line.casefold()]
+        if lines or skipped:
+            found.append(m.RankLines(rank=rank, lines=lines, skipped=skipped))
+    return m.Output(ranks=found, cursor=msgspec.json.encode(places).decode())
+
+
+def _places_in(cursor: str) -> dict[int, Place]:
+    if not cursor:
+        return {}
+    try:
+        return msgspec.json.decode(cursor, type=dict[int, Place])
+    except msgspec.DecodeError:
+        raise QuestionError("after: is no cursor of an answer; leave it out to get the end of the output") from None
+
+
+def _ranks_in(folder: Path, wanted: Collection[int] | None) -> list[int]:
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    there = sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
+    return [rank for rank in there if wanted is None or rank in wanted]
+
+
+def _read(path: Path, place: Place | None) -> tuple[bytes, Place | None, bool]:
+    """(whole lines, where they end, whether some before them are left out)."""
+    files = []
+    for each in (path.with_name(f"{path.name}.1"), path):
+        try:
+            files.append(open(each, "rb"))  # noqa: SIM115 - they are closed below; between two opens one may move
+        except FileNotFoundError:
+            continue
+    try:
+        numbers = [os.fstat(file.fileno()).st_ino for file in files]
+        known = place is not None and place.file in numbers
+        first = numbers.index(place.file) if place is not None and known else 0
+        data = b""
+        for index, file in enumerate(files[first:]):
+            size = os.fstat(file.fileno()).st_size
+            start = place.byte if place is not None and known and index == 0 else 0
+            file.seek(max(start, size - MOST_BYTES))
+            data += file.read(MOST_BYTES)
+        if not files:
+            return b"", place, False
+        whole = data[: data.rfind(b"\n") + 1]
+        end = Place(numbers[-1], max(files[-1].tell() - (len(data) - len(whole)), 0))
+        kept = whole[-MOST_BYTES:]
+        told_before = 0 if place is None or not known else place.byte
+        total = sum(os.fstat(file.fileno()).st_size for file in files[first:]) - told_before
+        skipped = len(kept) < total - (len(data) - len(whole)) or (place is not None and not known)
+        return kept[kept.find(b"\n") + 1 :] if len(kept) < len(whole) else kept, end, skipped
+    finally:
+        for file in files:
+            file.close()

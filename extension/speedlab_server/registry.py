@@ -1,0 +1,168 @@
+"""The runs of a person, by ids that say nothing of where they are: those any cluster was given, and ./runs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import speedlab_server.messages as m
+from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.home import known_clusters, root
+from speedlab.cluster.known_runs import remembered_runs, seen_runs
+from speedlab.telemetry.folder import RunFolder, RunFolderError, Status, find_runs
+from speedlab.telemetry.rank_records import last_record
+from speedlab.telemetry.records import StepRecord
+from speedlab_server.problems import GoneError, UnknownError, told
+from speedlab_server.reader import Reader, summary_of
+
+MOST_LISTED = 200
+_LIST_SECONDS = 0.9
+_IDLE_READERS = 8
+_IDLE_SECONDS = 60.0
+
+
+class Given(NamedTuple):
+    """A cluster, as far as its list of runs needs it."""
+
+    directory: Path
+    name: str
+    token: str
+
+
+def run_id(path: Path) -> str:
+    """The id of a run's folder."""
+    return hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+
+
+@dataclass
+class _Seen:
+    """A run as the list knows it, with what its files looked like then."""
+
+    folder: RunFolder
+    status: Status
+    record: StepRecord | None
+    stamp: tuple[object, ...]
+
+
+class Registry:
+    """Any thread may ask; nothing here waits for anybody but the disk."""
+
+    def __init__(self, root_dir: str) -> None:
+        """`root_dir`: of the Jupyter server, whose ./runs is looked at, too."""
+        self._own = Path(root_dir or ".").expanduser() / "runs"
+        self._paths: dict[str, Path] = {}
+        self._seen: dict[str, _Seen] = {}
+        self._listed: tuple[float, list[m.RunSummary]] = (float("-inf"), [])
+        self._readers: dict[str, tuple[Reader, float]] = {}
+        self._lock = threading.Lock()
+        self._listing = threading.Lock()
+
+    def path_of(self, id: str) -> Path:
+        """Raises UnknownError or GoneError."""
+        if id not in self._paths:
+            self._find()
+        if (path := self._paths.get(id)) is None:
+            raise UnknownError(f"there is no run with the id {id[:64]!r}; the list of runs has those there are")
+        if not path.exists():
+            raise GoneError(f"the folder of run {path.name!r} is gone: somebody has removed or moved it")
+        return path
+
+    def reader(self, id: str) -> Reader:
+        """The one reader of a run, for everybody. Raises UnknownError, GoneError or RunFolderError."""
+        path = self.path_of(id)
+        with self._lock:
+            reader, _ = self._readers.pop(id, (None, 0.0))
+            if reader is None:
+                reader = Reader(id, RunFolder(path))
+            self._readers[id] = reader, time.monotonic()
+            self._close_idle()
+        return reader
+
+    def close_idle(self) -> None:
+        """Let go of what nobody has asked for."""
+        with self._lock:
+            self._close_idle()
+
+    def runs(self) -> list[m.RunSummary]:
+        """Every run, the newest first; what cannot be read says why."""
+        with self._listing:
+            if time.monotonic() - self._listed[0] > _LIST_SECONDS:
+                holders = live_tokens()
+                found = [self._summary(id, path, holders) for id, path in self._find().items() if path.exists()]
+                found.sort(key=lambda run: -run.updated)
+                self._listed = time.monotonic(), found[:MOST_LISTED]
+            return self._listed[1]
+
+    def given_to(self, folder: Path, name: str) -> list[str]:
+        """Ids of the runs that a cluster was given, the newest first."""
+        return [run_id(path) for path in _remembered(folder, name)]
+
+    def _find(self) -> dict[str, Path]:
+        paths = [*seen_runs(root()), *(path.resolve() for path in find_runs(self._own))]
+        for folder, _ in known_clusters():
+            paths += _remembered(folder, folder.name)
+        found = {run_id(path): path for path in paths}
+        self._paths |= found  # One that was there is known as gone, not as unknown.
+        return found
+
+    def _summary(self, id: str, path: Path, holders: dict[str, str]) -> m.RunSummary:
+        try:
+            seen = self._look(id, path)
+        except Exception as error:  # One bad run never hides the others.
+            known = told(error)
+            text = known[1] if known else f"cannot be read ({type(error).__name__}); look at its folder"
+            return m.RunSummary(id=id, name=path.name, state="damaged", updated=_modified(path), problem=text)
+        newest = [seen.record] if seen.record is not None else []
+        return summary_of(id, seen.folder, seen.status, newest, holders.get(seen.status.token, ""))
+
+    def _look(self, id: str, path: Path) -> _Seen:
+        files = [path / name for name in ("config.json", "status.json", "records/rank-0.jsonl")]
+        stamp = tuple(map(_stamp, files))
+        seen = self._seen.get(id)
+        if seen is None or seen.stamp != stamp:
+            folder = seen.folder if seen is not None and seen.stamp[0] == stamp[0] else RunFolder(path)
+            seen = self._seen[id] = _Seen(folder, folder.read_status(), last_record(path, 0), stamp)
+        return seen
+
+    def _close_idle(self) -> None:
+        now = time.monotonic()
+        for id, (reader, asked) in list(self._readers.items()):
+            if now - asked > _IDLE_SECONDS or (len(self._readers) > _IDLE_READERS and now - asked > 1.0):
+                del self._readers[id]
+                reader.close()
+
+
+def live_tokens() -> dict[str, str]:
+    """Token -> id of each cluster that runs here."""
+    return {
+        state.token: folder.name
+        for folder, state in known_clusters()
+        if state is not None and not isinstance(state, ClusterError) and state.running
+    }
+
+
+def _remembered(folder: Path, name: str) -> list[Path]:
+    try:
+        return remembered_runs(Given(folder, name, ""))
+    except RunFolderError:
+        return []  # A damaged list; the registry of the person has the same.
+
+
+def _stamp(path: Path) -> object:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

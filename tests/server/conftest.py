@@ -1,0 +1,85 @@
+"""One Jupyter server for all tests of this tier: a real one, in a process and with folders of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import websocket
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+sys.path.append(str(Path(__file__).parents[1] / "notebook"))
+
+TOKEN = "a-token-of-the-tests"
+SECONDS = 30.0
+
+
+@dataclass
+class JupyterServer:
+    """Where it is, and how it is asked."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    root: Path
+    ipython: Path
+
+    @property
+    def clusters(self) -> Path:
+        """The folder of all clusters."""
+        return self.ipython / "profile_default" / "speedlab"
+
+    def ask(
+        self, way: str, body: Any = None, *, headers: dict[str, str] | None = None, token: str = TOKEN
+    ) -> tuple[int, Any]:
+        """(status, answer): a POST when there is a body."""
+        given = ({"Authorization": f"token {token}"} if token else {}) | (headers or {})
+        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)) as connection:
+            connection.request("GET" if body is None else "POST", f"/base/speedlab/api/{way}", data, given)
+            answer = connection.getresponse()
+            text = answer.read()
+        assert answer.headers.get_content_type() == "application/json", text
+        return answer.status, json.loads(text)
+
+    def live(self, token: str = TOKEN, **options: Any) -> websocket.WebSocket:
+        """A page's websocket."""
+        url = f"ws://127.0.0.1:{self.port}/base/speedlab/api/live" + (f"?token={token}" if token else "")
+        return websocket.create_connection(url, timeout=SECONDS, **options)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterServer]:
+    root, home, ipython = (tmp_path_factory.mktemp(name) for name in ("root", "home", "ipython"))
+    (ipython / "profile_default" / "speedlab").mkdir(parents=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JUPYTER")}
+    environment |= {"IPYTHONDIR": str(ipython), "JUPYTER_RUNTIME_DIR": str(home), "JUPYTER_CONFIG_DIR": str(home)}
+    command = [sys.executable, "-m", "jupyter_server", "--allow-root", "--no-browser", "--ServerApp.base_url=/base/"]
+    command += [f"--ServerApp.root_dir={root}", f"--IdentityProvider.token={TOKEN}", "--ServerApp.ip=127.0.0.1"]
+    command += ["--ServerApp.jpserver_extensions={'speedlab_server': True, 'jupyterlab': False, 'ipyparallel': False}"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command += [f"--ServerApp.port={port}"]  # Taken meanwhile, it takes another one, and says which.
+    with open(home / "log", "wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=root)
+    try:
+        info, deadline = home / f"jpserver-{process.pid}.json", time.monotonic() + 60
+        while not info.exists() or not info.read_text():
+            assert process.poll() is None, (home / "log").read_text()
+            assert time.monotonic() < deadline, (home / "log").read_text()
+            time.sleep(0.02)
+        yield JupyterServer(process, json.loads(info.read_text())["port"], root, ipython)
+    finally:
+        process.terminate()
+        process.wait(SECONDS)
