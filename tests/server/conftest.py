@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import os
 import socket
@@ -11,51 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import websocket
+from server_helpers import SECONDS, TOKEN, JupyterServer
 
+# What other tiers share of theirs; tests of this one import it also where they run alone.
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 sys.path.append(str(Path(__file__).parents[1] / "notebook"))
-
-TOKEN = "a-token-of-the-tests"
-SECONDS = 30.0
-
-
-@dataclass
-class JupyterServer:
-    """Where it is, and how it is asked."""
-
-    process: subprocess.Popen[bytes]
-    port: int
-    root: Path
-    ipython: Path
-
-    @property
-    def clusters(self) -> Path:
-        """The folder of all clusters."""
-        return self.ipython / "profile_default" / "speedlab"
-
-    def ask(
-        self, way: str, body: Any = None, *, headers: dict[str, str] | None = None, token: str = TOKEN
-    ) -> tuple[int, Any]:
-        """(status, answer): a POST when there is a body."""
-        given = ({"Authorization": f"token {token}"} if token else {}) | (headers or {})
-        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)) as connection:
-            connection.request("GET" if body is None else "POST", f"/base/speedlab/api/{way}", data, given)
-            answer = connection.getresponse()
-            text = answer.read()
-        assert answer.headers.get_content_type() == "application/json", text
-        return answer.status, json.loads(text)
-
-    def live(self, token: str = TOKEN, **options: Any) -> websocket.WebSocket:
-        """A page's websocket."""
-        url = f"ws://127.0.0.1:{self.port}/base/speedlab/api/live" + (f"?token={token}" if token else "")
-        return websocket.create_connection(url, timeout=SECONDS, **options)
 
 
 @pytest.fixture(scope="session")
@@ -82,4 +43,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterServer]:
         yield JupyterServer(process, json.loads(info.read_text())["port"], root, ipython)
     finally:
         process.terminate()
-        process.wait(SECONDS)
+        try:
+            process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import websocket
-from conftest import TOKEN, JupyterServer
+from server_helpers import TOKEN, JupyterServer
 from speedlab_server.registry import run_id
 from telemetry_samples import eventually, make_event, make_folder, make_record
 

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import platform
+import secrets
 import signal
 import stat
 import subprocess
@@ -27,6 +28,10 @@ from speedlab.cluster.home import ClusterState, EngineEntry, Home, running_clust
 from speedlab.cluster.launchers import DeviceEngineSetLauncher, device_fields, rank_environment
 from speedlab.cluster.shipping import pack, unpack
 from speedlab.hardware import Device
+
+TOKEN = secrets.token_hex(8)
+"""Of nobody else, also where these tests run twice at once."""
+PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
 
 
 @pytest.fixture(autouse=True)
@@ -160,15 +165,15 @@ def test_a_damaged_cluster_is_named_and_hides_no_other(monkeypatch: pytest.Monke
 
 def test_processes_are_known_by_their_token() -> None:
     code = "import subprocess, sys; subprocess.Popen(['sleep', '60'], start_new_session=True); print('up'); input()"
-    environment = {**os.environ, processes.TOKEN: "secret"}
+    environment = {**os.environ, processes.TOKEN: TOKEN}
     with subprocess.Popen(
         [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        found = processes.marked("secret")
+        found = processes.marked(TOKEN)
         assert {p.pid for p in found} > {process.pid}
-        assert processes.is_alive(process.pid, "secret")
+        assert processes.is_alive(process.pid, TOKEN)
         assert not processes.is_alive(process.pid, "other")
         assert processes.end(found, patience_seconds=0.2) == []
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in found)
@@ -177,9 +182,15 @@ def test_processes_are_known_by_their_token() -> None:
 @pytest.mark.parametrize("word", ["stop", "start"])
 def test_what_a_start_has_left_that_nobody_survived_is_ended(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Supervisor and kernel were killed before it was written down what runs."""
-    Home("default").create("secret")
-    with subprocess.Popen(["sleep", "60"], env={**os.environ, processes.TOKEN: "secret"}) as process:
-        assert processes.is_alive(process.pid, "secret")
+    Home("default").create(TOKEN)
+    with subprocess.Popen(["cat"], env={**os.environ, processes.TOKEN: TOKEN}, **PIPES) as process:
+        # Popen returns when the new program is being loaded; a moment later the process has its environment.
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"up\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"up\n"
+        assert processes.is_alive(process.pid, TOKEN)
         cluster = Cluster(start=False)
         monkeypatch.setattr(cluster, "_start", lambda: None)
         getattr(cluster, word)()
