@@ -24,6 +24,10 @@ _Result = TypeVar("_Result")
 _KILL_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 _YOUNG_SECONDS = 3.0
+_LOADING_SECONDS = 0.1
+"""How long the environment of a young process is waited for: while its program is being loaded it has none."""
+_KERNEL_THREADS = 2
+"""The process whose children are threads of the kernel, which never have an environment."""
 
 
 def is_alive(pid: int, token: str) -> bool:
@@ -53,13 +57,23 @@ def marked(token: str) -> list[psutil.Process]:
     found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         try:
-            if process.environ().get(TOKEN) == token:
+            if _environment(process).get(TOKEN) == token:
                 found[process.pid] = process
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # Gone meanwhile, or somebody else's: not ours either way.
     for process in list(found.values()):
         found.update({child.pid: child for child in descendants(process)})
     return list(found.values())
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    deadline = time.monotonic() + _LOADING_SECONDS
+    while not (environment := process.environ()):
+        old = time.time() - process.create_time() > _YOUNG_SECONDS
+        if old or process.ppid() == _KERNEL_THREADS or time.monotonic() > deadline:
+            break
+        time.sleep(0.001)
+    return environment
 
 
 def engines(token: str) -> list[psutil.Process]:

@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -177,6 +178,32 @@ def test_processes_are_known_by_their_token() -> None:
         assert not processes.is_alive(process.pid, "other")
         assert processes.end(found, patience_seconds=0.2) == []
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in found)
+
+
+class LoadingProcess:
+    """One that has no environment yet when it is looked at first; a thread of the kernel never has one."""
+
+    def __init__(self, pid: int, parent: int, environments: list[dict[str, str]]) -> None:
+        self.pid, self._parent, self._environments = pid, parent, environments
+        self.looks = 0
+
+    def environ(self) -> dict[str, str]:
+        self.looks += 1
+        return self._environments[min(self.looks, len(self._environments)) - 1]
+
+    def create_time(self) -> float:
+        return time.time()
+
+    def ppid(self) -> int:
+        return self._parent
+
+
+def test_a_process_whose_program_is_being_loaded_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading, thread = LoadingProcess(10, 1, [{}, {}, {processes.TOKEN: TOKEN}]), LoadingProcess(11, 2, [{}])
+    monkeypatch.setattr(psutil, "process_iter", lambda: iter([loading, thread]))
+    monkeypatch.setattr(processes, "descendants", lambda process: [])
+    assert processes.marked(TOKEN) == [loading]
+    assert (loading.looks, thread.looks) == (3, 1)
 
 
 @pytest.mark.parametrize("word", ["stop", "start"])
