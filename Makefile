@@ -12,7 +12,7 @@ ARGS ?=
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lab test bench lint format types lock clean
+.PHONY: help setup pages check-pages demo lab test bench lint format types lock clean
 
 help:
 	@echo "make setup   .venv with pinned dependencies"
@@ -22,14 +22,23 @@ help:
 	@echo "make bench   side-by-side measurements (NAME=step; installs the peers in $(PEERS) first)"
 	@echo "make lint    ruff: rules and formatting"
 	@echo "make types   pyright"
+	@echo "make pages   builds JupyterLab's extension again, after a change in extension/lab"
+	@echo "make check-pages   its rules, types and tests"
 	@echo "make format  ruff: writes the formatting"
 	@echo "make lock    writes requirements.lock from .venv"
 	@echo "make clean   removes caches; .venv and runs/ stay"
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: requirements.lock pyproject.toml .ci/setup.sh
+$(VENV)/.ready: requirements.lock pyproject.toml .ci/setup.sh .ci/pages.sh
 	@.ci/setup.sh
+
+pages: setup
+	@.ci/pages.sh
+	@$(BIN)/python -m pip -qq install --no-deps --no-build-isolation --editable .
+
+check-pages: setup
+	@.ci/pages.sh check
 
 demo: setup
 	@$(BIN)/speedlab demo
