@@ -32,7 +32,6 @@ PAGES = (
     "speedlab/planner/*.md",
     "notebooks/*.ipynb",
 )
-COMMANDS = ("train", "status", "stop", "plan", "report", "export", "calibrate", "bench", "guide", "config")
 
 
 def lay_out() -> None:
@@ -64,7 +63,7 @@ def write_pages() -> None:
         f"`speedlab train`, too, by its path.\n\n```yaml\n{fields}\n```\n",
         encoding="utf-8",
     )
-    parts = [f"## speedlab {name}\n\n```text\n{said(name, '--help')}\n```\n" for name in COMMANDS]
+    parts = [f"## speedlab {name}\n\n```text\n{said(name, '--help')}\n```\n" for name in cli.COMMANDS]
     head = f"# The terminal\n\n```text\n{said('--help')}\n```\n"
     (SOURCE / "api/terminal.md").write_text("\n".join([head, *parts]), encoding="utf-8")
 
