@@ -248,8 +248,8 @@ import sys
 from speedlab.config import RunConfig
 from speedlab.engine.run.held_runs import advance
 from speedlab.telemetry.folder import RunFolder
-small = {"layers": 1, "hidden": 32, "heads": 2, "vocab_size": 64, "context": 16}
-data = {"source": "task:copy", "sequence_length": 16, "vocab_size": 64}
+small = {"layers": 1, "hidden": 32, "heads": 2, "vocab_size": 257, "context": 16}
+data = {"source": "task:copy", "sequence_length": 16, "vocab_size": 257}
 folder = RunFolder.create(RunConfig(name="one", folder=sys.argv[1], steps=1, model=small, data=data))
 print(advance(folder.path), sorted({"torch._dynamo", "torch._inductor", "sympy"} & set(sys.modules)))
 """
