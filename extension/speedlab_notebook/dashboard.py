@@ -126,12 +126,10 @@ class Dashboard(anywidget.AnyWidget):
         self._pictured = self._at_rest
         """Whether the picture shows how the run rests."""
         self._look_again = 0.0
-        first: dict[str, Any] = {
-            "_esm": _built("dashboard.js").read_text(),
-            "_css": _built("dashboard.css").read_text(),
-        }
+        self._esm, self._css = (_built(name).read_text() for name in ("dashboard.js", "dashboard.css"))
+        first: dict[str, Any] = {}
         if self.watched:
-            first |= {"bundle": PlotlyBundle.shared(), "keyframe": _packed(self._drawing.keyframe(feed.status))}
+            first = {"bundle": PlotlyBundle.shared(), "keyframe": _packed(self._drawing.keyframe(feed.status))}
         super().__init__(**first)
         self.on_msg(self._on_message)
         atexit.register(self._end)  # While all that the thread uses is still there.
