@@ -22,7 +22,7 @@ from speedlab.display.text import count_text
 _WIDTH, _HEIGHT = 620, 340
 _HEAD = 40
 _LEFT, _RIGHT, _TOP, _BELOW = 62, 62, 52, 74
-_LEGEND_LINE = 17
+_LEGEND_LINE, _NOTE_LINE = 17, 13
 _LETTER = 6.3
 """Pixels of a letter of the small text, about."""
 _DASHES = {"dot": "2 3", "dash": "6 4"}
@@ -222,7 +222,8 @@ class _Panel:
         for note in self._layout["annotations"]:
             text = plain_text(note["text"])
             if note.get("xref") == "paper" and note.get("yref") == "paper":
-                parts.append(_words(self._right, _TOP - 6 - _LEGEND_LINE * corner, text, "end"))
+                x, anchor = (self._left, "start") if note["xanchor"] == "left" else (self._right, "end")
+                parts.append(_words(x, _TOP - 4 - _NOTE_LINE * corner, text, anchor))
                 corner += 1
             elif note.get("xref") == "paper":
                 parts.append(_words(self._right, self._y["y"](note["y"]) - 4, text, "end"))

@@ -20,6 +20,10 @@ run = cluster.train(sl.RunConfig(
     model={"layers": 2, "hidden": 64, "heads": 2, "ffn_hidden": 256},
     data={"max_bytes": 200_000, "sequence_length": 64}, eval={"every_steps": 0},
 ))"""
+WIDGET = """\
+from speedlab.telemetry.feed import Feed
+from speedlab_notebook.dashboard import Dashboard
+Dashboard(Feed(run.folder), name="widget")"""
 STOP = "run.stop().wait(60)\nprint('the run is', run.state)"
 STOP_ENGINES = """
 from speedlab.cluster import Cluster, ClusterError
@@ -139,7 +143,7 @@ def test_the_dashboard_goes_on_while_a_cell_blocks_after_a_reload_and_after_a_re
     broken: list[str] = []
     page.on("pageerror", lambda error: broken.append(str(error)))
     block = "import pathlib, time\nwhile not pathlib.Path('go').exists():\n    time.sleep(0.02)"
-    cells = [START, TRAIN.replace("NAME", "going-on"), "%speedlab dash", block]
+    cells = [START, TRAIN.replace("NAME", "going-on"), "%speedlab dash", block, WIDGET]
     notebook = Notebook(page, lab, "going_on.ipynb", [*cells, "%load_ext speedlab\n%speedlab attach", STOP])
     notebook.run(0)
     assert "Error" not in "".join(notebook.run(1).all_inner_texts())
@@ -154,6 +158,10 @@ def test_the_dashboard_goes_on_while_a_cell_blocks_after_a_reload_and_after_a_re
     (lab.folder / "go").touch()
     cell.locator(".jp-InputPrompt", has_text="[4]:").wait_for()
     notebook.saved_output("application/vnd.speedlab.run+json")
+    # The same as a widget, for places whose server draws nothing.
+    widget = notebook.run(4).locator(".speedlab-dash")
+    widget.locator('[data-plot="loss"] .scatterlayer .trace').first.wait_for(state="attached")
+    goes_on(page, widget)
 
     page.reload()
     notebook.wait_until_idle()
@@ -168,11 +176,12 @@ def test_the_dashboard_goes_on_while_a_cell_blocks_after_a_reload_and_after_a_re
     page.locator(".jp-Dialog button.jp-mod-accept").click()
     notebook.wait_until_idle()
     goes_on(page, dash)
-    outputs = notebook.run(4, count=1)
+    widget.get_by_text("was restarted. Run the cell again.").wait_for()
+    outputs = notebook.run(5, count=1)
     assert "'going-on'" in outputs.inner_text()
     goes_on(page, outputs.locator(".speedlab-dash"))
     assert outputs.locator(".speedlab-panel").count() == 1
-    assert "the run is stopped" in notebook.run(5, count=2).inner_text()
+    assert "the run is stopped" in notebook.run(6, count=2).inner_text()
     assert broken == []
 
 

@@ -8,6 +8,7 @@ import { Controls } from '../src/dashboard/controls';
 import { Figures, harmless, plainText, readFrame } from '../src/dashboard/figures';
 import type { Buffer } from '../src/dashboard/figures';
 import { ModelSource } from '../src/dashboard/modelSource';
+import type { Model } from '../src/dashboard/modelSource';
 import { TableView, tableOf } from '../src/dashboard/tables';
 import type { Changes, Keyframe } from '../src/messages';
 
@@ -205,26 +206,45 @@ describe('the head line', () => {
 });
 
 describe('a kernel that is restarted', () => {
-  it('is told once, and nothing is sent to it any more', () => {
-    const handlers = new Map<string, () => void>();
-    const sent: unknown[] = [];
-    const model = {
-      get: () => ({}),
-      on: (name: string, callback: () => void) => void handlers.set(name, callback),
-      off: (name: string) => void handlers.delete(name),
-      send: (content: unknown) => void sent.push(content),
-      widget_manager: { get_model: () => Promise.reject(new Error('unused')) }
+  const handlers = new Map<string, () => void>();
+  let sent: unknown[] = [];
+  let problems: string[] = [];
+
+  function sourceOf(bundle: string | null): ModelSource {
+    sent = [];
+    problems = [];
+    const model: Model = {
+      get: name => (name === 'bundle' ? bundle : {}),
+      on: (name, callback) => void handlers.set(name, callback as () => void),
+      off: name => void handlers.delete(name),
+      send: content => void sent.push(content),
+      widget_manager: { get_model: id => Promise.resolve({ ...model, comm_live: id !== 'dead' }) }
     };
-    const problems: string[] = [];
     const source = new ModelSource(model, 'v');
     source.start({ onMessage: () => {}, onProblem: text => void problems.push(text) });
+    return source;
+  }
+
+  it('is told once, and nothing is sent to it any more', () => {
+    const source = sourceOf(null);
     source.ask({ watching: true });
     handlers.get('comm_live_update')!();
     source.ask({ watching: false });
     source.close();
     expect(sent).toEqual([{ type: 'Draw', version: 1, view: 'v', watching: true }]);
-    expect(problems[0]).toMatch('was restarted. Run the cell again.');
+    expect(problems).toEqual([expect.stringMatching('was restarted. Run the cell again.')]);
     expect(handlers.size).toBe(0);
+  });
+
+  it('is noticed by a view that is made after it', async () => {
+    const told = [];
+    for (const bundle of ['IPY_MODEL_living', 'IPY_MODEL_dead']) {
+      const source = sourceOf(bundle);
+      await Promise.resolve().then(() => Promise.resolve());
+      told.push(problems.length);
+      source.close();
+    }
+    expect(told).toEqual([0, 1]);
   });
 });
 
