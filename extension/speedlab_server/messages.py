@@ -221,6 +221,13 @@ class Output(Message, kw_only=True):
     cursor: str
 
 
+class Notebook(Message, kw_only=True):
+    """A notebook that comes with SpeedLab."""
+
+    name: str
+    content: dict[str, Any]
+
+
 class Word(Part, kw_only=True):
     """What a page asks of a run. Numbers and texts in `arguments` are those of the run's own methods."""
 
@@ -276,5 +283,5 @@ class Tick(Message, kw_only=True):
     all_clusters: list[ClusterSummary] | None = None
 
 
-ANSWERS = (Problem, Clusters, Cluster, Runs, Run, Records, Events, Output, WordGiven, Tick)
+ANSWERS = (Problem, Clusters, Cluster, Runs, Run, Records, Events, Output, Notebook, WordGiven, Tick)
 QUESTIONS = (Word, Subscribe)

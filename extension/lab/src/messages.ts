@@ -152,6 +152,14 @@ export interface Output {
   cursor: string;
 }
 
+/** A notebook that comes with SpeedLab. */
+export interface Notebook {
+  type: "Notebook";
+  version: number;
+  name: string;
+  content: Record<string, unknown>;
+}
+
 /** A control word is on its way; the event whose `command` is `number` answers it. */
 export interface WordGiven {
   type: "WordGiven";
@@ -205,5 +213,5 @@ export interface Subscribe {
   lists?: boolean;
 }
 
-export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Output | WordGiven | Tick;
+export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Output | Notebook | WordGiven | Tick;
 export type Question = Word | Subscribe;
