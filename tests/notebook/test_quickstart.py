@@ -13,7 +13,6 @@ import nbformat
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from speedlab.cli import demo as command
 from speedlab.display.guides import QUICKSTART, notebook_file
 from speedlab.display.text import bytes_text
 from speedlab.planner.formula import model_states, parameter_count

@@ -1,4 +1,4 @@
-import type { Answer, Cluster, Clusters, Notebook, Output, Run, Runs, Word, WordGiven } from './messages';
+import type { Answer, Cluster, Clusters, Events, Notebook, Output, Run, Runs, Word, WordGiven } from './messages';
 import { VERSION } from './messages';
 
 /** Something that the server did not do, with what to do about it. */
@@ -33,6 +33,7 @@ export class Api {
   cluster = (id: string) => this.ask<Cluster>('Cluster', `clusters/${encodeURIComponent(id)}`);
   runs = () => this.ask<Runs>('Runs', 'runs');
   run = (id: string) => this.ask<Run>('Run', `runs/${encodeURIComponent(id)}`);
+  events = (id: string) => this.ask<Events>('Events', `runs/${encodeURIComponent(id)}/events`);
   notebook = (name: string) => this.ask<Notebook>('Notebook', `notebooks/${encodeURIComponent(name)}`);
 
   output(of: Printer, wanted: OutputWanted = {}): Promise<Output> {

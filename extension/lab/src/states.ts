@@ -1,10 +1,11 @@
 // What states of runs and clusters are called, and what can be done in each. Pure.
 
 import { agoText, countText, leftText, wholeText } from './format';
+import type { Icon } from './icons';
 import type { ClusterSummary, RunEvent, RunSummary } from './messages';
 
 export interface Look {
-  glyph: string;
+  glyph: Icon;
   /** For who does not see the glyph. */
   word: string;
   /** Of its colour in the style sheet. */
@@ -12,24 +13,24 @@ export interface Look {
 }
 
 export const RUN_LOOKS: Record<RunSummary['state'], Look> = {
-  starting: { glyph: '◌', word: 'starting', tone: 'live' },
-  running: { glyph: '●', word: 'running', tone: 'live' },
-  paused: { glyph: '❚❚', word: 'paused', tone: 'rest' },
-  finished: { glyph: '✓', word: 'finished', tone: 'done' },
-  stopped: { glyph: '■', word: 'stopped', tone: 'quiet' },
-  failed: { glyph: '✗', word: 'failed', tone: 'bad' },
-  damaged: { glyph: '⚠', word: 'cannot be read', tone: 'bad' }
+  starting: { glyph: 'ring', word: 'starting', tone: 'live' },
+  running: { glyph: 'dot', word: 'running', tone: 'live' },
+  paused: { glyph: 'pause', word: 'paused', tone: 'rest' },
+  finished: { glyph: 'check', word: 'finished', tone: 'done' },
+  stopped: { glyph: 'stop', word: 'stopped', tone: 'quiet' },
+  failed: { glyph: 'cross', word: 'failed', tone: 'bad' },
+  damaged: { glyph: 'warning', word: 'cannot be read', tone: 'bad' }
 };
 
 export const CLUSTER_LOOKS: Record<ClusterSummary['state'], Look> = {
-  running: { glyph: '●', word: 'running', tone: 'live' },
-  starting: { glyph: '◌', word: 'starting', tone: 'rest' },
-  ended: { glyph: '✗', word: 'ended', tone: 'quiet' },
-  elsewhere: { glyph: '○', word: 'on another host', tone: 'quiet' },
-  damaged: { glyph: '⚠', word: 'cannot be read', tone: 'bad' }
+  running: { glyph: 'dot', word: 'running', tone: 'live' },
+  starting: { glyph: 'ring', word: 'starting', tone: 'rest' },
+  ended: { glyph: 'cross', word: 'ended', tone: 'quiet' },
+  elsewhere: { glyph: 'ring', word: 'on another host', tone: 'quiet' },
+  damaged: { glyph: 'warning', word: 'cannot be read', tone: 'bad' }
 };
 
-const UNKNOWN: Look = { glyph: '?', word: 'in an unknown state', tone: 'quiet' };
+const UNKNOWN: Look = { glyph: 'ring', word: 'in an unknown state', tone: 'quiet' };
 
 export const runLook = (run: RunSummary): Look => RUN_LOOKS[run.state] ?? UNKNOWN;
 export const clusterLook = (cluster: ClusterSummary): Look => CLUSTER_LOOKS[cluster.state] ?? UNKNOWN;
@@ -110,6 +111,7 @@ export function refusal(word: string, run: RunSummary): string {
     return held ? '' : 'its engines are gone; in a notebook, speedlab.attach(name).resume() goes on in others';
   }
   if (!held) return 'its engines are gone';
+  if (word === 'step' && run.state === 'running') return 'the run computes; pause it first';
   const over = run.state === 'finished' || run.state === 'stopped' || run.state === 'failed';
   return over && word !== 'save' ? `the run is ${runLook(run).word}` : '';
 }
