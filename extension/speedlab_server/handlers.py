@@ -10,6 +10,7 @@ GET  runs/<id>/events              Events     ?after=<number of events known>
 GET  runs/<id>/output              Output     as above, of the cluster that holds the run
 POST runs/<id>/words               WordGiven  of a Word
 GET  notebooks/<name>              Notebook   of those that come with SpeedLab
+GET  runs/<id>/drawing             a websocket, see `drawing`
 GET  live                          a websocket, see `live`
 """
 
@@ -35,6 +36,7 @@ import speedlab_server.words as words
 from speedlab.cluster.home import OUTPUT, known_clusters
 from speedlab.display.guides import notebook_file
 from speedlab_server.clusters import Clusters, Reached, all_clusters, find
+from speedlab_server.drawing import DrawingHandler
 from speedlab_server.live import Hub, LiveHandler
 from speedlab_server.output import output_of
 from speedlab_server.problems import GoneError, OtherVersionError, QuestionError, told, version_text
@@ -68,7 +70,8 @@ def add_handlers(web_app: Any, root_dir: str) -> None:
     base = url_path_join(web_app.settings["base_url"], "speedlab", "api")
     routes = [(rf"{base}/{pattern}", handler) for pattern, handler in _ROUTES]
     live = (rf"{base}/live", LiveHandler, {"hub": Hub(services)})
-    web_app.add_handlers(".*$", [*routes, live, (rf"{base}/.*", NothingHandler)])
+    drawing = (f"{base}/runs/{_ID}/drawing", DrawingHandler, {"services": services})
+    web_app.add_handlers(".*$", [*routes, drawing, live, (rf"{base}/.*", NothingHandler)])
 
 
 class Handler(APIHandler):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import websocket
 from server_helpers import TOKEN, JupyterServer
-from speedlab_server.registry import run_id
+from speedlab.cluster.known_runs import run_id
 from telemetry_samples import eventually, make_event, make_folder, make_record
 
 from speedlab.cluster.known_runs import note_seen

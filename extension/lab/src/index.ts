@@ -1,5 +1,7 @@
 import { JupyterFrontEndPlugin } from '@jupyterlab/application';
 
-const plugins: JupyterFrontEndPlugin<unknown>[] = [];
+import { renderer } from './dashboard/renderer';
+
+const plugins: JupyterFrontEndPlugin<unknown>[] = [renderer];
 
 export default plugins;
