@@ -99,11 +99,11 @@ class Queue {
   private first = 0;
 }
 
-// Colours and moves of a terminal, and what is not to be seen in a line; the first is the escape character.
-const ESCAPES = new RegExp(
-  '\\u001b(?:\\[[0-?]*[ -/]*[@-~]|\\][^\\u0007\\u001b]*(?:\\u0007|\\u001b\\\\)|[@-Z\\\\-_])',
-  'g'
-);
-const UNSEEN = new RegExp('[\\u0000-\\u0008\\u000b-\\u001f\\u007f\\u202a-\\u202e\\u2066-\\u2069]', 'g');
+/* eslint-disable no-control-regex -- control characters are what these two are about */
+/** Colours and moves of a terminal. */
+const ESCAPES = /\u001b(?:\[[0-?]*[ -/]*[@-~]|\][^\u0007\u001b]*(?:\u0007|\u001b\\)|[@-Z\\-_])/g;
+/** What is not seen in a line, or turns it around. */
+const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f\u202a-\u202e\u2066-\u2069]/g;
+/* eslint-enable no-control-regex */
 
 const plain = (text: string): string => text.replace(ESCAPES, '').replace(UNSEEN, '');

@@ -19,7 +19,7 @@ export class RunOn {
 
   constructor(
     private readonly api: Pick<Api, 'runs'>,
-    private readonly live: Live
+    live: Live
   ) {
     this.listening = live.listen(news => {
       if (this.run && news.runs.has(this.run.id)) this.take(live.run(this.run.id)?.status);
