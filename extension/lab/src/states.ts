@@ -40,9 +40,10 @@ export function isLive(run: RunSummary): boolean {
   return run.state === 'running' || (run.cluster !== '' && (run.state === 'starting' || run.state === 'paused'));
 }
 
-/** The run that a status bar speaks of: one that computes before one that waits. */
+/** The run that a status bar speaks of: one that computes before one that waits, held by a cluster before another. */
 export function runAtHand(runs: readonly RunSummary[]): RunSummary | undefined {
-  return runs.find(run => run.state === 'running') ?? runs.find(isLive);
+  const computes = runs.filter(run => run.state === 'running');
+  return computes.find(run => run.cluster !== '') ?? runs.find(run => isLive(run) && run.cluster !== '') ?? computes[0];
 }
 
 /** '131/2,000'. */
@@ -101,6 +102,9 @@ export function fits(run: RunSummary, search: string): boolean {
     .every(word => text.includes(word));
 }
 
+/** Its engines may be gone, or a script trains it. */
+export const NOT_HELD = 'no cluster that runs here holds it';
+
 /** Why a control cannot be used now; '' where it can. */
 export function refusal(word: string, run: RunSummary): string {
   if (run.problem || run.state === 'damaged') return 'the run cannot be read';
@@ -108,9 +112,9 @@ export function refusal(word: string, run: RunSummary): string {
   const held = run.cluster !== '';
   if (word === 'resume') {
     if (run.state === 'finished') return 'the run is finished; run.resume(steps=…) in a notebook makes it longer';
-    return held ? '' : 'its engines are gone; in a notebook, speedlab.attach(name).resume() goes on in others';
+    return held ? '' : `${NOT_HELD}; in a notebook, speedlab.attach(name).resume() goes on in other engines`;
   }
-  if (!held) return 'its engines are gone';
+  if (!held) return NOT_HELD;
   if (word === 'step' && run.state === 'running') return 'the run computes; pause it first';
   const over = run.state === 'finished' || run.state === 'stopped' || run.state === 'failed';
   return over && word !== 'save' ? `the run is ${runLook(run).word}` : '';

@@ -42,7 +42,7 @@ test('search takes every word, in name or state', () => {
 
 test.each([
   ['pause', {}, ''],
-  ['pause', { state: 'paused', cluster: '' }, 'its engines are gone'],
+  ['pause', { state: 'paused', cluster: '' }, 'no cluster that runs here holds it'],
   ['pause', { state: 'finished' }, 'the run is finished'],
   ['save', { state: 'finished' }, ''],
   ['stop', { state: 'starting' }, ''],

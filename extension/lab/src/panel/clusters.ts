@@ -28,7 +28,7 @@ export class ClusterRow implements Row<ClusterItem> {
   constructor(id: string, acts: ClusterActs) {
     this.head = new RowHead(this.body, () => acts.toggle(id));
     const open = () => acts.output({ kind: 'clusters', id }, this.name);
-    this.output = new Action('lines', "Ranks' output", 'Show what its ranks have printed', open);
+    this.output = new Action('lines', 'Output', 'Show what its ranks have printed', open);
     const actions = element('div', { class: 'sl-actions' }, this.output.node);
     this.body.append(this.ranks, this.memory.node, actions);
     this.node.append(this.head.node, this.problem.node, this.body);
@@ -76,6 +76,14 @@ export function alike(ranks: readonly Rank[]): { ranks: Rank[]; device: string; 
   return [...groups.values()];
 }
 
+/** '643–650 MiB', '0.9 GiB–1.2 GiB', or one number where both read alike. */
+function spanText(low: number, high: number): string {
+  const [least, most] = [bytesText(low), bytesText(high)];
+  const [number, unit] = least.split(' ');
+  if (least === most) return most;
+  return unit === most.split(' ')[1] ? `${number}–${most}` : `${least}–${most}`;
+}
+
 function ranksCaption(cluster: ClusterSummary): HTMLElement {
   return element('caption', { class: 'sl-unseen' }, `Ranks of cluster ${cluster.name}`);
 }
@@ -88,8 +96,7 @@ function ranksHead(): HTMLElement {
 function ranksBody(ranks: readonly Rank[]): HTMLElement {
   const rows = alike(ranks).map(group => {
     const sizes = group.ranks.map(rank => rank.rss_bytes).filter(bytes => bytes > 0);
-    const [low, high] = [bytesText(Math.min(...sizes)), bytesText(Math.max(...sizes))];
-    const size = sizes.length === 0 ? '–' : low === high ? low : `${low} – ${high}`;
+    const size = sizes.length === 0 ? '–' : spanText(Math.min(...sizes), Math.max(...sizes));
     const names = [...new Set(group.ranks.map(rank => rank.device?.name ?? ''))].filter(Boolean).join(', ');
     const pids = group.ranks.map(rank => rank.pid).join(', ');
     return element(

@@ -37,7 +37,8 @@ export function placesOf(memory: readonly RankMemory[]): PlaceBars[] {
   PLACES.forEach((place, index) => {
     const bars = memory.map(rank => ({
       label: ranksText([rank.rank]),
-      held: rank.held[index] ?? [],
+      // A remainder may be negative for a moment; a bar may not.
+      held: (rank.held[index] ?? []).map(bytes => Math.max(0, bytes)),
       capacity: rank.capacity[index] ?? 0
     }));
     const highest = Math.max(0, ...bars.map(bar => sum(bar.held)));

@@ -24,7 +24,7 @@ export class RowHead {
   update(name: string, look: Look, facts: string, open: boolean): void {
     setText(this.name, name);
     setText(this.word, `, ${look.word}, `);
-    setText(this.facts, facts);
+    setText(this.facts, breakable(facts));
     setAttributes(this.node, {
       'aria-expanded': String(open),
       title: `${name} · ${look.word}${facts && ` · ${facts}`}`
@@ -41,6 +41,13 @@ export class RowHead {
   private readonly word = element('span', { class: 'sl-unseen' });
   private readonly facts = element('span', { class: 'sl-facts' });
 }
+
+/** Lines break between facts and not within a short one. */
+const breakable = (facts: string): string =>
+  facts
+    .split(' · ')
+    .map(fact => (fact.length < 24 ? fact.replaceAll(' ', '\u00a0') : fact))
+    .join('\u00a0· ');
 
 /** Text that says what is wrong, where it is wrong; nothing while it is empty. */
 export class ProblemText {

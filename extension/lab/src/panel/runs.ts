@@ -5,7 +5,7 @@ import { element, setAttributes, setShown, setText } from '../dom';
 import type { Note } from '../controls';
 import type { RunData } from '../live';
 import type { RunSummary, Word } from '../messages';
-import { isLive, progress, refusal, runFacts, runLook, stageOf } from '../states';
+import { isLive, NOT_HELD, progress, refusal, runFacts, runLook, stageOf } from '../states';
 import { MemoryView } from './memory';
 import { Action, freshId, ProblemText, RowHead } from './rows';
 import { Sparkline } from './sparkline';
@@ -18,6 +18,8 @@ export interface RunItem {
   config: Record<string, unknown> | undefined;
   note: Note | undefined;
   problem: string;
+  /** Not while its cluster shows the same above. */
+  showsMemory: boolean;
   now: number;
 }
 
@@ -30,7 +32,7 @@ export interface RunActs {
   dashboard: (run: RunSummary) => void;
 }
 
-const STAGES = ['nothing partitioned', 'optimizer states', 'and gradients', 'and parameters'];
+const STAGES = ['nothing partitioned', 'optimizer states', 'states, gradients', 'states, gradients, parameters'];
 
 export class RunRow implements Row<RunItem> {
   readonly node = element('li', { class: 'sl-item' });
@@ -54,11 +56,11 @@ export class RunRow implements Row<RunItem> {
     this.change = action('check', 'Change', 'Change the ZeRO stage while it trains', () => void this.reshape());
     const looks = [
       action('chart', 'Dashboard', 'Open its dashboard', withRun(acts.dashboard)),
-      action('lines', "Ranks' output", 'Show what its ranks have printed', withRun(acts.output))
+      action('lines', 'Output', 'Show what its ranks have printed', withRun(acts.output))
     ];
     const controls = [this.pause, this.resume, this.step, this.save, this.stop].map(each => each.node);
     this.body.append(
-      element('div', { class: 'sl-actions' }, ...controls),
+      element('div', { class: 'sl-actions sl-words' }, ...controls),
       this.zero,
       element('div', { class: 'sl-actions' }, ...looks.map(each => each.node)),
       this.note,
@@ -77,6 +79,7 @@ export class RunRow implements Row<RunItem> {
     this.run = run;
     this.head.update(run.name, runLook(run), runFacts(run, item.now), chosen);
     this.problem.update(item.problem || run.problem || data?.problem || '');
+    setAttributes(this.problem.node, { class: `sl-problem${chosen ? '' : ' sl-short'}` });
     const live = isLive(run);
     this.showProgress(run, live && run.steps > 0);
     this.spark.update(live || chosen ? (data?.records ?? null) : null);
@@ -97,7 +100,7 @@ export class RunRow implements Row<RunItem> {
     setText(this.percent, `${percent} %`);
   }
 
-  private showControls({ run, data, config, note }: RunItem): void {
+  private showControls({ run, data, config, note, showsMemory }: RunItem): void {
     const computes = run.state === 'running' || run.state === 'starting';
     setShown(this.pause.node, computes);
     setShown(this.resume.node, !computes);
@@ -118,9 +121,10 @@ export class RunRow implements Row<RunItem> {
       this.stages.value = String(stage);
     }
     this.marked();
-    setText(this.note, note?.text ?? '');
+    const apart = !run.problem && run.cluster === '' && runLook(run).tone !== 'bad';
+    setText(this.note, note?.text ?? (apart ? `It can be looked at: ${NOT_HELD}.` : ''));
     setAttributes(this.note, { class: `sl-note${note?.bad ? ' sl-bad' : ''}` });
-    this.memory.update(data?.memory ?? []);
+    this.memory.update(showsMemory ? (data?.memory ?? []) : []);
   }
 
   /** The button is there while another stage is chosen than the run has: going through a list changes nothing. */

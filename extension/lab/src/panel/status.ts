@@ -11,6 +11,8 @@ import { Poll } from '../poll';
 import { isLive, runAtHand, runLook, statusText } from '../states';
 
 const LOOK_SECONDS = 5;
+/** After so long without news, another run may be the one that is on. */
+const QUIET_SECONDS = 30;
 
 /** Follows the one run that is on: while there is none, the list is asked for now and then, else only its status. */
 export class RunOn {
@@ -31,6 +33,7 @@ export class RunOn {
 
   dispose(): void {
     this.on = false;
+    clearTimeout(this.quietly);
     this.poll.dispose();
     this.listening.dispose();
   }
@@ -43,7 +46,7 @@ export class RunOn {
 
   private settle(): void {
     const follows = this.run !== undefined && isLive(this.run);
-    this.poll.on = this.shown && !follows;
+    this.poll.on = this.shown && (!follows || this.quiet);
     const id = this.shown && follows ? this.run?.id : undefined;
     if (id === this.wished) return;
     this.wished = id;
@@ -51,19 +54,30 @@ export class RunOn {
   }
 
   private choose(runs: readonly RunSummary[]): void {
-    if (this.run?.state === 'running') return;
+    if (this.run?.state === 'running' && !this.quiet) return;
     const found = runAtHand(runs) ?? runs.find(run => run.id === this.run?.id);
     if (found) this.take(found);
   }
 
   private take(run: RunSummary | null | undefined): void {
     if (!run) return;
+    const changed = JSON.stringify(run) !== JSON.stringify(this.run);
     this.run = run;
+    if (changed) {
+      this.quiet = false;
+      clearTimeout(this.quietly);
+      this.quietly = setTimeout(() => {
+        this.quiet = true;
+        this.settle();
+      }, QUIET_SECONDS * 1000);
+    }
     this.settle();
     this.changed();
   }
 
   private shown = false;
+  private quiet = false;
+  private quietly: ReturnType<typeof setTimeout> | undefined;
   private wished: string | undefined;
   private readonly listening: Listening;
   private readonly poll = new Poll(async () => {

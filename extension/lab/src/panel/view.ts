@@ -116,7 +116,9 @@ export class PanelView {
       }))
     );
     const now = Date.now() / 1000;
-    const shown = (runs ?? []).filter(run => fits(run, this.state.search));
+    const fitting = (runs ?? []).filter(run => fits(run, this.state.search));
+    // The newest first, as they come; before them those that are on.
+    const shown = [...fitting.filter(isLive), ...fitting.filter(run => !isLive(run))];
     this.runRows.update(shown.map(run => this.itemOf(run, now)));
     setShown(this.noClusters, clusters?.length === 0);
     setShown(this.noRuns, runs !== null && shown.length === 0);
@@ -136,7 +138,8 @@ export class PanelView {
     const problem = chosen ? (this.problems.get(listed.id) ?? '') : '';
     if (chosen) this.needConfig(listed.id);
     const config = this.configs.get(listed.id);
-    return { run, chosen, data, config, note: this.controls.note(listed.id), problem, now };
+    const showsMemory = !(this.state.open.includes(run.cluster) && !this.state.folded.includes('Clusters'));
+    return { run, chosen, data, config, note: this.controls.note(listed.id), problem, showsMemory, now };
   }
 
   private readonly heard = (_: News) => this.later();
