@@ -134,7 +134,7 @@ export class Live {
   private readonly say = () => {
     const wanted = together([...this.listeners].map(listener => listener.wish));
     this.sent = JSON.stringify(wanted);
-    const runs = wanted.runs.map(watch => ({ ...watch, ...position(this.data.get(watch.id)) }));
+    const runs = wanted.runs.map(watch => ({ ...watch, ...position(this.data.get(watch.id), watch.parts) }));
     const question: Subscribe = { type: 'Subscribe', version: VERSION, runs, lists: wanted.lists };
     this.socket?.send(question);
   };
@@ -217,16 +217,13 @@ export function together(wishes: readonly Wish[]): Wanted {
   };
 }
 
-/** What is there of a run, as the question for the rest says it. */
-function position(data: RunData | undefined): Partial<Watch> {
-  if (!data) return {};
-  const { records } = data;
+/** What is there of a run, as the question for the rest of these parts says it. */
+function position(data: RunData | undefined, parts: Watch['parts']): Partial<Watch> {
+  const events = data && parts.includes('events') ? { events_after: data.events.length } : {};
+  const records = parts.includes('records') ? data?.records : null;
   const after = records?.columns['step']?.at(-1);
-  const told = records && typeof after === 'number';
-  return {
-    events_after: data.events.length,
-    ...(told ? { generation: records.generation, stride: records.stride, after } : {})
-  };
+  if (!records || typeof after !== 'number') return events;
+  return { ...events, generation: records.generation, stride: records.stride, after };
 }
 
 /** What is there, with what is new of it. */

@@ -28,8 +28,8 @@ export class ClusterRow implements Row<ClusterItem> {
   constructor(id: string, acts: ClusterActs) {
     this.head = new RowHead(this.body, () => acts.toggle(id));
     const open = () => acts.output({ kind: 'clusters', id }, this.name);
-    this.output = new Action('lines', 'Output', 'Show what its ranks have printed', open);
-    const actions = element('div', { class: 'sl-actions' }, this.output.node);
+    const output = new Action('lines', 'Output', 'Show what its ranks have printed', open);
+    const actions = element('div', { class: 'sl-actions' }, output.node);
     this.body.append(this.ranks, this.memory.node, actions);
     this.node.append(this.head.node, this.problem.node, this.body);
   }
@@ -49,7 +49,6 @@ export class ClusterRow implements Row<ClusterItem> {
       this.ranks.replaceChildren(ranksCaption(cluster), ranksHead(), ranksBody(ranks));
     }
     this.memory.update(detail?.memory ?? []);
-    this.output.refuse(cluster.state === 'running' ? '' : 'the cluster does not run here');
   }
 
   private name = '';
@@ -59,7 +58,6 @@ export class ClusterRow implements Row<ClusterItem> {
   private readonly memory = new MemoryView();
   private readonly problem = new ProblemText();
   private readonly head: RowHead;
-  private readonly output: Action;
 }
 
 /** Ranks of one kind as one line: 'ranks 0–3'. */
