@@ -26,7 +26,13 @@ HEADER = """\
 def main() -> int:
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [
-        Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["dev"], *BUILD)
+        Requirement(text)
+        for text in (
+            *project["dependencies"],
+            *project["optional-dependencies"]["notebook"],
+            *project["optional-dependencies"]["dev"],
+            *BUILD,
+        )
     ]
     versions: dict[str, str] = {}
     seen: set[str] = set()

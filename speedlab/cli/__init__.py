@@ -51,17 +51,19 @@ def _run(name: str, rest: list[str]) -> int:
     from speedlab.cluster.errors import ClusterError
     from speedlab.cluster.known_runs import RunError
     from speedlab.config import ConfigError
+    from speedlab.display.extras import MissingExtraError, extras
     from speedlab.layout import LayoutError
     from speedlab.telemetry.checkpoints import CheckpointError
     from speedlab.telemetry.folder import RunFolderError
 
     module = importlib.import_module(f"speedlab.cli.{COMMANDS[name][0]}")
     try:
-        return getattr(module, name)(rest)
+        with extras():
+            return getattr(module, name)(rest)
     except ConfigError as error:
         print(f"speedlab {name}: {error.in_terminal}", file=sys.stderr)
         return 2
-    except (LayoutError, ClusterError, RunError, RunFolderError, CheckpointError) as error:
+    except (LayoutError, ClusterError, RunError, RunFolderError, CheckpointError, MissingExtraError) as error:
         print(f"speedlab {name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
