@@ -126,12 +126,10 @@ class Dashboard(anywidget.AnyWidget):
         self._pictured = self._at_rest
         """Whether the picture shows how the run rests."""
         self._look_again = 0.0
-        first: dict[str, Any] = {
-            "_esm": _built("dashboard.js").read_text(),
-            "_css": _built("dashboard.css").read_text(),
-        }
+        self._esm, self._css = (_built(name).read_text() for name in ("dashboard.js", "dashboard.css"))
+        first: dict[str, Any] = {}
         if self.watched:
-            first |= {"bundle": PlotlyBundle.shared(), "keyframe": _packed(self._drawing.keyframe(feed.status))}
+            first = {"bundle": PlotlyBundle.shared(), "keyframe": _packed(self._drawing.keyframe(feed.status))}
         super().__init__(**first)
         self.on_msg(self._on_message)
         atexit.register(self._end)  # While all that the thread uses is still there.
@@ -189,7 +187,6 @@ class Dashboard(anywidget.AnyWidget):
         with self._lock:
             if self.running or self._closed.is_set():
                 return
-            self._wake.clear()
             self._thread = threading.Thread(target=self._work, name="speedlab-dashboard", daemon=True)
             self._thread.start()
 
@@ -197,10 +194,9 @@ class Dashboard(anywidget.AnyWidget):
         wait = FIRST_KEYFRAME_SECONDS
         due = time.monotonic() + wait
         while not self._closed.is_set():
-            self._wake.clear()
             if not self.watched:
                 self._look_for_rest()
-                self._wake.wait(RESTING_TICK_SECONDS)
+                self._wait(RESTING_TICK_SECONDS)
                 continue
             keyframe = time.monotonic() >= due and not self._at_rest
             self._look(keyframe=keyframe)
@@ -209,8 +205,12 @@ class Dashboard(anywidget.AnyWidget):
                 due = time.monotonic() + wait
             if time.monotonic() - self._heard > SILENCE_SECONDS and self._kernel_listens():
                 self._watching = set()
-            self._wake.wait(RESTING_TICK_SECONDS if self._at_rest or self._trouble else TICK_SECONDS)
+            self._wait(RESTING_TICK_SECONDS if self._at_rest or self._trouble else TICK_SECONDS)
         self._let_go()
+
+    def _wait(self, seconds: float) -> None:
+        self._wake.wait(seconds)
+        self._wake.clear()
 
     def _look_for_rest(self) -> None:
         """Nobody looks: only the run's state is read, until there is a picture to be left."""
@@ -323,7 +323,9 @@ def show(run: Run | RunFolder | str | Path) -> Dashboard:
     Raises RunFolderError when there is no such run.
     """
     feed, devices = _feed_of(run)
-    note_seen(root(), feed.folder.path)  # So that the server knows it by its id.
+    with contextlib.suppress(OSError):  # The server then knows it by its id; where it cannot, the widget draws.
+        root().mkdir(mode=0o700, parents=True, exist_ok=True)
+        note_seen(root(), feed.folder.path)
     picture = StaticPicture(feed, devices)
     owns_feed = feed is not getattr(run, "feed", None)
     dashboard = Dashboard(feed, name=feed.folder.name, devices=devices, picture=picture, owns_feed=owns_feed)

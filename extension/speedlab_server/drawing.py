@@ -104,7 +104,7 @@ class DrawingHandler(PageSocket):
         self._asked = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def open(self, id: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - the route has one group
+    def open(self, id: str) -> None:
         super().open(id)
         self._task = asyncio.ensure_future(self._draw(Easel(self._services.registry, id)))
 

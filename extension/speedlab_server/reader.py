@@ -43,7 +43,7 @@ class Reader:
         """By rank, with the generation of its steps."""
         self._history = History()
         self._replaced = 0
-        self._known_events = -1
+        self._known_events = self._drawn_version = -1
         self._devices: Sequence[Device] = ()
         self._lock = threading.RLock()
         self._looked = float("-inf")
@@ -117,7 +117,9 @@ class Reader:
                 self._known_events = len(feed.events)
                 self._devices = devices_of(feed.status.token)
                 self._history.predicted = prediction_of(self.folder.config, feed.events, self._devices)
-            self._replaced += self._history.update(feed.records, feed.events)
+            if feed.version != self._drawn_version:
+                self._drawn_version = feed.version
+                self._replaced += self._history.update(feed.records, feed.events)
             return draw(self._history, self._replaced, feed.status, self._devices)
 
     def _updated(self, rank: int) -> tuple[Series, int]:

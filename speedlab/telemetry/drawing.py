@@ -12,8 +12,8 @@ array. On a websocket they are one binary frame (speedlab_server/drawing.py), in
     {"part": "marks", "shapes": [...], "annotations": [...]}                 events on every step axis
     {"part": "head", "text": …, "state": …, "mark": …, "note": …}            the header line
 
-The pipeline's timeline, a "figure" of its own where there is a pipeline, comes at most once a second, of the newest
-step or of the one that a person points at.
+Bars come at most three times a second. The pipeline's timeline, a "figure" of its own where there is a pipeline, comes
+at most once a second, of the newest step or of the one that a person points at.
 
 `seq` counts up by one, so that a page knows when it has missed something and waits for the next keyframe. "states" of a
 keyframe says whether to begin with the model states alone (None while nothing is known). `speedlab_server.messages` has
@@ -60,6 +60,8 @@ SERVED = "SPEEDLAB_SERVED"
 _HELDOUT_TRACE = 3
 _MOST_HELDOUT = POINTS // 2
 _PIPELINE_SECONDS = 1.0
+_BARS_SECONDS = 0.3
+"""Bars are made of every rank's records, which costs most of a tick, and no eye follows them faster."""
 
 Message = tuple[dict[str, Any], list[bytes]]
 """Plain data, and the buffers it points to."""
@@ -117,6 +119,7 @@ class Drawing:
         self._events = 0
         self._frames: dict[str, str] = {}
         self._latest: dict[int, StepRecord] = {}
+        self._bars_sent = float("-inf")
         self._head: dict[str, str] = {}
         self.pipeline_step: int | None = None
         """The step whose timeline is wanted; None takes the newest."""
@@ -204,8 +207,9 @@ class Drawing:
         self._heldout = len(x)
 
     def _tick_bars(self, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
-        if self.history.latest == self._latest:
+        if self._clock() - self._bars_sent < _BARS_SECONDS or self.history.latest == self._latest:
             return
+        self._bars_sent = self._clock()
         self._latest = dict(self.history.latest)
         for name, spec in self._bar_figures().items():
             frame, sent = _frame(spec), self._frames.get(name)

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import websocket
 from server_helpers import TOKEN, JupyterServer
-from speedlab.cluster.known_runs import run_id
 from telemetry_samples import eventually, make_event, make_folder, make_record
 
-from speedlab.cluster.known_runs import note_seen
+from speedlab.cluster.known_runs import note_seen, run_id
 from speedlab.telemetry.folder import RunFolder, Status
 from speedlab.telemetry.records import Ledger, RunState
 

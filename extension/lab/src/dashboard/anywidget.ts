@@ -1,4 +1,4 @@
-import { ModelSource } from './modelSource';
+import { bundleId, ModelSource } from './modelSource';
 import type { Model } from './modelSource';
 import type { Plotly } from './plotly';
 import { DashboardView } from './view';
@@ -15,7 +15,7 @@ async function loadPlotly(model: Model): Promise<Plotly> {
       const bundle = model.get('bundle');
       if (typeof bundle !== 'string') return;
       model.off('change:bundle', look);
-      found(bundle.replace('IPY_MODEL_', ''));
+      found(bundleId(bundle));
     };
     model.on('change:bundle', look);
     look();

@@ -1,18 +1,19 @@
 import type { Figure, Layout } from './figures';
 
-/** The colours of the place that a figure is drawn in. */
+/** The colours, and the letters, of the place that a figure is drawn in. */
 export interface Colours {
+  family: string;
   ink: string;
   line: string;
   card: string;
 }
 
-export const PAPER: Colours = { ink: '#1c2530', line: '#dde2e8', card: '#ffffff' };
+export const PAPER: Colours = { family: 'system-ui, sans-serif', ink: '#1c2530', line: '#dde2e8', card: '#ffffff' };
 
 export function pageColours(element: HTMLElement): Colours {
   const style = getComputedStyle(element);
   const read = (name: string) => style.getPropertyValue(name).trim();
-  return { ink: read('--sl-ink'), line: read('--sl-line'), card: read('--sl-card') };
+  return { family: style.fontFamily, ink: read('--sl-ink'), line: read('--sl-line'), card: read('--sl-card') };
 }
 
 /** Whether a colour as the browser computes it, rgb(…), is a dark one. */
@@ -22,7 +23,7 @@ export function isDark(colour: string): boolean {
 }
 
 /** The figure in these colours: what Python calls "ink" is drawn in that of the text. */
-export function inked({ data, layout }: Figure, { ink, line, card }: Colours): Figure {
+export function inked({ data, layout }: Figure, { family, ink, line, card }: Colours): Figure {
   const axes = Object.keys(layout).filter(key => /^[xy]axis/.test(key));
   const coloured = axes.map(key => [
     key,
@@ -36,8 +37,9 @@ export function inked({ data, layout }: Figure, { ink, line, card }: Colours): F
   const inkedLayout: Layout = {
     ...layout,
     ...(Object.fromEntries(coloured) as Pick<Layout, 'xaxis' | 'yaxis'>),
-    font: { ...layout.font, color: ink },
-    hoverlabel: { bgcolor: card, bordercolor: line, font: { color: ink } },
+    font: { ...layout.font, color: ink, family },
+    title: { ...layout.title, font: { size: 13, weight: 600 } },
+    hoverlabel: { bgcolor: card, bordercolor: line, font: { color: ink, family } },
     modebar: { color: ink, activecolor: ink, bgcolor: 'rgba(0,0,0,0)' },
     shapes: layout.shapes.map(shape =>
       shape.name === 'ink' ? { ...shape, line: { ...shape.line, color: ink } } : shape

@@ -48,7 +48,11 @@ export class Controls {
   }
 
   show({ text, state, mark }: HeadLine): void {
-    if (this.text.textContent !== text) this.text.textContent = text;
+    if (this.text.textContent !== text) {
+      // A number stays in one line with its unit; only the name, which may be long, is broken anywhere.
+      const [name = '', ...parts] = text.split(' · ');
+      this.text.replaceChildren(name, ...parts.flatMap(part => [' · ', element('span', {}, part)]));
+    }
     if (this.state.dataset['state'] === state) return;
     this.state.dataset['state'] = state;
     this.state.textContent = `${mark} ${state}`;

@@ -31,7 +31,7 @@ export interface Note {
 }
 
 export interface Layout {
-  title: { text: string };
+  title: { text: string; font?: object };
   xaxis: Axis;
   yaxis: Axis;
   yaxis2?: Axis;

@@ -9,7 +9,14 @@ export interface Model {
   on(name: string, callback: (...given: never[]) => void): void;
   off(name: string, callback: (...given: never[]) => void): void;
   send(content: unknown): void;
+  /** Only of a model that the manager gives: anywidget hides it of the view's own. */
+  comm_live?: boolean;
   widget_manager: { get_model(id: string): Promise<Model> };
+}
+
+/** The id of the model that a trait refers to. */
+export function bundleId(reference: string): string {
+  return reference.replace('IPY_MODEL_', '');
 }
 
 /** A kernel that a view has heard nothing from is told again that it is watched. */
@@ -30,6 +37,16 @@ export class ModelSource implements Source {
     this.model.on('comm_live_update', this.onGone);
     this.alive = setInterval(() => this.say({ ...this.wish, keyframe: false }), ALIVE_MS);
     this.onKeyframe();
+    void this.lookForKernel();
+  }
+
+  /** A view that is made anew after a restart hears of none: the models of the old kernel are still there, without it.
+   * The one that all dashboards of a kernel share tells whether it lives. */
+  private async lookForKernel(): Promise<void> {
+    const bundle = this.model.get('bundle');
+    if (typeof bundle !== 'string') return;
+    const shared = await this.model.widget_manager.get_model(bundleId(bundle));
+    if (shared.comm_live === false) this.onGone();
   }
 
   ask(wish: Wish): void {
@@ -66,6 +83,7 @@ export class ModelSource implements Source {
   };
 
   private readonly onGone = (): void => {
+    if (this.gone) return;
     this.gone = true;
     this.taker?.onProblem('The kernel that drew this has ended or was restarted. Run the cell again.');
   };
