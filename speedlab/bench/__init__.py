@@ -8,6 +8,7 @@ BENCHES = {
     "collectives": "the shared-memory backend beside gloo",
     "recording": "what recording costs of a step",
     "reading": "opening a long run of many ranks, and following it, as a dashboard does",
+    "page": "what a page costs: its size, a long run through Jupyter's server, and how soon the first loss is seen",
     "reshaping": "moving a run that is on to another layout",
     "planner": "predicted memory beside the engine's ledger, over a grid of trainings",
     "steptimes": "predicted step times beside measured ones, over the same grid, after calibration",

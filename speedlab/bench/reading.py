@@ -44,10 +44,7 @@ class Options:
 def main(argv: list[str] | None = None) -> None:
     options = read_options(Options, argv, "speedlab bench reading")
     with tempfile.TemporaryDirectory() as parent:
-        folder = RunFolder.create(RunConfig(name="long", folder=Path(parent)))
-        for rank in range(options.ranks):
-            with _file(folder.path, rank).open("w") as file:
-                file.writelines(f"{_record(step, rank).to_json()}\n" for step in range(1, options.steps + 1))
+        folder = write_run(Path(parent), options.ranks, options.steps)
         arguments = [str(folder.path), str(options.ranks), str(options.steps), str(options.ticks)]
         command = [sys.executable, "-m", "speedlab.bench.reading", *arguments]
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout)
@@ -62,6 +59,22 @@ def main(argv: list[str] | None = None) -> None:
     report(rows, options.json)
     for row, (what, goal) in zip(rows, GOALS.items(), strict=True):
         print(f"{what}: {row.ours:.2f} {row.unit}, goal {goal:g}: {'met' if row.ours <= goal else 'MISSED'}")
+
+
+def write_run(parent: Path, ranks: int, steps: int) -> RunFolder:
+    """A run with records of so many ranks and steps."""
+    folder = RunFolder.create(RunConfig(name="long", folder=parent, steps=2 * steps))
+    for rank in range(ranks):
+        with _file(folder.path, rank).open("w") as file:
+            file.writelines(f"{_record(step, rank).to_json()}\n" for step in range(1, steps + 1))
+    return folder
+
+
+def add_step(folder: Path, ranks: int, step: int) -> None:
+    """Every rank reports one more."""
+    for rank in range(ranks):
+        with _file(folder, rank).open("a") as file:
+            file.write(f"{_record(step, rank).to_json()}\n")
 
 
 def _file(folder: Path, rank: int) -> Path:
@@ -89,9 +102,7 @@ def _look(folder: Path, ranks: int, steps: int, ticks: int) -> dict[str, Any]:
     history.update(feed.records, feed.events)
     found: dict[str, Any] = {"open": time.perf_counter() - began, "ticks": []}
     for step in range(steps + 1, steps + 1 + ticks):
-        for rank in range(ranks):
-            with _file(folder, rank).open("a") as file:
-                file.write(f"{_record(step, rank).to_json()}\n")
+        add_step(folder, ranks, step)
         began = time.perf_counter()
         feed.poll(files=True)
         history.update(feed.records, feed.events)

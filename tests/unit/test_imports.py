@@ -224,6 +224,7 @@ UNDECLARED = {
     "jupyter_client": "comes with ipykernel",
     "jupyter_core": "comes with jupyter-server",
     "nbformat": "comes with nbclient",
+    "websocket": "comes with jupyter-server",
     "deepspeed": "a peer in benchmarks, where a person has it installed",
 }
 """Third-party packages that may be imported although pyproject.toml does not name them, and why."""
