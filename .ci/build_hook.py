@@ -7,7 +7,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-BUILT = ("extension/lab/labextension/package.json",)
+BUILT = ("extension/lab/labextension/package.json", "extension/speedlab_notebook/static/dashboard.js")
 
 
 class PagesHook(BuildHookInterface):

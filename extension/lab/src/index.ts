@@ -1,5 +1,8 @@
 import { JupyterFrontEndPlugin } from '@jupyterlab/application';
 
-const plugins: JupyterFrontEndPlugin<unknown>[] = [];
+import { renderer } from './dashboard/renderer';
+import { panel } from './panel/plugin';
+
+const plugins: JupyterFrontEndPlugin<unknown>[] = [renderer, panel];
 
 export default plugins;
