@@ -107,6 +107,7 @@ def _short_errors() -> Iterator[None]:
     from speedlab.cluster.errors import ClusterError
     from speedlab.cluster.known_runs import RunError
     from speedlab.config import ConfigError
+    from speedlab.config.errors import with_more
     from speedlab.display.extras import MissingExtraError, extras
     from speedlab.layout import LayoutError
     from speedlab.telemetry.checkpoints import CheckpointError
@@ -124,7 +125,7 @@ def _short_errors() -> Iterator[None]:
         CheckpointError,
         MissingExtraError,
     ) as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(with_more(error)) from error
 
 
 @contextmanager
