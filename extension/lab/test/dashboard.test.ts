@@ -215,7 +215,7 @@ describe('a kernel that is restarted', () => {
     problems = [];
     const model: Model = {
       get: name => (name === 'bundle' ? bundle : {}),
-      on: (name, callback) => void handlers.set(name, callback as () => void),
+      on: (name, callback) => void handlers.set(name, callback),
       off: name => void handlers.delete(name),
       send: content => void sent.push(content),
       widget_manager: { get_model: id => Promise.resolve({ ...model, comm_live: id !== 'dead' }) }
