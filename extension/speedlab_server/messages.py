@@ -221,6 +221,13 @@ class Output(Message, kw_only=True):
     cursor: str
 
 
+class Notebook(Message, kw_only=True):
+    """A notebook that comes with SpeedLab."""
+
+    name: str
+    content: dict[str, Any]
+
+
 class Word(Part, kw_only=True):
     """What a page asks of a run. Numbers and texts in `arguments` are those of the run's own methods."""
 
@@ -359,5 +366,5 @@ class Changes(Message, kw_only=True):
     buffers: list[int] = []
 
 
-ANSWERS = (Problem, Clusters, Cluster, Runs, Run, Records, Events, Output, WordGiven, Tick, Keyframe, Changes)
+ANSWERS = (Problem, Clusters, Cluster, Runs, Run, Records, Events, Output, Notebook, WordGiven, Tick, Keyframe, Changes)
 QUESTIONS = (Word, Subscribe, Draw)

@@ -6,6 +6,7 @@ from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.known_runs import RunError
 from speedlab.cluster.supervisor.client import SupervisorGoneError
 from speedlab.config import ConfigError
+from speedlab.display.guides import NoGuideError
 from speedlab.layout import LayoutError
 from speedlab.telemetry.folder import RunFolderError
 
@@ -27,7 +28,7 @@ class OtherVersionError(ValueError):
 
 
 _STATUS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], int], ...] = (
-    (UnknownError, 404),
+    ((UnknownError, NoGuideError), 404),
     (GoneError, 410),
     (QuestionError, 400),
     (OtherVersionError, 409),

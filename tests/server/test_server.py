@@ -95,6 +95,17 @@ def test_a_run_that_only_the_registry_knows_and_one_that_is_gone(server: Jupyter
     assert "'elsewhere' is gone" in answer["text"]
 
 
+def test_the_quickstart_for_the_launcher_and_a_notebook_that_does_not_come_with_it(server: JupyterServer) -> None:
+    status, answer = server.ask("notebooks/01_quickstart.ipynb")
+    assert (status, answer["type"], answer["content"]["nbformat"]) == (200, "Notebook", 4)
+    status, answer = server.ask("notebooks/01_quickstart.ipy")
+    assert (status, answer["text"]) == (
+        404,
+        "there is no notebook '01_quickstart.ipy'; did you mean '01_quickstart.ipynb'?",
+    )
+    assert server.ask("notebooks/..%2fREADME.md")[0] == 404
+
+
 @pytest.mark.parametrize("id", ["0" * 16, "..%2f..%2fetc", "%3Cimg%20src=x%3E"])
 def test_an_unknown_id_is_told_and_never_a_path(server: JupyterServer, id: str) -> None:
     for way in (f"runs/{id}", f"runs/{id}/records", f"clusters/{id}"):

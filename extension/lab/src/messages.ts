@@ -152,6 +152,14 @@ export interface Output {
   cursor: string;
 }
 
+/** A notebook that comes with SpeedLab. */
+export interface Notebook {
+  type: "Notebook";
+  version: number;
+  name: string;
+  content: Record<string, unknown>;
+}
+
 /** A control word is on its way; the event whose `command` is `number` answers it. */
 export interface WordGiven {
   type: "WordGiven";
@@ -290,5 +298,5 @@ export interface Draw {
   step?: number | null;
 }
 
-export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Output | WordGiven | Tick | Keyframe | Changes;
+export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Output | Notebook | WordGiven | Tick | Keyframe | Changes;
 export type Question = Word | Subscribe | Draw;
