@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from speedlab.cluster.known_runs import run_id
+from speedlab.cluster.known_runs import RUN_MIME, run_data
 from speedlab.display.figure_style import Figure, on_paper, plain
 from speedlab.telemetry.figures import header
 from speedlab.telemetry.overview import overview
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from speedlab.telemetry.feed import Feed
     from speedlab.telemetry.series import History
 
-RUN_MIME = "application/vnd.speedlab.run+json"
-"""Names a run to JupyterLab and Notebook, which draw it through their server."""
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 _CONFIG = {"displaylogo": False, "showSendToCloud": False, "modeBarButtonsToRemove": ["sendChartToCloud"]}
@@ -44,7 +42,7 @@ class StaticPicture:
 
         view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
         with self._lock:
-            self._live = {RUN_MIME: run_data(self._feed), WIDGET_MIME: view}
+            self._live = {RUN_MIME: run_data(self._feed.folder.path), WIDGET_MIME: view}
             display({**self._live, **self._kept}, raw=True, display_id=self._id)
             self._placed = True
 
@@ -65,11 +63,6 @@ def show_figure(figure: Figure) -> None:
 
     title = (figure["layout"].get("title") or {}).get("text", "")
     display({"text/plain": title, PLOTLY_MIME: {**plain(on_paper(figure)), "config": _CONFIG}}, raw=True)
-
-
-def run_data(feed: Feed) -> dict[str, Any]:
-    """The run under RUN_MIME."""
-    return {"version": 1, "run": run_id(feed.folder.path), "name": feed.folder.name}
 
 
 def picture_bundle(feed: Feed, history: History, devices: Sequence[Device] = ()) -> dict[str, Any]:

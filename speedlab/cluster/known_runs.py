@@ -27,6 +27,10 @@ _SEEN_FILE = ".runs-seen.json"
 """Beside the clusters' folders; no cluster may have a name that begins so."""
 
 
+RUN_MIME = "application/vnd.speedlab.run+json"
+"""Names a run to pages of a Jupyter server with our extension, which show it live through that."""
+
+
 class RunError(RuntimeError):
     """The run cannot do what was asked; the message says where it stands and what to do."""
 
@@ -49,6 +53,11 @@ class Given(Protocol):
 def run_id(path: Path) -> str:
     """The id of a run's folder, by which pages name it: it says nothing of where that is."""
     return hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+
+
+def run_data(path: Path) -> dict[str, object]:
+    """A run's folder under RUN_MIME."""
+    return {"version": 1, "run": run_id(path), "name": path.name}
 
 
 def remember_run(cluster: Given, path: Path) -> None:

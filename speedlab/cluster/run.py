@@ -33,7 +33,7 @@ from speedlab.cluster.going_on import (
 )
 from speedlab.cluster.home import running_clusters
 from speedlab.cluster.kernel_interrupt import is_the_users, noting_interrupts
-from speedlab.cluster.known_runs import RunError, refuse_second_run, saved_step
+from speedlab.cluster.known_runs import RUN_MIME, RunError, refuse_second_run, run_data, saved_step
 from speedlab.cluster.own_model import OWN_MODEL, keep, packed_model
 from speedlab.cluster.shapes import is_built_in
 from speedlab.cluster.supervisor.messages import Standing
@@ -423,6 +423,10 @@ class Run:
         engines = f"{size or 'no'} engine{'' if size == 1 else 's'}"
         unsaved = ", not saved" if unsaved_text(self) else ""
         return f"<Run {self.name!r}: {self.state}, step {self.step} of {self.feed.status.steps}, {engines}{unsaved}>"
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
+        """Beside its text and its line of HTML: pages whose server knows runs show the run itself, live."""
+        return {RUN_MIME: run_data(self.folder.path)}
 
     def _repr_html_(self) -> str:
         self.feed.poll()

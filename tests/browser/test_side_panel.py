@@ -11,10 +11,11 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
+from hostile import PAYLOADS, make_runs
 from speedlab_server.registry import run_id
 from telemetry_samples import make_event, make_folder, make_record
 
-from speedlab.telemetry.folder import Status
+from speedlab.telemetry.folder import Status, find_runs
 from speedlab.telemetry.records import Ledger, RunState
 
 pytestmark = pytest.mark.browser
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.browser
 AXE = Path(__file__).parents[2] / "extension/lab/node_modules/axe-core/axe.min.js"
 OURS = (".sl-panel-widget", ".sl-status", ".sl-output-widget")
 HOSTILE = '<img src=x onerror="window.harmed=1"><h1>name'
+FOREIGN = "img, script, iframe, a, video, audio, marquee, form, style, link, object, embed, details, h1, b, body"
 PANEL_TAB = '.jp-SideBar li[data-id="speedlab-panel"]'
 
 LOOK_FOR_PROBLEMS = """async included => {
@@ -57,6 +59,7 @@ def runs(lab: Any) -> Path:
     make_run(folder, "too-large", RunState.FAILED, text=f"rank 2: out of memory {HOSTILE}")
     (make_run(folder, "damaged", RunState.FINISHED) / "config.json").write_text('{"warp": 9}')
     make_run(folder, "renamed", RunState.STOPPED).rename(folder / HOSTILE)
+    make_runs(folder / "corpus")
     return folder
 
 
@@ -130,6 +133,33 @@ def test_runs_are_found_looked_at_and_remembered_without_a_kernel(page: Any, lab
 
     assert page.locator(".jp-Notebook").count() == 0
     assert page.evaluate("window.harmed") is None
+
+
+def test_texts_from_anywhere_are_texts(page: Any, lab: Any, runs: Path) -> None:
+    folders = sorted(folder.name for folder in find_runs(runs / "corpus"))
+    (lab.folder / "runs").rename(lab.folder / "away")
+    (lab.folder / "away/corpus").rename(lab.folder / "runs")
+    try:
+        open_panel(page, lab)
+        page.wait_for_function(f"document.querySelectorAll('.sl-row').length === {len(folders)}")
+        assert sorted(page.locator(".sl-row .sl-name").all_text_contents()) == folders
+        # The widest text there is neither moves what is beside it nor runs out of the panel.
+        assert (
+            page.evaluate(
+                "(panel => panel.scrollWidth - panel.clientWidth)(document.querySelector('.sl-panel-widget'))"
+            )
+            == 0
+        )
+        for number in range(0, len(PAYLOADS), 6):
+            chosen = row(page, f"hostile-{number:02d}")
+            chosen.click()
+            told = page.locator(".sl-item", has=chosen).locator(".sl-told").text_content()
+            assert told == "\n".join(PAYLOADS[number : number + 6])
+        assert page.locator(".sl-panel-widget").locator(FOREIGN).count() == 0
+        assert page.evaluate("window.speedlabPwned") is None
+    finally:
+        (lab.folder / "runs").rename(lab.folder / "away/corpus")
+        (lab.folder / "away").rename(lab.folder / "runs")
 
 
 @pytest.mark.parametrize("theme", ["Light", "Dark"])

@@ -19,11 +19,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from IPython.core.formatters import DisplayFormatter
 from speedlab_notebook import dashboard as module
 from speedlab_notebook.dashboard import Dashboard, PlotlyBundle, show
-from speedlab_notebook.static_picture import RUN_MIME, WIDGET_MIME, StaticPicture
+from speedlab_notebook.static_picture import WIDGET_MIME, StaticPicture
 
-from speedlab.cluster.known_runs import run_id
+from speedlab.cluster import Run
+from speedlab.cluster.known_runs import RUN_MIME, run_id
 from speedlab.config import RunConfig
 from speedlab.telemetry.drawing import SERVED, Drawing
 from speedlab.telemetry.feed import Feed
@@ -537,6 +539,13 @@ def test_one_output_is_live_and_keeps_a_picture_and_a_table_of_each_rest(source,
         assert len(json.dumps(bundle)) < 60_000
     finally:
         view.close()
+
+
+def test_a_run_shows_itself_where_a_page_knows_runs(source):
+    handle = Run(source.folder)
+    shown, _ = DisplayFormatter().format(handle)
+    assert shown[RUN_MIME] == {"version": 1, "run": run_id(source.folder.path), "name": "sample"}
+    assert set(shown) == {RUN_MIME, "text/plain", "text/html"}
 
 
 def test_a_run_that_is_over_shows_its_picture_at_once(source, monkeypatch, tmp_path):

@@ -154,6 +154,7 @@ export class Live {
     const tick = message as unknown as Tick;
     const trouble = this.trouble !== '';
     this.trouble = '';
+    this.losses += 1;
     if (tick.all_runs) this.runs = tick.all_runs;
     if (tick.all_clusters) this.clusters = tick.all_clusters;
     for (const news of tick.runs) this.data.set(news.id, taken(this.data.get(news.id), news));
@@ -162,13 +163,12 @@ export class Live {
   };
 
   private readonly lost = (text: string) => {
-    const first = this.trouble === '';
-    this.fail(text);
-    if (!first || !this.options.why) return;
-    void this.options.why().then(
+    if (this.trouble === '') this.fail(text);
+    const turn = (this.losses += 1);
+    void this.options.why?.().then(
       why => {
         // Only while it is still lost: an answer may be late.
-        if (why && this.trouble === text) this.fail(why);
+        if (turn === this.losses && this.trouble !== '') this.fail(why ? `${why}; trying again` : text);
       },
       () => undefined
     );
@@ -193,6 +193,7 @@ export class Live {
   }
 
   private socket: Socket | null = null;
+  private losses = 0;
   private sent = '';
   private waits = false;
   private readonly listeners = new Set<Listening>();

@@ -64,8 +64,8 @@ const joined = (parts: readonly string[]): string => parts.filter(part => part !
 
 /** What stands beside a run's name in the list. */
 export function runFacts(run: RunSummary, now: number): string {
-  const loss = run.loss === null ? '' : `loss ${lossText(run.loss)}`;
   if (run.state === 'damaged') return '';
+  const loss = lossText(run.loss);
   if (run.state === 'running') {
     return joined([
       `step ${stepText(run)}`,
@@ -73,7 +73,7 @@ export function runFacts(run: RunSummary, now: number): string {
       run.seconds_left === null ? '' : leftText(run.seconds_left)
     ]);
   }
-  if (isLive(run)) return joined([RUN_LOOKS[run.state].word, `step ${stepText(run)}`, loss]);
+  if (isLive(run)) return joined([RUN_LOOKS[run.state].word, `step ${stepText(run)}`, loss && `loss ${loss}`]);
   return joined([loss || `step ${stepText(run)}`, agoText(run.updated, now)]);
 }
 
@@ -92,6 +92,10 @@ export function clusterFacts(cluster: ClusterSummary): string {
   if (cluster.state === 'running') return joined([engines, hosts]);
   return joined([clusterLook(cluster).word, cluster.text]);
 }
+
+/** What the number of a past run's facts is, for which a list has no room. */
+export const factsUnit = (run: RunSummary): string =>
+  isLive(run) || run.state === 'running' || run.state === 'damaged' || run.loss === null ? '' : 'loss ';
 
 /** Whether a run fits what a person searches for: every word in its name, state or problem. */
 export function fits(run: RunSummary, search: string): boolean {

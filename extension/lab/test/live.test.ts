@@ -106,6 +106,7 @@ test('listeners hear what has changed, and lists are kept', async () => {
 });
 
 test('a lost connection is told with its reason, and is over with the next tick', async () => {
+  jest.useFakeTimers({ doNotFake: ['queueMicrotask'] });
   const { live, told } = makeLive(() => Promise.resolve('this server has no SpeedLab'));
   live.listen(told).want({ lists: true });
   await soon();
@@ -113,8 +114,19 @@ test('a lost connection is told with its reason, and is over with the next tick'
   expect(live.trouble).toContain('trying again');
   await soon();
   await soon();
-  expect(live.trouble).toBe('this server has no SpeedLab');
-  Wire.made[0]!.onclose = null;
+  expect(live.trouble).toBe('this server has no SpeedLab; trying again');
+  try {
+    await jest.advanceTimersByTimeAsync(2000);
+    Wire.made[1]!.close(1006);
+    expect(live.trouble).toBe('this server has no SpeedLab; trying again');
+    await jest.advanceTimersByTimeAsync(4000);
+    Wire.made[2]!.open();
+    Wire.made[2]!.hear(makeTick({ all_runs: [] }));
+    expect(live.trouble).toBe('');
+  } finally {
+    live.dispose();
+    jest.useRealTimers();
+  }
 });
 
 test.each([

@@ -15,7 +15,7 @@ import { makeCluster, makeEvent, makeRun } from './samples';
 test('what stands beside a run', () => {
   expect(runFacts(makeRun(), 0)).toBe('step 131/2,000 · 41.2 k tokens/s · 3 min left');
   expect(runFacts(makeRun({ state: 'paused' }), 0)).toBe('paused · step 131/2,000 · loss 5.912');
-  expect(runFacts(makeRun({ state: 'finished', updated: 1000 }), 1400)).toBe('loss 5.912 · 6 min ago');
+  expect(runFacts(makeRun({ state: 'finished', updated: 1000 }), 1400)).toBe('5.912 · 6 min ago');
   expect(runFacts(makeRun({ tokens_per_second: null, seconds_left: null, steps: 0 }), 0)).toBe('step 131');
 });
 

@@ -16,18 +16,20 @@ export class RowHead {
   constructor(body: HTMLElement, toggle: () => void) {
     body.id = freshId();
     const attributes = { class: 'sl-row', type: 'button', 'aria-expanded': 'false', 'aria-controls': body.id };
-    const texts = element('span', { class: 'sl-texts' }, this.name, this.word, this.facts);
+    const texts = element('span', { class: 'sl-texts' }, this.name, this.word, this.unit, this.facts);
     this.node = element('button', attributes, this.glyph, texts);
     this.node.addEventListener('click', toggle);
   }
 
-  update(name: string, look: Look, facts: string, open: boolean): void {
+  /** `unit`: said before the facts where there is no room to show it. */
+  update(name: string, look: Look, facts: string, open: boolean, unit = ''): void {
     setText(this.name, name);
     setText(this.word, `, ${look.word}, `);
+    setText(this.unit, unit);
     setText(this.facts, breakable(facts));
     setAttributes(this.node, {
       'aria-expanded': String(open),
-      title: `${name} · ${look.word}${facts && ` · ${facts}`}`
+      title: `${name} · ${look.word}${facts && ` · ${unit}${facts}`}`
     });
     if (this.shown === look.glyph + look.tone) return;
     this.shown = look.glyph + look.tone;
@@ -39,6 +41,7 @@ export class RowHead {
   private readonly glyph = element('span', { class: 'sl-glyph' });
   private readonly name = element('span', { class: 'sl-name' });
   private readonly word = element('span', { class: 'sl-unseen' });
+  private readonly unit = element('span', { class: 'sl-unseen' });
   private readonly facts = element('span', { class: 'sl-facts' });
 }
 

@@ -5,7 +5,7 @@ import { element, setAttributes, setShown, setText } from '../dom';
 import type { Note } from '../controls';
 import type { RunData } from '../live';
 import type { RunSummary, Word } from '../messages';
-import { isLive, NOT_HELD, progress, refusal, runFacts, runLook, stageOf } from '../states';
+import { factsUnit, isLive, NOT_HELD, progress, refusal, runFacts, runLook, stageOf } from '../states';
 import { MemoryView } from './memory';
 import { Action, freshId, ProblemText, RowHead } from './rows';
 import { Sparkline } from './sparkline';
@@ -77,7 +77,7 @@ export class RunRow implements Row<RunItem> {
   update(item: RunItem): void {
     const { run, chosen, data } = item;
     this.run = run;
-    this.head.update(run.name, runLook(run), runFacts(run, item.now), chosen);
+    this.head.update(run.name, runLook(run), runFacts(run, item.now), chosen, factsUnit(run));
     this.problem.update(item.problem || run.problem || data?.problem || '');
     setAttributes(this.problem.node, { class: `sl-problem${chosen ? '' : ' sl-short'}` });
     const live = isLive(run);
