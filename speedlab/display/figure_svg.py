@@ -172,13 +172,12 @@ class _Panel:
         drawn = path + marks
         if len(points) == 1 and not marks and points[0] is not None:
             drawn += "h0.1"  # One step is a dot.
-        return f'<path d="{drawn}" fill="none" {_stroke(trace)}/>'
+        return _path(drawn, _line(trace["line"], _colour(trace), trace.get("opacity", 1)))
 
     def _bars(self, trace: Mapping[str, Any], below: dict[int, list[float]]) -> str:
         """`below`: for each bar how high what stands already is, and how deep."""
         fill = trace["marker"]["color"]
-        if hatched := fill == "rgba(0,0,0,0)":
-            fill = "none"
+        hatched = fill == "rgba(0,0,0,0)"
         rects = []
         if self._lanes:
             for base, length, lane in zip(trace["base"], trace["x"], trace["y"], strict=True):
@@ -197,8 +196,9 @@ class _Panel:
                     rects.append(
                         _rect(self._x(x - half), self._x(x + half), self._y["y"](low), self._y["y"](stack[side]))
                     )
-        stroke = f' stroke="{trace["marker"]["line"]["color"]}" stroke-dasharray="3 2"' if hatched else ""
-        return f'<path d="{"".join(rects)}" fill="{fill}"{stroke}/>' if rects else ""
+        if hatched:
+            return _path("".join(rects), {"stroke": trace["marker"]["line"]["color"], "stroke-dasharray": "3 2"})
+        return _path("".join(rects), {"fill": fill})
 
     def _shapes(self, layer: str) -> str:
         parts = []
@@ -210,11 +210,7 @@ class _Panel:
             )
             x0, x1 = self._x(shape["x0"]), self._x(shape["x1"])
             d = _rect(x0, x1, y0, y1) if shape["type"] == "rect" else f"M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}"
-            dash = _DASHES.get(shape["line"].get("dash"), "")
-            parts.append(
-                f'<path d="{d}" fill="none" stroke="{PAPER_INK}" stroke-width="{shape["line"]["width"]}" '
-                f'stroke-dasharray="{dash}" opacity="{shape.get("opacity", 1)}"/>'
-            )
+            parts.append(_path(d, _line(shape["line"], PAPER_INK, shape.get("opacity", 1))))
         return "".join(parts)
 
     def _notes(self) -> str:
@@ -243,7 +239,8 @@ class _Panel:
                 fill = trace["marker"]["line"].get("color", _colour(trace))
                 parts.append(f'<rect x="{x:.0f}" y="{y - 8:.0f}" width="10" height="8" fill="{fill}"/>')
             else:
-                parts.append(f'<path d="M{x:.0f} {y - 4:.0f}h11" {_stroke(trace)}/>')
+                line = _line(trace["line"], _colour(trace), trace.get("opacity", 1))
+                parts.append(_path(f"M{x:.0f} {y - 4:.0f}h11", line))
             parts.append(_words(x + 15, y, name, "start"))
             x += width
         return "".join(parts)
@@ -271,12 +268,18 @@ def _colour(trace: Mapping[str, Any]) -> str:
     return str(trace["line"]["color"] if "line" in trace else trace["marker"]["color"])
 
 
-def _stroke(trace: Mapping[str, Any]) -> str:
-    line = trace["line"]
-    return (
-        f'stroke="{_colour(trace)}" stroke-width="{line["width"]}" stroke-linecap="round" '
-        f'stroke-dasharray="{_DASHES.get(line.get("dash"), "")}" opacity="{trace.get("opacity", 1)}"'
-    )
+def _line(line: Mapping[str, Any], colour: str, opacity: float) -> dict[str, object]:
+    """Plotly's line as attributes."""
+    dash = _DASHES.get(line.get("dash", ""))
+    told: dict[str, object] = {"stroke": colour, "stroke-width": line["width"], "opacity": opacity}
+    return told | ({"stroke-dasharray": dash} if dash else {})
+
+
+def _path(d: str, attributes: Mapping[str, object]) -> str:
+    if not d:
+        return ""
+    told = " ".join(f'{name}="{value}"' for name, value in {"d": d, "fill": "none", **attributes}.items())
+    return f"<path {told}/>"
 
 
 def _rect(x0: float, x1: float, y0: float, y1: float) -> str:
