@@ -257,7 +257,7 @@ def test_float16_is_greyed_on_cpus_and_offered_on_gpus(
 
 def test_a_pretended_link_slows_what_is_predicted_and_is_named(panel: Panel, cluster: Fakes) -> None:
     def seconds() -> float:
-        panel._refresh()
+        panel.refresh()
         assert panel.prediction is not None
         return panel.prediction.plan.time.step_seconds
 

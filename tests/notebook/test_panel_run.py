@@ -386,7 +386,7 @@ def test_a_calibrated_machine_learns_from_a_run_that_finishes_and_tells_the_miss
         learned.append(folder.name)
         return "planned: predicted 100 ms a step, measured 120 ms (-17%)"
 
-    monkeypatch.setattr("speedlab_notebook.panel.learn_from", learn)
+    monkeypatch.setattr("speedlab_notebook.panel_run.learn_from", learn)
     (tmp_path / "calibration.json").touch()
     run = train(panel)
     run.now(RunState.FINISHED)
