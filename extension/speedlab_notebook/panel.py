@@ -1,11 +1,14 @@
 """The configuration panel: what a run will hold before it starts, and the words for a run that is on.
 
 1. A change of any control makes a RunConfig of all of them, and from it the batch equation, what each rank will
-   hold, how fast it will be, and the differences to the run that is under way (`refresh`, a few milliseconds). Nothing
-   else happens, but that changes are looked for which make fit what does not.
+   hold, how fast it will be, what the change came to, and the differences to the run that is under way (`refresh`, a
+   few milliseconds). Nothing else happens, but that changes are looked for which make fit what does not.
 2. Train ships the configuration from a thread, after it has started engines where there are none. The other buttons
    post control words, which return at once.
-3. A thread follows the run (`_look`): its state greys the buttons, and answers to words are told as they come.
+3. A thread follows the run (`PanelRun`): its state greys the buttons, and answers to words are told as they come.
+
+JupyterLab sends what a person does to a subshell of the kernel where there are some, so that it is heard while a cell
+runs: everything here may come from any thread, and `_lock` keeps them apart.
 """
 
 from __future__ import annotations
@@ -19,26 +22,20 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as widgets
 
 from speedlab.cluster.errors import ClusterError
-from speedlab.config import ConfigError, RunConfig
+from speedlab.config import RunConfig
 from speedlab.hardware import Device
-from speedlab.layout import LayoutError
 from speedlab.planner.attention_figure import attention_html
 from speedlab.planner.rank_memory import RankMemory
-from speedlab_notebook.panel_actions import WORDS, Change, changes, changes_line, live_batch, reshaping, run_line
-from speedlab_notebook.panel_fields import Field, layout_field, place_problem
+from speedlab_notebook.panel_actions import WORDS, run_line
+from speedlab_notebook.panel_changes import Change, changes, changes_line, live_batch, marks, reshaping
+from speedlab_notebook.panel_edits import Edits
+from speedlab_notebook.panel_fields import Field
 from speedlab_notebook.panel_finding import Advisor, DiskMeasurer
-from speedlab_notebook.panel_reasons import bubble_text, greyed_fields, greyed_options, remarks, sizes
+from speedlab_notebook.panel_notes import engines_text, show_notes, summary_parts
+from speedlab_notebook.panel_reading import Reading
 from speedlab_notebook.panel_run import TROUBLE, PanelRun
 from speedlab_notebook.panel_start import Starting, devices_of, engines_note
-from speedlab_notebook.panel_states import (
-    Prediction,
-    fit_problem,
-    fit_text,
-    link_of,
-    predict,
-    speed_text,
-    states_html,
-)
+from speedlab_notebook.panel_states import Prediction, fit_problem, link_of, predict, states_html
 from speedlab_notebook.panel_view import View
 
 if TYPE_CHECKING:
@@ -60,8 +57,9 @@ class Panel(widgets.VBox):
         """Memory at every stage and speed, as the controls say; of the last that was a configuration."""
         self.changes: list[Change] = []
         """Where the panel differs from the run that is under way."""
-        self.batch_text = self.summary_text = self.status_text = self.message_text = ""
-        """The batch equation; the line below the tabs; the line beside the buttons; what was told last."""
+        self.batch_text = self.summary_text = self.status_text = self.message_text = self.effect_text = ""
+        """The batch equation; the line below the tabs; the line beside the buttons; what was told last; what the last
+        change of a control came to."""
         self._on_run = on_run
         self._lock = threading.RLock()
         self._last_changed = self._activity = self._hosts_problem = ""
@@ -72,13 +70,15 @@ class Panel(widgets.VBox):
         self._advisor = Advisor(self)
         self._disk = DiskMeasurer(self)
         self._view = View(len(self.devices), self._on_change, self._handlers())
+        self._edits = Edits(self, self._view)
         for box in (self._view.engines, self._view.hosts):
             box.observe(self._on_engines, "value")
-        super().__init__(self._view.arranged())
+        super().__init__(self._view.arranged(self._edits.tools), layout=self._view.looks.plain)
         self.add_class("speedlab-panel")
         if run is not None:
             self._run.take(run, run.config)
-            self._show_run_config()
+            self.show_run_config()
+        self._edits.follow()
         self.refresh()
 
     @property
@@ -98,7 +98,8 @@ class Panel(widgets.VBox):
 
     @property
     def buttons(self) -> dict[str, Any]:
-        """train, pause, resume, step, save, stop, apply, undo. `panel.buttons["train"].click()` is a person's click."""
+        """train, pause, resume, step, save, stop, apply, reset, undo, redo. `panel.buttons["train"].click()` is a
+        person's click."""
         return self._view.buttons
 
     @property
@@ -117,6 +118,11 @@ class Panel(widgets.VBox):
         return self._view.hosts
 
     @property
+    def edits(self) -> Edits:
+        """What a person does with the fields as a whole: `undo(steps)`, `redo(steps)`, `search`, presets, export."""
+        return self._edits
+
+    @property
     def is_busy(self) -> bool:
         """Whether engines start, or compute."""
         return bool(self._activity) or self._run.under_way
@@ -127,10 +133,12 @@ class Panel(widgets.VBox):
         return self._run.watch.running
 
     def close(self) -> None:
-        """Stop following the run and take the panel from the page; the run goes on."""
+        """Stop following the run and take the panel from the page, with all its widgets; the run goes on."""
         for watch in (self._run.watch, self._advisor.watch, self._disk.watch):
             watch.close()
-        super().close()
+        with self._lock:
+            self._view.looks.close()
+            super().close()
 
     def __repr__(self) -> str:
         return f"<Panel: {self.run!r}>" if self.run is not None else f"<Panel: no run, {self._engines_text()}>"
@@ -144,14 +152,14 @@ class Panel(widgets.VBox):
             "save": lambda: self._run.post(lambda run: run.save()),
             "stop": self._on_stop,
             "apply": self._on_apply,
-            "undo": self._on_undo,
         }
 
     # 1. From controls to predictions
 
     def _on_change(self, path: str) -> None:
-        self._last_changed = path
-        self.refresh()
+        with self._lock:
+            self._last_changed = path
+            self._edits.changed(path)
 
     def _on_engines(self, change: Any) -> None:
         if self.cluster is not None:
@@ -172,76 +180,58 @@ class Panel(widgets.VBox):
     def refresh(self) -> None:
         """Show what follows from the controls and from the run's state."""
         with self._lock:
-            self._read_controls()
+            reading = self._read_controls()
+            running = self._run.running if self._run.under_way else None
             if self.config is not None:
                 self.prediction = predict(self.config, self.devices, link_of(self.cluster))
-                running = (
-                    self._run.running.zero.stage if self._run.under_way and self._run.running is not None else None
-                )
-                self._view.states.value = states_html(self.prediction, self.devices, running=running)
+                stage = running.zero.stage if running is not None else None
+                self._view.states.value = states_html(self.prediction, self.devices, running=stage)
                 self._view.form.attention.value = attention_html(self.prediction.plan.setup)
-            self._show_notes()
+            self._compare(running)
+            self._show_notes(reading)
             self.show_summary()
             self.show_run()
+            self._edits.show()
 
-    def _read_controls(self) -> None:
+    def _read_controls(self) -> Reading:
         """Set `config`, `problems` and `batch_text`."""
-        found: Sequence[tuple[str, str]] = ()
-        self.config, self.batch_text = None, ""
-        try:
-            self.config = RunConfig(**self._view.form.values())
-            layout = self.config.layout(len(self.devices))
-            batch = self.config.batch.resolve(layout.data_size)
-            self.batch_text = str(batch)
-            for name in ("global_size", "micro_size", "accumulation"):
-                self.fields[f"batch.{name}"].control.placeholder = f"follows: {getattr(batch, name)}"
-        except LayoutError as error:
-            found = [(layout_field(str(error), self._last_changed), str(error))]
-        except ConfigError as error:
-            found = error.problems or [(str(error).partition(":")[0], str(error))]
-        self.problems = [(place_problem(path, text, self.fields, self._last_changed), text) for path, text in found]
+        form = self._view.form
+        reading = Reading.of(form.values(), self.fields, len(self.devices), self._last_changed)
+        self.config, self.problems = reading.config, list(reading.problems)
+        self.batch_text = "" if reading.batch is None else str(reading.batch)
         if self._hosts_problem:
             self.problems.insert(0, ("parallel", self._hosts_problem))
+        return reading
 
-    def _show_notes(self) -> None:
-        problems: dict[str, str] = {}
-        for path, text in self.problems:
-            problems[path] = f"{problems[path]}; {text}" if path in problems else text
-        values = {path: field.get() for path, field in self.fields.items()}
-        for axis in ("parallel.tp", "parallel.pp", "parallel.cp"):
-            self.fields[axis].control.offer(sizes(len(self.devices)))
-        reasons = greyed_fields(values, self.devices)
-        options = greyed_options(values, self.config, self.devices)
-        plan = self.prediction.plan if self.prediction is not None and not self.problems else None
-        more = remarks(values, self.devices, self.config if not self.problems else None, options, plan)
-        for path, field in self.fields.items():
-            field.show(
-                reason=reasons.get(path, ""),
-                problem=problems.get(path, ""),
-                more=more.get(path, ""),
-                greyed=options.get(path),
-            )
-        self._view.form.mark(problems)
-        self.fields["parallel.dp"].control.placeholder = "follows"
+    def _compare(self, running: RunConfig | None) -> None:
+        """Set `changes`: what differs from the run that is on."""
+        self.changes = []
+        if running is not None and self.config is not None and not self.problems:
+            self.changes = changes(running, self.config, len(self.devices))
+
+    def _show_notes(self, reading: Reading) -> None:
+        told = marks(self.changes)
+        problems = show_notes(self.fields, reading, self.devices, self.prediction, told)
+        if self._hosts_problem:
+            problems["parallel"] = self._hosts_problem
+        self._view.form.mark(problems, told)
+        self._view.form.arrange()
         fixed = self.cluster is not None or bool(self._activity)
         self.engines.disabled, self.hosts.disabled = fixed or self._elsewhere, fixed
         kind = "problem" if self._hosts_problem else "help" if self.cluster is None else "reason"
         self._view.show_line(self._view.engines_note, engines_note(self.cluster, self.hosts.value), kind=kind)
 
     def show_summary(self) -> None:
+        """The line below the tabs: whether it fits, how fast it is, the batch; or what is wrong."""
         self._disk.measure_if_wanted()
         if self.problems or self.config is None or self.prediction is None:
             self.summary_text = f"cannot run: {'; '.join(text for _, text in self.problems)}"
             self._view.show_line(self._view.summary, self.summary_text, kind="problem", strong="cannot run")
             return
-        layout = self.config.layout(len(self.devices))
-        fits, parts = "", [self._engines_text()]
-        if not self._elsewhere:
-            fits = fit_text(self.prediction, self.devices)
-            advice = self._advisor.text() if fit_problem(self.prediction, self.devices) else ""
-            parts += [fits, advice, speed_text(self.prediction)]
-        parts.append("" if layout.world_size == layout.dp else str(layout))
-        self.summary_text = " · ".join(filter(None, [*parts, self.batch_text, bubble_text(self.config, layout)]))
+        known = not self._elsewhere
+        advice = self._advisor.text() if known and fit_problem(self.prediction, self.devices) else ""
+        fits, parts = summary_parts(self.config, self.prediction, self.devices, self.batch_text, advice, known=known)
+        self.summary_text = " · ".join([self._engines_text(), *parts])
         self._view.show_line(self._view.summary, self.summary_text, strong=fits)
 
     @property
@@ -250,12 +240,7 @@ class Panel(widgets.VBox):
         return self.cluster is None and bool(self.hosts.value.strip())
 
     def _engines_text(self) -> str:
-        count = len(self.devices)
-        names = ", ".join(dict.fromkeys(device.name for device in self.devices))
-        if self._elsewhere:
-            names = f"{self.hosts.value.strip()}: whether it fits is known once they have started"
-        state = "" if self.cluster is not None else " (not started)"
-        return f"{count} engine{'s' if count > 1 else ''}{state} on {names}"
+        return engines_text(self.cluster, self.devices, self.hosts.value)
 
     # 2. What a person asks for
 
@@ -319,18 +304,16 @@ class Panel(widgets.VBox):
         if wanted:
             self._run.post(lambda run: run.reshape(**wanted))
 
-    def _on_undo(self) -> None:
-        self._show_run_config()
-        self.refresh()
-
-    def _show_run_config(self) -> None:
+    def show_run_config(self) -> None:
+        """Show what the run is configured as."""
         if (running := self._run.running) is not None:
             self._view.form.load(running)
             self.show(live_batch(running, len(self.devices)))
 
     def show(self, values: Mapping[str, Any]) -> None:
-        """Show these values of fields, by path."""
+        """Show these values of fields, by path, as what they follow; a person's Undo does not touch them."""
         self._view.form.put(values)
+        self._edits.follow()
 
     # 3. The run
 
@@ -338,20 +321,16 @@ class Panel(widgets.VBox):
         """The line beside the buttons, the differences, and which buttons are offered."""
         self.status_text = self._activity or (run_line(self.run) if self.run is not None else "no run yet")
         self._view.show_line(self._view.status, self.status_text)
-        self.changes = []
-        running = self._run.running if self._run.under_way else None
-        if self.config is not None and running is not None and not self.problems:
-            self.changes = changes(running, self.config, len(self.devices))
         self._view.show_changes(changes_line(self.changes))
+        waiting, state = self._run.waiting, self._run.state
         offered = {
-            word: not self._activity and self._run.has_engines and self._run.state in states
+            word: not self._activity and self._run.has_engines and state in states
             for word, (states, _) in WORDS.items()
         }
-        waiting = self._run.waiting
         offered["train"] = self._can_train()
         offered["stop"] |= self._starting.under_way
         offered["apply"] = offered.pop("reshape") and "reshape" not in waiting and any(c.live for c in self.changes)
-        offered["undo"] = bool(self.changes)
+        offered |= self._edits.offered
         for word, button in self.buttons.items():
             button.disabled = not offered[word] or word in waiting
 
@@ -366,9 +345,9 @@ class Panel(widgets.VBox):
 
     def tell_error(self, error: Exception) -> None:
         """What went wrong; for what nobody foresaw, with its traceback."""
-        text = str(error) if isinstance(error, TROUBLE) else "".join(traceback.format_exception(error)).rstrip()
-        self.message_text = text
-        self._view.show_message(text, error=True)
+        told = isinstance(error, (*TROUBLE, OSError))
+        self.message_text = str(error) if told else "".join(traceback.format_exception(error)).rstrip()
+        self._view.show_message(self.message_text, error=True)
 
 
 def show(

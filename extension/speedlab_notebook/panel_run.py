@@ -22,9 +22,8 @@ from speedlab_notebook.panel_actions import (
     RESTING_LOOK_SECONDS,
     Watch,
     answer_line,
-    live_batch,
-    live_config,
 )
+from speedlab_notebook.panel_changes import live_batch, live_config
 
 if TYPE_CHECKING:
     from speedlab.cluster import Cluster, Run

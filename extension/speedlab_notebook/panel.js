@@ -1,0 +1,107 @@
+// What the panel's page does by itself: keys, the focus of a field that was looked for, names for screen readers.
+
+const TEXT = 'input[type="text"], input[type="number"], textarea';
+
+function render({ model, el }) {
+  let panel = null;
+
+  function attach() {
+    panel = el.closest(".speedlab-panel");
+    if (!panel) {
+      if (!ended) requestAnimationFrame(attach);
+      return;
+    }
+    // Without it JupyterLab takes arrows, Enter and letters for its cells.
+    panel.setAttribute("data-lm-suppress-shortcuts", "true");
+    panel.setAttribute("role", "region");
+    panel.setAttribute("aria-label", "SpeedLab panel");
+    panel.addEventListener("keydown", onKey);
+    panel.addEventListener("focusin", describe);
+    panel.addEventListener("click", copy);
+    for (const name of ["effect", "changes"]) {
+      panel.querySelector(`.speedlab-${name} .widget-html-content`)?.setAttribute("aria-live", "polite");
+    }
+    panel.querySelector(".speedlab-step-count input")?.setAttribute("aria-label", "steps");
+  }
+
+  function onKey(event) {
+    if (event.key === "Enter" && event.target.closest(".speedlab-search")) {
+      model.send({ do: "choose" });
+      return;
+    }
+    if (!(event.ctrlKey || event.metaKey) || event.altKey) {
+      return;
+    }
+    const key = event.key.toLowerCase();
+    if (key !== "z" && key !== "y") {
+      return;
+    }
+    const field = event.target.matches(TEXT) ? event.target : null;
+    if (field && field.value !== field.dataset.speedlabValue) {
+      return; // Letters that are not taken yet are the box's to undo.
+    }
+    event.preventDefault();
+    event.stopPropagation();
+    model.send({ do: key === "y" || event.shiftKey ? "redo" : "undo" });
+  }
+
+  // A screen reader reads the note beside a control with it.
+  function describe(event) {
+    if (event.target.matches(TEXT)) {
+      event.target.dataset.speedlabValue = event.target.value;
+    }
+    const note = event.target.closest(".speedlab-page > *")?.nextElementSibling;
+    if (note?.classList.contains("speedlab-note")) {
+      note.id ||= `speedlab-note-${Math.random().toString(36).slice(2)}`;
+      event.target.setAttribute("aria-describedby", note.id);
+    }
+  }
+
+  async function copy(event) {
+    const button = event.target.closest(".speedlab-copy");
+    const text = panel.querySelector(".speedlab-text textarea");
+    if (!button || !text) {
+      return;
+    }
+    text.select();
+    try {
+      await navigator.clipboard.writeText(text.value);
+    } catch {
+      document.execCommand("copy"); // Pages that are not served over https have no clipboard.
+    }
+    model.send({ do: "copied" });
+  }
+
+  function onMessage(message) {
+    if (message.do !== "focus" || !panel) {
+      return;
+    }
+    const until = performance.now() + 3000;
+    // Its tab may have to be drawn first.
+    (function find() {
+      const row = panel.querySelector(`.${CSS.escape(message.name)}`);
+      const control = row?.querySelector("input:checked, input:not([type=radio]), select, textarea") ?? row?.querySelector("input");
+      if (control && control.offsetParent !== null) {
+        row.scrollIntoView({ block: "nearest" });
+        control.focus();
+        row.classList.add("speedlab-sought");
+        setTimeout(() => row.classList.remove("speedlab-sought"), 1600);
+      } else if (performance.now() < until) {
+        requestAnimationFrame(find);
+      }
+    })();
+  }
+
+  let ended = false;
+  attach();
+  model.on("msg:custom", onMessage);
+  return () => {
+    ended = true;
+    model.off("msg:custom", onMessage);
+    panel?.removeEventListener("keydown", onKey);
+    panel?.removeEventListener("focusin", describe);
+    panel?.removeEventListener("click", copy);
+  };
+}
+
+export default { render };
