@@ -38,7 +38,7 @@ function render({ model, el }) {
       radio.disabled = Boolean(reasons[number]);
       option.classList.toggle("speedlab-chosen-option", chosen);
       option.classList.toggle("speedlab-greyed", radio.disabled);
-      option.title = reasons[number] || model.get("tooltip");
+      option.title = reasons[number] || model.get("meaning");
     });
   }
 

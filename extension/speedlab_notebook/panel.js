@@ -11,11 +11,9 @@ function render({ model, el }) {
       if (!ended) requestAnimationFrame(attach);
       return;
     }
-    // Without it JupyterLab takes arrows, Enter and letters for its cells.
-    panel.setAttribute("data-lm-suppress-shortcuts", "true");
     panel.setAttribute("role", "region");
     panel.setAttribute("aria-label", "SpeedLab panel");
-    panel.addEventListener("keydown", onKey);
+    window.addEventListener("keydown", onKey, true); // Before JupyterLab, which listens at the document.
     panel.addEventListener("focusin", describe);
     panel.addEventListener("click", copy);
     for (const name of ["effect", "changes"]) {
@@ -25,24 +23,27 @@ function render({ model, el }) {
   }
 
   function onKey(event) {
-    if (event.key === "Enter" && event.target.closest(".speedlab-search")) {
-      model.send({ do: "choose" });
+    if (!panel.contains(event.target)) {
       return;
     }
-    if (!(event.ctrlKey || event.metaKey) || event.altKey) {
-      return;
-    }
+    // JupyterLab takes arrows, Enter and letters for its cells, unless the element with the focus says otherwise.
+    const plain = !(event.ctrlKey || event.metaKey || event.altKey);
+    event.target.toggleAttribute("data-lm-suppress-shortcuts", plain);
     const key = event.key.toLowerCase();
-    if (key !== "z" && key !== "y") {
-      return;
+    if (plain && key === "enter" && event.target.closest(".speedlab-search")) {
+      model.send({ do: "choose" });
     }
-    const field = event.target.matches(TEXT) ? event.target : null;
-    if (field && field.value !== field.dataset.speedlabValue) {
-      return; // Letters that are not taken yet are the box's to undo.
+    if (plain || event.altKey || (key !== "z" && key !== "y") || isBeingWritten(event.target)) {
+      return;
     }
     event.preventDefault();
-    event.stopPropagation();
+    event.stopImmediatePropagation();
     model.send({ do: key === "y" || event.shiftKey ? "redo" : "undo" });
+  }
+
+  // Letters that are not taken yet are the box's own to undo.
+  function isBeingWritten(box) {
+    return box.matches(TEXT) && box.value !== box.dataset.speedlabValue;
   }
 
   // A screen reader reads the note beside a control with it.
@@ -98,7 +99,7 @@ function render({ model, el }) {
   return () => {
     ended = true;
     model.off("msg:custom", onMessage);
-    panel?.removeEventListener("keydown", onKey);
+    window.removeEventListener("keydown", onKey, true);
     panel?.removeEventListener("focusin", describe);
     panel?.removeEventListener("click", copy);
   };

@@ -16,19 +16,20 @@ class Choice(anywidget.AnyWidget):
     _esm = Path(__file__).with_name("choice.js")
 
     label = traitlets.Unicode().tag(sync=True)
-    tooltip = traitlets.Unicode().tag(sync=True)
+    meaning = traitlets.Unicode().tag(sync=True)
+    """Told where the pointer rests. (`tooltip`, which each widget has, asks on the page for a description, too.)"""
     options = traitlets.List(traitlets.Unicode()).tag(sync=True)
     reasons = traitlets.List(traitlets.Unicode()).tag(sync=True)
     """Of each option, why it is greyed; '' where it is not."""
     index = traitlets.Int().tag(sync=True)
     value = traitlets.Any()
 
-    def __init__(self, label: str, values: Sequence[Any], value: Any, *, tooltip: str, layout: Any) -> None:
+    def __init__(self, label: str, values: Sequence[Any], value: Any, *, meaning: str, layout: Any) -> None:
         self._values = list(values)
         texts = [str(option) for option in values]
         super().__init__(
             label=label,
-            tooltip=tooltip,
+            meaning=meaning,
             options=texts,
             reasons=[""] * len(texts),
             index=self._values.index(value),

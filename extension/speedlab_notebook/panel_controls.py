@@ -124,7 +124,7 @@ def set_class(widget: Any, name: str, *, on: bool) -> None:
 
 def _make_control(field: Field, looks: Looks) -> Any:
     if field.kind is Kind.CHOICE:
-        choice = Choice(field.label, field.options, field.value, tooltip=field.description, layout=looks.control)
+        choice = Choice(field.label, field.options, field.value, meaning=field.description, layout=looks.control)
         return looks.keep(choice)
     common = {
         "value": field.value,

@@ -12,6 +12,8 @@ from speedlab_notebook.panel_controls import Looks
 from speedlab_notebook.panel_fields import Field
 
 _FEWEST_FOLDED = 3
+_FEWEST_APART = 6
+"""So many are folded where each has a reason of its own, which says what would make it do something."""
 _MOST_NAMED = 4
 
 
@@ -36,12 +38,11 @@ class _Fold:
 
     def show(self, fields: Sequence[Field]) -> None:
         self._fields = fields
-        reasons = {field.reason for field in fields}
         names = [field.label for field in fields]
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED + 1 else ""
         named = ", ".join(names[: _MOST_NAMED if more else None]) + more
-        why = f": {reasons.pop()}" if len(reasons) == 1 else ", each for a reason of its own"
-        self.button.description = f"Show {len(fields)} fields that do nothing now"
+        why = f": {fields[0].reason}" if _one_reason(fields) else ", each for a reason of its own"
+        self.button.description = f"Show {len(fields)} idle fields"
         self.note.value = f'<span class="speedlab-reason">{escape(named + why)}</span>'
 
 
@@ -80,7 +81,7 @@ class Page:
             yield self._heading(section.heading)
         for idle, group in groupby(section.fields, key=lambda one: one.is_idle and one.path not in self._unfolded):
             fields = list(group)
-            if idle and len(fields) >= _FEWEST_FOLDED:
+            if idle and len(fields) >= (_FEWEST_FOLDED if _one_reason(fields) else _FEWEST_APART):
                 fold = self._fold(fields[0].path)
                 fold.show(fields)
                 yield from (fold.button, fold.note)
@@ -99,3 +100,7 @@ class Page:
         if path not in self._folds:
             self._folds[path] = _Fold(self, self._looks)
         return self._folds[path]
+
+
+def _one_reason(fields: Sequence[Field]) -> bool:
+    return len({field.reason for field in fields}) == 1

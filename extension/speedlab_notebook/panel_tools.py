@@ -108,7 +108,7 @@ class ExportTab:
         self._tell, self._tell_error = tell, tell_error
         self._config: RunConfig | None = None
         self.format = looks.keep(
-            Choice("write as", list(FORMATS), "YAML", tooltip="How the configuration is written", layout=looks.wide)
+            Choice("write as", list(FORMATS), "YAML", meaning="How the configuration is written", layout=looks.wide)
         )
         self.file = looks.make(widgets.Text, layout=looks.control, description="file", continuous_update=False)
         self.text = looks.make(

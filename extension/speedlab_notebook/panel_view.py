@@ -93,7 +93,8 @@ class View:
         style = looks.html(
             "speedlab-hidden", value=f"<style>{(_HERE / 'panel.css').read_text(encoding='utf-8')}</style>"
         )
-        return [style, self.keys, tools, body, self.effect, self.summary, row, self.changes_row, self.message]
+        foot = looks.box([self.effect, self.summary, row, self.changes_row], "speedlab-foot")
+        return [style, self.keys, tools, body, foot, self.message]
 
     def on_click(self, handlers: Mapping[str, Callable[[], object]]) -> None:
         """What buttons do, by their names."""

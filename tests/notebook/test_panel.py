@@ -37,7 +37,8 @@ def test_every_field_of_a_run_is_in_one_tab_with_its_description(panel: Panel) -
         for part in parts:
             owner = owner.part_of(part)
         assert field.description == owner.model_fields[name].description
-        assert field.control.tooltip == field.description
+        told = field.control.meaning if isinstance(field.control, Choice) else field.control.tooltip
+        assert told == field.description
         assert note(panel, path), path
 
 
@@ -78,7 +79,7 @@ def test_a_preset_brings_its_shape(panel: Panel) -> None:
 
 
 def test_a_choice_follows_its_page_and_can_grey_single_options() -> None:
-    choice = Choice("stage", [0, 2], 0, tooltip="which", layout=widgets.Layout())
+    choice = Choice("stage", [0, 2], 0, meaning="which", layout=widgets.Layout())
     assert (choice.options, choice.index) == (["0", "2"], 0)
     choice.index = 1  # A click.
     assert choice.value == 2
