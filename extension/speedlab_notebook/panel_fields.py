@@ -65,6 +65,8 @@ _PLACEHOLDERS = {
     "offload.folder": "the run's own",
     "name": "run-1, run-2, …",
     "clip_norm": "never clips",
+    "model.ffn_tile": "all at once",
+    "model.attention.mask": "of 'custom' only",
 }
 _AXES = frozenset({"parallel.islands", "parallel.tp", "parallel.pp", "parallel.cp"})
 """Chosen among what the number of engines divides by."""

@@ -53,7 +53,7 @@ class Form:
         """Open the tab of a field, and show it where it is folded away."""
         field = self.fields[path]
         number = next(i for i, page in enumerate(self.pages) if field in page)
-        self.pages[number].unfold(field)
+        self.pages[number].unfold_around(field)
         self.tabs.selected_index = number
 
     def arrange(self) -> None:

@@ -70,6 +70,10 @@ class Page:
         self._unfolded |= {field.path for field in fields}
         self.arrange()
 
+    def unfold_around(self, field: Field) -> None:
+        """Show the section of a field that was looked for."""
+        self.unfold(*next(section.fields for section in self._sections if field in section.fields))
+
     def arrange(self) -> None:
         """Rows as they are to be now; nothing is sent where they are so already."""
         rows = (*self._extra, *(row for section in self._sections for row in self._rows(section)))

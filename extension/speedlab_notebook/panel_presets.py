@@ -95,7 +95,7 @@ def _fastest(now: RunConfig, devices: Sequence[Device], link: Link | None) -> Pr
     except (ConfigError, LayoutError, ValueError) as error:
         return Preset(name=name, about=about, config=None, result=f"not here: {str(error).splitlines()[0]}")
     if config is None:
-        return Preset(name=name, about=about, config=None, result="nothing fits; take a smaller model")
+        return Preset(name=name, about=about, config=None, result="does not fit: no layout does; a smaller model may")
     result = _figures(found[0].held_bytes, found[0].time.tokens_per_second)
     return Preset(name=name, about=about, config=config, result=result)
 

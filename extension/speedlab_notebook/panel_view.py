@@ -40,7 +40,10 @@ class View:
         self.keys = looks.keep(Keys(layout=looks.plain))
         self._make_engines(engines)
         extra = {"Parallelism": (self.engines, self.engines_note, self.hosts)}
-        self.presets, self.export = looks.box((), "speedlab-page"), looks.box((), "speedlab-page", "speedlab-export")
+        self.presets, self.export = (
+            looks.box((), "speedlab-page", "speedlab-presets"),
+            looks.box((), "speedlab-page", "speedlab-export"),
+        )
         self.form = Form(looks, on_change, extra=extra, more={PRESETS: self.presets, EXPORT: self.export})
         self.states = looks.html("speedlab-states")
         self.effect = looks.html("speedlab-effect")
@@ -109,8 +112,9 @@ class View:
         where.value = f'<div class="speedlab-{kind}">{shown}</div>'
 
     def show_effect(self, words: str, text: str) -> None:
-        """What the last change of a control came to."""
-        self.effect.value = f'<div class="speedlab-line"><b>{escape(words)}</b>: {escape(text)}</div>' if words else ""
+        """What the last change of a control came to; without `words`, how it is told."""
+        strong, kind = (f"<b>{escape(words)}</b>: ", "line") if words else ("", "help")
+        self.effect.value = f'<div class="speedlab-{kind}">{strong}{escape(text)}</div>'
 
     def show_message(self, text: str, *, error: bool) -> None:
         """What happened, in the area below the buttons; '' empties it."""
