@@ -38,8 +38,9 @@ class Looks:
         return self.keep(widget)
 
     def keep(self, widget: Any) -> Any:
-        """`widget`, which is to be closed with the others."""
+        """`widget`, which is to be closed with the others, and is heard while a cell runs."""
         self._made.append(widget)
+        _hear_where_it_is_sent(widget)
         return widget
 
     def box(self, children: Sequence[Any], *names: str) -> Any:
@@ -94,6 +95,14 @@ class Shown:
             if field.kind is Kind.TEXT:
                 control.placeholder = field.placeholder
         self.note.value = note_html(field)
+
+
+def _hear_where_it_is_sent(widget: Any) -> None:
+    """Let what a person does reach the thread that the page sends it to: JupyterLab's subshell for widgets, which
+    listens while a cell runs. ipykernel would take it to the thread that spoke last on this comm, mostly the cells'
+    own, where it waits for the end of `run.wait_until()`. A kernel without subshells never asks."""
+    if widget.comm is not None:
+        widget.comm._reply_subshell_for = lambda _, sent_to: sent_to
 
 
 def class_of(path: str) -> str:

@@ -31,11 +31,22 @@ class Notebook:
 
         `count`: the kernel's count of cells that it then shows; left out, each cell was run once in order.
         """
-        cell = self.page.locator(".jp-Notebook-cell").nth(number)
-        cell.locator(".jp-InputArea-editor").click()
+        self.start(number)
+        return self.outputs_of(number, count=count)
+
+    def start(self, number: int) -> None:
+        """Run cell `number` and do not wait for it."""
+        self._cell(number).locator(".jp-InputArea-editor").click()
         self.page.keyboard.press("Shift+Enter")
-        cell.locator(".jp-InputPrompt", has_text=f"[{count or number + 1}]:").wait_for(timeout=120_000)
-        return cell.locator(".jp-Cell-outputArea")
+
+    def outputs_of(self, number: int, *, count: int | None = None) -> Any:
+        """The outputs of cell `number` once it is done, as `run` returns them."""
+        prompt = self._cell(number).locator(".jp-InputPrompt", has_text=f"[{count or number + 1}]:")
+        prompt.wait_for(timeout=120_000)
+        return self._cell(number).locator(".jp-Cell-outputArea")
+
+    def _cell(self, number: int) -> Any:
+        return self.page.locator(".jp-Notebook-cell").nth(number)
 
     def saved_output(self, mime_type: str) -> dict[str, Any]:
         """Save until an output of this MIME type is in the file, at most ten times; returns the output's data."""

@@ -59,6 +59,7 @@ def test_a_person_trains_and_moves_the_stage_of_the_live_run(page, lab) -> None:
         TRAIN.replace("NAME", "quickstart"),
         "%speedlab panel",
         "%speedlab dash",
+        "print('the run is', run.wait())",
         STOP,
         "%speedlab stop --yes",
     ]
@@ -98,9 +99,10 @@ def test_a_person_trains_and_moves_the_stage_of_the_live_run(page, lab) -> None:
     )
     dash.get_by_role("button", name="Show the numbers").click()
 
-    # Stage 2 -> 3 in the panel, live.
+    # Stage 2 -> 3 in the panel, live, while a cell waits for the run.
+    notebook.start(4)
     panel.get_by_role("tab", name="ZeRO & memory").click()
-    panel.locator(".speedlab-zero-stage button", has_text="3").click()
+    panel.get_by_role("radiogroup", name="stage").get_by_text("3", exact=True).click()
     panel.locator(".speedlab-changes", has_text="live").wait_for()
     panel.locator("button.speedlab-apply").click()
     dash.locator(".sl-text", has_text="ZeRO stage 3").wait_for()
@@ -124,12 +126,14 @@ def test_a_person_trains_and_moves_the_stage_of_the_live_run(page, lab) -> None:
     assert dash.locator('[data-plot="loss"]').get_by_text("▼ 2→3").count() == 1
 
     # The end: a figure and a picture stay in the saved notebook.
-    assert "the run is stopped" in notebook.run(4).inner_text()
+    panel.locator("button.speedlab-pause").click()
+    assert "the run is paused" in notebook.outputs_of(4).inner_text()
+    assert "the run is stopped" in notebook.run(5).inner_text()
     dash.locator(".sl-state", has_text="■ stopped").wait_for()
     kept = notebook.saved_output("image/png")
     assert kept["application/vnd.plotly.v1+json"]["data"]
     assert len(kept["image/png"]) > 10_000
-    assert "stopped" in notebook.run(5).inner_text()
+    assert "stopped" in notebook.run(6).inner_text()
     assert broken == []
 
 
