@@ -6,13 +6,14 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+DOCS := .venv-docs
 NAME ?= step
 ARGS ?=
 # JupyterLab refuses to run as root, as in most containers, unless it is told so.
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lab test bench lint format types lock clean
+.PHONY: help setup pages check-pages demo lab test bench docs links lint format types lock clean
 
 help:
 	@echo "make setup   .venv with pinned dependencies"
@@ -20,16 +21,27 @@ help:
 	@echo "make lab     opens the same notebook in JupyterLab"
 	@echo "make test    runs all tests            (ARGS=\"-k name\" for some)"
 	@echo "make bench   side-by-side measurements (NAME=step; installs the peers in $(PEERS) first)"
+	@echo "make docs    the documentation's site, in build/site/html (installs Sphinx in $(DOCS) first)"
+	@echo "make links   asks every address on it whether it is there; needs a network"
 	@echo "make lint    ruff: rules and formatting"
 	@echo "make types   pyright"
+	@echo "make pages   builds JupyterLab's extension again, after a change in extension/lab"
+	@echo "make check-pages   its rules, types and tests"
 	@echo "make format  ruff: writes the formatting"
 	@echo "make lock    writes requirements.lock from .venv"
 	@echo "make clean   removes caches; .venv and runs/ stay"
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: requirements.lock pyproject.toml .ci/setup.sh
+$(VENV)/.ready: requirements.lock pyproject.toml .ci/setup.sh .ci/pages.sh
 	@.ci/setup.sh
+
+pages: setup
+	@.ci/pages.sh
+	@$(BIN)/python -m pip -qq install --no-deps --no-build-isolation --editable .
+
+check-pages: setup
+	@.ci/pages.sh check
 
 demo: setup
 	@$(BIN)/speedlab demo
@@ -46,6 +58,15 @@ bench: $(PEERS)/.ready
 $(PEERS)/.ready: $(VENV)/.ready .ci/peers.sh
 	@.ci/peers.sh
 
+docs: $(DOCS)/.ready
+	@$(DOCS)/bin/python notebooks/site/build.py html
+
+links: $(DOCS)/.ready
+	@$(DOCS)/bin/python notebooks/site/build.py linkcheck
+
+$(DOCS)/.ready: $(VENV)/.ready notebooks/site/requirements.lock .ci/site.sh
+	@.ci/site.sh
+
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -60,6 +81,7 @@ types: setup
 lock: setup
 	@$(BIN)/python .ci/lock.py > requirements.lock.new
 	@mv requirements.lock.new requirements.lock
+	@test ! -e $(DOCS)/.ready || $(DOCS)/bin/python .ci/lock.py docs > notebooks/site/requirements.lock
 	@echo "lock: $$(grep -c == requirements.lock) packages"
 
 clean:

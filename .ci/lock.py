@@ -1,10 +1,12 @@
 """Print requirements.lock: what the project and its tests need, at the versions this environment has.
 
 Run as `make lock` after an upgrade. torch has its own pip call, so it is not in the list; what its CPU build needs is.
+`lock.py docs`, in .venv-docs, prints notebooks/site/requirements.lock.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
@@ -23,11 +25,20 @@ HEADER = """\
 """
 
 
-def main() -> int:
+DOCS_HEADER = """\
+# What the documentation's site needs beyond requirements.lock: `make lock` writes this file.
+"""
+
+
+def main(what: str = "project") -> int:
+    """`what`: "project", or "docs" for what its site needs beside that."""
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [
-        Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["dev"], *BUILD)
-    ]
+    extras = project["optional-dependencies"]
+    texts, header, elsewhere = (*project["dependencies"], *extras["notebook"], *extras["dev"], *BUILD), HEADER, set()
+    if what == "docs":
+        texts, header = extras["docs"], DOCS_HEADER
+        elsewhere = set(re.findall(r"^(.+)==", Path("requirements.lock").read_text(encoding="utf-8"), re.MULTILINE))
+    wanted = [Requirement(text) for text in texts]
     versions: dict[str, str] = {}
     seen: set[str] = set()
     while wanted:
@@ -41,12 +52,12 @@ def main() -> int:
         except PackageNotFoundError:
             print(f"{name} is required but not installed; run `make setup` and install it first", file=sys.stderr)
             return 1
-        if name not in SEPARATE:
+        if name not in SEPARATE | elsewhere:
             versions[name] = installed.version.partition("+")[0]
         wanted += [
             needed for needed in map(Requirement, installed.requires or ()) if _applies(needed, requirement.extras)
         ]
-    print(HEADER + "\n".join(f"{name}=={versions[name]}" for name in sorted(versions)))
+    print(header + "\n".join(f"{name}=={versions[name]}" for name in sorted(versions)))
     return 0
 
 
@@ -56,4 +67,4 @@ def _applies(needed: Requirement, extras: set[str]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

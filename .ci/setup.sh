@@ -21,20 +21,23 @@ if [ -z "$python" ]; then
          "Install python3.11, or name one: make setup PYTHON=/path/to/python3.11"
 fi
 
-say "1/4 virtual environment .venv with $("$python" --version)"
+say "1/5 virtual environment .venv with $("$python" --version)"
 "$python" -m venv .venv || fail "could not make .venv; on Debian and Ubuntu: apt-get install python3-venv"
 pip="env PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/bin/python -m pip -qq"
 
-say "2/4 $torch (a minute or more on a slow line)"
+say "2/5 $torch (a minute or more on a slow line)"
 # torch comes alone and first: which build it is, CPU or CUDA, is decided here and nowhere else.
 # shellcheck disable=SC2086  # the arguments are words
 $pip install ${TORCH_PIP_ARGS:-} --constraint requirements.lock "$torch"
 
-say "3/4 $(grep -c == requirements.lock) pinned packages, and what compiles CUDA kernels (0.5 GB)"
+say "3/5 $(grep -c == requirements.lock) pinned packages, and what compiles CUDA kernels (0.5 GB)"
 $pip install --requirement requirements.lock
 $pip install --constraint requirements.lock "numba-cuda[cu13]"
 
-say "4/4 speedlab itself, editable"
+say "4/5 what pages run: JupyterLab's extension and the view for widgets"
+.ci/pages.sh
+
+say "5/5 speedlab itself, editable"
 $pip install --no-deps --no-build-isolation --editable .
 
 touch .venv/.ready

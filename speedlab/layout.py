@@ -19,7 +19,7 @@ class LayoutError(ValueError):
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows: the message says all, and the frames would be ours."""
-        return [f"{type(self).__name__}: {self}"]
+        return [f"{type(self).__name__}: {self}", "more: speedlab guide trouble layout"]
 
 
 @dataclass(frozen=True, kw_only=True)

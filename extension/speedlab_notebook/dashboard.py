@@ -1,7 +1,11 @@
-"""The dashboard: one anywidget that draws a run live, and leaves a static picture in the notebook.
+"""The dashboard: what it displays is drawn by the Jupyter server where that has our extension, else by this kernel.
 
-What is sent is in drawing.py, what the page makes of it in dash.js. A thread polls the run's feed ten times a second
-while somebody looks, and not at all while nobody does.
+An output has several faces, of which a place shows the first it knows: the run's id, which JupyterLab and Notebook draw
+through their server (extension/lab/src/dashboard); a widget of the same view, fed by a thread of this kernel, for the
+others; and a picture with a table, for where nothing runs (static_picture.py). What is sent is in telemetry/drawing.py.
+
+The thread polls the run's feed ten times a second while somebody looks. Where the server draws, it reads the run's
+state alone, until a widget has spoken; it always leaves the picture when the run comes to rest.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import atexit
 import contextlib
 import gzip
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -21,11 +26,14 @@ import anywidget
 import traitlets
 from ipywidgets import widget_serialization
 
+from speedlab.cluster.home import root
+from speedlab.cluster.known_runs import note_seen
+from speedlab.telemetry.drawing import SERVED, Drawing, Message
 from speedlab.telemetry.feed import Feed
+from speedlab.telemetry.folder import RunFolderError
 from speedlab.telemetry.prediction import prediction_of
-from speedlab.telemetry.records import RunState
+from speedlab.telemetry.records import RESTING
 from speedlab.telemetry.series import History
-from speedlab_notebook.drawing import Drawing
 from speedlab_notebook.static_picture import StaticPicture
 
 if TYPE_CHECKING:
@@ -35,13 +43,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_HERE = Path(__file__).parent
+_BUILT = Path(__file__).parent / "static"
 
 TICK_SECONDS = 0.1
 SILENT_TICK_SECONDS = 1.0
 """How often the header line is looked at when nothing comes: it tells how long a run has been silent."""
 RESTING_TICK_SECONDS = 0.5
-"""A run that rests may be resumed by anybody."""
+"""A run that rests may be resumed by anybody; its state alone is read so often, too."""
 FIRST_KEYFRAME_SECONDS = 1.0
 LAST_KEYFRAME_SECONDS = 16.0
 """Keyframes come by themselves at intervals that double between these two. A page that missed a tick catches up with
@@ -51,14 +59,21 @@ SILENCE_SECONDS = 90.0
 JOIN_SECONDS = 5.0
 """How long closing waits for the thread, which a slow disk may hold. The thread then ends by itself."""
 
-RESTING = frozenset({RunState.PAUSED, RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
+
+def _built(name: str) -> Path:
+    """A file that pages run. Raises FileNotFoundError that says how it is made."""
+    path = _BUILT / name
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} is not built, so there is no dashboard. In a checkout run `make pages`; released wheels have it"
+        )
+    return path
 
 
 class PlotlyBundle(anywidget.AnyWidget):
-    """plotly's own plotly.min.js, compressed: the page takes it from here once, however many dashboards it shows."""
+    """plotly's basic bundle, compressed: the page takes it from here once, however many dashboards it shows."""
 
     _esm = "export default {};"
-    version = traitlets.Unicode().tag(sync=True)
     source = traitlets.Bytes().tag(sync=True)
 
     _shared: PlotlyBundle | None = None
@@ -67,20 +82,17 @@ class PlotlyBundle(anywidget.AnyWidget):
     def shared(cls) -> PlotlyBundle:
         """The one of this kernel."""
         if cls._shared is None or cls._shared.comm is None:
-            import plotly
-            from plotly.offline import get_plotlyjs
-
-            cls._shared = cls(version=plotly.__version__, source=gzip.compress(get_plotlyjs().encode(), 5))
+            cls._shared = cls(source=gzip.compress(_built("plotly.js").read_bytes(), 5))
         return cls._shared
 
 
 class Dashboard(anywidget.AnyWidget):
     """A run, live. `show(run)` makes one and displays it."""
 
-    _esm = _HERE / "dash.js"
-    _css = _HERE / "dash.css"
-    bundle = traitlets.Instance(PlotlyBundle).tag(sync=True, **widget_serialization)
+    bundle = traitlets.Instance(PlotlyBundle, allow_none=True).tag(sync=True, **widget_serialization)
+    """None until a view has spoken, where the server draws."""
     keyframe = traitlets.Dict().tag(sync=True)
+    """{"message": the last Keyframe, "buffers": […]}; empty where the server draws."""
 
     def __init__(
         self,
@@ -99,11 +111,10 @@ class Dashboard(anywidget.AnyWidget):
         self._drawing = Drawing(self._history, name=name, devices=devices)
         self._picture = picture
         self._version = -1
-        self._png_wanted = False
         self._rewritten = False
         self._trouble = ""
         """Why the page cannot be told what is new; "" while it is."""
-        self._watching: set[str] | None = None
+        self._watching: set[str] | None = set() if os.environ.get(SERVED) else None
         self._heard = time.monotonic()
         self._loop = _running_loop()
         self._wake = threading.Event()
@@ -112,37 +123,36 @@ class Dashboard(anywidget.AnyWidget):
         self._lock = threading.Lock()
         feed.poll(files=True)
         self._take_news()
-        self._rested = self._at_rest
+        self._pictured = self._at_rest
+        """Whether the picture shows how the run rests."""
         self._look_again = 0.0
-        frame = self._drawing.keyframe(feed.status, closed=self._at_rest)
-        super().__init__(bundle=PlotlyBundle.shared(), keyframe=frame)
+        self._esm, self._css = (_built(name).read_text() for name in ("dashboard.js", "dashboard.css"))
+        first: dict[str, Any] = {}
+        if self.watched:
+            first = {"bundle": PlotlyBundle.shared(), "keyframe": _packed(self._drawing.keyframe(feed.status))}
+        super().__init__(**first)
         self.on_msg(self._on_message)
         atexit.register(self._end)  # While all that the thread uses is still there.
-        if self._rested:
-            self._leave_picture()
+        if self._picture is not None:
+            self._picture.show(self._history)
         self._start()
 
     # What the page says
 
     def _on_message(self, _: Any, content: dict[str, Any], buffers: Sequence[Any]) -> None:
+        """A Draw of a view (speedlab_server/messages.py)."""
         self._heard = time.monotonic()
-        kind = content.get("kind")
-        if kind == "watching":
-            self._set_watching(str(content.get("view")), bool(content.get("on")))
-        elif kind == "keyframe":
+        if content.get("type") != "Draw":
+            return
+        step = content.get("step")
+        self._set_watching(str(content.get("view")), bool(content.get("watching")))
+        if content.get("keyframe"):
             self._send_keyframe()
-        elif kind == "timeline":
-            self._show_timeline(content.get("step"))
-        elif kind == "picture" and buffers and self._picture is not None:
-            self._png_wanted = False
-            self._picture.show(self._history, png=bytes(buffers[0]))
-
-    def _show_timeline(self, step: Any) -> None:
-        """The pipeline of the step that a person points at; of the newest again when it is None."""
-        with self._lock:
-            self._drawing.pipeline_step = step if isinstance(step, int) else None
-            if (message := self._drawing.tick(self._feed.status)) is not None:
-                self.send(message[0], buffers=message[1])
+        if self._drawing.pipeline_step != (step := step if isinstance(step, int) else None):
+            with self._lock:  # The pipeline of the step that a person points at; of the newest again when it is None.
+                self._drawing.pipeline_step = step
+                if (message := self._drawing.tick(self._feed.status)) is not None:
+                    self.send(message[0], buffers=message[1])
 
     def _set_watching(self, view: str, on: bool) -> None:
         """Start when the first view comes into sight, stop when the last one has gone."""
@@ -151,18 +161,19 @@ class Dashboard(anywidget.AnyWidget):
         known = view in self._watching
         (self._watching.add if on else self._watching.discard)(view)
         if on and not known:
-            self._send_keyframe()
+            if self.bundle is None:
+                self.bundle = PlotlyBundle.shared()
+            self._look(keyframe=True)
             if self._trouble:
-                self.send({"kind": "trouble", "text": self._trouble})
+                self.send({"type": "Problem", "text": self._trouble})
             self._start()
-            if self._png_wanted:
-                self.send({"kind": "picture"})
+            self._wake.set()
         if not self._watching:
             self._wake.set()
 
     @property
     def watched(self) -> bool:
-        """Whether somebody may be looking: until the first view has spoken, somebody may."""
+        """Whether somebody may be looking: until the first view has spoken, somebody may, where no server draws."""
         return self._watching is None or bool(self._watching)
 
     # The thread
@@ -176,14 +187,17 @@ class Dashboard(anywidget.AnyWidget):
         with self._lock:
             if self.running or self._closed.is_set():
                 return
-            self._wake.clear()
             self._thread = threading.Thread(target=self._work, name="speedlab-dashboard", daemon=True)
             self._thread.start()
 
     def _work(self) -> None:
         wait = FIRST_KEYFRAME_SECONDS
         due = time.monotonic() + wait
-        while self.watched and not self._closed.is_set():
+        while not self._closed.is_set():
+            if not self.watched:
+                self._look_for_rest()
+                self._wait(RESTING_TICK_SECONDS)
+                continue
             keyframe = time.monotonic() >= due and not self._at_rest
             self._look(keyframe=keyframe)
             if keyframe:
@@ -191,10 +205,23 @@ class Dashboard(anywidget.AnyWidget):
                 due = time.monotonic() + wait
             if time.monotonic() - self._heard > SILENCE_SECONDS and self._kernel_listens():
                 self._watching = set()
-            resting = self._at_rest or self._trouble
-            self._wake.wait(RESTING_TICK_SECONDS if resting else TICK_SECONDS)
-        if self._closed.is_set():
-            self._let_go()
+            self._wait(RESTING_TICK_SECONDS if self._at_rest or self._trouble else TICK_SECONDS)
+        self._let_go()
+
+    def _wait(self, seconds: float) -> None:
+        self._wake.wait(seconds)
+        self._wake.clear()
+
+    def _look_for_rest(self) -> None:
+        """Nobody looks: only the run's state is read, until there is a picture to be left."""
+        with contextlib.suppress(RunFolderError, OSError):  # It may be read next time.
+            rests = self._feed.folder.read_status().state in RESTING
+            if rests and not self._pictured:
+                self._feed.poll(files=True)
+                with self._lock:
+                    self._take_news()
+                self._leave_picture()
+            self._pictured = rests
 
     def _kernel_listens(self) -> bool:
         """Whether the kernel's loop is free, so that a living page would have been heard. While a cell keeps it, it is
@@ -220,7 +247,7 @@ class Dashboard(anywidget.AnyWidget):
                 log.exception("a dashboard of %s cannot be drawn", self._feed.folder.name)
         if trouble != self._trouble:
             self._trouble = trouble
-            self.send({"kind": "trouble", "text": trouble})
+            self.send({"type": "Problem", "text": trouble})
 
     def update(self) -> None:
         """Look at the feed and send what is new."""
@@ -228,28 +255,24 @@ class Dashboard(anywidget.AnyWidget):
         if self._feed.version == self._version and time.monotonic() < self._look_again:
             return
         self._look_again = time.monotonic() + SILENT_TICK_SECONDS
+        if self._at_rest and not self._pictured:
+            self._feed.poll(files=True)
         with self._lock:
-            knew_any = bool(self._history.latest)
             self._take_news()
-            if self._at_rest and not self._rested:
-                self._feed.poll(files=True)
-                self._take_news()
-                self.keyframe = self._next_keyframe()
-            elif self._history.latest and not knew_any:
-                self.keyframe = self._next_keyframe()  # The first records decide how the page is laid out.
-            elif (message := self._drawing.tick(self._feed.status, rewritten=self._rewritten)) is not None:
-                self.send(message[0], buffers=message[1])
+            message = self._drawing.next(self._feed.status, rewritten=self._rewritten)
             self._rewritten = False
-            came_to_rest, self._rested = self._at_rest and not self._rested, self._at_rest
+            if message is not None and message[0]["type"] == "Keyframe":
+                self.keyframe = _packed(message)
+            elif message is not None:
+                self.send(message[0], buffers=message[1])
+            came_to_rest, self._pictured = self._at_rest and not self._pictured, self._at_rest
         if came_to_rest:
             self._leave_picture()
 
     def _leave_picture(self) -> None:
-        """Put the plots into the notebook as they are, and ask the page for its picture of them."""
+        """Put the plots into the notebook as they are."""
         if self._picture is not None:
-            self._png_wanted = True
             self._picture.show(self._history)
-            self.send({"kind": "picture"})
 
     def _take_news(self) -> None:
         self._version = self._feed.version
@@ -260,11 +283,7 @@ class Dashboard(anywidget.AnyWidget):
 
     def _send_keyframe(self) -> None:
         with self._lock:
-            self.keyframe = self._next_keyframe()
-
-    def _next_keyframe(self) -> dict[str, Any]:
-        self._drawing.seq += 1
-        return self._drawing.keyframe(self._feed.status, closed=self._at_rest)
+            self.keyframe = _packed(self._drawing.keyframe(self._feed.status))
 
     @property
     def _at_rest(self) -> bool:
@@ -293,19 +312,24 @@ class Dashboard(anywidget.AnyWidget):
             self._feed.close()
 
 
+def _packed(message: Message) -> dict[str, Any]:
+    """As a trait has it."""
+    return {"message": message[0], "buffers": message[1]}
+
+
 def show(run: Run | RunFolder | str | Path) -> Dashboard:
-    """Display the dashboard of a run, given as its handle or its folder, and below it the picture that stays.
+    """Display the dashboard of a run, given as its handle or its folder, and in the same output the picture that stays.
 
     Raises RunFolderError when there is no such run.
     """
-    from IPython.display import display
-
     feed, devices = _feed_of(run)
+    with contextlib.suppress(OSError):  # The server then knows it by its id; where it cannot, the widget draws.
+        root().mkdir(mode=0o700, parents=True, exist_ok=True)
+        note_seen(root(), feed.folder.path)
     picture = StaticPicture(feed, devices)
     owns_feed = feed is not getattr(run, "feed", None)
     dashboard = Dashboard(feed, name=feed.folder.name, devices=devices, picture=picture, owns_feed=owns_feed)
-    display(dashboard)
-    picture.place()
+    picture.place(dashboard)
     return dashboard
 
 

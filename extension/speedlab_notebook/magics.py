@@ -107,14 +107,25 @@ def _short_errors() -> Iterator[None]:
     from speedlab.cluster.errors import ClusterError
     from speedlab.cluster.known_runs import RunError
     from speedlab.config import ConfigError
+    from speedlab.config.errors import with_more
+    from speedlab.display.extras import MissingExtraError, extras
     from speedlab.layout import LayoutError
     from speedlab.telemetry.checkpoints import CheckpointError
     from speedlab.telemetry.folder import RunFolderError
 
     try:
-        yield
-    except (ClusterError, RunError, RunFolderError, ConfigError, LayoutError, CheckpointError) as error:
-        raise CommandError(str(error)) from error
+        with extras():
+            yield
+    except (
+        ClusterError,
+        RunError,
+        RunFolderError,
+        ConfigError,
+        LayoutError,
+        CheckpointError,
+        MissingExtraError,
+    ) as error:
+        raise CommandError(with_more(error)) from error
 
 
 @contextmanager

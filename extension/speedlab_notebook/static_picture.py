@@ -1,53 +1,62 @@
-"""What of a dashboard stays in a saved notebook: a plain plotly figure and a PNG, in an output of their own."""
+"""What stays of a dashboard in a saved notebook: a picture and a table, in the output that also shows it live."""
 
 from __future__ import annotations
 
-import base64
 import threading
 import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from speedlab.cluster.known_runs import run_id
 from speedlab.display.figure_style import Figure, on_paper, plain
-from speedlab.telemetry.figures import header, overview_figure
+from speedlab.telemetry.figures import header
+from speedlab.telemetry.overview import overview
 
 if TYPE_CHECKING:
+    from ipywidgets import DOMWidget
+
     from speedlab.hardware import Device
     from speedlab.telemetry.feed import Feed
     from speedlab.telemetry.series import History
 
+RUN_MIME = "application/vnd.speedlab.run+json"
+"""Names a run to JupyterLab and Notebook, which draw it through their server."""
+WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 _CONFIG = {"displaylogo": False, "showSendToCloud": False, "modeBarButtonsToRemove": ["sendChartToCloud"]}
 
 
 class StaticPicture:
-    """An output that is empty while the run goes on, and holds the plots once it rests."""
+    """An output with the run as a page draws it, and the plots as they were when the run last came to rest."""
 
     def __init__(self, feed: Feed, devices: Sequence[Device] = ()) -> None:
         self._feed = feed
         self._devices = devices
         self._id = uuid.uuid4().hex
+        self._live: dict[str, Any] = {}
+        self._kept: dict[str, Any] = {}
         self._placed = False
-        self._wanted: dict[str, Any] | None = None
         self._lock = threading.Lock()
 
-    def place(self) -> None:
-        """Display the output in the present cell; what was shown before that appears now."""
+    def place(self, widget: DOMWidget) -> None:
+        """Display the output in the present cell, with `widget` for places whose server does not draw."""
         from IPython.display import display
 
+        view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
         with self._lock:
-            display(self._wanted or {"text/plain": ""}, raw=True, display_id=self._id)
+            self._live = {RUN_MIME: run_data(self._feed), WIDGET_MIME: view}
+            display({**self._live, **self._kept}, raw=True, display_id=self._id)
             self._placed = True
 
-    def show(self, history: History, *, png: bytes | None = None) -> None:
-        """Put the plots as they are now into the output, with the page's own picture of them when there is one."""
+    def show(self, history: History) -> None:
+        """Put the plots as they are now into the output."""
         from IPython.display import update_display
 
-        bundle = picture_bundle(self._feed, history, self._devices, png=png)
+        kept = picture_bundle(self._feed, history, self._devices)
         with self._lock:
-            self._wanted = bundle
+            self._kept = kept
             if self._placed:
-                update_display(bundle, raw=True, display_id=self._id)
+                update_display({**self._live, **kept}, raw=True, display_id=self._id)
 
 
 def show_figure(figure: Figure) -> None:
@@ -58,14 +67,16 @@ def show_figure(figure: Figure) -> None:
     display({"text/plain": title, PLOTLY_MIME: {**plain(on_paper(figure)), "config": _CONFIG}}, raw=True)
 
 
-def picture_bundle(
-    feed: Feed, history: History, devices: Sequence[Device] = (), *, png: bytes | None = None
-) -> dict[str, Any]:
-    """The output's MIME types: a plotly figure of some 20 KB, the headline as text, and a PNG when it is given."""
+def run_data(feed: Feed) -> dict[str, Any]:
+    """The run under RUN_MIME."""
+    return {"version": 1, "run": run_id(feed.folder.path), "name": feed.folder.name}
+
+
+def picture_bundle(feed: Feed, history: History, devices: Sequence[Device] = ()) -> dict[str, Any]:
+    """The output's MIME types for where nothing runs: the headline, a picture, and the picture with a table."""
     head = header(history, name=feed.folder.name, status=feed.status)
     title = f"{head.text} · {head.mark} {head.state}"
-    figure = overview_figure(history, title=title, devices=devices)
-    bundle: dict[str, Any] = {"text/plain": title, PLOTLY_MIME: {**plain(figure), "config": _CONFIG}}
-    if png is not None:
-        bundle["image/png"] = base64.b64encode(png).decode()
-    return bundle
+    if not history.latest:
+        return {"text/plain": title}
+    svg, html = overview(history, title=title, devices=devices)
+    return {"text/plain": title, "image/svg+xml": svg, "text/html": html}

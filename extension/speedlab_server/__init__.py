@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -15,6 +16,8 @@ def _jupyter_server_extension_points() -> list[dict[str, str]]:
 
 def _load_jupyter_server_extension(serverapp: Any) -> None:
     """Add the handlers to the server that starts."""
+    from speedlab.telemetry.drawing import SERVED
     from speedlab_server.handlers import add_handlers
 
+    os.environ[SERVED] = "1"
     add_handlers(serverapp.web_app, serverapp.root_dir)

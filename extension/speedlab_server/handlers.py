@@ -9,6 +9,8 @@ GET  runs/<id>/records             Records    ?after=<step> generation= stride= 
 GET  runs/<id>/events              Events     ?after=<number of events known>
 GET  runs/<id>/output              Output     as above, of the cluster that holds the run
 POST runs/<id>/words               WordGiven  of a Word
+GET  notebooks/<name>              Notebook   of those that come with SpeedLab
+GET  runs/<id>/drawing             a websocket, see `drawing`
 GET  live                          a websocket, see `live`
 """
 
@@ -32,7 +34,9 @@ from tornado import web
 import speedlab_server.messages as m
 import speedlab_server.words as words
 from speedlab.cluster.home import OUTPUT, known_clusters
+from speedlab.display.guides import notebook_file
 from speedlab_server.clusters import Clusters, Reached, all_clusters, find
+from speedlab_server.drawing import DrawingHandler
 from speedlab_server.live import Hub, LiveHandler
 from speedlab_server.output import output_of
 from speedlab_server.problems import GoneError, OtherVersionError, QuestionError, told, version_text
@@ -66,7 +70,8 @@ def add_handlers(web_app: Any, root_dir: str) -> None:
     base = url_path_join(web_app.settings["base_url"], "speedlab", "api")
     routes = [(rf"{base}/{pattern}", handler) for pattern, handler in _ROUTES]
     live = (rf"{base}/live", LiveHandler, {"hub": Hub(services)})
-    web_app.add_handlers(".*$", [*routes, live, (rf"{base}/.*", NothingHandler)])
+    drawing = (f"{base}/runs/{_ID}/drawing", DrawingHandler, {"services": services})
+    web_app.add_handlers(".*$", [*routes, drawing, live, (rf"{base}/.*", NothingHandler)])
 
 
 class Handler(APIHandler):
@@ -242,6 +247,18 @@ class EventsHandler(Handler):
         self.say(await self.services.in_thread(lambda: reader.events(after)))
 
 
+class NotebookHandler(Handler):
+    """What the launcher's card puts into the person's folder."""
+
+    @web.authenticated
+    @authorized
+    async def get(self, name: str) -> None:
+        def read() -> dict[str, Any]:
+            return json.loads(notebook_file(name).read_bytes())
+
+        self.say(m.Notebook(name=name, content=await self.services.in_thread(read)))
+
+
 class WordsHandler(Handler):
     @web.authenticated
     @authorized
@@ -272,6 +289,7 @@ _ROUTES: list[tuple[str, type[Handler]]] = [
     ("clusters", ClustersHandler),
     (f"clusters/{_ID}", ClusterHandler),
     (f"(clusters|runs)/{_ID}/output", OutputHandler),
+    (rf"notebooks/{_ID}", NotebookHandler),
     ("runs", RunsHandler),
     (f"runs/{_ID}", RunHandler),
     (f"runs/{_ID}/records", RecordsHandler),

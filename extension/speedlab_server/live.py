@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from jupyter_core.utils import ensure_async
@@ -23,7 +23,7 @@ from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
 import speedlab_server.messages as m
 from speedlab_server.clusters import all_clusters
-from speedlab_server.problems import told, version_text
+from speedlab_server.problems import reading_text, version_text
 from speedlab_server.registry import live_tokens
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ _MEMORY_SECONDS = 1.0
 _LISTS_SECONDS = 1.0
 _AGAIN_SECONDS = 2.0
 """After which a run that could not be read is tried again."""
+
+
+_Question = TypeVar("_Question", bound=m.Message)
 
 
 class _Greeting(msgspec.Struct):
@@ -70,11 +73,7 @@ class Watched:
             news = self._news(reader, now, changed)
         except Exception as error:
             self._due["again"] = now + _AGAIN_SECONDS
-            known = told(error)
-            text = (
-                known[1] if known else f"this run cannot be read ({type(error).__name__}); the server's log tells more"
-            )
-            if text == self._problem:
+            if (text := reading_text(error)) == self._problem:
                 return None
             self._problem = text
             return m.RunNews(id=self._watch.id, problem=text)
@@ -215,14 +214,10 @@ class Hub:
         await self._services.in_thread(self._services.registry.close_idle)
 
 
-class LiveHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
-    """The page's end of it. Jupyter's own checks of user and origin, as for a kernel's websocket."""
+class PageSocket(WebSocketMixin, WebSocketHandler, JupyterHandler):
+    """A page's websocket. Jupyter's own checks of user and origin, as for a kernel's."""
 
     auth_resource = "speedlab"
-
-    def initialize(self, hub: Hub) -> None:
-        self._hub = hub
-        self._page = Page(self)
 
     def set_default_headers(self) -> None:
         """A websocket has none."""
@@ -236,16 +231,39 @@ class LiveHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
             raise web.HTTPError(403)
         await ensure_async(super().get(*args, **kwargs))
 
-    def on_message(self, message: str | bytes) -> None:
+    def question(self, message: str | bytes, kind: type[_Question]) -> _Question | None:
+        """What the page asks; None where it was told that this is none, or of another version and was sent away."""
         try:
             theirs = msgspec.json.decode(message, type=_Greeting).version
             if theirs != m.VERSION:
                 self.say(m.Problem(text=version_text(theirs, m.VERSION)))
                 self.close(OTHER_VERSION, "another version of the messages")
-                return
-            wanted = msgspec.json.decode(message, type=m.Subscribe)
+                return None
+            return msgspec.json.decode(message, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self.say(m.Problem(text=f"this is no Subscribe: {error}"))
+            self.say(m.Problem(text=f"this is no {kind.__name__}: {error}"))
+            return None
+
+    def say(self, message: m.Message) -> asyncio.Future[Any] | None:
+        return self.send(msgspec.json.encode(message))
+
+    def send(self, data: bytes, *, binary: bool = False) -> asyncio.Future[Any] | None:
+        """Done when the page's side of the connection has taken it; None where it closes just now."""
+        try:
+            return asyncio.ensure_future(_quietly(self.write_message(data, binary=binary)))
+        except WebSocketClosedError:
+            return None
+
+
+class LiveHandler(PageSocket):
+    """The page's end of it."""
+
+    def initialize(self, hub: Hub) -> None:
+        self._hub = hub
+        self._page = Page(self)
+
+    def on_message(self, message: str | bytes) -> None:
+        if (wanted := self.question(message, m.Subscribe)) is None:
             return
         if len(wanted.runs) > MOST_RUNS:
             self.say(m.Problem(text=f"{len(wanted.runs)} runs at once; a page may watch {MOST_RUNS}: watch fewer"))
@@ -255,12 +273,6 @@ class LiveHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
 
     def on_close(self) -> None:
         self._hub.leave(self._page)
-
-    def say(self, message: m.Message) -> asyncio.Future[Any] | None:
-        try:
-            return asyncio.ensure_future(_quietly(self.write_message(msgspec.json.encode(message))))
-        except WebSocketClosedError:
-            return None  # It closes just now.
 
 
 async def _quietly(sending: Any) -> None:

@@ -221,6 +221,13 @@ class Output(Message, kw_only=True):
     cursor: str
 
 
+class Notebook(Message, kw_only=True):
+    """A notebook that comes with SpeedLab."""
+
+    name: str
+    content: dict[str, Any]
+
+
 class Word(Part, kw_only=True):
     """What a page asks of a run. Numbers and texts in `arguments` are those of the run's own methods."""
 
@@ -276,5 +283,88 @@ class Tick(Message, kw_only=True):
     all_clusters: list[ClusterSummary] | None = None
 
 
-ANSWERS = (Problem, Clusters, Cluster, Runs, Run, Records, Events, Output, WordGiven, Tick)
-QUESTIONS = (Word, Subscribe)
+class Draw(Message, kw_only=True):
+    """From a page: how it wants a run to be drawn from now on. Hidden, it is not watching."""
+
+    watching: bool = True
+    view: str = ""
+    """Which of several views of one widget speaks."""
+    keyframe: bool = False
+    """Whether it has missed something and wants everything anew."""
+    step: int | None = None
+    """The step whose pipeline is wanted; null takes the newest."""
+
+
+class Figure(Part, kw_only=True):
+    """A figure of plotly's, but that arrays are {"f32": number of a buffer}."""
+
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+
+
+class HeadLine(Part, kw_only=True):
+    """What stands above the figures."""
+
+    text: str
+    state: str
+    mark: str
+    note: str
+
+
+class FigurePart(Part, kw_only=True, tag_field="part", tag="figure"):
+    """A figure is drawn anew."""
+
+    figure: str
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+
+
+class ExtendPart(Part, kw_only=True, tag_field="part", tag="extend"):
+    """Curves grow: for each of `traces` so many `points`, in the buffer first their x and then their y."""
+
+    figure: str
+    traces: list[int]
+    points: list[int]
+    buffer: int
+
+
+class BarsPart(Part, kw_only=True, tag_field="part", tag="bars"):
+    """Heights of all bars, one trace after another, and the words of the annotations."""
+
+    figure: str
+    notes: list[str]
+    buffer: int
+
+
+class MarksPart(Part, kw_only=True, tag_field="part", tag="marks"):
+    """Events, on every axis of steps."""
+
+    shapes: list[dict[str, Any]]
+    annotations: list[dict[str, Any]]
+
+
+class HeadPart(HeadLine, kw_only=True, tag_field="part", tag="head"):
+    """The line above the figures."""
+
+
+class Keyframe(Message, kw_only=True):
+    """All figures of a run. `states`: whether to begin with the model states alone; null while nothing is known."""
+
+    seq: int
+    figures: dict[str, Figure]
+    head: HeadLine
+    states: bool | None
+    buffers: list[int] = []
+    """Bytes of each buffer, where they follow in one frame."""
+
+
+class Changes(Message, kw_only=True):
+    """What is new since the Keyframe or Changes whose `seq` is one less."""
+
+    seq: int
+    parts: list[FigurePart | ExtendPart | BarsPart | MarksPart | HeadPart]
+    buffers: list[int] = []
+
+
+ANSWERS = (Problem, Clusters, Cluster, Runs, Run, Records, Events, Output, Notebook, WordGiven, Tick, Keyframe, Changes)
+QUESTIONS = (Word, Subscribe, Draw)

@@ -6,6 +6,7 @@ from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.known_runs import RunError
 from speedlab.cluster.supervisor.client import SupervisorGoneError
 from speedlab.config import ConfigError
+from speedlab.display.guides import NoGuideError
 from speedlab.layout import LayoutError
 from speedlab.telemetry.folder import RunFolderError
 
@@ -27,7 +28,7 @@ class OtherVersionError(ValueError):
 
 
 _STATUS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], int], ...] = (
-    (UnknownError, 404),
+    ((UnknownError, NoGuideError), 404),
     (GoneError, 410),
     (QuestionError, 400),
     (OtherVersionError, 409),
@@ -52,6 +53,12 @@ def told(error: Exception) -> tuple[int, str] | None:
         where, why = error.filename or "a file", error.strerror or error
         return 422, f"{where} cannot be read: {why}; look at it, and try again"
     return None
+
+
+def reading_text(error: Exception) -> str:
+    """Why a run cannot be read, for a page that looks at it."""
+    known = told(error)
+    return known[1] if known else f"this run cannot be read ({type(error).__name__}); the server's log tells more"
 
 
 def version_text(theirs: object, ours: int) -> str:

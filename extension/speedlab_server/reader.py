@@ -5,16 +5,20 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 import speedlab_server.messages as m
+from speedlab.cluster.home import ClusterState, known_clusters
+from speedlab.hardware import Device
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import RunFolder, Status
+from speedlab.telemetry.prediction import prediction_of
 from speedlab.telemetry.records import CATEGORIES, PHASES, PLACES, RESTING, Event, RunState, StepRecord
-from speedlab.telemetry.series import Series, bucket_last, bucket_mean, stride
+from speedlab.telemetry.series import History, Series, bucket_last, bucket_mean, stride
 from speedlab_server.problems import UnknownError
 
 MOST_POINTS = 1000
@@ -24,6 +28,7 @@ _MOST_SERIES = 8
 _FRESH_SECONDS = 0.05
 """Pages that ask at the same moment are answered from one look."""
 _SPEED_STEPS = 20
+_Drawn = TypeVar("_Drawn")
 _LAST = ("step", "smoothed_loss", "learning_rate", "grad_norm")
 
 
@@ -36,6 +41,10 @@ class Reader:
         self._feed = Feed(folder)
         self._series: dict[int, tuple[Series, int]] = {}
         """By rank, with the generation of its steps."""
+        self._history = History()
+        self._replaced = 0
+        self._known_events = self._drawn_version = -1
+        self._devices: Sequence[Device] = ()
         self._lock = threading.RLock()
         self._looked = float("-inf")
 
@@ -99,6 +108,20 @@ class Reader:
             held = {rank: records[-1] for rank, records in self._feed.records.items() if rank < size and records}
             return [_memory_of(record) for record in held.values()]
 
+    def draw(self, draw: Callable[[History, int, Status, Sequence[Device]], _Drawn]) -> _Drawn:
+        """What `draw` makes of (everything plots are drawn from, how often steps were replaced, status, devices), with
+        nobody changing it meanwhile."""
+        with self._lock:
+            feed = self._feed
+            if len(feed.events) != self._known_events:  # They tell of a start and of changes of shape.
+                self._known_events = len(feed.events)
+                self._devices = devices_of(feed.status.token)
+                self._history.predicted = prediction_of(self.folder.config, feed.events, self._devices)
+            if feed.version != self._drawn_version:
+                self._drawn_version = feed.version
+                self._replaced += self._history.update(feed.records, feed.events)
+            return draw(self._history, self._replaced, feed.status, self._devices)
+
     def _updated(self, rank: int) -> tuple[Series, int]:
         series, generation = self._series.pop(rank, (Series(), 1))
         generation += series.update(self._feed.records.get(rank, ()))
@@ -106,6 +129,12 @@ class Reader:
         while len(self._series) > _MOST_SERIES:
             del self._series[next(iter(self._series))]
         return series, generation
+
+
+def devices_of(token: str) -> Sequence[Device]:
+    """Of the cluster with this token; () where it runs no more."""
+    states = (state for _, state in known_clusters() if isinstance(state, ClusterState) and state.running)
+    return next((state.devices for state in states if token and state.token == token), ())
 
 
 def columns_of(series: Series, size: int, *, closed: bool, first: int = 0) -> dict[str, list[float | None]]:

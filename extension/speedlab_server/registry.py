@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import speedlab_server.messages as m
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import known_clusters, root
-from speedlab.cluster.known_runs import remembered_runs, seen_runs
+from speedlab.cluster.known_runs import remembered_runs, run_id, seen_runs
 from speedlab.telemetry.folder import RunFolder, RunFolderError, Status, find_runs
 from speedlab.telemetry.rank_records import last_record
 from speedlab.telemetry.records import StepRecord
@@ -32,11 +31,6 @@ class Given(NamedTuple):
     directory: Path
     name: str
     token: str
-
-
-def run_id(path: Path) -> str:
-    """The id of a run's folder."""
-    return hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
 
 
 @dataclass

@@ -51,18 +51,21 @@ def _run(name: str, rest: list[str]) -> int:
     from speedlab.cluster.errors import ClusterError
     from speedlab.cluster.known_runs import RunError
     from speedlab.config import ConfigError
+    from speedlab.config.errors import with_more
+    from speedlab.display.extras import MissingExtraError, extras
     from speedlab.layout import LayoutError
     from speedlab.telemetry.checkpoints import CheckpointError
     from speedlab.telemetry.folder import RunFolderError
 
     module = importlib.import_module(f"speedlab.cli.{COMMANDS[name][0]}")
     try:
-        return getattr(module, name)(rest)
+        with extras():
+            return getattr(module, name)(rest)
     except ConfigError as error:
-        print(f"speedlab {name}: {error.in_terminal}", file=sys.stderr)
+        print(f"speedlab {name}: {with_more(error, error.in_terminal)}", file=sys.stderr)
         return 2
-    except (LayoutError, ClusterError, RunError, RunFolderError, CheckpointError) as error:
-        print(f"speedlab {name}: {error}", file=sys.stderr)
+    except (LayoutError, ClusterError, RunError, RunFolderError, CheckpointError, MissingExtraError) as error:
+        print(f"speedlab {name}: {with_more(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"speedlab {name}: interrupted", file=sys.stderr)

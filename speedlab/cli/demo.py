@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-import speedlab
 from speedlab.cli.engines import deaf_to_interrupts
 from speedlab.cli.progress import progress_line
 from speedlab.cluster import Cluster, ClusterError, Run
 from speedlab.cluster.home import running_clusters
 from speedlab.config import ConfigError
 from speedlab.config.options import read_options
+from speedlab.display.guides import QUICKSTART, notebook_file
 from speedlab.display.text import seconds_text
 from speedlab.telemetry.folder import RunFolder, RunFolderError
 from speedlab.telemetry.records import RunState
@@ -34,13 +34,6 @@ CLUSTER = "default"
 
 _PROGRESS_SECONDS = 5.0
 _SAMPLE_TAG = "sample"
-
-
-def quickstart() -> Path:
-    """The notebook that comes with the package; in a checkout, which an editable install is, it lies beside it."""
-    package = Path(speedlab.__file__).parent
-    found = package / "notebooks/01_quickstart.ipynb"
-    return found if found.exists() else package.parent / "notebooks/01_quickstart.ipynb"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +54,7 @@ def demo(argv: list[str]) -> int:
     """Execute the notebook and print table, losses, sample and the report's path."""
     options = read_options(DemoOptions, argv, "speedlab demo")
     begin = time.monotonic()
-    notebook = _read(options.notebook or quickstart())
+    notebook = _read(options.notebook or notebook_file(QUICKSTART))
     if any(state.name == CLUSTER for state in running_clusters()):
         raise ClusterError(
             f"cluster {CLUSTER!r} is running and the notebook would use it and end it; "

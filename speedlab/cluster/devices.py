@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import speedlab.hardware as hardware
 from speedlab.cluster.errors import ClusterError
+from speedlab.config.errors import more_in
 from speedlab.hardware import Device
 
 CPU_ENGINES = 4
@@ -23,7 +24,10 @@ def choose_devices(engines: int | None, device: str) -> list[Device]:
         raise ClusterError(f"a cluster of {engines} engines was asked for; it needs at least 1")
     gpus = [] if device == "cpu" else hardware.cuda_devices()
     if device == "cuda" and not gpus:
-        raise ClusterError("device='cuda' was asked for, but no GPU can be seen; device='cpu' uses the CPU cores")
+        raise ClusterError(
+            "device='cuda' was asked for, but no GPU can be seen; device='cpu' uses the CPU cores; "
+            f"{more_in('engines')}"
+        )
     if not gpus:
         return hardware.cpu_devices(engines or CPU_ENGINES)
     if engines is not None and engines > len(gpus):

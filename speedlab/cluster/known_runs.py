@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Protocol
 
@@ -42,6 +44,11 @@ class Given(Protocol):
     def name(self) -> str: ...
     @property
     def token(self) -> str: ...
+
+
+def run_id(path: Path) -> str:
+    """The id of a run's folder, by which pages name it: it says nothing of where that is."""
+    return hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
 
 
 def remember_run(cluster: Given, path: Path) -> None:

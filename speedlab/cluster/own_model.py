@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import speedlab.cluster.home as home
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.shipping import pack, unpack
+from speedlab.telemetry.exclusive import place
 
 if TYPE_CHECKING:
     from speedlab.cluster.cluster import Cluster
@@ -79,6 +80,6 @@ def _key() -> bytes:
     with os.fdopen(descriptor, "w") as file:
         file.write(secrets.token_hex(_SIGNATURE_BYTES))
     with contextlib.suppress(FileExistsError):  # Another process was faster: its key counts.
-        os.link(draft, path)
-    draft.unlink()
+        place(draft, path)
+    draft.unlink(missing_ok=True)
     return bytes.fromhex(path.read_text())

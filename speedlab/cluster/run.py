@@ -40,6 +40,7 @@ from speedlab.cluster.supervisor.messages import Standing
 from speedlab.cluster.trial import try_own_model
 from speedlab.cluster.words import Pending
 from speedlab.config import ConfigError, RunConfig
+from speedlab.display.extras import extras
 from speedlab.planner import stage_blocks
 from speedlab.telemetry.checkpoints import find_checkpoint
 from speedlab.telemetry.feed import Feed
@@ -332,13 +333,15 @@ class Run:
 
     def dashboard(self) -> None:
         """Display the live dashboard: memory by rank, loss, throughput, anatomy of a step."""
-        from speedlab_notebook.dashboard import show
+        with extras():
+            from speedlab_notebook.dashboard import show
 
         show(self)
 
     def panel(self) -> None:
         """Display the panel that steers this run."""
-        from speedlab_notebook.panel import show
+        with extras():
+            from speedlab_notebook.panel import show
 
         show(self.cluster, self)
 

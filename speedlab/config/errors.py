@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Mapping, Sequence
 
 from pydantic import ValidationError
@@ -37,7 +38,7 @@ class ConfigError(ValueError):
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows: the message says all, and the frames would be ours."""
-        return [f"{type(self).__name__}: {self}"]
+        return [f"{type(self).__name__}: {with_more(self)}"]
 
 
 def nearest_keys(key: str, own: Collection[str], inner: Mapping[str, Sequence[str]]) -> Sequence[str]:
@@ -82,6 +83,30 @@ def explain(error: ValidationError) -> ConfigError:
         for message in item["msg"].removeprefix("Value error, ").splitlines():
             problems[where, f"{message}{f' (got {value!r})' if simple else ''}"] = None
     return ConfigError(problems=list(problems))
+
+
+_SECTIONS = {
+    "batch": "batch",
+    "train_batch": "batch",
+    "parallel": "layout",
+    **dict.fromkeys(("pp", "dp", "cp", "cp_heads", "tp", "islands"), "layout"),
+    "offload": "offload",
+    "model": "model",
+    "loss": "model",
+    "data": "data",
+}
+"""What a refusal begins with -> the section of the guide that deals with it."""
+
+
+def with_more(error: Exception, message: str = "") -> str:
+    """`message`, or the error's own, for a person to read: below it the section that helps, where there is one for what
+    the refusal begins with and the message names none itself."""
+    message = message or str(error)
+    begins = re.match(r"[a-z_]+", message)
+    if not isinstance(error, ValueError) or begins is None or "speedlab guide " in message:
+        return message
+    section = _SECTIONS.get(begins[0])
+    return f"{message}\n{more_in(section)}" if section else message
 
 
 def more_in(section: str) -> str:

@@ -1,4 +1,4 @@
-"""The guides: pages that come with the package, for `speedlab guide` and `%speedlab guide`."""
+"""What comes with the package to be read: guides, for `speedlab guide` and `%speedlab guide`, and notebooks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import re
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "guides"
+_NOTEBOOKS = (FOLDER.parent / "notebooks", FOLDER.parents[1] / "notebooks")
+"""In the package; in a checkout, which an editable install is, they lie beside it."""
+QUICKSTART = "01_quickstart.ipynb"
 
 _HEADING = re.compile(r"^## (.*)$", re.MULTILINE)
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -31,6 +34,14 @@ def page(name: str, section: str = "") -> str:
             raise NoGuideError(f"{name}: {_unknown('section', section, parts)}")
         text = "\n".join(found)
     return text.rstrip()
+
+
+def notebook_file(name: str) -> Path:
+    """The file of a notebook. Raises NoGuideError, which names the nearest."""
+    found = {path.name: path for folder in _NOTEBOOKS for path in sorted(folder.glob("*.ipynb"))}
+    if name not in found:
+        raise NoGuideError(_unknown("notebook", name, list(found)))
+    return found[name]
 
 
 def names() -> list[str]:

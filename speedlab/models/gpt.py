@@ -49,7 +49,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
+        _start_normal(self.weight, self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -58,7 +58,12 @@ class Embedding(nn.Embedding):
     """A table that starts from a normal distribution of standard deviation 0.02."""
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=_INIT_STD)
+        _start_normal(self.weight, _INIT_STD)
+
+
+def _start_normal(weight: Tensor, std: float) -> None:
+    if not weight.is_meta:  # There is nothing to fill, and torch's way of doing so imports its compiler: a second.
+        nn.init.normal_(weight, std=std)
 
 
 class Dropout(nn.Dropout):

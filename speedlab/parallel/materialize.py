@@ -139,7 +139,8 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 def _unfilled(like: Tensor, device: torch.device) -> Tensor:
     """Memory for what stands on meta, marked so that one sees whether it gets values."""
-    made = torch.empty_like(like, device=device)
+    # Not empty_like, whose way for meta tensors is written in Python and imports sympy.
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
     return made.fill_(math.nan) if made.is_floating_point() else made.zero_()
 
 

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
-from typing import Any
 
 import numpy as np
 
-from speedlab.display.figure_style import PAPER_GRID, PAPER_INK, Figure, plain
+from speedlab.display.figure_style import Figure, plain
 from speedlab.display.text import count_text, seconds_text
 from speedlab.hardware import Device
 from speedlab.telemetry.folder import Status
 from speedlab.telemetry.marks import STATE_MARKS
-from speedlab.telemetry.memory_figure import memory_figure, states_are_small, states_figure
+from speedlab.telemetry.memory_figure import memory_figure, states_figure
 from speedlab.telemetry.pipeline_figure import pipeline_figure
 from speedlab.telemetry.places_figure import places_figure
 from speedlab.telemetry.prediction import error_text
@@ -27,7 +25,6 @@ from speedlab.telemetry.step_figures import (
     RECENT_STEPS,
     anatomy_by_rank_figure,
     anatomy_figure,
-    cut_for,
     exchange_figure,
     loss_figure,
     throughput_figure,
@@ -44,7 +41,6 @@ __all__ = [
     "header",
     "loss_figure",
     "memory_figure",
-    "overview_figure",
     "places_figure",
     "plain",
     "states_figure",
@@ -69,81 +65,6 @@ def figures(history: History, *, devices: Sequence[Device] = ()) -> dict[str, Fi
         **({"exchange": exchange_figure(history)} if history.lead.exchanges else {}),
         **pipeline,
     }
-
-
-_OVERVIEW_POINTS = 100
-_OVERVIEW_BARS = 40
-_OVERVIEW_PIXELS = 640
-_GRID = {"gridcolor": PAPER_GRID}
-
-
-def overview_figure(history: History, *, title: str = "", devices: Sequence[Device] = ()) -> Figure:
-    """The four plots, and a pipeline's timeline below them, as one figure of plain lists, small enough to stay in a
-    saved notebook."""
-    data: list[dict[str, Any]] = []
-    layout: Figure = {
-        "title": {"text": escape(title), "x": 0.01, "xanchor": "left", "font": {"size": 14}},
-        "font": {"size": 11, "color": PAPER_INK},
-        "paper_bgcolor": "white",
-        "plot_bgcolor": "white",
-        "barmode": "relative",
-        "showlegend": True,
-        "legend": {"orientation": "h", "y": -0.08, "font": {"size": 10}},
-        "margin": {"l": 55, "r": 55, "t": 60, "b": 40},
-        "height": _OVERVIEW_PIXELS,
-        "annotations": [],
-        "shapes": [],
-    }
-    plots = [
-        (states_figure if states_are_small(history) else memory_figure)(history, devices=devices),
-        loss_figure(history, cut_for(history, _OVERVIEW_POINTS)),
-        throughput_figure(history, cut_for(history, _OVERVIEW_POINTS)),
-        anatomy_figure(history, cut_for(history, _OVERVIEW_BARS)),
-    ]
-    timeline = timeline_of(history.records)
-    wide = None if timeline is None else pipeline_figure(timeline, devices=devices)
-    layout["height"] += wide["layout"]["height"] if wide is not None else 0
-    below = 1 - _OVERVIEW_PIXELS / layout["height"]
-    for number, figure in enumerate(plots):
-        left, bottom = 0.55 * (number % 2), below + (1 - below) * 0.56 * (1 - number // 2)
-        _place(figure, number, (left, left + 0.42), (bottom, bottom + (1 - below) * 0.40), data, layout)
-    if wide is not None:
-        layout["uniformtext"] = wide["layout"]["uniformtext"]
-        known = {trace["name"] for trace in data}  # Phases wear the colours that they have in the plot above.
-        traces = [{**trace, "showlegend": trace["name"] not in known} for trace in wide["data"]]
-        _place({**wide, "data": traces}, len(plots), (0.06, 1.0), (0.02, 0.6 * below), data, layout)
-    return plain({"data": data, "layout": layout})
-
-
-def _place(
-    figure: Figure,
-    number: int,
-    across: tuple[float, float],
-    up: tuple[float, float],
-    data: list[dict[str, Any]],
-    layout: Figure,
-) -> None:
-    """Add a figure as number `number`, between these shares of the width and of the height."""
-    first, second = str(2 * number + 1) if number else "", str(2 * number + 2)
-    inner = figure["layout"]
-    layout[f"xaxis{first}"] = {**inner["xaxis"], **_GRID, "domain": list(across), "anchor": f"y{first}"}
-    layout[f"yaxis{first}"] = {**inner["yaxis"], **_GRID, "domain": list(up), "anchor": f"x{first}"}
-    if "yaxis2" in inner:
-        layout[f"yaxis{second}"] = {**inner["yaxis2"], "anchor": f"x{first}", "overlaying": f"y{first}"}
-    for trace in figure["data"]:
-        axis = second if trace.get("yaxis") == "y2" else first
-        data.append({**trace, "xaxis": f"x{first}", "yaxis": f"y{axis}"})
-    caption = {"text": f"<b>{inner['title']['text']}</b>", "showarrow": False, "font": {"size": 12}}
-    above = up[1] + 0.035 * _OVERVIEW_PIXELS / layout["height"]
-    corner = {"x": across[0], "xref": "paper", "xanchor": "left", "y": above, "yref": "paper"}
-    layout["annotations"].append({**caption, **corner, "yanchor": "bottom"})
-    for shape in inner["shapes"]:
-        yref = f"y{first} domain" if shape.get("yref") == "paper" else f"y{first}"
-        layout["shapes"].append({**shape, "xref": f"x{first}", "yref": yref})
-    for note in inner["annotations"]:
-        xref = f"x{first} domain" if note.get("xref") == "paper" else f"x{first}"
-        yref = f"y{first} domain" if note.get("yref") == "paper" else f"y{first}"
-        layout["annotations"].append({**note, "xref": xref, "yref": yref})
 
 
 _SILENT_SECONDS = 5.0

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from speedlab.config import ConfigError, RunConfig
+from speedlab.telemetry.exclusive import place
 from speedlab.telemetry.records import Event, RunState
 
 CONTROL_WORDS = ("pause", "resume", "step", "stop", "save", "reshape")
@@ -210,13 +211,12 @@ class RunFolder:
             # Numbers never fall back behind the last one carried out, even if somebody has cleared the mailbox.
             for number in itertools.count(max(self.read_status().command, self._last_number()) + 1):
                 try:
-                    # A link appears whole or not at all, and fails when another client took the number.
-                    os.link(draft, _word_path(control, number))
+                    place(draft, _word_path(control, number))
                 except FileExistsError:
-                    continue
+                    continue  # Another client took the number.
                 return number
         finally:
-            draft.unlink()
+            draft.unlink(missing_ok=True)
         raise AssertionError("unreachable: the numbers do not end")
 
     def number_of(self, key: str) -> int | None:

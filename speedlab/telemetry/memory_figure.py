@@ -50,7 +50,7 @@ def states_figure(history: History, *, devices: Sequence[Device] = ()) -> Figure
         _add_prediction(figure["layout"], {rank: predicted.model_states(rank) for rank in ranks}, held, size)
     if history.ranks:
         used = max(_total(record) for record in history.latest.values())
-        figure["layout"]["annotations"].append(note(f"of {bytes_text(used)} in use", y=1.0, yanchor="bottom"))
+        figure["layout"]["annotations"].append(_above(f"of {bytes_text(used)} in use"))
     return figure
 
 
@@ -160,7 +160,7 @@ def _add_capacity(figure: Figure, history: History, ranks: list[int], tops: list
         _set_range(layout, figure["data"], max(*tops, *capacities) / size * 1.12)
     else:
         share = max(tops) / min(capacities)
-        layout["annotations"].append(note(f"↑ {text}, {share:.1%} used", y=1.0, yanchor="bottom"))
+        layout["annotations"].append(_above(f"↑ {text}, {share:.1%} used"))
 
 
 def _add_prediction(layout: Figure, predicted: Mapping[int, int], held: Mapping[int, int], size: int) -> None:
@@ -173,5 +173,10 @@ def _add_prediction(layout: Figure, predicted: Mapping[int, int], held: Mapping[
     most = max(held, key=lambda rank: held[rank])
     error = error_text(predicted[most], held[most])
     text = f"□ predicted {bytes_text(predicted[most])}, measured {bytes_text(held[most])} ({error})"
-    # Above the other note, beside the title.
-    layout["annotations"].append({**note(text, y=1.0, yanchor="bottom"), "yshift": _LINE_PIXELS})
+    layout["annotations"].append({**_above(text), "yshift": _LINE_PIXELS})
+    layout["margin"] |= {"t": layout["margin"]["t"] + _LINE_PIXELS}
+
+
+def _above(text: str) -> dict[str, Any]:
+    """A line between the title and the bars, from their left edge on: it may be wider than they are."""
+    return {**note(text, y=1.0, yanchor="bottom"), "x": 0, "xanchor": "left"}

@@ -13,6 +13,7 @@ from typing import Any
 
 from speedlab import __version__
 from speedlab.config import describe
+from speedlab.display.extras import extras
 from speedlab.display.text import bytes_text, count_text, seconds_text
 from speedlab.planner import parameter_count
 from speedlab.telemetry.feed import Feed
@@ -67,7 +68,8 @@ def report_html(feed: Feed, table_rows: Sequence[Mapping[str, Any]] = ()) -> str
 
 
 def _plotly_source() -> str:
-    from plotly.offline import get_plotlyjs
+    with extras():
+        from plotly.offline import get_plotlyjs
 
     return get_plotlyjs()
 

@@ -75,6 +75,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             ),
             *(f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={folder}"),
             f"--LabApp.user_settings_dir={root / 'config' / 'lab' / 'user-settings'}",
+            f"--LabApp.extra_labextensions_path={_own_pages(root)}",
         ],
         env=environment,
         stdout=log,
@@ -114,6 +115,14 @@ def page(browser):
     page.set_default_timeout(60_000)
     yield page
     page.close()
+
+
+def _own_pages(root: Path) -> Path:
+    """A folder of extensions with the checkout's own build, whatever the environment has installed."""
+    folder = root / "labextensions"
+    folder.mkdir()
+    (folder / "speedlab").symlink_to(Path(__file__).parents[2] / "extension" / "lab" / "labextension")
+    return folder
 
 
 def _free_port() -> int:

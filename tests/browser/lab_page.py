@@ -31,31 +31,30 @@ class Notebook:
 
         `count`: the kernel's count of cells that it then shows; left out, each cell was run once in order.
         """
-        self.start(number)
-        return self.outputs_of(number, count=count)
+        cell = self.start(number)
+        cell.locator(".jp-InputPrompt", has_text=f"[{count or number + 1}]:").wait_for(timeout=120_000)
+        return cell.locator(".jp-Cell-outputArea")
 
-    def start(self, number: int) -> None:
-        """Run cell `number` and do not wait for it."""
-        self._cell(number).locator(".jp-InputArea-editor").click()
+    def start(self, number: int) -> Any:
+        """Run cell `number` and do not wait for it; returns the cell."""
+        cell = self.page.locator(".jp-Notebook-cell").nth(number)
+        cell.locator(".jp-InputArea-editor").click()
         self.page.keyboard.press("Shift+Enter")
+        return cell
 
-    def outputs_of(self, number: int, *, count: int | None = None) -> Any:
-        """The outputs of cell `number` once it is done, as `run` returns them."""
-        prompt = self._cell(number).locator(".jp-InputPrompt", has_text=f"[{count or number + 1}]:")
-        prompt.wait_for(timeout=120_000)
-        return self._cell(number).locator(".jp-Cell-outputArea")
-
-    def _cell(self, number: int) -> Any:
-        return self.page.locator(".jp-Notebook-cell").nth(number)
-
-    def saved_output(self, mime_type: str) -> dict[str, Any]:
-        """Save until an output of this MIME type is in the file, at most ten times; returns the output's data."""
+    def saved_output(self, mime_type: str, text: str = "") -> dict[str, Any]:
+        """Save until an output of this MIME type with `text` in it is in the file, at most ten times; returns the
+        output's data."""
         for _ in range(10):
             self.page.keyboard.press("Escape")
             self.page.keyboard.press("Control+s")
             self.page.wait_for_timeout(1000)
             outputs = [output for cell in json.loads(self.path.read_text())["cells"] for output in cell["outputs"]]
-            found = [output["data"] for output in outputs if mime_type in output.get("data", {})]
+            found = [
+                output["data"]
+                for output in outputs
+                if text in str(output.get("data", {}).get(mime_type, "")) and mime_type in output.get("data", {})
+            ]
             if found:
                 return found[-1]
         raise AssertionError(

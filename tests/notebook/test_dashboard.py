@@ -1,18 +1,19 @@
 """The dashboard without a browser: what is sent, when, and what stays in the notebook.
 
-`Page` does with messages what dash.js does. The browser tier looks at the pixels.
+`Page` does with messages what extension/lab/src/dashboard/figures.ts does. The browser tier looks at the pixels.
 """
 
 from __future__ import annotations
 
-import base64
 import gzip
+import itertools
 import json
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ import numpy as np
 import pytest
 from speedlab_notebook import dashboard as module
 from speedlab_notebook.dashboard import Dashboard, PlotlyBundle, show
-from speedlab_notebook.drawing import Drawing
-from speedlab_notebook.static_picture import PLOTLY_MIME, StaticPicture
+from speedlab_notebook.static_picture import RUN_MIME, WIDGET_MIME, StaticPicture
 
+from speedlab.cluster.known_runs import run_id
 from speedlab.config import RunConfig
+from speedlab.telemetry.drawing import SERVED, Drawing
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import RunFolder, Status
-from speedlab.telemetry.records import Event, Ledger, RunState, Span, StepRecord
+from speedlab.telemetry.records import RESTING, Event, Ledger, RunState, Span, StepRecord
 from speedlab.telemetry.series import BARS, POINTS, History
 
 MIB = 2**20
@@ -66,16 +68,22 @@ def eventually(check: Callable[[], Any], seconds: float = 30.0) -> Any:
 
 
 class Page:
-    """The figures as dash.js keeps them."""
+    """The figures as a page keeps them."""
 
-    def __init__(self, frame: dict[str, Any]) -> None:
+    def __init__(self, frame: dict[str, Any], buffers: list[bytes]) -> None:
+        assert frame["type"] == "Keyframe"
         self.seq = frame["seq"]
         self.head = frame["head"]
-        self.figures = self._unpack(frame["figures"], [])
+        self.figures = self._unpack(frame["figures"], buffers)
+
+    @classmethod
+    def of(cls, view: Dashboard) -> Page:
+        """As the widget's state has it."""
+        return cls(view.keyframe["message"], view.keyframe["buffers"])
 
     def take(self, message: dict[str, Any], buffers: list[bytes]) -> int:
         """Apply a tick; returns its size in bytes."""
-        assert message["kind"] == "tick"
+        assert message["type"] == "Changes"
         assert message["seq"] == self.seq + 1
         self.seq = message["seq"]
         for part in message["parts"]:
@@ -84,8 +92,7 @@ class Page:
 
     def _unpack(self, value: Any, buffers: list[bytes]) -> Any:
         if isinstance(value, dict) and "f32" in value:
-            raw = value["f32"]
-            return np.frombuffer(buffers[raw] if isinstance(raw, int) else raw, np.float32)
+            return np.frombuffer(buffers[value["f32"]], np.float32)
         if isinstance(value, dict):
             return {key: self._unpack(item, buffers) for key, item in value.items()}
         return [self._unpack(item, buffers) for item in value] if isinstance(value, list) else value
@@ -128,8 +135,8 @@ def comparable(figures: dict[str, Any]) -> str:
 @pytest.mark.parametrize("pace", [1, 7, 60])
 def test_keyframe_and_ticks_make_the_same_page_as_a_later_keyframe(pace):
     history, records, events = History(), {0: [], 1: []}, [event("started", 0, details={"peak_flops": 1e12})]
-    drawing = Drawing(history, name="sample")
-    page = Page(drawing.keyframe(RUNNING))
+    drawing = Drawing(history, name="sample", clock=itertools.count().__next__)
+    page = Page(*drawing.keyframe(RUNNING))
     for step in range(1, 2 * POINTS + 100):
         for rank in records:
             records[rank].append(record(step, rank, heldout_loss=5.0 if step % 50 == 0 else None))
@@ -138,7 +145,7 @@ def test_keyframe_and_ticks_make_the_same_page_as_a_later_keyframe(pace):
         if step % pace == 0:
             history.update(records, events)
             page.take(*drawing.tick(RUNNING))
-    whole = Page(Drawing(History.of(records, events), name="sample").keyframe(RUNNING))
+    whole = Page(*Drawing(History.of(records, events), name="sample").keyframe(RUNNING))
     done = len(records[0]) // pace * pace
     if done == len(records[0]):
         assert comparable(page.figures) == comparable(whole.figures)
@@ -152,8 +159,8 @@ def test_keyframe_and_ticks_make_the_same_page_as_a_later_keyframe(pace):
 def test_places_come_with_the_first_record_that_has_some_and_follow_it():
     history, records = History(), {0: [record(1)]}
     history.update(records, [])
-    drawing = Drawing(history, name="sample")
-    page = Page(drawing.keyframe(RUNNING))
+    drawing = Drawing(history, name="sample", clock=itertools.count().__next__)
+    page = Page(*drawing.keyframe(RUNNING))
     assert "places" not in page.figures
     for step, count in ((2, 2**30), (3, 2**29)):
         ledger = Ledger(parameters=2**20, capacity_bytes=2**30, disk={"gradients": count}, disk_capacity_bytes=2**31)
@@ -163,7 +170,7 @@ def test_places_come_with_the_first_record_that_has_some_and_follow_it():
         gradients = next(trace for trace in page.figures["places"]["data"] if trace["name"] == "gradients")
         assert gradients["x"][1] == "disk, of 2.0 GiB"
         assert float(gradients["y"][1]) == 100 * count / 2**31
-    whole = Page(Drawing(History.of(records), name="sample").keyframe(RUNNING))
+    whole = Page(*Drawing(History.of(records), name="sample").keyframe(RUNNING))
     assert {name: comparable(each) for name, each in page.figures.items()} == {
         name: comparable(each) for name, each in whole.figures.items()
     }
@@ -173,8 +180,8 @@ def test_places_come_with_the_first_record_that_has_some_and_follow_it():
 def test_an_exchange_comes_with_the_first_record_that_has_one_and_grows():
     history, records = History(), {0: [record(1)]}
     history.update(records, [])
-    drawing = Drawing(history, name="sample")
-    page = Page(drawing.keyframe(RUNNING))
+    drawing = Drawing(history, name="sample", clock=itertools.count().__next__)
+    page = Page(*drawing.keyframe(RUNNING))
     assert "exchange" not in page.figures
     told = {"compressed": 1.0, "error_norm": 2.0, "sent_bytes": 32.0, "float32_bytes": 1000.0}
     for step in (2, 3, 4):
@@ -185,7 +192,7 @@ def test_an_exchange_comes_with_the_first_record_that_has_one_and_grows():
         assert len(sent["y"]) == step
         assert float(sent["y"][-1]) == pytest.approx(3.2)
         assert float(angle["y"][-1]) == 10 * step
-    whole = Page(Drawing(History.of(records), name="sample").keyframe(RUNNING))
+    whole = Page(*Drawing(History.of(records), name="sample").keyframe(RUNNING))
     assert comparable(page.figures["exchange"]) == comparable(whole.figures["exchange"])
 
 
@@ -193,7 +200,7 @@ def test_a_step_costs_a_few_hundred_bytes():
     history, records = History(), {rank: [record(step, rank) for step in range(1, 40)] for rank in range(4)}
     drawing = Drawing(history, name="sample")
     history.update(records, [])
-    page = Page(drawing.keyframe(RUNNING))
+    page = Page(*drawing.keyframe(RUNNING))
     for rank in records:
         records[rank].append(record(40, rank))
     history.update(records, [])
@@ -209,8 +216,8 @@ def test_nothing_new_is_not_sent():
 def test_bars_follow_a_change_of_stage_on_a_scale_that_stays():
     history, records = History(), {0: [record(1)]}
     history.update(records, [])
-    drawing = Drawing(history, name="sample")
-    page = Page(drawing.keyframe(RUNNING))
+    drawing = Drawing(history, name="sample", clock=itertools.count().__next__)
+    page = Page(*drawing.keyframe(RUNNING))
     before = page.figures["states"]["layout"]["yaxis"]["range"]
     records[0].append(record(2, zero_stage=3, ledger=Ledger(parameters=5 * MIB, capacity_bytes=100 * MIB)))
     history.update(records, [])
@@ -223,8 +230,8 @@ def test_bars_follow_a_change_of_stage_on_a_scale_that_stays():
 def test_a_return_to_a_checkpoint_redraws_the_curves():
     history, records = History(), {0: [record(step) for step in range(1, 20)]}
     history.update(records, [])
-    drawing = Drawing(history, name="sample")
-    page = Page(drawing.keyframe(RUNNING))
+    drawing = Drawing(history, name="sample", clock=itertools.count().__next__)
+    page = Page(*drawing.keyframe(RUNNING))
     records[0].append(record(10, loss=1.0))
     page.take(*drawing.tick(RUNNING, rewritten=history.update(records, [])))
     assert page.figures["loss"]["data"][0]["x"].tolist() == list(range(1, 11))
@@ -234,8 +241,8 @@ def test_a_return_to_a_checkpoint_redraws_the_curves():
 def test_a_run_that_rests_and_goes_on_is_drawn_without_a_seam():
     history, records = History(), {0: [record(step) for step in range(1, 2 * BARS)]}
     history.update(records, [])
-    drawing = Drawing(history, name="sample")
-    page = Page(drawing.keyframe(RUNNING, closed=True))
+    drawing = Drawing(history, name="sample", clock=itertools.count().__next__)
+    page = Page(*drawing.keyframe(replace(RUNNING, state=RunState.PAUSED)))
     assert int(page.figures["anatomy"]["data"][0]["x"][-1]) == 2 * BARS - 1
     records[0] += [record(step) for step in range(2 * BARS, 2 * BARS + 1)]
     history.update(records, [])
@@ -253,7 +260,7 @@ def test_a_pipelines_timeline_comes_once_a_second_and_for_the_step_that_is_point
     records = {rank: [pipeline(step, rank) for step in (1, 2)] for rank in (0, 1)}
     history, now = History.of(records), [100.0]
     drawing = Drawing(history, name="sample", clock=lambda: now[0])
-    page = Page(drawing.keyframe(RUNNING))
+    page = Page(*drawing.keyframe(RUNNING))
 
     def shown() -> str:
         return page.figures["pipeline"]["layout"]["title"]["text"]
@@ -286,17 +293,17 @@ def test_without_a_pipeline_there_is_no_timeline_also_when_there_was_one():
     records = {rank: [pipeline(1, rank)] for rank in (0, 1)}
     history = History.of(records)
     drawing = Drawing(history, name="sample")
-    assert "pipeline" in drawing.keyframe(RUNNING)["figures"]
+    assert "pipeline" in drawing.keyframe(RUNNING)[0]["figures"]
     for rank in records:
         records[rank] += [record(step, rank) for step in range(2, 12)]  # Reshaped to pp 1.
     history.update(records, [])
-    assert "pipeline" not in drawing.keyframe(RUNNING)["figures"]
+    assert "pipeline" not in drawing.keyframe(RUNNING)[0]["figures"]
 
 
 def test_silence_is_told_though_nothing_comes():
     now = [1.0]
     drawing = Drawing(History.of({0: [record(1)]}), name="sample", clock=lambda: now[0])
-    page = Page(drawing.keyframe(RUNNING))
+    page = Page(*drawing.keyframe(RUNNING))
     assert drawing.tick(RUNNING) is None
     now[0] = 31.0
     page.take(*drawing.tick(RUNNING))
@@ -341,7 +348,7 @@ def shown(source, monkeypatch) -> Iterator[tuple[Dashboard, list[tuple[dict[str,
 
 def test_the_first_state_has_everything_before_any_message(shown):
     view, _ = shown
-    page = Page(view.keyframe)
+    page = Page.of(view)
     assert page.figures["loss"]["data"][0]["x"].tolist() == [1, 2, 3]
     assert page.head["text"].startswith("sample · step 3/1,000 · 41 k tokens/s · loss 7.98")
     assert len(view._esm.encode()) < 25_000
@@ -349,7 +356,7 @@ def test_the_first_state_has_everything_before_any_message(shown):
 
 def test_records_reach_the_page_from_a_thread_while_the_main_one_is_busy(source, shown):
     view, sent = shown
-    page = Page(view.keyframe)
+    page = Page.of(view)
     source.write(4, 5)
     eventually(lambda: sent)  # This thread never gives the kernel's loop a chance.
     for message, buffers in list(sent):
@@ -360,27 +367,29 @@ def test_records_reach_the_page_from_a_thread_while_the_main_one_is_busy(source,
 def test_keyframes_come_by_themselves_for_a_page_that_missed_a_tick(source, shown, monkeypatch):
     view, _ = shown
     monkeypatch.setattr(module, "FIRST_KEYFRAME_SECONDS", 0.0)
-    view._on_message(view, {"kind": "watching", "view": "a", "on": True}, [])
+    view._on_message(view, {"type": "Draw", "view": "a", "watching": True}, [])
     source.write(4)
-    first = view.keyframe["seq"]
-    eventually(lambda: view.keyframe["seq"] > first)
-    assert Page(view.keyframe).figures["loss"]["data"][0]["x"].tolist()[-1] == 4
+    first = view.keyframe["message"]["seq"]
+    eventually(lambda: view.keyframe["message"]["seq"] > first)
+    assert Page.of(view).figures["loss"]["data"][0]["x"].tolist()[-1] == 4
 
 
 def test_a_hidden_dashboard_stops_and_comes_back_complete(source, shown):
     view, sent = shown
-    view._on_message(view, {"kind": "watching", "view": "a", "on": True}, [])
-    view._on_message(view, {"kind": "watching", "view": "b", "on": True}, [])
-    view._on_message(view, {"kind": "watching", "view": "a", "on": False}, [])
+    view._on_message(view, {"type": "Draw", "view": "a", "watching": True}, [])
+    view._on_message(view, {"type": "Draw", "view": "b", "watching": True}, [])
+    view._on_message(view, {"type": "Draw", "view": "a", "watching": False}, [])
     assert view.watched
-    view._on_message(view, {"kind": "watching", "view": "b", "on": False}, [])
-    eventually(lambda: not view.running)
+    view._on_message(view, {"type": "Draw", "view": "b", "watching": False}, [])
     sent.clear()
     source.write(4)
-    view._on_message(view, {"kind": "watching", "view": "a", "on": True}, [])
+    frame = view.keyframe
+    time.sleep(3 * module.TICK_SECONDS)  # Ticks that do not come.
+    assert (view.keyframe, sent) == (frame, [])
+    view._on_message(view, {"type": "Draw", "view": "a", "watching": True}, [])
     assert view.running
     eventually(lambda: sent)
-    assert 4 in Page(view.keyframe).figures["loss"]["data"][0]["x"].tolist() or sent[0][0]["kind"] == "tick"
+    assert 4 in Page.of(view).figures["loss"]["data"][0]["x"].tolist() or sent[0][0]["type"] == "Changes"
 
 
 def test_a_page_that_was_closed_without_a_word_is_noticed_only_when_the_kernel_could_have_heard_it(shown, monkeypatch):
@@ -398,12 +407,11 @@ def test_a_page_that_was_closed_without_a_word_is_noticed_only_when_the_kernel_c
                 call()
 
     loop = view._loop = Loop()
-    view._on_message(view, {"kind": "watching", "view": "a", "on": True}, [])
+    view._on_message(view, {"type": "Draw", "view": "a", "watching": True}, [])
     assert not view._kernel_listens()
     assert view.running
     loop.free = True
-    eventually(lambda: not view.running)
-    assert not view.watched
+    eventually(lambda: not view.watched)
 
 
 def test_plotly_is_held_once_whatever_the_number_of_dashboards(source, shown):
@@ -411,7 +419,7 @@ def test_plotly_is_held_once_whatever_the_number_of_dashboards(source, shown):
     other = Dashboard(Feed(source.folder), name="sample")
     try:
         assert other.bundle is view.bundle is PlotlyBundle.shared()
-        assert gzip.decompress(view.bundle.source).startswith(b"/**\n* plotly.js")
+        assert b"plotly.js" in gzip.decompress(view.bundle.source)
     finally:
         other.close()
 
@@ -430,14 +438,14 @@ def test_what_cannot_be_drawn_is_told_and_tried_again(source, shown, monkeypatch
     source.write(4)
     told = "This view cannot read the run, and tries again: KeyError: 'before'"
     eventually(
-        lambda: [content for content, _ in sent if content["kind"] == "trouble"] == [{"kind": "trouble", "text": told}]
+        lambda: [content for content, _ in sent if content["type"] == "Problem"] == [{"type": "Problem", "text": told}]
     )
     source.write(5)
     eventually(lambda: view._feed.last is not None and view._feed.last.step == 5)
-    assert [content["text"] for content, _ in sent if content["kind"] == "trouble"] == [told]
+    assert [content["text"] for content, _ in sent if content["type"] == "Problem"] == [told]
     odd.clear()
-    eventually(lambda: [content["text"] for content, _ in sent if content["kind"] == "trouble"] == [told, ""])
-    eventually(lambda: sent[-1][0]["kind"] in ("tick", "trouble") and view.running)
+    eventually(lambda: [content["text"] for content, _ in sent if content["type"] == "Problem"] == [told, ""])
+    eventually(lambda: sent[-1][0]["type"] in ("Changes", "Problem") and view.running)
     assert [record.message for record in caplog.records].count("a dashboard of sample cannot be drawn") == 1
 
 
@@ -449,68 +457,105 @@ def test_a_feed_that_others_poll_too_loses_nothing(source, shown):
     eventually(lambda: any("step 29/" in str(message) for message, _ in list(sent)))
 
 
+# Where the server draws
+
+
+@pytest.fixture
+def served(source, monkeypatch) -> Iterator[tuple[Dashboard, list[tuple[dict[str, Any], list[bytes]]]]]:
+    """A dashboard in a kernel of a server that draws runs."""
+    monkeypatch.setenv(SERVED, "1")
+    source.write(1, 2, 3)
+    sent: list[tuple[dict[str, Any], list[bytes]]] = []
+    monkeypatch.setattr(Dashboard, "send", lambda self, content, buffers=None: sent.append((content, buffers or [])))
+    view = Dashboard(Feed(source.folder), name="sample")
+    yield view, sent
+    view.close()
+
+
+def test_a_served_kernel_reads_no_record_until_a_widget_speaks(source, served, monkeypatch):
+    view, sent = served
+    looked = threading.Event()
+    read = type(source.folder).read_status
+    monkeypatch.setattr(type(source.folder), "read_status", lambda self: looked.set() or read(self))
+    monkeypatch.setattr(view._feed, "poll", lambda **_: pytest.fail("it was read"))
+    source.write(4)
+    assert looked.wait(30)
+    assert (view.bundle, view.keyframe, sent) == (None, {}, [])
+    monkeypatch.undo()
+    view._on_message(view, {"type": "Draw", "view": "a", "watching": True}, [])
+    assert view.bundle is PlotlyBundle.shared()
+    assert Page.of(view).figures["loss"]["data"][0]["x"].tolist() == [1, 2, 3, 4]
+
+
+def test_a_widget_that_is_not_built_says_how_it_is(source, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "_BUILT", tmp_path)
+    with pytest.raises(FileNotFoundError, match="run `make pages`"):
+        Dashboard(Feed(source.folder), name="sample")
+
+
 # What stays
 
 
 class Displays:
     """What IPython was asked to display: updates by display id."""
 
-    def __init__(self, monkeypatch) -> None:
+    def __init__(self, monkeypatch, tmp_path: Path) -> None:
         self.shown: list[tuple[Any, str | None]] = []
         self.updates: list[tuple[Any, str]] = []
+        monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
         monkeypatch.setattr(
-            "IPython.display.display", lambda data, raw=False, display_id=None: self._show(data, display_id)
+            "IPython.display.display", lambda data, raw=False, display_id=None: self.shown.append((data, display_id))
         )
         monkeypatch.setattr(
             "IPython.display.update_display", lambda data, raw, display_id: self.updates.append((data, display_id))
         )
 
-    def _show(self, data: Any, display_id: str | None) -> None:
-        self.shown.append((data, display_id))
 
-
-def test_when_a_run_ends_a_figure_and_then_the_pages_picture_stay_in_the_notebook(source, monkeypatch):
-    displays = Displays(monkeypatch)
+@pytest.mark.parametrize("where", ["", "1"])
+def test_one_output_is_live_and_keeps_a_picture_and_a_table_of_each_rest(source, monkeypatch, tmp_path, where):
+    monkeypatch.setenv(SERVED, where)
+    displays = Displays(monkeypatch, tmp_path)
     source.write(1, 2, 3)
     view = show(source.folder)
     try:
-        assert displays.shown[0][0] is view
-        placeholder, display_id = displays.shown[1]
-        assert placeholder == {"text/plain": ""}
+        ((first, display_id),) = displays.shown
+        assert first[RUN_MIME] == {"version": 1, "run": run_id(source.folder.path), "name": "sample"}
+        assert first[WIDGET_MIME]["model_id"] == view.model_id
+        assert first["text/plain"].endswith("● running")
         source.write(4)
         source.set_state(RunState.FINISHED)
         eventually(lambda: displays.updates)
-        bundle, where = displays.updates[0]
-        assert where == display_id
-        assert set(bundle) == {"text/plain", PLOTLY_MIME}
+        ((bundle, place),) = displays.updates
+        assert place == display_id
+        assert (bundle[RUN_MIME], bundle[WIDGET_MIME]) == (first[RUN_MIME], first[WIDGET_MIME])
         assert bundle["text/plain"].endswith("■ finished")
-        loss = next(trace for trace in bundle[PLOTLY_MIME]["data"] if trace["name"] == "loss")
-        assert loss["x"][-1] == 4
+        assert bundle["image/svg+xml"].startswith("<svg ")
+        assert (
+            "<tr><th>loss</th><td>7.99</td><td>7.96</td><td>7.99</td><td>7.96</td><td>4</td></tr>"
+            in (bundle["text/html"])
+        )
         assert len(json.dumps(bundle)) < 60_000
-        view._on_message(view, {"kind": "picture"}, [memoryview(b"\x89PNG")])
-        assert base64.b64decode(displays.updates[-1][0]["image/png"]) == b"\x89PNG"
     finally:
         view.close()
 
 
-def test_a_run_that_is_over_leaves_its_picture_at_once(source, monkeypatch):
-    displays = Displays(monkeypatch)
+def test_a_run_that_is_over_shows_its_picture_at_once(source, monkeypatch, tmp_path):
+    displays = Displays(monkeypatch, tmp_path)
     source.write(1, 2)
     source.set_state(RunState.STOPPED)
-    view = show(source.folder.path)
-    view.close()
-    assert PLOTLY_MIME in displays.shown[1][0]
+    show(source.folder.path).close()
+    assert "■ stopped" in displays.shown[0][0]["image/svg+xml"]
 
 
-def test_each_rest_is_pictured_anew(source, monkeypatch):
-    displays = Displays(monkeypatch)
+def test_each_rest_is_pictured_anew(source, monkeypatch, tmp_path):
+    displays = Displays(monkeypatch, tmp_path)
     source.write(1)
     view = show(source.folder)
     try:
         for state, count in ((RunState.PAUSED, 1), (RunState.RUNNING, 1), (RunState.FINISHED, 2)):
             source.set_state(state)
             eventually(lambda: view._feed.status.state == state and len(displays.updates) == count)  # noqa: B023 called at once
-            eventually(lambda: view._rested == (state in module.RESTING))  # noqa: B023 called at once
+            eventually(lambda: view._pictured == (state in RESTING))  # noqa: B023 called at once
     finally:
         view.close()
 

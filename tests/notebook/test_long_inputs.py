@@ -8,12 +8,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
-from speedlab_notebook.static_picture import PLOTLY_MIME
+from notebook_cells import FOLDER, executed, figures, own_folders, text
 
 from speedlab.cluster.home import running_clusters
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks/05_long_inputs.ipynb"
+NOTEBOOK = "05_long_inputs.ipynb"
 PLANNED = ("load", "sees", "paper", "faster")
 """Cells that need no engine."""
 SMALLER = {
@@ -23,32 +22,6 @@ SMALLER = {
 }
 
 
-def executed(folder: Path, *cells: str, smaller: bool = False, timeout: int = 200) -> dict[str, list]:
-    """What these cells give, all of them when none is named, by their ids."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    if cells:
-        notebook.cells = [cell for cell in notebook.cells if cell.id in cells]
-    for long, short in SMALLER.items() if smaller else ():
-        (cell,) = (cell for cell in notebook.cells if long in cell.source)
-        cell.source = cell.source.replace(long, short)
-    resources = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, timeout=timeout, kernel_name="python3", resources=resources).execute()
-    return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
-
-
-def text(outputs: list[nbformat.NotebookNode]) -> str:
-    return "\n".join(out.get("text") or out.data["text/plain"] for out in outputs)
-
-
-def figures(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
-    return [out.data[PLOTLY_MIME] for out in outputs if PLOTLY_MIME in out.get("data", {})]
-
-
-def own_folders(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(folder / "runtime"))
-
-
 def accuracies(told: str) -> dict[str, dict[float, float]]:
     """By name and depth, as the cell prints them."""
     lines = re.findall(r"^ *(dense|sparse, with summaries|the window alone): (.+)$", told, re.MULTILINE)
@@ -56,7 +29,7 @@ def accuracies(told: str) -> dict[str, dict[float, float]]:
 
 
 def test_lengths_that_fit_stand_beside_those_that_were_announced(tmp_path: Path) -> None:
-    outputs = executed(tmp_path, *PLANNED)
+    outputs = executed(NOTEBOOK, tmp_path, cells=PLANNED)
     told = re.compile(r"^ *(.+?): +([\d,]+) Ki tokens, a step .+?(?:; announced (\d+) Ki)?$", re.MULTILINE)
     lines = told.findall(text(outputs["paper"]))
     fits = {name: int(length.replace(",", "")) for name, length, _ in lines}
@@ -77,8 +50,9 @@ def test_lengths_that_fit_stand_beside_those_that_were_announced(tmp_path: Path)
 @pytest.mark.timeout(240)
 def test_all_of_it_runs_with_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own_folders(tmp_path, monkeypatch)
-    cells = (cell.id for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.id not in ("paper", "faster"))
-    outputs = executed(tmp_path, *cells, smaller=True)
+    all_cells = nbformat.read(FOLDER / NOTEBOOK, as_version=4).cells
+    cells = [cell.id for cell in all_cells if cell.id not in ("paper", "faster")]
+    outputs = executed(NOTEBOOK, tmp_path, cells=cells, smaller=SMALLER)
     assert len(figures(outputs["grows"])) == 2
     held = re.findall(r"^ *(.+?): ([\d.]+) MiB of activations a rank", text(outputs["cut"]), re.MULTILINE)
     sizes = {name: float(size) for name, size in held}
@@ -96,7 +70,7 @@ def test_all_of_it_runs_with_few_steps(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.timeout(900)
 def test_as_it_stands_its_figures_are_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own_folders(tmp_path, monkeypatch)
-    outputs = executed(tmp_path, timeout=600)
+    outputs = executed(NOTEBOOK, tmp_path, timeout=600)
     _, memory = figures(outputs["grows"])
     held = {trace["name"]: trace["y"] for trace in memory["data"]}
     for name, values in held.items():

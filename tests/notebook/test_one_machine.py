@@ -1,74 +1,23 @@
-"""The notebook about one machine: what it plans is planned here, that its cells are sound is looked at; nightly all of
-it runs, with a real engine, and its own assertions hold."""
+"""The notebook about one machine: what it plans is planned here; nightly all of it runs, with a real engine, and its
+own assertions hold."""
 
 from __future__ import annotations
 
-import ast
-import builtins
 import re
 from pathlib import Path
 
-import nbformat
 import pytest
-from IPython.core.inputtransformer2 import TransformerManager
-from nbclient import NotebookClient
-from speedlab_notebook.commands import parse
-from speedlab_notebook.static_picture import PLOTLY_MIME
+from notebook_cells import executed, figures, own_folders, text
 
 from speedlab.cluster.home import running_clusters
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks/03_one_machine.ipynb"
-CELLS = {cell.id: cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"}
-SET_BY_MAGICS = {"cluster", "get_ipython"}
+NOTEBOOK = "03_one_machine.ipynb"
 PLANNED = ("load", "largest-one", "largest")
 """Cells that need no engine."""
 
 
-def executed(folder: Path, *cells: str, timeout: int = 200) -> dict[str, list[nbformat.NotebookNode]]:
-    """What these cells give, all of them when none is named, by their ids."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    if cells:
-        notebook.cells = [cell for cell in notebook.cells if cell.id in cells]
-    resources = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, timeout=timeout, kernel_name="python3", resources=resources).execute()
-    return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
-
-
-def text(outputs: list[nbformat.NotebookNode]) -> str:
-    return "\n".join(out.get("text") or out.data["text/plain"] for out in outputs)
-
-
-def figures(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
-    return [out.data[PLOTLY_MIME] for out in outputs if PLOTLY_MIME in out.get("data", {})]
-
-
-def test_every_cell_compiles_and_uses_names_that_an_earlier_one_has_made() -> None:
-    known = {*dir(builtins), *SET_BY_MAGICS}
-    for cell, source in CELLS.items():
-        tree = ast.parse(TransformerManager().transform_cell(source))
-        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-        known |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
-        known |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        known |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-        known |= {a.asname or a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.arguments):
-                known |= {each.arg for each in (node.vararg, node.kwarg) if each is not None}
-            if isinstance(node, ast.ImportFrom):
-                module = __import__(str(node.module), fromlist=["*"])
-                assert all(hasattr(module, each.name) for each in node.names), f"{cell}: {ast.unparse(node)}"
-                known |= {each.asname or each.name for each in node.names}
-        assert {node.id for node in names} <= known, f"{cell}: { ({node.id for node in names} - known) } is not known"
-
-
-def test_its_magics_exist() -> None:
-    lines = [line for source in CELLS.values() for line in re.findall(r"^%speedlab (.*)$", source, re.MULTILINE)]
-    assert len(lines) >= 3
-    assert all(parse(line)[0] is not None for line in lines)
-
-
 def test_the_largest_models_are_the_planners_and_stand_beside_what_was_announced(tmp_path: Path) -> None:
-    outputs = executed(tmp_path, *PLANNED)
+    outputs = executed(NOTEBOOK, tmp_path, cells=PLANNED)
     planned, announced = figures(outputs["largest"])[0]["data"]
     sizes = dict(zip(planned["y"], planned["x"], strict=True))
     told = dict(zip(announced["y"], announced["x"], strict=True))
@@ -84,9 +33,8 @@ def test_the_largest_models_are_the_planners_and_stand_beside_what_was_announced
 
 @pytest.mark.nightly
 def test_all_of_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    outputs = executed(tmp_path)
+    own_folders(tmp_path, monkeypatch)
+    outputs = executed(NOTEBOOK, tmp_path)
     losses = re.findall(r"^ *(0x\S+)  (.+)$", text(outputs["same"]), re.MULTILINE)
     assert len(losses) == 4
     assert len({loss for loss, _ in losses}) == 1

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from speedlab.cli import demo as command
+from speedlab.display.guides import QUICKSTART, notebook_file
 from speedlab.display.text import bytes_text
 from speedlab.planner.formula import model_states, parameter_count
 from speedlab.telemetry.feed import Feed
@@ -131,7 +131,7 @@ def test_the_earlier_run_is_kept_and_nothing_is_left_running(demo) -> None:
 
 
 def test_a_checkout_has_the_notebook_too() -> None:
-    assert command.quickstart() == ROOT / "notebooks/01_quickstart.ipynb"
+    assert notebook_file(QUICKSTART) == ROOT / "notebooks/01_quickstart.ipynb"
 
 
 def test_a_cell_that_fails_is_named_and_engines_are_ended(tmp_path) -> None:

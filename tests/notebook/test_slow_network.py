@@ -6,39 +6,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
-from speedlab_notebook.static_picture import PLOTLY_MIME
+from notebook_cells import executed, figures, own_folders, text
 
 from speedlab.cluster.home import running_clusters
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks/04_slow_network.ipynb"
+NOTEBOOK = "04_slow_network.ipynb"
 SMALLER = {
     "STEPS, WARM_UP = 40, 8": "STEPS, WARM_UP = 6, 2",
     "LAYOUT_STEPS = 6": "LAYOUT_STEPS = 2",
     '"layers": 4, "hidden": 128,': '"layers": 2, "hidden": 64,',
 }
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20}
-
-
-def executed(folder: Path, *, smaller: bool = False, timeout: int = 200) -> dict[str, list]:
-    """What all cells give, by their ids."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    for long, short in SMALLER.items() if smaller else ():
-        (cell,) = (cell for cell in notebook.cells if long in cell.source)
-        cell.source = cell.source.replace(long, short)
-    resources = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, timeout=timeout, kernel_name="python3", resources=resources).execute()
-    return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
-
-
-def text(outputs: list[nbformat.NotebookNode]) -> str:
-    return "\n".join(out.get("text") or out.data["text/plain"] for out in outputs)
-
-
-def figures(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
-    return [out.data[PLOTLY_MIME] for out in outputs if PLOTLY_MIME in out.get("data", {})]
 
 
 def sent_bytes(told: str) -> dict[str, float]:
@@ -49,9 +28,8 @@ def sent_bytes(told: str) -> dict[str, float]:
 
 @pytest.fixture
 def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> dict[str, list]:
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    return executed(tmp_path, smaller=request.param, timeout=600)
+    own_folders(tmp_path, monkeypatch)
+    return executed(NOTEBOOK, tmp_path, smaller=SMALLER if request.param else None, timeout=600)
 
 
 @pytest.mark.timeout(900)

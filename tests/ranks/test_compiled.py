@@ -73,10 +73,11 @@ def test_compiled(compiling_pool_of: PoolOf, plain: PlainOf) -> None:
         check(compiling_pool_of, plain, [case], "inductor", timeout=300)
 
 
-def test_dropout_drops_what_an_uncompiled_block_drops(compiling_pool_of: PoolOf) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+def test_dropout_drops_what_an_uncompiled_block_drops(compiling_pool_of: PoolOf, backend: str) -> None:
     case = LayoutCase(layout=Layout(), stage=1, whole=False, **{**SMALL, "build": partial(long_gpt, dropout=0.2)})
     (alone,) = compiling_pool_of(1).run(train_layouts, [case], timeout=60)[0]
     alone.start = {name: parameter.detach() for name, parameter in case.build().named_parameters()}
-    ((path,), graphs), *_ = compiling_pool_of(1).run(train_compiled, [case], "inductor", timeout=120)
+    ((path,), graphs), *_ = compiling_pool_of(1).run(train_compiled, [case], backend, timeout=120)
     assert graphs > 0
     assert problems([path], alone, FLOAT32) == []

@@ -43,7 +43,7 @@ class JupyterServer:
         assert answer.headers.get_content_type() == "application/json", text
         return answer.status, json.loads(text)
 
-    def live(self, token: str = TOKEN, **options: Any) -> websocket.WebSocket:
+    def live(self, token: str = TOKEN, *, way: str = "live", **options: Any) -> websocket.WebSocket:
         """A page's websocket."""
-        url = f"ws://127.0.0.1:{self.port}/base/speedlab/api/live" + (f"?token={token}" if token else "")
+        url = f"ws://127.0.0.1:{self.port}/base/speedlab/api/{way}" + (f"?token={token}" if token else "")
         return websocket.create_connection(url, timeout=SECONDS, **options)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from cluster_helpers import small_run, wait_for
 from server_helpers import JupyterServer
-from speedlab_server.registry import run_id
 
 from speedlab.cluster import Cluster, processes
+from speedlab.cluster.known_runs import run_id
 
 NAME = "of-the-server"
 

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import websocket
 from server_helpers import TOKEN, JupyterServer
-from speedlab_server.registry import run_id
 from telemetry_samples import eventually, make_event, make_folder, make_record
 
-from speedlab.cluster.known_runs import note_seen
+from speedlab.cluster.known_runs import note_seen, run_id
 from speedlab.telemetry.folder import RunFolder, Status
 from speedlab.telemetry.records import Ledger, RunState
 
@@ -94,6 +93,17 @@ def test_a_run_that_only_the_registry_knows_and_one_that_is_gone(server: Jupyter
     status, answer = server.ask(of(folder))
     assert (status, answer["type"]) == (410, "Problem")
     assert "'elsewhere' is gone" in answer["text"]
+
+
+def test_the_quickstart_for_the_launcher_and_a_notebook_that_does_not_come_with_it(server: JupyterServer) -> None:
+    status, answer = server.ask("notebooks/01_quickstart.ipynb")
+    assert (status, answer["type"], answer["content"]["nbformat"]) == (200, "Notebook", 4)
+    status, answer = server.ask("notebooks/01_quickstart.ipy")
+    assert (status, answer["text"]) == (
+        404,
+        "there is no notebook '01_quickstart.ipy'; did you mean '01_quickstart.ipynb'?",
+    )
+    assert server.ask("notebooks/..%2fREADME.md")[0] == 404
 
 
 @pytest.mark.parametrize("id", ["0" * 16, "..%2f..%2fetc", "%3Cimg%20src=x%3E"])

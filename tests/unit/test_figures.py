@@ -23,7 +23,6 @@ from speedlab.telemetry.figures import (
     header,
     loss_figure,
     memory_figure,
-    overview_figure,
     plain,
     states_figure,
     throughput_figure,
@@ -261,20 +260,9 @@ def test_all_figures_are_figures_to_plotly_and_json_to_browsers():
     for figure in [
         *figures(full).values(),
         *figures(History()).values(),
-        overview_figure(full),
-        overview_figure(History()),
     ]:
         go.Figure(plain(figure))
         json.dumps(plain(figure), allow_nan=False)
-
-
-def test_overview_is_small_and_puts_each_plot_in_its_quarter():
-    figure = overview_figure(history(steps=5000), title="a <b>")
-    assert len(json.dumps(figure)) < 40_000
-    assert figure["layout"]["title"]["text"] == "a &lt;b&gt;"
-    domains = {key: axis["domain"] for key, axis in figure["layout"].items() if key.startswith("xaxis")}
-    assert sorted(domains) == ["xaxis", "xaxis3", "xaxis5", "xaxis7"]
-    assert domains["xaxis3"][0] > domains["xaxis"][1]
 
 
 def test_header_says_state_speed_and_loss():

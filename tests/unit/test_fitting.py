@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from speedlab.config import RunConfig
+from speedlab.config.errors import more_in
 from speedlab.engine.run.agreement import Refusal
 from speedlab.engine.run.fitting import Held, peaks_of, refuse_what_does_not_fit
 from speedlab.planner import parameter_count, predicted_peaks
@@ -74,8 +75,9 @@ def test_changes_that_are_named_do_fit() -> None:
     peak = max(peaks_of(held(1), config).peak_bytes)
     with pytest.raises(Refusal) as refused:
         refuse_what_does_not_fit(held(peak - 1), config)
-    named = str(refused.value).partition("what would fit: ")[2].split("; ")
+    *named, more = str(refused.value).partition("what would fit: ")[2].split("; ")
     assert len(named) == 3
+    assert more == more_in("memory")
     for words in named:
         change: dict[str, Any] = {
             name: int(value) for name, _, value in (word.partition("=") for word in words.split(", "))

@@ -13,8 +13,10 @@ from markdown_blocks import GUIDES, README, blocks_of
 from messages import faults, messages
 
 from speedlab import cli
-from speedlab.config.errors import more_in
+from speedlab.config import ConfigError, RunConfig
+from speedlab.config.errors import _SECTIONS, more_in, with_more
 from speedlab.display.guides import FOLDER, names, sections
+from speedlab.layout import LayoutError
 
 TROUBLE = FOLDER / "trouble.md"
 PAGES = [README, *GUIDES]
@@ -72,6 +74,32 @@ def test_errors_name_sections_that_there_are() -> None:
     assert len(asked) >= 4
     assert asked <= set(sections(TROUBLE.read_text(encoding="utf-8")))
     assert more_in("memory") == "more: speedlab guide trouble memory"
+
+
+def test_a_refusal_names_the_section_that_its_reader_wants() -> None:
+    assert set(_SECTIONS.values()) <= set(sections(TROUBLE.read_text(encoding="utf-8")))
+    with pytest.raises(ConfigError) as refused:
+        RunConfig(batch={"global_size": 7, "micro_size": 2}).batch.resolve(2)
+    assert refused.value._render_traceback_()[0].splitlines()[1:] == [more_in("batch")]
+    assert LayoutError("tp 3: …")._render_traceback_()[-1] == more_in("layout")
+    assert with_more(ConfigError(problems=[("parallel", "tp 3: …")])) == f"parallel: tp 3: …\n{more_in('layout')}"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("unknown key 'zer'; the nearest known key is 'zero'"),
+        ConfigError("batch: …; more: speedlab guide trouble batch"),
+        RuntimeError("data of another program"),
+    ],
+)
+def test_a_message_without_a_section_or_with_one_stays_as_it_is(error: Exception) -> None:
+    assert with_more(error) == str(error)
+
+
+def test_a_refusal_at_the_terminal_and_in_a_magic_names_it_too(capsys) -> None:
+    assert cli.main(["train", "--batch.global-size", "7", "--batch.micro-size", "2", "--engines", "2"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == more_in("batch")
 
 
 def test_every_message_that_the_page_quotes_is_in_the_source() -> None:

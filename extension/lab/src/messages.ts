@@ -152,6 +152,14 @@ export interface Output {
   cursor: string;
 }
 
+/** A notebook that comes with SpeedLab. */
+export interface Notebook {
+  type: "Notebook";
+  version: number;
+  name: string;
+  content: Record<string, unknown>;
+}
+
 /** A control word is on its way; the event whose `command` is `number` answers it. */
 export interface WordGiven {
   type: "WordGiven";
@@ -180,6 +188,81 @@ export interface Tick {
   all_clusters: ClusterSummary[] | null;
 }
 
+/** A figure of plotly's, but that arrays are {"f32": number of a buffer}. */
+export interface Figure {
+  data: (Record<string, unknown>)[];
+  layout: Record<string, unknown>;
+}
+
+/** What stands above the figures. */
+export interface HeadLine {
+  text: string;
+  state: string;
+  mark: string;
+  note: string;
+}
+
+/** All figures of a run. `states`: whether to begin with the model states alone; null while nothing is known. */
+export interface Keyframe {
+  type: "Keyframe";
+  version: number;
+  seq: number;
+  figures: Record<string, Figure>;
+  head: HeadLine;
+  states: boolean | null;
+  buffers: number[];
+}
+
+/** A figure is drawn anew. */
+export interface FigurePart {
+  part: "figure";
+  figure: string;
+  data: (Record<string, unknown>)[];
+  layout: Record<string, unknown>;
+}
+
+/** Curves grow: for each of `traces` so many `points`, in the buffer first their x and then their y. */
+export interface ExtendPart {
+  part: "extend";
+  figure: string;
+  traces: number[];
+  points: number[];
+  buffer: number;
+}
+
+/** Heights of all bars, one trace after another, and the words of the annotations. */
+export interface BarsPart {
+  part: "bars";
+  figure: string;
+  notes: string[];
+  buffer: number;
+}
+
+/** Events, on every axis of steps. */
+export interface MarksPart {
+  part: "marks";
+  shapes: (Record<string, unknown>)[];
+  annotations: (Record<string, unknown>)[];
+}
+
+/** The line above the figures. */
+export interface HeadPart {
+  part: "head";
+  text: string;
+  state: string;
+  mark: string;
+  note: string;
+}
+
+/** What is new since the Keyframe or Changes whose `seq` is one less. */
+export interface Changes {
+  type: "Changes";
+  version: number;
+  seq: number;
+  parts: (FigurePart | ExtendPart | BarsPart | MarksPart | HeadPart)[];
+  buffers: number[];
+}
+
 /** What a page asks of a run. Numbers and texts in `arguments` are those of the run's own methods. */
 export interface Word {
   word: string;
@@ -205,5 +288,15 @@ export interface Subscribe {
   lists?: boolean;
 }
 
-export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Output | WordGiven | Tick;
-export type Question = Word | Subscribe;
+/** From a page: how it wants a run to be drawn from now on. Hidden, it is not watching. */
+export interface Draw {
+  type: "Draw";
+  version: number;
+  watching?: boolean;
+  view?: string;
+  keyframe?: boolean;
+  step?: number | null;
+}
+
+export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Output | Notebook | WordGiven | Tick | Keyframe | Changes;
+export type Question = Word | Subscribe | Draw;

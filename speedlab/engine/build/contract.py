@@ -30,7 +30,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from speedlab.comm import Group
 from speedlab.config import ConfigError, RunConfig
@@ -52,9 +51,10 @@ _UNTRIABLE = (
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
-    GuardOnDataDependentSymNode,
     NotImplementedError,
 )
+_UNTRIABLE_MODULES = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes")
+"""Whose errors are none of the model's. By name: importing them takes every rank longer than building a small model."""
 _UNTRIABLE_TEXT = re.compile(r"fake ?tensor|fake impl|meta|data pointer|tensor subclass|triton", re.IGNORECASE)
 """What torch says where a fake tensor comes to code that needs values, and no class of exception tells."""
 
@@ -245,7 +245,7 @@ def _check_vocabulary(name: str, tokens: Tensor, config: RunConfig) -> Callable[
 def _why_untried(error: Exception, config: RunConfig, layout: Layout) -> str:
     """Why fake tensors could not follow the model. Raises ConfigError for an error that is the model's own."""
     text = str(error)
-    theirs = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+    theirs = type(error).__module__.startswith(_UNTRIABLE_MODULES)
     if isinstance(error, _UNTRIABLE) or theirs or _UNTRIABLE_TEXT.search(text):
         return _told(error)
     micro_size = config.batch.resolve(layout.data_size).micro_size

@@ -26,7 +26,7 @@ from speedlab.engine.build.placing import residency_of
 from speedlab.engine.build.recipe import Recipe
 from speedlab.engine.build.wrap import BlockWrapper
 from speedlab.engine.step.losses import LossFunction, loss_of
-from speedlab.engine.step.memory import ActivationTrace
+from speedlab.engine.step.memory import activation_trace
 from speedlab.engine.step.precision import compute_dtype
 from speedlab.layout import padded_numel
 from speedlab.parallel.zero import UnitChoice, Zero, map_tensors, plan_units
@@ -211,7 +211,7 @@ def _peak(
     batch = map_tensors(batch, lambda t: t.to(dtype) if t.dtype == torch.float32 else t)
     module.train()
     with ExitStack() as stack:
-        trace = stack.enter_context(ActivationTrace(known))
+        trace = stack.enter_context(activation_trace(known))
         result = loss_of(module, batch, loss)
         result.backward()
         del result

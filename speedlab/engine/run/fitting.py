@@ -13,6 +13,7 @@ from typing import Any
 
 from speedlab.comm import Group
 from speedlab.config import ConfigError, RunConfig
+from speedlab.config.errors import more_in
 from speedlab.engine.engine import Engine
 from speedlab.engine.run.agreement import Refusal, agreed
 from speedlab.layout import LayoutError
@@ -88,7 +89,7 @@ def refuse_what_does_not_fit(held: Held, wanted: RunConfig) -> Peaks:
     advice = f"what would fit: {'; '.join(fitting)}" if fitting else "take more engines"
     raise Refusal(
         f"{layout} at ZeRO stage {wanted.zero.stage} would hold {_mib(peaks.peak_bytes[rank])} on rank {rank} at "
-        f"the peak of a step, which has {_mib(held.capacity[rank])}: {most}{how}; {advice}"
+        f"the peak of a step, which has {_mib(held.capacity[rank])}: {most}{how}; {advice}; {more_in('memory')}"
     )
 
 

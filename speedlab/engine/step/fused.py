@@ -37,6 +37,11 @@ class FusedOptimizer(Optimizer):
 
     given: Iterable[Given]
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        # torch wraps this method into one that imports its compiler, which takes every rank half a second.
+        inner = Optimizer.add_param_group
+        getattr(inner, "__wrapped__", inner)(self, param_group)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Update every segment that something is given for, in that order."""

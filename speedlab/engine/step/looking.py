@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from speedlab.engine.step.memory import (
-    ActivationTrace,
     PeakMemory,
+    activation_trace,
     known_storages,
     make_ledger,
     measure_away,
@@ -42,7 +42,7 @@ class Looking:
             traffic = self._state.traffic
             return traffic.phase != "optimizer" and not traffic.encoding
 
-        with ActivationTrace(known, follows) as trace:
+        with activation_trace(known, follows) as trace:
             yield
         self._activation_bytes = trace.peak_bytes
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,8 @@ from speedlab.telemetry.records import Ledger
 
 class ActivationTrace(TorchDispatchMode):
     """While active, follows every storage that is made; afterwards `peak_bytes` is the most that was alive at once.
+
+    `activation_trace` makes one.
 
     Storages in `known` (flats, parameters, buffers) are not counted, whether they were there before or were made
     meanwhile, and none that are made while `follows` says no. What remains is what forward and backward make: saved
@@ -67,6 +70,11 @@ class ActivationTrace(TorchDispatchMode):
                     self._follow(leaf)
         return result
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True wraps the method above into something that imports torch's compiler when it is first called.
+        return False
+
     def _follow(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -79,6 +87,23 @@ class ActivationTrace(TorchDispatchMode):
     def _forget(self, key: int, size: int) -> None:
         if key in self._alive:
             self._events.append((self._alive.pop(key)[1], -size))
+
+
+class _BesideCompiler(ActivationTrace):
+    """Where compiled code may call it: torch's compiler leaves the method alone."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def activation_trace(known: Callable[[], set[int]], follows: Callable[[], bool] = lambda: True) -> ActivationTrace:
+    """A trace to enter. Where nothing is compiled it does not load torch's compiler, which takes a rank a second."""
+    kind = _BesideCompiler if "torch._dynamo" in sys.modules else ActivationTrace
+    return kind(known, follows)
 
 
 class PeakMemory:

@@ -1,21 +1,23 @@
-"""What a dashboard sends to its page: a keyframe with everything, then small ticks with what has changed since.
+"""What a dashboard is sent: a keyframe with everything, then small changes with what is new since.
 
-A tick is {"kind": "tick", "seq": n, "parts": [...]} and one buffer of float32 for each part that has numbers:
+A message is plain data and a list of float32 buffers, to which it points by their number: {"f32": 3} stands for an
+array. On a websocket they are one binary frame (speedlab_server/drawing.py), in a widget a message with buffers.
+
+    {"type": "Keyframe", "seq": n, "figures": {name: figure}, "head": …, "states": …}
+    {"type": "Changes", "seq": n, "parts": [...]}
 
     {"part": "extend", "figure": name, "traces": [i, …], "points": [n, …]}   for each trace: n x values, then n y values
     {"part": "bars", "figure": name, "notes": [text, …]}                     heights of all traces, one after another
-    {"part": "figure", "figure": name, "data": [...], "layout": {...}}       drawn anew; arrays: {"f32": buffer number}
+    {"part": "figure", "figure": name, "data": [...], "layout": {...}}       drawn anew
     {"part": "marks", "shapes": [...], "annotations": [...]}                 events on every step axis
     {"part": "head", "text": …, "state": …, "mark": …, "note": …}            the header line
 
-The pipeline's timeline, a "figure" of its own where there is a pipeline, comes at most once a second, of the newest
-step or of the one that a person points at.
+Bars come at most three times a second. The pipeline's timeline, a "figure" of its own where there is a pipeline, comes
+at most once a second, of the newest step or of the one that a person points at.
 
-{"kind": "trouble", "text": …} says why ticks do not come, and "" that they do again.
-
-`seq` counts up by one from the keyframe's, so that a page knows when it has missed something and waits for the next
-keyframe. In a keyframe arrays are {"f32": bytes}, and "states" says whether to
-begin with the model states alone (None while nothing is known).
+`seq` counts up by one, so that a page knows when it has missed something and waits for the next keyframe. "states" of a
+keyframe says whether to begin with the model states alone (None while nothing is known). `speedlab_server.messages` has
+the same as types.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from speedlab.telemetry.marks import event_marks
 from speedlab.telemetry.memory_figure import memory_figure, states_are_small, states_figure
 from speedlab.telemetry.pipeline_figure import pipeline_figure
 from speedlab.telemetry.places_figure import places_figure
-from speedlab.telemetry.records import StepRecord
+from speedlab.telemetry.records import RESTING, StepRecord
 from speedlab.telemetry.series import BARS, POINTS, History, stride
 from speedlab.telemetry.step_figures import (
     Cut,
@@ -52,9 +54,17 @@ from speedlab.telemetry.step_figures import (
 )
 from speedlab.telemetry.timeline import timeline_of
 
+SERVED = "SPEEDLAB_SERVED"
+"""Variable that a Jupyter server with our extension gives to its kernels: their pages draw runs through the server."""
+
 _HELDOUT_TRACE = 3
 _MOST_HELDOUT = POINTS // 2
 _PIPELINE_SECONDS = 1.0
+_BARS_SECONDS = 0.3
+"""Bars are made of every rank's records, which costs most of a tick, and no eye follows them faster."""
+
+Message = tuple[dict[str, Any], list[bytes]]
+"""Plain data, and the buffers it points to."""
 
 _Points = list[tuple[np.ndarray, np.ndarray]]
 
@@ -101,32 +111,50 @@ class Drawing:
     ) -> None:
         self.history = history
         self.seq = 0
+        self.devices = devices
         self._name = name
-        self._devices = devices
         self._clock = clock
         self._curves: dict[str, _Drawn] = {}
         self._heldout = 0
         self._events = 0
         self._frames: dict[str, str] = {}
         self._latest: dict[int, StepRecord] = {}
+        self._bars_sent = float("-inf")
         self._head: dict[str, str] = {}
         self.pipeline_step: int | None = None
         """The step whose timeline is wanted; None takes the newest."""
         self._pipeline: tuple[int | None, float] = (None, float("-inf"))
         """Step of the timeline that was sent last, and when."""
+        self._rested: bool | None = None
+        """Whether the run rested when it was last drawn; None before it was."""
+        self._had_records = False
 
-    def keyframe(self, status: Status, *, closed: bool = False) -> dict[str, Any]:
-        """Everything as it is now. `closed`: the run rests, so unfinished buckets are drawn too."""
+    def next(self, status: Status, *, rewritten: bool = False) -> Message | None:
+        """What comes next; None when nothing has changed. A keyframe at first, with the first records, which decide how
+        the page is laid out, and when the run comes to rest. `rewritten`: steps before were replaced."""
+        rests = status.state in RESTING
+        if self._rested is None or (rests and not self._rested) or (self.history.latest and not self._had_records):
+            return self.keyframe(status)
+        self._rested = rests
+        return self.tick(status, rewritten=rewritten)
+
+    def keyframe(self, status: Status) -> Message:
+        """Everything as it is now; of a run that rests with the unfinished buckets."""
+        self._rested = closed = status.state in RESTING
+        self._had_records = bool(self.history.latest)
         specs = self._bar_specs()
         specs |= {name: self._curve_spec(name, closed=closed) for name in self._shown}
         specs |= {"pipeline": spec} if (spec := self._new_pipeline(anyway=True)) is not None else {}
         self._events, self._heldout = len(self.history.events), len(self.history.heldout)
         self._head = self._header(status)
-        figures = {name: _pack(spec, lambda array: array.tobytes()) for name, spec in specs.items()}
+        buffers: list[bytes] = []
+        figures = {name: _pack(spec, buffers) for name, spec in specs.items()}
         states = states_are_small(self.history) if self.history.latest else None
-        return {"seq": self.seq, "figures": figures, "head": self._head, "states": states}
+        self.seq += 1
+        frame = {"type": "Keyframe", "seq": self.seq, "figures": figures, "head": self._head, "states": states}
+        return frame, buffers
 
-    def tick(self, status: Status, *, rewritten: bool = False) -> tuple[dict[str, Any], list[bytes]] | None:
+    def tick(self, status: Status, *, rewritten: bool = False) -> Message | None:
         """What has changed since the last keyframe or tick; None when nothing has."""
         parts: list[dict[str, Any]] = []
         buffers: list[bytes] = []
@@ -145,7 +173,7 @@ class Drawing:
         if not parts:
             return None
         self.seq += 1
-        return {"kind": "tick", "seq": self.seq, "parts": parts}, buffers
+        return {"type": "Changes", "seq": self.seq, "parts": parts}, buffers
 
     @property
     def _shown(self) -> list[str]:
@@ -179,8 +207,9 @@ class Drawing:
         self._heldout = len(x)
 
     def _tick_bars(self, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
-        if self.history.latest == self._latest:
+        if self._clock() - self._bars_sent < _BARS_SECONDS or self.history.latest == self._latest:
             return
+        self._bars_sent = self._clock()
         self._latest = dict(self.history.latest)
         for name, spec in self._bar_figures().items():
             frame, sent = _frame(spec), self._frames.get(name)
@@ -200,7 +229,7 @@ class Drawing:
         if timeline is None or (timeline.step == sent and not anyway):
             return None
         self._pipeline = timeline.step, self._clock()
-        return pipeline_figure(timeline, devices=self._devices)
+        return pipeline_figure(timeline, devices=self.devices)
 
     def _bar_specs(self) -> dict[str, Figure]:
         self._latest = dict(self.history.latest)
@@ -211,7 +240,7 @@ class Drawing:
     def _bar_figures(self) -> dict[str, Figure]:
         """By place only where something is not on the device; what is gone leaves the page with a keyframe."""
         by_place = places_figure(self.history)
-        specs = {name: figure_of(self.history, devices=self._devices) for name, figure_of in _BARS.items()}
+        specs = {name: figure_of(self.history, devices=self.devices) for name, figure_of in _BARS.items()}
         return specs if by_place is None else {**specs, "places": by_place}
 
     def _curve_spec(self, name: str, *, closed: bool) -> Figure:
@@ -232,11 +261,7 @@ class Drawing:
 
 
 def _append_figure(name: str, spec: Figure, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
-    def number(array: np.ndarray) -> int:
-        buffers.append(array.tobytes())
-        return len(buffers) - 1
-
-    parts.append({"part": "figure", "figure": name, **_pack(spec, number)})
+    parts.append({"part": "figure", "figure": name, **_pack(spec, buffers)})
 
 
 def _extension(name: str, traces: list[int], values: _Points, buffers: list[bytes]) -> dict[str, Any]:
@@ -263,12 +288,13 @@ def _bars(name: str, spec: Figure, buffers: list[bytes]) -> dict[str, Any]:
     return {"part": "bars", "figure": name, "notes": notes, "buffer": len(buffers) - 1}
 
 
-def _pack(value: Any, put: Callable[[np.ndarray], Any]) -> Any:
-    """`value` with each array replaced by {"f32": put(array)}."""
+def _pack(value: Any, buffers: list[bytes]) -> Any:
+    """`value` with each array put into `buffers`, and {"f32": its number} in its place."""
     if isinstance(value, np.ndarray):
-        return {"f32": put(np.ascontiguousarray(value, dtype=np.float32))}
+        buffers.append(np.ascontiguousarray(value, dtype=np.float32).tobytes())
+        return {"f32": len(buffers) - 1}
     if isinstance(value, dict):
-        return {key: _pack(item, put) for key, item in value.items()}
+        return {key: _pack(item, buffers) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_pack(item, put) for item in value]
+        return [_pack(item, buffers) for item in value]
     return value

@@ -1,0 +1,49 @@
+import type { Figure, Layout } from './figures';
+
+/** The colours, and the letters, of the place that a figure is drawn in. */
+export interface Colours {
+  family: string;
+  ink: string;
+  line: string;
+  card: string;
+}
+
+export const PAPER: Colours = { family: 'system-ui, sans-serif', ink: '#1c2530', line: '#dde2e8', card: '#ffffff' };
+
+export function pageColours(element: HTMLElement): Colours {
+  const style = getComputedStyle(element);
+  const read = (name: string) => style.getPropertyValue(name).trim();
+  return { family: style.fontFamily, ink: read('--sl-ink'), line: read('--sl-line'), card: read('--sl-card') };
+}
+
+/** Whether a colour as the browser computes it, rgb(…), is a dark one. */
+export function isDark(colour: string): boolean {
+  const [red = 255, green = 255, blue = 255] = (colour.match(/[\d.]+/g) ?? []).map(Number);
+  return 0.299 * red + 0.587 * green + 0.114 * blue < 128;
+}
+
+/** The figure in these colours: what Python calls "ink" is drawn in that of the text. */
+export function inked({ data, layout }: Figure, { family, ink, line, card }: Colours): Figure {
+  const axes = Object.keys(layout).filter(key => /^[xy]axis/.test(key));
+  const coloured = axes.map(key => [
+    key,
+    { ...(layout[key] as object), gridcolor: line, linecolor: line, zerolinecolor: line }
+  ]);
+  const inkedData = data.map(trace => {
+    if (trace.meta !== 'ink') return trace;
+    const marker = trace.marker && { marker: { ...trace.marker, color: ink } };
+    return { ...trace, line: { ...trace.line, color: ink }, ...marker };
+  });
+  const inkedLayout: Layout = {
+    ...layout,
+    ...(Object.fromEntries(coloured) as Pick<Layout, 'xaxis' | 'yaxis'>),
+    font: { ...layout.font, color: ink, family },
+    title: { ...layout.title, font: { size: 13, weight: 600 } },
+    hoverlabel: { bgcolor: card, bordercolor: line, font: { color: ink, family } },
+    modebar: { color: ink, activecolor: ink, bgcolor: 'rgba(0,0,0,0)' },
+    shapes: layout.shapes.map(shape =>
+      shape.name === 'ink' ? { ...shape, line: { ...shape.line, color: ink } } : shape
+    )
+  };
+  return { data: inkedData, layout: inkedLayout };
+}

@@ -1,0 +1,67 @@
+import { element } from './dom';
+import type { HeadLine } from '../messages';
+
+const SWITCHES = {
+  states: ['model states', 'Show only what a ZeRO stage partitions, or all memory'],
+  rank: ['by rank', 'Show the anatomy of a step by rank'],
+  table: ['table', 'Show the numbers']
+} as const;
+const PICTURES = { png: 'Save all plots as PNG', svg: 'Save all plots as SVG' } as const;
+
+export type Switch = keyof typeof SWITCHES;
+export type Picture = keyof typeof PICTURES;
+
+/** The line above the plots: what the run does, its state, and buttons. */
+export class Controls {
+  readonly node: HTMLElement;
+  onPress: (name: Switch) => void = () => {};
+  onPicture: (kind: Picture) => void = () => {};
+
+  constructor() {
+    const tools = element('span', { class: 'sl-tools', role: 'toolbar', 'aria-label': 'view' });
+    for (const [name, [label, hint]] of Object.entries(SWITCHES) as [Switch, (typeof SWITCHES)[Switch]][]) {
+      const button = element('button', { type: 'button', title: hint, 'aria-label': hint }, label);
+      button.setAttribute('aria-pressed', 'false');
+      button.addEventListener('click', () => {
+        this.press(name, !this.isOn(name));
+        this.onPress(name);
+      });
+      this.buttons.set(name, button);
+      tools.append(button);
+    }
+    for (const [kind, hint] of Object.entries(PICTURES) as [Picture, string][]) {
+      const attributes = { type: 'button', title: hint, 'aria-label': hint };
+      const button = element('button', attributes, kind.toUpperCase());
+      button.addEventListener('click', () => this.onPicture(kind));
+      tools.append(button);
+    }
+    const line = element('span', { class: 'sl-line' }, this.text, this.state);
+    this.node = element('div', { class: 'sl-head' }, line, this.told, tools);
+  }
+
+  isOn(name: Switch): boolean {
+    return this.buttons.get(name)?.getAttribute('aria-pressed') === 'true';
+  }
+
+  press(name: Switch, on: boolean): void {
+    this.buttons.get(name)?.setAttribute('aria-pressed', String(on));
+  }
+
+  show({ text, state, mark }: HeadLine): void {
+    if (this.text.textContent !== text) {
+      // A number stays in one line with its unit; only the name, which may be long, is broken anywhere.
+      const [name = '', ...parts] = text.split(' · ');
+      this.text.replaceChildren(name, ...parts.flatMap(part => [' · ', element('span', {}, part)]));
+    }
+    if (this.state.dataset['state'] === state) return;
+    this.state.dataset['state'] = state;
+    this.state.textContent = `${mark} ${state}`;
+    // What a screen reader says by itself: the state when it changes, not the numbers ten times a second.
+    if (state) this.told.textContent = `${text.split(' · ')[0] ?? 'run'}: ${state}`;
+  }
+
+  private readonly buttons = new Map<Switch, HTMLButtonElement>();
+  private readonly text = element('span', { class: 'sl-text' });
+  private readonly state = element('span', { class: 'sl-state' });
+  private readonly told = element('span', { class: 'sl-told', role: 'status' });
+}

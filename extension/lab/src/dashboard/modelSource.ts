@@ -1,0 +1,95 @@
+import { VERSION } from '../messages';
+import type { Changes, Draw, Keyframe, Problem } from '../messages';
+import type { Buffer } from './figures';
+import type { Source, Taker, Wish } from './source';
+
+/** What of an anywidget's model is used here. */
+export interface Model {
+  get(name: string): unknown;
+  on(name: string, callback: (...given: never[]) => void): void;
+  off(name: string, callback: (...given: never[]) => void): void;
+  send(content: unknown): void;
+  /** Only of a model that the manager gives: anywidget hides it of the view's own. */
+  comm_live?: boolean;
+  widget_manager: { get_model(id: string): Promise<Model> };
+}
+
+/** The id of the model that a trait refers to. */
+export function bundleId(reference: string): string {
+  return reference.replace('IPY_MODEL_', '');
+}
+
+/** A kernel that a view has heard nothing from is told again that it is watched. */
+const ALIVE_MS = 20_000;
+
+/** A run as a kernel draws it, for places whose server does not. */
+export class ModelSource implements Source {
+  constructor(
+    private readonly model: Model,
+    private readonly view: string
+  ) {}
+
+  start(taker: Taker): void {
+    this.taker = taker;
+    this.model.on('change:keyframe', this.onKeyframe);
+    this.model.on('msg:custom', this.onMessage);
+    this.model.on('comm:close', this.onGone);
+    this.model.on('comm_live_update', this.onGone);
+    this.alive = setInterval(() => this.say({ ...this.wish, keyframe: false }), ALIVE_MS);
+    this.onKeyframe();
+    void this.lookForKernel();
+  }
+
+  /** A view that is made anew after a restart hears of none: the models of the old kernel are still there, without it.
+   * The one that all dashboards of a kernel share tells whether it lives. */
+  private async lookForKernel(): Promise<void> {
+    const bundle = this.model.get('bundle');
+    if (typeof bundle !== 'string') return;
+    const shared = await this.model.widget_manager.get_model(bundleId(bundle));
+    if (shared.comm_live === false) this.onGone();
+  }
+
+  ask(wish: Wish): void {
+    this.wish = wish;
+    this.say(wish);
+  }
+
+  close(): void {
+    clearInterval(this.alive);
+    this.say({ watching: false });
+    this.model.off('change:keyframe', this.onKeyframe);
+    this.model.off('msg:custom', this.onMessage);
+    this.model.off('comm:close', this.onGone);
+    this.model.off('comm_live_update', this.onGone);
+  }
+
+  private say(wish: Wish): void {
+    if (this.gone) return; // Nobody is there, and the console would fill with "Cannot send".
+    const draw: Draw = { type: 'Draw', version: VERSION, view: this.view, ...wish };
+    this.model.send(draw);
+  }
+
+  private readonly onKeyframe = (): void => {
+    const packed = this.model.get('keyframe') as { message?: Keyframe; buffers?: Buffer[] };
+    if (!packed.message) return;
+    this.gone = false;
+    this.taker?.onMessage(packed.message, packed.buffers ?? []);
+  };
+
+  private readonly onMessage = (message: Changes | Problem, buffers: Buffer[]): void => {
+    this.gone = false;
+    if (message.type === 'Problem') this.taker?.onProblem(message.text);
+    else this.taker?.onMessage(message, buffers);
+  };
+
+  private readonly onGone = (): void => {
+    if (this.gone) return;
+    this.gone = true;
+    this.taker?.onProblem('The kernel that drew this has ended or was restarted. Run the cell again.');
+  };
+
+  private taker: Taker | null = null;
+  private wish: Wish = { watching: false };
+  private gone = false;
+  private alive: ReturnType<typeof setInterval> | undefined;
+}

@@ -1,0 +1,78 @@
+import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
+import { URLExt } from '@jupyterlab/coreutils';
+import { IRenderMimeRegistry } from '@jupyterlab/rendermime';
+import type { IRenderMime } from '@jupyterlab/rendermime-interfaces';
+import { ServerConnection } from '@jupyterlab/services';
+import { PanelLayout, Widget } from '@lumino/widgets';
+
+import { RunDashboard } from './widget';
+
+export const MIME_TYPE = 'application/vnd.speedlab.run+json';
+/** Before ipywidgets' (-10), which stands in the same output for places without us. */
+const RANK = -20;
+/** What else is in the output, for a run that this server does not know. A widget of a kernel elsewhere may live. */
+const OTHERS = ['application/vnd.jupyter.widget-view+json', 'text/html', 'image/svg+xml', 'text/plain'];
+const GONE = 410;
+
+/** A run in a notebook's output. */
+class RunRenderer extends Widget implements IRenderMime.IRenderer {
+  constructor(
+    private readonly registry: IRenderMimeRegistry,
+    private readonly settings: ServerConnection.ISettings
+  ) {
+    super({ node: document.createElement('div') });
+    this.layout = new PanelLayout();
+  }
+
+  async renderModel(model: IRenderMime.IMimeModel): Promise<void> {
+    const told = model.data[MIME_TYPE];
+    const named = told && typeof told === 'object' && 'run' in told ? told['run'] : '';
+    const run = typeof named === 'string' ? named : '';
+    // The output was given its picture anew: the dashboard goes on.
+    if (run === this.run) return;
+    this.run = run;
+    const status = await this.ask(run);
+    if (this.isDisposed || this.run !== run) return;
+    for (const widget of [...(this.layout as PanelLayout).widgets]) widget.dispose();
+    if (status === 200) this.add(new RunDashboard({ run, serverSettings: this.settings }));
+    else await this.renderOther(model, status === GONE);
+  }
+
+  /** What the server says of the run; 0 where it says nothing. */
+  private async ask(run: string): Promise<number> {
+    const url = URLExt.join(this.settings.baseUrl, 'speedlab', 'api', 'runs', encodeURIComponent(run));
+    try {
+      return (await ServerConnection.makeRequest(url, {}, this.settings)).status;
+    } catch {
+      return 0;
+    }
+  }
+
+  private async renderOther(model: IRenderMime.IMimeModel, still: boolean): Promise<void> {
+    const others = still ? OTHERS.slice(1) : OTHERS;
+    const type = others.find(other => other in model.data && this.registry.mimeTypes.includes(other));
+    if (!type) return;
+    const renderer = this.registry.createRenderer(type);
+    this.add(renderer);
+    await renderer.renderModel(model);
+  }
+
+  private add(widget: Widget): void {
+    (this.layout as PanelLayout).addWidget(widget);
+  }
+
+  private run: string | null = null;
+}
+
+/** JupyterLab and Notebook show `%speedlab dash` through their server. */
+export const renderer: JupyterFrontEndPlugin<void> = {
+  id: 'speedlab:run-renderer',
+  description: "Shows a run in a notebook's output, live through the Jupyter server.",
+  autoStart: true,
+  requires: [IRenderMimeRegistry],
+  activate: (app: JupyterFrontEnd, registry: IRenderMimeRegistry) => {
+    const { serverSettings } = app.serviceManager;
+    const createRenderer = () => new RunRenderer(registry, serverSettings);
+    registry.addFactory({ safe: true, mimeTypes: [MIME_TYPE], createRenderer }, RANK);
+  }
+};

@@ -1,0 +1,59 @@
+import { URLExt } from '@jupyterlab/coreutils';
+import type { ServerConnection } from '@jupyterlab/services';
+
+import { VERSION } from '../messages';
+import type { Draw, Problem } from '../messages';
+import { Socket } from '../socket';
+import { readFrame } from './figures';
+import type { Source, Taker, Wish } from './source';
+
+/** The address of a run's drawing on the server. */
+export function drawingUrl(run: string, settings: ServerConnection.ISettings): string {
+  const url = URLExt.join(settings.wsUrl, 'speedlab', 'api', 'runs', encodeURIComponent(run), 'drawing');
+  const token = settings.appendToken && settings.token ? `?token=${encodeURIComponent(settings.token)}` : '';
+  return url + token;
+}
+
+/** A run as the Jupyter server draws it: no kernel is asked. */
+export class ServerSource implements Source {
+  constructor(
+    private readonly run: string,
+    private readonly settings: ServerConnection.ISettings
+  ) {}
+
+  start(taker: Taker): void {
+    const { WebSocket: Wire } = this.settings;
+    this.socket = new Socket(
+      drawingUrl(this.run, this.settings),
+      {
+        onOpen: () => {
+          taker.onProblem('');
+          this.say();
+        },
+        onMessage: data => {
+          if (typeof data === 'string') taker.onProblem((JSON.parse(data) as Problem).text);
+          else taker.onMessage(...readFrame(data));
+        },
+        onLost: text => taker.onProblem(text)
+      },
+      url => new Wire(url)
+    );
+  }
+
+  ask(wish: Wish): void {
+    this.wish = wish;
+    this.say();
+  }
+
+  close(): void {
+    this.socket?.close();
+  }
+
+  private say(): void {
+    const draw: Draw = { type: 'Draw', version: VERSION, ...this.wish };
+    this.socket?.send(draw);
+  }
+
+  private socket: Socket | null = null;
+  private wish: Wish = { watching: false };
+}

@@ -1,0 +1,21 @@
+import type { Changes, Draw, Keyframe } from '../messages';
+import type { Buffer } from './figures';
+
+/** Who takes what a source brings. */
+export interface Taker {
+  /** A problem that was told is over with it. */
+  onMessage(message: Keyframe | Changes, buffers: Buffer[]): void;
+  /** Why nothing comes, and what to do; '' when it comes again. */
+  onProblem(text: string): void;
+}
+
+export type Wish = Pick<Draw, 'watching' | 'keyframe' | 'step'>;
+
+/** Where a dashboard has its figures from: the Jupyter server, or a widget of a kernel. */
+export interface Source {
+  start(taker: Taker): void;
+  /** Says how the run is to be drawn from now on. */
+  ask(wish: Wish): void;
+  /** Ends it for good. */
+  close(): void;
+}

@@ -1,0 +1,110 @@
+// The clusters of a person: state and engines in a row; opened, its ranks with device, state and memory.
+
+import type { Printer } from '../api';
+import type { Row } from '../dom';
+import { element, setShown } from '../dom';
+import { bytesText, ranksText } from '../format';
+import type { Cluster, ClusterSummary, Rank } from '../messages';
+import { clusterFacts, clusterLook } from '../states';
+import { MemoryView } from './memory';
+import { Action, ProblemText, RowHead } from './rows';
+
+/** What a cluster's row shows: `detail` and `problem` of one that is open. */
+export interface ClusterItem {
+  cluster: ClusterSummary;
+  open: boolean;
+  detail: Cluster | undefined;
+  problem: string;
+}
+
+export interface ClusterActs {
+  toggle(id: string): void;
+  output(of: Printer, name: string): void;
+}
+
+export class ClusterRow implements Row<ClusterItem> {
+  readonly node = element('li', { class: 'sl-item' });
+
+  constructor(id: string, acts: ClusterActs) {
+    this.head = new RowHead(this.body, () => acts.toggle(id));
+    const open = () => acts.output({ kind: 'clusters', id }, this.name);
+    const output = new Action('lines', 'Output', 'Show what its ranks have printed', open);
+    const actions = element('div', { class: 'sl-actions' }, output.node);
+    this.body.append(this.ranks, this.memory.node, actions);
+    this.node.append(this.head.node, this.problem.node, this.body);
+  }
+
+  update({ cluster, open, detail, problem }: ClusterItem): void {
+    this.name = cluster.name;
+    const told = cluster.state === 'damaged' || cluster.state === 'ended';
+    this.head.update(cluster.name, clusterLook(cluster), clusterFacts(told ? { ...cluster, text: '' } : cluster), open);
+    this.problem.update((told && cluster.text) || (open && (problem || detail?.problem)) || '');
+    setShown(this.body, open);
+    if (!open) return;
+    const ranks = detail?.ranks ?? [];
+    setShown(this.ranks, ranks.length > 0);
+    const text = JSON.stringify(ranks);
+    if (text !== this.shown) {
+      this.shown = text;
+      this.ranks.replaceChildren(ranksCaption(cluster), ranksHead(), ranksBody(ranks));
+    }
+    this.memory.update(detail?.memory ?? []);
+  }
+
+  private name = '';
+  private shown = '';
+  private readonly body = element('div', { class: 'sl-body' });
+  private readonly ranks = element('table', { class: 'sl-ranks' });
+  private readonly memory = new MemoryView();
+  private readonly problem = new ProblemText();
+  private readonly head: RowHead;
+}
+
+/** Ranks of one kind as one line: 'ranks 0–3'. */
+export function alike(ranks: readonly Rank[]): { ranks: Rank[]; device: string; state: string }[] {
+  const groups = new Map<string, { ranks: Rank[]; device: string; state: string }>();
+  const hosts = new Set(ranks.map(rank => rank.host)).size;
+  for (const rank of ranks) {
+    const kind = rank.device?.kind ?? 'no device known';
+    const device = hosts > 1 && rank.host ? `${kind} · ${rank.host}` : kind;
+    const group = groups.get(`${device}\n${rank.state}`) ?? { ranks: [], device, state: rank.state };
+    group.ranks.push(rank);
+    groups.set(`${device}\n${rank.state}`, group);
+  }
+  return [...groups.values()];
+}
+
+/** '643–650 MiB', '0.9 GiB–1.2 GiB', or one number where both read alike. */
+function spanText(low: number, high: number): string {
+  const [least, most] = [bytesText(low), bytesText(high)];
+  const [number, unit] = least.split(' ');
+  if (least === most) return most;
+  return unit === most.split(' ')[1] ? `${number}–${most}` : `${least}–${most}`;
+}
+
+function ranksCaption(cluster: ClusterSummary): HTMLElement {
+  return element('caption', { class: 'sl-unseen' }, `Ranks of cluster ${cluster.name}`);
+}
+
+function ranksHead(): HTMLElement {
+  const names = ['Ranks', 'Device', 'State', 'Process'];
+  return element('thead', {}, element('tr', {}, ...names.map(name => element('th', { scope: 'col' }, name))));
+}
+
+function ranksBody(ranks: readonly Rank[]): HTMLElement {
+  const rows = alike(ranks).map(group => {
+    const sizes = group.ranks.map(rank => rank.rss_bytes).filter(bytes => bytes > 0);
+    const size = sizes.length === 0 ? '–' : spanText(Math.min(...sizes), Math.max(...sizes));
+    const names = [...new Set(group.ranks.map(rank => rank.device?.name ?? ''))].filter(Boolean).join(', ');
+    const pids = group.ranks.map(rank => rank.pid).join(', ');
+    return element(
+      'tr',
+      {},
+      element('th', { scope: 'row' }, ranksText(group.ranks.map(rank => rank.rank)).replace(/^ranks? /, '')),
+      element('td', { title: names || null }, group.device),
+      element('td', { class: `sl-state-${group.state.replace(/\W/g, '')}` }, group.state),
+      element('td', { title: `memory of the process; pid ${pids}` }, size)
+    );
+  });
+  return element('tbody', {}, ...rows);
+}

@@ -1,0 +1,291 @@
+"""Figures as one SVG, without a script: what of a dashboard stays where nothing draws plotly's.
+
+It draws what our figures are made of: curves on one or two axes, stacked bars, lanes of bars, lines and words on them.
+Dark on white, whatever the page is. Texts of a figure are plotly's, with its markup; here they become plain text.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape, unescape
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from speedlab.display.figure_style import PAPER_GRID, PAPER_INK, Figure
+from speedlab.display.text import count_text
+
+_WIDTH, _HEIGHT = 620, 340
+_HEAD = 40
+_LEFT, _RIGHT, _TOP, _BELOW = 62, 62, 52, 74
+_LEGEND_LINE, _NOTE_LINE = 17, 13
+_LETTER = 6.3
+"""Pixels of a letter of the small text, about."""
+_DASHES = {"dot": "2 3", "dash": "6 4"}
+_NO_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+
+
+def figures_svg(figures: Sequence[Figure], *, title: str) -> str:
+    """The first four figures two by two, the others below them across both columns."""
+    parts, bottom = [], _HEAD + 2 * _HEIGHT
+    for number, figure in enumerate(figures):
+        if wide := number >= 4:
+            x, y, width, height = 0, bottom, 2 * _WIDTH, _HEIGHT
+            bottom += height
+        else:
+            x, y, width, height = number % 2 * _WIDTH, _HEAD + number // 2 * _HEIGHT, _WIDTH, _HEIGHT
+        parts.append(f'<g transform="translate({x} {y})">{_Panel(figure, width, height, wide=wide).drawn()}</g>')
+    width = 2 * _WIDTH
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom}" width="{width}" height="{bottom}" '
+        f'role="img" aria-label="{_text(title)}" font-family="system-ui, sans-serif" font-size="11" fill="{PAPER_INK}">'
+        f'<rect width="{width}" height="{bottom}" fill="white"/>'
+        f'<text x="14" y="26" font-size="15" font-weight="600">{_text(title)}</text>{"".join(parts)}</svg>'
+    )
+
+
+def plain_text(markup: str) -> str:
+    """Plotly's text as plain text."""
+    return unescape(re.sub(r"</?b>", "", markup.replace("<br>", ", ")))
+
+
+def _text(text: str) -> str:
+    """Plain text as a part of the document; what XML cannot hold at all is a mark."""
+    return escape(_NO_XML.sub("\N{REPLACEMENT CHARACTER}", text))
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """From values to pixels."""
+
+    low: float
+    high: float
+    first: float
+    last: float
+
+    def __call__(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return self.first + min(2.0, max(-1.0, share)) * (self.last - self.first)
+
+    def ticks(self, most: int) -> list[float]:
+        """Round numbers within."""
+        raw = (self.high - self.low) / most
+        power = 10.0 ** math.floor(math.log10(raw))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+        return [step * i for i in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)]
+
+
+class _Panel:
+    """One figure."""
+
+    def __init__(self, figure: Figure, width: int, height: int, *, wide: bool) -> None:
+        self._data, self._layout = figure["data"], figure["layout"]
+        self._width = width
+        self._left, self._right = (130 if wide else _LEFT), width - _RIGHT
+        self._floor = height - _BELOW
+        self._names = [plain_text(str(name)) for name in self._data[0]["x"]] if self._is_category and self._data else []
+        self._lanes: Sequence[str] = self._layout["yaxis"].get("ticktext", ())
+        self._x = _Scale(*self._across(), self._left, self._right)
+        self._y = {axis: _Scale(*self._up(axis), self._floor, _TOP) for axis in ("y", "y2")}
+
+    def drawn(self) -> str:
+        parts = [self._grid(), self._shapes("below")]
+        below: dict[int, list[float]] = {}
+        for trace in self._data:
+            parts.append(self._bars(trace, below) if trace["type"] == "bar" else self._curve(trace))
+        return "".join([*parts, self._shapes("above"), self._notes(), self._legend(), self._title()])
+
+    @property
+    def _is_category(self) -> bool:
+        return self._layout["xaxis"].get("type") == "category"
+
+    def _across(self) -> tuple[float, float]:
+        if self._is_category:
+            return -0.5, max(1, len(self._names)) - 0.5
+        ends = [np.asarray(t["x"], dtype=float) + t.get("base", 0.0) for t in self._data if len(t["x"])]
+        if not ends:
+            return 0.0, 1.0
+        half = max(float(trace.get("width", 0)) for trace in self._data) / 2 if not self._lanes else 0.0
+        low = 0.0 if self._lanes else min(float(end.min()) for end in ends) - half
+        return _apart(low, max(float(end.max()) for end in ends) + half)
+
+    def _up(self, axis: str) -> tuple[float, float]:
+        told: Mapping[str, Any] = self._layout.get("yaxis2" if axis == "y2" else "yaxis", {})
+        if "range" in told:
+            return _apart(*told["range"])
+        own = [trace for trace in self._data if trace.get("yaxis", "y") == axis and len(trace["y"])]
+        if not own:
+            return 0.0, 1.0
+        if own[0]["type"] == "bar":
+            total = np.sum([np.maximum(np.nan_to_num(trace["y"]), 0) for trace in own], axis=0)
+            return _apart(0.0, 1.05 * float(total.max()))
+        values = np.concatenate([np.asarray(trace["y"], dtype=float) for trace in own])
+        values = values[np.isfinite(values)]
+        if not len(values):
+            return 0.0, 1.0
+        low, high = float(values.min()), float(values.max())
+        room = 0.05 * (high - low)
+        return _apart(0.0 if told.get("rangemode") == "tozero" else low - room, high + room)
+
+    def _grid(self) -> str:
+        parts = []
+        for value in () if self._lanes else self._y["y"].ticks(5):
+            y = self._y["y"](value)
+            parts.append(
+                f'<path d="M{self._left} {y:.1f}H{self._right}" stroke="{PAPER_GRID}"/>'
+                + _words(self._left - 6, y + 4, _number(value, self._layout["yaxis"]), "end")
+            )
+        for number, name in enumerate(self._lanes):
+            parts.append(_words(self._left - 6, self._y["y"](number) + 4, _cut(plain_text(name), 22), "end"))
+        if "yaxis2" in self._layout:
+            for value in self._y["y2"].ticks(5):
+                text = _number(value, self._layout["yaxis2"])
+                parts.append(_words(self._right + 6, self._y["y2"](value) + 4, text, "start"))
+        if self._is_category:
+            room = int((self._right - self._left) / max(1, len(self._names)) / _LETTER)
+            labels = [(self._x(i), _cut(name, max(3, room))) for i, name in enumerate(self._names)]
+        else:
+            labels = [(self._x(value), f"{value:,g}") for value in self._x.ticks(6)]
+            title = self._layout["xaxis"].get("title", {}).get("text", "")
+            labels.append((self._right + 24, plain_text(title)))
+        parts += [_words(x, self._floor + 16, text, "middle") for x, text in labels]
+        return "".join(parts)
+
+    def _curve(self, trace: Mapping[str, Any]) -> str:
+        scale = self._y[trace.get("yaxis", "y")]
+        points = [
+            (self._x(float(x)), scale(float(y))) if math.isfinite(y) else None
+            for x, y in zip(trace["x"], trace["y"], strict=True)
+        ]
+        path = "".join(
+            f"{'L' if before else 'M'}{point[0]:.1f} {point[1]:.1f}"
+            for before, point in pairwise([None, *points])
+            if point is not None
+        )
+        marks = "".join(
+            f"M{x - 4:.1f} {y:.1f}l4 -4l4 4l-4 4z" for x, y in filter(None, points) if "markers" in trace["mode"]
+        )
+        drawn = path + marks
+        if len(points) == 1 and not marks and points[0] is not None:
+            drawn += "h0.1"  # One step is a dot.
+        return f'<path d="{drawn}" fill="none" {_stroke(trace)}/>'
+
+    def _bars(self, trace: Mapping[str, Any], below: dict[int, list[float]]) -> str:
+        """`below`: for each bar how high what stands already is, and how deep."""
+        fill = trace["marker"]["color"]
+        if hatched := fill == "rgba(0,0,0,0)":
+            fill = "none"
+        rects = []
+        if self._lanes:
+            for base, length, lane in zip(trace["base"], trace["x"], trace["y"], strict=True):
+                half = float(trace["width"]) / 2
+                rects.append(
+                    _rect(self._x(base), self._x(base + length), *map(self._y["y"], (lane - half, lane + half)))
+                )
+        else:
+            half = 0.35 if self._is_category else 0.46 * float(trace.get("width", 1))
+            for i, height in enumerate(np.nan_to_num(trace["y"])):
+                x = i if self._is_category else float(trace["x"][i])
+                stack = below.setdefault(i, [0.0, 0.0])
+                side = int(height < 0)
+                low, stack[side] = stack[side], stack[side] + float(height)
+                if height:
+                    rects.append(
+                        _rect(self._x(x - half), self._x(x + half), self._y["y"](low), self._y["y"](stack[side]))
+                    )
+        stroke = f' stroke="{trace["marker"]["line"]["color"]}" stroke-dasharray="3 2"' if hatched else ""
+        return f'<path d="{"".join(rects)}" fill="{fill}"{stroke}/>' if rects else ""
+
+    def _shapes(self, layer: str) -> str:
+        parts = []
+        for shape in self._layout["shapes"]:
+            if shape.get("layer", "above") != layer:
+                continue
+            y0, y1 = (
+                (self._floor, _TOP) if shape.get("yref") == "paper" else (self._y["y"](shape[k]) for k in ("y0", "y1"))
+            )
+            x0, x1 = self._x(shape["x0"]), self._x(shape["x1"])
+            d = _rect(x0, x1, y0, y1) if shape["type"] == "rect" else f"M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}"
+            dash = _DASHES.get(shape["line"].get("dash"), "")
+            parts.append(
+                f'<path d="{d}" fill="none" stroke="{PAPER_INK}" stroke-width="{shape["line"]["width"]}" '
+                f'stroke-dasharray="{dash}" opacity="{shape.get("opacity", 1)}"/>'
+            )
+        return "".join(parts)
+
+    def _notes(self) -> str:
+        parts, corner = [], 0
+        for note in self._layout["annotations"]:
+            text = plain_text(note["text"])
+            if note.get("xref") == "paper" and note.get("yref") == "paper":
+                x, anchor = (self._left, "start") if note["xanchor"] == "left" else (self._right, "end")
+                parts.append(_words(x, _TOP - 4 - _NOTE_LINE * corner, text, anchor))
+                corner += 1
+            elif note.get("xref") == "paper":
+                parts.append(_words(self._right, self._y["y"](note["y"]) - 4, text, "end"))
+            else:
+                hover = f"<title>{_text(plain_text(note.get('hovertext', text)))}</title>"
+                parts.append(_words(self._x(note["x"]), _TOP - 4, text, "middle", hover))
+        return "".join(parts)
+
+    def _legend(self) -> str:
+        parts, x, y = [], float(self._left), float(self._floor + 36)
+        for trace in self._data:
+            name = plain_text(trace["name"])
+            width = 27 + _LETTER * len(name)
+            if x + width > self._width and x > self._left:
+                x, y = float(self._left), y + _LEGEND_LINE
+            if trace["type"] == "bar":
+                fill = trace["marker"]["line"].get("color", _colour(trace))
+                parts.append(f'<rect x="{x:.0f}" y="{y - 8:.0f}" width="10" height="8" fill="{fill}"/>')
+            else:
+                parts.append(f'<path d="M{x:.0f} {y - 4:.0f}h11" {_stroke(trace)}/>')
+            parts.append(_words(x + 15, y, name, "start"))
+            x += width
+        return "".join(parts)
+
+    def _title(self) -> str:
+        unit = plain_text(self._layout["yaxis"].get("title", {}).get("text", ""))
+        title = plain_text(self._layout["title"]["text"])
+        told = f"{title}, {unit}" if unit and unit != title else title
+        return f'<text x="14" y="20" font-size="13" font-weight="600">{_text(told)}</text>'
+
+
+def _apart(low: float, high: float) -> tuple[float, float]:
+    """Ends of an axis, which may not be one."""
+    return (low, high) if low != high else (low - 0.5, high + 0.5)
+
+
+def _number(value: float, axis: Mapping[str, Any]) -> str:
+    kind = axis.get("tickformat", "")
+    return count_text(value) if kind == "~s" else f"{value:.1e}" if kind == ".1e" and value else f"{value:,g}"
+
+
+def _colour(trace: Mapping[str, Any]) -> str:
+    if trace.get("meta") == "ink":
+        return PAPER_INK
+    return str(trace["line"]["color"] if "line" in trace else trace["marker"]["color"])
+
+
+def _stroke(trace: Mapping[str, Any]) -> str:
+    line = trace["line"]
+    return (
+        f'stroke="{_colour(trace)}" stroke-width="{line["width"]}" stroke-linecap="round" '
+        f'stroke-dasharray="{_DASHES.get(line.get("dash"), "")}" opacity="{trace.get("opacity", 1)}"'
+    )
+
+
+def _rect(x0: float, x1: float, y0: float, y1: float) -> str:
+    return f"M{x0:.1f} {y0:.1f}H{x1:.1f}V{y1:.1f}H{x0:.1f}z"
+
+
+def _words(x: float, y: float, text: str, anchor: str, inside: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_text(text)}{inside}</text>'
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

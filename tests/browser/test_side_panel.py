@@ -1,0 +1,149 @@
+"""JupyterLab's side panel in a real JupyterLab, without any kernel: runs are folders that this file writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+
+from speedlab_server.registry import run_id
+from telemetry_samples import make_event, make_folder, make_record
+
+from speedlab.telemetry.folder import Status
+from speedlab.telemetry.records import Ledger, RunState
+
+pytestmark = pytest.mark.browser
+
+AXE = Path(__file__).parents[2] / "extension/lab/node_modules/axe-core/axe.min.js"
+OURS = (".sl-panel-widget", ".sl-status", ".sl-output-widget")
+HOSTILE = '<img src=x onerror="window.harmed=1"><h1>name'
+PANEL_TAB = '.jp-SideBar li[data-id="speedlab-panel"]'
+
+LOOK_FOR_PROBLEMS = """async included => {
+    const found = await axe.run({include: included.map(each => [each])}, {resultTypes: ['violations']});
+    return found.violations.filter(each => ['serious', 'critical'].includes(each.impact))
+        .map(each => `${each.id}: ${each.nodes.map(node => node.html + ' ' + node.failureSummary).join('; ')}`);
+}"""
+
+
+def make_run(runs: Path, name: str, state: RunState, *, steps: int = 40, text: str = "") -> Path:
+    folder = make_folder(runs, name)
+    ledger = Ledger(
+        parameters=2**30,
+        gradients=2**29,
+        optimizer_moments=2**31,
+        other_framework=2**20,
+        reported_bytes=2**32,
+        capacity_bytes=2**33,
+    )
+    for rank in range(2):
+        lines = [make_record(step, rank, ledger=ledger).to_json() for step in range(1, steps + 1)]
+        (folder.path / "records" / f"rank-{rank}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (folder.path / "events.jsonl").write_text(f"{make_event('started').to_json()}\n")
+    folder.write_status(Status(state=state, step=steps, steps=100, rank_pids=(1, 2), text=text))
+    return folder.path
+
+
+@pytest.fixture(scope="module")
+def runs(lab: Any) -> Path:
+    """One that is on, and, as folders of past days, one that failed, one damaged, and one with a hostile name."""
+    folder = lab.folder / "runs"
+    make_run(folder, "quickstart", RunState.RUNNING)
+    make_run(folder, "too-large", RunState.FAILED, text=f"rank 2: out of memory {HOSTILE}")
+    (make_run(folder, "damaged", RunState.FINISHED) / "config.json").write_text('{"warp": 9}')
+    make_run(folder, "renamed", RunState.STOPPED).rename(folder / HOSTILE)
+    return folder
+
+
+def open_panel(page: Any, lab: Any, *, theme: str = "Light") -> Any:
+    """The page with the panel in sight, and its websocket."""
+    settings = lab.folder.parent / "config/lab/user-settings/@jupyterlab/apputils-extension/themes.jupyterlab-settings"
+    settings.write_text(json.dumps({"theme": f"JupyterLab {theme}"}))
+    # The status bar may be the first to want something.
+    with page.expect_websocket(lambda socket: socket.url.endswith("/speedlab/api/live")) as socket:
+        page.goto(f"{lab.url}/lab?token={lab.token}&reset")
+        page.locator(PANEL_TAB).click()
+    page.locator(".sl-row").first.wait_for()
+    page.locator(f'body[data-jp-theme-light="{str(theme == "Light").lower()}"]').wait_for(state="attached")
+    return socket.value
+
+
+def row(page: Any, name: str) -> Any:
+    return page.locator(".sl-row", has=page.locator(".sl-name").get_by_text(name, exact=True))
+
+
+def is_remembered(request: Any) -> bool:
+    return request.method == "PUT" and "quick" in str(json.loads(request.post_data)["data"].get("speedlab:panel"))
+
+
+def names(page: Any) -> list[str]:
+    return sorted(page.locator(".sl-row .sl-name").all_inner_texts())
+
+
+def test_runs_are_found_looked_at_and_remembered_without_a_kernel(page: Any, lab: Any, runs: Path) -> None:
+    socket = open_panel(page, lab)
+    assert names(page) == sorted(["quickstart", "too-large", "damaged", HOSTILE])
+    assert (
+        "unknown key 'warp'" in page.locator(".sl-item", has=row(page, "damaged")).locator(".sl-problem").inner_text()
+    )
+    page.locator(".sl-status").get_by_text("quickstart · 40/100").wait_for()
+
+    # Hidden, only the status of the run that is on is read, for the status bar; in sight again, the lists, too.
+    status = {"id": run_id(runs / "quickstart"), "parts": ["status"], "points": 1}
+    only_status = json.dumps({"runs": [status], "lists": False}, separators=(",", ":"))[1:]
+    with socket.expect_event("framesent", lambda frame: only_status in frame):
+        page.locator(PANEL_TAB).click()
+    with socket.expect_event("framesent", lambda frame: '"lists":true' in frame):
+        page.locator(PANEL_TAB).click()
+
+    # By keyboard alone: from the search to the rows, to the next one, and open.
+    page.get_by_label("Search runs").focus()
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    chosen = page.locator(".sl-item", has=row(page, "quickstart"))
+    chosen.get_by_label("loss 7.").wait_for()
+    assert row(page, "quickstart").get_attribute("aria-expanded") == "true"
+    bar = chosen.locator(".sl-bar").first
+    bar.wait_for()
+    assert bar.get_attribute("aria-label") == (
+        "rank 0, device: 3.5 GiB of 8.0 GiB; parameters 1.0 GiB, gradients 512 MiB, optimizer moments 2.0 GiB, "
+        "other framework memory 1.0 MiB"
+    )
+    pause = chosen.get_by_role("button", name="Pause")
+    assert pause.get_attribute("aria-disabled") == "true"
+    assert "no cluster that runs here holds it" in pause.get_attribute("title")
+
+    # JupyterLab keeps what is remembered with its workspace, a moment later.
+    with page.expect_response(lambda answer: "/api/workspaces" in answer.url and is_remembered(answer.request)):
+        page.get_by_label("Search runs").fill("quick")
+    page.wait_for_function("document.querySelectorAll('.sl-row').length === 1")
+    page.goto(f"{lab.url}/lab?token={lab.token}")
+    page.locator(".sl-progress").wait_for()
+    assert names(page) == ["quickstart"]
+    assert page.get_by_label("Search runs").input_value() == "quick"
+    assert row(page, "quickstart").get_attribute("aria-expanded") == "true"
+
+    assert page.locator(".jp-Notebook").count() == 0
+    assert page.evaluate("window.harmed") is None
+
+
+@pytest.mark.parametrize("theme", ["Light", "Dark"])
+def test_nothing_of_ours_is_a_serious_problem_for_who_cannot_see_or_use_a_mouse(
+    page: Any, lab: Any, runs: Path, theme: str
+) -> None:
+    if not AXE.exists():
+        pytest.skip("axe-core is not installed; .ci/pages.sh installs it")
+    open_panel(page, lab, theme=theme)
+    row(page, "too-large").click()
+    page.locator(".sl-item", has=row(page, "too-large")).get_by_role("button", name="Output").click()
+    page.locator(".sl-output .sl-problem").wait_for()
+    row(page, "quickstart").click()
+    page.locator(".sl-item", has=row(page, "quickstart")).locator(".sl-bar").first.wait_for()
+    page.mouse.move(0, 0)
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    assert page.evaluate(LOOK_FOR_PROBLEMS, OURS) == []

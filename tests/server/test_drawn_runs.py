@@ -1,0 +1,213 @@
+"""A run's figures as a page gets them, from a real Jupyter server."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import speedlab_server.messages as m
+import websocket
+from server_helpers import JupyterServer
+from speedlab_server.drawing import Easel, frame_of
+from speedlab_server.registry import Registry
+from telemetry_samples import make_event, make_folder, make_record
+from test_server import add_lines, add_records, make_run, of
+
+from speedlab.cluster.known_runs import run_id
+from speedlab.telemetry.drawing import Drawing
+from speedlab.telemetry.folder import RunFolder, Status
+from speedlab.telemetry.records import RunState
+from speedlab.telemetry.series import History
+
+
+class Page:
+    """A page that looks at one run."""
+
+    def __init__(self, server: JupyterServer, folder: RunFolder, **options: Any) -> None:
+        self._socket = server.live(way=f"{of(folder)}/drawing", **options)
+
+    def draw(self, version: int = m.VERSION, **wish: Any) -> None:
+        self._socket.send(json.dumps({"type": "Draw", "version": version, **wish}))
+
+    def receive(self) -> tuple[dict[str, Any], list[np.ndarray]]:
+        """What comes next, and its buffers."""
+        opcode, data = self._socket.recv_data()
+        if opcode != websocket.ABNF.OPCODE_BINARY:
+            return json.loads(data), []
+        message, buffers = unframed(data)
+        msgspec.convert(message, m.Keyframe | m.Changes)  # It is what its types say.
+        return message, buffers
+
+    def until_step(self, step: int) -> list[dict[str, Any]]:
+        """What comes until the header line has this step."""
+        seen: list[dict[str, Any]] = []
+        while True:
+            seen.append(self.receive()[0])
+            heads = [seen[-1].get("head", {}), *seen[-1].get("parts", [])]
+            if any(f"step {step}/" in head.get("text", "") for head in heads):
+                return seen
+
+    def hears_nothing(self, seconds: float) -> bool:
+        self._socket.settimeout(seconds)
+        try:
+            self._socket.recv()
+        except websocket.WebSocketTimeoutException:
+            return True
+        finally:
+            self._socket.settimeout(30)
+        return False
+
+    def close(self) -> None:
+        self._socket.shutdown()
+
+
+def unframed(frame: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
+    (length,) = struct.unpack_from("<I", frame)
+    message, at, buffers = json.loads(frame[4 : 4 + length]), 4 + length, []
+    for size in message["buffers"]:
+        buffers.append(np.frombuffer(frame[at : at + size], np.float32))
+        at += size
+    assert at == len(frame)
+    return message, buffers
+
+
+def test_a_page_gets_everything_then_what_is_new_and_nothing_while_it_is_hidden(server: JupyterServer) -> None:
+    folder = make_run(server, "drawn", 3)
+    page = Page(server, folder)
+    page.draw()
+    frame, buffers = page.receive()
+    assert (frame["type"], frame["version"], frame["seq"]) == ("Keyframe", 1, 1)
+    assert frame["head"]["text"].startswith("drawn · step 3/1,000")
+    smoothed = frame["figures"]["loss"]["data"][1]["x"]["f32"]
+    assert buffers[smoothed].tolist() == [1, 2, 3]
+    add_records(folder, range(4, 6))
+    changes = page.until_step(5)
+    assert [each["type"] for each in changes] == ["Changes"] * len(changes)
+    assert [each["seq"] for each in changes] == list(range(2, 2 + len(changes)))
+    grown = [part for each in changes for part in each["parts"] if part.get("figure") == "throughput"]
+    assert sum(part["points"][0] for part in grown) == 2
+
+    page.draw(watching=False)
+    page.draw(watching=False)
+    add_records(folder, range(6, 8))
+    assert page.hears_nothing(0.5)
+    page.draw()
+    assert page.until_step(7)[0]["type"] == "Changes"
+    page.draw(keyframe=True)
+    assert page.receive()[0]["type"] == "Keyframe"
+    # It comes to rest: everything anew, with what an unfinished bucket holds.
+    folder.write_status(Status(state=RunState.FINISHED, step=7, steps=7, rank_pids=(1, 2)))
+    rests = page.receive()[0]
+    assert (rests["type"], rests["head"]["state"]) == ("Keyframe", "finished")
+    page.close()
+
+
+def test_at_most_ten_frames_a_second(server: JupyterServer) -> None:
+    folder = make_run(server, "drawn-fast", 1, ranks=1)
+    page, done = Page(server, folder), threading.Event()
+    page.draw()
+
+    def write() -> None:
+        for step in range(2, 400):
+            add_records(folder, range(step, step + 1))
+            if done.wait(0.002):
+                return
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        page.receive()
+        began = time.monotonic()
+        for _ in range(6):
+            page.receive()
+        assert time.monotonic() - began > 0.45  # Six intervals of 0.1 s, of which the first may have begun before.
+    finally:
+        done.set()
+        writer.join()
+        page.close()
+
+
+def test_what_cannot_be_drawn_is_told_and_tried_again(server: JupyterServer) -> None:
+    folder = make_run(server, "drawn-damaged", 2)
+    status = (folder.path / "status.json").read_text()
+    config = (folder.path / "config.json").read_text()
+    (folder.path / "config.json").write_text("{")
+    page = Page(server, folder)
+    page.draw()
+    told, _ = page.receive()
+    assert told["type"] == "Problem"
+    assert "is not valid JSON" in told["text"]
+    (folder.path / "config.json").write_text(config)
+    (folder.path / "status.json").write_text(status)
+    assert page.receive()[0] == {"type": "Problem", "version": 1, "text": ""}
+    assert page.receive()[0]["type"] == "Keyframe"
+    page.close()
+    unknown = server.live(way=f"runs/{'0' * 16}/drawing")
+    unknown.send('{"type": "Draw", "version": 1}')
+    assert "there is no run with the id" in json.loads(unknown.recv())["text"]
+    unknown.shutdown()
+
+
+def test_who_may_not_look_and_who_speaks_otherwise_is_told(server: JupyterServer) -> None:
+    folder = make_run(server, "drawn-guarded", 1)
+    with pytest.raises(websocket.WebSocketBadStatusException, match="403"):
+        Page(server, folder, token="")
+    page = Page(server, folder)
+    page.draw(step="<b>")
+    assert "this is no Draw" in page.receive()[0]["text"]
+    page.draw(version=2)
+    assert "reload the page" in page.receive()[0]["text"]
+    page.close()
+
+
+def test_frames_follow_the_messages_types() -> None:
+    records = {rank: [make_record(step, rank) for step in (1, 2)] for rank in range(2)}
+    drawing = Drawing(History.of(records), name="typed")
+    status = Status(state=RunState.RUNNING, steps=9, rank_pids=(1, 2))
+    for message, buffers in (drawing.keyframe(status), news(drawing, records, status)):
+        told, numbers = unframed(frame_of(message, buffers))
+        assert [array.tobytes() for array in numbers] == buffers
+        assert msgspec.to_builtins(msgspec.convert(told, m.Keyframe | m.Changes)) == told
+
+
+def news(drawing: Drawing, records: dict[int, list[Any]], status: Status) -> Any:
+    """Changes with a part of every kind."""
+    for rank in records:
+        records[rank].append(make_record(3, rank))
+    drawing.history.update(records, [make_event("checkpoint", 2)])
+    message = drawing.tick(status, rewritten=False)
+    assert message is not None
+    kinds = {part["part"] for part in message[0]["parts"]}
+    assert kinds == {"extend", "bars", "marks", "head"}
+    return message
+
+
+def test_a_long_run_of_many_ranks_opens_and_ticks_within_its_limits(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    folder = make_folder(tmp_path / "runs", "large")
+    lines = {step: make_record(step, 0).to_json() for step in range(1, 2001)}
+    for rank in range(64):
+        own = [line.replace('"rank":0', f'"rank":{rank}') for line in lines.values()]
+        add_lines(folder.path / "records" / f"rank-{rank}.jsonl", own)
+    folder.write_status(Status(state=RunState.RUNNING, step=2000, steps=9000, rank_pids=tuple(range(1, 65))))
+    registry = Registry(str(tmp_path))
+    registry.runs()
+    easel = Easel(registry, run_id(folder.path))
+    (first,) = easel.look(m.Draw())
+    assert isinstance(first, bytes)
+    assert len(first) < 80_000
+    add_lines(folder.path / "records" / "rank-0.jsonl", [make_record(2001, 0).to_json()])
+    monkeypatch.setattr("speedlab_server.reader._FRESH_SECONDS", 0.0)
+    found: list[bytes | m.Problem] = []
+    deadline = time.monotonic() + 30
+    while not found:
+        assert time.monotonic() < deadline
+        found = easel.look(m.Draw())
+    assert len(b"".join(each for each in found if isinstance(each, bytes))) < 2_000  # Ten a second: 20 KB/s.
