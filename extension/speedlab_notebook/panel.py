@@ -34,8 +34,9 @@ from speedlab_notebook.panel_finding import Advisor, DiskMeasurer
 from speedlab_notebook.panel_notes import engines_text, show_notes, summary_parts
 from speedlab_notebook.panel_reading import Reading
 from speedlab_notebook.panel_run import TROUBLE, PanelRun
-from speedlab_notebook.panel_start import Starting, devices_of, engines_note
+from speedlab_notebook.panel_start import devices_of, engines_note
 from speedlab_notebook.panel_states import Prediction, fit_problem, link_of, predict, states_html
+from speedlab_notebook.panel_train import PanelTrain
 from speedlab_notebook.panel_view import View
 
 if TYPE_CHECKING:
@@ -60,13 +61,12 @@ class Panel(widgets.VBox):
         self.batch_text = self.summary_text = self.status_text = self.message_text = self.effect_text = ""
         """The batch equation; the line below the tabs; the line beside the buttons; what was told last; what the last
         change of a control came to."""
-        self._on_run = on_run
         self._lock = threading.RLock()
-        self._last_changed = self._activity = self._hosts_problem = ""
+        self._last_changed = self._hosts_problem = ""
         self.devices: Sequence[Device] = devices_of(self.cluster)
         """One for each rank: the cluster's, or those that Train would take."""
         self._run = PanelRun(self, self._lock)
-        self._starting = Starting(self._waits_for)
+        self._train = PanelTrain(self, self._run, on_run)
         self._advisor = Advisor(self)
         self._disk = DiskMeasurer(self)
         self._view = View(len(self.devices), self._on_change, self._handlers())
@@ -125,7 +125,7 @@ class Panel(widgets.VBox):
     @property
     def is_busy(self) -> bool:
         """Whether engines start, or compute."""
-        return bool(self._activity) or self._run.under_way
+        return bool(self._train.activity) or self._run.under_way
 
     @property
     def following(self) -> bool:
@@ -145,12 +145,12 @@ class Panel(widgets.VBox):
 
     def _handlers(self) -> dict[str, Callable[[], None]]:
         return {
-            "train": self._on_train,
+            "train": self._train.begin,
             "pause": lambda: self._run.post(lambda run: run.pause()),
             "resume": lambda: self._run.post(lambda run: run.resume()),
             "step": lambda: self._run.post(lambda run: run.advance(self.step_count.value)),
             "save": lambda: self._run.post(lambda run: run.save()),
-            "stop": self._on_stop,
+            "stop": self._train.stop,
             "apply": self._on_apply,
         }
 
@@ -216,7 +216,7 @@ class Panel(widgets.VBox):
             problems["parallel"] = self._hosts_problem
         self._view.form.mark(problems, told)
         self._view.form.arrange()
-        fixed = self.cluster is not None or bool(self._activity)
+        fixed = self.cluster is not None or bool(self._train.activity)
         self.engines.disabled, self.hosts.disabled = fixed or self._elsewhere, fixed
         kind = "problem" if self._hosts_problem else "help" if self.cluster is None else "reason"
         self._view.show_line(self._view.engines_note, engines_note(self.cluster, self.hosts.value), kind=kind)
@@ -244,60 +244,10 @@ class Panel(widgets.VBox):
 
     # 2. What a person asks for
 
-    def _on_train(self) -> None:
-        if self.config is None or self._activity:
-            return
-        self.tell("")
-        count = len(self.devices)
-        hosts = self.hosts.value.strip()
-        where = f"on {hosts}" if hosts else f"{count} engine{'s' if count > 1 else ''}"
-        self._activity = f"starting {where} …"
-        if self.cluster is not None and self.cluster.running:
-            self._activity = "checking configuration and data …"
-        self.refresh()
-        work = threading.Thread(target=self._train, args=(self.config, count), name="speedlab-panel-train", daemon=True)
-        work.start()
-
-    def _train(self, config: RunConfig, count: int) -> None:
-        """Start engines where there are none, then the run. In a thread, because both take their time."""
-        try:
-            cluster = self._started_cluster(count)
-            self._activity = "checking configuration and data …"
-            self.refresh()
-            run = cluster.train(config)
-            self._run.take(run, config)
-            if self._on_run is not None:
-                self._on_run(run)
-        except Exception as error:  # Whatever it is: nobody but the panel can tell it.
-            self.tell_error(error)
-        finally:
-            self._activity = ""
-            try:
-                self.refresh()
-            except TROUBLE as error:  # The run's folder may have been damaged since.
-                self.tell_error(error)
-
-    def _started_cluster(self, count: int) -> Cluster:
-        if self.cluster is None or not self.cluster.running:
-            self.cluster = self._starting.start(self.cluster, count, self.hosts.value)
-        self.take_devices(self.cluster.devices)
-        return self.cluster
-
     def take_devices(self, devices: Sequence[Device]) -> None:
         """Engines have started, or are others now."""
         self.devices = devices
         self.engines.value = len(devices)
-
-    def _waits_for(self, words: str) -> None:
-        """The start tells what it waits for, as a place in a queue."""
-        self._activity = f"{words}; Stop gives the start up"
-        self.refresh()
-
-    def _on_stop(self) -> None:
-        if self._starting.under_way:
-            self._starting.give_up()
-        else:
-            self._run.post(lambda run: run.stop())
 
     def _on_apply(self) -> None:
         wanted = reshaping(self.changes)
@@ -319,23 +269,28 @@ class Panel(widgets.VBox):
 
     def show_run(self) -> None:
         """The line beside the buttons, the differences, and which buttons are offered."""
-        self.status_text = self._activity or (run_line(self.run) if self.run is not None else "no run yet")
+        self.status_text = self._train.activity or (run_line(self.run) if self.run is not None else "no run yet")
         self._view.show_line(self._view.status, self.status_text)
         self._view.show_changes(changes_line(self.changes))
         waiting, state = self._run.waiting, self._run.state
         offered = {
-            word: not self._activity and self._run.has_engines and state in states
+            word: not self._train.activity and self._run.has_engines and state in states
             for word, (states, _) in WORDS.items()
         }
         offered["train"] = self._can_train()
-        offered["stop"] |= self._starting.under_way
+        offered["stop"] |= self._train.is_starting
         offered["apply"] = offered.pop("reshape") and "reshape" not in waiting and any(c.live for c in self.changes)
         offered |= self._edits.offered
         for word, button in self.buttons.items():
             button.disabled = not offered[word] or word in waiting
 
     def _can_train(self) -> bool:
-        if self.config is None or self.problems or self._activity or (self._run.under_way and self._run.has_engines):
+        if (
+            self.config is None
+            or self.problems
+            or self._train.activity
+            or (self._run.under_way and self._run.has_engines)
+        ):
             return False
         return self.prediction is not None and (self._elsewhere or not fit_problem(self.prediction, self.devices))
 
