@@ -21,7 +21,8 @@ def python_text(config: RunConfig) -> str:
         named["model"] = {"preset": config.model.preset, **{key: named["model"].get(key, own[key]) for key in own}}
     lines = [f"    {name}={pformat(value, width=_WIDTH, sort_dicts=False)}," for name, value in named.items()]
     inside = "\n".join(["", *lines, ""]) if lines else ""
-    return f"from speedlab import RunConfig\n\nconfig = RunConfig({inside})\n"
+    package = RunConfig.__module__.partition(".")[0]
+    return f"from {package} import RunConfig\n\nconfig = RunConfig({inside})\n"
 
 
 def _deepspeed_text(config: RunConfig) -> str:
