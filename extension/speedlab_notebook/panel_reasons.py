@@ -9,7 +9,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from speedlab.config import OuterConfig, RunConfig
+from speedlab.config import AttentionConfig, OuterConfig, RunConfig
 from speedlab.config.context import heads_shared, padded_length, padding_words
 from speedlab.config.layouts import why_not
 from speedlab.config.offload_rules import partition_words
@@ -21,6 +21,7 @@ from speedlab_notebook.panel_states import compute_dtype, disk_text
 
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 _NO_ISLANDS = {f"outer.{name}": "how islands meet, and parallel.islands is 1" for name in OuterConfig.model_fields}
+_PATTERN = [f"model.attention.{name}" for name in AttentionConfig.model_fields if name != "kind"]
 _ONEBIT = ("onebit_adam", "onebit_lamb")
 _SIGNS = (*_ONEBIT, "zero_one_adam")
 _FLOAT16_ON_CPU = "CPUs do not multiply float16 fast; bfloat16 is as small and needs no loss scale"
@@ -51,6 +52,8 @@ def greyed_fields(values: Mapping[str, Any], devices: Sequence[Device]) -> dict[
             reasons[f"optimizer.{name}"] = "ranks make steps of their own behind freeze step, and there is none"
     if values["schedule.kind"] == "constant":
         reasons["schedule.floor"] = "a constant rate does not fall; cosine and linear do"
+    if values["model.attention.kind"] == "dense":
+        reasons |= dict.fromkeys(_PATTERN, "dense attention sees all before it; block_sparse leaves blocks out")
     if not values["model.attention.both_ways"]:
         reasons["model.attention.both_ways"] = "for encoders given from Python; the built-in GPT is causal"
     if values["data.tokenizer"] != "bpe":

@@ -7,79 +7,114 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import anywidget
 import ipywidgets as widgets
 
 from speedlab_notebook.panel_actions import WORDS
-from speedlab_notebook.panel_fields import Form
+from speedlab_notebook.panel_controls import Looks, set_class, with_classes
+from speedlab_notebook.panel_form import Form
 from speedlab_notebook.panel_start import HOSTS_EXAMPLE
 
-_STYLE = Path(__file__).with_name("panel.css")
+_HERE = Path(__file__).parent
 _MOST_ENGINES = 64
+PRESETS, EXPORT = "Presets", "Export"
+"""Tabs behind those of the fields."""
+
+
+class Keys(anywidget.AnyWidget):
+    """What the page does by itself: keys, the focus of a field that was looked for, names for screen readers."""
+
+    _esm = _HERE / "panel.js"
 
 
 class View:
     """The widgets, and what is written in them. All text is escaped here; only the states come as HTML."""
 
     def __init__(
-        self, engines: int, on_change: Callable[[str], object], handlers: Mapping[str, Callable[[], object]]
+        self,
+        engines: int,
+        on_change: Callable[[str], object],
+        handlers: Mapping[str, Callable[[], object]],
     ) -> None:
-        self.engines = widgets.BoundedIntText(
+        self.looks = looks = Looks()
+        self.keys = looks.keep(Keys(layout=looks.plain))
+        self._make_engines(engines)
+        extra = {"Parallelism": (self.engines, self.engines_note, self.hosts)}
+        self.presets, self.export = (
+            looks.box((), "speedlab-page", "speedlab-presets"),
+            looks.box((), "speedlab-page", "speedlab-export"),
+        )
+        self.form = Form(looks, on_change, extra=extra, more={PRESETS: self.presets, EXPORT: self.export})
+        self.states = looks.html("speedlab-states")
+        self.effect = looks.html("speedlab-effect")
+        self.summary = looks.html("speedlab-summary")
+        self.status = looks.html("speedlab-status")
+        self.changes = looks.html("speedlab-changes")
+        self.message = looks.html("speedlab-message")
+        self.step_count = looks.make(
+            widgets.BoundedIntText, value=1, min=1, max=10**6, tooltip="Steps that the Step button computes"
+        ).add_class("speedlab-step-count")
+        self.buttons = {
+            "train": _button(looks, "train", "Start a run with this configuration; nothing runs before", "primary"),
+            **{word: _button(looks, word, WORDS[word][1]) for word in ("pause", "resume", "step", "save", "stop")},
+            "apply": _button(looks, "apply", "Apply what is marked live to the run, between two steps", "primary"),
+            "reset": looks.button("As the run", "Show the configuration of the run again", "speedlab-reset"),
+            "undo": _button(looks, "undo", ""),
+            "redo": _button(looks, "redo", ""),
+            "undo all": looks.button("Undo all", "Take back every change", "speedlab-undo-all"),
+        }
+        self.on_click(handlers)
+        self.changes_row = looks.box([self.changes, self.buttons["apply"], self.buttons["reset"]], "speedlab-row")
+
+    def _make_engines(self, engines: int) -> None:
+        looks = self.looks
+        self.engines = looks.make(
+            widgets.BoundedIntText,
+            layout=looks.control,
             value=engines,
             min=1,
             max=_MOST_ENGINES,
             description="engines",
-            layout={"width": "318px", "margin": "0"},
-            style={"description_width": "122px"},
         ).add_class("speedlab-engines")
-        self.hosts = (
-            widgets.Text(
-                description="hosts",
-                placeholder=HOSTS_EXAMPLE,
-                tooltip=f"Where Train starts engines: {HOSTS_EXAMPLE}",
-                continuous_update=False,
-                layout={"width": "auto", "margin": "0"},
-                style={"description_width": "122px"},
-            )
-            .add_class("speedlab-hosts")
-            .add_class("speedlab-wide")
+        hosts = looks.make(
+            widgets.Text,
+            layout=looks.wide,
+            description="hosts",
+            placeholder=HOSTS_EXAMPLE,
+            tooltip=f"Where Train starts engines: {HOSTS_EXAMPLE}",
+            continuous_update=False,
         )
-        self.engines_note = widgets.HTML()
-        self.form = Form(on_change, extra={"Parallelism": (self.engines, self.engines_note, self.hosts)})
-        self.states = _html("states")
-        self.summary = _html("summary")
-        self.status = _html("status")
-        self.changes = _html("changes")
-        self.message = _html("message")
-        self.step_count = widgets.BoundedIntText(
-            value=1, min=1, max=10**6, tooltip="Steps that the Step button computes", layout={"width": "64px"}
-        ).add_class("speedlab-step-count")
-        self.buttons = {
-            "train": _button("train", "Start a run with this configuration; nothing runs before", "primary"),
-            **{word: _button(word, WORDS[word][1]) for word in ("pause", "resume", "step", "save", "stop")},
-            "apply": _button("apply", "Apply what is marked live to the run, between two steps", "primary"),
-            "undo": _button("undo", "Show the configuration of the run again"),
-        }
+        self.hosts = with_classes(hosts, "speedlab-hosts", "speedlab-wide")
+        self.engines_note = looks.html("speedlab-note")
+
+    def arranged(self, tools: Any) -> list[Any]:
+        """Everything from top to bottom; `tools` is the row above the tabs."""
+        buttons, looks = self.buttons, self.looks
+        body = looks.box([self.form.tabs, self.states], "speedlab-body")
+        words = [buttons[word] for word in ("train", "pause", "resume", "step")]
+        row = looks.box([*words, self.step_count, buttons["save"], buttons["stop"], self.status], "speedlab-row")
+        style = looks.html(
+            "speedlab-hidden", value=f"<style>{(_HERE / 'panel.css').read_text(encoding='utf-8')}</style>"
+        )
+        foot = looks.box([self.effect, self.summary, row, self.changes_row], "speedlab-foot")
+        return [style, self.keys, tools, body, foot, self.message]
+
+    def on_click(self, handlers: Mapping[str, Callable[[], object]]) -> None:
+        """What buttons do, by their names."""
         for word, handler in handlers.items():
             self.buttons[word].on_click(lambda _, handler=handler: handler())
-        self.changes_row = widgets.Box([self.changes, self.buttons["apply"], self.buttons["undo"]])
-        self.changes_row.add_class("speedlab-row")
 
-    def arranged(self) -> list[widgets.Widget]:
-        """Everything from top to bottom."""
-        buttons = self.buttons
-        body = widgets.Box([self.form.tabs, self.states]).add_class("speedlab-body")
-        words = [buttons[word] for word in ("train", "pause", "resume", "step")]
-        row = widgets.Box([*words, self.step_count, buttons["save"], buttons["stop"], self.status])
-        row.add_class("speedlab-row")
-        style = widgets.HTML(f"<style>{_STYLE.read_text(encoding='utf-8')}</style>", layout={"display": "none"})
-        return [style, body, self.summary, row, self.changes_row, self.message]
-
-    def show_line(self, where: widgets.HTML, text: str, *, kind: str = "line", strong: str = "") -> None:
-        """A line of text, a part of it strong; a screen reader hears it when it changes."""
+    def show_line(self, where: Any, text: str, *, kind: str = "line", strong: str = "") -> None:
+        """A line of text, a part of it strong."""
         shown = escape(text)
         if strong:
             shown = shown.replace(escape(strong), f"<b>{escape(strong)}</b>", 1)
-        where.value = f'<div role="status" class="speedlab-{kind}">{shown}</div>'
+        where.value = f'<div class="speedlab-{kind}">{shown}</div>'
+
+    def show_effect(self, words: str, text: str) -> None:
+        """What the last change of a control came to; without `words`, how it is told."""
+        strong, kind = (f"<b>{escape(words)}</b>: ", "line") if words else ("", "help")
+        self.effect.value = f'<div class="speedlab-{kind}">{strong}{escape(text)}</div>'
 
     def show_message(self, text: str, *, error: bool) -> None:
         """What happened, in the area below the buttons; '' empties it."""
@@ -89,13 +124,8 @@ class View:
     def show_changes(self, text: str) -> None:
         """The row that tells differences to the run; '' takes it away."""
         self.show_line(self.changes, text)
-        self.changes_row.layout.display = "" if text else "none"
+        set_class(self.changes_row, "speedlab-hidden", on=not text)
 
 
-def _html(name: str) -> Any:
-    return widgets.HTML().add_class(f"speedlab-{name}")
-
-
-def _button(word: str, tooltip: str, style: str = "") -> Any:
-    button = widgets.Button(description=word.capitalize(), tooltip=tooltip, button_style=style)
-    return button.add_class(f"speedlab-{word}")
+def _button(looks: Looks, word: str, tooltip: str, style: str = "") -> Any:
+    return looks.button(word.capitalize(), tooltip, f"speedlab-{word}", style=style)

@@ -64,6 +64,7 @@ def test_a_person_trains_and_moves_the_stage_of_the_live_run(page, lab) -> None:
         TRAIN.replace("NAME", "quickstart"),
         "%speedlab panel",
         "%speedlab dash",
+        "print('the run is', run.wait())",
         STOP,
         "%speedlab stop --yes",
     ]
@@ -103,9 +104,10 @@ def test_a_person_trains_and_moves_the_stage_of_the_live_run(page, lab) -> None:
     )
     dash.get_by_role("button", name="Show the numbers").click()
 
-    # Stage 2 -> 3 in the panel, live.
+    # Stage 2 -> 3 in the panel, live, while a cell waits for the run.
+    waiting = notebook.start(4)
     panel.get_by_role("tab", name="ZeRO & memory").click()
-    panel.locator(".speedlab-zero-stage button", has_text="3").click()
+    panel.get_by_role("radiogroup", name="stage").get_by_text("3", exact=True).click()
     panel.locator(".speedlab-changes", has_text="live").wait_for()
     panel.locator("button.speedlab-apply").click()
     dash.locator(".sl-text", has_text="ZeRO stage 3").wait_for()
@@ -129,13 +131,16 @@ def test_a_person_trains_and_moves_the_stage_of_the_live_run(page, lab) -> None:
     assert dash.locator('[data-plot="loss"]').get_by_text("▼ 2→3").count() == 1
 
     # The end: a picture and a table stay in the saved notebook.
-    assert "the run is stopped" in notebook.run(4).inner_text()
+    panel.locator("button.speedlab-pause").click()
+    waiting.locator(".jp-InputPrompt", has_text="[5]:").wait_for()
+    assert "the run is paused" in waiting.inner_text()
+    assert "the run is stopped" in notebook.run(5).inner_text()
     dash.locator(".sl-state", has_text="■ stopped").wait_for()
     kept = notebook.saved_output("text/html", "■ stopped")
     assert "".join(kept["image/svg+xml"]).startswith("<svg")
     assert "■ stopped" in "".join(kept["text/plain"])
     assert "<table><caption>model states by rank</caption>" in "".join(kept["text/html"])
-    assert "stopped" in notebook.run(5).inner_text()
+    assert "stopped" in notebook.run(6).inner_text()
     assert broken == []
 
 

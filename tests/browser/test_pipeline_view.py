@@ -92,8 +92,8 @@ def test_lanes_of_a_pipeline_and_a_layout_changed_in_the_panel(page, lab) -> Non
 
     # pp 2 -> tp 2 in the panel, live: the lanes go.
     panel.get_by_role("tab", name="Parallelism").click()
-    panel.locator(".speedlab-parallel-pp button", has_text="1").click()
-    panel.locator(".speedlab-parallel-tp button", has_text="2").click()
+    panel.get_by_role("radiogroup", name="pp").get_by_text("1", exact=True).click()
+    panel.get_by_role("radiogroup", name="tp").get_by_text("2", exact=True).click()
     panel.locator(".speedlab-changes", has_text="tp 1 → 2 (live) · pp 2 → 1 (live)").wait_for()
     panel.locator("button.speedlab-apply").click()
     panel.locator(".speedlab-message", has_text="pp 1 × dp 1 × tp 2").wait_for()

@@ -206,7 +206,9 @@ def html(panel: Panel, name: str) -> str:
 
 
 def offered(panel: Panel) -> set[str]:
-    return {word for word, button in panel.buttons.items() if not button.disabled}
+    """Words for the run that are offered, and `reset`; what takes changes of controls back is apart."""
+    edits = ("undo", "redo", "undo all")
+    return {word for word, button in panel.buttons.items() if not button.disabled and word not in edits}
 
 
 def train(panel: Panel) -> Any:

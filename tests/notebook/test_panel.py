@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ipywidgets as widgets
 import panel_fakes
 import pytest
 from cluster_helpers import wait_for
 from panel_fakes import DEVICE, Fakes, html, note, offered, put
 from speedlab_notebook.panel import Panel
-from speedlab_notebook.panel_fields import SECTIONS, Choice
+from speedlab_notebook.panel_choice import Choice
+from speedlab_notebook.panel_fields import SECTIONS
 
 from speedlab.config import ConfigError, RunConfig
 from speedlab.layout import Layout
@@ -35,9 +37,8 @@ def test_every_field_of_a_run_is_in_one_tab_with_its_description(panel: Panel) -
         for part in parts:
             owner = owner.part_of(part)
         assert field.description == owner.model_fields[name].description
-        # What is greyed says why instead.
-        told = field.control.children[1:] if isinstance(field.control, Choice) else [field.control]
-        assert all(field.description in control.tooltip or control.disabled for control in told), path
+        told = field.control.meaning if isinstance(field.control, Choice) else field.control.tooltip
+        assert told == field.description
         assert note(panel, path), path
 
 
@@ -77,18 +78,18 @@ def test_a_preset_brings_its_shape(panel: Panel) -> None:
     assert panel.fields["model.layers"].control.value == 12
 
 
-def test_a_choice_always_has_one_pressed_and_can_grey_single_options() -> None:
-    choice = Choice("stage", {0: "0", 1: "1"}, 0, tooltip="which", layout={})
-    zero, one = choice.children[1:]
-    one.value = True
-    assert (choice.value, zero.value, one.value) == (1, False, True)
-    one.value = False  # Pressed again: it stays.
-    assert (choice.value, zero.value, one.value) == (1, False, True)
-    choice.grey({0: "not here"})
-    assert (zero.disabled, one.disabled) == (True, False)
-    assert zero.tooltip == "0: not here"
-    choice.grey({})
-    assert not zero.disabled
+def test_a_choice_follows_its_page_and_can_grey_single_options() -> None:
+    choice = Choice("stage", [0, 2], 0, meaning="which", layout=widgets.Layout())
+    assert (choice.options, choice.index) == (["0", "2"], 0)
+    choice.index = 1  # A click.
+    assert choice.value == 2
+    choice.offer([0, 1, 2], {0: "not here"})
+    assert (choice.value, choice.index, choice.offered) == (2, 2, {0: False, 1: True, 2: True})
+    assert choice.reasons == ["not here", "", ""]
+    choice.value = 1
+    assert choice.index == 1
+    choice.offer([0, 1, 2], {})
+    assert all(choice.offered.values())
 
 
 # What is refused or greyed, and why
@@ -122,7 +123,7 @@ def test_what_cannot_run_is_told_beside_its_control(
     assert [beside.partition(".")[0] in SECTIONS[title.removesuffix(" ▲")] for title in marked] == [True]
     put(panel, path, before)
     assert panel.problems == []
-    assert list(panel._view.form.tabs.titles) == list(SECTIONS)
+    assert list(panel._view.form.tabs.titles) == [*SECTIONS, "Presets", "Export"]
     assert "train" in offered(panel)
 
 
@@ -163,7 +164,7 @@ def test_what_is_greyed_says_why(panel: Panel) -> None:
 
 def buttons_of(panel: Panel, path: str) -> dict[str, bool]:
     """The options of a choice, and whether each is offered."""
-    return {b.description: not b.disabled for b in panel.fields[path].control.children[1:]}
+    return {str(option): offered for option, offered in panel.fields[path].control.offered.items()}
 
 
 def test_only_layouts_that_exist_are_offered(panel: Panel) -> None:
@@ -242,7 +243,7 @@ def test_float16_is_greyed_on_cpus_and_offered_on_gpus(
     panel: Panel, cluster: Fakes, opened: Callable[..., Panel], tmp_path: Path
 ) -> None:
     def buttons(of: Panel) -> dict[str, bool]:
-        return {b.description: b.disabled for b in of.fields["precision.dtype"].control.children[1:]}
+        return {option: not offered for option, offered in of.fields["precision.dtype"].control.offered.items()}
 
     assert buttons(panel) == {"auto": False, "float32": False, "bfloat16": False, "float16": True}
     assert "CPUs do not multiply float16 fast" in note(panel, "precision.dtype")
@@ -257,7 +258,7 @@ def test_float16_is_greyed_on_cpus_and_offered_on_gpus(
 
 def test_a_pretended_link_slows_what_is_predicted_and_is_named(panel: Panel, cluster: Fakes) -> None:
     def seconds() -> float:
-        panel._refresh()
+        panel.refresh()
         assert panel.prediction is not None
         return panel.prediction.plan.time.step_seconds
 

@@ -14,7 +14,8 @@ import pytest
 from cluster_helpers import wait_for
 from panel_fakes import DEVICE, FakeRun, Fakes, html, offered, put, train
 from speedlab_notebook.panel import Panel
-from speedlab_notebook.panel_actions import Watch, answer_line, changes, live_config
+from speedlab_notebook.panel_actions import Watch, answer_line
+from speedlab_notebook.panel_changes import changes, live_config
 
 from speedlab.cluster import ClusterError, RankError, RemoteFailure
 from speedlab.cluster.known_runs import RunError
@@ -209,11 +210,11 @@ def test_a_live_stage_is_marked_applied_and_arrives(panel: Panel) -> None:
     run.record(3, stage=2)
     wait_for(lambda: "step 3" in panel.status_text)
     assert panel.changes == []
-    assert panel._view.changes_row.layout.display == "none"
+    assert "speedlab-hidden" in panel._view.changes_row._dom_classes
     put(panel, "zero.stage", 3)
     assert [str(change) for change in panel.changes] == ["stage 2 → 3 (live, under 1 s)"]
     assert "changed: stage 2 → 3 (live, under 1 s)" in html(panel, "changes")
-    assert {"apply", "undo"} <= offered(panel)
+    assert {"apply", "reset"} <= offered(panel)
     assert 'data-stage="2"' in html(panel, "states")
     panel.buttons["apply"].click()
     assert (run.posted[0].word, run.posted[0].arguments) == ("reshape", {"zero": 3})
@@ -239,7 +240,7 @@ def test_a_live_layout_is_marked_applied_and_undone(panel: Panel) -> None:
     put(panel, "parallel.pp", 2)
     assert [str(change) for change in panel.changes] == ["pp 1 → 2 (live)", "micro-batches 1 → 2 (live)"]
     assert panel.batch_text == "global batch 32 = micro-batch 8 × accumulation 2 × dp 2"  # The run's data stay.
-    panel.buttons["undo"].click()
+    panel.buttons["reset"].click()
     assert panel.changes == []
     put(panel, "parallel.pp", 2)
     put(panel, "parallel.tp", 2)
@@ -258,7 +259,7 @@ def test_a_live_layout_is_marked_applied_and_undone(panel: Panel) -> None:
     put(panel, "parallel.tp", 1)
     put(panel, "steps", 300)
     assert [change.path for change in panel.changes] == ["tp", "pp", "steps"]
-    panel.buttons["undo"].click()
+    panel.buttons["reset"].click()
     assert [panel.fields[f"parallel.{axis}"].control.value for axis in ("tp", "pp")] == [2, 2]
     assert panel.changes == []
 
@@ -277,7 +278,7 @@ def test_what_needs_a_restart_is_marked_and_undone(panel: Panel) -> None:
     assert "steps 200 → 4,000 (needs a restart)" in html(panel, "changes").replace("&gt;", ">")
     put(panel, "zero.stage", 2)
     assert "apply" not in offered(panel)
-    panel.buttons["undo"].click()
+    panel.buttons["reset"].click()
     assert panel.changes == []
     assert panel.fields["steps"].control.value == 200
 
@@ -316,7 +317,7 @@ def test_a_run_without_engines_is_only_looked_at(cluster: Fakes, opened: Callabl
     run = FakeRun(RunFolder.create(RunConfig(name="gone", folder=cluster.folder)), None)
     panel = opened(None, run)
     wait_for(lambda: "gone running" in panel.status_text)
-    assert offered(panel) <= {"train", "undo"}
+    assert offered(panel) <= {"train", "reset"}
 
 
 def test_changes_and_answers_in_words() -> None:
@@ -386,7 +387,7 @@ def test_a_calibrated_machine_learns_from_a_run_that_finishes_and_tells_the_miss
         learned.append(folder.name)
         return "planned: predicted 100 ms a step, measured 120 ms (-17%)"
 
-    monkeypatch.setattr("speedlab_notebook.panel.learn_from", learn)
+    monkeypatch.setattr("speedlab_notebook.panel_run.learn_from", learn)
     (tmp_path / "calibration.json").touch()
     run = train(panel)
     run.now(RunState.FINISHED)

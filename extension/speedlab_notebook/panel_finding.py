@@ -1,0 +1,119 @@
+"""What a panel finds out beside the person's clicks, in threads: changes that fit, and how fast a disk is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.remote import measure_disk
+from speedlab.config import RunConfig
+from speedlab.hardware import Device
+from speedlab.planner import disk_rates
+from speedlab.planner.disk_rates import DiskRates
+from speedlab.planner.setup import Setup
+from speedlab_notebook.panel_actions import Watch
+from speedlab_notebook.panel_run import TROUBLE
+from speedlab_notebook.panel_states import Prediction, advice_text, fit_problem
+
+if TYPE_CHECKING:
+    from speedlab.cluster import Cluster
+
+_REST_SECONDS = 0.3
+"""A control that is being moved rests so long before changes that fit are looked for: they cost more than an update."""
+
+_MEASURE_SECONDS = 60.0
+"""A disk is measured in a few seconds, unless the engine is busy."""
+
+
+class Asking(Protocol):
+    """What a panel says now, and what it does with what is found."""
+
+    cluster: Cluster | None
+    config: RunConfig | None
+    prediction: Prediction | None
+    devices: Sequence[Device]
+
+    @property
+    def is_busy(self) -> bool: ...
+    def show_summary(self) -> None: ...
+    def refresh(self) -> None: ...
+    def tell_error(self, error: Exception) -> None: ...
+
+
+class Advisor:
+    """Looks for the cheapest changes that make fit what does not."""
+
+    def __init__(self, panel: Asking) -> None:
+        self._panel = panel
+        self._found: tuple[Setup | None, str] = (None, "")
+        """How what does not fit would, and what it was that does not."""
+        self.watch = Watch(self._look)
+
+    def text(self) -> str:
+        """How what does not fit would, once that is found."""
+        prediction = self._panel.prediction
+        assert prediction is not None
+        setup, text = self._found
+        if setup == prediction.plan.setup:
+            return text
+        self.watch.start()
+        return "looking for changes that fit …"
+
+    def _look(self) -> float | None:
+        """Find what makes the present controls fit; again at once when they have been moved since."""
+        time.sleep(_REST_SECONDS)
+        prediction = self._panel.prediction
+        if prediction is None or not fit_problem(prediction, self._panel.devices):
+            return None
+        text = advice_text(prediction.plan)
+        now = self._panel.prediction
+        if now is None or now.plan.setup != prediction.plan.setup:
+            return 0.0
+        self._found = prediction.plan.setup, text
+        self._panel.show_summary()
+        return None
+
+
+class DiskMeasurer:
+    """Lets an engine measure the disk that was chosen, once; the kernel has no torch."""
+
+    def __init__(self, panel: Asking) -> None:
+        self._panel = panel
+        self._tried: set[Path] = set()
+        """Folders of which the disk was measured, or could not be."""
+        self.watch = Watch(self._look)
+
+    def measure_if_wanted(self) -> None:
+        if self._folder() is not None:
+            self.watch.start()
+
+    def _folder(self) -> Path | None:
+        """Where states are to lie whose disk nobody has measured, while the engines have nothing else to do."""
+        panel = self._panel
+        if panel.config is None or panel.prediction is None or panel.is_busy:
+            return None
+        offload, machines = panel.config.offload, panel.prediction.plan.machines
+        folder = offload.folder or panel.config.folder
+        wanted = "disk" in (offload.optimizer, offload.parameters) and not machines.host.disk_measured
+        free = panel.cluster is not None and panel.cluster.running and folder not in self._tried
+        return folder if wanted and free else None
+
+    def _look(self) -> float | None:
+        folder, cluster = self._folder(), self._panel.cluster
+        if folder is None or cluster is None:
+            return None
+        self._tried.add(folder)
+        try:
+            (rates,) = cluster.submit(measure_disk, str(folder.absolute()), ranks=[0]).result(_MEASURE_SECONDS)
+            disk_rates.keep(folder, DiskRates(read_bytes_per_second=rates[0], write_bytes_per_second=rates[1]))
+        except TROUBLE as error:
+            self._panel.tell_error(error)
+            return None
+        except (TimeoutError, OSError, ValueError) as error:
+            self._panel.tell_error(ClusterError(f"disk of {folder}: {error}"))
+            return None
+        self._panel.refresh()
+        return None

@@ -1,0 +1,140 @@
+"""All fields of a configuration, in tabs that are made when they open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import ipywidgets as widgets
+
+from speedlab.config import RunConfig
+from speedlab.config.part import Part
+from speedlab_notebook.panel_controls import Looks, Shown
+from speedlab_notebook.panel_fields import SECTIONS, Field, value_at
+from speedlab_notebook.panel_pages import Page, Section
+
+_BATCH = ("batch.global_size", "batch.micro_size", "batch.accumulation")
+
+
+class Form:
+    """The fields by path, and their tabs. `on_change(path)` is called when a person, or `put`, has changed one."""
+
+    def __init__(
+        self,
+        looks: Looks,
+        on_change: Callable[[str], object],
+        *,
+        extra: Mapping[str, Sequence[Any]],
+        more: Mapping[str, Any],
+    ) -> None:
+        """`extra`: widgets at the top of a tab of SECTIONS. `more`: tabs behind those, by title."""
+        self._on_change = on_change
+        self._looks = looks
+        self._quiet = False
+        self.fields: dict[str, Field] = {}
+        self.attention: Any = looks.html("speedlab-seen")
+        """What queries see, below the fields of `model.attention`; empty for dense attention."""
+        self._more = list(more)
+        self.pages: list[Page] = []
+        for title, names in SECTIONS.items():
+            sections = [section for name in names for section in self._sections(RunConfig, name, name)]
+            self.pages.append(Page(looks, sections, extra.get(title, ()), {"attention": self.attention}))
+        boxes = [*(page.box for page in self.pages), *more.values()]
+        self.tabs: Any = looks.make(widgets.Tab, children=boxes, titles=[*SECTIONS, *more], selected_index=0)
+        self.tabs.add_class("speedlab-tabs")
+        self.tabs.observe(lambda _: self.arrange(), "selected_index")
+
+    @property
+    def open_tab(self) -> str:
+        """The title of the tab that is open."""
+        return [*SECTIONS, *self._more][self.tabs.selected_index or 0]
+
+    def go_to(self, path: str) -> None:
+        """Open the tab of a field, and show it where it is folded away."""
+        field = self.fields[path]
+        number = next(i for i, page in enumerate(self.pages) if field in page)
+        self.pages[number].unfold_around(field)
+        self.tabs.selected_index = number
+
+    def arrange(self) -> None:
+        """Make what the open tab shows, its fields folded as they do something now or not."""
+        number = self.tabs.selected_index
+        if number is not None and number < len(self.pages):
+            self.pages[number].arrange()
+
+    # Values
+
+    def values(self) -> dict[str, Any]:
+        """What the controls say, as keywords of RunConfig."""
+        values: dict[str, Any] = {}
+        for path, field in self.fields.items():
+            *parts, name = path.split(".")
+            inside = values
+            for part in parts:
+                inside = inside.setdefault(part, {})
+            inside[name] = field.get()
+        return values
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """What every control shows, by path."""
+        return {path: field.value for path, field in self.fields.items()}
+
+    def load(self, config: RunConfig) -> None:
+        """Show `config`; on_change is not called."""
+        self.put({path: value_at(config, path) for path in self.fields})
+
+    def put(self, values: Mapping[str, Any]) -> None:
+        """Show these values of RunConfig's, by path; on_change is not called."""
+        self._quietly({path: lambda field, value=value: field.set(value) for path, value in values.items()})
+
+    def restore(self, shown: Mapping[str, Any]) -> None:
+        """Show what was `shown` before; on_change is not called."""
+        self._quietly({path: lambda field, value=value: field.put(value) for path, value in shown.items()})
+
+    def mark(self, problems: Collection[str], differing: Collection[str]) -> None:
+        """Put a mark on the tabs that hold one of these fields, so that it is found from any tab."""
+
+        def title(name: str, inside: Sequence[str]) -> str:
+            if any(path.partition(".")[0] in inside for path in problems):
+                return f"{name} ▲"
+            return f"{name} •" if any(path.partition(".")[0] in inside for path in differing) else name
+
+        self.tabs.titles = [*(title(name, inside) for name, inside in SECTIONS.items()), *self._more]
+
+    def _quietly(self, changes: Mapping[str, Callable[[Field], None]]) -> None:
+        self._quiet = True
+        try:
+            for path, change in changes.items():
+                change(self.fields[path])
+        finally:
+            self._quiet = False
+
+    # Making
+
+    def _sections(self, owner: type[Part], name: str, path: str) -> list[Section]:
+        """The field `name` of `owner`; of a part, its heading and its fields, which may be parts, too."""
+        info, part = owner.model_fields[name], owner.part_of(name)
+        if part is None:
+            field = self.fields[path] = Field(path, info, self._changed, lambda one: Shown(one, self._looks))
+            return [Section("", [field])]
+        inner = [section for one in part.model_fields for section in self._sections(part, one, f"{path}.{one}")]
+        own = [field for section in inner if not section.heading for field in section.fields]
+        below = "attention" if path == "model.attention" else ""
+        parts = [section for section in inner if section.heading]
+        return [Section(info.description or name, own, below), *parts]
+
+    def _changed(self, path: str) -> None:
+        if self._quiet:
+            return
+        if path == "model.preset":
+            self._fill_from_preset()
+        if path in _BATCH and all(self.fields[other].get() is not None for other in _BATCH):
+            # Any two are given and the third follows: the newest one counts, and what it decides makes way.
+            self.put({"batch.micro_size" if path == "batch.accumulation" else "batch.accumulation": None})
+        self._on_change(path)
+
+    def _fill_from_preset(self) -> None:
+        """The shape that belongs to the preset, as RunConfig would take it."""
+        config = RunConfig(model={"preset": self.fields["model.preset"].get()}, data={"sequence_length": 1})
+        self.put({path: value_at(config, path) for path in self.fields if path.startswith("model.")})

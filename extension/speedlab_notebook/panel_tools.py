@@ -1,0 +1,146 @@
+"""What a panel has beside its fields: a search over them, undo, presets and text to copy, as widgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import ipywidgets as widgets
+
+from speedlab.config import RunConfig
+from speedlab_notebook.panel_choice import Choice
+from speedlab_notebook.panel_controls import Looks, set_class
+from speedlab_notebook.panel_export import FORMATS
+from speedlab_notebook.panel_fields import SECTIONS, Field
+from speedlab_notebook.panel_presets import Preset
+from speedlab_notebook.panel_search import MOST_FOUND, deepspeed_names, find
+
+
+class Search:
+    """A box, and below it the fields that are found, each a button that goes there."""
+
+    def __init__(self, looks: Looks, fields: Mapping[str, Field], go_to: Callable[[str], object]) -> None:
+        self._looks = looks
+        self._fields = fields
+        self._go_to = go_to
+        self._found: list[Field] = []
+        self.box = looks.make(
+            widgets.Text,
+            layout=looks.control,
+            description="Find a field",
+            placeholder="name, word, or DeepSpeed's name",
+        ).add_class("speedlab-search")
+        self.results = looks.box((), "speedlab-results", "speedlab-hidden")
+        self.box.observe(lambda change: self._show(change["new"]), "value")
+
+    @property
+    def found(self) -> list[str]:
+        """Paths, best first."""
+        return [field.path for field in self._found]
+
+    def _show(self, text: str) -> None:
+        self._found = find(text, self._fields)
+        if self._found and not self.results.children:
+            self.results.children = tuple(self._button(number) for number in range(MOST_FOUND))
+        for number, button in enumerate(self.results.children):
+            field = self._found[number] if number < len(self._found) else None
+            set_class(button, "speedlab-hidden", on=field is None)
+            if field is not None:
+                button.description, button.tooltip = _found_text(field), field.description
+        set_class(self.results, "speedlab-hidden", on=not self._found)
+
+    def _button(self, number: int) -> Any:
+        button = self._looks.button("", "", "speedlab-found")
+        button.on_click(lambda _: self.choose(number))
+        return button
+
+    def choose(self, number: int) -> None:
+        """Go to one that was found, counted from 0."""
+        if number < len(self._found):
+            path = self._found[number].path
+            self.box.value = ""
+            self._go_to(path)
+
+
+def _found_text(field: Field) -> str:
+    part = field.path.partition(".")[0]
+    tab = next(title for title, names in SECTIONS.items() if part in names)
+    theirs = deepspeed_names().get(field.path)
+    return f"{tab} › {field.label} · {field.path}" + (f" · DeepSpeed: {theirs}" if theirs else "")
+
+
+class PresetTab:
+    """The named configurations, each a button, with what it comes to here."""
+
+    def __init__(self, looks: Looks, page: Any, take: Callable[[Preset], object]) -> None:
+        self._looks = looks
+        self._take = take
+        self.presets: list[Preset] = []
+        self._rows: list[tuple[Any, Any]] = []
+        self._page = page
+
+    def show(self, presets: Sequence[Preset]) -> None:
+        self.presets = list(presets)
+        while len(self._rows) < len(presets):
+            self._rows.append(self._row(len(self._rows)))
+        for (button, note), preset in zip(self._rows, presets, strict=False):
+            button.description, button.tooltip = preset.name, preset.about
+            button.disabled = preset.config is None
+            kind = "reason" if preset.config is None else "figures"
+            about, result = escape(preset.about), escape(preset.result)
+            note.value = f'<span class="speedlab-{kind}">{result}</span> <span class="speedlab-help">{about}</span>'
+        self._page.children = tuple(part for row in self._rows[: len(presets)] for part in row)
+
+    def _row(self, number: int) -> tuple[Any, Any]:
+        button = self._looks.button("", "", "speedlab-preset")
+        button.on_click(lambda _: self._take(self.presets[number]))
+        return button, self._looks.html("speedlab-note")
+
+
+class ExportTab:
+    """The configuration as text: to be copied, or written to a file."""
+
+    def __init__(
+        self, looks: Looks, page: Any, tell: Callable[[str], object], tell_error: Callable[[Exception], object]
+    ) -> None:
+        self._tell, self._tell_error = tell, tell_error
+        self._config: RunConfig | None = None
+        self.format = looks.keep(
+            Choice("write as", list(FORMATS), "YAML", meaning="How the configuration is written", layout=looks.wide)
+        )
+        self.file = looks.make(widgets.Text, layout=looks.control, description="file", continuous_update=False)
+        self.text = looks.make(
+            widgets.Textarea, layout=looks.wide, rows=24, placeholder="The configuration as text"
+        ).add_class("speedlab-text")
+        self.copy = looks.button("Copy", "Copy the text", "speedlab-copy")
+        self.write = looks.button("Write file", "Write the text beside the notebook", "speedlab-write")
+        self.note = looks.html("speedlab-note")
+        self.format.observe(lambda _: self.show(self._config), "value")
+        self.write.on_click(lambda _: self._write())
+        row = looks.box([self.file, self.write, self.copy, self.note], "speedlab-row")
+        page.children = (self.format, row, self.text)
+
+    def show(self, config: RunConfig | None) -> None:
+        """Show `config` as text; None while the controls say none."""
+        self._config = config
+        ending, text_of = FORMATS[self.format.value]
+        self.text.value = "" if config is None else text_of(config)
+        self.text.rows = max(6, self.text.value.count("\n") + 1)
+        self.write.disabled = self.copy.disabled = config is None
+        self.file.value = f"{(config.name if config is not None else None) or 'config'}{ending}"
+        why = "what the controls say cannot run: see below" if config is None else ""
+        self.note.value = f'<span class="speedlab-reason">{escape(why)}</span>'
+
+    def _write(self) -> None:
+        path = Path(self.file.value.strip())
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(self.text.value)
+        except FileExistsError:
+            self._tell_error(FileExistsError(f"{path} is there already, and stays as it is; give another name"))
+        except OSError as error:
+            self._tell_error(OSError(f"{path} cannot be written: {error.strerror}"))
+        else:
+            self._tell(f"written: {path}")
