@@ -123,8 +123,8 @@ class Dashboard(anywidget.AnyWidget):
         self._lock = threading.Lock()
         feed.poll(files=True)
         self._take_news()
-        self._pictured = self._at_rest
-        """Whether the picture shows how the run rests."""
+        self._pictured = self._feed.status.state
+        """How the run was when the picture was left: each state at rest has its own."""
         self._look_again = 0.0
         self._esm, self._css = (_built(name).read_text() for name in ("dashboard.js", "dashboard.css"))
         first: dict[str, Any] = {}
@@ -215,13 +215,13 @@ class Dashboard(anywidget.AnyWidget):
     def _look_for_rest(self) -> None:
         """Nobody looks: only the run's state is read, until there is a picture to be left."""
         with contextlib.suppress(RunFolderError, OSError):  # It may be read next time.
-            rests = self._feed.folder.read_status().state in RESTING
-            if rests and not self._pictured:
+            state = self._feed.folder.read_status().state
+            if state in RESTING and state != self._pictured:
                 self._feed.poll(files=True)
                 with self._lock:
                     self._take_news()
                 self._leave_picture()
-            self._pictured = rests
+            self._pictured = state
 
     def _kernel_listens(self) -> bool:
         """Whether the kernel's loop is free, so that a living page would have been heard. While a cell keeps it, it is
@@ -255,7 +255,9 @@ class Dashboard(anywidget.AnyWidget):
         if self._feed.version == self._version and time.monotonic() < self._look_again:
             return
         self._look_again = time.monotonic() + SILENT_TICK_SECONDS
-        if self._at_rest and not self._pictured:
+        state = self._feed.status.state
+        came_to_rest = self._at_rest and state != self._pictured
+        if came_to_rest:
             self._feed.poll(files=True)
         with self._lock:
             self._take_news()
@@ -265,7 +267,7 @@ class Dashboard(anywidget.AnyWidget):
                 self.keyframe = _packed(message)
             elif message is not None:
                 self.send(message[0], buffers=message[1])
-            came_to_rest, self._pictured = self._at_rest and not self._pictured, self._at_rest
+            self._pictured = state
         if came_to_rest:
             self._leave_picture()
 

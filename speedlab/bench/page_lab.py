@@ -20,7 +20,7 @@ from typing import Any
 
 CELLS = (
     "%load_ext speedlab\n%speedlab start",
-    "import speedlab as sl\nrun = cluster.train(sl.RunConfig(model='gpt-tiny', data='stdlib', zero=2))",
+    "from speedlab.config import RunConfig\nrun = cluster.train(RunConfig(model='gpt-tiny', data='stdlib', zero=2))",
     "%speedlab dash",
 )
 """Three actions: each cell is run as soon as the one before it is done."""

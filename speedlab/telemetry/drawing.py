@@ -52,7 +52,7 @@ from speedlab.telemetry.step_figures import (
     throughput_figure,
     throughput_values,
 )
-from speedlab.telemetry.timeline import timeline_of
+from speedlab.telemetry.timeline import is_one_stage, timeline_of
 
 SERVED = "SPEEDLAB_SERVED"
 """Variable that a Jupyter server with our extension gives to its kernels: their pages draw runs through the server."""
@@ -131,9 +131,11 @@ class Drawing:
 
     def next(self, status: Status, *, rewritten: bool = False) -> Message | None:
         """What comes next; None when nothing has changed. A keyframe at first, with the first records, which decide how
-        the page is laid out, and when the run comes to rest. `rewritten`: steps before were replaced."""
+        the page is laid out, when a figure has gone, as a pipeline's when there is none any more, and when the run comes
+        to rest. `rewritten`: steps before were replaced."""
         rests = status.state in RESTING
-        if self._rested is None or (rests and not self._rested) or (self.history.latest and not self._had_records):
+        laid_out_anew = bool(self.history.latest) and (not self._had_records or self._a_figure_is_gone())
+        if self._rested is None or (rests and not self._rested) or laid_out_anew:
             return self.keyframe(status)
         self._rested = rests
         return self.tick(status, rewritten=rewritten)
@@ -144,6 +146,7 @@ class Drawing:
         self._had_records = bool(self.history.latest)
         specs = self._bar_specs()
         specs |= {name: self._curve_spec(name, closed=closed) for name in self._shown}
+        self._pipeline = None, float("-inf")
         specs |= {"pipeline": spec} if (spec := self._new_pipeline(anyway=True)) is not None else {}
         self._events, self._heldout = len(self.history.events), len(self.history.heldout)
         self._head = self._header(status)
@@ -174,6 +177,14 @@ class Drawing:
             return None
         self.seq += 1
         return {"type": "Changes", "seq": self.seq, "parts": parts}, buffers
+
+    def _a_figure_is_gone(self) -> bool:
+        """Whether the page has a figure of what the run has no more: a pipeline, or something that is not on the
+        device."""
+        now, (step, when) = self._clock(), self._pipeline
+        if step is not None and now - when >= _PIPELINE_SECONDS and is_one_stage(self.history.records):
+            return True
+        return "places" in self._frames and now - self._bars_sent >= _BARS_SECONDS and not places_figure(self.history)
 
     @property
     def _shown(self) -> list[str]:

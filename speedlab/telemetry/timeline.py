@@ -64,15 +64,27 @@ class Timeline:
 def timeline_of(records: Mapping[int, Sequence[StepRecord]], step: int | None = None) -> Timeline | None:
     """The pipeline of a step, or of the newest one that every rank has told of; None when there is no such timeline."""
     found = lanes_of(records, step)
-    if found is None:
-        return None
-    by_stages: dict[tuple[int, ...], Lane] = {}
-    for lane in found[1]:
-        if lane.stages:
-            by_stages.setdefault(lane.stages, lane)  # Its peers hold other data, or other parts of the same layers.
-    if len(by_stages) < 2:
+    by_stages = _by_stages(found[1]) if found is not None else {}
+    if found is None or len(by_stages) < 2:
         return None
     return Timeline(step=found[0], lanes=tuple(by_stages[stages] for stages in sorted(by_stages)))
+
+
+def is_one_stage(records: Mapping[int, Sequence[StepRecord]]) -> bool:
+    """Whether the newest steps have no pipeline: they tell of no timeline, or of that of one stage."""
+    found = lanes_of(records)
+    if found is not None:
+        return len(_by_stages(found[1])) < 2
+    return not any(_near(entries, None) for entries in records.values())
+
+
+def _by_stages(lanes: Sequence[Lane]) -> dict[tuple[int, ...], Lane]:
+    """One lane for each place in the pipeline: its peers hold other data, or other parts of the same layers."""
+    found: dict[tuple[int, ...], Lane] = {}
+    for lane in lanes:
+        if lane.stages:
+            found.setdefault(lane.stages, lane)
+    return found
 
 
 def lanes_of(

@@ -63,4 +63,6 @@ class Notebook:
 
 
 def step_of(dash: Any) -> int:
-    return int(dash.locator(".sl-text").inner_text().split("step ")[1].split("/")[0].replace(",", ""))
+    """The step that its header line tells, once it tells one: a view that was made anew begins without."""
+    text = dash.locator(".sl-text", has_text="step ").inner_text()
+    return int(text.split("step ")[1].split("/")[0].replace(",", ""))

@@ -98,6 +98,7 @@ def test_lanes_of_a_pipeline_and_a_layout_changed_in_the_panel(page, lab) -> Non
     panel.locator("button.speedlab-apply").click()
     panel.locator(".speedlab-message", has_text="pp 1 × dp 1 × tp 2").wait_for()
     dash.locator('[data-plot="loss"]').get_by_text("▼ pp 1 × dp 1 × tp 2").first.wait_for(state="attached")
+    dash.locator(".sl-text").scroll_into_view_if_needed()  # Out of sight, it asks for nothing.
     lanes.wait_for(state="hidden")
     assert "the run is stopped" in notebook.run(7).inner_text()
     assert "stopped" in notebook.run(8).inner_text()

@@ -30,7 +30,7 @@ from speedlab.config import RunConfig
 from speedlab.telemetry.drawing import SERVED, Drawing
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import RunFolder, Status
-from speedlab.telemetry.records import RESTING, Event, Ledger, RunState, Span, StepRecord
+from speedlab.telemetry.records import Event, Ledger, RunState, Span, StepRecord
 from speedlab.telemetry.series import BARS, POINTS, History
 
 MIB = 2**20
@@ -291,15 +291,28 @@ def test_a_pipelines_timeline_comes_once_a_second_and_for_the_step_that_is_point
     assert shown().startswith("pipeline, step 5:")
 
 
-def test_without_a_pipeline_there_is_no_timeline_also_when_there_was_one():
-    records = {rank: [pipeline(1, rank)] for rank in (0, 1)}
+def test_a_figure_of_what_is_no_more_leaves_the_page_with_a_keyframe():
+    on_disk = Ledger(parameters=2**20, capacity_bytes=2**30, disk={"gradients": 2**30}, disk_capacity_bytes=2**31)
+    records = {rank: [replace(pipeline(1, rank), ledger=on_disk)] for rank in (0, 1)}
     history = History.of(records)
-    drawing = Drawing(history, name="sample")
-    assert "pipeline" in drawing.keyframe(RUNNING)[0]["figures"]
+    drawing = Drawing(history, name="sample", clock=itertools.count().__next__)
+    page = Page(*drawing.next(RUNNING))
+    assert {"pipeline", "places"} <= set(page.figures)
     for rank in records:
-        records[rank] += [record(step, rank) for step in range(2, 12)]  # Reshaped to pp 1.
+        records[rank] += [record(step, rank, ledger=on_disk) for step in range(2, 12)]  # Reshaped to pp 1.
     history.update(records, [])
-    assert "pipeline" not in drawing.keyframe(RUNNING)[0]["figures"]
+    page.take(*drawing.next(RUNNING))
+    assert "pipeline" not in page.figures
+    assert "places" in page.figures
+    for rank in records:
+        records[rank].append(record(12, rank))  # Moved to the device.
+    history.update(records, [])
+    page.take(*drawing.next(RUNNING))
+    assert not {"pipeline", "places"} & set(page.figures)
+    for rank in records:
+        records[rank].append(record(13, rank))
+    history.update(records, [])
+    assert drawing.next(RUNNING)[0]["type"] == "Changes"
 
 
 def test_silence_is_told_though_nothing_comes():
@@ -556,15 +569,20 @@ def test_a_run_that_is_over_shows_its_picture_at_once(source, monkeypatch, tmp_p
     assert "■ stopped" in displays.shown[0][0]["image/svg+xml"]
 
 
-def test_each_rest_is_pictured_anew(source, monkeypatch, tmp_path):
+@pytest.mark.parametrize("where", ["", "1"])
+def test_each_rest_is_pictured_anew(source, monkeypatch, tmp_path, where):
+    monkeypatch.setenv(SERVED, where)
     displays = Displays(monkeypatch, tmp_path)
     source.write(1)
     view = show(source.folder)
     try:
-        for state, count in ((RunState.PAUSED, 1), (RunState.RUNNING, 1), (RunState.FINISHED, 2)):
+        states = [RunState.PAUSED, RunState.STOPPED, RunState.RUNNING, RunState.FINISHED]
+        for state, count in zip(states, (1, 2, 2, 3), strict=True):
             source.set_state(state)
-            eventually(lambda: view._feed.status.state == state and len(displays.updates) == count)  # noqa: B023 called at once
-            eventually(lambda: view._pictured == (state in RESTING))  # noqa: B023 called at once
+            eventually(lambda: len(displays.updates) == count)  # noqa: B023 called at once
+            eventually(lambda: view._pictured == state)  # noqa: B023 called at once
+        heads = [bundle["text/plain"].split()[-1] for bundle, _ in displays.updates]
+        assert heads == ["paused", "stopped", "finished"]
     finally:
         view.close()
 
