@@ -131,8 +131,8 @@ class Drawing:
 
     def next(self, status: Status, *, rewritten: bool = False) -> Message | None:
         """What comes next; None when nothing has changed. A keyframe at first, with the first records, which decide how
-        the page is laid out, when a figure has gone, as a pipeline's when there is none any more, and when the run comes
-        to rest. `rewritten`: steps before were replaced."""
+        the page is laid out, when a figure has gone, as that of a pipeline that is no more, and when the run comes to
+        rest. `rewritten`: steps before were replaced."""
         rests = status.state in RESTING
         laid_out_anew = bool(self.history.latest) and (not self._had_records or self._a_figure_is_gone())
         if self._rested is None or (rests and not self._rested) or laid_out_anew:
