@@ -63,6 +63,7 @@ class Notebook:
 
 
 def step_of(dash: Any) -> int:
-    """The step that its header line tells, once it tells one: a view that was made anew begins without."""
-    text = dash.locator(".sl-text", has_text="step ").inner_text()
+    """The step that its header line tells, once it tells one: a view that was made anew begins without. Its text
+    content, since JupyterLab may not have laid it out, and text that is not rendered has no inner text."""
+    text = dash.locator(".sl-text", has_text="step ").text_content()
     return int(text.split("step ")[1].split("/")[0].replace(",", ""))

@@ -301,13 +301,13 @@ def test_a_figure_of_what_is_no_more_leaves_the_page_with_a_keyframe():
     for rank in records:
         records[rank] += [record(step, rank, ledger=on_disk) for step in range(2, 12)]  # Reshaped to pp 1.
     history.update(records, [])
-    page.take(*drawing.next(RUNNING))
+    page = Page(*drawing.next(RUNNING))
     assert "pipeline" not in page.figures
     assert "places" in page.figures
     for rank in records:
         records[rank].append(record(12, rank))  # Moved to the device.
     history.update(records, [])
-    page.take(*drawing.next(RUNNING))
+    page = Page(*drawing.next(RUNNING))
     assert not {"pipeline", "places"} & set(page.figures)
     for rank in records:
         records[rank].append(record(13, rank))
