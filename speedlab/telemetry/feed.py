@@ -24,8 +24,7 @@ class Feed:
     1. The stream brings the newest lines with their place in the file.
     2. A line that starts where this feed has read to is taken as it is; one that starts later shows a gap, which is
        read from the file; an earlier one is known.
-    3. The files themselves are looked at twice a second, and that of the lowest rank in every poll while the stream is
-       silent: curves are its, and of the others a picture shows the present.
+    3. The files themselves are looked at in every poll while the stream is silent, and twice a second otherwise.
     4. Of a rank the end of its file is read, and all of it when somebody asks for more than its newest records.
 
     `events` only grow (a new list when the file was replaced by a shorter one, or a poll was interrupted). `version`
@@ -74,14 +73,11 @@ class Feed:
         news |= self._look_around(now)
         news |= self._drain_stream(now)
         news |= self._read_events()
-        if files or now - self._last_sweep > _SWEEP_SECONDS:
+        quiet = now - self._last_message > _STREAM_FRESH_SECONDS
+        if files or quiet or now - self._last_sweep > _SWEEP_SECONDS:
             self._last_sweep = now
-            looked_at = [*self.records.values()]
-        else:
-            quiet = now - self._last_message > _STREAM_FRESH_SECONDS
-            looked_at = [*self.records.values()][: 1 if quiet else 0]
-        for records in looked_at:
-            news |= records.read()
+            for records in self.records.values():
+                news |= records.read()
         return news
 
     def close(self) -> None:
