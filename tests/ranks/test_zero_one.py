@@ -210,11 +210,16 @@ def test_two_ranks_are_the_papers_algorithm(two: Pool) -> None:
 
 
 def in_torchs_words(steps: int) -> float:
-    """Adam whose variance is frozen at the same steps, in torch's own words, over whole parameters."""
+    """Adam whose variance is frozen at the same steps, in torch's own words, over whole parameters.
+
+    Returns the largest difference as a share of the way that the parameter went: a variance frozen while gradients
+    were next to nothing makes steps of many learning rates, and their rounding grows with them.
+    """
     ours = train(configuration(), steps)
     model = gpt(tied=True)
     matrices = {name for flat in ours.flats for name, _, _, group in flat["slots"] if not group}
     states = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
+    ways = {name: torch.full_like(p, LR) for name, p in model.named_parameters()}
     seen = 0
     for step, kind in enumerate(KINDS[:steps], 1):
         model.zero_grad()
@@ -229,11 +234,13 @@ def in_torchs_words(steps: int) -> float:
                 used, count = (updated, seen + 1) if step <= 2 else (v, seen)
                 root = (used / (1 - BETAS[1] ** count)).sqrt().add(EPS)
                 root[used == 0] = math.inf if step > 2 else EPS
-                parameter.mul_(1 - decay).sub_(LR / (1 - BETAS[0] ** step) * m / root)
+                update = LR / (1 - BETAS[0] ** step) * m / root
+                parameter.mul_(1 - decay).sub_(update)
+                ways[name] += update.abs()
                 if kind == "W":
                     v.copy_(updated)
         seen += kind == "W"
-    return max(float((ours.state[n] - p.detach()).abs().max()) for n, p in model.named_parameters())
+    return max(float(((ours.state[n] - p.detach()).abs() / ways[n]).max()) for n, p in model.named_parameters())
 
 
 def test_one_rank_is_adam_whose_variance_is_frozen_at_the_same_steps(pool_of: PoolOf) -> None:
@@ -241,7 +248,7 @@ def test_one_rank_is_adam_whose_variance_is_frozen_at_the_same_steps(pool_of: Po
     (exact,) = one.run(largest_differences, 1, configuration(), compress=False)
     assert exact == 0
     (found,) = one.run(in_torchs_words, STEPS)
-    assert found <= 1e-2 * LR
+    assert found <= 2e-3
     (plain,) = one.run(train, configuration())
     assert plain.apart == [False] * STEPS
     # With the data of one rank; behind several steps of its own a momentum is their mean, as the paper has it.
