@@ -248,7 +248,7 @@ def test_one_rank_is_adam_whose_variance_is_frozen_at_the_same_steps(pool_of: Po
     (exact,) = one.run(largest_differences, 1, configuration(), compress=False)
     assert exact == 0
     (found,) = one.run(in_torchs_words, STEPS)
-    assert found <= 2e-3
+    assert found <= 7e-4  # Of a way of some 14 learning rates: a hundredth of one.
     (plain,) = one.run(train, configuration())
     assert plain.apart == [False] * STEPS
     # With the data of one rank; behind several steps of its own a momentum is their mean, as the paper has it.
