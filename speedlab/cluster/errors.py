@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from speedlab.config.errors import more_in
+from speedlab.config.errors import more_in, with_more
 
 
 class ClusterError(RuntimeError):
@@ -18,7 +18,7 @@ class ClusterError(RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows: the message says all, and the frames would be ours."""
-        return [f"{type(self).__name__}: {self}"]
+        return [f"{type(self).__name__}: {with_more(self)}"]
 
 
 INTERRUPTED = "KeyboardInterrupt"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from speedlab.cluster.errors import ClusterError
+from speedlab.config.errors import with_more
 from speedlab.telemetry.checkpoints import newest
 from speedlab.telemetry.folder import (
     RunFolder,
@@ -36,7 +37,7 @@ class RunError(RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows: the frames that found it out say nothing more."""
-        return [f"{type(self).__name__}: {self}"]
+        return [f"{type(self).__name__}: {with_more(self)}"]
 
 
 class Given(Protocol):

@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from pydantic import ValidationError
 
+from speedlab.display.guides import TROUBLE, section_about
+
 FOREIGN_KEYS = {
     "learning_rate": "optimizer.lr",
     "batch_size": "batch.global_size",
@@ -99,16 +101,16 @@ _SECTIONS = {
 
 
 def with_more(error: Exception, message: str = "") -> str:
-    """`message`, or the error's own, for a person to read: below it the section that helps, where there is one for what
-    the refusal begins with and the message names none itself."""
+    """`message`, or the error's own, for a person to read, and below it the section that helps, where the message names
+    none: the one for what a refusal begins with, or the one that quotes the message."""
     message = message or str(error)
-    begins = re.match(r"[a-z_]+", message)
-    if not isinstance(error, ValueError) or begins is None or "speedlab guide " in message:
+    if "speedlab guide " in message:
         return message
-    section = _SECTIONS.get(begins[0])
+    begins = re.match(r"[a-z_]+", message) if isinstance(error, ValueError) else None
+    section = (_SECTIONS.get(begins[0]) if begins else None) or section_about(message)
     return f"{message}\n{more_in(section)}" if section else message
 
 
 def more_in(section: str) -> str:
     """Where a message's reader finds more: the section of `speedlab guide trouble` whose heading has this word."""
-    return f"more: speedlab guide trouble {section}"
+    return f"more: speedlab guide {TROUBLE} {section}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from pathlib import Path
 
@@ -11,6 +12,10 @@ _NOTEBOOKS = (FOLDER.parent / "notebooks", FOLDER.parents[1] / "notebooks")
 """In the package; in a checkout, which an editable install is, they lie beside it."""
 QUICKSTART = "01_quickstart.ipynb"
 
+TROUBLE = "trouble"
+"""The guide that quotes messages, a line each behind '> ', with '…' for what a message fills in."""
+
+_QUOTE = re.compile(r"^> (.*)$", re.MULTILINE)
 _HEADING = re.compile(r"^## (.*)$", re.MULTILINE)
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
@@ -55,6 +60,23 @@ def sections(text: str) -> dict[str, str]:
     starts = [match.start() for match in _HEADING.finditer(_FENCED.sub(lambda code: "`" * len(code[0]), text))]
     bodies = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
     return {body.partition("\n")[0].removeprefix("## "): body for body in bodies}
+
+
+def section_about(message: str) -> str | None:
+    """The section of `TROUBLE` that quotes a message; None for one that it does not know."""
+    text = " ".join(message.split())
+    return next((section for pattern, section in _quoted() if pattern.search(text)), None)
+
+
+@functools.cache
+def _quoted() -> list[tuple[re.Pattern[str], str]]:
+    page = FOLDER / f"{TROUBLE}.md"
+    parts = sections(page.read_text(encoding="utf-8")) if page.exists() else {}  # An install may leave the guides out.
+    return [
+        (re.compile(".*".join(map(re.escape, quote.split("…")))), heading)
+        for heading, body in parts.items()
+        for quote in _QUOTE.findall(body)
+    ]
 
 
 def _contents() -> str:

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from speedlab.config.errors import with_more
 from speedlab.telemetry.folder import RunFolderError, read_object, write_atomically
 
 MANIFEST = "manifest.json"
@@ -29,7 +30,7 @@ class CheckpointError(RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows: the frames that found it out say nothing more."""
-        return [f"{type(self).__name__}: {self}"]
+        return [f"{type(self).__name__}: {with_more(self)}"]
 
 
 @dataclass(frozen=True, kw_only=True)

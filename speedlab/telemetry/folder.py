@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from speedlab.config import ConfigError, RunConfig
+from speedlab.config.errors import with_more
 from speedlab.telemetry.exclusive import place
 from speedlab.telemetry.records import Event, RunState
 
@@ -45,7 +46,7 @@ class RunFolderError(RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows: the message says all, and the frames would be ours."""
-        return [f"{type(self).__name__}: {self}"]
+        return [f"{type(self).__name__}: {with_more(self)}"]
 
 
 @dataclass(frozen=True, kw_only=True)

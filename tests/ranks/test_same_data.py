@@ -79,7 +79,7 @@ def only_right(case: LayoutCase) -> list[Any]:
         ),
         (Layout(tp=2, pp=2), by_odd_rank, "rank 1, 3 not what rank 0 was given"),
     ],
-    ids=str,
+    ids=["tp2", "pp2", "dp2-tp2", "pp2-tp2"],
 )
 def test_different_tokens_are_told_on_all_ranks(pool_of: PoolOf, layout: Layout, choice: Choice, who: str) -> None:
     case = LayoutCase(layout=layout, stage=1, accumulation=2)

@@ -10,6 +10,7 @@ import pytest
 
 from speedlab.config import RunConfig
 from speedlab.engine.checkpoint import prune
+from speedlab.config.errors import with_more
 from speedlab.telemetry.checkpoints import (
     CheckpointError,
     checkpoints_in,
@@ -69,7 +70,7 @@ def test_what_there_is_not_is_told_with_what_there_is(folder: Path, place: str, 
     with pytest.raises(CheckpointError) as refusal:
         find_checkpoint(place, **named)
     assert message in str(refusal.value)
-    assert refusal.value._render_traceback_() == [f"CheckpointError: {refusal.value}"]  # In a notebook: no frames.
+    assert refusal.value._render_traceback_() == [f"CheckpointError: {with_more(refusal.value)}"]  # No frames.
 
 
 def test_what_is_no_checkpoint_does_not_count(folder: Path) -> None:

@@ -6,6 +6,7 @@ import ast
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from import_graph import PACKAGES, ROOT, sources
@@ -13,10 +14,14 @@ from markdown_blocks import GUIDES, README, blocks_of
 from messages import faults, messages
 
 from speedlab import cli
+from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.known_runs import RunError
 from speedlab.config import ConfigError, RunConfig
 from speedlab.config.errors import _SECTIONS, more_in, with_more
 from speedlab.display.guides import FOLDER, names, sections
 from speedlab.layout import LayoutError
+from speedlab.telemetry.checkpoints import CheckpointError
+from speedlab.telemetry.folder import RunFolderError
 
 TROUBLE = FOLDER / "trouble.md"
 PAGES = [README, *GUIDES]
@@ -83,6 +88,26 @@ def test_a_refusal_names_the_section_that_its_reader_wants() -> None:
     assert refused.value._render_traceback_()[0].splitlines()[1:] == [more_in("batch")]
     assert LayoutError("tp 3: …")._render_traceback_()[-1] == more_in("layout")
     assert with_more(ConfigError(problems=[("parallel", "tp 3: …")])) == f"parallel: tp 3: …\n{more_in('layout')}"
+
+
+@pytest.mark.parametrize(
+    ("error", "section"),
+    [
+        (RunError("run 'a' would go on from step 3 and ends at step 3; give it more than 3 steps"), "runs"),
+        (RunFolderError("there is no run 'a'; runs in /home/me/runs: b"), "runs"),
+        (ClusterError("cluster 'a' runs with 2 engines, and 4 were asked for; …"), "engines"),
+        (
+            CheckpointError("x.safetensors: its content has changed since it was written (sha256 differs)"),
+            "checkpoints",
+        ),
+        (
+            CheckpointError("step-2 exists already and is never overwritten; give another tag\nor move it away"),
+            "checkpoints",
+        ),
+    ],
+)
+def test_a_message_that_a_section_quotes_names_it_in_a_notebook(error: Any, section: str) -> None:
+    assert error._render_traceback_() == [f"{type(error).__name__}: {error}\n{more_in(section)}"]
 
 
 @pytest.mark.parametrize(
