@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from speedlab.config import RunConfig
-from speedlab.engine.checkpoint import prune
 from speedlab.config.errors import with_more
+from speedlab.engine.checkpoint import prune
 from speedlab.telemetry.checkpoints import (
     CheckpointError,
     checkpoints_in,

@@ -132,8 +132,11 @@ def _load_flats(engine: TrainingState, files: Files, manifest: dict[str, Any]) -
             for slot, stretch, place in held(engine, flat):
                 entry = entries[slot.name]
                 files.copy(entry, "master", stretch, flat.master[place])
-                for kind in own.keys() & entry["states"].keys():
-                    files.copy(entry, kind, stretch, own[kind][place])
+                for kind, state in own.items():
+                    if kind in entry["states"]:
+                        files.copy(entry, kind, stretch, state[place])
+                    else:
+                        state[place].zero_()  # It had no history yet when this was saved.
             if not goes_on and "exp_avg_sq" in own:  # A frozen variance is infinite where there was no gradient.
                 own["exp_avg_sq"].masked_fill_(own["exp_avg_sq"].isinf(), 0.0)
         if flat.trainable:
