@@ -27,6 +27,13 @@ _CHROMIUM_FLAGS = [
     "--disable-sync",
 ]
 _START_SECONDS = 60
+STOP_ENGINES = """
+from speedlab.cluster import Cluster, ClusterError
+try:
+    Cluster.attach().stop()
+except ClusterError as error:
+    print(error)
+"""
 
 
 @dataclass(frozen=True)
@@ -38,8 +45,9 @@ class Lab:
     folder: Path
     environment: dict[str, str]
 
-    def page_of(self, notebook: str) -> str:
-        return f"{self.url}/lab/tree/{notebook}?token={self.token}&reset"
+    def page_of(self, notebook: str, *, seven: bool = False) -> str:
+        """In JupyterLab, or in Notebook 7."""
+        return f"{self.url}/{'notebooks' if seven else 'lab/tree'}/{notebook}?token={self.token}&reset"
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +101,13 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             server.kill()
             server.wait()
         log.close()
+
+
+@pytest.fixture
+def _engines_end(lab: Lab) -> Iterator[None]:
+    """Whatever the test did, its engines are ended."""
+    yield
+    subprocess.run([sys.executable, "-c", STOP_ENGINES], env=lab.environment, cwd=lab.folder, timeout=90, check=True)
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from pathlib import Path
 from typing import Any
+
+START = "%load_ext speedlab\n%speedlab start --engines 2"
+TRAIN = """\
+import speedlab as sl
+run = cluster.train(sl.RunConfig(
+    name="NAME", steps=100_000, zero=2, precision="float32", batch={"micro_size": 2},
+    model={"layers": 2, "hidden": 64, "heads": 2, "ffn_hidden": 256},
+    data={"max_bytes": 200_000, "sequence_length": 64}, eval={"every_steps": 0},
+))"""
+STOP = "run.stop().wait(60)\nprint('the run is', run.state)"
 
 
 class Notebook:
-    """A notebook on the page, whose cells are run one after another."""
+    """A notebook on the page, whose cells are run one after another; `seven`: in Notebook 7 instead of JupyterLab."""
 
-    def __init__(self, page: Any, lab: Any, name: str, cells: list[str]) -> None:
-        self.page = page
+    def __init__(self, page: Any, lab: Any, name: str, cells: list[str], *, seven: bool = False) -> None:
+        self.page, self._seven = page, seven
         self.path = lab.folder / name
         code = [
             {"cell_type": "code", "id": f"c{i}", "metadata": {}, "execution_count": None, "outputs": [], "source": cell}
@@ -18,13 +31,16 @@ class Notebook:
         ]
         kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
         self.path.write_text(json.dumps({"cells": code, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
-        page.goto(lab.page_of(name))
+        page.goto(lab.page_of(name, seven=seven))
         page.locator(".jp-Notebook-cell").first.wait_for()
         self.wait_until_idle()
 
     def wait_until_idle(self) -> None:
-        # The toolbar says idle too early.
-        self.page.get_by_text("| Idle").first.wait_for(timeout=90_000)
+        if self._seven:
+            idle = self.page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').first
+            idle.wait_for(state="attached", timeout=90_000)
+        else:  # The toolbar says idle too early.
+            self.page.get_by_text("| Idle").first.wait_for(timeout=90_000)
 
     def run(self, number: int, *, count: int | None = None) -> Any:
         """Run cell `number`, counted from 0, and wait until it is done; returns its outputs.
@@ -67,3 +83,19 @@ def step_of(dash: Any) -> int:
     content, since JupyterLab may not have laid it out, and text that is not rendered has no inner text."""
     text = dash.locator(".sl-text", has_text="step ").text_content()
     return int(text.split("step ")[1].split("/")[0].replace(",", ""))
+
+
+def goes_on(page: Any, dash: Any) -> None:
+    """Steps are taken, and the header line tells them, once it is in sight: hidden, a dashboard asks for nothing."""
+    dash.locator(".sl-text", has_text="step ").wait_for()
+    dash.locator(".sl-text").scroll_into_view_if_needed()
+    first, deadline = step_of(dash), time.monotonic() + 60
+    while step_of(dash) <= first:  # Asked anew each time: an output may be drawn anew meanwhile.
+        assert time.monotonic() < deadline
+        page.wait_for_timeout(50)
+
+
+def picture(part: Any, name: str) -> None:
+    """For people who look at what they made: SPEEDLAB_PICTURES names a folder."""
+    if folder := os.environ.get("SPEEDLAB_PICTURES"):
+        part.screenshot(path=str(Path(folder) / f"{name}.png"))

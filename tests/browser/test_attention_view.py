@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
-from lab_page import Notebook
+from lab_page import Notebook, picture
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
 
@@ -27,12 +26,12 @@ def test_what_queries_see_is_drawn_in_cells_plans_and_the_panel(page, lab) -> No
     notebook = Notebook(page, lab, "seen.ipynb", [CONFIG, "%load_ext speedlab\n%speedlab plan sparse.yaml", PANEL])
     cell = notebook.run(0).locator(".speedlab-attention")
     assert "16,384 tokens in 256 blocks of 64" in cell.inner_text()
-    _picture(cell, "seen-cell")
+    picture(cell, "seen-cell")
 
     plan = notebook.run(1).locator(".speedlab-plan")
     assert "of a whole step's FLOP" in plan.locator(".speedlab-attention").inner_text()
     assert plan.locator(".speedlab-attention svg path").count() < 12
-    _picture(plan, "seen-plan")
+    picture(plan, "seen-plan")
 
     panel = notebook.run(2).locator(".speedlab-panel")
     seen = panel.locator(".speedlab-seen")
@@ -41,15 +40,15 @@ def test_what_queries_see_is_drawn_in_cells_plans_and_the_panel(page, lab) -> No
     assert "longest path between two tokens" in seen.inner_text()
     row = seen.locator("rect").last
     assert "queries 16,128 to 16,383" in row.locator("title").text_content()
-    _picture(panel, "seen-panel")
+    picture(panel, "seen-panel")
     if os.environ.get("SPEEDLAB_PICTURES"):
         page.get_by_text("Settings", exact=True).first.click()
         page.get_by_text("Theme", exact=True).first.hover()
         page.get_by_text("JupyterLab Dark", exact=True).first.click()
         page.wait_for_timeout(2500)
         seen.scroll_into_view_if_needed()
-        _picture(panel, "seen-panel-dark")
-        _picture(plan, "seen-plan-dark")
+        picture(panel, "seen-panel-dark")
+        picture(plan, "seen-plan-dark")
     assert broken == []
 
 
@@ -60,9 +59,3 @@ for path, value in {"model.context": 16384, "data.sequence_length": 16384, "mode
                     "model.attention.window": 512, "model.attention.pattern": "longformer"}.items():
     shown.fields[path].control.value = value
 shown"""
-
-
-def _picture(part, name: str) -> None:
-    """For people who look at what they made: SPEEDLAB_PICTURES names a folder."""
-    if folder := os.environ.get("SPEEDLAB_PICTURES"):
-        part.screenshot(path=str(Path(folder) / f"{name}.png"))

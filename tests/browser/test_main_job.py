@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from lab_page import Notebook, step_of
+from lab_page import START, STOP, TRAIN, Notebook, goes_on, step_of
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
 
-START = "%load_ext speedlab\n%speedlab start --engines 2"
-TRAIN = """\
-import speedlab as sl
-run = cluster.train(sl.RunConfig(
-    name="NAME", steps=100_000, zero=2, precision="float32", batch={"micro_size": 2},
-    model={"layers": 2, "hidden": 64, "heads": 2, "ffn_hidden": 256},
-    data={"max_bytes": 200_000, "sequence_length": 64}, eval={"every_steps": 0},
-))"""
 WIDGET = """\
 from speedlab.telemetry.feed import Feed
 from speedlab_notebook.dashboard import Dashboard
 Dashboard(Feed(run.folder), name="widget")"""
-STOP = "run.stop().wait(60)\nprint('the run is', run.state)"
-STOP_ENGINES = """
-from speedlab.cluster import Cluster, ClusterError
-try:
-    Cluster.attach().stop()
-except ClusterError as error:
-    print(error)
-"""
-
-
-@pytest.fixture
-def _engines_end(lab) -> Iterator[None]:
-    """Whatever the test did, its engines are ended."""
-    yield
-    subprocess.run([sys.executable, "-c", STOP_ENGINES], env=lab.environment, cwd=lab.folder, timeout=90, check=True)
 
 
 def numbers(dash: Any, figure: str) -> dict[str, list[float]]:
@@ -190,13 +163,3 @@ def test_the_dashboard_goes_on_while_a_cell_blocks_after_a_reload_and_after_a_re
     assert outputs.locator(".speedlab-panel").count() == 1
     assert "the run is stopped" in notebook.run(6, count=2).inner_text()
     assert broken == []
-
-
-def goes_on(page: Any, dash: Any) -> None:
-    """Steps are taken, and the header line tells them, once it is in sight: hidden, a dashboard asks for nothing."""
-    dash.locator(".sl-text", has_text="step ").wait_for()
-    dash.locator(".sl-text").scroll_into_view_if_needed()
-    first, deadline = step_of(dash), time.monotonic() + 60
-    while step_of(dash) <= first:  # Asked anew each time: an output may be drawn anew meanwhile.
-        assert time.monotonic() < deadline
-        page.wait_for_timeout(50)

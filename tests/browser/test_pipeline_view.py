@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from lab_page import Notebook
-from test_main_job import START, STOP, _engines_end
+from lab_page import START, STOP, Notebook
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
-__all__ = ["_engines_end"]
 
 TRAIN = """\
 import speedlab as sl

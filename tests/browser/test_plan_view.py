@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
-from lab_page import Notebook
-from test_main_job import START, STOP, _engines_end
+from lab_page import START, STOP, Notebook, picture
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
-__all__ = ["_engines_end"]
 
 TRAIN = """\
 import speedlab as sl
@@ -34,7 +29,7 @@ def test_a_plan_the_panels_prediction_and_predicted_beside_measured(page, lab) -
     assert "fits: " in plan.inner_text()
     assert "speed: limited by" in plan.inner_text()
     assert plan.locator("svg .speedlab-outline").count() >= 3
-    _picture(plan, "plan")
+    picture(plan, "plan")
 
     assert "Error" not in "".join(notebook.run(2).all_inner_texts())
     panel = notebook.run(3).locator(".speedlab-panel")
@@ -42,7 +37,7 @@ def test_a_plan_the_panels_prediction_and_predicted_beside_measured(page, lab) -
     assert "tokens/s" in panel.locator(".speedlab-summary").inner_text()
     assert "speed: limited by" in panel.locator(".speedlab-states").inner_text()
     assert panel.locator('td[data-category="activations"]').count() == 4
-    _picture(panel, "panel")
+    picture(panel, "panel")
 
     dash = notebook.run(4).locator(".speedlab-dash")
     memory = dash.locator('[data-plot="memory"]')
@@ -50,13 +45,7 @@ def test_a_plan_the_panels_prediction_and_predicted_beside_measured(page, lab) -
     assert "measured" in memory.locator(".annotation-text", has_text="predicted").text_content()
     dash.locator('[data-plot="throughput"] .legendtext', has_text="predicted").wait_for()
     page.wait_for_timeout(3000)
-    _picture(dash, "dash")
+    picture(dash, "dash")
     notebook.run(5)
     notebook.run(6)
     assert broken == []
-
-
-def _picture(part, name: str) -> None:
-    """For people who look at what they made: SPEEDLAB_PICTURES names a folder."""
-    if folder := os.environ.get("SPEEDLAB_PICTURES"):
-        part.screenshot(path=str(Path(folder) / f"{name}.png"))

@@ -46,6 +46,13 @@ export function setShown(of: HTMLElement, shown: boolean): void {
   if (of.hidden === shown) of.hidden = !shown;
 }
 
+/** Shows one in the place of the other, which gives it the focus: who works by keys keeps the place. */
+export function showInstead(shown: HTMLElement, hidden: HTMLElement): void {
+  setShown(shown, true);
+  if (document.activeElement === hidden) shown.focus();
+  setShown(hidden, false);
+}
+
 /** Something that shows an item and takes in what is new of it. */
 export interface Row<Item> {
   readonly node: HTMLElement;

@@ -164,6 +164,7 @@ test('the chosen run is watched whole, others that are on for their line only, h
 test('a word is given, and its answer stands beside the controls', async () => {
   open({ chosen: 'a1' });
   await page.hear({ all_runs: [makeRun()] });
+  page.action('Pause').focus();
   page.action('Pause').click();
   await turn();
   expect(page.asked).toEqual(['pause {}']);
@@ -174,6 +175,8 @@ test('a word is given, and its answer stands beside the controls', async () => {
   expect(page.text('.sl-note')).toEqual(['paused after step 132']);
   expect(page.row('quickstart').textContent).toContain('paused');
   expect(page.action('Resume').title).toBe('Go on from where it stands');
+  // Who works by keys goes on from where the other button was.
+  expect(document.activeElement).toBe(page.action('Resume'));
 });
 
 test('another stage is asked for with a button; refused, the stage that is stands there again', async () => {
@@ -186,9 +189,11 @@ test('another stage is asked for with a button; refused, the stage that is stand
   stages.dispatchEvent(new Event('change'));
   expect(page.asked).toEqual([]);
   page.refusal = 'stage 3: no room';
+  page.action('Change').focus();
   page.action('Change').click();
   await turn();
   page.view.render();
+  expect(document.activeElement).toBe(stages);
   expect(page.asked).toEqual(['reshape {"zero":3}']);
   expect(stages.value).toBe('1');
   expect([page.text('.sl-note')[0], document.querySelector('.sl-note')?.className]).toEqual([

@@ -1,7 +1,7 @@
 // A run in the panel: state and figures in a row, its loss as a line, and, chosen, its controls.
 
 import type { Row } from '../dom';
-import { element, setAttributes, setShown, setText } from '../dom';
+import { element, setAttributes, setShown, setText, showInstead } from '../dom';
 import type { Note } from '../controls';
 import type { RunData } from '../live';
 import type { RunSummary, Word } from '../messages';
@@ -102,8 +102,8 @@ export class RunRow implements Row<RunItem> {
 
   private showControls({ run, data, config, note, showsMemory }: RunItem): void {
     const computes = run.state === 'running' || run.state === 'starting';
-    setShown(this.pause.node, computes);
-    setShown(this.resume.node, !computes);
+    if (computes) showInstead(this.pause.node, this.resume.node);
+    else showInstead(this.resume.node, this.pause.node);
     for (const [action, word] of [
       [this.pause, 'pause'],
       [this.resume, 'resume'],
@@ -128,7 +128,10 @@ export class RunRow implements Row<RunItem> {
   }
 
   /** The button is there while another stage is chosen than the run has: going through a list changes nothing. */
-  private readonly marked = () => setShown(this.change.node, this.stages.value !== String(this.stage));
+  private readonly marked = () => {
+    if (this.stages.value === String(this.stage)) showInstead(this.stages, this.change.node);
+    else setShown(this.change.node, true);
+  };
 
   private async reshape(): Promise<void> {
     const done = await this.acts.give(this.id, { word: 'reshape', arguments: { zero: Number(this.stages.value) } });

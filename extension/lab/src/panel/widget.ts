@@ -20,6 +20,11 @@ export class PanelWidget extends Widget {
     super.dispose();
   }
 
+  /** Who opens it by a key goes on in it: from the row that is next. */
+  protected override onActivateRequest(): void {
+    this.node.querySelector<HTMLElement>('.sl-row[tabindex="0"], input')?.focus();
+  }
+
   protected override onAfterAttach(): void {
     this.view.visible = this.isVisible;
   }
