@@ -19,7 +19,7 @@ help:
 	@echo "make setup   .venv with pinned dependencies"
 	@echo "make demo    trains a small GPT and changes its ZeRO stage while it runs; prints what it measured"
 	@echo "make lab     opens the same notebook in JupyterLab"
-	@echo "make test    runs all tests            (ARGS=\"-k name\" for some)"
+	@echo "make test    runs all tests            (ARGS=\"-k name\" for some, ARGS=\"-n 0\" for one after the other)"
 	@echo "make bench   side-by-side measurements (NAME=step; installs the peers in $(PEERS) first)"
 	@echo "make docs    the documentation's site, in build/site/html (installs Sphinx in $(DOCS) first)"
 	@echo "make links   asks every address on it whether it is there; needs a network"
@@ -50,7 +50,7 @@ lab: setup
 	@$(BIN)/jupyter lab $(ROOT_FLAG) $(ARGS) notebooks/01_quickstart.ipynb
 
 test: setup
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 bench: $(PEERS)/.ready
 	@PATH="$(CURDIR)/$(PEERS)/bin:$$PATH" $(PEERS)/bin/python -m speedlab.cli bench $(NAME) $(ARGS)

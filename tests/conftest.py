@@ -1,8 +1,10 @@
-"""What every tier shares: how hypothesis draws examples, that Ctrl-C works, and where GPU tests run."""
+"""What every tier shares: how hypothesis draws examples, that Ctrl-C works, what may run at the same time, and where
+GPU tests run."""
 
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -19,7 +21,18 @@ hypothesis.settings.load_profile("speedlab")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_TESTS = Path(__file__).parent
+_KEEPS_CORES_BUSY = "ranks"
+"""The tier whose tests compute on every core: two of them at a time would only slow each other down."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # `make test` has two workers: one begins with the tier above, file after file, while the other takes what waits
+    # more than it computes (pages, clusters, hosts), file by file. Whoever is done first takes from the rest.
+    for item in items:
+        tier, *below = item.path.relative_to(_TESTS).parts
+        item.add_marker(pytest.mark.xdist_group(tier if tier == _KEEPS_CORES_BUSY else "/".join([tier, *below])))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not cuda_devices():
         for item in on_gpu:
