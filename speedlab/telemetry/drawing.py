@@ -12,7 +12,7 @@ array. On a websocket they are one binary frame (speedlab_server/drawing.py), in
     {"part": "marks", "shapes": [...], "annotations": [...]}                 events on every step axis
     {"part": "head", "text": …, "state": …, "mark": …, "note": …}            the header line
 
-Bars come at most three times a second. The pipeline's timeline, a "figure" of its own where there is a pipeline, comes
+Bars come at most three times a second, of many ranks once. The pipeline's timeline, a "figure" of its own where there is a pipeline, comes
 at most once a second, of the newest step or of the one that a person points at.
 
 `seq` counts up by one, so that a page knows when it has missed something and waits for the next keyframe. "states" of a
@@ -32,6 +32,7 @@ import numpy as np
 
 from speedlab.display.figure_style import Figure
 from speedlab.hardware import Device
+from speedlab.telemetry.feed import bars_seconds
 from speedlab.telemetry.figures import anatomy_by_rank_figure, header
 from speedlab.telemetry.folder import Status
 from speedlab.telemetry.marks import event_marks
@@ -60,8 +61,6 @@ SERVED = "SPEEDLAB_SERVED"
 _HELDOUT_TRACE = 3
 _MOST_HELDOUT = POINTS // 2
 _PIPELINE_SECONDS = 1.0
-_BARS_SECONDS = 0.3
-"""Bars are made of every rank's records, which costs most of a tick, and no eye follows them faster."""
 
 Message = tuple[dict[str, Any], list[bytes]]
 """Plain data, and the buffers it points to."""
@@ -124,7 +123,7 @@ class Drawing:
         self.pipeline_step: int | None = None
         """The step whose timeline is wanted; None takes the newest."""
         self._pipeline: tuple[int | None, float] = (None, float("-inf"))
-        """Step of the timeline that was sent last, and when."""
+        """Step of the timeline that was sent last, and when it was looked for."""
         self._rested: bool | None = None
         """Whether the run rested when it was last drawn; None before it was."""
         self._had_records = False
@@ -184,7 +183,11 @@ class Drawing:
         now, (step, when) = self._clock(), self._pipeline
         if step is not None and now - when >= _PIPELINE_SECONDS and is_one_stage(self.history.records):
             return True
-        return "places" in self._frames and now - self._bars_sent >= _BARS_SECONDS and not places_figure(self.history)
+        return "places" in self._frames and self._bars_are_due and not places_figure(self.history)
+
+    @property
+    def _bars_are_due(self) -> bool:
+        return self._clock() - self._bars_sent >= bars_seconds(len(self.history.latest))
 
     @property
     def _shown(self) -> list[str]:
@@ -196,14 +199,16 @@ class Drawing:
         if (drawn := self._curves.get(name)) is None:
             _append_figure(name, self._curve_spec(name, closed=False), parts, buffers)
             return
-        done = self.history.lead.length // drawn.size
+        length = self.history.lead.length
+        done, same = length // drawn.size, drawn.size == stride(length, limit)
+        ended = drawn.open_end and length > drawn.length
+        if not rewritten and same and not ended and done == drawn.buckets:
+            return  # Most looks at a long run: the next bucket is not full.
         values = values_of(self.history, Cut(drawn.size, drawn.buckets, closed=False))
-        same = drawn.size == stride(self.history.lead.length, limit) and len(values) == drawn.traces
-        grown = self.history.lead.length > drawn.length
-        if rewritten or not same or (drawn.open_end and grown):
+        if rewritten or not same or ended or len(values) != drawn.traces:
             _append_figure(name, self._curve_spec(name, closed=False), parts, buffers)
         elif done > drawn.buckets:
-            self._curves[name] = replace(drawn, buckets=done, length=self.history.lead.length)
+            self._curves[name] = replace(drawn, buckets=done, length=length)
             parts.append(_extension(name, list(range(len(values))), values, buffers))
 
     def _tick_heldout(self, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
@@ -218,7 +223,7 @@ class Drawing:
         self._heldout = len(x)
 
     def _tick_bars(self, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
-        if self._clock() - self._bars_sent < _BARS_SECONDS or self.history.latest == self._latest:
+        if not self._bars_are_due or self.history.latest == self._latest:
             return
         self._bars_sent = self._clock()
         self._latest = dict(self.history.latest)
@@ -236,6 +241,10 @@ class Drawing:
         soon = self.pipeline_step is None and self._clock() - when < _PIPELINE_SECONDS
         if not anyway and (soon or (self.pipeline_step is not None and self.pipeline_step == sent)):
             return None
+        self._pipeline = sent, self._clock()
+        lead = self.history.latest.get(self.history.lead_rank)
+        if sent is None and not anyway and (lead is None or not lead.timeline):
+            return None  # No rank of a pipeline is without one: the others are not asked.
         timeline = timeline_of(self.history.records, self.pipeline_step)
         if timeline is None or (timeline.step == sent and not anyway):
             return None
