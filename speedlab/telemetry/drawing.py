@@ -12,8 +12,8 @@ array. On a websocket they are one binary frame (speedlab_server/drawing.py), in
     {"part": "marks", "shapes": [...], "annotations": [...]}                 events on every step axis
     {"part": "head", "text": …, "state": …, "mark": …, "note": …}            the header line
 
-Bars come at most three times a second, of many ranks once. The pipeline's timeline, a "figure" of its own where there is a pipeline, comes
-at most once a second, of the newest step or of the one that a person points at.
+Bars come at most three times a second, of many ranks once. The pipeline's timeline, a "figure" of its own where there
+is a pipeline, comes at most once a second, of the newest step or of the one that a person points at.
 
 `seq` counts up by one, so that a page knows when it has missed something and waits for the next keyframe. "states" of a
 keyframe says whether to begin with the model states alone (None while nothing is known). `speedlab_server.messages` has
@@ -150,7 +150,7 @@ class Drawing:
         self._events, self._heldout = len(self.history.events), len(self.history.heldout)
         self._head = self._header(status)
         buffers: list[bytes] = []
-        figures = {name: _pack(spec, buffers) for name, spec in specs.items()}
+        figures = {name: pack(spec, buffers) for name, spec in specs.items()}
         states = states_are_small(self.history) if self.history.latest else None
         self.seq += 1
         frame = {"type": "Keyframe", "seq": self.seq, "figures": figures, "head": self._head, "states": states}
@@ -165,7 +165,7 @@ class Drawing:
         self._tick_bars(parts, buffers)
         self._tick_heldout(parts, buffers)
         if (spec := self._new_pipeline()) is not None:
-            _append_figure("pipeline", spec, parts, buffers)
+            append_figure("pipeline", spec, parts, buffers)
         if len(self.history.events) != self._events:
             self._events = len(self.history.events)
             parts.append({"part": "marks", **event_marks(self.history.events)})
@@ -197,7 +197,7 @@ class Drawing:
     def _tick_curve(self, name: str, parts: list[dict[str, Any]], buffers: list[bytes], *, rewritten: bool) -> None:
         limit, _, values_of = _CURVES[name]
         if (drawn := self._curves.get(name)) is None:
-            _append_figure(name, self._curve_spec(name, closed=False), parts, buffers)
+            append_figure(name, self._curve_spec(name, closed=False), parts, buffers)
             return
         length = self.history.lead.length
         done, same = length // drawn.size, drawn.size == stride(length, limit)
@@ -206,20 +206,20 @@ class Drawing:
             return  # Most looks at a long run: the next bucket is not full.
         values = values_of(self.history, Cut(drawn.size, drawn.buckets, closed=False))
         if rewritten or not same or ended or len(values) != drawn.traces:
-            _append_figure(name, self._curve_spec(name, closed=False), parts, buffers)
+            append_figure(name, self._curve_spec(name, closed=False), parts, buffers)
         elif done > drawn.buckets:
             self._curves[name] = replace(drawn, buckets=done, length=length)
-            parts.append(_extension(name, list(range(len(values))), values, buffers))
+            parts.append(extension(name, list(range(len(values))), values, buffers))
 
     def _tick_heldout(self, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
         x, y = heldout_values(self.history)
         if len(x) == self._heldout:
             return
         if len(x) < self._heldout or len(x) > _MOST_HELDOUT:
-            _append_figure("loss", self._curve_spec("loss", closed=False), parts, buffers)
+            append_figure("loss", self._curve_spec("loss", closed=False), parts, buffers)
         elif not any(part["part"] == "figure" and part["figure"] == "loss" for part in parts):
             points = [(x[self._heldout :], y[self._heldout :])]
-            parts.append(_extension("loss", [_HELDOUT_TRACE], points, buffers))
+            parts.append(extension("loss", [_HELDOUT_TRACE], points, buffers))
         self._heldout = len(x)
 
     def _tick_bars(self, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
@@ -231,7 +231,7 @@ class Drawing:
             frame, sent = _frame(spec), self._frames.get(name)
             if frame != sent:
                 self._frames[name] = frame
-                _append_figure(name, spec, parts, buffers)
+                append_figure(name, spec, parts, buffers)
             else:
                 parts.append(_bars(name, spec, buffers))
 
@@ -280,11 +280,11 @@ class Drawing:
         return asdict(header(self.history, name=self._name, status=status, now=self._clock()))
 
 
-def _append_figure(name: str, spec: Figure, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
-    parts.append({"part": "figure", "figure": name, **_pack(spec, buffers)})
+def append_figure(name: str, spec: Figure, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
+    parts.append({"part": "figure", "figure": name, **pack(spec, buffers)})
 
 
-def _extension(name: str, traces: list[int], values: _Points, buffers: list[bytes]) -> dict[str, Any]:
+def extension(name: str, traces: list[int], values: _Points, buffers: list[bytes]) -> dict[str, Any]:
     buffers.append(b"".join(x.tobytes() + y.tobytes() for x, y in values))
     return {
         "part": "extend",
@@ -308,13 +308,13 @@ def _bars(name: str, spec: Figure, buffers: list[bytes]) -> dict[str, Any]:
     return {"part": "bars", "figure": name, "notes": notes, "buffer": len(buffers) - 1}
 
 
-def _pack(value: Any, buffers: list[bytes]) -> Any:
+def pack(value: Any, buffers: list[bytes]) -> Any:
     """`value` with each array put into `buffers`, and {"f32": its number} in its place."""
     if isinstance(value, np.ndarray):
         buffers.append(np.ascontiguousarray(value, dtype=np.float32).tobytes())
         return {"f32": len(buffers) - 1}
     if isinstance(value, dict):
-        return {key: _pack(item, buffers) for key, item in value.items()}
+        return {key: pack(item, buffers) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_pack(item, buffers) for item in value]
+        return [pack(item, buffers) for item in value]
     return value

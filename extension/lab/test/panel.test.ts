@@ -61,6 +61,7 @@ class Page {
       {
         output: (of, name) => this.opened.push(`output of ${of.kind} ${of.id} ${name}`),
         dashboard: run => this.opened.push(`dashboard of ${run.name}`),
+        compare: ({ id, name }) => this.opened.push(`comparison of ${id}: ${name}`),
         save: saved => this.saved.push(saved)
       },
       state
