@@ -1,8 +1,8 @@
 """Several runs side by side: how each stands now, figures on the same axes, and the settings in which they differ.
 
 A run has a number, which stands before its name wherever it is drawn, and a colour: a curve, its held-out losses and
-the marks of its events are of `legendgroup` or `name` "0", "1", …, by which a page hides a run or gives it the colour of
-its theme. Bars stand in the order of the runs, one place for each, also where it has nothing yet.
+the marks of its events are of `legendgroup` or `name` "0", "1", …, by which a page hides a run or gives it the colour
+of its theme. Bars stand in the order of the runs, one place for each, also where it has nothing yet.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Look:
     """How one run stands now."""
 
     name: str
-    status: Status = Status()
+    status: Status = field(default_factory=Status)
     settings: Mapping[str, str] = field(default_factory=dict)
     """Every setting that it has now, by its path, as text."""
     facts: Mapping[str, str] = field(default_factory=dict)
