@@ -54,6 +54,8 @@ _MOST_MARKS = 12
 """Events of a run that are marked: of several runs there are several times as many."""
 _MARK_PIXELS = 11
 _NAME_LETTERS = 28
+_BAR_LETTERS, _FEW = 12, 4
+"""Of a name below a bar, and so many bars for which there is room for names."""
 _OWN = ("name", "folder")
 """Settings in which any two runs differ."""
 
@@ -192,12 +194,12 @@ def _rows(names: Iterable[str], columns: Sequence[Mapping[str, str]]) -> list[di
 
 
 def labels(looks: Sequence[Look]) -> list[str]:
-    """'1 · name' of each; long names are cut, so that they fit below a bar."""
+    """'1 · name' of each; long names are cut."""
     return [f"{number} · {_short(look.name)}" for number, look in enumerate(looks, 1)]
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= _NAME_LETTERS else f"{name[: _NAME_LETTERS - 1]}…"
+def _short(name: str, letters: int = _NAME_LETTERS) -> str:
+    return name if len(name) <= letters else f"{name[: letters - 1]}…"
 
 
 def told(looks: Sequence[Look]) -> dict[str, Any]:
@@ -279,7 +281,7 @@ def _memory(looks: Sequence[Look]) -> Figure:
             "name": LABELS[category],
             "y": [look.held.get(category, 0) / size for look in looks],
             "marker": bar_marker(category),
-            "hovertemplate": f"%{{x}}<br>{LABELS[category]} %{{y:.4~r}} {unit}<extra></extra>",
+            "hovertemplate": f"%{{text}}<br>{LABELS[category]} %{{y:.4~r}} {unit}<extra></extra>",
         }
         for category in shown
     ]
@@ -293,7 +295,7 @@ def _anatomy(looks: Sequence[Look]) -> Figure:
             "name": phase,
             "y": [1000 * look.phases.get(phase, 0.0) for look in looks],
             "marker": {"color": PHASE_COLOURS[phase], "line": {"width": 0}},
-            "hovertemplate": f"%{{x}}<br>{phase} %{{y:.2f}} ms<extra></extra>",
+            "hovertemplate": f"%{{text}}<br>{phase} %{{y:.2f}} ms<extra></extra>",
         }
         for phase in shown
     ]
@@ -301,11 +303,18 @@ def _anatomy(looks: Sequence[Look]) -> Figure:
 
 
 def _bars(looks: Sequence[Look], data: list[dict[str, Any]], title: str, unit: str, mode: str) -> Figure:
-    names = list(map(escape, labels(looks)))
+    many = len(looks) > _FEW
+    names = [
+        str(number) if many else f"{number} · {escape(_short(look.name, _BAR_LETTERS))}"
+        for number, look in enumerate(looks, 1)
+    ]
+    whole = {"text": list(map(escape, labels(looks))), "textposition": "none"}
     layout = base_layout(title, unit) | {"barmode": mode, "bargap": 0.4, "hovermode": "closest"}
     legend_beside(layout)
     layout["xaxis"] |= {"type": "category", "showgrid": False}
     return {
-        "data": [{"type": "bar", "x": names, **trace, "y": np.array(trace["y"], dtype=np.float32)} for trace in data],
+        "data": [
+            {"type": "bar", "x": names, **whole, **trace, "y": np.array(trace["y"], dtype=np.float32)} for trace in data
+        ],
         "layout": layout,
     }

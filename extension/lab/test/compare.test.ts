@@ -23,7 +23,10 @@ const curves = {
   })),
   layout
 };
-const bars = { data: [{ name: 'parameters', x: ['1', '2', '3'], y: Float32Array.of(4, 5, 6) }], layout };
+const bars = {
+  data: [{ name: 'parameters', x: ['1', '2', '3'], y: Float32Array.of(4, 5, 6), text: ['a', 'b', 'c'] }],
+  layout
+};
 
 test('what is hidden is left out of curves, bars and marks; the others wear the colour of the ground', () => {
   const shown = figureOf(curves, { runs, hidden: new Set([1]), dark: true });
@@ -41,9 +44,10 @@ test('what is hidden is left out of curves, bars and marks; the others wear the 
   ]);
   expect(shown.layout['showlegend']).toBe(false);
   const [left] = figureOf(bars, { runs, hidden: new Set([1]), dark: false }).data;
-  expect([left?.x, [...(left?.y ?? [])]]).toEqual([
+  expect([left?.x, [...(left?.y ?? [])], left?.['text']]).toEqual([
     ['1', '3'],
-    [4, 6]
+    [4, 6],
+    ['a', 'c']
   ]);
   expect(figureOf(curves, { runs, hidden: new Set(), dark: false }).data).toHaveLength(3);
 });

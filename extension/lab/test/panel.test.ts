@@ -332,7 +332,7 @@ test('runs are ticked and compared; ticks are remembered, and so many can be tic
   expect([page.opened, page.text('.sl-compare-told')]).toEqual([[], ['tick two runs or more']]);
   click('run 1');
   page.action('Compare').click();
-  expect(page.opened).toEqual(['comparison of r1,r3: run 1 · run 3']); // In the order of the list.
+  expect(page.opened).toEqual(['comparison of r3,r1: 2 runs: run 3 · run 1']);
   expect(page.saved.at(-1)?.ticked).toEqual(['r3', 'r1']);
   // The tick is reached from its row alone: a list is one stop of the Tab key.
   page.row('run 3').focus();

@@ -8,6 +8,9 @@ export interface Shown {
   dark: boolean;
 }
 
+/** Pixels below an axis of steps, for its numbers and its title. */
+const BELOW = 50;
+
 /** The colour of a run on the ground it is shown on. */
 export const colourOf = (run: ComparedRun | undefined, dark: boolean): string =>
   run?.colours[dark ? 1 : 0] ?? '#888888';
@@ -33,11 +36,13 @@ export function figureOf({ data, layout }: Figure, { runs, hidden, dark }: Shown
   const annotations = layout.annotations
     .filter(note => seen(note as { name?: string }))
     .map((note): Note => ({ ...note, font: { ...(note['font'] as object), color: colour(note['name']) } }));
-  // The buttons above are the legend of the curves.
-  return { data: traces, layout: { ...layout, shapes, annotations, ...(overSteps && { showlegend: false }) } };
+  // The buttons above are the legend of the curves, which need no room for one below.
+  const legend = overSteps && { showlegend: false, margin: { ...(layout['margin'] as object), b: BELOW } };
+  return { data: traces, layout: { ...layout, shapes, annotations, ...legend } };
 }
 
 function without(bars: Trace, hidden: ReadonlySet<number>): Trace {
-  const x = [...(bars.x as string[])].filter((_, number) => !hidden.has(number));
-  return { ...bars, x, y: Float32Array.from([...bars.y].map(Number).filter((_, number) => !hidden.has(number))) };
+  const left = <Item>(items: readonly Item[]): Item[] => items.filter((_, number) => !hidden.has(number));
+  const text = Array.isArray(bars['text']) && { text: left(bars['text']) };
+  return { ...bars, x: left([...(bars.x as string[])]), y: Float32Array.from(left([...bars.y].map(Number))), ...text };
 }

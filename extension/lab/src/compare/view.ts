@@ -31,9 +31,10 @@ export class CompareView implements Taker {
       tools.append(button);
     }
     const head = element('div', { class: 'sl-head' }, this.chips.node, tools);
-    const tables = element('div', { class: 'sl-tables sl-beside' }, this.facts.node, this.settings.node);
+    this.settings.node.append(this.same);
+    const tables = element('div', { class: 'sl-tables sl-beside' }, this.settings.node, this.facts.node);
     this.node = element('div', { class: 'speedlab-dash', role: 'region', 'aria-label': 'runs side by side' });
-    this.node.append(head, this.note, this.grid, tables, this.same);
+    this.node.append(head, this.note, this.grid, tables);
     this.sight = new Sight(this.node, on => this.watch(on));
     this.themes.observe(document.body, { attributes: true });
     this.sizes.observe(this.grid);
@@ -115,7 +116,6 @@ export class CompareView implements Taker {
     const rows = (of: readonly ComparedRow[]) => of.map((row): [string, ...string[]] => [row.name, ...row.values]);
     this.facts.show({ title: 'so far', columns, rows: rows(told.facts) });
     this.settings.show({ title: 'settings that differ', columns, rows: rows(told.settings) });
-    this.settings.node.hidden = told.settings.length === 0;
     if (this.same.textContent !== told.note) this.same.textContent = told.note;
   }
 
@@ -130,7 +130,8 @@ export class CompareView implements Taker {
     if (!this.plotly || !told) return;
     const figures = CARDS.flatMap(name => this.shown(name, false) ?? []);
     // On a picture no buttons say whose a curve is.
-    for (const { layout } of figures) layout['showlegend'] = true;
+    for (const { layout } of figures)
+      Object.assign(layout, { showlegend: true, margin: { b: 84, l: 58, r: 20, t: 66 } });
     const names = told.runs.filter((_, number) => !this.chips.hidden.has(number)).map(run => run.name);
     try {
       save(

@@ -13,10 +13,13 @@ export interface Comparison {
   name: string;
 }
 
-/** Of runs in the order of the list; null where there are too few. */
+/** Of runs in the order in which they were ticked: the first is what the others stand beside. Null for too few. */
 export function comparisonOf(runs: readonly RunSummary[]): Comparison | null {
   if (runs.length < 2) return null;
-  return { id: runs.map(run => run.id).join(','), name: runs.map(run => run.name).join(' · ') };
+  return {
+    id: runs.map(run => run.id).join(','),
+    name: `${runs.length} runs: ${runs.map(run => run.name).join(' · ')}`
+  };
 }
 
 /** Shown while something is ticked. */

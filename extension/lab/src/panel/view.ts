@@ -108,7 +108,8 @@ export class PanelView {
   }
 
   private get ticked(): RunSummary[] {
-    return this.live.runs?.filter(run => this.state.ticked.includes(run.id)) ?? [];
+    const known = new Map(this.live.runs?.map(run => [run.id, run]));
+    return this.state.ticked.flatMap(id => known.get(id) ?? []);
   }
 
   choose(id: string): void {
