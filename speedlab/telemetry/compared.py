@@ -54,7 +54,7 @@ _MOST_MARKS = 12
 """Events of a run that are marked: of several runs there are several times as many."""
 _MARK_PIXELS = 11
 _NAME_LETTERS = 28
-_BAR_LETTERS, _FEW = 12, 4
+_BAR_LETTERS, _FEW = 10, 4
 """Of a name below a bar, and so many bars for which there is room for names."""
 _OWN = ("name", "folder")
 """Settings in which any two runs differ."""
