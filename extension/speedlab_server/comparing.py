@@ -7,6 +7,7 @@ then Changes, four times a second at most. A run that cannot be read says why in
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from speedlab.telemetry.compared_drawing import ComparedDrawing
 from speedlab.telemetry.folder import Status
 from speedlab.telemetry.records import RESTING
 from speedlab.telemetry.series import History
-from speedlab_server.drawing import RESTING_TICK_SECONDS, DrawingHandler, frame_of
+from speedlab_server.drawing import AGAIN_SECONDS, RESTING_TICK_SECONDS, DrawingHandler, frame_of
 from speedlab_server.problems import reading_text
 from speedlab_server.registry import Registry
 
@@ -33,6 +34,8 @@ class ComparedEasel:
         self._registry = registry
         self._refusal = f"{len(ids)} runs; at most {MOST_COMPARED} are compared: choose fewer" if too_many(ids) else ""
         self._looks = {id: Look(name=id) for id in ids}
+        self._again = dict.fromkeys(ids, 0.0)
+        """When each is tried again, where it could not be read."""
         self._drawing = ComparedDrawing()
         self.wait_seconds = COMPARING_TICK_SECONDS
         """Until it is worth while to look again."""
@@ -51,6 +54,8 @@ class ComparedEasel:
         return [] if message is None else [frame_of(*message)]
 
     def _look_at(self, id: str) -> Look:
+        if time.monotonic() < self._again[id]:
+            return self._looks[id]
         try:
             reader = self._registry.reader(id)
             reader.look()
@@ -60,6 +65,7 @@ class ComparedEasel:
 
             return reader.draw(look)
         except Exception as error:  # A record or an event that nobody foresaw, a folder that was damaged or is gone.
+            self._again[id] = time.monotonic() + AGAIN_SECONDS
             known, text = self._looks[id], reading_text(error)
             if text != known.problem:
                 log.warning("run %s cannot be compared", id, exc_info=error)

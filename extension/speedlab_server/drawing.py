@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 RESTING_TICK_SECONDS = 0.5
 """A run that rests may be resumed by anybody."""
-_AGAIN_SECONDS = 2.0
+AGAIN_SECONDS = 2.0
 """After which a run that could not be drawn is tried again."""
 
 
@@ -73,7 +73,7 @@ class Easel:
         try:
             frame = self._look(wanted)
         except Exception as error:  # A record or an event that nobody foresaw, a folder that was damaged.
-            self._drawing, self.wait_seconds = None, _AGAIN_SECONDS
+            self._drawing, self.wait_seconds = None, AGAIN_SECONDS
             if (text := reading_text(error)) == self._problem:
                 return []
             log.warning("run %s cannot be drawn", self._id, exc_info=error)

@@ -88,7 +88,7 @@ export class RunRow implements Row<RunItem> {
     setAttributes(this.tick, {
       'aria-label': `Compare ${run.name}`,
       title: full ? `${MOST_COMPARED} runs are ticked, the most that are compared` : `Tick to compare ${run.name}`,
-      disabled: full || run.state === 'damaged'
+      disabled: full || (run.state === 'damaged' && !item.ticked)
     });
     this.problem.update(item.problem || run.problem || data?.problem || '');
     setAttributes(this.problem.node, { class: `sl-problem${chosen ? '' : ' sl-short'}` });
