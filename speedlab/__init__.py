@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from speedlab.cluster import Cluster, RankError, Run, attach
+    from speedlab.cluster import Cluster, RankError, Run, attach, compare
     from speedlab.config import ConfigError, RunConfig
     from speedlab.engine import Engine, gather, initialize
     from speedlab.engine.checkpoint import export_hf, import_deepspeed, import_hf
@@ -24,6 +24,7 @@ _HOMES = {
     "RankError": "speedlab.cluster",
     "Run": "speedlab.cluster",
     "attach": "speedlab.cluster",
+    "compare": "speedlab.cluster",
     "initialize": "speedlab.engine",
     "Engine": "speedlab.engine",
     "gather": "speedlab.engine",
@@ -45,6 +46,7 @@ __all__ = [
     "RunConfig",
     "__version__",
     "attach",
+    "compare",
     "export_hf",
     "gather",
     "import_deepspeed",

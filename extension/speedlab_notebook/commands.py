@@ -55,10 +55,13 @@ class Command:
     options: tuple[Option, ...] = ()
     takes: Literal["", "run", "model", "guide"] = ""
     """What may follow by itself: the name or folder of a run, a model, a guide's name."""
+    several: bool = False
+    """Whether more than one of them may follow."""
 
     @property
     def usage(self) -> str:
-        word = [f"[{self.takes.upper()}]"] if self.takes else []
+        more = " ..." if self.several else ""
+        word = [f"[{self.takes.upper()}{more}]"] if self.takes else []
         return " ".join(["%speedlab", self.name, *word, *(f"[{option.usage}]" for option in self.options)])
 
     def help(self) -> str:
@@ -180,9 +183,10 @@ COMMANDS: Mapping[str, Command] = {
         ),
         Command(
             name="dash",
-            description="live memory, throughput, loss and anatomy of a run's steps",
+            description="live memory, throughput, loss and anatomy of a run's steps; of several, side by side",
             example="%speedlab dash",
             takes="run",
+            several=True,
         ),
         Command(
             name="attach",
@@ -299,6 +303,8 @@ def _arguments(command: Command, words: Sequence[str]) -> dict[str, Any]:
             raise UsageError(f"%speedlab {command.name}: {unknown('option', flag, [*options, HELP[0]])}")
         elif not command.takes:
             raise UsageError(f"%speedlab {command.name} takes no {word!r}; {command.usage}")
+        elif command.several:
+            found.setdefault(f"{command.takes}s", []).append(word)
         elif command.takes in found:
             first = found[command.takes]
             raise UsageError(f"%speedlab {command.name}: one {command.takes} at a time, not {first!r} and {word!r}")
@@ -337,9 +343,10 @@ def complete(line: str, symbol: str, run_names: Callable[[], Collection[str]]) -
     if last is not None and (last.value or last.choices):
         return [choice for choice in last.choices if choice.startswith(symbol)]
     words = [flag for flag in options if flag not in before]
-    if command.takes and not symbol.startswith("-") and all(word.startswith("-") for word in before[1:]):
+    free = command.several or all(word.startswith("-") for word in before[1:])
+    if command.takes and not symbol.startswith("-") and free:
         known = {"run": run_names, "model": known_models, "guide": names}
-        words += sorted(known[command.takes]())
+        words += sorted(name for name in known[command.takes]() if name not in before[1:])
     return [word for word in (*words, HELP[0]) if word.startswith(symbol)]
 
 

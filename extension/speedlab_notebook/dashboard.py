@@ -38,6 +38,7 @@ from speedlab_notebook.static_picture import StaticPicture
 
 if TYPE_CHECKING:
     from speedlab.cluster import Run
+    from speedlab.cluster.comparing import Comparison
     from speedlab.hardware import Device
     from speedlab.telemetry.folder import RunFolder
 
@@ -96,19 +97,19 @@ class Dashboard(anywidget.AnyWidget):
 
     def __init__(
         self,
-        feed: Feed,
+        feed: Feed | Comparison,
         *,
         name: str,
         devices: Sequence[Device] = (),
         picture: StaticPicture | None = None,
         owns_feed: bool = False,
     ) -> None:
-        self._feed = feed
+        self._feed: Any = feed
         self._owns_feed = owns_feed
         self._history = History()
         self._devices = devices
         self._known_events = -1
-        self._drawing = Drawing(self._history, name=name, devices=devices)
+        self._drawing = self.new_drawing(feed, name, devices)
         self._picture = picture
         self._version = -1
         self._rewritten = False
@@ -137,22 +138,32 @@ class Dashboard(anywidget.AnyWidget):
             self._picture.show(self._history)
         self._start()
 
+    def new_drawing(self, feed: Any, name: str, devices: Sequence[Device]) -> Drawing:
+        """What says what a page is sent next."""
+        return Drawing(self._history, name=name, devices=devices)
+
     # What the page says
 
     def _on_message(self, _: Any, content: dict[str, Any], buffers: Sequence[Any]) -> None:
         """A Draw of a view (speedlab_server/messages.py)."""
-        self._heard = time.monotonic()
-        if content.get("type") != "Draw":
+        if not self.hear(content):
             return
         step = content.get("step")
-        self._set_watching(str(content.get("view")), bool(content.get("watching")))
-        if content.get("keyframe"):
-            self._send_keyframe()
         if self._drawing.pipeline_step != (step := step if isinstance(step, int) else None):
             with self._lock:  # The pipeline of the step that a person points at; of the newest again when it is None.
                 self._drawing.pipeline_step = step
                 if (message := self._drawing.tick(self._feed.status)) is not None:
                     self.send(message[0], buffers=message[1])
+
+    def hear(self, content: dict[str, Any]) -> bool:
+        """What any view says in a Draw: whether it is watching, and that it has missed something. False for others."""
+        self._heard = time.monotonic()
+        if content.get("type") != "Draw":
+            return False
+        self._set_watching(str(content.get("view")), bool(content.get("watching")))
+        if content.get("keyframe"):
+            self._send_keyframe()
+        return True
 
     def _set_watching(self, view: str, on: bool) -> None:
         """Start when the first view comes into sight, stop when the last one has gone."""
@@ -263,7 +274,7 @@ class Dashboard(anywidget.AnyWidget):
             self._take_news()
             message = self._drawing.next(self._feed.status, rewritten=self._rewritten)
             self._rewritten = False
-            if message is not None and message[0]["type"] == "Keyframe":
+            if message is not None and message[0]["type"] != "Changes":
                 self.keyframe = _packed(message)
             elif message is not None:
                 self.send(message[0], buffers=message[1])

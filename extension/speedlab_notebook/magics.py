@@ -216,11 +216,20 @@ def _plan(shell: InteractiveShell, **words: Any) -> None:
     display(answer)
 
 
-def _dash(shell: InteractiveShell, run: str | None = None) -> None:
-    from speedlab_notebook.at_hand import run_at_hand
+def _dash(shell: InteractiveShell, runs: tuple[str, ...] | list[str] = ()) -> None:
+    from speedlab_notebook.at_hand import held_run, run_at_hand
+
+    if len(runs) > 1:
+        from speedlab.cluster import compare
+        from speedlab_notebook.compared import show as show_compared
+
+        held = held_run(shell)
+        here = () if held is None else (held.name, str(held.folder.path))
+        show_compared(compare(*(held if held is not None and name in here else name for name in runs)))
+        return
     from speedlab_notebook.dashboard import show as show_dashboard
 
-    show_dashboard(run_at_hand(shell, run))
+    show_dashboard(run_at_hand(shell, runs[0] if runs else None))
 
 
 def _attach(shell: InteractiveShell, run: str | None = None) -> None:

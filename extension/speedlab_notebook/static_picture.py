@@ -15,6 +15,7 @@ from speedlab.telemetry.overview import overview
 if TYPE_CHECKING:
     from ipywidgets import DOMWidget
 
+    from speedlab.cluster.comparing import Comparison
     from speedlab.hardware import Device
     from speedlab.telemetry.feed import Feed
     from speedlab.telemetry.series import History
@@ -27,8 +28,8 @@ _CONFIG = {"displaylogo": False, "showSendToCloud": False, "modeBarButtonsToRemo
 class StaticPicture:
     """An output with the run as a page draws it, and the plots as they were when the run last came to rest."""
 
-    def __init__(self, feed: Feed, devices: Sequence[Device] = ()) -> None:
-        self._feed = feed
+    def __init__(self, feed: Feed | Comparison, devices: Sequence[Device] = ()) -> None:
+        self._feed: Any = feed
         self._devices = devices
         self._id = uuid.uuid4().hex
         self._live: dict[str, Any] = {}
@@ -42,15 +43,23 @@ class StaticPicture:
 
         view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
         with self._lock:
-            self._live = {RUN_MIME: run_data(self._feed.folder.path), WIDGET_MIME: view}
+            self._live = {RUN_MIME: self.names(), WIDGET_MIME: view}
             display({**self._live, **self._kept}, raw=True, display_id=self._id)
             self._placed = True
+
+    def names(self) -> dict[str, object]:
+        """What names it to pages whose server draws."""
+        return run_data(self._feed.folder.path)
+
+    def bundle(self, history: History) -> dict[str, Any]:
+        """What stays: MIME types for where nothing runs."""
+        return picture_bundle(self._feed, history, self._devices)
 
     def show(self, history: History) -> None:
         """Put the plots as they are now into the output."""
         from IPython.display import update_display
 
-        kept = picture_bundle(self._feed, history, self._devices)
+        kept = self.bundle(history)
         with self._lock:
             self._kept = kept
             if self._placed:

@@ -17,7 +17,7 @@ import logging
 import struct
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -38,8 +38,21 @@ log = logging.getLogger(__name__)
 
 RESTING_TICK_SECONDS = 0.5
 """A run that rests may be resumed by anybody."""
-_AGAIN_SECONDS = 2.0
+AGAIN_SECONDS = 2.0
 """After which a run that could not be drawn is tried again."""
+
+
+class Looking(Protocol):
+    """What a page has of what it looks at."""
+
+    @property
+    def wait_seconds(self) -> float:
+        """Until it is worth while to look again."""
+        ...
+
+    def look(self, wanted: m.Draw) -> list[bytes | m.Problem]:
+        """What the page does not have yet. In a thread, one at a time."""
+        ...
 
 
 class Easel:
@@ -60,7 +73,7 @@ class Easel:
         try:
             frame = self._look(wanted)
         except Exception as error:  # A record or an event that nobody foresaw, a folder that was damaged.
-            self._drawing, self.wait_seconds = None, _AGAIN_SECONDS
+            self._drawing, self.wait_seconds = None, AGAIN_SECONDS
             if (text := reading_text(error)) == self._problem:
                 return []
             log.warning("run %s cannot be drawn", self._id, exc_info=error)
@@ -106,7 +119,11 @@ class DrawingHandler(PageSocket):
 
     def open(self, id: str) -> None:
         super().open(id)
-        self._task = asyncio.ensure_future(self._draw(Easel(self._services.registry, id)))
+        self._task = asyncio.ensure_future(self._draw(self.easel(id)))
+
+    def easel(self, id: str) -> Looking:
+        """What this page looks at."""
+        return Easel(self._services.registry, id)
 
     def on_message(self, message: str | bytes) -> None:
         if (wanted := self.question(message, m.Draw)) is not None:
@@ -118,7 +135,7 @@ class DrawingHandler(PageSocket):
         if self._task is not None:
             self._task.cancel()
 
-    async def _draw(self, easel: Easel) -> None:
+    async def _draw(self, easel: Looking) -> None:
         while True:
             self._asked.clear()
             if not self._wanted.watching:

@@ -36,6 +36,7 @@ import speedlab_server.words as words
 from speedlab.cluster.home import OUTPUT, known_clusters
 from speedlab.display.guides import notebook_file
 from speedlab_server.clusters import Clusters, Reached, all_clusters, find
+from speedlab_server.comparing import ComparisonHandler
 from speedlab_server.drawing import DrawingHandler
 from speedlab_server.live import Hub, LiveHandler
 from speedlab_server.output import output_of
@@ -71,7 +72,8 @@ def add_handlers(web_app: Any, root_dir: str) -> None:
     routes = [(rf"{base}/{pattern}", handler) for pattern, handler in _ROUTES]
     live = (rf"{base}/live", LiveHandler, {"hub": Hub(services)})
     drawing = (f"{base}/runs/{_ID}/drawing", DrawingHandler, {"services": services})
-    web_app.add_handlers(".*$", [*routes, drawing, live, (rf"{base}/.*", NothingHandler)])
+    comparison = (f"{base}/comparisons/{_IDS}/drawing", ComparisonHandler, {"services": services})
+    web_app.add_handlers(".*$", [*routes, drawing, comparison, live, (rf"{base}/.*", NothingHandler)])
 
 
 class Handler(APIHandler):
@@ -285,6 +287,7 @@ class WordsHandler(Handler):
 
 
 _ID = r"([A-Za-z0-9@_.%-]{1,128})"
+_IDS = r"([A-Za-z0-9@_.%,-]{1,4096})"
 _ROUTES: list[tuple[str, type[Handler]]] = [
     ("clusters", ClustersHandler),
     (f"clusters/{_ID}", ClusterHandler),

@@ -311,6 +311,41 @@ class HeadLine(Part, kw_only=True):
     note: str
 
 
+class ComparedRun(Part, kw_only=True):
+    """A run among others; its number, from 0 on, is its place in the list."""
+
+    name: str
+    colours: list[str]
+    """On light, and on dark."""
+    state: str
+    mark: str
+    text: str = ""
+    """What the run says of its state."""
+    problem: str = ""
+    """Why it cannot be read; what is shown was read before."""
+
+
+class ComparedRow(Part, kw_only=True):
+    """Something that has a value in each run; empty in one that has none."""
+
+    name: str
+    values: list[str]
+
+
+class Compared(Part, kw_only=True):
+    """What stands beside the figures: the runs, what each has come to, the settings in which they differ."""
+
+    runs: list[ComparedRun]
+    facts: list[ComparedRow]
+    settings: list[ComparedRow]
+    note: str
+    """How many settings are the same."""
+
+
+class ComparedPart(Compared, kw_only=True, tag_field="part", tag="compared"):
+    """The same, in the place of what was there."""
+
+
 class FigurePart(Part, kw_only=True, tag_field="part", tag="figure"):
     """A figure is drawn anew."""
 
@@ -358,13 +393,37 @@ class Keyframe(Message, kw_only=True):
     """Bytes of each buffer, where they follow in one frame."""
 
 
-class Changes(Message, kw_only=True):
-    """What is new since the Keyframe or Changes whose `seq` is one less."""
+class Comparison(Message, kw_only=True):
+    """All figures of several runs. Curves and marks of a run bear its number, as `legendgroup` or `name`."""
 
     seq: int
-    parts: list[FigurePart | ExtendPart | BarsPart | MarksPart | HeadPart]
+    figures: dict[str, Figure]
+    compared: Compared
     buffers: list[int] = []
 
 
-ANSWERS = (Problem, Clusters, Cluster, Runs, Run, Records, Events, Output, Notebook, WordGiven, Tick, Keyframe, Changes)
+class Changes(Message, kw_only=True):
+    """What is new since the Keyframe, Comparison or Changes whose `seq` is one less."""
+
+    seq: int
+    parts: list[FigurePart | ExtendPart | BarsPart | MarksPart | HeadPart | ComparedPart]
+    buffers: list[int] = []
+
+
+ANSWERS = (
+    Problem,
+    Clusters,
+    Cluster,
+    Runs,
+    Run,
+    Records,
+    Events,
+    Output,
+    Notebook,
+    WordGiven,
+    Tick,
+    Keyframe,
+    Comparison,
+    Changes,
+)
 QUESTIONS = (Word, Subscribe, Draw)

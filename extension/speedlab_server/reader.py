@@ -59,7 +59,7 @@ class Reader:
         """Take in what is new; a number that changes when there was something."""
         with self._lock:
             if time.monotonic() - self._looked > _FRESH_SECONDS:
-                self._feed.poll()
+                self._feed.poll(leading=True)
                 self._looked = time.monotonic()
             return self._feed.version
 

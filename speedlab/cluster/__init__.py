@@ -7,12 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from speedlab.cluster.cluster import Cluster, EngineStatus
+    from speedlab.cluster.comparing import compare
     from speedlab.cluster.errors import ClusterError, RankError, RemoteFailure
     from speedlab.cluster.reattach import attach
     from speedlab.cluster.results import RankResults
     from speedlab.cluster.run import Run
 
-__all__ = ["Cluster", "ClusterError", "EngineStatus", "RankError", "RankResults", "RemoteFailure", "Run", "attach"]
+__all__ = [
+    "Cluster",
+    "ClusterError",
+    "EngineStatus",
+    "RankError",
+    "RankResults",
+    "RemoteFailure",
+    "Run",
+    "attach",
+    "compare",
+]
 
 _HOMES = {
     "Cluster": "cluster",
@@ -23,6 +34,7 @@ _HOMES = {
     "RankResults": "results",
     "Run": "run",
     "attach": "reattach",
+    "compare": "comparing",
 }
 """The modules of the names; imported when first used, so that an engine process does not import the kernel's side."""
 

@@ -231,6 +231,8 @@ class _Panel:
     def _legend(self) -> str:
         parts, x, y = [], float(self._left), float(self._floor + 36)
         for trace in self._data:
+            if trace.get("showlegend") is False:
+                continue
             name = plain_text(trace["name"])
             width = 27 + _LETTER * len(name)
             if x + width > self._width and x > self._left:

@@ -12,8 +12,8 @@ array. On a websocket they are one binary frame (speedlab_server/drawing.py), in
     {"part": "marks", "shapes": [...], "annotations": [...]}                 events on every step axis
     {"part": "head", "text": …, "state": …, "mark": …, "note": …}            the header line
 
-Bars come at most three times a second. The pipeline's timeline, a "figure" of its own where there is a pipeline, comes
-at most once a second, of the newest step or of the one that a person points at.
+Bars come at most three times a second, of many ranks once. The pipeline's timeline, a "figure" of its own where there
+is a pipeline, comes at most once a second, of the newest step or of the one that a person points at.
 
 `seq` counts up by one, so that a page knows when it has missed something and waits for the next keyframe. "states" of a
 keyframe says whether to begin with the model states alone (None while nothing is known). `speedlab_server.messages` has
@@ -32,6 +32,7 @@ import numpy as np
 
 from speedlab.display.figure_style import Figure
 from speedlab.hardware import Device
+from speedlab.telemetry.feed import bars_seconds
 from speedlab.telemetry.figures import anatomy_by_rank_figure, header
 from speedlab.telemetry.folder import Status
 from speedlab.telemetry.marks import event_marks
@@ -60,8 +61,6 @@ SERVED = "SPEEDLAB_SERVED"
 _HELDOUT_TRACE = 3
 _MOST_HELDOUT = POINTS // 2
 _PIPELINE_SECONDS = 1.0
-_BARS_SECONDS = 0.3
-"""Bars are made of every rank's records, which costs most of a tick, and no eye follows them faster."""
 
 Message = tuple[dict[str, Any], list[bytes]]
 """Plain data, and the buffers it points to."""
@@ -124,7 +123,7 @@ class Drawing:
         self.pipeline_step: int | None = None
         """The step whose timeline is wanted; None takes the newest."""
         self._pipeline: tuple[int | None, float] = (None, float("-inf"))
-        """Step of the timeline that was sent last, and when."""
+        """Step of the timeline that was sent last, and when it was looked for."""
         self._rested: bool | None = None
         """Whether the run rested when it was last drawn; None before it was."""
         self._had_records = False
@@ -151,7 +150,7 @@ class Drawing:
         self._events, self._heldout = len(self.history.events), len(self.history.heldout)
         self._head = self._header(status)
         buffers: list[bytes] = []
-        figures = {name: _pack(spec, buffers) for name, spec in specs.items()}
+        figures = {name: pack(spec, buffers) for name, spec in specs.items()}
         states = states_are_small(self.history) if self.history.latest else None
         self.seq += 1
         frame = {"type": "Keyframe", "seq": self.seq, "figures": figures, "head": self._head, "states": states}
@@ -166,7 +165,7 @@ class Drawing:
         self._tick_bars(parts, buffers)
         self._tick_heldout(parts, buffers)
         if (spec := self._new_pipeline()) is not None:
-            _append_figure("pipeline", spec, parts, buffers)
+            append_figure("pipeline", spec, parts, buffers)
         if len(self.history.events) != self._events:
             self._events = len(self.history.events)
             parts.append({"part": "marks", **event_marks(self.history.events)})
@@ -184,7 +183,11 @@ class Drawing:
         now, (step, when) = self._clock(), self._pipeline
         if step is not None and now - when >= _PIPELINE_SECONDS and is_one_stage(self.history.records):
             return True
-        return "places" in self._frames and now - self._bars_sent >= _BARS_SECONDS and not places_figure(self.history)
+        return "places" in self._frames and self._bars_are_due and not places_figure(self.history)
+
+    @property
+    def _bars_are_due(self) -> bool:
+        return self._clock() - self._bars_sent >= bars_seconds(len(self.history.latest))
 
     @property
     def _shown(self) -> list[str]:
@@ -194,31 +197,33 @@ class Drawing:
     def _tick_curve(self, name: str, parts: list[dict[str, Any]], buffers: list[bytes], *, rewritten: bool) -> None:
         limit, _, values_of = _CURVES[name]
         if (drawn := self._curves.get(name)) is None:
-            _append_figure(name, self._curve_spec(name, closed=False), parts, buffers)
+            append_figure(name, self._curve_spec(name, closed=False), parts, buffers)
             return
-        done = self.history.lead.length // drawn.size
+        length = self.history.lead.length
+        done, same = length // drawn.size, drawn.size == stride(length, limit)
+        ended = drawn.open_end and length > drawn.length
+        if not rewritten and same and not ended and done == drawn.buckets:
+            return  # Most looks at a long run: the next bucket is not full.
         values = values_of(self.history, Cut(drawn.size, drawn.buckets, closed=False))
-        same = drawn.size == stride(self.history.lead.length, limit) and len(values) == drawn.traces
-        grown = self.history.lead.length > drawn.length
-        if rewritten or not same or (drawn.open_end and grown):
-            _append_figure(name, self._curve_spec(name, closed=False), parts, buffers)
+        if rewritten or not same or ended or len(values) != drawn.traces:
+            append_figure(name, self._curve_spec(name, closed=False), parts, buffers)
         elif done > drawn.buckets:
-            self._curves[name] = replace(drawn, buckets=done, length=self.history.lead.length)
-            parts.append(_extension(name, list(range(len(values))), values, buffers))
+            self._curves[name] = replace(drawn, buckets=done, length=length)
+            parts.append(extension(name, list(range(len(values))), values, buffers))
 
     def _tick_heldout(self, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
         x, y = heldout_values(self.history)
         if len(x) == self._heldout:
             return
         if len(x) < self._heldout or len(x) > _MOST_HELDOUT:
-            _append_figure("loss", self._curve_spec("loss", closed=False), parts, buffers)
+            append_figure("loss", self._curve_spec("loss", closed=False), parts, buffers)
         elif not any(part["part"] == "figure" and part["figure"] == "loss" for part in parts):
             points = [(x[self._heldout :], y[self._heldout :])]
-            parts.append(_extension("loss", [_HELDOUT_TRACE], points, buffers))
+            parts.append(extension("loss", [_HELDOUT_TRACE], points, buffers))
         self._heldout = len(x)
 
     def _tick_bars(self, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
-        if self._clock() - self._bars_sent < _BARS_SECONDS or self.history.latest == self._latest:
+        if not self._bars_are_due or self.history.latest == self._latest:
             return
         self._bars_sent = self._clock()
         self._latest = dict(self.history.latest)
@@ -226,7 +231,7 @@ class Drawing:
             frame, sent = _frame(spec), self._frames.get(name)
             if frame != sent:
                 self._frames[name] = frame
-                _append_figure(name, spec, parts, buffers)
+                append_figure(name, spec, parts, buffers)
             else:
                 parts.append(_bars(name, spec, buffers))
 
@@ -236,6 +241,10 @@ class Drawing:
         soon = self.pipeline_step is None and self._clock() - when < _PIPELINE_SECONDS
         if not anyway and (soon or (self.pipeline_step is not None and self.pipeline_step == sent)):
             return None
+        self._pipeline = sent, self._clock()
+        lead = self.history.latest.get(self.history.lead_rank)
+        if sent is None and not anyway and (lead is None or not lead.timeline):
+            return None  # No rank of a pipeline is without one: the others are not asked.
         timeline = timeline_of(self.history.records, self.pipeline_step)
         if timeline is None or (timeline.step == sent and not anyway):
             return None
@@ -271,11 +280,11 @@ class Drawing:
         return asdict(header(self.history, name=self._name, status=status, now=self._clock()))
 
 
-def _append_figure(name: str, spec: Figure, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
-    parts.append({"part": "figure", "figure": name, **_pack(spec, buffers)})
+def append_figure(name: str, spec: Figure, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
+    parts.append({"part": "figure", "figure": name, **pack(spec, buffers)})
 
 
-def _extension(name: str, traces: list[int], values: _Points, buffers: list[bytes]) -> dict[str, Any]:
+def extension(name: str, traces: list[int], values: _Points, buffers: list[bytes]) -> dict[str, Any]:
     buffers.append(b"".join(x.tobytes() + y.tobytes() for x, y in values))
     return {
         "part": "extend",
@@ -299,13 +308,13 @@ def _bars(name: str, spec: Figure, buffers: list[bytes]) -> dict[str, Any]:
     return {"part": "bars", "figure": name, "notes": notes, "buffer": len(buffers) - 1}
 
 
-def _pack(value: Any, buffers: list[bytes]) -> Any:
+def pack(value: Any, buffers: list[bytes]) -> Any:
     """`value` with each array put into `buffers`, and {"f32": its number} in its place."""
     if isinstance(value, np.ndarray):
         buffers.append(np.ascontiguousarray(value, dtype=np.float32).tobytes())
         return {"f32": len(buffers) - 1}
     if isinstance(value, dict):
-        return {key: _pack(item, buffers) for key, item in value.items()}
+        return {key: pack(item, buffers) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_pack(item, buffers) for item in value]
+        return [pack(item, buffers) for item in value]
     return value

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+from dataclasses import replace
 
 from speedlab.telemetry.folder import RunFolder, RunFolderError, Status
 from speedlab.telemetry.rank_records import RankRecords
@@ -16,6 +17,14 @@ from speedlab.telemetry.tail import Tail
 _STREAM_FRESH_SECONDS = 2.0
 _SWEEP_SECONDS = 0.5
 _LOOK_AROUND_SECONDS = 1.0
+_FEW_RANKS = 16
+_FEW_SECONDS, _MANY_SECONDS = 0.3, 1.0
+
+
+def bars_seconds(ranks: int) -> float:
+    """How often what is drawn of every rank is drawn: no eye follows bars faster, and of many ranks only the least, the
+    middle and the most are shown. It is made of all ranks' records, which costs most of a look at a run."""
+    return _FEW_SECONDS if ranks <= _FEW_RANKS else _MANY_SECONDS
 
 
 class Feed:
@@ -47,16 +56,17 @@ class Feed:
         self._directories = [str(self.folder.path / name) for name in ("records", "stream")]
         self._directories_seen: list[int] = []
         self._subscriber: Subscriber | None = Subscriber(self.folder.path / "stream")
-        self._last_message = self._last_sweep = self._last_look = float("-inf")
+        self._last_message = self._last_sweep = self._last_look = self._last_others = float("-inf")
 
-    def poll(self, *, files: bool = False) -> bool:
+    def poll(self, *, files: bool = False, leading: bool = False) -> bool:
         """Take in what is new; True when there was something. Takes some 30 µs when there is not; never waits.
 
-        `files` looks into the files whatever the stream says: after a run has ended, everything is there.
+        `files` looks into the files whatever the stream says: after a run has ended, everything is there. `leading`
+        looks into those of other ranks than the lowest less often, for who draws its steps ten times a second.
         """
         with self._lock:
             try:
-                news = self._poll(time.monotonic(), files)
+                news = self._poll(time.monotonic(), files, leading)
             except BaseException:
                 # An interrupt may have come between reading lines and keeping them: read everything again next time.
                 self.records, self.events, self._damaged_events = {}, [], 0
@@ -66,19 +76,28 @@ class Feed:
             self.version += news
             return news
 
-    def _poll(self, now: float, files: bool) -> bool:
+    def _poll(self, now: float, files: bool, leading: bool) -> bool:
         # The status first: the events it counts are in their file by then, and are read below.
-        news = self._read_status()
-        files |= news  # A change of status ends something: whatever led to it has been written.
+        before, news = self.status, self._read_status()
+        # A change of status ends something: whatever led to it has been written. A new step alone does not.
+        files |= news and replace(self.status, step=before.step, updated=before.updated) != before
         news |= self._look_around(now)
         news |= self._drain_stream(now)
         news |= self._read_events()
         quiet = now - self._last_message > _STREAM_FRESH_SECONDS
         if files or quiet or now - self._last_sweep > _SWEEP_SECONDS:
             self._last_sweep = now
-            for records in self.records.values():
+            for records in self._due(now, files or not leading):
                 news |= records.read()
         return news
+
+    def _due(self, now: float, all_of_them: bool) -> list[RankRecords]:
+        """Whose files are to be looked at now."""
+        ranks = list(self.records.values())
+        if not all_of_them and now - self._last_others < bars_seconds(len(ranks)):
+            return ranks[:1]
+        self._last_others = now
+        return ranks
 
     def close(self) -> None:
         """Leave the stream; records and events stay, and poll() goes on from the files."""

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from statistics import median
 
 from speedlab.display.figure_style import Figure, plain
 from speedlab.display.text import count_text, seconds_text
@@ -90,13 +89,11 @@ def header(history: History, *, name: str, status: Status, now: float | None = N
     steps = int(lead.column("step")[-1]) if lead.length else status.step
     parts = [name, f"step {steps:,}/{status.steps:,}" if status.steps else f"step {steps:,}"]
     if lead.length:
-        speed = lead.column("tokens_per_second")[-RECENT_STEPS:]
-        parts.append(
-            f"{count_text(float(np.median(speed)))} tokens/s{_predicted_text(history, float(np.median(speed)))}"
-        )
+        speed = median(lead.column("tokens_per_second")[-RECENT_STEPS:].tolist())
+        parts.append(f"{count_text(speed)} tokens/s{_predicted_text(history, speed)}")
         share = history.share_of_peak(lead.column("flops_per_second")[-RECENT_STEPS:])
         if share is not None:
-            parts.append(f"{float(np.median(share)) * 100:.2g} % of peak")
+            parts.append(f"{median(share.tolist()) * 100:.2g} % of peak")
         heldout = f" (held-out {history.heldout[-1][1]:.2f})" if history.heldout else ""
         parts.append(f"loss {lead.smoothed[-1]:.2f}{heldout}")
         newest = history.latest[min(history.latest)]
@@ -141,7 +138,7 @@ def _silence(history: History, status: Status, now: float) -> str:
     """The progress of steps is the only honest watchdog: a rank that hangs in a collective still looks alive."""
     if status.state is not RunState.RUNNING or not history.latest:
         return ""
-    usual = float(np.median(history.lead.column("seconds")[-RECENT_STEPS:]))
+    usual = median(history.lead.column("seconds")[-RECENT_STEPS:].tolist())
     silent = now - max([record.time for record in history.latest.values()] + [event.time for event in history.events])
     if silent < max(_SILENT_SECONDS, _SILENT_STEPS * usual):
         return ""

@@ -37,13 +37,14 @@ def overview(history: History, *, title: str, devices: Sequence[Device] = ()) ->
     """(SVG, HTML with the same picture and a table of the numbers); `title` is the headline, as plain text."""
     plots = overview_figures(history, devices=devices)
     svg = figures_svg(plots, title=title)
-    # As an image: nothing in it could run, and a notebook that is not trusted shows it, too.
-    source = f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
     tables = "".join(_table(plain_text(plot["layout"]["title"]["text"]), list(_lines(plot))) for plot in plots[:4])
-    return svg, (
-        f'<img alt="{escape(title)}" src="{source}" style="max-width:100%">'
-        f"<details><summary>Numbers</summary>{tables}</details>"
-    )
+    return svg, f"{picture_html(svg, title)}<details><summary>Numbers</summary>{tables}</details>"
+
+
+def picture_html(svg: str, title: str) -> str:
+    """As an image: nothing in it could run, and a notebook that is not trusted shows it, too."""
+    source = f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
+    return f'<img alt="{escape(title)}" src="{source}" style="max-width:100%">'
 
 
 def _lines(figure: Figure) -> Iterator[list[str]]:

@@ -20,6 +20,8 @@ _TOPS = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0)
 def places_figure(history: History) -> Figure | None:
     """None where everything lies on the device."""
     ledgers = {rank: record.ledger for rank, record in history.latest.items()}
+    if not any(ledger.host or ledger.disk for ledger in ledgers.values()):
+        return None
     used = [place for place in PLACES if any(place in ledger.by_place() for ledger in ledgers.values())]
     if len(used) < 2:
         return None

@@ -30,10 +30,8 @@ def last_record(folder: Path, rank: int) -> StepRecord | None:
     tail = Tail(folder / "records" / f"rank-{rank}.jsonl")
     tail.skip(1)
     for line in reversed(tail.read()):
-        with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError, OverflowError):
-            record = StepRecord.from_json(line)
-            _check_record(record, rank)
-            return record
+        with contextlib.suppress(*_NO_RECORD):
+            return _record_of(line, rank)
     return None
 
 
@@ -42,6 +40,7 @@ class RankRecords(Sequence[StepRecord]):
 
     1. At first the end of the file is read alone: the newest records (`records[-1]`, `records[-20:]`).
     2. Whoever asks for others, or for their number, has the whole file read, once, into columns.
+    3. Whoever asks for the last alone has one line read, however many have come.
 
     A run that goes back to a checkpoint takes the steps behind it away. Any thread may ask.
     """
@@ -50,12 +49,16 @@ class RankRecords(Sequence[StepRecord]):
         """`lock`: its feed's; `damaged`: told of each line that is no record."""
         self.rank = rank
         self.damaged_lines = 0
+        self.changes = 0
+        """Counts up with what is taken in, for who wants to know whether there was something."""
         self._path, self._lock, self._tell = path, lock, damaged
         self._tail = Tail(path)
         self._columns: Columns | None = None
         self._newest: deque[StepRecord] = deque(maxlen=NEWEST)
         self._lines: deque[bytes] = deque(maxlen=NEWEST)
         """Behind the newest records: what nobody has asked for yet."""
+        self._last: tuple[bytes, StepRecord] | None = None
+        """The last of these lines, where it was read alone."""
         self._tail.skip(NEWEST)
         self._earlier = self._tail.position > 0
         """Whether there are more records than those."""
@@ -72,6 +75,7 @@ class RankRecords(Sequence[StepRecord]):
             self._columns, self.damaged_lines = None if self._columns is None else Columns(self.rank), 0
             self._forget_newest()
             self._earlier = False
+            self.changes += 1
         return sum(self._add(line) for line in lines) > 0
 
     def take(self, line: bytes) -> bool:
@@ -95,6 +99,8 @@ class RankRecords(Sequence[StepRecord]):
 
     def __bool__(self) -> bool:
         with self._lock:
+            if self._read_last() is not None:
+                return True
             if self._columns is None and (self._at_hand() or not self._earlier):
                 return bool(self._at_hand())
             return bool(self._all())
@@ -105,16 +111,18 @@ class RankRecords(Sequence[StepRecord]):
     def __getitem__(self, index: slice) -> list[StepRecord]: ...
     def __getitem__(self, index: int | slice) -> StepRecord | list[StepRecord]:
         with self._lock:
+            if index == -1 and (last := self._read_last()) is not None:
+                return last
             if self._columns is None:
                 newest, first = self._at_hand(), index.start if isinstance(index, slice) else index
                 if not self._earlier or (isinstance(first, int) and -len(newest) <= first < 0):
                     return list(newest)[index] if isinstance(index, slice) else newest[index]
             columns = self._all()
             if isinstance(index, slice):
-                return [columns[place] for place in range(*index.indices(len(columns)))]
+                return [self._at(columns, place) for place in range(*index.indices(len(columns)))]
             if not -len(columns) <= index < len(columns):
                 raise IndexError(f"record {index} of rank {self.rank}, which has {len(columns)}")
-            return columns[index % len(columns)]
+            return self._at(columns, index % len(columns))
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, RankRecords | list | tuple) else NotImplemented
@@ -130,12 +138,29 @@ class RankRecords(Sequence[StepRecord]):
     def _all(self) -> Columns:
         with self._lock:
             if self._columns is None:
+                self._at_hand()  # They stay at hand: columns would have to make them anew.
                 self.damaged_lines, columns = 0, Columns(self.rank)
                 for line in self._tail.before():
                     self._append(columns, line)
                 self._columns = columns  # Only now: an interrupt leaves what there was.
-                self._forget_newest()
             return self._columns
+
+    def _at(self, columns: Columns, place: int) -> StepRecord:
+        """The record at `place`; the newest as they came, which are asked for again and again."""
+        behind = place - len(columns)
+        return self._newest[behind] if -behind <= len(self._newest) else columns[place]
+
+    def _read_last(self) -> StepRecord | None:
+        """The last record where it can be had without the others; None where its line is damaged, or there is none."""
+        if not self._lines:
+            return self._newest[-1] if self._newest else None
+        line = self._lines[-1]
+        if self._last is None or self._last[0] is not line:
+            try:
+                self._last = line, _record_of(line, self.rank)
+            except _NO_RECORD:
+                return None
+        return self._last[1]
 
     def _at_hand(self) -> deque[StepRecord]:
         """The newest records, without reading the whole file."""
@@ -143,18 +168,25 @@ class RankRecords(Sequence[StepRecord]):
         while self._lines:
             record = self._parse(self._lines[0])
             if record is not None:
-                while newest and newest[-1].step >= record.step:
-                    newest.pop()
-                self._earlier |= len(newest) == NEWEST
-                newest.append(record)
+                self._keep(record)
             self._lines.popleft()  # Only now: an interrupt loses none.
         return newest
+
+    def _keep(self, record: StepRecord) -> None:
+        """Put it behind the newest; those of its step and of later ones go."""
+        newest = self._newest
+        while newest and newest[-1].step >= record.step:
+            newest.pop()
+        self._earlier |= len(newest) == NEWEST
+        newest.append(record)
 
     def _forget_newest(self) -> None:
         self._newest.clear()
         self._lines.clear()
+        self._last = None
 
     def _add(self, line: bytes) -> bool:
+        self.changes += 1
         if self._columns is not None:
             return self._append(self._columns, line)
         if len(self._lines) == NEWEST:
@@ -167,17 +199,29 @@ class RankRecords(Sequence[StepRecord]):
         record = self._parse(line)
         if record is not None:
             columns.append(record)
+            if columns is self._columns:
+                self._keep(record)
         return record is not None
 
     def _parse(self, line: bytes) -> StepRecord | None:
+        if self._last is not None and self._last[0] is line:
+            return self._last[1]
         try:
-            record = StepRecord.from_json(line)
-            _check_record(record, self.rank)
-        except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            return _record_of(line, self.rank)
+        except _NO_RECORD as error:
             self.damaged_lines += 1
             self._tell(f"records of rank {self.rank}: a line is damaged: {str(error)[:200]}")
             return None
-        return record
+
+
+_NO_RECORD = (ValueError, TypeError, AttributeError, RecursionError, OverflowError)
+"""What a line that is no record raises."""
+
+
+def _record_of(line: bytes, rank: int) -> StepRecord:
+    record = StepRecord.from_json(line)
+    _check_record(record, rank)
+    return record
 
 
 _OTHER_FIELDS = {"phases", "sent_bytes", "moved_bytes", "exchange", "kernels", "ledger"}

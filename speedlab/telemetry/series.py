@@ -7,6 +7,7 @@ that doubles as the run grows; between two doublings a plot only ever gets new p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,10 @@ _COLUMNS = (
 
 def total_bytes(ledger: Ledger) -> int:
     """All categories together."""
-    return sum(getattr(ledger, category) for category in CATEGORIES)
+    return sum(_IN_ORDER(ledger))
+
+
+_IN_ORDER = attrgetter(*CATEGORIES)
 
 
 MOST: dict[str, Callable[[Ledger], int]] = {
@@ -152,6 +156,8 @@ class History:
         self.events: list[Event] = []
         self._most_bytes = dict.fromkeys(MOST, 0)
         self._waited_for_places = False
+        self._taken: dict[int, tuple[Sequence[StepRecord], int | None]] = {}
+        """By rank the records it was updated from, and how often these had changed by then."""
         self.predicted: Prediction | None = None
         """What the planner said, where somebody asked it."""
 
@@ -164,12 +170,13 @@ class History:
     def update(self, records: Mapping[int, Sequence[StepRecord]], events: Sequence[Event]) -> bool:
         """Take in what is new. True when earlier steps of the leading rank were replaced."""
         self.records = records
-        self.latest |= {rank: entries[-1] for rank, entries in sorted(records.items()) if entries}
+        new = self._new(records)
+        self.latest |= {rank: entries[-1] for rank, entries in sorted(new.items()) if entries}
         lead = min(self.latest, default=0)
         if lead != self.lead_rank:
             self.lead_rank, self.lead = lead, Series()
         rewritten = self.lead.update(records.get(lead, ()))
-        for record in self.latest.values():
+        for record in [self.latest[rank] for rank in new if rank in self.latest]:
             self._waited_for_places |= record.phases.get("offload", 0.0) > 0
             for name, held in MOST.items():
                 self._most_bytes[name] = max(self._most_bytes[name], held(record.ledger))
@@ -179,6 +186,16 @@ class History:
             # What ranks that have left held last is held no more.
             self.latest = {rank: record for rank, record in self.latest.items() if rank < size}
         return rewritten
+
+    def _new(self, records: Mapping[int, Sequence[StepRecord]]) -> dict[int, Sequence[StepRecord]]:
+        """Those of `records` in which something may have changed; what cannot tell may have."""
+        found = {}
+        for rank, entries in records.items():
+            state = entries, getattr(entries, "changes", None)
+            known = self._taken.get(rank)
+            if known is None or state[1] is None or known[0] is not entries or known[1] != state[1]:
+                self._taken[rank], found[rank] = state, entries
+        return found
 
     def most_bytes(self, name: str) -> int:
         """The most any rank has held of 'model_states' or 'everything', of what was seen: plots keep this height, so

@@ -12,6 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from hostile import PAYLOADS, make_runs
+from lab_page import Notebook
 from speedlab_server.registry import run_id
 from telemetry_samples import make_event, make_folder, make_record
 
@@ -33,8 +34,8 @@ LOOK_FOR_PROBLEMS = """async included => {
 }"""
 
 
-def make_run(runs: Path, name: str, state: RunState, *, steps: int = 40, text: str = "") -> Path:
-    folder = make_folder(runs, name)
+def make_run(runs: Path, name: str, state: RunState, *, steps: int = 40, text: str = "", **changes: Any) -> Path:
+    folder = make_folder(runs, name, **changes)
     ledger = Ledger(
         parameters=2**30,
         gradients=2**29,
@@ -56,7 +57,7 @@ def runs(lab: Any) -> Path:
     """One that is on, and, as folders of past days, one that failed, one damaged, and one with a hostile name."""
     folder = lab.folder / "runs"
     make_run(folder, "quickstart", RunState.RUNNING)
-    make_run(folder, "too-large", RunState.FAILED, text=f"rank 2: out of memory {HOSTILE}")
+    make_run(folder, "too-large", RunState.FAILED, text=f"rank 2: out of memory {HOSTILE}", zero=3)
     (make_run(folder, "damaged", RunState.FINISHED) / "config.json").write_text('{"warp": 9}')
     make_run(folder, "renamed", RunState.STOPPED).rename(folder / HOSTILE)
     make_runs(folder / "corpus")
@@ -86,6 +87,10 @@ def is_remembered(request: Any) -> bool:
 
 def names(page: Any) -> list[str]:
     return sorted(page.locator(".sl-row .sl-name").all_inner_texts())
+
+
+def names_in_order(page: Any) -> list[str]:
+    return page.locator(".sl-row .sl-name").all_text_contents()
 
 
 def test_runs_are_found_looked_at_and_remembered_without_a_kernel(page: Any, lab: Any, runs: Path) -> None:
@@ -160,6 +165,63 @@ def test_texts_from_anywhere_are_texts(page: Any, lab: Any, runs: Path) -> None:
     finally:
         (lab.folder / "runs").rename(lab.folder / "away/corpus")
         (lab.folder / "away").rename(lab.folder / "runs")
+
+
+def test_three_runs_are_compared_by_keyboard_alone_and_again_in_a_notebook(page: Any, lab: Any, runs: Path) -> None:
+    open_panel(page, lab, theme="Dark")
+    page.locator(".sl-row").nth(3).wait_for()
+    # From the search to the rows; beside each its tick; the cross of a run that is damaged cannot be set.
+    page.get_by_label("Search runs").focus()
+    page.keyboard.press("Tab")
+    for name in ("quickstart", "too-large", HOSTILE):
+        for key in ("Home", *["ArrowDown"] * names_in_order(page).index(name), "Tab", "Space", "Shift+Tab"):
+            page.keyboard.press(key)
+    assert page.get_by_role("checkbox", name="Compare damaged").is_disabled()
+    page.get_by_text("3 runs ticked").wait_for()
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Enter")
+    view = page.locator(".speedlab-dash")
+    drawn = view.locator('[data-plot="loss"] .scatterlayer .js-line[d]')
+    view.locator('[data-table="settings"]').get_by_text("zero.stage").wait_for()
+    page.wait_for_function("document.querySelectorAll('[data-plot=\"loss\"] .js-line[d]').length === 3")
+    ticked = ["quickstart", "too-large", HOSTILE]
+    assert view.locator(".sl-chip-name").all_text_contents() == [f"{n} · {each}" for n, each in enumerate(ticked, 1)]
+    assert view.get_attribute("data-theme") == "dark"
+    row_of_stages = view.locator('[data-table="settings"] tbody tr')
+    assert row_of_stages.all_inner_texts() == ["zero.stage\t2\t3\t2"]
+
+    # Hidden, its curve and its bar go, and its button and its column stay.
+    view.locator(".sl-chip").first.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.querySelectorAll('[data-plot=\"loss\"] .js-line[d]').length === 2")
+    assert view.locator(".sl-chip").first.get_attribute("aria-pressed") == "false"
+    assert row_of_stages.locator("td").count() == 3
+    view.get_by_role("button", name="Show all 3").press("Enter")
+    page.wait_for_function("document.querySelectorAll('[data-plot=\"loss\"] .js-line[d]').length === 3")
+    assert view.locator(".sl-chip").first.evaluate("it => it === document.activeElement")
+
+    # What is new of the run that is on comes by itself; nobody has started a kernel.
+    assert page.locator(".jp-Notebook").count() == 0
+    before = view.locator('[data-table="facts"]').inner_text()
+    for rank in range(2):
+        with (runs / "quickstart" / "records" / f"rank-{rank}.jsonl").open("a") as file:
+            file.write(f"{make_record(41, rank).to_json()}\n")
+    view.locator('[data-table="facts"]').get_by_text("41 of 100").wait_for()
+    assert "41 of 100" not in before
+    assert page.locator(".speedlab-dash").locator(FOREIGN).count() == 0
+    if AXE.exists():
+        page.evaluate(AXE.read_text(encoding="utf-8"))
+        assert page.evaluate(LOOK_FOR_PROBLEMS, [".speedlab-dash", ".sl-panel-widget"]) == []
+
+    notebook = Notebook(page, lab, "compare.ipynb", ["%load_ext speedlab\n%speedlab dash quickstart too-large"])
+    output = notebook.run(0)
+    page.wait_for_function("document.querySelectorAll('[data-plot=\"loss\"] .js-line[d]').length === 2")
+    assert output.locator(".sl-chip-name").all_text_contents() == ["1 · quickstart", "2 · too-large"]
+    kept = notebook.saved_output("image/svg+xml")
+    assert "zero.stage" in str(kept["text/html"])
+    assert drawn.count() == 2
+    assert page.evaluate("window.harmed") is None
 
 
 @pytest.mark.parametrize("theme", ["Light", "Dark"])

@@ -72,7 +72,7 @@ print(*sorted({"torch", "numba", "plotly", "ipyparallel", "ipywidgets", "anywidg
         ("start --device gpu", "unknown value 'gpu'; the nearest is 'cpu'"),
         ("stop --yes=1", "--yes is a switch and takes no value"),
         ("status here", "%speedlab status takes no 'here'"),
-        ("dash one two", "one run at a time, not 'one' and 'two'"),
+        ("panel one two", "one run at a time, not 'one' and 'two'"),
         ("start --name 'x", "quotes come in pairs"),
     ],
 )
@@ -116,6 +116,7 @@ def test_every_subcommand_has_an_example_that_is_right_and_help(notebook: Notebo
         ("%speedlab stop --", {"--name", "--yes", "--help"}),
         ("%speedlab dash q", {"quick-start"}),
         ("%speedlab dash quick-s", {"quick-start"}),
+        ("%speedlab dash quick-start ", {"slow.run", "--help"}),
         ("%speedlab dash ", {"quick-start", "slow.run", "--help"}),
         ("%speedlab report slow.run ", {"--help"}),
         ("%%ranks 0 --w", {"--wait"}),

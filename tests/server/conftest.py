@@ -40,7 +40,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterServer]:
             assert process.poll() is None, (home / "log").read_text()
             assert time.monotonic() < deadline, (home / "log").read_text()
             time.sleep(0.02)
-        yield JupyterServer(process, json.loads(info.read_text())["port"], root, ipython)
+        while not _listens(port := json.loads(info.read_text())["port"]):  # It says where a moment before it does.
+            assert time.monotonic() < deadline, (home / "log").read_text()
+            time.sleep(0.02)
+        yield JupyterServer(process, port, root, ipython)
     finally:
         process.terminate()
         try:
@@ -48,3 +51,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterServer]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _listens(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1):
+            return True
+    except OSError:
+        return False

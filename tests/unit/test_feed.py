@@ -12,10 +12,11 @@ import time
 import pytest
 from telemetry_samples import eventually, make_event, make_folder, make_record
 
-from speedlab.telemetry.feed import Feed
+from speedlab.telemetry.feed import Feed, bars_seconds
 from speedlab.telemetry.folder import Status
 from speedlab.telemetry.rank_records import NEWEST, RankRecords
 from speedlab.telemetry.records import RunState, Span, StepRecord
+from speedlab.telemetry.series import History
 from speedlab.telemetry.writer import RecordWriter
 
 
@@ -146,6 +147,51 @@ def test_of_a_rank_the_newest_records_are_read_and_the_others_when_somebody_asks
     feed.poll(files=True)
     assert len(records) == 502
     assert len(read) == NEWEST + 1 + 501 + 1
+
+
+def test_who_draws_the_leading_ranks_steps_looks_at_others_less_often(folder, monkeypatch):
+    for rank in range(3):
+        append(folder, rank, line(1, rank))
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    feed, history = Feed(folder), History()
+
+    def newest(status: Status | None = None, *, leading: bool = True) -> list[int]:
+        if status is not None:
+            folder.write_status(status)
+        feed.poll(leading=leading)
+        history.update(feed.records, feed.events)
+        assert {rank: records[-1] for rank, records in feed.records.items()} == history.latest
+        return [record.step for record in history.latest.values()]
+
+    assert newest(Status(state=RunState.RUNNING, step=1)) == [1, 1, 1]
+    for rank in range(3):
+        append(folder, rank, line(2, rank))
+    now += 0.1
+    assert newest(Status(state=RunState.RUNNING, step=2)) == [2, 1, 1]  # The status has nothing but another step.
+    now += bars_seconds(3)
+    assert newest() == [2, 2, 2]
+    for rank in range(3):
+        append(folder, rank, line(3, rank))
+    assert newest(Status(state=RunState.PAUSED, step=2)) == [3, 3, 3]
+    append(folder, 2, line(4, 2))
+    assert newest(leading=False) == [3, 3, 4]
+
+
+def test_who_asks_for_the_last_record_alone_has_one_line_read(folder, monkeypatch):
+    append(folder, 1, b"".join(line(step, 1) for step in range(1, 41)))
+    feed = Feed(folder)
+    feed.poll()
+    read: list[bytes] = []
+    from_json = StepRecord.from_json
+    monkeypatch.setattr(StepRecord, "from_json", lambda text: (read.append(text), from_json(text))[1])
+    records = feed.records[1]
+    assert (bool(records), records[-1].step, records[-1].step, len(read)) == (True, 40, 40, 1)
+    append(folder, 1, line(41, 1) + b"{}\n")
+    feed.poll(files=True)
+    assert records[-1].step == 41  # The last line is none: the one before it speaks.
+    assert [record.step for record in records[-3:]] == [39, 40, 41]
+    assert records.damaged_lines == 1
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -282,7 +328,7 @@ def look():
     print(thread.is_alive(), len(polls) > before)
 
 atexit.register(look)  # The first of all, so it is called last.
-from speedlab.telemetry.feed import Feed
+from speedlab.telemetry.feed import Feed, bars_seconds
 feed, polls = Feed({str(folder.path)!r}), []
 
 def work():

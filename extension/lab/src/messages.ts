@@ -213,6 +213,40 @@ export interface Keyframe {
   buffers: number[];
 }
 
+/** A run among others; its number, from 0 on, is its place in the list. */
+export interface ComparedRun {
+  name: string;
+  colours: string[];
+  state: string;
+  mark: string;
+  text: string;
+  problem: string;
+}
+
+/** Something that has a value in each run; empty in one that has none. */
+export interface ComparedRow {
+  name: string;
+  values: string[];
+}
+
+/** What stands beside the figures: the runs, what each has come to, the settings in which they differ. */
+export interface Compared {
+  runs: ComparedRun[];
+  facts: ComparedRow[];
+  settings: ComparedRow[];
+  note: string;
+}
+
+/** All figures of several runs. Curves and marks of a run bear its number, as `legendgroup` or `name`. */
+export interface Comparison {
+  type: "Comparison";
+  version: number;
+  seq: number;
+  figures: Record<string, Figure>;
+  compared: Compared;
+  buffers: number[];
+}
+
 /** A figure is drawn anew. */
 export interface FigurePart {
   part: "figure";
@@ -254,12 +288,21 @@ export interface HeadPart {
   note: string;
 }
 
-/** What is new since the Keyframe or Changes whose `seq` is one less. */
+/** The same, in the place of what was there. */
+export interface ComparedPart {
+  part: "compared";
+  runs: ComparedRun[];
+  facts: ComparedRow[];
+  settings: ComparedRow[];
+  note: string;
+}
+
+/** What is new since the Keyframe, Comparison or Changes whose `seq` is one less. */
 export interface Changes {
   type: "Changes";
   version: number;
   seq: number;
-  parts: (FigurePart | ExtendPart | BarsPart | MarksPart | HeadPart)[];
+  parts: (FigurePart | ExtendPart | BarsPart | MarksPart | HeadPart | ComparedPart)[];
   buffers: number[];
 }
 
@@ -298,5 +341,5 @@ export interface Draw {
   step?: number | null;
 }
 
-export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Output | Notebook | WordGiven | Tick | Keyframe | Changes;
+export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Output | Notebook | WordGiven | Tick | Keyframe | Comparison | Changes;
 export type Question = Word | Subscribe | Draw;

@@ -61,6 +61,7 @@ class Page {
       {
         output: (of, name) => this.opened.push(`output of ${of.kind} ${of.id} ${name}`),
         dashboard: run => this.opened.push(`dashboard of ${run.name}`),
+        compare: ({ id, name }) => this.opened.push(`comparison of ${id}: ${name}`),
         save: saved => this.saved.push(saved)
       },
       state
@@ -316,4 +317,37 @@ test('ranks alike are one line, told apart by host where there are several', () 
     ['cpu · a', 1],
     ['cpu · b', 2]
   ]);
+});
+
+test('runs are ticked and compared; ticks are remembered, and so many can be ticked as are compared', async () => {
+  open();
+  const all_runs = Array.from({ length: 10 }, (_, number) => makeRun({ id: `r${number}`, name: `run ${number}` }));
+  await page.hear({ all_runs });
+  const tick = (name: string) => page.row(name).parentElement!.querySelector<HTMLInputElement>('.sl-tick')!;
+  const click = (name: string) => {
+    tick(name).click();
+    page.view.render();
+  };
+  expect(page.text('.sl-compare')).toEqual([]);
+  click('run 3');
+  expect(tick('run 3').getAttribute('aria-label')).toBe('Compare run 3');
+  expect(page.text('.sl-compare-told')).toEqual(['1 run ticked; tick another to compare']);
+  expect(page.action('Compare').getAttribute('aria-disabled')).toBe('true');
+  page.action('Compare').click();
+  expect([page.opened, page.text('.sl-compare-told')]).toEqual([[], ['tick two runs or more']]);
+  click('run 1');
+  page.action('Compare').click();
+  expect(page.opened).toEqual(['comparison of r3,r1: 2 runs: run 3 · run 1']);
+  expect(page.saved.at(-1)?.ticked).toEqual(['r3', 'r1']);
+  // The tick is reached from its row alone: a list is one stop of the Tab key.
+  page.row('run 3').focus();
+  expect([tick('run 3').tabIndex, tick('run 1').tabIndex]).toEqual([0, -1]);
+  for (const number of [0, 2, 4, 5, 6, 7]) click(`run ${number}`);
+  expect([tick('run 8').disabled, tick('run 7').disabled]).toEqual([true, false]);
+  expect(tick('run 8').title).toContain('8 runs are ticked, the most');
+  click('run 7');
+  expect(tick('run 8').disabled).toBe(false);
+  page.action('Untick').click();
+  page.view.render();
+  expect([page.text('.sl-compare'), tick('run 1').checked]).toEqual([[], false]);
 });

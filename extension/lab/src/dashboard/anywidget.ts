@@ -1,3 +1,4 @@
+import { CompareView } from '../compare/view';
 import { bundleId, ModelSource } from './modelSource';
 import type { Model } from './modelSource';
 import type { Plotly } from './plotly';
@@ -39,7 +40,9 @@ async function unpacked(bundle: Model): Promise<Plotly> {
 }
 
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
-  const view = new DashboardView(new ModelSource(model, crypto.randomUUID()), () => loadPlotly(model));
+  const source = new ModelSource(model, crypto.randomUUID());
+  const View = model.get('compares') ? CompareView : DashboardView;
+  const view = new View(source, () => loadPlotly(model));
   el.append(view.node);
   return () => view.dispose();
 }

@@ -1,4 +1,4 @@
-import type { Changes, HeadLine, Keyframe } from '../messages';
+import type { Changes, Compared, Comparison, HeadLine, Keyframe } from '../messages';
 
 /** What of a plotly trace is looked at here. */
 export interface Trace {
@@ -47,6 +47,9 @@ export interface Figure {
   layout: Layout;
 }
 
+/** What a source brings: at first everything of a run, or of several, and then what is new. */
+export type Drawn = Keyframe | Comparison | Changes;
+
 /** Numbers as they travel: float32, one after another. */
 export type Buffer = ArrayBuffer | ArrayBufferView;
 
@@ -54,10 +57,10 @@ export type Buffer = ArrayBuffer | ArrayBufferView;
 const STEP_FIGURES = ['loss', 'throughput', 'anatomy'];
 
 /** A message and its buffers out of one binary frame (speedlab_server/drawing.py). */
-export function readFrame(frame: ArrayBuffer): [Keyframe | Changes, Buffer[]] {
+export function readFrame(frame: ArrayBuffer): [Drawn, Buffer[]] {
   const length = new DataView(frame).getUint32(0, true);
   const head = new TextDecoder().decode(new Uint8Array(frame, 4, length));
-  const message = JSON.parse(head) as Keyframe | Changes;
+  const message = JSON.parse(head) as Drawn;
   const buffers: Buffer[] = [];
   let at = 4 + length;
   for (const size of message.buffers) {
@@ -108,6 +111,8 @@ function joined(before: Float32Array | string[], after: Float32Array): Float32Ar
 export class Figures {
   figures: Record<string, Figure> = {};
   head: HeadLine = { text: '', state: '', mark: '', note: '' };
+  /** Of several runs, what stands beside the figures. */
+  compared: Compared | null = null;
   /** Of the last message that was taken; -1 before any. */
   seq = -1;
   /** Whether the source begins with the model states alone; null while nothing is known. */
@@ -116,16 +121,16 @@ export class Figures {
   gap = false;
 
   /** Takes a message; returns the names of the figures that it has changed. */
-  take(message: Keyframe | Changes, buffers: Buffer[]): string[] {
-    return message.type === 'Keyframe' ? this.takeAll(message, buffers) : this.takeChanges(message, buffers);
+  take(message: Drawn, buffers: Buffer[]): string[] {
+    return message.type === 'Changes' ? this.takeChanges(message, buffers) : this.takeAll(message, buffers);
   }
 
-  private takeAll(frame: Keyframe, buffers: Buffer[]): string[] {
+  private takeAll(frame: Keyframe | Comparison, buffers: Buffer[]): string[] {
     const before = Object.keys(this.figures);
     this.figures = unpack(frame.figures, buffers) as Record<string, Figure>;
-    this.head = frame.head;
+    if (frame.type === 'Comparison') this.compared = frame.compared;
+    else [this.head, this.states] = [frame.head, frame.states];
     this.seq = frame.seq;
-    this.states = frame.states;
     this.gap = false;
     return [...new Set([...before, ...Object.keys(this.figures)])];
   }
@@ -158,6 +163,9 @@ export class Figures {
       }
       case 'head':
         this.head = part;
+        return [];
+      case 'compared':
+        this.compared = part;
         return [];
     }
   }

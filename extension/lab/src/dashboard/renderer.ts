@@ -5,6 +5,7 @@ import type { IRenderMime } from '@jupyterlab/rendermime-interfaces';
 import { ServerConnection } from '@jupyterlab/services';
 import { PanelLayout, Widget } from '@lumino/widgets';
 
+import { ComparedDashboard } from '../compare/widget';
 import { RunDashboard } from './widget';
 
 export const MIME_TYPE = 'application/vnd.speedlab.run+json';
@@ -14,7 +15,15 @@ const RANK = -20;
 const OTHERS = ['application/vnd.jupyter.widget-view+json', 'text/html', 'image/svg+xml', 'text/plain'];
 const GONE = 410;
 
-/** A run in a notebook's output. */
+/** Ids of the run, or of the runs side by side, that an output names. */
+function runsIn(told: unknown): string[] {
+  if (!told || typeof told !== 'object') return [];
+  const runs: unknown = Reflect.get(told, 'runs');
+  const named: unknown[] = Array.isArray(runs) ? runs : [Reflect.get(told, 'run')];
+  return named.filter(each => typeof each === 'string');
+}
+
+/** A run, or several side by side, in a notebook's output. */
 class RunRenderer extends Widget implements IRenderMime.IRenderer {
   constructor(
     private readonly registry: IRenderMimeRegistry,
@@ -25,16 +34,19 @@ class RunRenderer extends Widget implements IRenderMime.IRenderer {
   }
 
   async renderModel(model: IRenderMime.IMimeModel): Promise<void> {
-    const told = model.data[MIME_TYPE];
-    const named = told && typeof told === 'object' && 'run' in told ? told['run'] : '';
-    const run = typeof named === 'string' ? named : '';
+    const runs = runsIn(model.data[MIME_TYPE]);
+    const run = runs.join(',');
     // The output was given its picture anew: the dashboard goes on.
     if (run === this.run) return;
     this.run = run;
-    const status = await this.ask(run);
+    // Of several, each that cannot be read says so in its place: one that is known is enough.
+    const known = await Promise.all(runs.map(each => this.ask(each)));
+    const status = known.includes(200) ? 200 : Math.max(0, ...known);
     if (this.isDisposed || this.run !== run) return;
     for (const widget of [...(this.layout as PanelLayout).widgets]) widget.dispose();
-    if (status === 200) this.add(new RunDashboard({ run, serverSettings: this.settings }));
+    const serverSettings = this.settings;
+    if (status === 200 && runs.length > 1) this.add(new ComparedDashboard({ runs, serverSettings }));
+    else if (status === 200) this.add(new RunDashboard({ run, serverSettings }));
     else await this.renderOther(model, status === GONE);
   }
 

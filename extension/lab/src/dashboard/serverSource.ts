@@ -9,7 +9,14 @@ import type { Source, Taker, Wish } from './source';
 
 /** The address of a run's drawing on the server. */
 export function drawingUrl(run: string, settings: ServerConnection.ISettings): string {
-  const url = URLExt.join(settings.wsUrl, 'speedlab', 'api', 'runs', encodeURIComponent(run), 'drawing');
+  return withToken(
+    URLExt.join(settings.wsUrl, 'speedlab', 'api', 'runs', encodeURIComponent(run), 'drawing'),
+    settings
+  );
+}
+
+/** A websocket has no headers of ours. */
+export function withToken(url: string, settings: ServerConnection.ISettings): string {
   const token = settings.appendToken && settings.token ? `?token=${encodeURIComponent(settings.token)}` : '';
   return url + token;
 }
@@ -17,14 +24,14 @@ export function drawingUrl(run: string, settings: ServerConnection.ISettings): s
 /** A run as the Jupyter server draws it: no kernel is asked. */
 export class ServerSource implements Source {
   constructor(
-    private readonly run: string,
-    private readonly settings: ServerConnection.ISettings
+    protected readonly run: string,
+    protected readonly settings: ServerConnection.ISettings
   ) {}
 
   start(taker: Taker): void {
     const { WebSocket: Wire } = this.settings;
     this.socket = new Socket(
-      drawingUrl(this.run, this.settings),
+      this.url(),
       {
         onOpen: () => {
           taker.onProblem('');
@@ -47,6 +54,10 @@ export class ServerSource implements Source {
 
   close(): void {
     this.socket?.close();
+  }
+
+  protected url(): string {
+    return drawingUrl(this.run, this.settings);
   }
 
   private say(): void {

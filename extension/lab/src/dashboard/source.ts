@@ -1,10 +1,10 @@
-import type { Changes, Draw, Keyframe } from '../messages';
-import type { Buffer } from './figures';
+import type { Draw } from '../messages';
+import type { Buffer, Drawn } from './figures';
 
 /** Who takes what a source brings. */
 export interface Taker {
   /** A problem that was told is over with it. */
-  onMessage(message: Keyframe | Changes, buffers: Buffer[]): void;
+  onMessage(message: Drawn, buffers: Buffer[]): void;
   /** Why nothing comes, and what to do; '' when it comes again. */
   onProblem(text: string): void;
 }

@@ -6,6 +6,7 @@ import type { Buffer, Figure } from './figures';
 import { pngPicture, save, svgPicture } from './pictures';
 import { CONFIG } from './plotly';
 import type { Plotly, Plotted } from './plotly';
+import { Sight } from './sight';
 import type { Source, Taker } from './source';
 import { TableView, tableOf } from './tables';
 import type { Changes, Keyframe } from '../messages';
@@ -14,7 +15,6 @@ const CARDS = ['memory', 'loss', 'throughput', 'anatomy'];
 const PIPELINE = 'pipeline';
 /** Below the cards, across both columns, where there is such a figure. */
 const WIDE = ['places', 'exchange', PIPELINE];
-const HIDE_AFTER_MS = 1500;
 const MOST_OFTEN_MS = 90;
 const MOST_SELDOM_MS = 800;
 const POINTING_MS = 150;
@@ -43,9 +43,9 @@ export class DashboardView implements Taker {
 
   dispose(): void {
     this.gone = true;
-    for (const timer of [this.timer, this.hideTimer, this.pointing]) clearTimeout(timer);
-    for (const observer of [this.themes, this.sight, this.sizes]) observer.disconnect();
-    document.removeEventListener('visibilitychange', this.look);
+    for (const timer of [this.timer, this.pointing]) clearTimeout(timer);
+    this.sight?.dispose();
+    for (const observer of [this.themes, this.sizes]) observer.disconnect();
     this.source.close();
     if (this.plotly) for (const plot of Object.values(this.plots)) this.plotly.purge(plot);
     this.node.remove();
@@ -159,9 +159,8 @@ export class DashboardView implements Taker {
     };
     this.controls.onPicture = kind => void this.savePicture(kind);
     this.themes.observe(document.body, { attributes: true });
-    this.sight.observe(this.node);
+    this.sight = new Sight(this.node, on => this.watch(on));
     this.sizes.observe(this.grid);
-    document.addEventListener('visibilitychange', this.look);
   }
 
   private async savePicture(kind: 'png' | 'svg'): Promise<void> {
@@ -198,13 +197,6 @@ export class DashboardView implements Taker {
   }
 
   /** Hidden, it asks for nothing. */
-  private readonly look = (): void => {
-    clearTimeout(this.hideTimer);
-    const now = this.inSight && !document.hidden;
-    if (now && !this.seen) this.watch(true);
-    if (!now && this.seen) this.hideTimer = setTimeout(() => this.watch(false), HIDE_AFTER_MS);
-  };
-
   private watch(on: boolean): void {
     this.seen = on;
     this.source.ask({ watching: on, step: this.step });
@@ -230,21 +222,16 @@ export class DashboardView implements Taker {
   private readonly dirty = new Set<string>();
   private readonly themes = new MutationObserver(() => this.changed(this.cards()));
   private readonly sizes = new ResizeObserver(() => this.resize());
-  private readonly sight = new IntersectionObserver(entries => {
-    this.inSight = entries[entries.length - 1]?.isIntersecting ?? true;
-    this.look();
-  });
+  private sight: Sight | undefined;
   private plotly: Plotly | null = null;
   private problem = '';
   private step: number | null = null;
   private seen = true;
-  private inSight = true;
   private gone = false;
   /** Whether it is settled which memory is shown. */
   private chosen = false;
   private follows = false;
   private quietUntil = 0;
   private timer: ReturnType<typeof setTimeout> | undefined;
-  private hideTimer: ReturnType<typeof setTimeout> | undefined;
   private pointing: ReturnType<typeof setTimeout> | undefined;
 }

@@ -6,7 +6,7 @@ import { ServerSource } from './serverSource';
 import { DashboardView } from './view';
 
 /** plotly comes with the first dashboard of a page, and once. */
-async function loadPlotly(): Promise<Plotly> {
+export async function loadPlotly(): Promise<Plotly> {
   return (await import('plotly.js-basic-dist-min')).default;
 }
 

@@ -16,6 +16,7 @@ export const COMMANDS = {
   stop: 'speedlab:stop',
   save: 'speedlab:save',
   dashboard: 'speedlab:open-dashboard',
+  compare: 'speedlab:compare-runs',
   output: 'speedlab:show-output',
   quickstart: 'speedlab:open-quickstart'
 } as const;
@@ -95,6 +96,14 @@ export function addCommands(app: JupyterFrontEnd, need: CommandsNeed): void {
     execute: args => {
       const id = textIn(args, 'id') || atHand(need)?.id;
       return id === undefined ? null : need.openDashboard(id, textIn(args, 'name') || (atHand(need)?.name ?? id));
+    }
+  });
+  app.commands.addCommand(COMMANDS.compare, {
+    label: 'Compare the Ticked Runs',
+    isEnabled: () => need.view.comparison !== null,
+    execute: () => {
+      const compared = need.view.comparison;
+      return compared && need.openDashboard(compared.id, compared.name);
     }
   });
   app.commands.addCommand(COMMANDS.output, {

@@ -23,6 +23,7 @@ import type { Widget } from '@lumino/widgets';
 import { Api, ProblemError } from '../api';
 import { Controls } from '../controls';
 import type { AskStop } from '../controls';
+import { ComparedDashboard } from '../compare/widget';
 import { RunDashboard } from '../dashboard/widget';
 import { MARK } from '../icons';
 import { Live } from '../live';
@@ -96,12 +97,17 @@ export const panel: JupyterFrontEndPlugin<void> = {
         return new OutputWidget(new OutputView(api, { kind, id }, options));
       });
     const openDashboard = (id: string, name: string) =>
-      open(dashboards, { kind: 'runs', id, name }, name, () => new RunDashboard({ run: id, serverSettings: server }));
+      open(dashboards, { kind: 'runs', id, name }, name, () => {
+        const runs = id.split(',');
+        if (runs.length > 1) return new ComparedDashboard({ runs, serverSettings: server });
+        return new RunDashboard({ run: id, serverSettings: server });
+      });
 
     let saved = Promise.resolve<unknown>(null);
     const view = new PanelView(api, live, controls, {
       output: (of, name) => openOutput(of.kind, of.id, name),
       dashboard: run => openDashboard(run.id, run.name),
+      compare: ({ id, name }) => openDashboard(id, name),
       save: state => {
         saved = saved.then(() => stateDB?.save(STATE, { ...state })).catch(() => undefined);
       }
@@ -185,7 +191,13 @@ function stateFrom(saved: unknown): Partial<PanelState> {
     const value: unknown = Reflect.get(saved, name);
     return Array.isArray(value) ? value.filter(each => typeof each === 'string') : [];
   };
-  return { chosen: text('chosen'), search: text('search'), open: texts('open'), folded: texts('folded') };
+  return {
+    chosen: text('chosen'),
+    search: text('search'),
+    open: texts('open'),
+    folded: texts('folded'),
+    ticked: texts('ticked')
+  };
 }
 
 function reasonOf(error: unknown): string {

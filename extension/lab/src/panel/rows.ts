@@ -108,7 +108,12 @@ export class Roving {
   settle(at?: HTMLElement): void {
     const rows = this.rows();
     const here = at ?? rows.find(row => row.tabIndex === 0) ?? rows[0];
-    for (const row of rows) setAttributes(row, { tabindex: row === here ? 0 : -1 });
+    for (const row of rows) {
+      setAttributes(row, { tabindex: row === here ? 0 : -1 });
+      // What stands beside the row is reached from it.
+      for (const tick of row.parentElement?.querySelectorAll(':scope > .sl-tick') ?? [])
+        setAttributes(tick, { tabindex: row === here ? 0 : -1 });
+    }
   }
 
   private readonly pressed = (event: KeyboardEvent) => {

@@ -6,6 +6,7 @@ import type { Note } from '../controls';
 import type { RunData } from '../live';
 import type { RunSummary, Word } from '../messages';
 import { factsUnit, isLive, NOT_HELD, progress, refusal, runFacts, runLook, stageOf } from '../states';
+import { MOST_COMPARED } from './comparing';
 import { MemoryView } from './memory';
 import { Action, freshId, ProblemText, RowHead } from './rows';
 import { Sparkline } from './sparkline';
@@ -14,6 +15,8 @@ import { Sparkline } from './sparkline';
 export interface RunItem {
   run: RunSummary;
   chosen: boolean;
+  /** To be compared; 'full' where no more can be. */
+  ticked: boolean | 'full';
   data: RunData | undefined;
   config: Record<string, unknown> | undefined;
   note: Note | undefined;
@@ -25,6 +28,7 @@ export interface RunItem {
 
 export interface RunActs {
   choose: (id: string) => void;
+  tick: (id: string, on: boolean) => void;
   give: (id: string, word: Word) => Promise<boolean>;
   stop: (run: RunSummary) => void;
   refused: (id: string, why: string) => void;
@@ -71,13 +75,21 @@ export class RunRow implements Row<RunItem> {
     this.stages.append(...STAGES.map((what, stage) => element('option', { value: stage }, `${stage}: ${what}`)));
     this.stages.addEventListener('change', this.marked);
     this.zero.append(label, this.stages, this.change.node);
-    this.node.append(this.head.node, this.problem.node, this.bar, this.spark.node, this.told, this.body);
+    this.tick.addEventListener('change', () => acts.tick(id, this.tick.checked));
+    this.node.append(this.head.node, this.tick, this.problem.node, this.bar, this.spark.node, this.told, this.body);
   }
 
   update(item: RunItem): void {
     const { run, chosen, data } = item;
     this.run = run;
     this.head.update(run.name, runLook(run), runFacts(run, item.now), chosen, factsUnit(run));
+    const full = item.ticked === 'full';
+    this.tick.checked = item.ticked === true;
+    setAttributes(this.tick, {
+      'aria-label': `Compare ${run.name}`,
+      title: full ? `${MOST_COMPARED} runs are ticked, the most that are compared` : `Tick to compare ${run.name}`,
+      disabled: full || (run.state === 'damaged' && !item.ticked)
+    });
     this.problem.update(item.problem || run.problem || data?.problem || '');
     setAttributes(this.problem.node, { class: `sl-problem${chosen ? '' : ' sl-short'}` });
     const live = isLive(run);
@@ -143,6 +155,7 @@ export class RunRow implements Row<RunItem> {
   private run: RunSummary | undefined;
   private stage: number | null = null;
   private readonly head: RowHead;
+  private readonly tick = element('input', { type: 'checkbox', class: 'sl-tick' });
   private readonly body = element('div', { class: 'sl-body' });
   private readonly zero = element('div', { class: 'sl-zero' });
   private readonly stages = element('select', { class: 'sl-stages' });

@@ -11,6 +11,8 @@ import { Poll } from '../poll';
 import { fits, isLive } from '../states';
 import type { ClusterItem } from './clusters';
 import { ClusterRow } from './clusters';
+import type { Comparison } from './comparing';
+import { CompareBar, comparisonOf, MOST_COMPARED } from './comparing';
 import { freshId, ProblemText, Roving } from './rows';
 import type { RunItem } from './runs';
 import { RunRow } from './runs';
@@ -23,14 +25,17 @@ export interface PanelState {
   /** Names of sections that are folded. */
   folded: string[];
   search: string;
+  /** Ids of runs to be compared. */
+  ticked: string[];
 }
 
-export const EMPTY_STATE: PanelState = { chosen: '', open: [], folded: [], search: '' };
+export const EMPTY_STATE: PanelState = { chosen: '', open: [], folded: [], search: '', ticked: [] };
 
 /** What the panel leaves to its surroundings. */
 export interface Surroundings {
   output(of: Printer, name: string): void;
   dashboard(run: RunSummary): void;
+  compare(runs: Comparison): void;
   save(state: PanelState): void;
 }
 
@@ -61,7 +66,7 @@ export class PanelView {
       this.trouble.node,
       this.settings.node,
       this.section('Clusters', this.clusterCount, this.noClusters, this.clusterList),
-      this.section('Runs', this.runCount, field, this.found, this.noRuns, this.runList)
+      this.section('Runs', this.runCount, field, this.found, this.compare.node, this.noRuns, this.runList)
     );
   }
 
@@ -97,6 +102,16 @@ export class PanelView {
     return this.state.chosen;
   }
 
+  /** The ticked runs, as far as there are two of them. */
+  get comparison(): Comparison | null {
+    return comparisonOf(this.ticked);
+  }
+
+  private get ticked(): RunSummary[] {
+    const known = new Map(this.live.runs?.map(run => [run.id, run]));
+    return this.state.ticked.flatMap(id => known.get(id) ?? []);
+  }
+
   choose(id: string): void {
     this.remember({ chosen: id });
   }
@@ -120,6 +135,7 @@ export class PanelView {
     // The newest first, as they come; before them those that are on.
     const shown = [...fitting.filter(isLive), ...fitting.filter(run => !isLive(run))];
     this.runRows.update(shown.map(run => this.itemOf(run, now)));
+    this.compare.update(this.ticked);
     setShown(this.noClusters, clusters?.length === 0);
     setShown(this.noRuns, runs !== null && shown.length === 0);
     setText(this.noRuns, runs?.length ? NOTHING_FOUND : NO_RUNS);
@@ -139,7 +155,8 @@ export class PanelView {
     if (chosen) this.needConfig(listed.id);
     const config = this.configs.get(listed.id);
     const showsMemory = !(this.state.open.includes(run.cluster) && !this.state.folded.includes('Clusters'));
-    return { run, chosen, data, config, note: this.controls.note(listed.id), problem, showsMemory, now };
+    const ticked = this.state.ticked.includes(run.id) || (this.ticked.length >= MOST_COMPARED && 'full');
+    return { run, chosen, ticked, data, config, note: this.controls.note(listed.id), problem, showsMemory, now };
   }
 
   private readonly heard = (_: News) => this.later();
@@ -264,6 +281,12 @@ export class PanelView {
   private readonly runCount = element('span', { class: 'sl-count' });
   private readonly clusterList = element('ul', { class: 'sl-plain', 'aria-label': 'Clusters' });
   private readonly runList = element('ul', { class: 'sl-plain', 'aria-label': 'Runs' });
+  private readonly compare = new CompareBar(
+    () => {
+      if (this.comparison) this.around.compare(this.comparison);
+    },
+    () => this.remember({ ticked: [] })
+  );
   private readonly noClusters = element('p', { class: 'sl-empty', hidden: true }, NO_CLUSTERS);
   private readonly noRuns = element('p', { class: 'sl-empty', hidden: true });
   private readonly found = element('p', { class: 'sl-unseen', role: 'status' });
@@ -292,6 +315,10 @@ export class PanelView {
     item =>
       new RunRow(item.run.id, {
         choose: id => this.remember({ chosen: this.state.chosen === id ? '' : id }),
+        tick: (id, on) => {
+          const others = this.state.ticked.filter(each => each !== id);
+          this.remember({ ticked: on ? [...others, id] : others });
+        },
         give: (id, word) => this.controls.give(id, word),
         stop: run => void this.controls.stop(run),
         refused: (id, why) => this.controls.say(id, why, true),
