@@ -174,7 +174,9 @@ def _ranks_of(state: ClusterState, statuses: dict[int, asked.RankStatus]) -> lis
             name=device.name,
             capacity_bytes=device.capacity_bytes,
             free_bytes=device.free_bytes,
+            cores=len(device.cores),
         )
+        cores = status.cpu_cores if status else None
         ranks.append(
             m.Rank(
                 rank=engine.rank,
@@ -183,6 +185,8 @@ def _ranks_of(state: ClusterState, statuses: dict[int, asked.RankStatus]) -> lis
                 rss_bytes=status.rss_bytes if status else 0,
                 host=engine.host,
                 device=told,
+                cpu_share=cores / len(device.cores) if cores is not None and device and device.cores else None,
+                gpu_share=status.gpu_share if status else None,
             )
         )
     return ranks

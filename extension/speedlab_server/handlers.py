@@ -33,13 +33,12 @@ from tornado import web
 
 import speedlab_server.messages as m
 import speedlab_server.words as words
-from speedlab.cluster.home import OUTPUT, known_clusters
 from speedlab.display.guides import notebook_file
 from speedlab_server.clusters import Clusters, Reached, all_clusters, find
 from speedlab_server.drawing import DrawingHandler
 from speedlab_server.live import Hub, LiveHandler
-from speedlab_server.output import output_of
-from speedlab_server.problems import GoneError, OtherVersionError, QuestionError, told, version_text
+from speedlab_server.output import folder_of, output_of
+from speedlab_server.problems import OtherVersionError, QuestionError, told, version_text
 from speedlab_server.reader import Reader
 from speedlab_server.registry import Registry, live_tokens
 
@@ -176,9 +175,8 @@ class OutputHandler(Handler):
         after, match = self.get_query_argument("after", ""), self.get_query_argument("match", "")
 
         def read() -> m.Output:
-            cluster = id if kind == "clusters" else self._cluster_of(id)
-            folder, _ = find(cluster)
-            return output_of(folder / OUTPUT, after=after, ranks=ranks, match=match)
+            folder = folder_of(self.services.registry, kind, id)
+            return output_of(folder, after=after, ranks=ranks, match=match)
 
         self.say(await self.services.in_thread(read))
 
@@ -188,16 +186,6 @@ class OutputHandler(Handler):
             return [int(rank) for rank in text.split(",")] if text else None
         except ValueError:
             raise QuestionError(f"ranks: {text[:32]!r} are no numbers with commas between them") from None
-
-    def _cluster_of(self, run: str) -> str:
-        reader = self.services.registry.reader(run)
-        token = reader.folder.read_status().token
-        for folder, state in known_clusters():
-            if token and getattr(state, "token", None) == token:
-                return folder.name
-        raise GoneError(
-            f"the cluster of run {reader.folder.name!r} was stopped, and what its ranks printed went with it"
-        )
 
 
 class RunsHandler(Handler):

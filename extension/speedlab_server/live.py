@@ -1,10 +1,11 @@
 """What comes by itself: a page says on a websocket what it wants to hear, and hears it at most ten times a second.
 
 1. A page sends Subscribe; it replaces the one before. With nothing in it, nothing is read and nothing is sent.
-2. Ten times a second each run that a page watches is looked at, in a thread; pages share the run's one reader.
+2. Ten times a second each run that a page watches is looked at, in a thread; pages share the run's one reader. Ranks'
+   output is looked at likewise (`live_output.py`).
 3. What is new of all of them goes in one Tick. A page that has not taken the last one yet gets the next one later,
    with all that is new by then: what it has is counted where a message is sent.
-4. A run on a slow disk is late alone: the others do not wait for it.
+4. What is on a slow disk is late alone: the others do not wait for it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
 import speedlab_server.messages as m
 from speedlab_server.clusters import all_clusters
+from speedlab_server.live_output import WatchedOutput
 from speedlab_server.problems import reading_text, version_text
 from speedlab_server.registry import live_tokens
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 TICK_SECONDS = 0.1
 MOST_RUNS = 16
 """That a page may watch at once."""
+MOST_OUTPUTS = 8
+"""Likewise, of ranks' output."""
 OTHER_VERSION = 4409
 """Code with which a page of another version is sent away."""
 _MEMORY_SECONDS = 1.0
@@ -128,7 +132,8 @@ class Page:
 
     def __init__(self, handler: LiveHandler) -> None:
         self._handler = handler
-        self._watched: dict[str, Watched] = {}
+        self._watched: dict[str, Watched | WatchedOutput] = {}
+        """Runs by id, output by kind and id; "" among the jobs are the lists."""
         self._jobs: dict[str, asyncio.Future[Any]] = {}
         self._sending: asyncio.Future[Any] | None = None
         self._lists = False
@@ -144,6 +149,7 @@ class Page:
         # Jobs of the old ones end by themselves, and nobody asks what they found.
         self._jobs = {}
         self._watched = {watch.id: Watched(watch) for watch in wanted.runs}
+        self._watched |= {f"{watch.kind}/{watch.id}": WatchedOutput(watch) for watch in wanted.outputs}
         self._lists, self._lists_due, self._runs, self._clusters = wanted.lists, 0.0, None, None
 
     def begin(self, services: Services) -> list[asyncio.Future[Any]]:
@@ -174,14 +180,17 @@ class Page:
                 continue
             found = job.result()
             if id:
-                tick.runs += [found] if found is not None else []
+                if isinstance(found, m.OutputNews):
+                    tick.outputs.append(found)
+                elif found is not None:
+                    tick.runs.append(found)
                 continue
             runs, clusters = found
             if runs != self._runs:
                 self._runs = tick.all_runs = runs
             if clusters != self._clusters:
                 self._clusters = tick.all_clusters = clusters
-        if tick.runs or tick.all_runs is not None or tick.all_clusters is not None:
+        if tick.runs or tick.outputs or tick.all_runs is not None or tick.all_clusters is not None:
             self._sending = self._handler.say(tick)
 
 
@@ -265,9 +274,10 @@ class LiveHandler(PageSocket):
     def on_message(self, message: str | bytes) -> None:
         if (wanted := self.question(message, m.Subscribe)) is None:
             return
-        if len(wanted.runs) > MOST_RUNS:
-            self.say(m.Problem(text=f"{len(wanted.runs)} runs at once; a page may watch {MOST_RUNS}: watch fewer"))
-            return
+        for what, those, most in (("runs", wanted.runs, MOST_RUNS), ("outputs", wanted.outputs, MOST_OUTPUTS)):
+            if len(those) > most:
+                self.say(m.Problem(text=f"{len(those)} {what} at once; a page may watch {most}: watch fewer"))
+                return
         self._page.subscribe(wanted)
         self._hub.join(self._page)
 

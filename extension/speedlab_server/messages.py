@@ -94,6 +94,8 @@ class Device(Part, kw_only=True):
     capacity_bytes: int
     free_bytes: int
     """When the cluster was started."""
+    cores: int = 0
+    """CPU cores that the rank is bound to."""
 
 
 class Rank(Part, kw_only=True):
@@ -106,6 +108,11 @@ class Rank(Part, kw_only=True):
     rss_bytes: int
     host: str = ""
     device: Device | None = None
+    cpu_share: float | None = None
+    """CPU time of its process as a share of its cores' since the look before; null at the first look, and where the
+    supervisor does not measure it."""
+    gpu_share: float | None = None
+    """Share of the last moments in which its GPU computed, 0 to 1; null where there is none, or nothing tells it."""
 
 
 class RankMemory(Part, kw_only=True):
@@ -255,10 +262,20 @@ class Watch(Part, kw_only=True):
     points: int = 400
 
 
+class WatchOutput(Part, kw_only=True):
+    """What ranks print: those of a cluster, or of the one that holds a run."""
+
+    kind: Literal["clusters", "runs"]
+    id: str
+    after: str = ""
+    """The cursor of what the page has; without one it begins with the end of what there is."""
+
+
 class Subscribe(Message, kw_only=True):
     """From a page: what it wants to hear from now on, in the place of what it heard. Hidden, it wants nothing."""
 
     runs: list[Watch] = []
+    outputs: list[WatchOutput] = []
     lists: bool = False
     """Whether it wants the lists of clusters and runs."""
 
@@ -275,10 +292,21 @@ class RunNews(Part, kw_only=True):
     """Why there is nothing; empty when there is something again."""
 
 
+class OutputNews(Part, kw_only=True):
+    """What ranks have printed since; null is nothing new."""
+
+    kind: Literal["clusters", "runs"]
+    id: str
+    output: Output | None = None
+    problem: str | None = None
+    """Why nothing comes; empty when something does again."""
+
+
 class Tick(Message, kw_only=True):
     """To a page: all that is new, at most ten times a second."""
 
     runs: list[RunNews] = []
+    outputs: list[OutputNews] = []
     all_runs: list[RunSummary] | None = None
     all_clusters: list[ClusterSummary] | None = None
 

@@ -55,10 +55,10 @@ def told(error: Exception) -> tuple[int, str] | None:
     return None
 
 
-def reading_text(error: Exception) -> str:
-    """Why a run cannot be read, for a page that looks at it."""
+def reading_text(error: Exception, what: str = "this run") -> str:
+    """Why a run, or `what`, cannot be read, for a page that looks at it."""
     known = told(error)
-    return known[1] if known else f"this run cannot be read ({type(error).__name__}); the server's log tells more"
+    return known[1] if known else f"{what} cannot be read ({type(error).__name__}); the server's log tells more"
 
 
 def version_text(theirs: object, ours: int) -> str:

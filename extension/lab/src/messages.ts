@@ -39,6 +39,7 @@ export interface Device {
   name: string;
   capacity_bytes: number;
   free_bytes: number;
+  cores: number;
 }
 
 /** A rank of a cluster, as it is now. */
@@ -49,6 +50,8 @@ export interface Rank {
   rss_bytes: number;
   host: string;
   device: Device | null;
+  cpu_share: number | null;
+  gpu_share: number | null;
 }
 
 /** Bytes of a rank at the peak of its last step, by place (PLACES) and category (CATEGORIES). */
@@ -179,11 +182,20 @@ export interface RunNews {
   problem: string | null;
 }
 
+/** What ranks have printed since; null is nothing new. */
+export interface OutputNews {
+  kind: "clusters" | "runs";
+  id: string;
+  output: Output | null;
+  problem: string | null;
+}
+
 /** To a page: all that is new, at most ten times a second. */
 export interface Tick {
   type: "Tick";
   version: number;
   runs: RunNews[];
+  outputs: OutputNews[];
   all_runs: RunSummary[] | null;
   all_clusters: ClusterSummary[] | null;
 }
@@ -280,11 +292,19 @@ export interface Watch {
   points?: number;
 }
 
+/** What ranks print: those of a cluster, or of the one that holds a run. */
+export interface WatchOutput {
+  kind: "clusters" | "runs";
+  id: string;
+  after?: string;
+}
+
 /** From a page: what it wants to hear from now on, in the place of what it heard. Hidden, it wants nothing. */
 export interface Subscribe {
   type: "Subscribe";
   version: number;
   runs?: Watch[];
+  outputs?: WatchOutput[];
   lists?: boolean;
 }
 
