@@ -23,7 +23,6 @@ from tornado import web
 from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
 import speedlab_server.messages as m
-from speedlab_server.clusters import all_clusters
 from speedlab_server.live_output import WatchedOutput
 from speedlab_server.problems import reading_text, version_text
 from speedlab_server.registry import live_tokens
@@ -138,6 +137,7 @@ class Page:
         self._sending: asyncio.Future[Any] | None = None
         self._lists = False
         self._lists_due = 0.0
+        self._lists_problem: str | None = None
         self._runs: list[m.RunSummary] | None = None
         self._clusters: list[m.ClusterSummary] | None = None
 
@@ -151,6 +151,7 @@ class Page:
         self._watched = {watch.id: Watched(watch) for watch in wanted.runs}
         self._watched |= {f"{watch.kind}/{watch.id}": WatchedOutput(watch) for watch in wanted.outputs}
         self._lists, self._lists_due, self._runs, self._clusters = wanted.lists, 0.0, None, None
+        self._lists_problem = None
 
     def begin(self, services: Services) -> list[asyncio.Future[Any]]:
         """Start looking at what nobody looks at for this page just now; returns what is under way."""
@@ -163,7 +164,7 @@ class Page:
         if self._lists and "" not in self._jobs and now >= self._lists_due:
             self._lists_due = now + _LISTS_SECONDS
             self._jobs[""] = asyncio.ensure_future(
-                services.in_thread(lambda: (services.registry.runs(), all_clusters()))
+                services.in_thread(lambda: (services.registry.runs(), services.all_clusters()))
             )
         return list(self._jobs.values())
 
@@ -176,7 +177,7 @@ class Page:
             if not job.done():
                 continue
             if (error := self._jobs.pop(id).exception()) is not None:
-                self._handler.log.warning("SpeedLab: the lists of clusters and runs cannot be read: %s", error)
+                tick.lists_problem = self._lists_told(reading_text(error, "the lists of clusters and runs"))
                 continue
             found = job.result()
             if id:
@@ -186,12 +187,18 @@ class Page:
                     tick.runs.append(found)
                 continue
             runs, clusters = found
+            tick.lists_problem = self._lists_told("")
             if runs != self._runs:
                 self._runs = tick.all_runs = runs
             if clusters != self._clusters:
                 self._clusters = tick.all_clusters = clusters
-        if tick.runs or tick.outputs or tick.all_runs is not None or tick.all_clusters is not None:
+        if tick != m.Tick():
             self._sending = self._handler.say(tick)
+
+    def _lists_told(self, problem: str) -> str | None:
+        """What the page is to be told of this problem with the lists; None where it was."""
+        before, self._lists_problem = self._lists_problem, problem
+        return problem if problem != before else None
 
 
 class Hub:

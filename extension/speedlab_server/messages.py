@@ -36,16 +36,20 @@ COLUMNS = (
 PARTS = ("status", "records", "events", "memory")
 """What a page may hear of a run."""
 
+CLUSTER_WORDS = ("cancel", "stop", "remove")
+"""What a page may ask of a cluster: of one that is being started, of one that runs, and of what is left of one."""
+
 CONSTANTS: dict[str, int | tuple[str, ...]] = {
     "VERSION": VERSION,
     "CATEGORIES": CATEGORIES,
     "PLACES": PLACES,
     "COLUMNS": COLUMNS,
     "CONTROL_WORDS": CONTROL_WORDS,
+    "CLUSTER_WORDS": CLUSTER_WORDS,
 }
 """What pages need of these, by name."""
 
-ClusterKind = Literal["running", "starting", "ended", "elsewhere", "damaged"]
+ClusterKind = Literal["running", "starting", "ended", "elsewhere", "damaged", "failed"]
 RunKind = Literal["starting", "running", "paused", "finished", "stopped", "failed", "damaged"]
 
 
@@ -77,7 +81,8 @@ class ClusterSummary(Part, kw_only=True):
     link: str = ""
     started: float = 0.0
     text: str = ""
-    """A place in a scheduler's queue and other things a start waits for; of a damaged or ended one, what to do."""
+    """A place in a scheduler's queue and other things a start waits for; why it failed; of a damaged or ended one, what
+    to do."""
 
 
 class Clusters(Message, kw_only=True):
@@ -250,6 +255,37 @@ class WordGiven(Message, kw_only=True):
     number: int
 
 
+class ClusterWordGiven(Message, kw_only=True):
+    """A word was carried out; a start (`word` is "start") goes on, and the list of clusters tells how."""
+
+    cluster: str
+    word: str
+
+
+class StartPlace(Part, kw_only=True):
+    """A Python that can start a cluster."""
+
+    id: str
+    name: str
+
+
+class Places(Message, kw_only=True):
+    """With what a page can start a cluster, the server's own Python first. `problem`: why with nothing."""
+
+    places: list[StartPlace]
+    problem: str = ""
+
+
+class Start(Part, kw_only=True):
+    """A cluster that a page wants on the server's machine."""
+
+    name: str
+    place: str
+    """Id of a StartPlace."""
+    engines: int | None = None
+    """Null: one per GPU, else as many on CPU cores as a notebook gets."""
+
+
 class Watch(Part, kw_only=True):
     """What a page wants to hear of a run, and what it has of it already (see Records and Events)."""
 
@@ -307,6 +343,8 @@ class Tick(Message, kw_only=True):
 
     runs: list[RunNews] = []
     outputs: list[OutputNews] = []
+    lists_problem: str | None = None
+    """Why the lists cannot be read; null is nothing new, empty that they can be read again."""
     all_runs: list[RunSummary] | None = None
     all_clusters: list[ClusterSummary] | None = None
 
@@ -394,5 +432,8 @@ class Changes(Message, kw_only=True):
     buffers: list[int] = []
 
 
-ANSWERS = (Problem, Clusters, Cluster, Runs, Run, Records, Events, Output, Notebook, WordGiven, Tick, Keyframe, Changes)
-QUESTIONS = (Word, Subscribe, Draw)
+ANSWERS = (
+    *(Problem, Clusters, Cluster, Runs, Run, Records, Events, Output, Notebook, WordGiven, ClusterWordGiven, Places),
+    *(Tick, Keyframe, Changes),
+)
+QUESTIONS = (Word, Start, Subscribe, Draw)

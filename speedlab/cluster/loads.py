@@ -15,7 +15,8 @@ import psutil
 import speedlab.hardware as hardware
 
 AGAIN_SECONDS = 0.5
-"""Looks that follow each other faster, as of several pages, get what the one before got: a shorter time tells little."""
+"""Looks that follow each other faster, as of several pages, get what the one before got: so short a time tells
+little."""
 STALE_SECONDS = 30.0
 """After so long without a look the next one begins anew: nobody wants to know the mean of an hour."""
 
