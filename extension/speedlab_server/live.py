@@ -146,10 +146,13 @@ class Page:
         return bool(self._watched or self._lists)
 
     def subscribe(self, wanted: m.Subscribe) -> None:
+        # Lines come once: output that is watched already goes on, with what is being read of it.
+        outputs = {f"{watch.kind}/{watch.id}": watch for watch in wanted.outputs}
+        stays = {key: watched for key, watched in self._watched.items() if key in outputs}
         # Jobs of the old ones end by themselves, and nobody asks what they found.
-        self._jobs = {}
+        self._jobs = {key: job for key, job in self._jobs.items() if key in stays}
         self._watched = {watch.id: Watched(watch) for watch in wanted.runs}
-        self._watched |= {f"{watch.kind}/{watch.id}": WatchedOutput(watch) for watch in wanted.outputs}
+        self._watched |= {key: WatchedOutput(watch) for key, watch in outputs.items()} | stays
         self._lists, self._lists_due, self._runs, self._clusters = wanted.lists, 0.0, None, None
         self._lists_problem = None
 

@@ -304,7 +304,8 @@ class WatchOutput(Part, kw_only=True):
     kind: Literal["clusters", "runs"]
     id: str
     after: str = ""
-    """The cursor of what the page has; without one it begins with the end of what there is."""
+    """The cursor of what the page has; without one it begins with the end of what there is. Of output that this page
+    watches already it does not count: that goes on where it is, as the page may have more by now than it said."""
 
 
 class Subscribe(Message, kw_only=True):
