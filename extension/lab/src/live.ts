@@ -151,7 +151,8 @@ export class Live {
       const after = this.listenersOf(each)[0]?.cursors.get(keyOf(each));
       return after === undefined ? each : { ...each, after };
     });
-    const question: Subscribe = { type: 'Subscribe', version: VERSION, runs, outputs, lists: wanted.lists };
+    const some = outputs.length ? { outputs } : {};
+    const question: Subscribe = { type: 'Subscribe', version: VERSION, runs, ...some, lists: wanted.lists };
     this.socket?.send(question);
   };
 
@@ -174,14 +175,16 @@ export class Live {
     if (tick.all_runs) this.runs = tick.all_runs;
     if (tick.all_clusters) this.clusters = tick.all_clusters;
     for (const news of tick.runs) this.data.set(news.id, taken(this.data.get(news.id), news));
-    for (const { kind, id, output } of tick.outputs) {
+    // A server that was not started again after an update sends neither.
+    const { outputs = [], lists_problem = null } = tick as Partial<Tick>;
+    for (const { kind, id, output } of outputs) {
       if (!output) continue;
       const printer = { kind, id };
       for (const listener of this.listenersOf(printer)) listener.cursors.set(keyOf(printer), output.cursor);
     }
-    this.listsProblem = tick.lists_problem ?? this.listsProblem;
-    const lists = tick.all_runs !== null || tick.all_clusters !== null || tick.lists_problem !== null;
-    this.tell({ lists, runs: new Set(tick.runs.map(news => news.id)), outputs: tick.outputs, trouble });
+    this.listsProblem = lists_problem ?? this.listsProblem;
+    const lists = tick.all_runs !== null || tick.all_clusters !== null || lists_problem !== null;
+    this.tell({ lists, runs: new Set(tick.runs.map(news => news.id)), outputs, trouble });
   };
 
   private readonly lost = (text: string) => {

@@ -70,7 +70,7 @@ export class ClusterRow implements Row<ClusterItem> {
     setShown(this.remove.node, told);
     setShown(this.around, cluster.state === 'starting' || told);
     setText(this.note, note?.text ?? '');
-    setAttributes(this.note, { class: `sl-note sl-beside${note?.bad ? ' sl-bad' : ''}` });
+    setAttributes(this.note, { class: `sl-hint sl-beside${note?.bad ? ' sl-bad' : ''}` });
     this.head.update(cluster.name, clusterLook(cluster), clusterFacts(told ? { ...cluster, text: '' } : cluster), open);
     this.problem.update((told && cluster.text) || (open && (problem || detail?.problem)) || '');
     setShown(this.body, open && runs);
@@ -91,7 +91,7 @@ export class ClusterRow implements Row<ClusterItem> {
   private readonly body = element('div', { class: 'sl-body' });
   private readonly ranks = element('table', { class: 'sl-ranks' });
   private readonly around = element('div', { class: 'sl-actions sl-beside' });
-  private readonly note = element('p', { class: 'sl-note sl-beside', role: 'status' });
+  private readonly note = element('p', { class: 'sl-hint sl-beside', role: 'status' });
   private readonly cancel: Action;
   private readonly remove: Action;
   private readonly utilisation = new UtilisationView();

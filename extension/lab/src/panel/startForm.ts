@@ -28,6 +28,7 @@ export class StartForm {
     this.node.append(
       field('Name', this.name),
       field('Engines', this.engines),
+      element('p', { class: 'sl-hint' }, 'Automatic is one engine per GPU, else 4 on CPU cores.'),
       this.pythonField,
       element('div', { class: 'sl-actions' }, this.start.node, close.node),
       this.note,
@@ -104,11 +105,11 @@ export class StartForm {
   private readonly name = element('input', { class: 'sl-input', type: 'text', autocomplete: 'off', maxlength: 60 });
   private readonly engines = element('input', {
     ...{ class: 'sl-input', type: 'number', min: 1, max: 1024, step: 1 },
-    placeholder: 'one per GPU, else 4'
+    placeholder: 'automatic'
   });
   private readonly python = element('select', { class: 'sl-stages' });
   private readonly pythonField = field('Python', this.python);
-  private readonly note = element('p', { class: 'sl-note', role: 'status' });
+  private readonly note = element('p', { class: 'sl-hint', role: 'status' });
   private readonly problem = new ProblemText();
   private readonly start = new Action('play', 'Start', 'Start its engines', () => void this.begin());
 }

@@ -16,7 +16,8 @@ export interface Use {
 
 /** What is to be drawn; nothing of ranks that nobody measures. */
 export function usesOf(ranks: readonly Rank[]): Use[] {
-  return ranks.flatMap(({ rank, device, cpu_share, gpu_share }) => {
+  // A server that was not started again after an update tells nothing of it.
+  return ranks.flatMap(({ rank, device, cpu_share = null, gpu_share = null }: Partial<Rank> & Pick<Rank, 'rank'>) => {
     const cores = device?.cores ?? 0;
     const cpu = cpu_share === null ? '' : `CPU ${percent(cpu_share)} of ${cores} core${cores === 1 ? '' : 's'}`;
     const gpu = gpu_share === null ? '' : `GPU ${percent(gpu_share)}`;
