@@ -132,14 +132,14 @@ class Handler(APIHandler):
         except ValueError:
             raise QuestionError(f"{name}: {text[:32]!r} is no whole number") from None
 
-    def asked(self, kind: type[_Asked], example: str) -> _Asked:
+    def asked(self, kind: type[_Asked], what: str, example: str) -> _Asked:
         """What the page has sent. Raises QuestionError."""
         if len(self.request.body) > _MOST_WORD_BYTES:
-            raise QuestionError(f"a {kind.__name__} has at most {_MOST_WORD_BYTES} bytes")
+            raise QuestionError(f"a {what} has at most {_MOST_WORD_BYTES} bytes")
         try:
             return msgspec.json.decode(self.request.body, type=kind)
         except msgspec.DecodeError as error:
-            raise QuestionError(f"this is no {kind.__name__}: {error}; one is {example}") from None
+            raise QuestionError(f"this is no {what}: {error}; one is {example}") from None
 
     async def kernelspecs(self) -> dict[str, Any]:
         """The kernels of this server, as its manager of kernelspecs gives them."""
@@ -174,7 +174,7 @@ class ClustersHandler(Handler):
     @web.authenticated
     @authorized
     async def post(self) -> None:
-        start = self.asked(m.Start, '{"name": "default", "place": "server"}')
+        start = self.asked(m.Start, "start of a cluster", '{"name": "default", "place": "server"}')
         places = candidates(await self.kernelspecs())
         place = place_of(start.place, places)
         await self.services.in_thread(lambda: cluster_words.begin(self.services.starts, start, place))
@@ -195,7 +195,7 @@ class ClusterWordsHandler(Handler):
     @web.authenticated
     @authorized
     async def post(self, id: str) -> None:
-        word = self.asked(m.Word, '{"word": "stop"}')
+        word = self.asked(m.Word, "word for a cluster", '{"word": "stop"}')
         cluster_words.check(word)
         # Some of them take as long as a scheduler does: no thread that others wait for.
         await self.services.clusters.in_thread(lambda: cluster_words.give(id, word.word, self.services.starts))
@@ -309,7 +309,7 @@ class WordsHandler(Handler):
     @web.authenticated
     @authorized
     async def post(self, id: str) -> None:
-        word = self.asked(m.Word, '{"word": "pause"}')
+        word = self.asked(m.Word, "control word", '{"word": "pause"}')
         words.check(word)
         path, cluster = await self.services.in_thread(lambda: self._place_of(id))
         if cluster:
