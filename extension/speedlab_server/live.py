@@ -181,6 +181,8 @@ class Page:
                 continue
             if (error := self._jobs.pop(id).exception()) is not None:
                 tick.lists_problem = self._lists_told(reading_text(error, "the lists of clusters and runs"))
+                if tick.lists_problem is not None:
+                    self._handler.log.warning("SpeedLab: %s", tick.lists_problem, exc_info=error)
                 continue
             found = job.result()
             if id:

@@ -350,6 +350,16 @@ def test_the_lists_come_when_they_change(server: JupyterServer) -> None:
     folder = make_run(server, "new-in-the-list", 1)
     found = hear(page, lambda tick: [run for run in tick["all_runs"] or [] if run["id"] == run_id(folder.path)])
     assert found[0]["name"] == "new-in-the-list"
+
+    # Lists that cannot be read are told, and that they can be again.
+    hidden = server.clusters.rename(server.root / "hidden")
+    server.clusters.symlink_to(server.clusters)  # Reading it is an error, also for root.
+    problem = hear(page, lambda tick: tick["lists_problem"])
+    assert "cannot be read" in problem
+    assert server.ask("clusters")[0] == 422
+    server.clusters.unlink()
+    hidden.rename(server.clusters)
+    hear(page, lambda tick: tick["lists_problem"] == "")
     page.shutdown()
 
 
