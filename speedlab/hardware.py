@@ -201,6 +201,29 @@ def cuda_devices() -> list[Device]:
     return [replace(device, cores=_share_of(cores, i, share), threads=share) for i, device in enumerate(devices)]
 
 
+def gpu_share(uuid: str) -> float | None:
+    """Share of the last moments, at most a second, in which the GPU of this UUID computed anything, 0 to 1; None where
+    NVML does not tell it: no driver, an instance of a GPU that is cut, or no such GPU."""
+    if (pynvml := _open_nvml()) is None:
+        return None
+    try:
+        return pynvml.nvmlDeviceGetUtilizationRates(pynvml.nvmlDeviceGetHandleByUUID(uuid)).gpu / 100
+    except pynvml.NVMLError:
+        return None
+
+
+@functools.cache
+def _open_nvml() -> Any:
+    """NVML, opened once for as long as this process lives, since opening takes longer than asking; None without it."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
 def _described(pynvml: Any, index: int) -> list[Device]:
     """The GPU with this index, or its MIG instances."""
     gpu = pynvml.nvmlDeviceGetHandleByIndex(index)

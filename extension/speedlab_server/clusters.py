@@ -52,11 +52,11 @@ class Clusters:
 
     async def with_reached(self, id: str, work: Callable[[Reached], Any]) -> Any:
         """What `work` returns, done in a thread. Raises what it raises, and what `ask` does."""
-        _, state = await self._in_thread(lambda: find(id))
+        _, state = await self.in_thread(lambda: find(id))
         if not isinstance(state, ClusterState) or not state.running:
             raise ClusterError(f"cluster {id!r} does not run here: {_text_of(state) or 'it is being started'}")
         client = await self._connected(state)
-        return await _bounded(self._in_thread(lambda: work(Reached(state, client))), id)
+        return await _bounded(self.in_thread(lambda: work(Reached(state, client))), id)
 
     async def _connected(self, state: ClusterState) -> Client:
         future = self._clients.get(state.token)
@@ -64,7 +64,7 @@ class Clusters:
             socket = Home(state.name).supervisor_socket
             # Only one thread waits for a supervisor that says nothing, however many pages ask.
             future = self._clients[state.token] = asyncio.ensure_future(
-                self._in_thread(lambda: Client(socket, lambda ranks, stream, text: None))
+                self.in_thread(lambda: Client(socket, lambda ranks, stream, text: None))
             )
             future.add_done_callback(lambda done: done.cancelled() or done.exception())  # Somebody looked at it.
         try:
@@ -75,13 +75,13 @@ class Clusters:
                 "cluster starts another one (speedlab.Cluster.attach()), which takes over"
             ) from None
 
-    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+    async def in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def look(self, id: str) -> m.Cluster:
         """A cluster with the state of its ranks, where its supervisor tells it."""
-        folder, state = await self._in_thread(lambda: find(id))
-        summary = await self._in_thread(lambda: summary_of(folder, state))
+        folder, state = await self.in_thread(lambda: find(id))
+        summary = await self.in_thread(lambda: summary_of(folder, state))
         if not isinstance(state, ClusterState):
             return m.Cluster(cluster=summary)
         statuses: dict[int, asked.RankStatus] = {}
@@ -174,7 +174,9 @@ def _ranks_of(state: ClusterState, statuses: dict[int, asked.RankStatus]) -> lis
             name=device.name,
             capacity_bytes=device.capacity_bytes,
             free_bytes=device.free_bytes,
+            cores=len(device.cores),
         )
+        cores = status.cpu_cores if status else None
         ranks.append(
             m.Rank(
                 rank=engine.rank,
@@ -183,6 +185,8 @@ def _ranks_of(state: ClusterState, statuses: dict[int, asked.RankStatus]) -> lis
                 rss_bytes=status.rss_bytes if status else 0,
                 host=engine.host,
                 device=told,
+                cpu_share=cores / len(device.cores) if cores is not None and device and device.cores else None,
+                gpu_share=status.gpu_share if status else None,
             )
         )
     return ranks

@@ -1,7 +1,10 @@
 """What pages ask for, under `<base_url>/speedlab/api/`. Every answer is JSON, what went wrong too.
 
 GET  clusters                      Clusters
+POST clusters                      ClusterWordGiven  of a Start
 GET  clusters/<id>                 Cluster
+POST clusters/<id>/words           ClusterWordGiven  of a Word (CLUSTER_WORDS)
+GET  places                        Places     with which Pythons a cluster can be started
 GET  clusters/<id>/output          Output     ?after=<cursor> ranks=0,1 match=<text>
 GET  runs                          Runs
 GET  runs/<id>                     Run
@@ -23,32 +26,37 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import responses
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from jupyter_core.utils import ensure_async
 from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
 from jupyter_server.utils import url_path_join
 from tornado import web
 
+import speedlab_server.cluster_words as cluster_words
 import speedlab_server.messages as m
 import speedlab_server.words as words
-from speedlab.cluster.home import OUTPUT, known_clusters
 from speedlab.display.guides import notebook_file
 from speedlab_server.clusters import Clusters, Reached, all_clusters, find
 from speedlab_server.comparing import ComparisonHandler
 from speedlab_server.drawing import DrawingHandler
 from speedlab_server.live import Hub, LiveHandler
-from speedlab_server.output import output_of
-from speedlab_server.problems import GoneError, OtherVersionError, QuestionError, told, version_text
+from speedlab_server.output import folder_of, output_of
+from speedlab_server.places import NOTHING_FITS, able, candidates, place_of
+from speedlab_server.problems import OtherVersionError, QuestionError, told, version_text
 from speedlab_server.reader import Reader
 from speedlab_server.registry import Registry, live_tokens
+from speedlab_server.starts import Starts
 
 RESOURCE = "speedlab"
 """What an authorizer of Jupyter is asked about: to read it, and to write it (control words)."""
 VERSION_HEADER = "X-SpeedLab-Version"
 _SETTING = "speedlab_server"
 _MOST_WORD_BYTES = 2**14
+
+_Asked = TypeVar("_Asked", bound=m.Part)
 
 
 @dataclass
@@ -57,8 +65,13 @@ class Services:
 
     registry: Registry
     clusters: Clusters
+    starts: Starts
     disk: ThreadPoolExecutor
     """Where files are read: never on the event loop, and never behind a supervisor that hangs."""
+
+    def all_clusters(self) -> list[m.ClusterSummary]:
+        """Every cluster of this person, those that pages have just started among them. Waits for the disk."""
+        return self.starts.told(all_clusters())
 
     async def in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.disk, work)
@@ -66,7 +79,8 @@ class Services:
 
 def add_handlers(web_app: Any, root_dir: str) -> None:
     """Serve `web_app`'s pages."""
-    services = Services(Registry(root_dir), Clusters(), ThreadPoolExecutor(8, thread_name_prefix="speedlab-disk"))
+    disk = ThreadPoolExecutor(8, thread_name_prefix="speedlab-disk")
+    services = Services(Registry(root_dir), Clusters(), Starts(Path(root_dir or ".").expanduser()), disk)
     web_app.settings[_SETTING] = services
     base = url_path_join(web_app.settings["base_url"], "speedlab", "api")
     routes = [(rf"{base}/{pattern}", handler) for pattern, handler in _ROUTES]
@@ -120,6 +134,19 @@ class Handler(APIHandler):
         except ValueError:
             raise QuestionError(f"{name}: {text[:32]!r} is no whole number") from None
 
+    def asked(self, kind: type[_Asked], what: str, example: str) -> _Asked:
+        """What the page has sent. Raises QuestionError."""
+        if len(self.request.body) > _MOST_WORD_BYTES:
+            raise QuestionError(f"a {what} has at most {_MOST_WORD_BYTES} bytes")
+        try:
+            return msgspec.json.decode(self.request.body, type=kind)
+        except msgspec.DecodeError as error:
+            raise QuestionError(f"this is no {what}: {error}; one is {example}") from None
+
+    async def kernelspecs(self) -> dict[str, Any]:
+        """The kernels of this server, as its manager of kernelspecs gives them."""
+        return await ensure_async(self.settings["kernel_spec_manager"].get_all_specs())
+
     async def reader(self, id: str) -> Reader:
         """The run's reader, which has just looked."""
 
@@ -144,7 +171,37 @@ class ClustersHandler(Handler):
     @web.authenticated
     @authorized
     async def get(self) -> None:
-        self.say(m.Clusters(clusters=await self.services.in_thread(all_clusters)))
+        self.say(m.Clusters(clusters=await self.services.in_thread(self.services.all_clusters)))
+
+    @web.authenticated
+    @authorized
+    async def post(self) -> None:
+        start = self.asked(m.Start, "start of a cluster", '{"name": "default", "place": "server"}')
+        places = candidates(await self.kernelspecs())
+        place = place_of(start.place, places)
+        await self.services.in_thread(lambda: cluster_words.begin(self.services.starts, start, place))
+        self.say(m.ClusterWordGiven(cluster=start.name, word="start"), 202)
+
+
+class PlacesHandler(Handler):
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        places = candidates(await self.kernelspecs())
+        found = await self.services.in_thread(lambda: able(places))
+        told_places = [m.StartPlace(id=place.id, name=place.name) for place in found]
+        self.say(m.Places(places=told_places, problem="" if found else NOTHING_FITS))
+
+
+class ClusterWordsHandler(Handler):
+    @web.authenticated
+    @authorized
+    async def post(self, id: str) -> None:
+        word = self.asked(m.Word, "word for a cluster", '{"word": "stop"}')
+        cluster_words.check(word)
+        # Some of them take as long as a scheduler does: no thread that others wait for.
+        await self.services.clusters.in_thread(lambda: cluster_words.give(id, word.word, self.services.starts))
+        self.say(m.ClusterWordGiven(cluster=id, word=word.word))
 
 
 class ClusterHandler(Handler):
@@ -178,9 +235,8 @@ class OutputHandler(Handler):
         after, match = self.get_query_argument("after", ""), self.get_query_argument("match", "")
 
         def read() -> m.Output:
-            cluster = id if kind == "clusters" else self._cluster_of(id)
-            folder, _ = find(cluster)
-            return output_of(folder / OUTPUT, after=after, ranks=ranks, match=match)
+            folder = folder_of(self.services.registry, kind, id)
+            return output_of(folder, after=after, ranks=ranks, match=match)
 
         self.say(await self.services.in_thread(read))
 
@@ -190,16 +246,6 @@ class OutputHandler(Handler):
             return [int(rank) for rank in text.split(",")] if text else None
         except ValueError:
             raise QuestionError(f"ranks: {text[:32]!r} are no numbers with commas between them") from None
-
-    def _cluster_of(self, run: str) -> str:
-        reader = self.services.registry.reader(run)
-        token = reader.folder.read_status().token
-        for folder, state in known_clusters():
-            if token and getattr(state, "token", None) == token:
-                return folder.name
-        raise GoneError(
-            f"the cluster of run {reader.folder.name!r} was stopped, and what its ranks printed went with it"
-        )
 
 
 class RunsHandler(Handler):
@@ -265,12 +311,7 @@ class WordsHandler(Handler):
     @web.authenticated
     @authorized
     async def post(self, id: str) -> None:
-        if len(self.request.body) > _MOST_WORD_BYTES:
-            raise QuestionError(f"a control word has at most {_MOST_WORD_BYTES} bytes")
-        try:
-            word = msgspec.json.decode(self.request.body, type=m.Word)
-        except msgspec.DecodeError as error:
-            raise QuestionError(f'this is no control word: {error}; one is {{"word": "pause"}}') from None
+        word = self.asked(m.Word, "control word", '{"word": "pause"}')
         words.check(word)
         path, cluster = await self.services.in_thread(lambda: self._place_of(id))
         if cluster:
@@ -290,7 +331,9 @@ _ID = r"([A-Za-z0-9@_.%-]{1,128})"
 _IDS = r"([A-Za-z0-9@_.%,-]{1,4096})"
 _ROUTES: list[tuple[str, type[Handler]]] = [
     ("clusters", ClustersHandler),
+    ("places", PlacesHandler),
     (f"clusters/{_ID}", ClusterHandler),
+    (f"clusters/{_ID}/words", ClusterWordsHandler),
     (f"(clusters|runs)/{_ID}/output", OutputHandler),
     (rf"notebooks/{_ID}", NotebookHandler),
     ("runs", RunsHandler),

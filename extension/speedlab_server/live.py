@@ -1,10 +1,11 @@
 """What comes by itself: a page says on a websocket what it wants to hear, and hears it at most ten times a second.
 
 1. A page sends Subscribe; it replaces the one before. With nothing in it, nothing is read and nothing is sent.
-2. Ten times a second each run that a page watches is looked at, in a thread; pages share the run's one reader.
+2. Ten times a second each run that a page watches is looked at, in a thread; pages share the run's one reader. Ranks'
+   output is looked at likewise (`live_output.py`).
 3. What is new of all of them goes in one Tick. A page that has not taken the last one yet gets the next one later,
    with all that is new by then: what it has is counted where a message is sent.
-4. A run on a slow disk is late alone: the others do not wait for it.
+4. What is on a slow disk is late alone: the others do not wait for it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tornado import web
 from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
 import speedlab_server.messages as m
-from speedlab_server.clusters import all_clusters
+from speedlab_server.live_output import WatchedOutput
 from speedlab_server.problems import reading_text, version_text
 from speedlab_server.registry import live_tokens
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 TICK_SECONDS = 0.1
 MOST_RUNS = 16
 """That a page may watch at once."""
+MOST_OUTPUTS = 8
+"""Likewise, of ranks' output."""
 OTHER_VERSION = 4409
 """Code with which a page of another version is sent away."""
 _MEMORY_SECONDS = 1.0
@@ -128,11 +131,13 @@ class Page:
 
     def __init__(self, handler: LiveHandler) -> None:
         self._handler = handler
-        self._watched: dict[str, Watched] = {}
+        self._watched: dict[str, Watched | WatchedOutput] = {}
+        """Runs by id, output by kind and id; "" among the jobs are the lists."""
         self._jobs: dict[str, asyncio.Future[Any]] = {}
         self._sending: asyncio.Future[Any] | None = None
         self._lists = False
         self._lists_due = 0.0
+        self._lists_problem: str | None = None
         self._runs: list[m.RunSummary] | None = None
         self._clusters: list[m.ClusterSummary] | None = None
 
@@ -141,10 +146,15 @@ class Page:
         return bool(self._watched or self._lists)
 
     def subscribe(self, wanted: m.Subscribe) -> None:
+        # Lines come once: output that is watched already goes on, with what is being read of it.
+        outputs = {f"{watch.kind}/{watch.id}": watch for watch in wanted.outputs}
+        stays = {key: watched for key, watched in self._watched.items() if key in outputs}
         # Jobs of the old ones end by themselves, and nobody asks what they found.
-        self._jobs = {}
+        self._jobs = {key: job for key, job in self._jobs.items() if key in stays}
         self._watched = {watch.id: Watched(watch) for watch in wanted.runs}
+        self._watched |= {key: WatchedOutput(watch) for key, watch in outputs.items()} | stays
         self._lists, self._lists_due, self._runs, self._clusters = wanted.lists, 0.0, None, None
+        self._lists_problem = None
 
     def begin(self, services: Services) -> list[asyncio.Future[Any]]:
         """Start looking at what nobody looks at for this page just now; returns what is under way."""
@@ -157,7 +167,7 @@ class Page:
         if self._lists and "" not in self._jobs and now >= self._lists_due:
             self._lists_due = now + _LISTS_SECONDS
             self._jobs[""] = asyncio.ensure_future(
-                services.in_thread(lambda: (services.registry.runs(), all_clusters()))
+                services.in_thread(lambda: (services.registry.runs(), services.all_clusters()))
             )
         return list(self._jobs.values())
 
@@ -170,19 +180,30 @@ class Page:
             if not job.done():
                 continue
             if (error := self._jobs.pop(id).exception()) is not None:
-                self._handler.log.warning("SpeedLab: the lists of clusters and runs cannot be read: %s", error)
+                tick.lists_problem = self._lists_told(reading_text(error, "the lists of clusters and runs"))
+                if tick.lists_problem is not None:
+                    self._handler.log.warning("SpeedLab: %s", tick.lists_problem, exc_info=error)
                 continue
             found = job.result()
             if id:
-                tick.runs += [found] if found is not None else []
+                if isinstance(found, m.OutputNews):
+                    tick.outputs.append(found)
+                elif found is not None:
+                    tick.runs.append(found)
                 continue
             runs, clusters = found
+            tick.lists_problem = self._lists_told("")
             if runs != self._runs:
                 self._runs = tick.all_runs = runs
             if clusters != self._clusters:
                 self._clusters = tick.all_clusters = clusters
-        if tick.runs or tick.all_runs is not None or tick.all_clusters is not None:
+        if tick != m.Tick():
             self._sending = self._handler.say(tick)
+
+    def _lists_told(self, problem: str) -> str | None:
+        """What the page is to be told of this problem with the lists; None where it was."""
+        before, self._lists_problem = self._lists_problem, problem
+        return problem if problem != before else None
 
 
 class Hub:
@@ -265,9 +286,10 @@ class LiveHandler(PageSocket):
     def on_message(self, message: str | bytes) -> None:
         if (wanted := self.question(message, m.Subscribe)) is None:
             return
-        if len(wanted.runs) > MOST_RUNS:
-            self.say(m.Problem(text=f"{len(wanted.runs)} runs at once; a page may watch {MOST_RUNS}: watch fewer"))
-            return
+        for what, those, most in (("runs", wanted.runs, MOST_RUNS), ("outputs", wanted.outputs, MOST_OUTPUTS)):
+            if len(those) > most:
+                self.say(m.Problem(text=f"{len(those)} {what} at once; a page may watch {most}: watch fewer"))
+                return
         self._page.subscribe(wanted)
         self._hub.join(self._page)
 

@@ -36,16 +36,20 @@ COLUMNS = (
 PARTS = ("status", "records", "events", "memory")
 """What a page may hear of a run."""
 
+CLUSTER_WORDS = ("cancel", "stop", "remove")
+"""What a page may ask of a cluster: of one that is being started, of one that runs, and of what is left of one."""
+
 CONSTANTS: dict[str, int | tuple[str, ...]] = {
     "VERSION": VERSION,
     "CATEGORIES": CATEGORIES,
     "PLACES": PLACES,
     "COLUMNS": COLUMNS,
     "CONTROL_WORDS": CONTROL_WORDS,
+    "CLUSTER_WORDS": CLUSTER_WORDS,
 }
 """What pages need of these, by name."""
 
-ClusterKind = Literal["running", "starting", "ended", "elsewhere", "damaged"]
+ClusterKind = Literal["running", "starting", "ended", "elsewhere", "damaged", "failed"]
 RunKind = Literal["starting", "running", "paused", "finished", "stopped", "failed", "damaged"]
 
 
@@ -77,7 +81,8 @@ class ClusterSummary(Part, kw_only=True):
     link: str = ""
     started: float = 0.0
     text: str = ""
-    """A place in a scheduler's queue and other things a start waits for; of a damaged or ended one, what to do."""
+    """A place in a scheduler's queue and other things a start waits for; why it failed; of a damaged or ended one, what
+    to do."""
 
 
 class Clusters(Message, kw_only=True):
@@ -94,6 +99,8 @@ class Device(Part, kw_only=True):
     capacity_bytes: int
     free_bytes: int
     """When the cluster was started."""
+    cores: int = 0
+    """CPU cores that the rank is bound to."""
 
 
 class Rank(Part, kw_only=True):
@@ -106,6 +113,11 @@ class Rank(Part, kw_only=True):
     rss_bytes: int
     host: str = ""
     device: Device | None = None
+    cpu_share: float | None = None
+    """CPU time of its process as a share of its cores' since the look before; null at the first look, and where the
+    supervisor does not measure it."""
+    gpu_share: float | None = None
+    """Share of the last moments in which its GPU computed, 0 to 1; null where there is none, or nothing tells it."""
 
 
 class RankMemory(Part, kw_only=True):
@@ -243,6 +255,37 @@ class WordGiven(Message, kw_only=True):
     number: int
 
 
+class ClusterWordGiven(Message, kw_only=True):
+    """A word was carried out; a start (`word` is "start") goes on, and the list of clusters tells how."""
+
+    cluster: str
+    word: str
+
+
+class StartPlace(Part, kw_only=True):
+    """A Python that can start a cluster."""
+
+    id: str
+    name: str
+
+
+class Places(Message, kw_only=True):
+    """With what a page can start a cluster, the server's own Python first. `problem`: why with nothing."""
+
+    places: list[StartPlace]
+    problem: str = ""
+
+
+class Start(Part, kw_only=True):
+    """A cluster that a page wants on the server's machine."""
+
+    name: str
+    place: str
+    """Id of a StartPlace."""
+    engines: int | None = None
+    """Null: one per GPU, else as many on CPU cores as a notebook gets."""
+
+
 class Watch(Part, kw_only=True):
     """What a page wants to hear of a run, and what it has of it already (see Records and Events)."""
 
@@ -255,10 +298,21 @@ class Watch(Part, kw_only=True):
     points: int = 400
 
 
+class WatchOutput(Part, kw_only=True):
+    """What ranks print: those of a cluster, or of the one that holds a run."""
+
+    kind: Literal["clusters", "runs"]
+    id: str
+    after: str = ""
+    """The cursor of what the page has; without one it begins with the end of what there is. Of output that this page
+    watches already it does not count: that goes on where it is, as the page may have more by now than it said."""
+
+
 class Subscribe(Message, kw_only=True):
     """From a page: what it wants to hear from now on, in the place of what it heard. Hidden, it wants nothing."""
 
     runs: list[Watch] = []
+    outputs: list[WatchOutput] = []
     lists: bool = False
     """Whether it wants the lists of clusters and runs."""
 
@@ -275,10 +329,23 @@ class RunNews(Part, kw_only=True):
     """Why there is nothing; empty when there is something again."""
 
 
+class OutputNews(Part, kw_only=True):
+    """What ranks have printed since; null is nothing new."""
+
+    kind: Literal["clusters", "runs"]
+    id: str
+    output: Output | None = None
+    problem: str | None = None
+    """Why nothing comes; empty when something does again."""
+
+
 class Tick(Message, kw_only=True):
     """To a page: all that is new, at most ten times a second."""
 
     runs: list[RunNews] = []
+    outputs: list[OutputNews] = []
+    lists_problem: str | None = None
+    """Why the lists cannot be read; null is nothing new, empty that they can be read again."""
     all_runs: list[RunSummary] | None = None
     all_clusters: list[ClusterSummary] | None = None
 
@@ -411,19 +478,7 @@ class Changes(Message, kw_only=True):
 
 
 ANSWERS = (
-    Problem,
-    Clusters,
-    Cluster,
-    Runs,
-    Run,
-    Records,
-    Events,
-    Output,
-    Notebook,
-    WordGiven,
-    Tick,
-    Keyframe,
-    Comparison,
-    Changes,
+    *(Problem, Clusters, Cluster, Runs, Run, Records, Events, Output, Notebook, WordGiven, ClusterWordGiven, Places),
+    *(Tick, Keyframe, Comparison, Changes),
 )
-QUESTIONS = (Word, Subscribe, Draw)
+QUESTIONS = (Word, Start, Subscribe, Draw)

@@ -6,16 +6,22 @@ was put aside since is read to its end first.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 import speedlab_server.messages as m
-from speedlab_server.problems import QuestionError
+from speedlab.cluster.home import OUTPUT, known_clusters
+from speedlab_server.clusters import find
+from speedlab_server.problems import GoneError, QuestionError
+
+if TYPE_CHECKING:
+    from speedlab_server.registry import Registry
 
 MOST_BYTES = 2**16
 """Of one rank, in one answer."""
@@ -32,6 +38,31 @@ class Place(NamedTuple):
 
     file: int
     byte: int
+
+
+def folder_of(registry: Registry, kind: str, id: str) -> Path:
+    """Where ranks' output is: of a cluster, or of the one that holds a run. Raises UnknownError, GoneError, and what
+    the run's status does."""
+    if kind == "clusters":
+        return find(id)[0] / OUTPUT
+    folder = registry.reader(id).folder
+    token = folder.read_status().token
+    for cluster, state in known_clusters():
+        if token and getattr(state, "token", None) == token:
+            return cluster / OUTPUT
+    raise GoneError(f"the cluster of run {folder.name!r} was stopped, and what its ranks printed went with it")
+
+
+def files_of(folder: Path) -> dict[int, Place]:
+    """By rank, its file as it is now: whoever compares knows whether there is something new, and reads nothing."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            if match := _FILE.fullmatch(entry.name):
+                with contextlib.suppress(FileNotFoundError):  # Put aside just now; the next look finds the new one.
+                    file = entry.stat()
+                    found[int(match[1])] = Place(file.st_ino, file.st_size)
+    return found
 
 
 def output_of(folder: Path, *, after: str = "", ranks: Collection[int] | None = None, match: str = "") -> m.Output:

@@ -40,7 +40,7 @@ _STATUS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], int], ...] =
 """The first that fits. What is left of ValueError and TypeError comes from what was asked of a run: it was refused."""
 
 
-def told(error: Exception) -> tuple[int, str] | None:
+def told(error: BaseException) -> tuple[int, str] | None:
     """(status, text) of what is known to go wrong; None for what nobody has foreseen."""
     denied = next((each for each in (error, error.__cause__) if isinstance(each, PermissionError)), None)
     if denied is not None:
@@ -55,10 +55,10 @@ def told(error: Exception) -> tuple[int, str] | None:
     return None
 
 
-def reading_text(error: Exception) -> str:
-    """Why a run cannot be read, for a page that looks at it."""
+def reading_text(error: BaseException, what: str = "this run") -> str:
+    """Why a run, or `what`, cannot be read, for a page that looks at it."""
     known = told(error)
-    return known[1] if known else f"this run cannot be read ({type(error).__name__}); the server's log tells more"
+    return known[1] if known else f"{what} cannot be read ({type(error).__name__}); the server's log tells more"
 
 
 def version_text(theirs: object, ours: int) -> str:

@@ -59,7 +59,7 @@ def _name_of(kind: inspect.Type, found: dict[str, str]) -> str:
 
 
 def _interface(kind: inspect.StructType, found: dict[str, str]) -> str:
-    asked = kind.cls in messages.QUESTIONS or kind.cls is messages.Watch
+    asked = kind.cls in (*messages.QUESTIONS, messages.Watch, messages.WatchOutput)
     doc = " ".join(line.strip() for line in (kind.cls.__doc__ or "").split("\n\n")[0].splitlines())
     lines = [f"/** {doc} */", f"export interface {kind.cls.__name__} {{"]
     if kind.tag is not None:

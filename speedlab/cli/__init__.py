@@ -13,6 +13,7 @@ COMMANDS = {
         "train",
         "train a run: speedlab train config.yaml --zero.stage 3, or go on with one: --resume NAME",
     ),
+    "start": ("start", "start a cluster's engines and leave them running"),
     "config": ("manage", "print a configuration with what every field means"),
     "status": ("manage", "show the clusters that run, their engines and runs"),
     "stop": ("manage", "end a cluster's engines"),

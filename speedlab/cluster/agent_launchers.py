@@ -120,7 +120,7 @@ def slurm_script(job: SlurmJob, cluster: str, order_file: str, output_file: str)
 
 
 def slurm_state(number: str) -> tuple[str, str]:
-    """(state, in words) of a job: ("PENDING", "waits as number 3 of 7 in a100: Resources"). Raises ClusterError where
+    """(state, in words) of a job: ("PENDING", "is queued, 3rd of 7 in a100 (Resources)"). Raises ClusterError where
     Slurm does not answer."""
     known = ask_slurm("squeue", "-h", "-j", number, "-t", "all", "-o", "%T|%r|%P|%S")
     if not known:
@@ -131,9 +131,15 @@ def slurm_state(number: str) -> tuple[str, str]:
         return state, reason
     # Highest priority first, as the scheduler takes them.
     waiting = ask_slurm("squeue", "-h", "-t", "PENDING", "-p", partition, "--sort=-p,i", "-o", "%i").split()
-    place = f" as number {waiting.index(number) + 1} of {len(waiting)}" if number in waiting else ""
+    place = f", {ordinal(waiting.index(number) + 1)} of {len(waiting)}" if number in waiting else ""
     expected = f", expected to start {start}" if start not in ("N/A", "") else ""
-    return state, f"waits{place} in {partition}: {reason}{expected}"
+    return state, f"is queued{place} in {partition} ({reason}){expected}"
+
+
+def ordinal(number: int) -> str:
+    """'1st', '2nd', '3rd', '4th', '11th', '21st'."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def slurm_cancel(number: str) -> None:

@@ -27,6 +27,7 @@ import speedlab.cluster.processes as processes
 from speedlab.cluster.devices import choose_devices
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.launchers import ENGINE_ARGUMENTS, ENGINE_COMMAND, UNSUPERVISED_FILE
+from speedlab.cluster.loads import Load, Loads
 from speedlab.network import Endpoint, address_of, interface_towards
 
 HOST = "SPEEDLAB_AGENT_HOST"
@@ -57,6 +58,7 @@ _SAME_SECONDS = 0.05
 _folder: Path | None = None
 _started = 0.0
 _heard = 0.0
+_loads = Loads()
 _children: dict[int, subprocess.Popen[bytes]] = {}
 """Engines that this agent has started, by process id: to hear how they ended."""
 
@@ -177,6 +179,16 @@ def engines() -> list[dict[str, Any]]:
     for pid, child in _children.items():
         if pid not in running and child.poll() is not None:
             found.append({"rank": None, "pid": pid, "running": False, "exit": child.returncode})
+    return found
+
+
+def look() -> list[dict[str, Any]]:
+    """The engines of this host that run, as `engines` has them, and how busy each is (`load`, the fields of a Load)."""
+    found = _engine_processes()
+    for engine in found:
+        engine["load"] = tuple(Load())
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            engine["load"] = tuple(_loads.of(psutil.Process(engine["pid"])))
     return found
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import speedlab.cluster.ending as ending
 import speedlab.cluster.host_specs as host_specs
 import speedlab.cluster.pretended as pretended
 import speedlab.cluster.processes as processes
@@ -42,10 +43,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("shared", "gloo")
 
-_STOP_SECONDS = 15.0
-_STOP_HOSTS_SECONDS = 60.0
 _MOST_ASKED = 3
-_STOP_PATIENCE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +150,7 @@ class Cluster:
             self._disconnect("the controller of the cluster had died")
             if state is None and self._joins_a_start():
                 return
-            self._end_processes(0.0)  # Its controller died, or its supervisor before all was ready.
+            ending.end_processes(self._home, 0.0)  # Its controller died, or its supervisor before all was ready.
             self._start()
 
     def give_up_start(self) -> None:
@@ -214,18 +212,8 @@ class Cluster:
         """Of a start that nobody wants any more: where it was too late to cancel it, its supervisor has to be asked."""
         with contextlib.suppress(ClusterError, SupervisorGoneError, TimeoutError):
             client = Client(self._home.supervisor_socket, self.output.printed)
-            client.ask(m.Stop(), seconds=_STOP_HOSTS_SECONDS)
+            client.ask(m.Stop(), seconds=ending.STOP_HOSTS_SECONDS)
             client.close()
-
-    def _end_processes(self, patience_seconds: float) -> None:
-        """End whatever runs of the cluster that was begun last. Raises ClusterError where something stays."""
-        token = self._home.token
-        if token is None:
-            return
-        left = processes.end(processes.marked(token), patience_seconds=patience_seconds)
-        if left:
-            pids = ", ".join(str(process.pid) for process in left)
-            raise ClusterError(f"processes {pids} cannot be ended; they may wait for a device or a disk")
 
     # What it is
 
@@ -388,8 +376,8 @@ class Cluster:
                 with contextlib.suppress(SupervisorGoneError, ClusterError, TimeoutError):
                     if state.hosts and self._lost:
                         self._connect()  # Only a supervisor gives hosts back.
-                    self._client.ask(m.Stop(), seconds=_STOP_HOSTS_SECONDS if state.hosts else _STOP_SECONDS)
-            self._end_processes(_STOP_PATIENCE_SECONDS)
+                    self._client.ask(m.Stop(), seconds=ending.stop_seconds(state))
+            ending.end_processes(self._home, ending.STOP_PATIENCE_SECONDS)
             self._disconnect("the cluster was stopped")
             self._home.remove()
 

@@ -278,14 +278,19 @@ def running_clusters() -> list[ClusterState]:
 
 def known_clusters() -> Iterator[tuple[Path, ClusterState | ClusterError | None]]:
     """The folder of every cluster of this person with what is written of it: None where it has not become ready yet,
-    an error where that is damaged."""
-    for folder in sorted(root().glob("[!.]*")):
-        if not any((folder / name).exists() for name in (_TOKEN, "cluster.json")):
-            continue
+    an error where that is damaged, or may not be read. Raises OSError where the folder of all may not be."""
+    try:
+        names = sorted(os.listdir(root()))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for folder in (root() / name for name in names if not name.startswith(".")):
         try:
-            yield folder, _read(folder)
+            if any((folder / name).exists() for name in (_TOKEN, "cluster.json")):
+                yield folder, _read(folder)
         except ClusterError as error:
             yield folder, error
+        except PermissionError as error:
+            yield folder, _forbidden(folder, error)
 
 
 def _read(folder: Path) -> ClusterState | None:
@@ -294,10 +299,16 @@ def _read(folder: Path) -> ClusterState | None:
         return ClusterState.from_json(file.read_text())
     except FileNotFoundError:
         return None
+    except PermissionError as error:
+        raise _forbidden(folder, error) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ClusterError(
             f"{file} is damaged ({error}); remove the folder {folder} once no engine of it runs"
         ) from None
+
+
+def _forbidden(folder: Path, error: PermissionError) -> ClusterError:
+    return ClusterError(f"{error.filename or folder} may not be read by this user; give it the right to")
 
 
 def _host_of(folder: Path) -> str | None:

@@ -15,7 +15,9 @@ from hostile import PAYLOADS, make_runs
 from lab_page import Notebook
 from speedlab_server.registry import run_id
 from telemetry_samples import make_event, make_folder, make_record
+from test_ending import WaitingSupervisor, served
 
+from speedlab.cluster.home import Home
 from speedlab.telemetry.folder import Status, find_runs
 from speedlab.telemetry.records import Ledger, RunState
 
@@ -239,3 +241,35 @@ def test_nothing_of_ours_is_a_serious_problem_for_who_cannot_see_or_use_a_mouse(
     page.mouse.move(0, 0)
     page.evaluate(AXE.read_text(encoding="utf-8"))
     assert page.evaluate(LOOK_FOR_PROBLEMS, OURS) == []
+
+
+def test_a_place_in_a_queue_is_shown_and_given_up(page: Any, lab: Any, runs: Path, monkeypatch: Any) -> None:
+    """Through a real server and the supervisors' protocol; the supervisor itself is made up."""
+    monkeypatch.setenv("IPYTHONDIR", lab.environment["IPYTHONDIR"])
+    home = Home("slurm-81")
+    home.create("a token")
+    server = served(home, supervisor := WaitingSupervisor())
+    try:
+        open_panel(page, lab)
+        waits = page.locator(".sl-item", has=row(page, "slurm-81"))
+        waits.get_by_text("job 81 is queued, 3rd of 7 in a100 (Priority)").wait_for()
+        page.get_by_role("button", name="Start a cluster").click()
+        new = page.get_by_role("group", name="A new cluster")
+        new.get_by_role("button", name="Start", exact=True).and_(page.locator(":not([aria-disabled])")).wait_for()
+        new.get_by_label("Name").fill("slurm-81")
+        page.keyboard.press("Enter")
+        new.get_by_text("it is being started; cancel that instead").wait_for()
+        if AXE.exists():
+            page.evaluate(AXE.read_text(encoding="utf-8"))
+            assert page.evaluate(LOOK_FOR_PROBLEMS, OURS) == []
+        page.keyboard.press("Escape")
+
+        waits.get_by_role("button", name="Cancel").click()
+        page.get_by_role("button", name="Keep waiting").click()
+        assert not supervisor.cancelled.is_set()
+        waits.get_by_role("button", name="Cancel").click()
+        page.get_by_role("button", name="Give up").click()
+        waits.wait_for(state="detached")
+        assert (supervisor.cancelled.is_set(), home.path.exists()) == (True, False)
+    finally:
+        server.close()

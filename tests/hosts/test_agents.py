@@ -152,13 +152,13 @@ def test_a_job_of_slurm(two: Lab, login: LoginTo, monkeypatch: pytest.MonkeyPatc
 
     def hear(words: str) -> None:
         said.append(words)
-        if "number 1 of 1" in words and "Resources" in words:
+        if "1st of 1" in words and "Resources" in words:
             cancelled.set()
 
     another = login(SlurmJob(nodes=2, engines_per_node=1, options=("--exclusive",)))
     with pytest.raises(ClusterError, match="the start of the cluster was cancelled; nothing is left of it"):
         another.start_agents(progress=hear, cancelled=cancelled)
-    assert said[-1].startswith(f"job {int(job) + 1} waits as number 1 of 1 in lab: Resources")
+    assert said[-1].startswith(f"job {int(job) + 1} is queued, 1st of 1 in lab (Resources)")
     assert two.hosts[0].run("squeue", "-h", "-t", "pending", "-o", "%i", env=dict(os.environ)).stdout == ""
 
     # A job that is ended under its agents: named, and the engines' side hears it.

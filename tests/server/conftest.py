@@ -25,6 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterServer]:
     (ipython / "profile_default" / "speedlab").mkdir(parents=True)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JUPYTER")}
     environment |= {"IPYTHONDIR": str(ipython), "JUPYTER_RUNTIME_DIR": str(home), "JUPYTER_CONFIG_DIR": str(home)}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # What it starts runs on CPU cores, whatever the machine has.
     command = [sys.executable, "-m", "jupyter_server", "--allow-root", "--no-browser", "--ServerApp.base_url=/base/"]
     command += [f"--ServerApp.root_dir={root}", f"--IdentityProvider.token={TOKEN}", "--ServerApp.ip=127.0.0.1"]
     command += ["--ServerApp.jpserver_extensions={'speedlab_server': True, 'jupyterlab': False, 'ipyparallel': False}"]

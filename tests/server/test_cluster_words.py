@@ -13,6 +13,7 @@ from cluster_helpers import small_run, wait_for
 from server_helpers import JupyterServer
 
 from speedlab.cluster import Cluster, processes
+from speedlab.cluster.home import Home
 from speedlab.cluster.known_runs import run_id
 
 NAME = "of-the-server"
@@ -22,7 +23,7 @@ def test_a_run_is_paused_and_resumed_without_a_kernel(
     server: JupyterServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(server.ipython))
-    cluster = Cluster(2, name=NAME, device="cpu")
+    cluster = started(server)
     try:
         config = small_run(
             tmp_path, "steered", 100_000, batch={"micro_size": 2, "global_size": 4}, telemetry={"tensorboard": False}
@@ -39,6 +40,9 @@ def test_a_run_is_paused_and_resumed_without_a_kernel(
         assert [(rank["rank"], rank["device"]["kind"]) for rank in one["ranks"]] == [(0, "cpu"), (1, "cpu")]
         assert (one["cluster"]["state"], one["problem"], one["runs"]) == ("running", "", [run_id(run.folder.path)])
         assert all(entry["held"][0][0] > 0 for entry in one["memory"])
+        # From the second look on, once half a second has passed.
+        wait_for(lambda: all(rank["cpu_share"] is not None for rank in server.ask(f"clusters/{NAME}")[1]["ranks"]))
+        assert all(0 <= rank["cpu_share"] < 1.5 for rank in server.ask(f"clusters/{NAME}")[1]["ranks"])
 
         # What the run itself refuses, it refuses a page in the same words.
         status, answer = server.ask(f"{way}/words", {"word": "reshape", "arguments": {"tp": 3}})
@@ -53,11 +57,46 @@ def test_a_run_is_paused_and_resumed_without_a_kernel(
         wait_for(lambda: server.ask(f"{way}/output?match=SAID")[1]["ranks"])
 
         hanging_delays_nobody(server, cluster)
+        status, answer = server.ask(f"clusters/{NAME}/words", {"word": "cancel"})
+        assert (status, answer["text"]) == (409, f"cancel: cluster {NAME!r} was not touched: it runs; stop it instead")
+        token = cluster.token
+        assert server.ask(f"clusters/{NAME}/words", {"word": "stop"})[0] == 200
+        assert processes.marked(token) == []
     finally:
         cluster.stop()
     status, answer = server.ask(f"clusters/{NAME}")
     assert (status, "it was stopped, or never started" in answer["text"]) == (404, True)
     wait_for(lambda: [r for r in server.ask("runs")[1]["runs"] if r["name"] == "steered" and r["cluster"] == ""])
+
+
+def started(server: JupyterServer) -> Cluster:
+    """By the server, with its own Python."""
+    start = {"name": NAME, "place": "server", "engines": 2}
+    status, answer = server.ask("clusters", start)
+    assert (status, answer["word"], answer["cluster"]) == (202, "start", NAME)
+    assert state_of(server) == "starting"
+    assert server.ask("clusters", start)[0] == 409
+    wait_for(lambda: state_of(server) != "starting", 120)
+    assert state_of(server) == "running", server.ask("clusters")
+    return Cluster.attach(NAME)
+
+
+def state_of(server: JupyterServer) -> str | None:
+    found = server.ask("clusters")[1]["clusters"]
+    return next((cluster["state"] for cluster in found if cluster["name"] == NAME), None)
+
+
+def test_a_start_is_given_up_and_leaves_nothing(server: JupyterServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(server.ipython))
+    home = Home(NAME)
+    assert server.ask("clusters", {"name": NAME, "place": "server", "engines": 1})[0] == 202
+    wait_for(home.supervisor_socket.exists, 60)
+    token = home.token
+    assert token is not None
+    assert server.ask(f"clusters/{NAME}/words", {"word": "cancel"})[0] == 200
+    assert not home.path.exists()
+    wait_for(lambda: processes.marked(token) == [])
+    wait_for(lambda: state_of(server) is None)
 
 
 def give(server: JupyterServer, way: str, word: dict[str, Any]) -> dict[str, Any]:

@@ -350,7 +350,92 @@ def test_the_lists_come_when_they_change(server: JupyterServer) -> None:
     folder = make_run(server, "new-in-the-list", 1)
     found = hear(page, lambda tick: [run for run in tick["all_runs"] or [] if run["id"] == run_id(folder.path)])
     assert found[0]["name"] == "new-in-the-list"
+
+    # Lists that cannot be read are told, and that they can be again.
+    hidden = server.clusters.rename(server.root / "hidden")
+    server.clusters.symlink_to(server.clusters)  # Reading it is an error, also for root.
+    problem = hear(page, lambda tick: tick["lists_problem"])
+    assert "cannot be read" in problem
+    assert server.ask("clusters")[0] == 422
+    server.clusters.unlink()
+    hidden.rename(server.clusters)
+    hear(page, lambda tick: tick["lists_problem"] == "")
     page.shutdown()
+
+
+def make_output(server: JupyterServer, name: str) -> Path:
+    """Of a cluster of which nothing else is there."""
+    folder = server.clusters / name / "output"
+    folder.mkdir(parents=True)
+    (folder.parent / "token").write_text(name)
+    return folder
+
+
+def test_what_ranks_print_comes_when_they_print_it_and_once(server: JupyterServer) -> None:
+    folder = make_output(server, "printing")
+    (folder / "rank-0.log").write_text("before\n")
+    page = server.live()
+    wanted = {"kind": "clusters", "id": "printing"}
+
+    def next_output() -> dict[str, Any]:
+        (news,) = hear(page, lambda tick: tick["outputs"])
+        assert (news["kind"], news["id"]) == ("clusters", "printing")
+        return news
+
+    subscribe(page, outputs=[wanted])
+    first = next_output()["output"]
+    assert first["ranks"] == [{"rank": 0, "lines": ["before"], "skipped": False}]
+    add_lines(folder / "rank-1.log", ["<b>second</b>"])
+    second = next_output()["output"]
+    assert second["ranks"] == [{"rank": 1, "lines": ["<b>second</b>"], "skipped": False}]
+
+    # It wants something else, too, and says of the output how far it was when it wrote that: no line comes twice.
+    subscribe(page, {"id": "0" * 16, "parts": ["status"]}, outputs=[{**wanted, "after": first["cursor"]}])
+    add_lines(folder / "rank-0.log", ["third"])
+    assert next_output()["output"]["ranks"] == [{"rank": 0, "lines": ["third"], "skipped": False}]
+    page.shutdown()
+
+    # Another connection goes on from where the last one was.
+    page = server.live()
+    subscribe(page, outputs=[{**wanted, "after": second["cursor"]}])
+    assert next_output()["output"]["ranks"] == [{"rank": 0, "lines": ["third"], "skipped": False}]
+    folder.parent.rename(server.root / "vanished")
+    assert "there is no cluster 'printing'" in next_output()["problem"]
+    (server.root / "vanished").rename(folder.parent)
+    assert next_output()["problem"] == ""
+
+    subscribe(page, outputs=[{"kind": "clusters", "id": "printing", "after": "x"}] * 9)
+    assert "9 outputs at once; a page may watch 8" in hear(page, lambda said: said.get("text"))
+    page.shutdown()
+
+
+def test_of_very_many_ranks_all_are_told(server: JupyterServer) -> None:
+    folder = make_output(server, "many-printing")
+    for rank in range(100):
+        (folder / f"rank-{rank}.log").write_text(f"of {rank}\n")
+    page, found = server.live(), {}
+    subscribe(page, outputs=[{"kind": "clusters", "id": "many-printing"}])
+    while len(found) < 100:
+        for news in json.loads(page.recv())["outputs"]:
+            found |= {entry["rank"]: entry["lines"] for entry in news["output"]["ranks"]}
+    assert found == {rank: [f"of {rank}"] for rank in range(100)}
+    page.shutdown()
+
+
+def test_with_what_a_cluster_can_be_started_and_who_may(server: JupyterServer) -> None:
+    status, answer = server.ask("places")
+    assert (status, answer["type"], answer["places"][0]["id"], answer["problem"]) == (200, "Places", "server", "")
+    for way, body, refused in (
+        ("clusters", {"name": "a b", "place": "server"}, (409, "cannot name a cluster")),
+        ("clusters", {"name": "a", "place": "/bin/sh"}, (400, "there is no Python '/bin/sh'")),
+        ("clusters", b"{", (400, "this is no start of a cluster")),
+        ("clusters/none/words", {"word": "stop"}, (404, "there is no cluster 'none'")),
+        ("clusters/none/words", {"word": "explode"}, (400, "known: cancel, stop, remove")),
+    ):
+        status, answer = server.ask(way, body)
+        assert (status, refused[1] in answer["text"]) == (refused[0], True), answer
+    for way in ("clusters", "clusters/none/words"):
+        assert server.ask(way, {"name": "a", "place": "server"}, token="")[0] == 403
 
 
 # ---- what it costs ---------------------------------------------------------------------------------------------------

@@ -8,10 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from speedlab_server.output import MOST_BYTES, output_of
+from speedlab_server import cluster_words
+from speedlab_server import messages as m
+from speedlab_server.output import MOST_BYTES, files_of, output_of
+from speedlab_server.places import OWN, Place, able, candidates, place_of
 from speedlab_server.problems import QuestionError, told
+from speedlab_server.starts import MOST_AT_ONCE, Starts
 from speedlab_server.typescript import typescript
+from telemetry_samples import eventually
 
+from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.known_runs import note_seen, seen_runs
 from speedlab.telemetry.folder import RunFolderError
 
@@ -49,6 +55,18 @@ def test_output_since_a_place_also_when_the_file_was_put_aside(tmp_path: Path) -
         (0, ["half", "last of it", "of the new one"], False)
     ]
     assert output_of(tmp_path, after=second.cursor).ranks == []
+
+
+def test_a_look_at_output_tells_which_ranks_have_printed_and_reads_nothing(tmp_path: Path) -> None:
+    assert files_of(tmp_path / "none") == {}
+    (tmp_path / "rank-12.log").write_text("abc")
+    (tmp_path / "rank-12.log.1").write_text("put aside")
+    (tmp_path / "rank-x.log").write_text("no rank")
+    before = files_of(tmp_path)
+    assert {rank: place.byte for rank, place in before.items()} == {12: 3}
+    (tmp_path / "rank-12.log").rename(tmp_path / "rank-12.log.1")
+    (tmp_path / "rank-12.log").write_text("xyz")
+    assert files_of(tmp_path) != before  # As long as before, and another file.
 
 
 def test_output_is_filtered_and_bounded(tmp_path: Path) -> None:
@@ -94,3 +112,102 @@ def test_the_registry_keeps_the_newest_first_and_survives_damage(tmp_path: Path)
     assert seen_runs(tmp_path) == []
     note_seen(tmp_path, Path("/runs/c"))
     assert seen_runs(tmp_path) == [Path("/runs/c")]
+
+
+# ---- clusters that pages start ---------------------------------------------------------------------------------------
+
+
+def spec(*argv: str, **more: object) -> dict[str, object]:
+    return {"spec": {"argv": [*argv, "-m", "ipykernel_launcher", "-f", "{connection_file}"], **more}}
+
+
+def test_pythons_that_can_start_a_cluster() -> None:
+    specs = {
+        "python3": spec("python", language="python", display_name="Python 3"),
+        "big": spec(sys.executable, language="python", display_name="Big", env={"NUMBER": 1}, metadata={}),
+        "r": spec("R", language="R"),
+        "gone": spec("/no/such/python3", language="python"),
+        "wrapped": spec("/bin/sh", language="python"),
+        "far": spec(
+            *("python",), language="python", metadata={"kernel_provisioner": {"provisioner_name": "yarn-provisioner"}}
+        ),
+    }
+    found = candidates(specs)
+    # A bare name is the server's own Python, which is there already.
+    assert found == [
+        Place(OWN, "the server's Python", sys.executable, {}),
+        Place("kernel-big", "Big", sys.executable, {"NUMBER": "1"}),
+    ]
+    lacks = Place("kernel-lacks", "without SpeedLab", sys.executable, {"PYTHONPATH": "/no", "PYTHONHOME": "/no"})
+    assert able([found[0], lacks, Place("kernel-none", "no program", "/no/such/python", {})]) == [found[0]]
+    assert place_of("kernel-big", found) is found[1]
+    with pytest.raises(QuestionError, match="there is no Python '/bin/sh' to start a cluster with"):
+        place_of("/bin/sh", found)
+
+
+@pytest.fixture
+def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starts:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    return Starts(tmp_path)
+
+
+def program(folder: Path, code: str) -> Place:
+    """A Python that does something else than to start a cluster."""
+    file = folder / "python-made-up"
+    file.write_text(f"#!{sys.executable}\n{code}")
+    file.chmod(0o700)
+    return Place("kernel-made-up", "made up", str(file), {"WORD": "set"})
+
+
+def listed(starts: Starts) -> list[tuple[str, str, str]]:
+    return [(cluster.id, cluster.state, cluster.text) for cluster in starts.told([])]
+
+
+def test_a_start_that_fails_says_why_until_it_is_removed_or_tried_again(starts: Starts, tmp_path: Path) -> None:
+    code = (
+        "import os, sys; print('Traceback', file=sys.stderr)\n"
+        "print('speedlab start: only 1 GPU for', *sys.argv[4:], os.environ['WORD'], file=sys.stderr); sys.exit(2)"
+    )
+    cluster_words.begin(starts, m.Start(name="big", place="", engines=3), program(tmp_path, code))
+    failed = eventually(lambda: (found := listed(starts))[0][1] == "failed" and found)
+    assert failed == [("big", "failed", "only 1 GPU for big --engines 3 set")]
+    cluster_words.begin(starts, m.Start(name="big", place=""), program(tmp_path, "raise SystemExit(7)"))
+    eventually(lambda: listed(starts) == [("big", "failed", "`speedlab start` ended with status 7")])
+    with pytest.raises(ClusterError, match="it did not start; remove it"):
+        cluster_words.give("big", "stop", starts)
+    cluster_words.give("big", "remove", starts)
+    assert listed(starts) == []
+
+
+def test_a_start_whose_supervisor_is_not_there_yet_is_given_up(starts: Starts, tmp_path: Path) -> None:
+    waits = program(tmp_path, "import time; time.sleep(60)")
+    for number in range(MOST_AT_ONCE):
+        cluster_words.begin(starts, m.Start(name=f"c{number}", place=""), waits)
+    with pytest.raises(ClusterError, match="c0, c1, c2, c3 are being started; wait for one of them"):
+        cluster_words.begin(starts, m.Start(name="more", place=""), waits)
+    with pytest.raises(ClusterError, match="there is a cluster 'c1': it is being started"):
+        cluster_words.begin(starts, m.Start(name="c1", place=""), waits)
+    for number in range(MOST_AT_ONCE):
+        cluster_words.give(f"c{number}", "cancel", starts)
+    assert listed(starts) == []
+
+
+def test_bad_starts_and_words_are_refused_before_anything_is_done(starts: Starts, tmp_path: Path) -> None:
+    place = program(tmp_path, "raise AssertionError")
+    for start, error, match in (
+        (m.Start(name="--help", place=""), ClusterError, "cannot name a cluster"),
+        (m.Start(name="../up", place=""), ClusterError, "cannot name a cluster"),
+        (m.Start(name="none", place="", engines=0), QuestionError, "engines is 0; a page starts 1 to 1024"),
+        (m.Start(name="none", place="", engines=2**40), QuestionError, "a page starts 1 to 1024"),
+    ):
+        with pytest.raises(error, match=match):
+            cluster_words.begin(starts, start, place)
+    for word, match in (
+        (m.Word(word="explode"), "knows no 'explode'"),
+        (m.Word(word="stop", arguments={"x": 1}), "'x'"),
+    ):
+        with pytest.raises(QuestionError, match=match):
+            cluster_words.check(word)
+    with pytest.raises(LookupError, match="there is no cluster 'nobody'"):
+        cluster_words.give("nobody", "stop", starts)
+    assert listed(starts) == []

@@ -201,6 +201,18 @@ class FakeNVML:
     def nvmlDeviceGetUUID(self, handle):
         return handle.uuid
 
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        assert self.open
+        found = [gpu for gpu in self.gpus if gpu.uuid == uuid]
+        if not found:
+            raise NotFoundError(6)
+        return found[0]
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        if handle.mig:
+            raise NotSupportedError(3)
+        return SimpleNamespace(gpu=87, memory=12)
+
     def nvmlDeviceGetMigMode(self, handle):
         if handle.mig is None:
             raise NotSupportedError(3)
@@ -220,13 +232,26 @@ def nvml(monkeypatch):
     """Install a made-up NVML: call it with the GPUs."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(hardware, "available_cores", lambda: tuple(range(8)))
+    hardware._open_nvml.cache_clear()
 
     def install(*gpus: SimpleNamespace, failure: int | None = None) -> FakeNVML:
         fake = FakeNVML(list(gpus), failure)
         monkeypatch.setitem(sys.modules, "pynvml", fake)  # pyright: ignore[reportArgumentType]
         return fake
 
-    return install
+    yield install
+    hardware._open_nvml.cache_clear()
+
+
+def test_how_busy_a_gpu_is_where_nvml_tells_it(nvml) -> None:
+    cut = gpu("cut", "MIG-1", free=1, mig=[gpu("part", "MIG-2", free=1)])
+    fake = nvml(gpu("H200", "GPU-a", free=1), cut)
+    assert [hardware.gpu_share(uuid) for uuid in ("GPU-a", "MIG-1", "GPU-none")] == [0.87, None, None]
+    fake.nvmlInit = None  # It was opened once, and is not again.
+    assert hardware.gpu_share("GPU-a") == 0.87
+    hardware._open_nvml.cache_clear()
+    nvml(failure=FakeNVML.NVML_ERROR_LIBRARY_NOT_FOUND)
+    assert hardware.gpu_share("GPU-a") is None
 
 
 def three_gpus() -> list[SimpleNamespace]:

@@ -1,4 +1,17 @@
-import type { Answer, Cluster, Clusters, Events, Notebook, Output, Run, Runs, Word, WordGiven } from './messages';
+import type {
+  Answer,
+  Cluster,
+  Clusters,
+  ClusterWordGiven,
+  Events,
+  Notebook,
+  Places,
+  Run,
+  Runs,
+  Start,
+  Word,
+  WordGiven
+} from './messages';
 import { VERSION } from './messages';
 
 /** Something that the server did not do, with what to do about it. */
@@ -15,13 +28,6 @@ export class ProblemError extends Error {
 /** Where the answers come from: an address below `<base>/speedlab/api/`, asked as the rest of the page asks. */
 export type Request = (way: string, init: RequestInit) => Promise<Response>;
 
-/** What of ranks' output is wanted. */
-export interface OutputWanted {
-  after?: string;
-  ranks?: readonly number[];
-  match?: string;
-}
-
 /** Whose output: a cluster's, or that of the cluster which holds a run. */
 export type Printer = { kind: 'clusters' | 'runs'; id: string };
 
@@ -36,19 +42,23 @@ export class Api {
   events = (id: string) => this.ask<Events>('Events', `runs/${encodeURIComponent(id)}/events`);
   notebook = (name: string) => this.ask<Notebook>('Notebook', `notebooks/${encodeURIComponent(name)}`);
 
-  output(of: Printer, wanted: OutputWanted = {}): Promise<Output> {
-    const query = new URLSearchParams();
-    if (wanted.after) query.set('after', wanted.after);
-    if (wanted.ranks) query.set('ranks', wanted.ranks.join(','));
-    if (wanted.match) query.set('match', wanted.match);
-    const text = query.toString();
-    return this.ask('Output', `${of.kind}/${encodeURIComponent(of.id)}/output${text && `?${text}`}`);
-  }
-
   /** Give a control word to a run. */
   give(run: string, word: Word): Promise<WordGiven> {
     const way = `runs/${encodeURIComponent(run)}/words`;
     return this.ask('WordGiven', way, { method: 'POST', body: JSON.stringify(word) });
+  }
+
+  /** With which Pythons a cluster can be started. */
+  places = () => this.ask<Places>('Places', 'places');
+
+  /** Start a cluster in the background. */
+  start = (start: Start) =>
+    this.ask<ClusterWordGiven>('ClusterWordGiven', 'clusters', { method: 'POST', body: JSON.stringify(start) });
+
+  /** One of CLUSTER_WORDS; answered when it is done. */
+  tellCluster(id: string, word: string): Promise<ClusterWordGiven> {
+    const way = `clusters/${encodeURIComponent(id)}/words`;
+    return this.ask('ClusterWordGiven', way, { method: 'POST', body: JSON.stringify({ word }) });
   }
 
   private async ask<Kind extends Answer>(type: Kind['type'], way: string, init: RequestInit = {}): Promise<Kind> {

@@ -15,6 +15,7 @@ const PATHS = {
   warning: 'M8 1.5L15.2 14H.8zM7.2 6v4.2h1.6V6zm0 5.2v1.6h1.6v-1.6z',
   chart: 'M2 2h1.7v10.3H14V14H2zM5 9l2.6-3.4l2.2 1.8L13 3.6l1.2 1l-4.1 4.9l-2.2-1.8L6.2 10z',
   lines: 'M2 3h12v1.7H2zM2 7.1h12v1.7H2zM2 11.3h8V13H2z',
+  plus: 'M7.1 2h1.8v5.1H14v1.8H8.9V14H7.1V8.9H2V7.1h5.1z',
   fold: 'M4 6.2L5.2 5L8 7.8L10.8 5L12 6.2L8 10.2z'
 } as const;
 

@@ -1,11 +1,14 @@
 // What the server tells, as one page has it: one socket shared by everything on the page that listens.
 //
 // 1. Each listener says what it wants (`want`); what all want together is one Subscribe, sent when it has changed.
-// 2. A run's records and events are kept here, and the question says what is there, so that only the rest comes.
+// 2. A run's records and events are kept here, and the question says what is there, so that only the rest comes. What
+//    ranks print is not kept, but how far it came.
 // 3. With nothing wanted, or the page hidden, there is no socket at all.
 
+import type { Printer } from './api';
 import type {
   ClusterSummary,
+  OutputNews,
   RankMemory,
   Records,
   RunEvent,
@@ -22,12 +25,16 @@ import { Socket } from './socket';
 export interface Wish {
   lists?: boolean;
   runs?: readonly Pick<Watch, 'id' | 'parts' | 'points'>[];
+  /** Each by one listener at a time. */
+  outputs?: readonly Printer[];
 }
 
 /** What has changed since the last call. */
 export interface News {
   lists: boolean;
   runs: ReadonlySet<string>;
+  /** What ranks have printed since the last call. */
+  outputs: readonly OutputNews[];
   trouble: boolean;
 }
 
@@ -42,6 +49,7 @@ export interface RunData {
 
 /** The server's limit for a page; who listened first is heard first. */
 export const MOST_RUNS = 16;
+const MOST_OUTPUTS = 8;
 const POINTS = 400;
 
 export class Listening {
@@ -63,6 +71,8 @@ export class Listening {
   }
 
   wish: Wish = {};
+  /** How far output that it wants, or wanted, has come to it, by `keyOf`. */
+  readonly cursors = new Map<string, string>();
 }
 
 export interface LiveOptions {
@@ -77,6 +87,8 @@ export class Live {
   clusters: readonly ClusterSummary[] | null = null;
   /** Why nothing comes; '' while all is well. */
   trouble = '';
+  /** Why the lists cannot be read, while the rest comes. */
+  listsProblem = '';
 
   constructor(private readonly options: LiveOptions) {
     document.addEventListener('visibilitychange', this.settle);
@@ -115,7 +127,7 @@ export class Live {
   private readonly settle = () => {
     const wishes = document.hidden ? [] : [...this.listeners].map(listener => listener.wish);
     const wanted = together(wishes);
-    if (!wanted.lists && wanted.runs.length === 0) {
+    if (!wanted.lists && wanted.runs.length + wanted.outputs.length === 0) {
       this.socket?.close();
       this.socket = null;
       this.sent = '';
@@ -135,7 +147,12 @@ export class Live {
     const wanted = together([...this.listeners].map(listener => listener.wish));
     this.sent = JSON.stringify(wanted);
     const runs = wanted.runs.map(watch => ({ ...watch, ...position(this.data.get(watch.id), watch.parts) }));
-    const question: Subscribe = { type: 'Subscribe', version: VERSION, runs, lists: wanted.lists };
+    const outputs = wanted.outputs.map(each => {
+      const after = this.listenersOf(each)[0]?.cursors.get(keyOf(each));
+      return after === undefined ? each : { ...each, after };
+    });
+    const some = outputs.length ? { outputs } : {};
+    const question: Subscribe = { type: 'Subscribe', version: VERSION, runs, ...some, lists: wanted.lists };
     this.socket?.send(question);
   };
 
@@ -158,8 +175,16 @@ export class Live {
     if (tick.all_runs) this.runs = tick.all_runs;
     if (tick.all_clusters) this.clusters = tick.all_clusters;
     for (const news of tick.runs) this.data.set(news.id, taken(this.data.get(news.id), news));
-    const lists = tick.all_runs !== null || tick.all_clusters !== null;
-    this.tell({ lists, runs: new Set(tick.runs.map(news => news.id)), trouble });
+    // A server that was not started again after an update sends neither.
+    const { outputs = [], lists_problem = null } = tick as Partial<Tick>;
+    for (const { kind, id, output } of outputs) {
+      if (!output) continue;
+      const printer = { kind, id };
+      for (const listener of this.listenersOf(printer)) listener.cursors.set(keyOf(printer), output.cursor);
+    }
+    this.listsProblem = lists_problem ?? this.listsProblem;
+    const lists = tick.all_runs !== null || tick.all_clusters !== null || lists_problem !== null;
+    this.tell({ lists, runs: new Set(tick.runs.map(news => news.id)), outputs, trouble });
   };
 
   private readonly lost = (text: string) => {
@@ -177,11 +202,16 @@ export class Live {
   private fail(text: string): void {
     if (this.trouble === text) return;
     this.trouble = text;
-    this.tell({ lists: false, runs: new Set(), trouble: true });
+    this.tell({ lists: false, runs: new Set(), outputs: [], trouble: true });
   }
 
   private tell(news: News): void {
     for (const listener of [...this.listeners]) listener.told(news);
+  }
+
+  private listenersOf(output: Printer): Listening[] {
+    const key = keyOf(output);
+    return [...this.listeners].filter(({ wish }) => wish.outputs?.some(each => keyOf(each) === key));
   }
 
   /** Keeps what is wanted, and of the rest the newest few, for who looks again. */
@@ -200,7 +230,13 @@ export class Live {
   private readonly data = new Map<string, RunData>();
 }
 
-type Wanted = { lists: boolean; runs: { id: string; parts: Watch['parts']; points: number }[] };
+const keyOf = ({ kind, id }: Printer): string => `${kind}/${id}`;
+
+interface Wanted {
+  lists: boolean;
+  runs: { id: string; parts: Watch['parts']; points: number }[];
+  outputs: Printer[];
+}
 
 /** All wishes as one: of a run that several want, all parts and the most points. */
 export function together(wishes: readonly Wish[]): Wanted {
@@ -212,7 +248,9 @@ export function together(wishes: readonly Wish[]): Wanted {
     runs.set(watch.id, known);
   }
   const chosen = [...runs].slice(0, MOST_RUNS);
+  const outputs = new Map(wishes.flatMap(wish => wish.outputs ?? []).map(each => [keyOf(each), each]));
   return {
+    outputs: [...outputs.values()].slice(0, MOST_OUTPUTS),
     lists: wishes.some(wish => wish.lists),
     runs: chosen.map(([id, { parts, points }]) => ({ id, parts: [...parts].sort(), points }))
   };

@@ -5,6 +5,7 @@ export const CATEGORIES = ["parameters", "gradients", "master_weights", "optimiz
 export const PLACES = ["device", "host", "disk"] as const;
 export const COLUMNS = ["step", "loss_low", "loss_high", "smoothed_loss", "learning_rate", "grad_norm", "tokens_per_second", "flops_per_second", "seconds", "data", "forward", "backward", "communication", "offload", "optimizer"] as const;
 export const CONTROL_WORDS = ["pause", "resume", "step", "stop", "save", "reshape"] as const;
+export const CLUSTER_WORDS = ["cancel", "stop", "remove"] as const;
 
 /** Why something could not be answered, and what to do. */
 export interface Problem {
@@ -17,7 +18,7 @@ export interface Problem {
 export interface ClusterSummary {
   id: string;
   name: string;
-  state: "damaged" | "elsewhere" | "ended" | "running" | "starting";
+  state: "damaged" | "elsewhere" | "ended" | "failed" | "running" | "starting";
   engines: number;
   host: string;
   hosts: string[];
@@ -39,6 +40,7 @@ export interface Device {
   name: string;
   capacity_bytes: number;
   free_bytes: number;
+  cores: number;
 }
 
 /** A rank of a cluster, as it is now. */
@@ -49,6 +51,8 @@ export interface Rank {
   rss_bytes: number;
   host: string;
   device: Device | null;
+  cpu_share: number | null;
+  gpu_share: number | null;
 }
 
 /** Bytes of a rank at the peak of its last step, by place (PLACES) and category (CATEGORIES). */
@@ -169,6 +173,28 @@ export interface WordGiven {
   number: number;
 }
 
+/** A word was carried out; a start (`word` is "start") goes on, and the list of clusters tells how. */
+export interface ClusterWordGiven {
+  type: "ClusterWordGiven";
+  version: number;
+  cluster: string;
+  word: string;
+}
+
+/** A Python that can start a cluster. */
+export interface StartPlace {
+  id: string;
+  name: string;
+}
+
+/** With what a page can start a cluster, the server's own Python first. `problem`: why with nothing. */
+export interface Places {
+  type: "Places";
+  version: number;
+  places: StartPlace[];
+  problem: string;
+}
+
 /** What is new of a run; null is nothing new. */
 export interface RunNews {
   id: string;
@@ -179,11 +205,21 @@ export interface RunNews {
   problem: string | null;
 }
 
+/** What ranks have printed since; null is nothing new. */
+export interface OutputNews {
+  kind: "clusters" | "runs";
+  id: string;
+  output: Output | null;
+  problem: string | null;
+}
+
 /** To a page: all that is new, at most ten times a second. */
 export interface Tick {
   type: "Tick";
   version: number;
   runs: RunNews[];
+  outputs: OutputNews[];
+  lists_problem: string | null;
   all_runs: RunSummary[] | null;
   all_clusters: ClusterSummary[] | null;
 }
@@ -312,6 +348,13 @@ export interface Word {
   arguments?: Record<string, unknown>;
 }
 
+/** A cluster that a page wants on the server's machine. */
+export interface Start {
+  name: string;
+  place: string;
+  engines?: number | null;
+}
+
 /** What a page wants to hear of a run, and what it has of it already (see Records and Events). */
 export interface Watch {
   id: string;
@@ -323,11 +366,19 @@ export interface Watch {
   points?: number;
 }
 
+/** What ranks print: those of a cluster, or of the one that holds a run. */
+export interface WatchOutput {
+  kind: "clusters" | "runs";
+  id: string;
+  after?: string;
+}
+
 /** From a page: what it wants to hear from now on, in the place of what it heard. Hidden, it wants nothing. */
 export interface Subscribe {
   type: "Subscribe";
   version: number;
   runs?: Watch[];
+  outputs?: WatchOutput[];
   lists?: boolean;
 }
 
@@ -341,5 +392,5 @@ export interface Draw {
   step?: number | null;
 }
 
-export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Output | Notebook | WordGiven | Tick | Keyframe | Comparison | Changes;
-export type Question = Word | Subscribe | Draw;
+export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Output | Notebook | WordGiven | ClusterWordGiven | Places | Tick | Keyframe | Comparison | Changes;
+export type Question = Word | Start | Subscribe | Draw;

@@ -26,6 +26,7 @@ export const CLUSTER_LOOKS: Record<ClusterSummary['state'], Look> = {
   running: { glyph: 'dot', word: 'running', tone: 'live' },
   starting: { glyph: 'ring', word: 'starting', tone: 'rest' },
   ended: { glyph: 'cross', word: 'ended', tone: 'quiet' },
+  failed: { glyph: 'cross', word: 'did not start', tone: 'bad' },
   elsewhere: { glyph: 'ring', word: 'on another host', tone: 'quiet' },
   damaged: { glyph: 'warning', word: 'cannot be read', tone: 'bad' }
 };
@@ -90,7 +91,10 @@ export function clusterFacts(cluster: ClusterSummary): string {
   const engines = `${wholeText(cluster.engines)} engine${cluster.engines === 1 ? '' : 's'}`;
   const hosts = cluster.hosts.length > 1 ? `${cluster.hosts.length} hosts` : '';
   if (cluster.state === 'running') return joined([engines, hosts]);
-  return joined([clusterLook(cluster).word, cluster.text]);
+  // What a start waits for says that it is one.
+  return cluster.state === 'starting' && cluster.text
+    ? cluster.text
+    : joined([clusterLook(cluster).word, cluster.text]);
 }
 
 /** What the number of a past run's facts is, for which a list has no room. */
@@ -140,20 +144,25 @@ function numberAt(of: unknown, name: string): number | null {
   return typeof value === 'number' ? value : null;
 }
 
+/** A run's newest checkpoint, and how many steps there were since; all of them where it has none. */
+export function lostOf(run: RunSummary, events: readonly RunEvent[]): { saved: RunEvent | undefined; steps: number } {
+  const saved = [...events].reverse().find(event => event.kind === 'checkpoint');
+  return { saved, steps: run.step - (saved?.step ?? 0) };
+}
+
 /** What stopping a run would lose, in words. */
 export function stopText(run: RunSummary, events: readonly RunEvent[]): string {
-  const saved = [...events].reverse().find(event => event.kind === 'checkpoint');
+  const { saved, steps: behind } = lostOf(run, events);
   const ends = `It ends after the step that is being computed, now ${wholeText(run.step)} of ${wholeText(run.steps)}.`;
   const stays = 'Its records stay, and its engines keep its state for Resume while they run.';
   if (!saved) {
     return `${ends} ${stays} It has no checkpoint: when its engines end, all ${stepsText(run.step)} lost.`;
   }
-  const behind = run.step - saved.step;
   if (behind <= 0) return `${ends} ${stays} Its newest checkpoint, ${saved.text}, has every step: nothing is lost.`;
   return `${ends} ${stays} Its newest checkpoint is ${saved.text}: when its engines end, ${stepsText(behind)} lost.`;
 }
 
-const stepsText = (count: number): string => `${wholeText(count)} ${count === 1 ? 'step is' : 'steps are'}`;
+export const stepsText = (count: number): string => `${wholeText(count)} ${count === 1 ? 'step is' : 'steps are'}`;
 
 /** The answer to a control word among a run's events. */
 export function answerTo(number: number, events: readonly RunEvent[]): { text: string; refused: boolean } | null {

@@ -12,9 +12,10 @@ function makeApi(status: number, body: unknown): { api: Api; asked: [string, Req
 }
 
 test('ids are parts of an address, whatever they hold, and every question tells its version', async () => {
-  const { api, asked } = makeApi(200, { type: 'Output', version: 1, ranks: [], cursor: '' });
-  await api.output({ kind: 'runs', id: '../a b' }, { after: '{"0":[1,2]}', ranks: [0, 2], match: 'a&b' });
-  expect(asked[0]![0]).toBe('runs/..%2Fa%20b/output?after=%7B%220%22%3A%5B1%2C2%5D%7D&ranks=0%2C2&match=a%26b');
+  const { api, asked } = makeApi(200, { type: 'ClusterWordGiven', version: 1, cluster: '../a b', word: 'stop' });
+  await api.tellCluster('../a b', 'stop');
+  expect(asked[0]![0]).toBe('clusters/..%2Fa%20b/words');
+  expect(asked[0]![1]).toMatchObject({ method: 'POST', body: '{"word":"stop"}' });
   expect(asked[0]![1].headers).toMatchObject({ 'X-SpeedLab-Version': '1' });
 });
 

@@ -1,5 +1,6 @@
 import type { News } from '../src/live';
 import { Live, MOST_RUNS, taken, together } from '../src/live';
+import type { Output, OutputNews, Tick } from '../src/messages';
 import { makeCluster, makeEvent, makeNews, makeRecords, makeRun, makeTick, Wire } from './samples';
 
 const soon = () => new Promise<void>(resolve => queueMicrotask(resolve));
@@ -75,6 +76,48 @@ test('a hidden page has no socket; shown again it asks for the rest of what it h
   });
 });
 
+test('ranks’ output goes to who wants it, and on from where it came when the connection was lost', async () => {
+  jest.useFakeTimers({ doNotFake: ['queueMicrotask'] });
+  try {
+    const { live, heard, told } = makeLive();
+    const listening = live.listen(told);
+    listening.want({ outputs: [{ kind: 'runs', id: 'a1' }] });
+    await soon();
+    Wire.made[0]!.open();
+    expect(Wire.made[0]!.sent).toMatchObject([{ runs: [], outputs: [{ kind: 'runs', id: 'a1' }], lists: false }]);
+    const output: Output = { type: 'Output', version: 1, ranks: [], cursor: 'c1' };
+    const news: OutputNews = { kind: 'runs', id: 'a1', output, problem: null };
+    Wire.made[0]!.hear(makeTick({ outputs: [news] }));
+    expect(heard.at(-1)?.outputs).toEqual([news]);
+    Wire.made[0]!.close(1006);
+    await jest.advanceTimersByTimeAsync(1000);
+    Wire.made[1]!.open();
+    expect(Wire.made[1]!.sent[0]).toMatchObject({ outputs: [{ kind: 'runs', id: 'a1', after: 'c1' }] });
+    listening.want({});
+    await soon();
+    expect(Wire.made[1]!.readyState).toBe(3);
+  } finally {
+    jest.useRealTimers();
+  }
+});
+
+test('lists that cannot be read are told until they can be; a server of before says nothing of either', async () => {
+  const { live, told } = makeLive();
+  live.listen(told).want({ lists: true });
+  await soon();
+  Wire.made[0]!.open();
+  Wire.made[0]!.hear(makeTick({ lists_problem: 'no right to' }));
+  Wire.made[0]!.hear(makeTick());
+  expect(live.listsProblem).toBe('no right to');
+  const older: Partial<Tick> = makeTick({ all_runs: [makeRun()] });
+  delete older.outputs;
+  delete older.lists_problem;
+  Wire.made[0]!.hear(older);
+  expect([live.listsProblem, live.runs?.length]).toEqual(['no right to', 1]);
+  Wire.made[0]!.hear(makeTick({ lists_problem: '' }));
+  expect(live.listsProblem).toBe('');
+});
+
 test('records are appended to what is kept, and replaced where the server says so', () => {
   const first = taken(undefined, makeNews({ records: makeRecords(1, 4) }));
   const second = taken(first, makeNews({ records: makeRecords(4, 6, 3) }));
@@ -90,7 +133,7 @@ test('of a run that two want, all parts and the most points; never more runs tha
     { runs: [{ id: 'a', parts: ['status'] }] },
     { lists: true, runs: [{ id: 'a', parts: ['records', 'status'], points: 900 }] }
   ]);
-  expect(both).toEqual({ lists: true, runs: [{ id: 'a', parts: ['records', 'status'], points: 900 }] });
+  expect(both).toEqual({ lists: true, outputs: [], runs: [{ id: 'a', parts: ['records', 'status'], points: 900 }] });
   const many = Array.from({ length: 40 }, (_, index) => ({ id: String(index), parts: ['status' as const] }));
   expect(together([{ runs: many }]).runs).toHaveLength(MOST_RUNS);
 });
@@ -101,7 +144,7 @@ test('listeners hear what has changed, and lists are kept', async () => {
   await soon();
   Wire.made[0]!.open();
   Wire.made[0]!.hear(makeTick({ all_runs: [makeRun()], all_clusters: [makeCluster()], runs: [makeNews()] }));
-  expect(heard).toEqual([{ lists: true, runs: new Set(['a1']), trouble: false }]);
+  expect(heard).toEqual([{ lists: true, runs: new Set(['a1']), outputs: [], trouble: false }]);
   expect([live.runs?.[0]?.name, live.clusters?.[0]?.name]).toEqual(['quickstart', 'default']);
 });
 
@@ -140,5 +183,5 @@ test.each([
   Wire.made[0]!.hear('no JSON');
   Wire.made[0]!.hear(message);
   expect(live.trouble).toContain(text);
-  expect(heard).toEqual([{ lists: false, runs: new Set(), trouble: true }]);
+  expect(heard).toEqual([{ lists: false, runs: new Set(), outputs: [], trouble: true }]);
 });

@@ -1,5 +1,6 @@
 import type { Api } from '../src/api';
 import { ProblemError } from '../src/api';
+import { ClusterControls } from '../src/clusterControls';
 import { Controls } from '../src/controls';
 import type { StopChoice } from '../src/controls';
 import { Live } from '../src/live';
@@ -14,7 +15,7 @@ import { HOSTILE, makeCluster, makeEvent, makeMemory, makeNews, makeRecords, mak
 const GIB = 2 ** 30;
 const turn = () => new Promise(resolve => setTimeout(resolve));
 
-type Answers = Pick<Api, 'cluster' | 'run' | 'give' | 'events'>;
+type Answers = Pick<Api, 'cluster' | 'run' | 'give' | 'events' | 'places' | 'start' | 'tellCluster'>;
 
 class Page {
   readonly asked: string[] = [];
@@ -27,7 +28,8 @@ class Page {
     ...{ type: 'Cluster', version: 1, cluster: makeCluster(), runs: [], problem: '' },
     ranks: [0, 1, 2].map(rank => ({
       ...{ rank, state: rank < 2 ? 'idle' : 'dead', pid: 100 + rank, rss_bytes: (300 + rank) * 2 ** 20, host: 'here' },
-      device: { kind: 'cpu', name: 'a CPU', capacity_bytes: 0, free_bytes: 0 }
+      ...{ cpu_share: null, gpu_share: null },
+      device: { kind: 'cpu', name: 'a CPU', capacity_bytes: 0, free_bytes: 0, cores: 1 }
     })),
     memory: [makeMemory(0, [GIB, GIB / 2], 16 * GIB)]
   };
@@ -39,6 +41,9 @@ class Page {
         config: { zero: { stage: 1 } },
         memory: []
       }),
+    places: () => Promise.reject(new ProblemError('not here', 404)),
+    start: () => Promise.reject(new ProblemError('not here', 404)),
+    tellCluster: () => Promise.reject(new ProblemError('not here', 404)),
     events: () => Promise.resolve({ type: 'Events', version: 1, run: 'a1', keep: 0, total: 0, events: [] }),
     give: (run, word) => {
       this.asked.push(`${word.word} ${JSON.stringify(word.arguments ?? {})}`);
@@ -58,6 +63,7 @@ class Page {
       this.api,
       this.live,
       this.controls,
+      new ClusterControls(this.api, this.live, () => Promise.resolve(false)),
       {
         output: (of, name) => this.opened.push(`output of ${of.kind} ${of.id} ${name}`),
         dashboard: run => this.opened.push(`dashboard of ${run.name}`),
@@ -183,7 +189,7 @@ test('a word is given, and its answer stands beside the controls', async () => {
 test('another stage is asked for with a button; refused, the stage that is stands there again', async () => {
   open({ chosen: 'a1' });
   await page.hear({ all_runs: [makeRun()] });
-  const stages = document.querySelector('select')!;
+  const stages = document.querySelector<HTMLSelectElement>('.sl-zero select')!;
   expect(stages.value).toBe('1');
   expect(page.action('Change')).toBeUndefined();
   stages.value = '3';

@@ -66,7 +66,16 @@ export function makeNews(changes: Partial<RunNews> = {}): RunNews {
 }
 
 export function makeTick(changes: Partial<Tick> = {}): Tick {
-  return { type: 'Tick', version: 1, runs: [], all_runs: null, all_clusters: null, ...changes };
+  return {
+    type: 'Tick',
+    version: 1,
+    runs: [],
+    outputs: [],
+    lists_problem: null,
+    all_runs: null,
+    all_clusters: null,
+    ...changes
+  };
 }
 
 /** Stands for the browser's WebSocket. */

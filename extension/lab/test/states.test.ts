@@ -31,7 +31,7 @@ test('the status bar speaks of the run that computes, before one that waits', ()
 test('a cluster says its engines, or what its start waits for', () => {
   expect(clusterFacts(makeCluster({ hosts: ['a', 'b'] }))).toBe('4 engines · 2 hosts');
   expect(clusterFacts(makeCluster({ state: 'starting', text: 'queued, 3rd (Priority)' }))).toBe(
-    'starting · queued, 3rd (Priority)'
+    'queued, 3rd (Priority)'
   );
 });
 

@@ -381,7 +381,13 @@ class Engines:
         else:
             word = "busy" if busy else "idle"
         return RankStatus(
-            rank=engine.rank, engine_id=engine.engine_id, pid=engine.pid, state=word, rss_bytes=look.rss_bytes
+            rank=engine.rank,
+            engine_id=engine.engine_id,
+            pid=engine.pid,
+            state=word,
+            rss_bytes=look.rss_bytes,
+            cpu_cores=look.load.cpu_cores,
+            gpu_share=look.load.gpu_share,
         )
 
 

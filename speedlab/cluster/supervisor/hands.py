@@ -19,6 +19,7 @@ import speedlab.cluster.start as start
 from speedlab.cluster.devices import devices_for
 from speedlab.cluster.home import ClusterState, EngineEntry, Home
 from speedlab.cluster.launchers import device_fields, rank_environment
+from speedlab.cluster.loads import Load, Loads
 from speedlab.cluster.wires import CUT_SIGNAL
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Process(NamedTuple):
     alive: bool
     suspended: bool
     rss_bytes: int
+    load: Load = Load()
 
 
 class Plan(NamedTuple):
@@ -115,6 +117,7 @@ class Here:
 
     def __init__(self, home: Home, client: Client, token: str) -> None:
         self._home, self._client, self._token = home, client, token
+        self._loads = Loads()
 
     def start(
         self, state: ClusterState, ranks: Iterable[int], cancelled: Callable[[], bool]
@@ -190,5 +193,6 @@ class Here:
         if processes.is_alive(engine.pid, self._token):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(engine.pid)
-                return Process(True, process.status() == psutil.STATUS_STOPPED, process.memory_info().rss)
+                suspended = process.status() == psutil.STATUS_STOPPED
+                return Process(True, suspended, process.memory_info().rss, self._loads.of(process))
         return Process(False, False, 0)

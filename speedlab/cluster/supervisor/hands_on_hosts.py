@@ -24,6 +24,7 @@ from speedlab.cluster.controller_place import controller_address, controller_arg
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, EngineEntry, Home, this_host, write_private
 from speedlab.cluster.hosts import Host, hosts_for, places
+from speedlab.cluster.loads import Load
 from speedlab.cluster.supervisor.hands import Plan, Process
 from speedlab.cluster.supervisor.wire import Wire, wire_for
 from speedlab.network import Endpoint, try_to_reach
@@ -95,13 +96,13 @@ class OnHosts:
 
     def look(self, engines: Sequence[EngineEntry]) -> list[Process]:
         hosts = dict.fromkeys(engine.host for engine in engines if engine.host not in self._lost)
-        answers, silent = self._agents.ask_all(agent_tasks.engines, seconds=_LOOK_SECONDS, hosts=hosts)
-        found = {(host, each["pid"]): each for host, those in answers.items() for each in those if each["running"]}
+        answers, silent = self._agents.ask_all(agent_tasks.look, seconds=_LOOK_SECONDS, hosts=hosts)
+        found = {(host, each["pid"]): each for host, those in answers.items() for each in those}
         return [self._process(engine, found.get((engine.host, engine.pid)), silent) for engine in engines]
 
     def _process(self, engine: EngineEntry, seen: Mapping[str, Any] | None, silent: Collection[str]) -> Process:
         if seen is not None:
-            return Process(True, seen["frozen"], seen["rss_bytes"])
+            return Process(True, seen["frozen"], seen["rss_bytes"], Load(*seen["load"]))
         # An agent that ended has taken no engine with it; whether they live, the controller knows.
         return Process(engine.host in silent and engine.host not in self._lost, False, 0)
 

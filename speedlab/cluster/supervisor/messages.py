@@ -77,6 +77,11 @@ class RankStatus(Message, kw_only=True):
     pid: int
     state: str
     rss_bytes: int
+    cpu_cores: float | None = None
+    """Cores' worth of CPU time that it took since the look before; None at the first look, and of a supervisor that
+    does not measure it."""
+    gpu_share: float | None = None
+    """Share of the last moments in which its GPU computed, 0 to 1; None where there is none, or NVML is silent."""
 
 
 class Look(Question, kw_only=True):

@@ -11,19 +11,28 @@ export interface Folded {
  * Folds equal lines of several ranks.
  *
  * 1. Each rank has one queue, so the order of a rank's lines is kept.
- * 2. A line is due when every rank has it at its head, or when it has waited for one answer of the server.
+ * 2. A line is due when every rank has it at its head, or when it has grown older twice (`age`).
  * 3. A due line leaves together with the equal heads of other ranks. Among due lines, one that another rank still has
  *    further down its queue goes later, so that it is folded when it comes up there; else the lowest rank goes first.
  */
 export class LineFolder {
+  /** Some time has passed: what waits for its like since before the last call waits no longer, and is returned. */
+  age(folds = true): Folded[] {
+    this.turn += 1;
+    return this.takeDue(folds);
+  }
+
   /** `told`: what ranks have printed since the last call. Returns what is due, in order. */
   feed(told: readonly RankLines[], folds = true): Folded[] {
-    this.turn += 1;
     for (const { rank, lines, skipped } of told) {
       const queue = this.queues.get(rank) ?? this.added(rank);
       if (skipped) queue.push(this.line('… lines before these are not shown'));
       for (const line of lines) queue.push(this.line(line));
     }
+    return this.takeDue(folds);
+  }
+
+  private takeDue(folds: boolean): Folded[] {
     const found: Folded[] = [];
     for (let due = this.due(folds); due; due = this.due(folds)) found.push(due);
     return found;
@@ -55,7 +64,7 @@ export class LineFolder {
     const head = first[1].head?.text ?? '';
     if (!folds) return take(head);
     if (queues.length === this.queues.size && queues.every(([, queue]) => queue.head?.text === head)) return take(head);
-    const late = queues.filter(([, queue]) => (queue.head?.turn ?? this.turn) < this.turn);
+    const late = queues.filter(([, queue]) => (queue.head?.turn ?? this.turn) + 1 < this.turn);
     const comesAgain = (text: string) =>
       queues.some(([, queue]) => queue.head?.text !== text && (queue.counts.get(text) ?? 0) > 0);
     const chosen = late.find(([, queue]) => !comesAgain(queue.head?.text ?? '')) ?? late[0];

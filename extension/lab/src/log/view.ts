@@ -1,16 +1,17 @@
-// What ranks have printed: followed, filtered by rank and text, equal lines folded. Asks only while it is seen.
+// What ranks print, as the server sends it: followed, filtered by rank and text, equal lines folded. Only while it is seen.
 
-import type { Api, Printer } from '../api';
-import { ProblemError } from '../api';
+import type { Printer } from '../api';
 import { element, setAttributes, setShown, setText } from '../dom';
 import { ranksText, wholeText } from '../format';
 import { icon } from '../icons';
+import type { Listening, Live, News } from '../live';
+import type { RankLines } from '../messages';
 import { freshId, ProblemText } from '../panel/rows';
-import { Poll } from '../poll';
 import type { Folded } from './fold';
 import { LineFolder } from './fold';
 
-const SECONDS = 1;
+/** A line waits for its like of other ranks once or twice as long. */
+const AGE_MS = 300;
 
 export interface OutputOptions {
   /** Lines that are kept. */
@@ -22,11 +23,12 @@ export class OutputView {
   readonly node = element('div', { class: 'sl-output' });
 
   constructor(
-    private readonly api: Pick<Api, 'output'>,
+    private readonly live: Pick<Live, 'listen' | 'trouble'>,
     private readonly of: Printer,
     private readonly options: OutputOptions
   ) {
     this.folding = options.folds;
+    this.listening = live.listen(this.heard);
     const pause = () => {
       this.paused = !this.paused;
       this.settle();
@@ -39,7 +41,7 @@ export class OutputView {
       this.folding = !this.folding;
       this.again();
     };
-    this.pauseButton = toggle('pause', 'Pause', 'Ask for nothing new until it goes on', pause);
+    this.pauseButton = toggle('pause', 'Pause', 'Nothing new comes until it goes on', pause);
     this.followButton = toggle('save', 'Follow', 'Keep the newest line in sight', follow);
     this.foldButton = toggle('lines', 'Fold', 'Show equal lines of several ranks once', fold);
     this.rank.addEventListener('change', this.filter);
@@ -71,24 +73,44 @@ export class OutputView {
 
   dispose(): void {
     this.seen = false;
-    this.poll.dispose();
+    this.listening.dispose();
+    clearTimeout(this.timer);
   }
 
-  /** Takes one answer of the server. */
-  readonly look = async (): Promise<void> => {
-    const turn = this.turns;
-    try {
-      const answer = await this.api.output(this.of, { after: this.cursor });
-      if (turn !== this.turns) return;
-      this.cursor = answer.cursor;
-      this.problem.update('');
-      for (const { rank } of answer.ranks) this.know(rank);
-      this.add(this.folder.feed(answer.ranks, this.folding));
-    } catch (error) {
-      this.problem.update(error instanceof ProblemError ? error.message : String(error));
+  private readonly heard = (news: News) => {
+    // What was on its way when it was paused comes again when it goes on.
+    const mine = this.wanted ? news.outputs.filter(each => each.kind === this.of.kind && each.id === this.of.id) : [];
+    for (const { output, problem } of mine) {
+      this.said = problem ?? this.said;
+      if (output) this.take(output.ranks);
     }
-    this.tellCount();
+    this.problem.update(this.live.trouble || this.said);
   };
+
+  private take(told: readonly RankLines[]): void {
+    for (const { rank, lines, skipped } of told) {
+      this.know(rank);
+      this.raw.push({ rank, lines, skipped });
+      this.rawLines += lines.length;
+    }
+    // Enough to fold otherwise what is shown.
+    while (this.rawLines > this.options.most * Math.max(1, this.known.size)) {
+      this.rawLines -= this.raw.shift()?.lines.length ?? this.rawLines;
+    }
+    this.add(this.folder.feed(told, this.folding));
+    this.age();
+  }
+
+  /** While lines wait for their like. */
+  private age(): void {
+    this.tellCount();
+    if (this.timer !== undefined || !this.folder.waits) return;
+    this.timer = setTimeout(() => {
+      this.timer = undefined;
+      this.add(this.folder.age(this.folding));
+      this.age();
+    }, AGE_MS);
+  }
 
   private add(found: readonly Folded[]): void {
     for (const { ranks, text } of found) {
@@ -136,19 +158,22 @@ export class OutputView {
     setText(this.empty, this.kept.length ? 'No line fits.' : 'Its ranks have printed nothing yet.');
   }
 
-  /** From the end of what there is, folded otherwise. */
+  /** What is here, folded otherwise. */
   private again(): void {
-    this.turns += 1;
-    this.cursor = '';
     this.folder = new LineFolder();
     this.kept = [];
     this.lines.replaceChildren(this.empty);
+    this.add(this.folder.feed(this.raw, this.folding));
+    this.age();
     this.settle();
-    void this.look();
+  }
+
+  private get wanted(): boolean {
+    return this.seen && !this.paused;
   }
 
   private settle(): void {
-    this.poll.on = this.seen && !this.paused;
+    this.listening.want(this.wanted ? { outputs: [this.of] } : {});
     setAttributes(this.pauseButton, { 'aria-pressed': String(this.paused) });
     setAttributes(this.followButton, { 'aria-pressed': String(this.following) });
     setAttributes(this.foldButton, { 'aria-pressed': String(this.folding) });
@@ -172,8 +197,11 @@ export class OutputView {
   private paused = false;
   private following = true;
   private folding: boolean;
-  private cursor = '';
-  private turns = 0;
+  private said = '';
+  private timer: ReturnType<typeof setTimeout> | undefined;
+  /** As it came, for as many lines as may be shown. */
+  private readonly raw: RankLines[] = [];
+  private rawLines = 0;
   private folder = new LineFolder();
   private kept: { ranks: number[]; text: string; node: HTMLElement }[] = [];
   private readonly known = new Set<number>();
@@ -191,7 +219,7 @@ export class OutputView {
   private readonly pauseButton: HTMLButtonElement;
   private readonly followButton: HTMLButtonElement;
   private readonly foldButton: HTMLButtonElement;
-  private readonly poll = new Poll(this.look, SECONDS);
+  private readonly listening: Listening;
 }
 
 function labelled(text: string, field: HTMLElement): HTMLElement {

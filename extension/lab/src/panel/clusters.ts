@@ -2,12 +2,14 @@
 
 import type { Printer } from '../api';
 import type { Row } from '../dom';
-import { element, setShown } from '../dom';
+import type { Note } from '../controls';
+import { element, setAttributes, setShown, setText } from '../dom';
 import { bytesText, ranksText } from '../format';
 import type { Cluster, ClusterSummary, Rank } from '../messages';
 import { clusterFacts, clusterLook } from '../states';
 import { MemoryView } from './memory';
 import { Action, ProblemText, RowHead } from './rows';
+import { UtilisationView } from './utilisation';
 
 /** What a cluster's row shows: `detail` and `problem` of one that is open. */
 export interface ClusterItem {
@@ -15,11 +17,15 @@ export interface ClusterItem {
   open: boolean;
   detail: Cluster | undefined;
   problem: string;
+  note: Note | undefined;
 }
 
 export interface ClusterActs {
   toggle(id: string): void;
   output(of: Printer, name: string): void;
+  cancel(cluster: ClusterSummary): unknown;
+  stop(cluster: ClusterSummary): unknown;
+  remove(cluster: ClusterSummary): unknown;
 }
 
 export class ClusterRow implements Row<ClusterItem> {
@@ -27,20 +33,48 @@ export class ClusterRow implements Row<ClusterItem> {
 
   constructor(id: string, acts: ClusterActs) {
     this.head = new RowHead(this.body, () => acts.toggle(id));
-    const open = () => acts.output({ kind: 'clusters', id }, this.name);
+    const withIt = (act: (cluster: ClusterSummary) => unknown) => () => {
+      if (this.cluster) act(this.cluster);
+    };
+    const open = withIt(({ name }) => acts.output({ kind: 'clusters', id }, name));
     const output = new Action('lines', 'Output', 'Show what its ranks have printed', open);
-    const actions = element('div', { class: 'sl-actions' }, output.node);
-    this.body.append(this.ranks, this.memory.node, actions);
-    this.node.append(this.head.node, this.problem.node, this.body);
+    const stop = new Action(
+      'stop',
+      'Stop',
+      'End its engines; asks first',
+      withIt(each => acts.stop(each))
+    );
+    this.cancel = new Action(
+      'cross',
+      'Cancel',
+      'Give up starting it; asks first',
+      withIt(each => acts.cancel(each))
+    );
+    this.remove = new Action(
+      'cross',
+      'Remove',
+      'Remove what is left of it',
+      withIt(each => acts.remove(each))
+    );
+    const actions = element('div', { class: 'sl-actions' }, output.node, stop.node);
+    this.body.append(this.ranks, this.utilisation.node, this.memory.node, actions);
+    this.around.append(this.cancel.node, this.remove.node);
+    this.node.append(this.head.node, this.problem.node, this.around, this.note, this.body);
   }
 
-  update({ cluster, open, detail, problem }: ClusterItem): void {
-    this.name = cluster.name;
-    const told = cluster.state === 'damaged' || cluster.state === 'ended';
+  update({ cluster, open, detail, problem, note }: ClusterItem): void {
+    this.cluster = cluster;
+    const runs = cluster.state === 'running';
+    const told = cluster.state === 'damaged' || cluster.state === 'ended' || cluster.state === 'failed';
+    setShown(this.cancel.node, cluster.state === 'starting');
+    setShown(this.remove.node, told);
+    setShown(this.around, cluster.state === 'starting' || told);
+    setText(this.note, note?.text ?? '');
+    setAttributes(this.note, { class: `sl-hint sl-beside${note?.bad ? ' sl-bad' : ''}` });
     this.head.update(cluster.name, clusterLook(cluster), clusterFacts(told ? { ...cluster, text: '' } : cluster), open);
     this.problem.update((told && cluster.text) || (open && (problem || detail?.problem)) || '');
-    setShown(this.body, open);
-    if (!open) return;
+    setShown(this.body, open && runs);
+    if (!open || !runs) return;
     const ranks = detail?.ranks ?? [];
     setShown(this.ranks, ranks.length > 0);
     const text = JSON.stringify(ranks);
@@ -48,13 +82,19 @@ export class ClusterRow implements Row<ClusterItem> {
       this.shown = text;
       this.ranks.replaceChildren(ranksCaption(cluster), ranksHead(), ranksBody(ranks));
     }
+    this.utilisation.update(ranks);
     this.memory.update(detail?.memory ?? []);
   }
 
-  private name = '';
+  private cluster: ClusterSummary | undefined;
   private shown = '';
   private readonly body = element('div', { class: 'sl-body' });
   private readonly ranks = element('table', { class: 'sl-ranks' });
+  private readonly around = element('div', { class: 'sl-actions sl-beside' });
+  private readonly note = element('p', { class: 'sl-hint sl-beside', role: 'status' });
+  private readonly cancel: Action;
+  private readonly remove: Action;
+  private readonly utilisation = new UtilisationView();
   private readonly memory = new MemoryView();
   private readonly problem = new ProblemText();
   private readonly head: RowHead;

@@ -5,7 +5,7 @@ import { bytesText, ranksText } from '../format';
 import type { RankMemory } from '../messages';
 import { CATEGORIES, PLACES } from '../messages';
 
-const MOST_BARS = 16;
+export const MOST_BARS = 16;
 /** As in the panel's pictures: a capacity that is farther away is only told, or bars would be too thin to see. */
 const CAPACITY_IN_SIGHT = 2.5;
 
@@ -45,13 +45,16 @@ export function placesOf(memory: readonly RankMemory[]): PlaceBars[] {
     if (highest === 0) return;
     const capacity = Math.max(...bars.map(bar => bar.capacity));
     const scale = capacity > 0 && capacity <= CAPACITY_IN_SIGHT * highest ? Math.max(capacity, highest) : highest;
-    found.push({ place, bars: bars.length > MOST_BARS ? spread(bars) : bars, scale });
+    found.push({ place, bars: bars.length > MOST_BARS ? spread(bars, ofBar) : bars, scale });
   });
   return found;
 }
 
-function spread(bars: readonly Bar[]): Bar[] {
-  const ordered = [...bars].sort((a, b) => sum(a.held) - sum(b.held));
+const ofBar = (bar: Bar): number => sum(bar.held);
+
+/** Of very many the lowest, the median and the highest, with the word for it in the label. */
+export function spread<Each extends { label: string }>(bars: readonly Each[], size: (bar: Each) => number): Each[] {
+  const ordered = [...bars].sort((a, b) => size(a) - size(b));
   const named = [
     ['lowest', 0],
     ['median', Math.floor(ordered.length / 2)],

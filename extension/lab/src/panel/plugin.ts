@@ -21,6 +21,8 @@ import { LabIcon } from '@jupyterlab/ui-components';
 import type { Widget } from '@lumino/widgets';
 
 import { Api, ProblemError } from '../api';
+import { ClusterControls } from '../clusterControls';
+import type { Ask } from '../clusterControls';
 import { Controls } from '../controls';
 import type { AskStop } from '../controls';
 import { ComparedDashboard } from '../compare/widget';
@@ -94,7 +96,7 @@ export const panel: JupyterFrontEndPlugin<void> = {
     const openOutput = (kind: OpenArgs['kind'], id: string, name: string) =>
       open(outputs, { kind, id, name }, `Output of ${name}`, () => {
         const options = { most: settings.outputLines, folds: settings.foldOutput };
-        return new OutputWidget(new OutputView(api, { kind, id }, options));
+        return new OutputWidget(new OutputView(live, { kind, id }, options));
       });
     const openDashboard = (id: string, name: string) =>
       open(dashboards, { kind: 'runs', id, name }, name, () => {
@@ -104,7 +106,7 @@ export const panel: JupyterFrontEndPlugin<void> = {
       });
 
     let saved = Promise.resolve<unknown>(null);
-    const view = new PanelView(api, live, controls, {
+    const view = new PanelView(api, live, controls, new ClusterControls(api, live, ask), {
       output: (of, name) => openOutput(of.kind, of.id, name),
       dashboard: run => openDashboard(run.id, run.name),
       compare: ({ id, name }) => openDashboard(id, name),
@@ -174,6 +176,11 @@ const askStop: AskStop = async (run, text) => {
   const { button } = await showDialog({ title: `Stop ${run.name}?`, body: text, buttons, defaultButton: 0 });
   if (!button.accept) return 'no';
   return button.label === 'Stop' ? 'stop' : 'save and stop';
+};
+
+const ask: Ask = async ({ title, body, keep, act }) => {
+  const buttons = [Dialog.cancelButton({ label: keep }), Dialog.warnButton({ label: act })];
+  return (await showDialog({ title, body, buttons, defaultButton: 0 })).button.accept;
 };
 
 function liveUrl(server: ServerConnection.ISettings): string {

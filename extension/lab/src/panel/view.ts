@@ -2,6 +2,7 @@
 
 import type { Api, Printer } from '../api';
 import { ProblemError } from '../api';
+import type { ClusterControls } from '../clusterControls';
 import type { Controls } from '../controls';
 import { element, Rows, setAttributes, setShown, setText } from '../dom';
 import { icon } from '../icons';
@@ -16,6 +17,7 @@ import { CompareBar, comparisonOf, MOST_COMPARED } from './comparing';
 import { freshId, ProblemText, Roving } from './rows';
 import type { RunItem } from './runs';
 import { RunRow } from './runs';
+import { StartForm } from './startForm';
 
 /** What outlives a reload. */
 export interface PanelState {
@@ -48,24 +50,30 @@ export class PanelView {
   readonly node = element('div', { class: 'sl-panel' });
 
   constructor(
-    private readonly api: Pick<Api, 'cluster' | 'run'>,
+    private readonly api: Pick<Api, 'cluster' | 'run' | 'places' | 'start'>,
     private readonly live: Live,
     private readonly controls: Controls,
+    private readonly clusterControls: ClusterControls,
     private readonly around: Surroundings,
     state: Partial<PanelState> = {}
   ) {
     this.state = { ...EMPTY_STATE, ...state };
     this.listening = live.listen(this.heard);
     controls.changed = this.later;
+    clusterControls.changed = this.later;
     this.search.value = this.state.search;
     this.search.addEventListener('input', this.searched);
     const label = element('label', { class: 'sl-unseen' }, 'Search runs');
     label.htmlFor = this.search.id = freshId();
     const field = element('div', { class: 'sl-search' }, label, this.search);
+    const start = new StartForm(api, () => (live.clusters ?? []).map(cluster => cluster.name));
+    const clusters = this.section('Clusters', this.clusterCount, this.noClusters, this.clusterList);
+    clusters.firstElementChild?.append(start.button);
+    clusters.firstElementChild?.after(start.node);
     this.node.append(
       this.trouble.node,
       this.settings.node,
-      this.section('Clusters', this.clusterCount, this.noClusters, this.clusterList),
+      clusters,
       this.section('Runs', this.runCount, field, this.found, this.compare.node, this.noRuns, this.runList)
     );
   }
@@ -119,7 +127,8 @@ export class PanelView {
   /** Draws now; `later` draws with the next frame. */
   render(): void {
     const { runs, clusters } = this.live;
-    this.trouble.update(this.live.trouble);
+    this.trouble.update(this.live.trouble || this.live.listsProblem);
+    this.clusterControls.keep(new Set(clusters?.map(cluster => cluster.id)));
     setText(this.clusterCount, clusters ? String(clusters.length) : '');
     setText(this.runCount, runs ? String(runs.length) : '');
     this.clusterRows.update(
@@ -127,7 +136,8 @@ export class PanelView {
         cluster,
         open: this.state.open.includes(cluster.id),
         detail: this.details.get(cluster.id),
-        problem: this.problems.get(cluster.id) ?? ''
+        problem: this.problems.get(cluster.id) ?? '',
+        note: this.clusterControls.note(cluster.id)
       }))
     );
     const now = Date.now() / 1000;
@@ -196,7 +206,8 @@ export class PanelView {
   }
 
   private readonly lookAtClusters = async (): Promise<void> => {
-    const known = new Set(this.live.clusters?.map(cluster => cluster.id));
+    const running = this.live.clusters?.filter(cluster => cluster.state === 'running');
+    const known = new Set(running?.map(cluster => cluster.id));
     const look = async (id: string) => {
       try {
         this.details.set(id, await this.api.cluster(id));
@@ -305,7 +316,10 @@ export class PanelView {
           const { open } = this.state;
           this.remember({ open: open.includes(id) ? open.filter(each => each !== id) : [...open, id] });
         },
-        output: (of, name) => this.around.output(of, name)
+        output: (of, name) => this.around.output(of, name),
+        cancel: cluster => this.clusterControls.cancel(cluster),
+        stop: cluster => this.clusterControls.stop(cluster),
+        remove: cluster => this.clusterControls.remove(cluster)
       })
   );
 
@@ -328,7 +342,7 @@ export class PanelView {
   );
 }
 
-const NO_CLUSTERS = 'No cluster runs. In a notebook, %speedlab start begins one; the launcher has a quickstart.';
+const NO_CLUSTERS = 'No cluster runs. + starts one, and so does %speedlab start in a notebook.';
 const NO_RUNS = 'No runs yet. Those that a cluster trains are listed here, and those in ./runs of this server.';
 const NOTHING_FOUND = 'No run fits the search.';
 

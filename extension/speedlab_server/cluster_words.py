@@ -1,0 +1,90 @@
+"""What pages ask of clusters: start one, give up a start, stop one, remove what is left of one. All of it waits.
+
+Each word is for clusters in one state. One that has gone on since the page was drawn is left as it is, and the page is
+told: who cancels a place in a queue does not mean engines that have just become ready.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import speedlab.cluster.ending as ending
+import speedlab_server.messages as m
+from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.home import ClusterState, Home
+from speedlab_server.clusters import find, summary_of
+from speedlab_server.problems import QuestionError, UnknownError
+
+if TYPE_CHECKING:
+    from speedlab_server.places import Place
+    from speedlab_server.starts import Starts
+
+MOST_ENGINES = 1024
+
+_FOR: dict[str, tuple[m.ClusterKind, ...]] = {
+    "cancel": ("starting",),
+    "stop": ("running",),
+    "remove": ("ended", "damaged", "failed"),
+}
+"""Word -> the states that it is for."""
+_INSTEAD: dict[m.ClusterKind, str] = {
+    "running": "it runs; stop it instead",
+    "starting": "it is being started; cancel that instead",
+    "ended": "it has ended; remove what is left of it",
+    "damaged": "its file is damaged; remove it",
+    "failed": "it did not start; remove it",
+    "elsewhere": "its controller is on another host; open Jupyter there",
+}
+
+
+def check(word: m.Word) -> None:
+    """Raises QuestionError."""
+    if word.word not in m.CLUSTER_WORDS:
+        raise QuestionError(f"a cluster knows no {word.word[:64]!r}; known: {', '.join(m.CLUSTER_WORDS)}")
+    if word.arguments:
+        raise QuestionError(f"{word.word} takes nothing, and {min(word.arguments)[:64]!r} was given")
+
+
+def begin(starts: Starts, start: m.Start, place: Place) -> None:
+    """Start a cluster in the background. Raises ClusterError for a name that there is, or that cannot be one."""
+    if start.engines is not None and not 1 <= start.engines <= MOST_ENGINES:
+        raise QuestionError(f"engines is {start.engines}; a page starts 1 to {MOST_ENGINES}, or says nothing")
+    id = Home(start.name).path.name
+    state = next((cluster.state for cluster in _found(id, starts)), "ended")
+    if state in ("running", "starting"):
+        raise ClusterError(f"there is a cluster {start.name!r}: {_INSTEAD[state]}, or give the new one another name")
+    starts.begin(start.name, start.engines, place)
+
+
+def give(id: str, word: str, starts: Starts) -> None:
+    """Do it; returns when it is done. Raises UnknownError, ClusterError, TimeoutError and OSError."""
+    cluster = next(iter(_found(id, starts)), None) or summary_of(*find(id))
+    if cluster.state not in _FOR[word]:
+        raise ClusterError(f"{word}: cluster {cluster.name!r} was not touched: {_INSTEAD[cluster.state]}")
+    home = Home(cluster.name.partition("@")[0])
+    if home.path.name != id:
+        raise ClusterError(f"{word}: the folder {home.root / id} is another host's; open Jupyter there")
+    if word == "stop":
+        _, state = find(id)
+        if isinstance(state, ClusterState):
+            ending.stop(home, state.token)
+        return
+    if word == "cancel":
+        starts.give_up(home.name)
+        try:
+            ending.cancel_start(home)
+            return
+        except ending.NotStartingError:  # Its supervisor is not there yet, or not any more.
+            if not starts.knows(home.name):
+                raise
+    starts.end(home.name)
+    ending.remove(home)
+
+
+def _found(id: str, starts: Starts) -> list[m.ClusterSummary]:
+    """The cluster of this id as the list has it, none where there is none."""
+    found = []
+    with contextlib.suppress(UnknownError):
+        found.append(summary_of(*find(id)))
+    return [cluster for cluster in starts.told(found) if cluster.id == id]

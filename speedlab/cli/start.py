@@ -1,0 +1,38 @@
+"""`speedlab start`: engines that stay, for notebooks, scripts and the pages of a Jupyter server."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from speedlab.cluster import Cluster
+from speedlab.cluster.home import running_clusters
+from speedlab.config.options import read_options
+from speedlab.display.text import seconds_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartOptions:
+    """Start a cluster and leave it running: notebooks find it with speedlab.Cluster.attach(), `speedlab stop` ends
+    it."""
+
+    cluster: Annotated[str, tyro.conf.Positional] = "default"
+    """Name of the cluster."""
+    engines: int | None = None
+    """Number of engines; when left out one per GPU, else 4 on CPU cores."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """On what engines are started."""
+
+
+def start(argv: list[str]) -> int:
+    """Start a cluster; returns when its engines are ready. Ctrl-C gives the start up, and leaves nothing of it."""
+    options = read_options(StartOptions, argv, "speedlab start", config=(tyro.conf.FlagCreatePairsOff,))
+    ran = any(state.name == options.cluster for state in running_clusters())
+    began = time.monotonic()
+    cluster = Cluster(options.engines, name=options.cluster, device=options.device)
+    did = "was running" if ran else f"ready after {seconds_text(time.monotonic() - began)}"
+    print(f"cluster {options.cluster}: {cluster.size} engine{'s' if cluster.size != 1 else ''}, {did}")
+    return 0
