@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import speedlab_notebook.commands as commands
 from speedlab_notebook.at_hand import run_names
-from speedlab_notebook.ranks_cell import ranks_cell
+from speedlab_notebook.ranks_cell import OPTIONS, ranks_cell
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -24,14 +24,15 @@ _MATCHER = "speedlab_notebook"
 SAY_AFTER_SECONDS = 1.0
 """What takes longer than this says what it is doing."""
 
-_RANKS_HELP = """Run a cell on ranks, or on all: %%ranks [0,2-3] [--wait]
+_RANKS_HELP = """Run a cell on ranks, or on all: %%ranks [0,2-3] [--live] [--wait]
 
   %%ranks                 on every rank; the cell returns at once and its output comes as the ranks print it
   %%ranks 0,2-3           on ranks 0, 2 and 3
   %%ranks 0 --wait        returns when rank 0 is done, and raises RankError when it failed
+  %%ranks --live          between two steps of the run that trains, which goes on; finds `engine`, `model` and `batch`
 
 Equal lines of several ranks are shown once. Names that the cell sets stay on the ranks. While a run trains, the cell
-waits for it to pause or to end.
+waits for it to pause or to end, but with --live.
 """
 
 
@@ -78,8 +79,9 @@ def _matcher(shell: InteractiveShell) -> Any:
         words: list[str] = []
         if line.startswith("%speedlab "):
             words = commands.complete(line, symbol, lambda: run_names(shell))
-        elif line.startswith("%%ranks ") and "--wait".startswith(symbol) and "--wait" not in line:
-            words = ["--wait"]
+        elif line.startswith("%%ranks "):
+            given = line.split()
+            words = [option for option in OPTIONS if option.startswith(symbol) and option not in given]
         completions = [SimpleCompletion(text=word, type="magic") for word in words]
         return {"completions": completions, "matched_fragment": symbol, "suppress": bool(words)}
 

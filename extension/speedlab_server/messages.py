@@ -36,12 +36,15 @@ COLUMNS = (
 PARTS = ("status", "records", "events", "memory")
 """What a page may hear of a run."""
 
+PAGE_WORDS = tuple(word for word in CONTROL_WORDS if word != "live")
+"""Control words that a page may give: those that bring no code along."""
+
 CONSTANTS: dict[str, int | tuple[str, ...]] = {
     "VERSION": VERSION,
     "CATEGORIES": CATEGORIES,
     "PLACES": PLACES,
     "COLUMNS": COLUMNS,
-    "CONTROL_WORDS": CONTROL_WORDS,
+    "CONTROL_WORDS": PAGE_WORDS,
 }
 """What pages need of these, by name."""
 

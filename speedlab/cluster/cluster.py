@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import speedlab.cluster.host_specs as host_specs
 import speedlab.cluster.pretended as pretended
 import speedlab.cluster.processes as processes
-import speedlab.cluster.remote as remote
+from speedlab.cluster.cells import run_cell
 from speedlab.cluster.devices import choose_devices
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, Home, running_clusters
@@ -294,7 +294,7 @@ class Cluster:
     def execute(self, code: str, *, ranks: Iterable[int] | None = None, shown: bool = False) -> RankResults:
         """Run a cell's code in each engine's namespace. The last expression is printed, and its text returned. `shown`:
         whether `RankResults.sayings` is to tell what ranks print and display in it."""
-        work = pack((remote.run_cell, (code,), {}), {"the cell": code})
+        work = pack((run_cell, (code,), {}), {"the cell": code})
         return self._submit(work, ranks, shown=shown)
 
     def train(

@@ -18,7 +18,8 @@ from nbclient import NotebookClient
 from speedlab_notebook import load_ipython_extension, unload_ipython_extension
 from traitlets.config import Config
 
-from speedlab.cluster import Cluster, RankError, folding, processes
+from speedlab.cluster import Cluster, RankError, Run, folding, processes
+from speedlab.telemetry.records import RunState
 
 NAME = "test-magics-two"
 PATIENT_SECONDS = 30.0
@@ -68,6 +69,30 @@ def display(shell: InteractiveShell) -> CapturingDisplayPublisher:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines wait for the same ones of a rank that a busy machine lets run much later."""
     monkeypatch.setattr(folding, "FOLD_SECONDS", PATIENT_SECONDS)
+
+
+@pytest.fixture
+def small_run(shell: InteractiveShell, tmp_path: Path) -> Iterator[Run]:
+    """One of two ranks that would go on for long."""
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "all.txt").write_text("".join(chr(97 + number % 26) for number in range(6000)))
+    cluster: Cluster = shell.user_ns["cluster"]
+    run = cluster.train(
+        {
+            "folder": tmp_path / "runs",
+            "steps": 1_000_000,
+            "model": {"layers": 2, "hidden": 32, "heads": 2, "ffn_hidden": 64, "context": 16},
+            "data": {"source": str(text), "tokenizer": "bytes", "sequence_length": 16},
+            "precision": "float32",
+            "batch": {"global_size": 4, "micro_size": 2},
+            "eval": {"every_steps": 0},
+            "zero": 3,
+        }
+    )
+    yield run
+    if run.state is RunState.RUNNING:
+        run.stop().wait(20)
 
 
 def run(shell: InteractiveShell, code: str) -> None:
@@ -131,6 +156,67 @@ def test_pictures_and_tables_of_ranks(shell: InteractiveShell, display: Capturin
     page = display.outputs[-1]["data"]["text/html"]
     assert page.count("data:image/png;base64,iVBORw0KGgpyZXN0") == 1
     assert page.count("<td>cell</td>") == 1
+
+
+LIVE = """%%ranks --live --wait
+from IPython.display import HTML, Image, display
+print(tuple(batch[0].shape), len(list(model.parameters())) > 0)
+display(HTML('<b>drawn</b>'), Image(data=b'\\x89PNG\\r\\n\\x1a\\nrest', format='png'))
+engine.global_step"""
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_live_cell_runs_between_two_steps_and_the_run_goes_on(
+    shell: InteractiveShell, display: CapturingDisplayPublisher, small_run: Run
+) -> None:
+    small_run.wait_until(2, timeout=60)
+    run(shell, LIVE)
+    lines = display.outputs[-1]["data"]["text/plain"].splitlines()
+    step = int(lines[3].removeprefix("ranks 0–1: "))
+    assert step >= 2
+    assert lines[:2] == ["ranks 0–1: (2, 16) True", "ranks 0–1: <IPython.core.display.HTML object>"]
+    assert re.fullmatch(rf"ranks 0–1 done after step {step}, which held it up for \S+ m?s", lines[4])
+    assert display.outputs[-1]["data"]["text/html"].count("<b>drawn</b>") == 1
+    assert display.outputs[-1]["data"]["text/html"].count("data:image/png;base64,iVBORw0KGgpyZXN0") == 1
+    small_run.wait_until(step + 2, timeout=60)
+
+    with pytest.raises(RankError, match="rank 1\n  ZeroDivisionError"):
+        small_run.live("import os\nif os.environ['RANK'] == '1': 1 / 0").wait(20)
+    after = small_run.step
+    assert small_run.live("1 + 1", ranks=[0]).wait(20) == {0: "2"}
+    small_run.wait_until(after + 2, timeout=60)
+    with pytest.raises(SyntaxError):
+        small_run.live("1 +")
+    small_run.stop().wait(20)
+    assert small_run.errors == []
+
+
+def test_an_interrupt_ends_a_live_cell_and_pauses_its_run(
+    shell: InteractiveShell, display: CapturingDisplayPublisher, small_run: Run, tmp_path: Path
+) -> None:
+    import _thread
+
+    begun = tmp_path / "begun"
+
+    def interrupt() -> None:
+        wait_for(begun.exists, 30)
+        _thread.interrupt_main()
+
+    threading.Thread(target=interrupt).start()
+    cell = f"%%ranks --live --wait\nimport time, pathlib\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(60)"
+    assert isinstance(shell.run_cell(cell).error_in_exec, KeyboardInterrupt)
+    assert small_run.wait(20) is RunState.PAUSED
+    assert small_run.errors == []
+    step = small_run.step
+    small_run.resume()
+    assert small_run.wait_until(step + 2, timeout=30) >= step + 2
+
+
+@pytest.mark.usefixtures("display")
+def test_without_a_run_there_are_no_steps_to_be_between(shell: InteractiveShell) -> None:
+    error = shell.run_cell("%%ranks --live\n1").error_in_exec
+    assert "no run is on in cluster" in str(error)
+    assert "%%ranks without --live runs it now" in str(error)
 
 
 def test_a_semicolon_hides_the_result(shell: InteractiveShell, display: CapturingDisplayPublisher) -> None:

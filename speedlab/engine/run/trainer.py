@@ -14,6 +14,7 @@ from speedlab.data import save_tokenizer
 from speedlab.engine.build.schedule import follow_schedule
 from speedlab.engine.engine import Engine
 from speedlab.engine.run.agreement import Parted, Refusal, agreed
+from speedlab.engine.run.cells import Cells
 from speedlab.engine.run.diagnose import first_non_finite
 from speedlab.engine.run.loop import Loop
 from speedlab.engine.run.reporting import Reporter
@@ -33,10 +34,10 @@ _STARTS_AS = {state: state for state in (RunState.RUNNING, RunState.FINISHED, Ru
 class Trainer:
     """One rank's part of a run."""
 
-    def __init__(self, folder: RunFolder, own_model: OwnModel | None) -> None:
+    def __init__(self, folder: RunFolder, own_model: OwnModel | None, cells: Cells | None = None) -> None:
         """Collective."""
         self.folder = folder
-        self.training = Training(folder, own_model)
+        self.training = Training(folder, own_model, cells)
         self.reporter = Reporter(self.training)
         self._loop = Loop(self.training, self.reporter)
         self._started = False

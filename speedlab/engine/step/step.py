@@ -128,6 +128,7 @@ class Step:
         self._state.stores.trim()
         self._losses.clear()
         self.data.forget()
+        self._streams.forget()
         self.micro_step, self._fed = 0, False
 
     # ---- the end -----------------------------------------------------------------------------------------------------
