@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
-def run_cell(code: str) -> str | None:
-    """Run a cell in this engine's namespace. Prints the last expression, as a notebook would, and returns its text."""
+def run_cell(
+    code: str, interruptible: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+) -> str | None:
+    """Run a cell in this engine's namespace. Prints the last expression, as a notebook would, and returns its text.
+    What is the user's in it runs inside `interruptible()`."""
     from IPython.core.getipython import get_ipython
 
     shell: Any = get_ipython()
-    with _silent_traceback(shell):
+    with _silent_traceback(shell), interruptible():
         result = shell.run_cell(code, store_history=False)
     error = result.error_before_exec or result.error_in_exec
     if error is not None:

@@ -7,7 +7,7 @@ import contextlib
 import io
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,24 @@ from speedlab.telemetry.live import MOST_BYTES, Said
 class LiveCells:
     """Cells between two steps: `speedlab.engine.run.cells.Cells`."""
 
-    def read(self, path: Path) -> str:
-        return read_sealed(path, "Run the cell again").decode()
+    def take(self, path: Path) -> str:
+        code = read_sealed(path, "Run the cell again").decode()
+        path.unlink()
+        return code
 
-    def run(self, code: str, names: Mapping[str, Any]) -> Said:
+    def run(
+        self,
+        code: str,
+        names: Mapping[str, Any],
+        interruptible: Callable[[], contextlib.AbstractContextManager[object]],
+    ) -> Said:
         shell: Any = get_ipython()
         heard = _Heard(shell)
         text, failure = None, None
         with heard, _with_names(shell.user_ns, names):
             try:
-                text = run_cell(code)
-            except BaseException as error:  # Also an interrupt: the run goes on from here, or pauses.
+                text = run_cell(code, interruptible)
+            except BaseException as error:  # Also an interrupt: the run pauses.
                 failure = describe(error)
         return Said(heard.messages, text, failure)
 

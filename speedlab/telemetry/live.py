@@ -12,6 +12,7 @@ from speedlab.telemetry.folder import RunFolderError, write_atomically
 MOST_BYTES = 2**20
 """Of what a rank says in a cell; what comes later is left out, and it is said."""
 _MOST_RANKS_BYTES = 2**28
+_MOST_ANSWERS = 16
 
 
 class Said(NamedTuple):
@@ -31,15 +32,18 @@ def cell_path(folder: Path, cell: str) -> Path:
 
 
 def write_said(folder: Path, cell: str, said: Sequence[Said | None]) -> None:
-    """Keep what ranks said in a cell; None for those that did not run it."""
-    write_atomically(cell_path(folder, cell).with_suffix(".json"), json.dumps(said))
+    """Keep what ranks said in a cell; None for those that did not run it. Of answers that nobody has taken the newest
+    stay."""
+    path = cell_path(folder, cell).with_suffix(".json")
+    write_atomically(path, json.dumps(said))
+    for old in sorted(path.parent.glob("*.json"), key=lambda answer: answer.stat().st_mtime_ns)[:-_MOST_ANSWERS]:
+        old.unlink(missing_ok=True)
 
 
 def take_said(folder: Path, cell: str) -> dict[int, Said]:
-    """What ranks said in a cell, by rank. Takes it and the cell out of the folder. Raises RunFolderError for what is
-    missing or damaged."""
-    code = cell_path(folder, cell)
-    path = code.with_suffix(".json")
+    """What ranks said in a cell, by rank. Takes it out of the folder. Raises RunFolderError for what is missing or
+    damaged."""
+    path = cell_path(folder, cell).with_suffix(".json")
     try:
         if path.stat().st_size > _MOST_RANKS_BYTES:
             raise RunFolderError(f"{path}: larger than anything that ranks say in a cell")
@@ -47,8 +51,7 @@ def take_said(folder: Path, cell: str) -> dict[int, Said]:
         said = {rank: _checked(value) for rank, value in enumerate(found) if value is not None}
     except (OSError, ValueError, TypeError) as error:
         raise RunFolderError(f"{path}: what ranks said in the cell cannot be read: {error}") from error
-    for done in (path, code):
-        done.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
     return said
 
 

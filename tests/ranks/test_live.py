@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ranks.pool import Pool
 from ranks.runs import as_engine, new_run, own_rank, trainer_of
@@ -32,13 +35,18 @@ Words = Sequence[tuple[str, dict[str, Any]]]
 class PlainCells:
     """Cells that are plain files, run in a namespace of their own; `text` is what they leave as `said`."""
 
-    def read(self, path: Path) -> str:
-        return path.read_text()
+    def take(self, path: Path) -> str:
+        code = path.read_text()
+        path.unlink()
+        return code
 
-    def run(self, code: str, names: Mapping[str, Any]) -> Said:
-        namespace = {"os": os, "signal": signal, "torch": torch, **names}
+    def run(
+        self, code: str, names: Mapping[str, Any], interruptible: Callable[[], AbstractContextManager[object]]
+    ) -> Said:
+        namespace = {"os": os, "signal": signal, "threading": threading, "torch": torch, **names}
         try:
-            exec(code, namespace)
+            with interruptible():
+                exec(code, namespace)
         except BaseException as error:
             return Said([], None, {"kind": type(error).__name__, "message": str(error)})
         return Said([], str(namespace.get("said")), None)
@@ -104,7 +112,7 @@ def test_a_look_changes_nothing(world: Pool, tmp_path: Path, stage: int) -> None
     assert world.run(advance, looked, *looks) == undisturbed
     texts = [said.text for said in take_said(Path(looked), "b").values()]
     assert texts == ["(2, (1, 16), 3, True, True)"] * 2
-    assert not cell_path(Path(looked), "b").exists()
+    assert list((Path(looked) / "live").iterdir()) == [cell_path(Path(looked), "a").with_suffix(".json")]
 
 
 def test_only_the_ranks_that_are_named_run_it(world: Pool, tmp_path: Path) -> None:
@@ -135,16 +143,58 @@ def test_a_cell_that_fails_on_one_rank_in_a_collective_ends_on_all_and_the_run_g
     assert [event.details["failed"] for event in looked] == [[0, 1], []]
 
 
-def test_an_interrupt_ends_the_cell_and_pauses_the_run(world: Pool, tmp_path: Path) -> None:
-    run = new_run(tmp_path, steps=4)
-    code = "import threading; os.kill(os.getpid(), signal.SIGINT); threading.Event().wait(30)"
-    post(run, "hangs", code, ranks=[1])
-    assert [state for state, _ in world.run(advance, run, timeout=25)] == ["paused"] * 2
-    (said,) = take_said(Path(run), "hangs").values()
-    assert said.failure is not None
-    assert said.failure["kind"] == "KeyboardInterrupt"
+HANGS = "print(1); os.kill(os.getpid(), signal.SIGINT); threading.Event().wait(30)"
+
+
+@pytest.mark.parametrize(
+    ("code", "ranks", "failed"),
+    [
+        (HANGS, [1], [1]),  # The other one waits for it.
+        (f"if os.environ['RANK'] == '1':\n    {HANGS}\nengine(batch[0])", None, [0]),  # ... in a collective.
+        (f"if os.environ['RANK'] == '1':\n    {HANGS}\n1 / 0", None, [0]),  # ... and has left the world.
+        (f"try:\n    {HANGS}\nexcept BaseException:\n    said = 'mine'", None, []),
+    ],
+    ids=["alone", "in a collective", "after the other has failed", "swallowed"],
+)
+def test_an_interrupt_ends_the_cell_and_pauses_the_run(
+    world: Pool, tmp_path: Path, code: str, ranks: list[int] | None, failed: list[int]
+) -> None:
+    run = new_run(tmp_path, steps=4, zero=3)
+    RunFolder(run).post("step", n=1)
+    post(run, "hangs", code, ranks=ranks)
+    states = world.run(interrupted_and_resumed, run, timeout=25)
+    assert states == [["paused", True, "finished"]] * 2
+    events = RunFolder(run).read_events()
+    assert [event.details["failed"] for event in events if event.kind == "looked"] == [failed]
+    assert [event.step for event in events if event.kind == "interrupted"] == [0]
+    assert take_said(Path(run), "hangs").keys() <= {0, 1}
+
+
+def interrupted_and_resumed(run: str) -> list[Any]:
+    """State after the cell, whether this rank has left the world by then, and the state in the end."""
+    with as_engine(run):
+        state = held_runs.advance(run, cells=PlainCells())
+        left = not dist.is_initialized()
+        if own_rank() == 0:
+            RunFolder(run).post("resume")
+        return [state, left, held_runs.advance(run, cells=PlainCells())]
+
+
+def test_what_belongs_to_the_run_is_refused_to_a_cell(world: Pool, tmp_path: Path) -> None:
+    run = new_run(tmp_path, steps=2)
+    post(run, "trains", "engine.train_batch([batch] * engine.accumulation)")
+    post(
+        run,
+        "steps",
+        "for _ in range(2):\n    engine.backward(engine(batch[0], targets=batch[1]).loss)\n    engine.step()",
+    )
+    post(run, "reshapes", "engine.reshape(zero=1)")
     RunFolder(run).post("resume")
     assert [state for state, _ in world.run(advance, run)] == ["finished"] * 2
+    for cell, what in (("trains", "train_batch"), ("steps", "step"), ("reshapes", "reshape")):
+        for said in take_said(Path(run), cell).values():
+            assert said.failure is not None
+            assert said.failure["message"].startswith(f"{what}: this cell runs between two steps of a run")
 
 
 def test_engines_that_nobody_gave_cells_say_so(world: Pool, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ def test_a_cell_that_somebody_else_wrote_is_not_run(folder: Path) -> None:
     path = cell_path(folder, "one")
     write_sealed(path, b"1 + 1")
     assert path.stat().st_mode & 0o777 == 0o600
-    assert LiveCells().read(path) == "1 + 1"
-    path.write_bytes(path.read_bytes() + b"; import os")
+    sealed = path.read_bytes()
+    assert LiveCells().take(path) == "1 + 1"
+    assert not path.exists()
+    path.write_bytes(sealed + b"; import os")
     with pytest.raises(ClusterError, match=r"not written by you .* Run the cell again"):
-        LiveCells().read(path)
+        LiveCells().take(path)
 
 
 def test_what_ranks_said_is_taken_once(folder: Path) -> None:
@@ -38,6 +41,13 @@ def test_what_ranks_said_is_taken_once(folder: Path) -> None:
     assert take_said(folder, "one") == {1: said}
     with pytest.raises(RunFolderError, match="cannot be read"):
         take_said(folder, "one")
+
+
+def test_answers_that_nobody_takes_do_not_fill_the_folder(folder: Path) -> None:
+    for number in range(18):
+        write_said(folder, f"cell{number}", [None])
+        os.utime(cell_path(folder, f"cell{number}").with_suffix(".json"), (number, number))
+    assert {path.stem for path in (folder / "live").iterdir()} == {f"cell{number}" for number in range(2, 18)}
 
 
 @pytest.mark.parametrize(

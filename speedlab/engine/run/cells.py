@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,10 +13,13 @@ from speedlab.telemetry.live import Said
 class Cells(Protocol):
     """Cells of a person, read and run."""
 
-    def read(self, path: Path) -> str:
-        """The code of a cell. Raises for one that this user did not write."""
+    def take(self, path: Path) -> str:
+        """The code of a cell, which is run once: its file is removed. Raises for one that this user did not write."""
         ...
 
-    def run(self, code: str, names: Mapping[str, Any]) -> Said:
-        """Run it, with `names` before those that it finds. Nothing that it raises comes out."""
+    def run(
+        self, code: str, names: Mapping[str, Any], interruptible: Callable[[], AbstractContextManager[object]]
+    ) -> Said:
+        """Run it, with `names` before those that it finds, inside `interruptible()`, where an interrupt raises. Nothing
+        that is raised comes out."""
         ...

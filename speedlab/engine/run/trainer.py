@@ -16,6 +16,7 @@ from speedlab.engine.engine import Engine
 from speedlab.engine.run.agreement import Parted, Refusal, agreed
 from speedlab.engine.run.cells import Cells
 from speedlab.engine.run.diagnose import first_non_finite
+from speedlab.engine.run.live import CutOff
 from speedlab.engine.run.loop import Loop
 from speedlab.engine.run.reporting import Reporter
 from speedlab.engine.run.training import OwnModel, Training
@@ -62,6 +63,10 @@ class Trainer:
                         carry_out_pending(training, self.reporter)
                 self._loop.report_saving(wait=True)
                 training.engine.finish_update()  # Whoever has the run now may look at its parameters.
+                return training.state
+            except CutOff as cut:
+                training.interruption.heard()
+                self._pause_apart(cut)
                 return training.state
             except BaseException as error:
                 training.interruption.heard()  # The cluster's repeats shall not cut off what has to follow.
@@ -127,6 +132,14 @@ class Trainer:
         kept = agreed(self.training.control, lambda: newest(folder))
         name = self.training.control.share(kept.path.name if kept else None)
         return folder / name if name else None
+
+    def _pause_apart(self, cut: CutOff) -> None:
+        """Leave the world, until the next advance, and pause what was running."""
+        self.training.disconnect()
+        if self.training.state is RunState.RUNNING:
+            self.training.state = RunState.PAUSED
+        self.reporter.event("interrupted", str(cut))
+        self.reporter.status()
 
     # ---- failing -----------------------------------------------------------------------------------------------------
 

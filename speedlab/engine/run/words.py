@@ -20,7 +20,7 @@ from speedlab.config import ConfigError
 from speedlab.config.errors import unknown_key
 from speedlab.engine.build.schedule import follow_schedule
 from speedlab.engine.run.agreement import Parted, Refusal, agreed, together
-from speedlab.engine.run.live import run_between_steps
+from speedlab.engine.run.live import CutOff, run_between_steps
 from speedlab.engine.run.reporting import Reporter
 from speedlab.engine.run.training import Training
 from speedlab.telemetry.checkpoints import CheckpointError, find_checkpoint, go_back_to, numbered_name, step_of
@@ -60,7 +60,7 @@ class Word:
 
 
 def carry_out_pending(training: Training, reporter: Reporter) -> None:
-    """Every control word that waits, in order. Collective."""
+    """Every control word that waits, in order. Collective. Raises CutOff."""
     commands = None
     if training.world.rank == 0:
         commands = [[command.number, command.word, command.arguments] for command in reporter.waiting()]
@@ -75,6 +75,11 @@ def _carry_out(training: Training, reporter: Reporter, command: Command) -> None
     except Refusal as refusal:
         reporter.answer(command.number, "warning", f"{command.word}: {refusal}", error=True)
         return
+    except CutOff as cut:
+        seconds = time.perf_counter() - start
+        details = {"cell": command.arguments["cell"], "failed": cut.failed, "seconds": seconds}
+        reporter.answer(command.number, "looked", "a cell that was interrupted", **details)
+        raise
     reporter.answer(command.number, answer.kind, answer.text, **answer.details, seconds=time.perf_counter() - start)
 
 
@@ -210,11 +215,11 @@ def _live(training: Training, cell: str, ranks: list[int] | None = None) -> Acti
         raise ConfigError(f"there is no rank {missing[0]}; the run has ranks 0 to {size - 1}")
     if training.cells is None:
         raise ConfigError("these engines take no cells: no cluster has started them")
-    code = training.cells.read(cell_path(training.folder.path, cell)) if training.world.rank == 0 else ""
+    code = training.cells.take(cell_path(training.folder.path, cell)) if training.world.rank == 0 else ""
 
     def look() -> Answer:
         failed = run_between_steps(training, training.control.share(code), cell, where)
-        return Answer("looked", f"a cell on {len(where)} of {size} ranks", {"cell": cell, "failed": failed})
+        return Answer("looked", f"a cell on {len(set(where))} of {size} ranks", {"cell": cell, "failed": failed})
 
     return look
 
