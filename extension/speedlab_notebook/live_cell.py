@@ -36,7 +36,7 @@ def live_cell(
     live = run.live(code, ranks)
     view = view_in(shell, f"this cell runs behind the step that run {run.name!r} is computing")
     if wait:
-        live.pending.wait()  # An interrupt ends the cell.
+        live.wait_until_done()  # An interrupt ends the cell.
         _show(live, view, shows_result=shows_result, shows_error=False)
         live.wait()
         return

@@ -30,6 +30,7 @@ _RANKS_HELP = """Run a cell on ranks, or on all: %%ranks [0,2-3] [--live] [--wai
   %%ranks 0,2-3           on ranks 0, 2 and 3
   %%ranks 0 --wait        returns when rank 0 is done, and raises RankError when it failed
   %%ranks --live          between two steps of the run that trains, which goes on; finds `engine`, `model` and `batch`
+  %%ranks --live --wait   ... and breakpoint() in it stops there: the other ranks wait, q ends it
 
 Equal lines of several ranks are shown once. Names that the cell sets stay on the ranks. While a run trains, the cell
 waits for it to pause or to end, but with --live.
@@ -266,6 +267,16 @@ def _interrupt(shell: InteractiveShell, name: str | None = None) -> None:
         print(f"{name_ranks(left)}: did not stop; cluster.restart({left[0]}) ends that engine and starts a new one")
 
 
+def _debug(shell: InteractiveShell, rank: str = "", name: str | None = None) -> None:
+    from IPython.core.error import UsageError
+
+    from speedlab_notebook.at_hand import cluster_at_hand
+
+    if not rank.isdecimal():
+        raise UsageError(f"%speedlab debug: {rank!r} is no rank; %speedlab debug 2 looks at rank 2")
+    cluster_at_hand(shell, name).debug(int(rank))
+
+
 def _stop(shell: InteractiveShell, name: str | None = None, yes: bool = False) -> None:
     from speedlab.cluster import ClusterError
     from speedlab_notebook.at_hand import active_runs, cluster_at_hand, standing
@@ -356,6 +367,7 @@ _ACTIONS: dict[str, Callable[..., None]] = {
     "dash": _dash,
     "attach": _attach,
     "interrupt": _interrupt,
+    "debug": _debug,
     "stop": _stop,
     "config": _config,
     "report": _report,

@@ -355,6 +355,14 @@ class Cluster:
         """
         return self._interrupt(timeout_seconds)
 
+    def debug(self, rank: int) -> None:
+        """Open a post-mortem of what `rank` raised last, with pdb's commands; `q` ends it. A rank keeps it, and the
+        tensors in its frames, until it begins with something else. Raises ClusterError for a rank that is not there, is
+        dead, works, or keeps nothing."""
+        from speedlab.cluster.debugger import debug
+
+        debug(self, rank)
+
     def restart(self, rank: int) -> None:
         """End the engine of `rank`, if it is still there, and start a new one on the same device.
 

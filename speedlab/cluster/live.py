@@ -7,10 +7,12 @@ import secrets
 from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any
 
+from speedlab.cluster.debug_line import Door
 from speedlab.cluster.errors import RankError, RemoteFailure
 from speedlab.cluster.sealed import write_sealed
 from speedlab.cluster.words import Pending
 from speedlab.telemetry.live import Said, cell_path, take_said
+from speedlab.telemetry.records import Event
 
 if TYPE_CHECKING:
     from speedlab.cluster.run import Run
@@ -21,9 +23,9 @@ class LiveCell:
 
     ADVICE = "The run goes on without it; run.state says what it does."
 
-    def __init__(self, pending: Pending, run: Run, cell: str) -> None:
+    def __init__(self, pending: Pending, run: Run, cell: str, door: Door) -> None:
         self.pending = pending
-        self._run, self._cell = run, cell
+        self._run, self._cell, self._door = run, cell, door
         self._said: dict[int, Said] | None = None
 
     @property
@@ -35,10 +37,26 @@ class LiveCell:
 
         Raises RankError where it failed on a rank (the run goes on all the same), RunError when the word was refused or
         the run ended before it, TimeoutError after `timeout` seconds. An interrupt of the kernel ends the cell, and
-        pauses the run.
+        pauses the run. Where the cell says `breakpoint()`, this asks for the debugger's commands, by `input`; `q`, or
+        an interrupt there, ends the cell on that rank, and the run goes on.
         """
-        self.pending.wait(timeout)
+        self.wait_until_done(timeout)
         return self._texts()
+
+    def wait_until_done(self, timeout: float | None = None) -> None:
+        """As `wait`, but what the ranks raised is left to look at."""
+        try:
+            self._run._until(self._served, timeout, str(self.pending))
+        except TimeoutError:
+            raise  # The cell goes on, and can be waited for again.
+        except BaseException:
+            self._door.close()
+            raise
+        self._door.close()
+
+    def _served(self) -> Event | None:
+        self._door.serve()
+        return self.pending.look()
 
     def __await__(self) -> Generator[Any, None, dict[int, str | None]]:
         yield from self.pending.__await__()
@@ -76,10 +94,13 @@ def post_live(run: Run, code: str, ranks: Iterable[int] | None) -> LiveCell:
     cell = secrets.token_hex(8)
     path = cell_path(run.folder.path, cell)
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    write_sealed(path, code.encode())
+    assert run.cluster is not None
+    door = Door(run.cluster.directory, cell)
     try:
-        return LiveCell(run._post("live", cell=cell, ranks=None if ranks is None else list(ranks)), run, cell)
+        write_sealed(path, code.encode())
+        return LiveCell(run._post("live", cell=cell, ranks=None if ranks is None else list(ranks)), run, cell, door)
     except BaseException:
+        door.close()
         path.unlink(missing_ok=True)
         raise
 

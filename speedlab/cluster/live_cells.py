@@ -15,6 +15,7 @@ from IPython.core.displaypub import DisplayPublisher
 from IPython.core.getipython import get_ipython
 
 from speedlab.cluster.cells import run_cell
+from speedlab.cluster.debugging import breakpoints
 from speedlab.cluster.describing import describe
 from speedlab.cluster.sealed import read_sealed
 from speedlab.telemetry.live import MOST_BYTES, Said
@@ -31,13 +32,14 @@ class LiveCells:
     def run(
         self,
         code: str,
+        cell: str,
         names: Mapping[str, Any],
         interruptible: Callable[[], contextlib.AbstractContextManager[object]],
     ) -> Said:
         shell: Any = get_ipython()
         heard = _Heard(shell)
         text, failure = None, None
-        with heard, _with_names(shell.user_ns, names):
+        with heard, _with_names(shell.user_ns, names), breakpoints(cell):
             try:
                 text = run_cell(code, interruptible)
             except BaseException as error:  # Also an interrupt: the run pauses.

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import speedlab.cluster.debugging as debugging
 from speedlab.cluster.away import folder_here, origin_of
 from speedlab.cluster.describing import describe
 from speedlab.cluster.errors import ClusterError
@@ -44,15 +45,20 @@ def call(work: bytes) -> Any:
     SIGINT raises KeyboardInterrupt only inside the function. Elsewhere in the engine it would cut a message in two, and
     the kernel would wait for the answer for ever.
     """
+    of_a_person = True
     try:
         with _interruptible():
             names = Globals(_namespace())
             function, arguments, keywords = unpack(work, names)
+            if of_a_person := all(function is not known for known in _BESIDE):
+                debugging.forget()
             with names.kept():
                 result = function(*arguments, **keywords)
         return _packed(result)
     except BaseException as error:  # SystemExit, too: a rank that calls exit() must not end its engine.
         signal.signal(signal.SIGINT, _ignore)
+        if of_a_person:
+            debugging.keep(error)
         return {FAILED: describe(error)}
 
 
@@ -143,6 +149,10 @@ def held_runs() -> dict[str, int]:
     from speedlab.engine.run import held_runs
 
     return {origin_of(folder): step for folder, step in held_runs.held().items()}
+
+
+_BESIDE = (identify, reset, held_runs, debugging.post_mortem)
+"""What the cluster does by itself, and looking: these leave alone what a rank keeps of its last exception."""
 
 
 def rebind(environment: Mapping[str, str]) -> None:

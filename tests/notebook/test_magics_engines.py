@@ -212,6 +212,70 @@ def test_an_interrupt_ends_a_live_cell_and_pauses_its_run(
     assert small_run.wait_until(step + 2, timeout=30) >= step + 2
 
 
+BROKEN = """
+def broken(module, arguments):
+    share = 0
+    return 1 / share
+model.register_forward_pre_hook(broken)
+"""
+STOPS = """%%ranks --live --wait
+def look(step):
+    breakpoint()
+    return step + 1
+look(41) if os.environ["RANK"] == "1" else engine.global_step
+"""
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_debugger_stops_in_a_live_cell_and_looks_at_what_failed(
+    shell: InteractiveShell,
+    display: CapturingDisplayPublisher,
+    small_run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines: list[Any] = []
+
+    def person(prompt: str) -> str:
+        assert prompt == "rank 1 (Pdb) "
+        line = lines.pop(0)
+        if line is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return line
+
+    def says(cell: str, *commands: Any) -> str:
+        lines[:] = commands
+        capsys.readouterr()
+        run(shell, cell)
+        assert lines == []
+        return capsys.readouterr().out
+
+    monkeypatch.setattr("builtins.input", person)
+    run(shell, "%%ranks --live --wait\nimport os")
+    assert "> <ipython" not in says(STOPS, "p step", "w", "!step = 50", "c").partition("-> return step + 1")[0] + "> "
+    assert "ranks 1: 51" in display.outputs[-1]["data"]["text/plain"].replace("rank 1", "ranks 1")
+    small_run.wait_until(small_run.step + 2, timeout=60)
+    assert "rank 1 works on something" in str(shell.run_cell("%speedlab debug 1").error_in_exec)
+    lines[:] = [KeyboardInterrupt]
+    assert "BdbQuit" in str(shell.run_cell(STOPS).error_in_exec)
+    small_run.wait_until(small_run.step + 2, timeout=60)
+
+    small_run.live(BROKEN, ranks=[1]).wait(20)
+    with pytest.raises(RankError, match="Look: %speedlab debug 1, or %%ranks 1"):
+        small_run.wait(60)
+    told = says("%speedlab debug 1", "p share + 7", "up", "p type(self).__name__", "q")
+    assert told.startswith("rank 1: ZeroDivisionError: division by zero\n")
+    assert "\n7\n" in told
+    assert "\n'GPT'\n" in told
+    assert "rank 0 keeps no exception" in str(shell.run_cell("%speedlab debug 0").error_in_exec)
+
+    with pytest.raises(RankError):
+        run(shell, "%%ranks 1 --wait\nvalue = {'a': 3}\nvalue['b']")
+    assert "\n7\n" in says("%speedlab debug 1", "p value['a'] + 4", "q")
+    assert "ranks [7] were asked for" in str(shell.run_cell("%speedlab debug 7").error_in_exec)
+    assert "'x' is no rank" in str(shell.run_cell("%speedlab debug x").error_in_exec)
+
+
 @pytest.mark.usefixtures("display")
 def test_without_a_run_there_are_no_steps_to_be_between(shell: InteractiveShell) -> None:
     error = shell.run_cell("%%ranks --live\n1").error_in_exec

@@ -41,7 +41,11 @@ class PlainCells:
         return code
 
     def run(
-        self, code: str, names: Mapping[str, Any], interruptible: Callable[[], AbstractContextManager[object]]
+        self,
+        code: str,
+        cell: str,
+        names: Mapping[str, Any],
+        interruptible: Callable[[], AbstractContextManager[object]],
     ) -> Said:
         namespace = {"os": os, "signal": signal, "threading": threading, "torch": torch, **names}
         try:

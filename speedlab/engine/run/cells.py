@@ -18,8 +18,12 @@ class Cells(Protocol):
         ...
 
     def run(
-        self, code: str, names: Mapping[str, Any], interruptible: Callable[[], AbstractContextManager[object]]
+        self,
+        code: str,
+        cell: str,
+        names: Mapping[str, Any],
+        interruptible: Callable[[], AbstractContextManager[object]],
     ) -> Said:
         """Run it, with `names` before those that it finds, inside `interruptible()`, where an interrupt raises. Nothing
-        that is raised comes out."""
+        that is raised comes out. `cell`: which one it is, for who waits for it."""
         ...

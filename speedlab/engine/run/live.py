@@ -59,7 +59,7 @@ def run_between_steps(training: Training, code: str, name: str, ranks: Collectio
     training.engine.finish_update()  # Parameters are those of the step that was done.
     board = Board(f"cell/{name}")
     with training.interruption.held():
-        said = _look(training, code) if rank in ranks else None
+        said = _look(training, code, name) if rank in ranks else None
         end = _end_of(said, interrupted=training.interruption.asked)
         board.leave(end)
         if end is _End.FAILED:
@@ -86,12 +86,12 @@ def _cut_off(training: Training, name: str, said: Said | None, *, alone: bool) -
     return CutOff(failed)
 
 
-def _look(training: Training, code: str) -> Said:
+def _look(training: Training, code: str, name: str) -> Said:
     """Run the cell on this rank. Nothing comes out of it."""
     assert training.cells is not None
     try:
         with _left_as_it_was(training):
-            return training.cells.run(code, _names(training), training.interruption.at_once)
+            return training.cells.run(code, name, _names(training), training.interruption.at_once)
     except Exception as error:  # The engine could not be given to it, or not be put back.
         return Said([], None, {"kind": type(error).__name__, "message": str(error)})
 
