@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 from speedlab.cluster.debug_line import Line, Words, knock
 from speedlab.cluster.errors import ClusterError, RemoteFailure
@@ -158,7 +159,8 @@ class _Debugger(pdb.Pdb):
     """pdb, whose frames are those of the user's code and of what it calls."""
 
     def __init__(self, talk: _Talk) -> None:
-        super().__init__(stdin=talk, stdout=talk, skip=_SKIPPED, nosigint=True, readrc=False)
+        both: Any = talk  # It is all of a file that pdb uses.
+        super().__init__(stdin=both, stdout=both, skip=_SKIPPED, nosigint=True, readrc=False)
         self.prompt = f"rank {_rank()} (Pdb) "
 
     def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
