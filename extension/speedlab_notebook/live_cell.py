@@ -36,10 +36,16 @@ def live_cell(
     live = run.live(code, ranks)
     view = view_in(shell, f"this cell runs behind the step that run {run.name!r} is computing")
     if wait:
-        live.wait_until_done()  # An interrupt ends the cell.
+        try:
+            live.wait_until_done()
+        except KeyboardInterrupt:  # It has ended the cell, which may have said why it took so long.
+            if live.done:
+                _show(live, view, shows_result=shows_result, shows_error=False)
+            raise
         _show(live, view, shows_result=shows_result, shows_error=False)
         live.wait()
         return
+    live.ask_nobody()
     threading.Thread(target=_follow, args=(live, view, shows_result), name="speedlab-live-cell", daemon=True).start()
 
 

@@ -34,8 +34,7 @@ _SHELL = "IPython/core/interactiveshell.py"
 def keep(error: BaseException) -> None:
     """Keep what this rank has raised, instead of what it raised before."""
     forget()
-    follows = RemoteFailure(kind=type(error).__name__, message="").follows_another
-    if not follows and type(error).__name__ != "PeerLost":
+    if not RemoteFailure(kind=type(error).__name__, message="").follows_another:
         _kept.append(error)
 
 
@@ -85,12 +84,16 @@ class _Stops:
         self._name = name
         self._talk: _Talk | None = None
         self._debugger: _Debugger | None = None
+        self._alone = False
 
     def stop(self, *arguments: object, header: str | None = None, **keywords: object) -> None:
         """As `breakpoint()` calls it."""
+        if self._alone:
+            return
         if self._talk is None or self._talk.over:
             channel = knock(_folder(), self._name)
             if channel is None:
+                self._alone = True  # To be waited for, and told, once is enough.
                 print(
                     "breakpoint(): nobody on this host waits for the cell, which goes on; %%ranks --live --wait stops"
                 )

@@ -51,7 +51,9 @@ class RemoteFailure:
     @property
     def follows_another(self) -> bool:
         """Whether this rank failed because another one did: it was interrupted, lost a peer, or waited in vain."""
-        return self.kind in (INTERRUPTED, "DistStoreError") or any(sign in self.message for sign in _PEER_GONE)
+        return self.kind in (INTERRUPTED, "DistStoreError", "PeerLost") or any(
+            sign in self.message for sign in _PEER_GONE
+        )
 
     @property
     def place(self) -> str:
@@ -161,6 +163,6 @@ class RankError(RuntimeError):
     def way_to_look(self) -> str:
         """How one looks at the first rank that failed."""
         ranks, failure = self.groups[0]
-        kept = not failure.follows_another and failure.kind not in _IN_WORDS | _BARE | {"PeerLost"}
+        kept = not failure.follows_another and failure.kind not in _IN_WORDS | _BARE
         debug = f"%speedlab debug {ranks[0]}, or " if kept else ""
         return f"Look: {debug}%%ranks {ranks[0]}"

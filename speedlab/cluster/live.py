@@ -54,6 +54,10 @@ class LiveCell:
             raise
         self._door.close()
 
+    def ask_nobody(self) -> None:
+        """Nobody will wait for it in front of a prompt: `breakpoint()` in it does not stop."""
+        self._door.close()
+
     def _served(self) -> Event | None:
         self._door.serve()
         return self.pending.look()

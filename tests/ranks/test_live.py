@@ -122,12 +122,17 @@ def test_a_look_changes_nothing(world: Pool, tmp_path: Path, stage: int) -> None
 def test_only_the_ranks_that_are_named_run_it(world: Pool, tmp_path: Path) -> None:
     run = new_run(tmp_path, steps=2)
     post(run, "one", "said = os.environ['RANK']", ranks=[1])
-    post(run, "none", "said = 1", ranks=[2])
+    post(run, "beyond", "said = 1", ranks=[2])
+    post(run, "none", "said = 1", ranks=[])
     RunFolder(run).post("resume")
     assert [state for state, _ in world.run(advance, run)] == ["finished"] * 2
     assert {rank: said.text for rank, said in take_said(Path(run), "one").items()} == {1: "1"}
     told = [event.text for event in answers(run) if event.kind in ("looked", "warning")]
-    assert told == ["a cell on 1 of 2 ranks", "live: there is no rank 2; the run has ranks 0 to 1"]
+    assert told == [
+        "a cell on 1 of 2 ranks",
+        "live: there is no rank 2; the run has ranks 0 to 1",
+        "live: no rank was named; the run has ranks 0 to 1",
+    ]
 
 
 def test_a_cell_that_fails_on_one_rank_in_a_collective_ends_on_all_and_the_run_goes_on(

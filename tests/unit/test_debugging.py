@@ -147,7 +147,7 @@ def test_nobody_at_the_door_stops_nothing(
     assert stopping() == [1, 2, 3]
     with Door(folder, "name", ask=Person()):  # Open, but nobody serves it.
         assert stopping() == [1, 2, 3]
-    assert capsys.readouterr().out.count("nobody on this host waits for the cell, which goes on") == 4
+    assert capsys.readouterr().out.count("nobody on this host waits for the cell, which goes on") == 2
     failing_call_quietly()
     with pytest.raises(ClusterError, match="rank 1 does not reach the notebook"):
         debugging.post_mortem("name")

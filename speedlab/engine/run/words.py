@@ -211,6 +211,8 @@ def _live(training: Training, cell: str, ranks: list[int] | None = None) -> Acti
     """Run a cell that lies in the run folder, on `ranks` or on all; see `run_between_steps`."""
     size = training.world.size
     where = range(size) if ranks is None else ranks
+    if not where:
+        raise ConfigError(f"no rank was named; the run has ranks 0 to {size - 1}")
     if missing := [rank for rank in where if rank >= size]:
         raise ConfigError(f"there is no rank {missing[0]}; the run has ranks 0 to {size - 1}")
     if training.cells is None:
