@@ -224,7 +224,7 @@ class Run:
 
         Collectives in it, as those of a partitioned model's forward, need all ranks. An exception ends the cell, not
         the run. Afterwards gradients and random numbers are what they would have been without it; what it changes on
-        purpose stays, and has to be changed on all ranks. Ranks without the cell wait up to five minutes for it. Raises
+        purpose stays, and has to be changed on all ranks. Ranks without the cell wait for it, however long. Raises
         SyntaxError, RunError or ClusterError.
         """
         from speedlab.cluster.live import post_live
