@@ -253,7 +253,7 @@ def test_the_debugger_stops_in_a_live_cell_and_looks_at_what_failed(
     monkeypatch.setattr("builtins.input", person)
     run(shell, "%%ranks --live --wait\nimport os")
     session = says(STOPS, "p step", "w", "!step = 50", "c").splitlines()
-    assert [re.sub(r"\S+\(", "(", line) for line in session] == [
+    assert [re.sub(r"\S+\.py\(", "(", line) for line in session] == [
         "> (3)look()",
         "-> return step + 1",
         "41",
