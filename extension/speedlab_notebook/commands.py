@@ -20,6 +20,7 @@ HELP = ("--help", "-h")
 _HELP_COLUMN = 30
 _WORDS = {
     "run": "name or folder of a run",
+    "rank": "a rank's number",
     "guide": "a guide's name; without one, which there are",
     "model": "a model's name, a Hugging Face folder or config.json, or a configuration",
 }
@@ -53,8 +54,8 @@ class Command:
     description: str
     example: str
     options: tuple[Option, ...] = ()
-    takes: Literal["", "run", "model", "guide"] = ""
-    """What may follow by itself: the name or folder of a run, a model, a guide's name."""
+    takes: Literal["", "run", "rank", "model", "guide"] = ""
+    """What may follow by itself: the name or folder of a run, a rank, a model, a guide's name."""
     several: bool = False
     """Whether more than one of them may follow."""
 
@@ -201,6 +202,13 @@ COMMANDS: Mapping[str, Command] = {
             options=(_CLUSTER_NAME,),
         ),
         Command(
+            name="debug",
+            description="look at what a rank raised last, with pdb's commands; q ends it",
+            example="%speedlab debug 2",
+            options=(_CLUSTER_NAME,),
+            takes="rank",
+        ),
+        Command(
             name="stop",
             description="end the engines, and with them what they hold that is not saved",
             example="%speedlab stop --yes",
@@ -345,7 +353,7 @@ def complete(line: str, symbol: str, run_names: Callable[[], Collection[str]]) -
     words = [flag for flag in options if flag not in before]
     free = command.several or all(word.startswith("-") for word in before[1:])
     if command.takes and not symbol.startswith("-") and free:
-        known = {"run": run_names, "model": known_models, "guide": names}
+        known = {"run": run_names, "rank": tuple, "model": known_models, "guide": names}
         words += sorted(name for name in known[command.takes]() if name not in before[1:])
     return [word for word in (*words, HELP[0]) if word.startswith(symbol)]
 

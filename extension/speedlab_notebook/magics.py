@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import speedlab_notebook.commands as commands
 from speedlab_notebook.at_hand import run_names
-from speedlab_notebook.ranks_cell import ranks_cell
+from speedlab_notebook.ranks_cell import OPTIONS, ranks_cell
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -24,14 +24,16 @@ _MATCHER = "speedlab_notebook"
 SAY_AFTER_SECONDS = 1.0
 """What takes longer than this says what it is doing."""
 
-_RANKS_HELP = """Run a cell on ranks, or on all: %%ranks [0,2-3] [--wait]
+_RANKS_HELP = """Run a cell on ranks, or on all: %%ranks [0,2-3] [--live] [--wait]
 
   %%ranks                 on every rank; the cell returns at once and its output comes as the ranks print it
   %%ranks 0,2-3           on ranks 0, 2 and 3
   %%ranks 0 --wait        returns when rank 0 is done, and raises RankError when it failed
+  %%ranks --live          between two steps of the run that trains, which goes on; finds `engine`, `model` and `batch`
+  %%ranks --live --wait   ... and breakpoint() in it stops there: the other ranks wait, q ends it
 
 Equal lines of several ranks are shown once. Names that the cell sets stay on the ranks. While a run trains, the cell
-waits for it to pause or to end.
+waits for it to pause or to end, but with --live.
 """
 
 
@@ -78,8 +80,9 @@ def _matcher(shell: InteractiveShell) -> Any:
         words: list[str] = []
         if line.startswith("%speedlab "):
             words = commands.complete(line, symbol, lambda: run_names(shell))
-        elif line.startswith("%%ranks ") and "--wait".startswith(symbol) and "--wait" not in line:
-            words = ["--wait"]
+        elif line.startswith("%%ranks "):
+            given = line.split()
+            words = [option for option in OPTIONS if option.startswith(symbol) and option not in given]
         completions = [SimpleCompletion(text=word, type="magic") for word in words]
         return {"completions": completions, "matched_fragment": symbol, "suppress": bool(words)}
 
@@ -273,6 +276,16 @@ def _interrupt(shell: InteractiveShell, name: str | None = None) -> None:
         print(f"{name_ranks(left)}: did not stop; cluster.restart({left[0]}) ends that engine and starts a new one")
 
 
+def _debug(shell: InteractiveShell, rank: str = "", name: str | None = None) -> None:
+    from IPython.core.error import UsageError
+
+    from speedlab_notebook.at_hand import cluster_at_hand
+
+    if not rank.isdecimal():
+        raise UsageError(f"%speedlab debug: {rank!r} is no rank; %speedlab debug 2 looks at rank 2")
+    cluster_at_hand(shell, name).debug(int(rank))
+
+
 def _stop(shell: InteractiveShell, name: str | None = None, yes: bool = False) -> None:
     from speedlab.cluster import ClusterError
     from speedlab_notebook.at_hand import active_runs, cluster_at_hand, standing
@@ -363,6 +376,7 @@ _ACTIONS: dict[str, Callable[..., None]] = {
     "dash": _dash,
     "attach": _attach,
     "interrupt": _interrupt,
+    "debug": _debug,
     "stop": _stop,
     "config": _config,
     "report": _report,

@@ -8,12 +8,11 @@
 
 from __future__ import annotations
 
-import html
 import re
 import threading
 import time
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from IPython.core.displayhook import DisplayHook
 from IPython.core.error import UsageError
@@ -21,14 +20,14 @@ from IPython.core.error import UsageError
 from speedlab.cluster.errors import name_ranks
 from speedlab.cluster.kernel_interrupt import is_the_users
 from speedlab_notebook.commands import unknown, without_comment
+from speedlab_notebook.ranks_view import View, view_in
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from speedlab.cluster import Cluster, RankError, RankResults
-    from speedlab_notebook.transcript import Transcript
 
-USAGE = "%%ranks [0,2-3] [--wait]"
+USAGE = "%%ranks [0,2-3] [--live] [--wait]"
 UPDATE_SECONDS = 0.1
 POLL_SECONDS = 0.05
 LAST_WORDS_SECONDS = 1.0
@@ -36,20 +35,29 @@ LAST_WORDS_SECONDS = 1.0
 
 _BYTES_PER_SECOND = 2e6
 _CHECK_SECONDS = 1.0
-Came = list[tuple[list[int], str]]
-"""New output as (ranks, text)."""
 _SPAN = re.compile(r"(\d+)(?:[-–](\d+))?")
 
 
-def parse(line: str) -> tuple[list[int] | None, bool]:
-    """(ranks, whether to wait) of the magic's line; ranks are None for all. Raises UsageError."""
+OPTIONS = ("--live", "--wait")
+
+
+class Line(NamedTuple):
+    """What the magic's line asks for; ranks are None for all."""
+
+    ranks: list[int] | None
+    live: bool
+    wait: bool
+
+
+def parse(line: str) -> Line:
+    """Raises UsageError."""
     ranks: list[int] = []
-    wait = False
+    asked = set()
     for word in without_comment(line).replace(",", " ").split():
-        if word == "--wait":
-            wait = True
+        if word in OPTIONS:
+            asked.add(word)
         elif word.startswith("-"):
-            raise UsageError(f"%%ranks: {unknown('option', word, ['--wait'])}; {USAGE}")
+            raise UsageError(f"%%ranks: {unknown('option', word, OPTIONS)}; {USAGE}")
         elif (span := _SPAN.fullmatch(word)) is None:
             raise UsageError(f"%%ranks: {word!r} is neither a rank nor a span of ranks; {USAGE}")
         else:
@@ -57,23 +65,26 @@ def parse(line: str) -> tuple[list[int] | None, bool]:
             if last < first:
                 raise UsageError(f"%%ranks: the span {word} runs backwards; {last}-{first} is the same ranks")
             ranks += range(first, last + 1)
-    return list(dict.fromkeys(ranks)) or None, wait
+    return Line(list(dict.fromkeys(ranks)) or None, "--live" in asked, "--wait" in asked)
 
 
 def ranks_cell(shell: InteractiveShell, line: str, code: str) -> None:
     """Run `code` on the ranks of `line`; returns at once, or with --wait when they are done, raising RankError."""
     from speedlab_notebook.at_hand import cluster_at_hand
+    from speedlab_notebook.live_cell import live_cell
 
-    ranks, wait = parse(line)
+    asked = parse(line)
     cluster = cluster_at_hand(shell)
-    note = _why_it_waits(cluster, ranks)
-    results = cluster.execute(code, ranks=ranks, shown=True)
-    note = note or f"{name_ranks(results.ranks)} running"
-    view = HandleView(note) if hasattr(shell, "kernel") else TerminalView(note)
     quiet = DisplayHook.semicolon_at_end_of_expression(code)
-    cell = RanksCell(cluster, results, view, shows_error=not wait, shows_result=not quiet)
+    if asked.live:
+        live_cell(shell, cluster, code, ranks=asked.ranks, wait=asked.wait, shows_result=not quiet)
+        return
+    note = _why_it_waits(cluster, asked.ranks)
+    results = cluster.execute(code, ranks=asked.ranks, shown=True)
+    view = view_in(shell, note or f"{name_ranks(results.ranks)} running")
+    cell = RanksCell(cluster, results, view, shows_error=not asked.wait, shows_result=not quiet)
     cell.start()
-    if wait:
+    if asked.wait:
         cell.wait()
 
 
@@ -100,7 +111,7 @@ class RanksCell:
         self,
         cluster: Cluster,
         results: RankResults,
-        view: HandleView | TerminalView,
+        view: View,
         *,
         shows_error: bool = True,
         shows_result: bool = True,
@@ -194,52 +205,3 @@ class RanksCell:
         if failed:
             return f"{name_ranks(failed)} failed after {took}"
         return f"{name_ranks(self._results.ranks)} done in {took}"
-
-
-class HandleView:
-    """A display in a notebook that is replaced as output comes."""
-
-    def __init__(self, note: str) -> None:
-        from IPython.display import DisplayHandle
-
-        self._handle = DisplayHandle()
-        # From the kernel's thread: later updates find their cell by the display's id.
-        self._handle.display({"text/plain": note, "text/html": _note_html(note)}, raw=True)
-
-    def update(self, transcript: Transcript, came: Came, note: str) -> int:
-        """Show what has come; returns how many bytes it took."""
-        return self._replace(transcript, note, None)
-
-    def end(self, transcript: Transcript, came: Came, line: str, error: RankError | None) -> None:
-        """Show everything, with the error or the last line."""
-        self._replace(transcript, line, error)
-
-    def _replace(self, transcript: Transcript, note: str, error: RankError | None) -> int:
-        text = "\n".join(filter(None, (transcript.text(), str(error) if error else "", note)))
-        page = transcript.html() + (error._repr_html_() if error else "") + _note_html(note)
-        self._handle.update({"text/plain": text, "text/html": page}, raw=True)
-        return len(text) + len(page)
-
-
-class TerminalView:
-    """Lines on stdout, where a display cannot be replaced."""
-
-    def __init__(self, note: str) -> None:
-        print(note)
-
-    def update(self, transcript: Transcript, came: Came, note: str) -> int:
-        """Print what has come."""
-        lines = [f"{name_ranks(ranks)}: {line}" for ranks, text in came for line in text.splitlines()]
-        if lines:
-            print("\n".join(lines), flush=True)
-        return 0
-
-    def end(self, transcript: Transcript, came: Came, line: str, error: RankError | None) -> None:
-        """Print the rest, with the error or the last line."""
-        self.update(transcript, came, line)
-        print(f"{error}\n{line}" if error else line, flush=True)
-
-
-def _note_html(note: str) -> str:
-    style = "color:var(--jp-ui-font-color2,#767676);font-family:var(--jp-ui-font-family,sans-serif)"
-    return f'<div class="speedlab-ranks-note" style="{style}">{html.escape(note)}</div>'

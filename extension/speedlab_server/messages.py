@@ -39,12 +39,15 @@ PARTS = ("status", "records", "events", "memory")
 CLUSTER_WORDS = ("cancel", "stop", "remove")
 """What a page may ask of a cluster: of one that is being started, of one that runs, and of what is left of one."""
 
+PAGE_WORDS = tuple(word for word in CONTROL_WORDS if word != "live")
+"""Control words that a page may give: those that bring no code along."""
+
 CONSTANTS: dict[str, int | tuple[str, ...]] = {
     "VERSION": VERSION,
     "CATEGORIES": CATEGORIES,
     "PLACES": PLACES,
     "COLUMNS": COLUMNS,
-    "CONTROL_WORDS": CONTROL_WORDS,
+    "CONTROL_WORDS": PAGE_WORDS,
     "CLUSTER_WORDS": CLUSTER_WORDS,
 }
 """What pages need of these, by name."""

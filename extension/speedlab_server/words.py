@@ -10,7 +10,7 @@ import speedlab_server.messages as m
 from speedlab.cluster.known_runs import RunError
 from speedlab.cluster.run import Run
 from speedlab.cluster.words import Pending
-from speedlab.telemetry.folder import CONTROL_WORDS, RunFolder
+from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.shape import CHANGES
 from speedlab_server.clusters import Reached
 from speedlab_server.problems import QuestionError
@@ -31,7 +31,7 @@ _KINDS: dict[str, tuple[type, ...]] = {"step": (int,), "steps": (int,), "n": (in
 def check(word: m.Word) -> None:
     """Raises QuestionError for a word that there is not, and for arguments that it does not take."""
     if word.word not in _WORDS:
-        raise QuestionError(f"there is no control word {word.word[:64]!r}; known: {', '.join(CONTROL_WORDS)}")
+        raise QuestionError(f"there is no control word {word.word[:64]!r}; known: {', '.join(m.PAGE_WORDS)}")
     if word.word == "reshape" and "engines" in word.arguments:
         raise QuestionError(
             "reshape: another number of engines is started and stopped from a notebook, run.reshape(engines=…); a page "
@@ -63,4 +63,4 @@ def _refuse_others(name: str | None) -> NoReturn:
     raise RunError("the run's engines are gone; from a notebook, speedlab.attach(name).resume() goes on in others")
 
 
-assert set(_WORDS) == set(CONTROL_WORDS)
+assert set(_WORDS) == set(m.PAGE_WORDS)

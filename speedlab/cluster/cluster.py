@@ -21,7 +21,7 @@ import speedlab.cluster.ending as ending
 import speedlab.cluster.host_specs as host_specs
 import speedlab.cluster.pretended as pretended
 import speedlab.cluster.processes as processes
-import speedlab.cluster.remote as remote
+from speedlab.cluster.cells import run_cell
 from speedlab.cluster.devices import choose_devices
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, Home, running_clusters
@@ -282,7 +282,7 @@ class Cluster:
     def execute(self, code: str, *, ranks: Iterable[int] | None = None, shown: bool = False) -> RankResults:
         """Run a cell's code in each engine's namespace. The last expression is printed, and its text returned. `shown`:
         whether `RankResults.sayings` is to tell what ranks print and display in it."""
-        work = pack((remote.run_cell, (code,), {}), {"the cell": code})
+        work = pack((run_cell, (code,), {}), {"the cell": code})
         return self._submit(work, ranks, shown=shown)
 
     def train(
@@ -342,6 +342,14 @@ class Cluster:
         A rank that is missing in the answer is inside a long native call or frozen; `restart(rank)` ends it.
         """
         return self._interrupt(timeout_seconds)
+
+    def debug(self, rank: int) -> None:
+        """Open a post-mortem of what `rank` raised last, with pdb's commands; `q` ends it. A rank keeps it, and the
+        tensors in its frames, until it begins with something else. Raises ClusterError for a rank that is not there, is
+        dead, works, or keeps nothing."""
+        from speedlab.cluster.debugger import debug
+
+        debug(self, rank)
 
     def restart(self, rank: int) -> None:
         """End the engine of `rank`, if it is still there, and start a new one on the same device.

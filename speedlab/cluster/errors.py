@@ -51,7 +51,9 @@ class RemoteFailure:
     @property
     def follows_another(self) -> bool:
         """Whether this rank failed because another one did: it was interrupted, lost a peer, or waited in vain."""
-        return self.kind in (INTERRUPTED, "DistStoreError") or any(sign in self.message for sign in _PEER_GONE)
+        return self.kind in (INTERRUPTED, "DistStoreError", "PeerLost") or any(
+            sign in self.message for sign in _PEER_GONE
+        )
 
     @property
     def place(self) -> str:
@@ -154,6 +156,13 @@ class RankError(RuntimeError):
         dead = [rank for rank, failure in self.by_rank.items() if failure.kind == DIED]
         if dead:
             return f"The other engines keep their state. Bring it back: cluster.restart({dead[0]})"
-        first = self.groups[0][0][0]
         more = "" if self.notes else f" · {more_in('ranks')}"  # Notes say themselves where there is more.
-        return f"The engines are idle and keep their state. Look: %%ranks {first}{more}"
+        return f"The engines are idle and keep their state. {self.way_to_look}{more}"
+
+    @property
+    def way_to_look(self) -> str:
+        """How one looks at the first rank that failed."""
+        ranks, failure = self.groups[0]
+        kept = not failure.follows_another and failure.kind not in _IN_WORDS | _BARE
+        debug = f"%speedlab debug {ranks[0]}, or " if kept else ""
+        return f"Look: {debug}%%ranks {ranks[0]}"

@@ -9,13 +9,14 @@ import os
 import signal
 import sys
 import sysconfig
-import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import speedlab.cluster.debugging as debugging
 from speedlab.cluster.away import folder_here, origin_of
+from speedlab.cluster.describing import describe
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.own_model import OWN_MODEL, read_own_model
 from speedlab.cluster.shipping import Globals, pack, unpack
@@ -44,15 +45,20 @@ def call(work: bytes) -> Any:
     SIGINT raises KeyboardInterrupt only inside the function. Elsewhere in the engine it would cut a message in two, and
     the kernel would wait for the answer for ever.
     """
+    of_a_person = True
     try:
         with _interruptible():
             names = Globals(_namespace())
             function, arguments, keywords = unpack(work, names)
+            if of_a_person := all(function is not known for known in _BESIDE):
+                debugging.forget()
             with names.kept():
                 result = function(*arguments, **keywords)
         return _packed(result)
     except BaseException as error:  # SystemExit, too: a rank that calls exit() must not end its engine.
         signal.signal(signal.SIGINT, _ignore)
+        if of_a_person:
+            debugging.keep(error)
         return {FAILED: describe(error)}
 
 
@@ -105,72 +111,9 @@ def _ignore(number: int, frame: FrameType | None) -> None:
     """SIGINT between two tasks: there is nothing to interrupt."""
 
 
-def describe(error: BaseException) -> dict[str, Any]:
-    """The fields of a RemoteFailure for an exception of this rank."""
-    return {
-        "kind": type(error).__name__,
-        "message": _message(error),
-        "traceback": _own_frames(error),
-        "step": getattr(error, "speedlab_step", None),
-        "module": getattr(error, "speedlab_module", None),
-    }
-
-
-def _message(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as broken:  # A user's exception class may fail to print itself; the rest is worth showing.
-        return f"(its message cannot be shown: {type(broken).__name__})"
-
-
-def _own_frames(error: BaseException) -> str:
-    """The formatted traceback without the frames of this file and of the shell around a cell."""
-    trace = traceback.TracebackException.from_exception(error)
-    kept = [frame for frame in trace.stack if not _is_transport(frame.filename)]
-    trace.stack = traceback.StackSummary.from_list(kept)
-    return "".join(trace.format())
-
-
-def _is_transport(filename: str) -> bool:
-    return filename == __file__ or filename.replace(os.sep, "/").endswith("IPython/core/interactiveshell.py")
-
-
 def identify() -> dict[str, int]:
     """Which rank this engine is, and its process."""
     return {"rank": int(os.environ["RANK"]), "pid": os.getpid()}
-
-
-def run_cell(code: str) -> str | None:
-    """Run a cell in this engine's namespace. Prints the last expression, as a notebook would, and returns its text."""
-    from IPython.core.getipython import get_ipython
-
-    shell: Any = get_ipython()
-    with _silent_traceback(shell):
-        result = shell.run_cell(code, store_history=False)
-    error = result.error_before_exec or result.error_in_exec
-    if error is not None:
-        raise error
-    if result.result is None or shell.displayhook.semicolon_at_end_of_expression(code):
-        return None
-    formats, _ = shell.display_formatter.format(result.result, include=["text/plain"])
-    text = formats.get("text/plain", repr(result.result))
-    print(text)
-    return text
-
-
-@contextlib.contextmanager
-def _silent_traceback(shell: Any) -> Iterator[None]:
-    """Keep the shell from showing and keeping errors: RankError shows them, and a kept traceback would hold tensors."""
-    shown = shell.showtraceback, shell.showsyntaxerror
-    shell.showtraceback = shell.showsyntaxerror = lambda *arguments, **keywords: None
-    try:
-        yield
-    finally:
-        shell.showtraceback, shell.showsyntaxerror = shown
-        for name in ("last_type", "last_value", "last_traceback", "last_exc"):
-            if hasattr(sys, name):
-                delattr(sys, name)
-        shell.last_execution_result = None
 
 
 def reset() -> None:
@@ -206,6 +149,10 @@ def held_runs() -> dict[str, int]:
     from speedlab.engine.run import held_runs
 
     return {origin_of(folder): step for folder, step in held_runs.held().items()}
+
+
+_BESIDE = (identify, reset, held_runs, debugging.post_mortem)
+"""What the cluster does by itself, and looking: these leave alone what a rank keeps of its last exception."""
 
 
 def rebind(environment: Mapping[str, str]) -> None:
@@ -264,11 +211,13 @@ def measure_disk(folder: str) -> tuple[float, float]:
 
 def advance(folder: str) -> str:
     """Carry out the run's control words and train until it pauses, ends or fails; returns the state it is left in."""
+    from speedlab.cluster.live_cells import LiveCells
     from speedlab.engine.run.held_runs import advance as go
 
     folder = folder_here(folder)
     file = Path(folder) / OWN_MODEL
-    return str(go(folder, functools.partial(read_own_model, file) if file.exists() else None))
+    own_model = functools.partial(read_own_model, file) if file.exists() else None
+    return str(go(folder, own_model, cells=LiveCells()))
 
 
 def generate(folder: str, prompt: str, tokens: int, *, temperature: float = 0.8, seed: int = 0) -> str:

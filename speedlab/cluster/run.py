@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,7 @@ from speedlab.telemetry.trace import write_trace
 
 if TYPE_CHECKING:
     from speedlab.cluster.cluster import Cluster
+    from speedlab.cluster.live import LiveCell
     from speedlab.hardware import Device
 
 _POLL_SECONDS = 0.02
@@ -217,6 +218,19 @@ class Run:
         """Write a checkpoint to `checkpoints/<tag>`, 'step-000200' when no tag is given."""
         return self._post("save", tag=tag)
 
+    def live(self, code: str, ranks: Iterable[int] | None = None) -> LiveCell:
+        """Run a cell between two steps on ranks, or on all, beside what they train: it finds `engine`, `model` and
+        `batch`, the micro-batch that its rank takes next. `.wait()` gives its last expression's text by rank.
+
+        Collectives in it, as those of a partitioned model's forward, need all ranks. An exception ends the cell, not
+        the run. Afterwards gradients and random numbers are what they would have been without it; what it changes on
+        purpose stays, and has to be changed on all ranks. Ranks without the cell wait for it, however long. Raises
+        SyntaxError, RunError or ClusterError.
+        """
+        from speedlab.cluster.live import post_live
+
+        return post_live(self, code, ranks)
+
     def reshape(self, *, engines: int | None = None, **changes: Any) -> Pending:
         """Change the ZeRO stage, the layout, or how a pipeline works, between two steps; no state is lost.
 
@@ -271,9 +285,14 @@ class Run:
     def _engines(self) -> int:
         return self._size() or len(self.feed.status.rank_pids)
 
-    def _post(self, word: str, **arguments: Any) -> Pending:
+    def check_can(self, word: str) -> None:
+        """Raise RunError where no engines hear a control word."""
         if self.cluster is None or not self.has_engines:
             raise RunError(f"run {self.name!r} has no engines here and cannot {word}: {way_on(self)}")
+
+    def _post(self, word: str, **arguments: Any) -> Pending:
+        self.check_can(word)
+        assert self.cluster is not None
         return Pending(self, self.cluster.runs.post(self.folder.path, word, arguments), word)
 
     def _standing(self) -> Standing:

@@ -40,12 +40,13 @@ class Pending:
         Raises RankError when a rank failed, RunError when the word was refused or the run ended before it, TimeoutError
         after `timeout` seconds. An interrupt of the kernel interrupts the ranks too.
         """
-        return self._run._until(self._answer, timeout, str(self))
+        return self._run._until(self.look, timeout, str(self))
 
     def __await__(self) -> Generator[Any, None, Event]:
-        return self._run._until_async(self._answer, str(self)).__await__()
+        return self._run._until_async(self.look, str(self)).__await__()
 
-    def _answer(self) -> Event | None:
+    def look(self) -> Event | None:
+        """What `wait` would return, or raise, now; None where it would wait on."""
         event = self.event
         # The status is written after the event: who asks for the run's state next shall see what the word has done.
         if event is not None and self._run.feed.status.command >= self.number:

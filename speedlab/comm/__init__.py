@@ -1,5 +1,6 @@
 """Process groups and collectives, with the bytes and the exposed time of each."""
 
+from speedlab.comm.board import Board
 from speedlab.comm.codecs import Blocks, Codec
 from speedlab.comm.coded import CodedGathers, CodedSums, hosts_of
 from speedlab.comm.copies import HostCopies
@@ -13,6 +14,7 @@ from speedlab.comm.world import World, check_peers, join, leave
 
 __all__ = [
     "Blocks",
+    "Board",
     "BufferMeter",
     "Codec",
     "CodedGathers",

@@ -402,6 +402,15 @@ class Engine(DeepSpeedNames):
 
     # ---- looking -----------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def only_looked_at(self) -> Iterator[None]:
+        """Inside, what would take it on is refused: steps, another shape, a checkpoint. Passes are not."""
+        self._step.only_looked_at = True
+        try:
+            yield
+        finally:
+            self._step.only_looked_at = False
+
     def trace_activations(self) -> AbstractContextManager[None]:
         """Measure the activations of the step inside exactly; it is slower. Later ledgers carry the figure on.
 

@@ -23,7 +23,7 @@ from speedlab.config.errors import with_more
 from speedlab.telemetry.exclusive import place
 from speedlab.telemetry.records import Event, RunState
 
-CONTROL_WORDS = ("pause", "resume", "step", "stop", "save", "reshape")
+CONTROL_WORDS = ("pause", "resume", "step", "stop", "save", "reshape", "live")
 """What a person may ask of a run; each is carried out by all ranks between the same two steps."""
 
 TOKENIZER = "tokenizer"

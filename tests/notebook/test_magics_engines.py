@@ -18,7 +18,8 @@ from nbclient import NotebookClient
 from speedlab_notebook import load_ipython_extension, unload_ipython_extension
 from traitlets.config import Config
 
-from speedlab.cluster import Cluster, RankError, folding, processes
+from speedlab.cluster import Cluster, RankError, Run, folding, processes
+from speedlab.telemetry.records import RunState
 
 NAME = "test-magics-two"
 PATIENT_SECONDS = 30.0
@@ -68,6 +69,30 @@ def display(shell: InteractiveShell) -> CapturingDisplayPublisher:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines wait for the same ones of a rank that a busy machine lets run much later."""
     monkeypatch.setattr(folding, "FOLD_SECONDS", PATIENT_SECONDS)
+
+
+@pytest.fixture
+def small_run(shell: InteractiveShell, tmp_path: Path) -> Iterator[Run]:
+    """One of two ranks that would go on for long."""
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "all.txt").write_text("".join(chr(97 + number % 26) for number in range(6000)))
+    cluster: Cluster = shell.user_ns["cluster"]
+    run = cluster.train(
+        {
+            "folder": tmp_path / "runs",
+            "steps": 1_000_000,
+            "model": {"layers": 2, "hidden": 32, "heads": 2, "ffn_hidden": 64, "context": 16},
+            "data": {"source": str(text), "tokenizer": "bytes", "sequence_length": 16},
+            "precision": "float32",
+            "batch": {"global_size": 4, "micro_size": 2},
+            "eval": {"every_steps": 0},
+            "zero": 3,
+        }
+    )
+    yield run
+    if run.state is RunState.RUNNING:
+        run.stop().wait(20)
 
 
 def run(shell: InteractiveShell, code: str) -> None:
@@ -131,6 +156,140 @@ def test_pictures_and_tables_of_ranks(shell: InteractiveShell, display: Capturin
     page = display.outputs[-1]["data"]["text/html"]
     assert page.count("data:image/png;base64,iVBORw0KGgpyZXN0") == 1
     assert page.count("<td>cell</td>") == 1
+
+
+LIVE = """%%ranks --live --wait
+from IPython.display import HTML, Image, display
+print(tuple(batch[0].shape), len(list(model.parameters())) > 0)
+display(HTML('<b>drawn</b>'), Image(data=b'\\x89PNG\\r\\n\\x1a\\nrest', format='png'))
+engine.global_step"""
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_live_cell_runs_between_two_steps_and_the_run_goes_on(
+    shell: InteractiveShell, display: CapturingDisplayPublisher, small_run: Run
+) -> None:
+    small_run.wait_until(2, timeout=60)
+    run(shell, LIVE)
+    lines = display.outputs[-1]["data"]["text/plain"].splitlines()
+    step = int(lines[3].removeprefix("ranks 0–1: "))
+    assert step >= 2
+    assert lines[:2] == ["ranks 0–1: (2, 16) True", "ranks 0–1: <IPython.core.display.HTML object>"]
+    assert re.fullmatch(rf"ranks 0–1 done after step {step}, which held it up for \S+ m?s", lines[4])
+    assert display.outputs[-1]["data"]["text/html"].count("<b>drawn</b>") == 1
+    assert display.outputs[-1]["data"]["text/html"].count("data:image/png;base64,iVBORw0KGgpyZXN0") == 1
+    small_run.wait_until(step + 2, timeout=60)
+
+    with pytest.raises(RankError, match="rank 1\n  ZeroDivisionError"):
+        small_run.live("import os\nif os.environ['RANK'] == '1': 1 / 0").wait(20)
+    after = small_run.step
+    assert small_run.live("1 + 1", ranks=[0]).wait(20) == {0: "2"}
+    small_run.wait_until(after + 2, timeout=60)
+    with pytest.raises(SyntaxError):
+        small_run.live("1 +")
+    small_run.stop().wait(20)
+    assert small_run.errors == []
+
+
+def test_an_interrupt_ends_a_live_cell_and_pauses_its_run(
+    shell: InteractiveShell, display: CapturingDisplayPublisher, small_run: Run, tmp_path: Path
+) -> None:
+    import _thread
+
+    begun = tmp_path / "begun"
+
+    def interrupt() -> None:
+        wait_for(begun.exists, 30)
+        _thread.interrupt_main()
+
+    threading.Thread(target=interrupt).start()
+    cell = f"%%ranks --live --wait\nimport time, pathlib\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(60)"
+    assert isinstance(shell.run_cell(cell).error_in_exec, KeyboardInterrupt)
+    assert small_run.wait(20) is RunState.PAUSED
+    assert small_run.errors == []
+    step = small_run.step
+    small_run.resume()
+    assert small_run.wait_until(step + 2, timeout=30) >= step + 2
+
+
+BROKEN = """
+def broken(module, arguments):
+    share = 0
+    return 1 / share
+model.register_forward_pre_hook(broken)
+"""
+STOPS = """%%ranks --live --wait
+def look(step):
+    breakpoint()
+    return step + 1
+look(41) if os.environ["RANK"] == "1" else engine.global_step
+"""
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_debugger_stops_in_a_live_cell_and_looks_at_what_failed(
+    shell: InteractiveShell,
+    display: CapturingDisplayPublisher,
+    small_run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines: list[Any] = []
+
+    def person(prompt: str) -> str:
+        assert prompt == "rank 1 (Pdb) "
+        line = lines.pop(0)
+        if line is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return line
+
+    def says(cell: str, *commands: Any) -> str:
+        lines[:] = commands
+        capsys.readouterr()
+        run(shell, cell)
+        assert lines == []
+        return capsys.readouterr().out
+
+    monkeypatch.setattr("builtins.input", person)
+    run(shell, "%%ranks --live --wait\nimport os")
+    session = says(STOPS, "p step", "w", "!step = 50", "c").splitlines()
+    assert [re.sub(r"\S+\.py\(", "(", line) for line in session] == [
+        "> (3)look()",
+        "-> return step + 1",
+        "41",
+        "  (4)<module>()",
+        '-> look(41) if os.environ["RANK"] == "1" else engine.global_step',
+        "> (3)look()",
+        "-> return step + 1",
+    ]
+    assert "rank 1: 51\n" in display.outputs[-1]["data"]["text/plain"]
+    small_run.wait_until(small_run.step + 2, timeout=60)
+    assert "rank 1 works on something" in str(shell.run_cell("%speedlab debug 1").error_in_exec)
+    lines[:] = [KeyboardInterrupt]
+    assert "BdbQuit" in str(shell.run_cell(STOPS).error_in_exec)
+    small_run.wait_until(small_run.step + 2, timeout=60)
+
+    small_run.live(BROKEN, ranks=[1]).wait(20)
+    with pytest.raises(RankError, match="Look: %speedlab debug 1, or %%ranks 1"):
+        small_run.wait(60)
+    told = says("%speedlab debug 1", "p share + 7", "up", "p type(self).__name__", "q")
+    assert told.startswith("rank 1: ZeroDivisionError: division by zero\n")
+    assert "\n7\n" in told
+    assert "\n'GPT'\n" in told
+    assert "rank 0 keeps no exception" in str(shell.run_cell("%speedlab debug 0").error_in_exec)
+
+    with pytest.raises(RankError):
+        run(shell, "%%ranks 1 --wait\nvalue = {'a': 3}\nvalue['b']")
+    assert "\n7\n" in says("%speedlab debug 1", "p value['a'] + 4", "q")
+    assert "ranks [7] were asked for" in str(shell.run_cell("%speedlab debug 7").error_in_exec)
+    assert "'x' is no rank" in str(shell.run_cell("%speedlab debug x").error_in_exec)
+
+
+@pytest.mark.usefixtures("display")
+def test_without_a_run_there_are_no_steps_to_be_between(shell: InteractiveShell) -> None:
+    error = shell.run_cell("%%ranks --live\n1").error_in_exec
+    assert "no run is on in cluster" in str(error)
+    assert "%%ranks without --live runs it now" in str(error)
 
 
 def test_a_semicolon_hides_the_result(shell: InteractiveShell, display: CapturingDisplayPublisher) -> None:

@@ -9,7 +9,7 @@ import pytest
 from cluster_helpers import wait_for
 from IPython.core.error import UsageError
 from magics_fakes import FakeCluster, FakeResults, Notebook, cell_is_over, make_run
-from speedlab_notebook import ranks_cell
+from speedlab_notebook import ranks_cell, ranks_view
 from speedlab_notebook.transcript import MOST_LINES, Transcript
 
 from speedlab.cluster import RankError, RemoteFailure
@@ -18,12 +18,12 @@ from speedlab.cluster import RankError, RemoteFailure
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("", (None, False)),
-        ("--wait", (None, True)),
-        ("0,2-3", ([0, 2, 3], False)),
-        ("3, 0–1 --wait", ([3, 0, 1], True)),
-        ("1 1", ([1], False)),
-        ("0 --wait  # it's rank 0", ([0], True)),
+        ("", (None, False, False)),
+        ("--wait", (None, False, True)),
+        ("0,2-3", ([0, 2, 3], False, False)),
+        ("3, 0–1 --wait", ([3, 0, 1], False, True)),
+        ("1 1 --live", ([1], True, False)),
+        ("0 --wait  # it's rank 0", ([0], False, True)),
     ],
 )
 def test_ranks_are_read(line: str, expected: Any) -> None:
@@ -104,7 +104,7 @@ def test_an_interrupt_while_waiting_reaches_the_ranks(notebook: Notebook, monkey
     cell = ranks_cell.RanksCell(
         cluster,  # type: ignore[arg-type]
         cluster.results,  # type: ignore[arg-type]
-        ranks_cell.TerminalView("running"),
+        ranks_view.TerminalView("running"),
     )
 
     def interrupted(timeout: float) -> None:

@@ -26,7 +26,8 @@ def test_equal_failures_are_one() -> None:
     assert str(error).splitlines() == [
         "RankError on ranks 0–3 (same on each), step 57, in forward of blocks.3.mlp",
         "  RuntimeError: shapes differ",
-        "  The engines are idle and keep their state. Look: %%ranks 0 · more: speedlab guide trouble ranks",
+        "  The engines are idle and keep their state. Look: %speedlab debug 0, or %%ranks 0 · "
+        "more: speedlab guide trouble ranks",
     ]
     assert list(error.by_rank) == [2, 0, 3, 1]
 

@@ -52,7 +52,7 @@ def test_the_rank_the_category_the_size_and_three_changes_are_told(tmp_path: Pat
     error = RankError({2: failure})
     error.notes = [first, heading, *changes]
     assert f"  {first}\n  {heading}\n" in str(error)
-    assert str(error).splitlines()[-1].endswith("Look: %%ranks 2")
+    assert str(error).splitlines()[-1].endswith("Look: %speedlab debug 2, or %%ranks 2")
 
 
 def test_a_process_that_was_full_when_it_ended_ran_out_and_another_did_not(tmp_path: Path) -> None:

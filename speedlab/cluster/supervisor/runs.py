@@ -372,8 +372,7 @@ class Run:
             return self._without_hosts()
         kept = newest(self.folder.path / "checkpoints")
         back = f" · go back: run.resume(step={kept.step})" if kept is not None else ""
-        rank = error.groups[0][0][0]
-        return f"The engines are idle and keep their state. Look: %%ranks {rank}{back} · full trace: run.errors[-1]"
+        return f"The engines are idle and keep their state. {error.way_to_look}{back} · full trace: run.errors[-1]"
 
     def _without_hosts(self) -> str | None:
         """How the run can go on without the hosts that are lost, or once they are back; None where none is lost."""

@@ -100,7 +100,7 @@ class Wire:
 
     def refuse(self, word: str) -> None:
         """Raise ClusterError for a control word that needs a folder that all see."""
-        if word in ("save", "reshape"):
+        if word in ("save", "reshape", "live"):
             raise ClusterError(
                 f"{word}: ranks of run {self._folder.name!r} would exchange what they hold through its folder, which "
                 "not all hosts see; start it in a folder that all hosts share"

@@ -17,6 +17,7 @@ import torch
 
 from speedlab.comm import Group, Traffic, join, leave
 from speedlab.engine.run.agreement import Parted, Refusal, agreed
+from speedlab.engine.run.cells import Cells
 from speedlab.engine.run.trainer import Trainer
 from speedlab.engine.run.training import OwnModel
 from speedlab.models import generate as generate_tokens
@@ -27,7 +28,7 @@ _trainers: dict[Path, Trainer] = {}
 """Runs that this engine holds, by folder: at most one is alive, because each fills the device."""
 
 
-def advance(folder: str | os.PathLike[str], own_model: OwnModel | None = None) -> str:
+def advance(folder: str | os.PathLike[str], own_model: OwnModel | None = None, *, cells: Cells | None = None) -> str:
     """Bring a run forward on this rank, until it pauses or ends; returns its state. Called on all ranks by the
     cluster."""
     world = join()
@@ -38,7 +39,7 @@ def advance(folder: str | os.PathLike[str], own_model: OwnModel | None = None) -
         assert trainer is not None
         return str(trainer.advance())
     # A rank whose engine was restarted holds nothing of the run: all build it anew, from the newest checkpoint.
-    trainer = _build(run, own_model)
+    trainer = _build(run, own_model, cells)
     _trainers[run.path] = trainer
     return str(trainer.advance())
 
@@ -54,10 +55,10 @@ def release() -> None:
         _trainers.pop(path).close()
 
 
-def _build(run: RunFolder, own_model: OwnModel | None) -> Trainer:
+def _build(run: RunFolder, own_model: OwnModel | None, cells: Cells | None) -> Trainer:
     try:
         release()
-        return Trainer(run, own_model)
+        return Trainer(run, own_model, cells)
     except BaseException as error:
         if not isinstance(error, Refusal | Parted):  # These come to all ranks; else no rank shall wait for this one.
             leave(failed=True)

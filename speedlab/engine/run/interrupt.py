@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,14 @@ PATIENCE_SECONDS = 1.2
 _REPEAT_SECONDS = 1.0
 """A signal that comes sooner after the last one is the same request: the cluster repeats it, twice a second, while a
 rank still works."""
+
+
+class _Forced(Enum):
+    """When a request is forced."""
+
+    IN_A_WHILE = "after PATIENCE_SECONDS"
+    NOT_NOW = "what is under way has to come to its end, or be taken back"
+    AT_ONCE = "what is under way is a person's"
 
 
 class Interruption:
@@ -31,7 +40,7 @@ class Interruption:
         self.asked = False
         self._last = float("-inf")
         """When the last signal came, or a peer's was heard of."""
-        self._holding = False
+        self._forced = _Forced.IN_A_WHILE
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interruption:
@@ -57,13 +66,29 @@ class Interruption:
     def held(self) -> Iterator[None]:
         """Inside, nothing is forced: what is under way has to come to its end, or be taken back. A request that comes
         meanwhile is forced only afterwards."""
-        self._holding = True
+        try:
+            with self._when(_Forced.NOT_NOW):
+                yield
+        finally:
+            if self.asked and self._forced is not _Forced.NOT_NOW:
+                self._arm()
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside, a request is forced when it comes, and again after PATIENCE_SECONDS: what runs is a person's cell,
+        and the state is that between two steps. One that came before it ends it here."""
+        with self._when(_Forced.AT_ONCE):
+            if self.asked:
+                raise KeyboardInterrupt
+            yield
+
+    @contextmanager
+    def _when(self, forced: _Forced) -> Iterator[None]:
+        before, self._forced = self._forced, forced
         try:
             yield
         finally:
-            self._holding = False
-            if self.asked:
-                self._arm()
+            self._forced = before
 
     def _arm(self) -> None:
         if self._before:
@@ -78,13 +103,15 @@ class Interruption:
         now = time.monotonic()
         repeated = now - self._last < _REPEAT_SECONDS
         self._last = now
-        if self.asked or repeated:
+        if repeated or (self.asked and self._forced is not _Forced.AT_ONCE):
             return
         self.asked = True
         self._arm()
+        if self._forced is _Forced.AT_ONCE:
+            self._force(number, frame)
 
     def _force(self, number: int, frame: FrameType | None) -> None:
-        if self._holding:
+        if self._forced is _Forced.NOT_NOW:
             return
         before = self._before[signal.SIGINT]
         if callable(before) and before is not signal.default_int_handler:

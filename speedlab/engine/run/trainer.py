@@ -14,7 +14,9 @@ from speedlab.data import save_tokenizer
 from speedlab.engine.build.schedule import follow_schedule
 from speedlab.engine.engine import Engine
 from speedlab.engine.run.agreement import Parted, Refusal, agreed
+from speedlab.engine.run.cells import Cells
 from speedlab.engine.run.diagnose import first_non_finite
+from speedlab.engine.run.live import CutOff
 from speedlab.engine.run.loop import Loop
 from speedlab.engine.run.reporting import Reporter
 from speedlab.engine.run.training import OwnModel, Training
@@ -33,10 +35,10 @@ _STARTS_AS = {state: state for state in (RunState.RUNNING, RunState.FINISHED, Ru
 class Trainer:
     """One rank's part of a run."""
 
-    def __init__(self, folder: RunFolder, own_model: OwnModel | None) -> None:
+    def __init__(self, folder: RunFolder, own_model: OwnModel | None, cells: Cells | None = None) -> None:
         """Collective."""
         self.folder = folder
-        self.training = Training(folder, own_model)
+        self.training = Training(folder, own_model, cells)
         self.reporter = Reporter(self.training)
         self._loop = Loop(self.training, self.reporter)
         self._started = False
@@ -61,6 +63,10 @@ class Trainer:
                         carry_out_pending(training, self.reporter)
                 self._loop.report_saving(wait=True)
                 training.engine.finish_update()  # Whoever has the run now may look at its parameters.
+                return training.state
+            except CutOff as cut:
+                training.interruption.heard()
+                self._pause_apart(cut)
                 return training.state
             except BaseException as error:
                 training.interruption.heard()  # The cluster's repeats shall not cut off what has to follow.
@@ -126,6 +132,14 @@ class Trainer:
         kept = agreed(self.training.control, lambda: newest(folder))
         name = self.training.control.share(kept.path.name if kept else None)
         return folder / name if name else None
+
+    def _pause_apart(self, cut: CutOff) -> None:
+        """Leave the world, until the next advance, and pause what was running."""
+        self.training.disconnect()
+        if self.training.state is RunState.RUNNING:
+            self.training.state = RunState.PAUSED
+        self.reporter.event("interrupted", str(cut))
+        self.reporter.status()
 
     # ---- failing -----------------------------------------------------------------------------------------------------
 

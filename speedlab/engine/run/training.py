@@ -19,6 +19,7 @@ from speedlab.engine.build.contract import made
 from speedlab.engine.build.initialize import initialize
 from speedlab.engine.engine import Engine
 from speedlab.engine.run.agreement import Bare, agreed, together
+from speedlab.engine.run.cells import Cells
 from speedlab.engine.run.fitting import held_now, refuse_what_does_not_fit
 from speedlab.engine.run.interrupt import Interruption
 from speedlab.engine.run.reshaping import Undone, rebuild
@@ -36,9 +37,10 @@ OwnModel = Callable[[], Mapping[str, Any]]
 class Training:
     """A run as it is built on this rank. The loop moves it on, control words change it, reports tell of it."""
 
-    def __init__(self, folder: RunFolder, own_model: OwnModel | None) -> None:
-        """Collective. Without an `own_model`, or where it has no model, the GPT of the configuration is trained."""
-        self.folder, self._own_model = folder, own_model
+    def __init__(self, folder: RunFolder, own_model: OwnModel | None, cells: Cells | None = None) -> None:
+        """Collective. Without an `own_model`, or where it has no model, the GPT of the configuration is trained.
+        `cells`: what runs a person's cells between two steps; without it there are none."""
+        self.folder, self._own_model, self.cells = folder, own_model, cells
         self.world: World = join()
         self.control = Group(range(self.world.size), Traffic(), self.world.device, channel="control")
         self._given = agreed(self.control, self._read_own_model)

@@ -20,10 +20,12 @@ from speedlab.config import ConfigError
 from speedlab.config.errors import unknown_key
 from speedlab.engine.build.schedule import follow_schedule
 from speedlab.engine.run.agreement import Parted, Refusal, agreed, together
+from speedlab.engine.run.live import CutOff, run_between_steps
 from speedlab.engine.run.reporting import Reporter
 from speedlab.engine.run.training import Training
 from speedlab.telemetry.checkpoints import CheckpointError, find_checkpoint, go_back_to, numbered_name, step_of
 from speedlab.telemetry.folder import Command
+from speedlab.telemetry.live import cell_path
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.shape import CHANGES, changed_config, shape_of
 
@@ -58,7 +60,7 @@ class Word:
 
 
 def carry_out_pending(training: Training, reporter: Reporter) -> None:
-    """Every control word that waits, in order. Collective."""
+    """Every control word that waits, in order. Collective. Raises CutOff."""
     commands = None
     if training.world.rank == 0:
         commands = [[command.number, command.word, command.arguments] for command in reporter.waiting()]
@@ -73,13 +75,18 @@ def _carry_out(training: Training, reporter: Reporter, command: Command) -> None
     except Refusal as refusal:
         reporter.answer(command.number, "warning", f"{command.word}: {refusal}", error=True)
         return
+    except CutOff as cut:
+        seconds = time.perf_counter() - start
+        details = {"cell": command.arguments["cell"], "failed": cut.failed, "seconds": seconds}
+        reporter.answer(command.number, "looked", "a cell that was interrupted", **details)
+        raise
     reporter.answer(command.number, answer.kind, answer.text, **answer.details, seconds=time.perf_counter() - start)
 
 
 def _act(training: Training, command: Command) -> Answer:
     """Raises Refusal, on all ranks alike, when nothing was changed, and Parted when the ranks may differ."""
     word = WORDS[command.word]
-    if training.state in (RunState.STOPPED, RunState.FINISHED) and command.word not in ("save", "stop", "resume"):
+    if training.state in (RunState.STOPPED, RunState.FINISHED) and command.word not in _ALSO_AT_THE_END:
         raise Refusal(f"the run is {training.state.value}; {_GOES_ON[training.state]}")
     problem = _problem(word, command.arguments)
     if problem is not None:
@@ -100,6 +107,7 @@ def _act(training: Training, command: Command) -> Answer:
     return answer
 
 
+_ALSO_AT_THE_END = ("save", "stop", "resume", "live")
 _GOES_ON = {
     RunState.STOPPED: "run.resume() goes on with it",
     RunState.FINISHED: "run.resume(steps=…) makes it longer",
@@ -199,6 +207,25 @@ def _save(training: Training, tag: str | None = None) -> Action:
     return save
 
 
+def _live(training: Training, cell: str, ranks: list[int] | None = None) -> Action:
+    """Run a cell that lies in the run folder, on `ranks` or on all; see `run_between_steps`."""
+    size = training.world.size
+    where = range(size) if ranks is None else ranks
+    if not where:
+        raise ConfigError(f"no rank was named; the run has ranks 0 to {size - 1}")
+    if missing := [rank for rank in where if rank >= size]:
+        raise ConfigError(f"there is no rank {missing[0]}; the run has ranks 0 to {size - 1}")
+    if training.cells is None:
+        raise ConfigError("these engines take no cells: no cluster has started them")
+    code = training.cells.take(cell_path(training.folder.path, cell)) if training.world.rank == 0 else ""
+
+    def look() -> Answer:
+        failed = run_between_steps(training, training.control.share(code), cell, where)
+        return Answer("looked", f"a cell on {len(set(where))} of {size} ranks", {"cell": cell, "failed": failed})
+
+    return look
+
+
 def _reshape(training: Training, **changes: Any) -> Action:
     size = training.world.size
     wanted = changed_config(training.config, size, built_in=training.built_in, **changes)
@@ -227,6 +254,10 @@ def _names_a_folder(tag: Any) -> bool:
 
 
 _TAG = Argument(says="the name of a folder: letters, digits, '-' and '_'", fits=_names_a_folder)
+_CELL = Argument(says="the name of a cell", fits=lambda value: isinstance(value, str) and value.isalnum())
+_RANKS = Argument(
+    says="a list of ranks", fits=lambda value: isinstance(value, list) and all(_whole(0).fits(rank) for rank in value)
+)
 _SWITCH = Argument(says="true or false", fits=lambda value: isinstance(value, bool))
 _CHANGE = {
     "zero": _whole(0),
@@ -249,5 +280,6 @@ WORDS: dict[str, Word] = {
     "stop": Word(plan=_stop, arguments={}),
     "save": Word(plan=_save, arguments={"tag": _TAG}),
     "reshape": Word(plan=_reshape, arguments={name: _CHANGE.get(name, _whole(1)) for name in CHANGES}, changes=True),
+    "live": Word(plan=_live, arguments={"cell": _CELL, "ranks": _RANKS}),
 }
 """Of `telemetry.folder.CONTROL_WORDS`, each."""

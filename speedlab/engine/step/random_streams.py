@@ -65,6 +65,11 @@ class RandomStreams:
             self._micro_batch = step, micro_batch
             self._calls.clear()
 
+    def forget(self) -> None:
+        """The step's micro-batches are run again, and draw what they drew."""
+        self._given.clear()
+        self._calls.clear()
+
     def _enter(self, module: nn.Module, args: Any) -> None:
         if module.training:
             self._outside = [torch.get_rng_state()]

@@ -1,0 +1,116 @@
+"""A cell between two steps, as a Run hands it out: what the ranks said in it, once they have."""
+
+from __future__ import annotations
+
+import ast
+import secrets
+from collections.abc import Generator, Iterable
+from typing import TYPE_CHECKING, Any
+
+from speedlab.cluster.debug_line import Door
+from speedlab.cluster.errors import RankError, RemoteFailure
+from speedlab.cluster.sealed import write_sealed
+from speedlab.cluster.words import Pending
+from speedlab.telemetry.live import Said, cell_path, take_said
+from speedlab.telemetry.records import Event
+
+if TYPE_CHECKING:
+    from speedlab.cluster.run import Run
+
+
+class LiveCell:
+    """The answer to `run.live`, once there is one: `.wait()` or `await`; `said()` has all that the ranks said."""
+
+    ADVICE = "The run goes on without it; run.state says what it does."
+
+    def __init__(self, pending: Pending, run: Run, cell: str, door: Door) -> None:
+        self.pending = pending
+        self._run, self._cell, self._door = run, cell, door
+        self._said: dict[int, Said] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.pending.done
+
+    def wait(self, timeout: float | None = None) -> dict[int, str | None]:
+        """The text of the cell's last expression by rank, None where it ends in none.
+
+        Raises RankError where it failed on a rank (the run goes on all the same), RunError when the word was refused or
+        the run ended before it, TimeoutError after `timeout` seconds. An interrupt of the kernel ends the cell, and
+        pauses the run. Where the cell says `breakpoint()`, this asks for the debugger's commands, by `input`; `q`, or
+        an interrupt there, ends the cell on that rank, and the run goes on.
+        """
+        self.wait_until_done(timeout)
+        return self._texts()
+
+    def wait_until_done(self, timeout: float | None = None) -> None:
+        """As `wait`, but what the ranks raised is left to look at."""
+        try:
+            self._run._until(self._served, timeout, str(self.pending))
+        except TimeoutError:
+            raise  # The cell goes on, and can be waited for again.
+        except BaseException:
+            self._door.close()
+            raise
+        self._door.close()
+
+    def ask_nobody(self) -> None:
+        """Nobody will wait for it in front of a prompt: `breakpoint()` in it does not stop."""
+        self._door.close()
+
+    def _served(self) -> Event | None:
+        self._door.serve()
+        return self.pending.look()
+
+    def __await__(self) -> Generator[Any, None, dict[int, str | None]]:
+        yield from self.pending.__await__()
+        return self._texts()
+
+    def said(self) -> dict[int, Said]:
+        """What each rank said in it, as messages of Jupyter. Only once it is done."""
+        if self._said is None:
+            self._said = take_said(self._run.folder.path, self._cell)
+        return self._said
+
+    @property
+    def failures(self) -> dict[int, RemoteFailure]:
+        """By rank. Only once it is done."""
+        return {
+            rank: RemoteFailure.from_dict(said.failure)
+            for rank, said in self.said().items()
+            if said.failure is not None
+        }
+
+    def _texts(self) -> dict[int, str | None]:
+        if failures := self.failures:
+            raise RankError(failures, advice=self.ADVICE)
+        return {rank: said.text for rank, said in self.said().items()}
+
+    def __repr__(self) -> str:
+        return repr(self.pending)
+
+
+def post_live(run: Run, code: str, ranks: Iterable[int] | None) -> LiveCell:
+    """Leave the cell in the run's folder and tell the ranks. Raises SyntaxError for code that is none, and RunError
+    where the run has no engines."""
+    run.check_can("live")
+    compile(_as_python(code), "<live cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    cell = secrets.token_hex(8)
+    path = cell_path(run.folder.path, cell)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    assert run.cluster is not None
+    door = Door(run.cluster.directory, cell)
+    try:
+        write_sealed(path, code.encode())
+        return LiveCell(run._post("live", cell=cell, ranks=None if ranks is None else list(ranks)), run, cell, door)
+    except BaseException:
+        door.close()
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _as_python(code: str) -> str:
+    """With magics as the calls that IPython makes of them."""
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    return TransformerManager().transform_cell(code)

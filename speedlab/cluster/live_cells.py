@@ -1,0 +1,136 @@
+"""Cells in an engine between two steps of a run: what they say is kept, and sent when they are done."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.getipython import get_ipython
+
+from speedlab.cluster.cells import run_cell
+from speedlab.cluster.debugging import breakpoints
+from speedlab.cluster.describing import describe
+from speedlab.cluster.sealed import read_sealed
+from speedlab.telemetry.live import MOST_BYTES, Said
+
+
+class LiveCells:
+    """Cells between two steps: `speedlab.engine.run.cells.Cells`."""
+
+    def take(self, path: Path) -> str:
+        code = read_sealed(path, "Run the cell again").decode()
+        path.unlink()
+        return code
+
+    def run(
+        self,
+        code: str,
+        cell: str,
+        names: Mapping[str, Any],
+        interruptible: Callable[[], contextlib.AbstractContextManager[object]],
+    ) -> Said:
+        shell: Any = get_ipython()
+        heard = _Heard(shell)
+        text, failure = None, None
+        with heard, _with_names(shell.user_ns, names), breakpoints(cell):
+            try:
+                text = run_cell(code, interruptible)
+            except BaseException as error:  # Also an interrupt: the run pauses.
+                failure = describe(error)
+        return Said(heard.messages, text, failure)
+
+
+@contextlib.contextmanager
+def _with_names(namespace: dict[str, Any], names: Mapping[str, Any]) -> Iterator[None]:
+    """`names` hide those of the namespace, which has its own again afterwards: it must not keep an engine alive."""
+    hidden = {name: namespace[name] for name in names if name in namespace}
+    namespace.update(names)
+    try:
+        yield
+    finally:
+        for name in names:
+            namespace.pop(name, None)
+        namespace.update(hidden)
+
+
+class _Heard:
+    """Inside, what the shell's cells say is kept in order, as [kind, content] of Jupyter's messages, and not sent."""
+
+    def __init__(self, shell: Any) -> None:
+        self.messages: list[list[Any]] = []
+        self._shell = shell
+        self._left = MOST_BYTES
+        self._before: tuple[Any, ...] = ()
+
+    def take(self, kind: str, content: Mapping[str, Any]) -> None:
+        if self._left <= 0:
+            return
+        text = json.dumps(content, default=_as_text)
+        self._left -= len(text)
+        if self._left > 0:
+            self.messages.append([kind, json.loads(text)])
+            return
+        what = f"… more than {MOST_BYTES:,} bytes were said in this cell; the rest is left out\n"
+        self.messages.append(["stream", {"name": "stderr", "text": what}])
+
+    def __enter__(self) -> None:
+        shell = self._shell
+        hook = shell.displayhook
+        self._before = sys.stdout, sys.stderr, shell.display_pub
+        sys.stdout, sys.stderr = _Stream(self, "stdout"), _Stream(self, "stderr")
+        shell.display_pub = _Publisher(self)
+        hook.write_format_data = self._result
+        hook.finish_displayhook = lambda: None
+        hook.update_user_ns = lambda result: None  # `_` would keep an engine alive.
+
+    def __exit__(self, *exception: object) -> None:
+        sys.stdout, sys.stderr, self._shell.display_pub = self._before
+        hook = self._shell.displayhook
+        del hook.write_format_data, hook.finish_displayhook, hook.update_user_ns
+
+    def _result(self, data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
+        self.take("execute_result", {"data": dict(data), "metadata": dict(metadata or {})})
+
+
+def _as_text(value: object) -> str:
+    """Of what is no JSON: a picture's bytes as Jupyter has them, anything else in its own words."""
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+
+
+class _Stream(io.TextIOBase):
+    def __init__(self, heard: _Heard, name: str) -> None:
+        self._heard, self._name = heard, name
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if text:
+            self._heard.take("stream", {"name": self._name, "text": text})
+        return len(text)
+
+
+class _Publisher(DisplayPublisher):
+    def __init__(self, heard: _Heard) -> None:
+        super().__init__()
+        self._heard = heard
+
+    def publish(
+        self,
+        data: Mapping[str, Any],
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        transient: Mapping[str, Any] | None = None,
+        update: bool = False,
+        **other: Any,
+    ) -> None:
+        kind = "update_display_data" if update else "display_data"
+        content = {"data": dict(data), "metadata": dict(metadata or {}), "transient": dict(transient or {})}
+        self._heard.take(kind, content)

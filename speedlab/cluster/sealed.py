@@ -1,0 +1,57 @@
+"""Files that hold code: signed with a key that only this user can read, and never opened when somebody else wrote them.
+
+A run folder may come from anywhere, and nothing in it is trusted. What this user's engines are to execute lies there
+sealed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+import speedlab.cluster.home as home
+from speedlab.cluster.errors import ClusterError
+from speedlab.telemetry.exclusive import place
+
+_SIGNATURE_BYTES = 32
+
+
+def write_sealed(path: Path, data: bytes) -> None:
+    """A new file, 0600, of `data` and its signature."""
+    path.touch(mode=0o600, exist_ok=False)
+    path.write_bytes(_sign(data) + data)
+
+
+def read_sealed(path: Path, what_to_do: str) -> bytes:
+    """The data of a file. Raises ClusterError, with `what_to_do`, for one that this user did not write."""
+    found = path.read_bytes()
+    signature, data = found[:_SIGNATURE_BYTES], found[_SIGNATURE_BYTES:]
+    if not hmac.compare_digest(signature, _sign(data)):
+        raise ClusterError(
+            f"{path} was not written by you on this machine, or was changed: it holds code and is not opened. "
+            f"{what_to_do}"
+        )
+    return data
+
+
+def _sign(data: bytes) -> bytes:
+    return hmac.digest(_key(), data, "sha256")
+
+
+def _key() -> bytes:
+    """This user's key, made when it is asked for first."""
+    path = home.root() / "model-key"
+    with contextlib.suppress(FileNotFoundError):
+        return bytes.fromhex(path.read_text())
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f".model-key-{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(_SIGNATURE_BYTES))
+    with contextlib.suppress(FileExistsError):  # Another process was faster: its key counts.
+        place(draft, path)
+    draft.unlink(missing_ok=True)
+    return bytes.fromhex(path.read_text())

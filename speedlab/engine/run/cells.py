@@ -1,0 +1,29 @@
+"""What runs a person's cells between two steps, as the process that hosts the engine gives it to a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from speedlab.telemetry.live import Said
+
+
+class Cells(Protocol):
+    """Cells of a person, read and run."""
+
+    def take(self, path: Path) -> str:
+        """The code of a cell, which is run once: its file is removed. Raises for one that this user did not write."""
+        ...
+
+    def run(
+        self,
+        code: str,
+        cell: str,
+        names: Mapping[str, Any],
+        interruptible: Callable[[], AbstractContextManager[object]],
+    ) -> Said:
+        """Run it, with `names` before those that it finds, inside `interruptible()`, where an interrupt raises. Nothing
+        that is raised comes out. `cell`: which one it is, for who waits for it."""
+        ...

@@ -1,0 +1,65 @@
+"""Cells between two steps, in a run's folder: their code, sealed by who wrote it, and what ranks said in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from speedlab.telemetry.folder import RunFolderError, write_atomically
+
+MOST_BYTES = 2**20
+"""Of what a rank says in a cell; what comes later is left out, and it is said."""
+_MOST_RANKS_BYTES = 2**28
+_MOST_ANSWERS = 16
+
+
+class Said(NamedTuple):
+    """What became of a cell on one rank; all of it JSON."""
+
+    messages: list[Any]
+    """[kind, content] of Jupyter's messages: streams, displays, the result."""
+    text: str | None
+    """Of the last expression."""
+    failure: dict[str, Any] | None
+    """The fields of a RemoteFailure, where it raised."""
+
+
+def cell_path(folder: Path, cell: str) -> Path:
+    """Where the code of a cell lies, in the folder of a run."""
+    return folder / "live" / f"{cell}.cell"
+
+
+def write_said(folder: Path, cell: str, said: Sequence[Said | None]) -> None:
+    """Keep what ranks said in a cell; None for those that did not run it. Of answers that nobody has taken the newest
+    stay."""
+    path = cell_path(folder, cell).with_suffix(".json")
+    write_atomically(path, json.dumps(said))
+    for old in sorted(path.parent.glob("*.json"), key=lambda answer: answer.stat().st_mtime_ns)[:-_MOST_ANSWERS]:
+        old.unlink(missing_ok=True)
+
+
+def take_said(folder: Path, cell: str) -> dict[int, Said]:
+    """What ranks said in a cell, by rank. Takes it out of the folder. Raises RunFolderError for what is missing or
+    damaged."""
+    path = cell_path(folder, cell).with_suffix(".json")
+    try:
+        if path.stat().st_size > _MOST_RANKS_BYTES:
+            raise RunFolderError(f"{path}: larger than anything that ranks say in a cell")
+        found = json.loads(path.read_bytes())
+        said = {rank: _checked(value) for rank, value in enumerate(found) if value is not None}
+    except (OSError, ValueError, TypeError) as error:
+        raise RunFolderError(f"{path}: what ranks said in the cell cannot be read: {error}") from error
+    path.unlink(missing_ok=True)
+    return said
+
+
+def _checked(value: Any) -> Said:
+    messages, text, failure = value
+    for kind, content in messages:
+        if not isinstance(kind, str) or not isinstance(content, dict):
+            raise ValueError(f"{kind!r:.64} is no message")
+    if not isinstance(text, str | None) or not isinstance(failure, dict | None):
+        raise ValueError("an answer of other fields")
+    return Said(messages, text, failure)
