@@ -34,6 +34,7 @@ from speedlab.telemetry.folder import RunFolderError
 from speedlab.telemetry.prediction import prediction_of
 from speedlab.telemetry.records import RESTING
 from speedlab.telemetry.series import History
+from speedlab.telemetry.tensors import SegmentError, tensors_in
 from speedlab_notebook.static_picture import StaticPicture
 
 if TYPE_CHECKING:
@@ -140,8 +141,10 @@ class Dashboard(anywidget.AnyWidget):
     # What the page says
 
     def _on_message(self, _: Any, content: dict[str, Any], buffers: Sequence[Any]) -> None:
-        """A Draw of a view (speedlab_server/messages.py)."""
+        """A Draw or a Segment of a view (speedlab_server/messages.py)."""
         self._heard = time.monotonic()
+        if content.get("type") == "Segment":
+            self._tell_tensors(content)
         if content.get("type") != "Draw":
             return
         step = content.get("step")
@@ -153,6 +156,21 @@ class Dashboard(anywidget.AnyWidget):
                 self._drawing.pipeline_step = step
                 if (message := self._drawing.tick(self._feed.status)) is not None:
                     self.send(message[0], buffers=message[1])
+
+    def _tell_tensors(self, asked: dict[str, Any]) -> None:
+        """What is in the segment that a person has chosen."""
+        rank, category, place = (asked.get(name) for name in ("rank", "category", "place"))
+        try:
+            told = tensors_in(
+                self._feed.folder,
+                self._history.latest,
+                rank=rank if isinstance(rank, int) else -1,
+                category=str(category),
+                place=str(place),
+            )
+        except SegmentError as error:
+            told = {"type": "Problem", "text": str(error)}
+        self.send(told)
 
     def _set_watching(self, view: str, on: bool) -> None:
         """Start when the first view comes into sight, stop when the last one has gone."""

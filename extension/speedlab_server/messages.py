@@ -205,6 +205,42 @@ class Events(Message, kw_only=True):
     events: list[RunEvent]
 
 
+class TensorRow(Part, kw_only=True):
+    """A state of a parameter, as far as a rank holds it."""
+
+    name: str
+    unit: str
+    state: str
+    """parameter, gradient, master, moments, and what an optimizer keeps by names of its own."""
+    shape: str
+    """Of the rank's own tensor, and of the whole where it is cut."""
+    here: str
+    """Which of its elements are here."""
+    owner: str
+    form: str
+    """As what it is kept, and who holds it."""
+    bytes: int
+
+
+class Tensors(Message, kw_only=True):
+    """The tensors in a segment of the memory bars: what `rank` holds of `category` at `place`, the largest first."""
+
+    rank: int
+    category: str
+    place: str
+    step: int
+    """Whose ledger was measured; -1 where there is none yet."""
+    measured_bytes: int | None
+    """Of the whole segment."""
+    tensor_bytes: int
+    """Of all its tensors."""
+    count: int
+    """Of all its tensors; of very many, `rows` has the largest."""
+    rows: list[TensorRow]
+    text: str
+    """What the tensors do not explain, or why there are none."""
+
+
 class RankLines(Part, kw_only=True):
     """What a rank has printed."""
 
@@ -295,6 +331,14 @@ class Draw(Message, kw_only=True):
     """The step whose pipeline is wanted; null takes the newest."""
 
 
+class Segment(Message, kw_only=True):
+    """From a page to a kernel, as it asks a server by `runs/<id>/tensors`: what is in a segment of the memory bars."""
+
+    rank: int
+    category: str
+    place: str
+
+
 class Figure(Part, kw_only=True):
     """A figure of plotly's, but that arrays are {"f32": number of a buffer}."""
 
@@ -366,5 +410,8 @@ class Changes(Message, kw_only=True):
     buffers: list[int] = []
 
 
-ANSWERS = (Problem, Clusters, Cluster, Runs, Run, Records, Events, Output, Notebook, WordGiven, Tick, Keyframe, Changes)
-QUESTIONS = (Word, Subscribe, Draw)
+ANSWERS = (
+    *(Problem, Clusters, Cluster, Runs, Run, Records, Events, Tensors, Output, Notebook, WordGiven, Tick),
+    *(Keyframe, Changes),
+)
+QUESTIONS = (Word, Subscribe, Draw, Segment)

@@ -215,6 +215,11 @@ class History:
         """'1 Gbit/s 1 ms', where its engines pretend one between them; else ''."""
         return str(self._started.get("pretended_link", {}).get("text", ""))
 
+    def host_of(self, rank: int) -> str:
+        """The name of a rank's host, where the run is on several; else ''."""
+        hosts = self._started.get("hosts")
+        return str(hosts[rank]) if isinstance(hosts, list) and 0 <= rank < len(hosts) else ""
+
     def share_of_peak(self, flops_per_second: np.ndarray) -> np.ndarray | None:
         """What one rank computes as a share (0 to 1) of what a large matmul reaches on it; None where not measured."""
         peak = self._started.get("peak_flops")  # summed over the ranks

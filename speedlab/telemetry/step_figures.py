@@ -22,7 +22,8 @@ from speedlab.display.figure_style import (
 )
 from speedlab.hardware import Device
 from speedlab.telemetry.marks import over_steps
-from speedlab.telemetry.memory_figure import rank_names, shown_ranks
+from speedlab.telemetry.rank_axis import rank_axis
+from speedlab.telemetry.records import StepRecord
 from speedlab.telemetry.series import BARS, POINTS, History, bucket_extremes, bucket_last, bucket_mean, stride
 
 RECENT_STEPS = 20
@@ -162,24 +163,24 @@ def anatomy_figure(history: History, cut: Cut | None = None) -> Figure:
 
 def anatomy_by_rank_figure(history: History, *, devices: Sequence[Device] = ()) -> Figure:
     """Time of a step by phase for each rank, mean of its last steps: who waits for whom."""
-    ranks = shown_ranks(history)
+    axis = rank_axis(history, devices)
+    recent = {rank: history.records[rank][-RECENT_STEPS:] for rank in axis.ranks}
+    means = {rank: _mean_phases(history.phases, found) for rank, found in recent.items()}
     data = [
-        {**_phase_bar(phase), "x": rank_names(history, ranks, devices), "y": values}
-        for phase, values in zip((*history.phases, "other"), _recent_phases(history, ranks), strict=True)
+        {**_phase_bar(phase), "x": list(axis.names), "y": axis.heights(lambda rank, i=i: 1000 * means[rank][i])}
+        for i, phase in enumerate((*history.phases, "other"))
     ]
     layout = base_layout(f"anatomy of a step, mean of the last {RECENT_STEPS}", "ms")
     layout |= {"barmode": "stack", "bargap": 0.3, "hovermode": "x unified"}
     legend_beside(layout)
-    layout["xaxis"] |= {"type": "category", "showgrid": False}
+    axis.set_on(layout, history)
     return {"data": data, "layout": layout}
 
 
-def _recent_phases(history: History, ranks: list[int]) -> list[np.ndarray]:
-    recent = [history.records[rank][-RECENT_STEPS:] for rank in ranks]
-    means = [[fmean(each.phases.get(phase, 0.0) for each in found) for found in recent] for phase in history.phases]
-    seconds = [fmean(each.seconds for each in found) for found in recent]
-    rest = [max(0.0, total - sum(phase[i] for phase in means)) for i, total in enumerate(seconds)]
-    return [np.array(values, dtype=np.float32) * 1000 for values in (*means, rest)]
+def _mean_phases(phases: Sequence[str], records: Sequence[StepRecord]) -> list[float]:
+    """Seconds of each phase, and of the rest of a step."""
+    means = [fmean(each.phases.get(phase, 0.0) for each in records) for phase in phases]
+    return [*means, max(0.0, fmean(each.seconds for each in records) - sum(means))]
 
 
 def _phase_bar(phase: str) -> dict[str, Any]:

@@ -137,6 +137,33 @@ export interface Events {
   events: RunEvent[];
 }
 
+/** A state of a parameter, as far as a rank holds it. */
+export interface TensorRow {
+  name: string;
+  unit: string;
+  state: string;
+  shape: string;
+  here: string;
+  owner: string;
+  form: string;
+  bytes: number;
+}
+
+/** The tensors in a segment of the memory bars: what `rank` holds of `category` at `place`, the largest first. */
+export interface Tensors {
+  type: "Tensors";
+  version: number;
+  rank: number;
+  category: string;
+  place: string;
+  step: number;
+  measured_bytes: number | null;
+  tensor_bytes: number;
+  count: number;
+  rows: TensorRow[];
+  text: string;
+}
+
 /** What a rank has printed. */
 export interface RankLines {
   rank: number;
@@ -298,5 +325,14 @@ export interface Draw {
   step?: number | null;
 }
 
-export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Output | Notebook | WordGiven | Tick | Keyframe | Changes;
-export type Question = Word | Subscribe | Draw;
+/** From a page to a kernel, as it asks a server by `runs/<id>/tensors`: what is in a segment of the memory bars. */
+export interface Segment {
+  type: "Segment";
+  version: number;
+  rank: number;
+  category: string;
+  place: string;
+}
+
+export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Tensors | Output | Notebook | WordGiven | Tick | Keyframe | Changes;
+export type Question = Word | Subscribe | Draw | Segment;
