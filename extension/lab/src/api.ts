@@ -1,4 +1,17 @@
-import type { Answer, Cluster, Clusters, Events, Notebook, Output, Run, Runs, Word, WordGiven } from './messages';
+import type {
+  Answer,
+  Cluster,
+  Clusters,
+  Events,
+  Notebook,
+  Output,
+  Run,
+  Runs,
+  Segment,
+  Tensors,
+  Word,
+  WordGiven
+} from './messages';
 import { VERSION } from './messages';
 
 /** Something that the server did not do, with what to do about it. */
@@ -43,6 +56,12 @@ export class Api {
     if (wanted.match) query.set('match', wanted.match);
     const text = query.toString();
     return this.ask('Output', `${of.kind}/${encodeURIComponent(of.id)}/output${text && `?${text}`}`);
+  }
+
+  /** What is in a segment of a run's memory bars. */
+  tensors(run: string, { rank, category, place }: Pick<Segment, 'rank' | 'category' | 'place'>): Promise<Tensors> {
+    const query = new URLSearchParams({ rank: String(rank), category, place });
+    return this.ask('Tensors', `runs/${encodeURIComponent(run)}/tensors?${query.toString()}`);
   }
 
   /** Give a control word to a run. */

@@ -4,7 +4,8 @@ import type { HeadLine } from '../messages';
 const SWITCHES = {
   states: ['model states', 'Show only what a ZeRO stage partitions, or all memory'],
   rank: ['by rank', 'Show the anatomy of a step by rank'],
-  table: ['table', 'Show the numbers']
+  table: ['table', 'Show the numbers'],
+  tensors: ['tensors', 'List the tensors in a segment of the memory bars; a click on a segment does, too']
 } as const;
 const PICTURES = { png: 'Save all plots as PNG', svg: 'Save all plots as SVG' } as const;
 
@@ -45,6 +46,10 @@ export class Controls {
 
   press(name: Switch, on: boolean): void {
     this.buttons.get(name)?.setAttribute('aria-pressed', String(on));
+  }
+
+  focus(name: Switch): void {
+    this.buttons.get(name)?.focus();
   }
 
   show({ text, state, mark }: HeadLine): void {

@@ -39,6 +39,8 @@ export interface Layout {
   height?: number;
   shapes: Shape[];
   annotations: Note[];
+  /** Of bars of memory: see BarsMeta. */
+  meta?: unknown;
   [key: string]: unknown;
 }
 

@@ -1,5 +1,6 @@
-import type { Changes, Draw, Keyframe } from '../messages';
+import type { Changes, Draw, Keyframe, Tensors } from '../messages';
 import type { Buffer } from './figures';
+import type { Part } from './tensors';
 
 /** Who takes what a source brings. */
 export interface Taker {
@@ -16,6 +17,8 @@ export interface Source {
   start(taker: Taker): void;
   /** Says how the run is to be drawn from now on. */
   ask(wish: Wish): void;
+  /** What is in a segment of the memory bars; rejected with what keeps it from being known. */
+  tensors(part: Part): Promise<Tensors>;
   /** Ends it for good. */
   close(): void;
 }

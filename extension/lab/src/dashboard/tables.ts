@@ -31,10 +31,12 @@ type Body = Omit<Table, 'title'>;
 
 /** A row for each part of the bars, their sum below, a column for each bar. */
 function byCategory(data: Trace[]): Body {
-  const bars = [...(data[0]?.x ?? [])].map(name => plainText(String(name)));
-  const rows = data.map((trace): [string, ...string[]] => [plainText(trace.name), ...numbers(trace.y).map(number)]);
-  const sums = bars.map((_, i) => data.reduce((sum, trace) => sum + Number(trace.y[i] ?? 0), 0));
-  return { columns: ['', ...bars], rows: [...rows, ['sum', ...sums.map(number)]] };
+  const names = [...(data[0]?.x ?? [])].map(name => plainText(String(name)));
+  const bars = [...names.keys()].filter(i => names[i]?.trim()); // A gap between hosts has no name.
+  const heights = (trace: Trace) => bars.map(i => number(Number(trace.y[i])));
+  const rows = data.map((trace): [string, ...string[]] => [plainText(trace.name), ...heights(trace)]);
+  const sums = bars.map(i => data.reduce((sum, trace) => sum + Number(trace.y[i] ?? 0), 0));
+  return { columns: ['', ...bars.map(i => names[i] ?? '')], rows: [...rows, ['sum', ...sums.map(number)]] };
 }
 
 /** A row for each rank: what it did took so long, all micro-batches together. */

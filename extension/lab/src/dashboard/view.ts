@@ -8,10 +8,15 @@ import { CONFIG } from './plotly';
 import type { Plotly, Plotted } from './plotly';
 import type { Source, Taker } from './source';
 import { TableView, tableOf } from './tables';
+import { partAt, TensorPanel } from './tensors';
+import type { BarsMeta } from './tensors';
+import { CATEGORIES, PLACES } from '../messages';
 import type { Changes, Keyframe } from '../messages';
 
 const CARDS = ['memory', 'loss', 'throughput', 'anatomy'];
 const PIPELINE = 'pipeline';
+/** Whose segments a person may click. */
+const MEMORY = ['memory', 'places'];
 /** Below the cards, across both columns, where there is such a figure. */
 const WIDE = ['places', 'exchange', PIPELINE];
 const HIDE_AFTER_MS = 1500;
@@ -30,7 +35,8 @@ export class DashboardView implements Taker {
     for (const name of WIDE) this.plot(name).hidden = true;
     this.tables.hidden = true;
     this.node = element('div', { class: 'speedlab-dash', role: 'region', 'aria-label': 'run' });
-    this.node.append(this.controls.node, this.note, this.grid, this.tables);
+    this.tensors = new TensorPanel(part => this.source.tensors(part));
+    this.node.append(this.controls.node, this.note, this.grid, this.tables, this.tensors.node);
     this.connect();
     this.source.start(this);
     this.source.ask({ watching: true });
@@ -65,6 +71,8 @@ export class DashboardView implements Taker {
     this.problem = '';
     this.showHead();
     this.changed(changed);
+    // A run that was reshaped holds other tensors.
+    if (message.type === 'Keyframe' || message.parts.some(part => part.part === 'marks')) void this.tensors.look();
   }
 
   onProblem(text: string): void {
@@ -127,6 +135,7 @@ export class DashboardView implements Taker {
       void plotly.react(this.plot(name), data, layout, CONFIG);
     }
     this.followPointer();
+    this.followClicks();
   }
 
   private drawTables(): void {
@@ -151,7 +160,12 @@ export class DashboardView implements Taker {
   // What the person does
 
   private connect(): void {
+    this.tensors.onClose = () => {
+      this.controls.press('tensors', false);
+      this.controls.focus('tensors');
+    };
     this.controls.onPress = name => {
+      if (name === 'tensors') return this.toggleTensors();
       this.chosen ||= name === 'states';
       this.grid.hidden = this.controls.isOn('table');
       this.tables.hidden = !this.grid.hidden;
@@ -197,6 +211,30 @@ export class DashboardView implements Taker {
     anatomy.on('plotly_unhover', () => ask(null));
   }
 
+  /** Of the lowest rank's first category, where no segment was clicked. */
+  private toggleTensors(): void {
+    if (!this.controls.isOn('tensors')) return this.tensors.close();
+    const { bars = [], ranks = [] } = (this.figureOf('memory')?.layout.meta ?? {}) as Partial<BarsMeta>;
+    this.tensors.open({ rank: bars[0]?.[0] ?? 0, category: CATEGORIES[0], place: PLACES[0] }, ranks);
+    this.tensors.focus();
+  }
+
+  /** A click on a segment of memory lists the tensors in it. */
+  private followClicks(): void {
+    for (const name of MEMORY) {
+      const plot = this.plot(name);
+      if (this.clickable.has(name) || !plot.on) continue;
+      this.clickable.add(name);
+      plot.on('plotly_click', ({ points: [point] }) => {
+        const figure = this.figureOf(name);
+        const part = point && partAt(figure?.layout.meta, point.pointNumber, figure?.data[point.curveNumber]?.meta);
+        if (!part) return;
+        this.controls.press('tensors', true);
+        this.tensors.open(part, (this.figureOf('memory')?.layout.meta as BarsMeta).ranks);
+      });
+    }
+  }
+
   /** Hidden, it asks for nothing. */
   private readonly look = (): void => {
     clearTimeout(this.hideTimer);
@@ -224,6 +262,8 @@ export class DashboardView implements Taker {
     [...CARDS, ...WIDE].map(name => [name, element('div', { class: 'sl-plot', 'data-plot': name, role: 'figure' })])
   );
   private readonly grid = element('div', { class: 'sl-grid' }, ...Object.values(this.plots));
+  private readonly tensors: TensorPanel;
+  private readonly clickable = new Set<string>();
   private readonly tables = element('div', { class: 'sl-tables' });
   private readonly tableViews: Record<string, TableView> = {};
   private readonly figures = new Figures();
