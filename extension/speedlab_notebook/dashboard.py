@@ -151,11 +151,13 @@ class Dashboard(anywidget.AnyWidget):
         self._set_watching(str(content.get("view")), bool(content.get("watching")))
         if content.get("keyframe"):
             self._send_keyframe()
-        if self._drawing.pipeline_step != (step := step if isinstance(step, int) else None):
-            with self._lock:  # The pipeline of the step that a person points at; of the newest again when it is None.
-                self._drawing.pipeline_step = step
-                if (message := self._drawing.tick(self._feed.status)) is not None:
-                    self.send(message[0], buffers=message[1])
+        step, share = step if isinstance(step, int) else None, content.get("smoothing")
+        with self._lock:  # The pipeline of the step that a person points at, of the newest when it is None; smoothing.
+            changed = self._drawing.smooth(float(share) if isinstance(share, int | float) else None)
+            changed |= self._drawing.pipeline_step != step
+            self._drawing.pipeline_step = step
+            if changed and (message := self._drawing.tick(self._feed.status)) is not None:
+                self.send(message[0], buffers=message[1])
 
     def _tell_tensors(self, asked: dict[str, Any]) -> None:
         """What is in the segment that a person has chosen."""

@@ -16,6 +16,7 @@ import msgspec
 
 from speedlab.telemetry.folder import CONTROL_WORDS
 from speedlab.telemetry.records import CATEGORIES, PHASES, PLACES
+from speedlab.telemetry.series import SMOOTHING, SMOOTHINGS
 
 VERSION = 1
 
@@ -36,11 +37,13 @@ COLUMNS = (
 PARTS = ("status", "records", "events", "memory")
 """What a page may hear of a run."""
 
-CONSTANTS: dict[str, int | tuple[str, ...]] = {
+CONSTANTS: dict[str, float | tuple[str, ...] | tuple[float, ...]] = {
     "VERSION": VERSION,
     "CATEGORIES": CATEGORIES,
     "PLACES": PLACES,
     "COLUMNS": COLUMNS,
+    "SMOOTHING": SMOOTHING,
+    "SMOOTHINGS": SMOOTHINGS,
     "CONTROL_WORDS": CONTROL_WORDS,
 }
 """What pages need of these, by name."""
@@ -329,6 +332,8 @@ class Draw(Message, kw_only=True):
     """Whether it has missed something and wants everything anew."""
     step: int | None = None
     """The step whose pipeline is wanted; null takes the newest."""
+    smoothing: float | None = None
+    """Of SMOOTHINGS: the share of the past in smoothed curves; null takes the usual one."""
 
 
 class Segment(Message, kw_only=True):

@@ -11,6 +11,7 @@ import numpy as np
 
 from speedlab.display.figure_style import (
     ACCENT,
+    COLOURS,
     INK,
     PHASE_COLOURS,
     Figure,
@@ -24,7 +25,18 @@ from speedlab.hardware import Device
 from speedlab.telemetry.marks import over_steps
 from speedlab.telemetry.rank_axis import rank_axis
 from speedlab.telemetry.records import StepRecord
-from speedlab.telemetry.series import BARS, POINTS, History, bucket_extremes, bucket_last, bucket_mean, stride
+from speedlab.telemetry.series import (
+    BARS,
+    POINTS,
+    SMOOTHING,
+    History,
+    bucket_extremes,
+    bucket_last,
+    bucket_mean,
+    stride,
+)
+
+GRADIENT = COLOURS["gradients"]
 
 RECENT_STEPS = 20
 """Steps that a present value is taken over."""
@@ -33,11 +45,13 @@ RECENT_STEPS = 20
 @dataclass(frozen=True)
 class Cut:
     """Which part of a history a curve shows: buckets of `size` steps from number `first` on; `closed` draws the
-    unfinished bucket at the end too, as for a run that is over."""
+    unfinished bucket at the end too, as for a run that is over. `smoothing` (of SMOOTHINGS): the share of the past in
+    what is smoothed."""
 
     size: int
     first: int = 0
     closed: bool = True
+    smoothing: float = SMOOTHING
 
 
 def cut_for(history: History, limit: int, *, closed: bool = True) -> Cut:
@@ -51,7 +65,7 @@ def loss_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndarray
     steps = bucket_last(lead.column("step"), cut.size, **kept)
     return [
         float32(*bucket_extremes(lead.column("step"), lead.column("loss"), cut.size, **kept)),
-        float32(steps, bucket_last(lead.smoothed, cut.size, **kept)),
+        float32(steps, bucket_last(lead.smoothed_by(cut.smoothing), cut.size, **kept)),
         float32(steps, bucket_last(lead.column("learning_rate"), cut.size, **kept)),
     ]
 
@@ -73,6 +87,31 @@ def loss_figure(history: History, cut: Cut | None = None) -> Figure:
     ]
     layout = base_layout("loss", "loss")
     layout["yaxis2"] = second_axis("learning rate", ".1e")
+    over_steps(layout, history.events)
+    return {"data": data, "layout": layout}
+
+
+def gradient_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(x, y) of each trace of the gradient figure: raw, smoothed."""
+    lead = history.lead
+    kept = {"closed": cut.closed, "first": cut.first}
+    steps = bucket_last(lead.column("step"), cut.size, **kept)
+    return [
+        float32(*bucket_extremes(lead.column("step"), lead.column("grad_norm"), cut.size, **kept)),
+        float32(steps, bucket_last(lead.smoothed_by(cut.smoothing, "grad_norm"), cut.size, **kept)),
+    ]
+
+
+def gradient_figure(history: History, cut: Cut | None = None) -> Figure:
+    """Norm of the whole gradient before it is clipped, raw (faint) and smoothed (strong), on a logarithmic axis."""
+    raw, smoothed = gradient_values(history, cut or cut_for(history, POINTS // 2))
+    data = [
+        curve("gradient norm", raw, "%{y:.4g}", color=GRADIENT, width=1, opacity=0.6),
+        curve("gradient norm, smoothed", smoothed, "%{y:.4g}", color=GRADIENT, width=2.5),
+    ]
+    layout = base_layout("gradient norm", "norm")
+    layout["yaxis"] |= {"type": "log", "tickformat": "~g"}
+    layout["legend"] |= {"entrywidth": 150}
     over_steps(layout, history.events)
     return {"data": data, "layout": layout}
 

@@ -4,6 +4,8 @@ export const VERSION = 1 as const;
 export const CATEGORIES = ["parameters", "gradients", "master_weights", "optimizer_moments", "activations", "communication_buffers", "other_framework", "outside_framework"] as const;
 export const PLACES = ["device", "host", "disk"] as const;
 export const COLUMNS = ["step", "loss_low", "loss_high", "smoothed_loss", "learning_rate", "grad_norm", "tokens_per_second", "flops_per_second", "seconds", "data", "forward", "backward", "communication", "offload", "optimizer"] as const;
+export const SMOOTHING = 0.9 as const;
+export const SMOOTHINGS = [0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999] as const;
 export const CONTROL_WORDS = ["pause", "resume", "step", "stop", "save", "reshape"] as const;
 
 /** Why something could not be answered, and what to do. */
@@ -323,6 +325,7 @@ export interface Draw {
   view?: string;
   keyframe?: boolean;
   step?: number | null;
+  smoothing?: number | null;
 }
 
 /** From a page to a kernel, as it asks a server by `runs/<id>/tensors`: what is in a segment of the memory bars. */

@@ -86,6 +86,7 @@ class Reporter:
                 seconds=costs.seconds,
                 phases=costs.phases,
                 sent_bytes=costs.sent_bytes,
+                sent_through=costs.sent_through,
                 moved_bytes=costs.moved_bytes,
                 exchange=told or costs.exchange,
                 kernels=costs.kernels,
@@ -94,6 +95,7 @@ class Reporter:
                 traced=traced,
                 began=engine.began,
                 timeline=engine.timeline,
+                memory=costs.memory,
             )
         )
 
