@@ -132,6 +132,7 @@ class Drawing:
         self._smoothing = SMOOTHING
         self._costs: tuple[dict[str, Figure], float] = ({}, float("-inf"))
         """What was sent of them last, and when."""
+        self._a_cost_is_gone = False
         self.pipeline_step: int | None = None
         """The step whose timeline is wanted; None takes the newest."""
         self._pipeline: tuple[int | None, float] = (None, float("-inf"))
@@ -204,8 +205,10 @@ class Drawing:
         return {"type": "Changes", "seq": self.seq, "parts": parts}, buffers
 
     def _a_figure_is_gone(self) -> bool:
-        """Whether the page has a figure of what the run has no more: a pipeline, or something that is not on the
-        device."""
+        """Whether the page has a figure of what the run has no more: a pipeline, something that is not on the device,
+        or what nobody pays for any more."""
+        if self._a_cost_is_gone:
+            return True
         now, (step, when) = self._clock(), self._pipeline
         if step is not None and now - when >= _PIPELINE_SECONDS and is_one_stage(self.history.records):
             return True
@@ -261,6 +264,7 @@ class Drawing:
         if not anyway and self._clock() - when < _COSTS_SECONDS:
             return {}
         found = cost_figures(self.history)
+        self._a_cost_is_gone = not anyway and bool(sent.keys() - found.keys())
         self._costs = found, self._clock()
         return {name: spec for name, spec in found.items() if anyway or plain(spec) != plain(sent.get(name))}
 

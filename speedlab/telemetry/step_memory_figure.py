@@ -15,13 +15,13 @@ def step_memory_figure(history: History) -> Figure | None:
     """Of the newest step of the lowest rank that was marked; None where none was. A line through all marks, and the
     marks in the colours of the phases that ended there."""
     step, marks = history.lead.marked
-    if not any(mark.bytes for mark in marks):
+    if len(marks) < 2 or not any(mark.bytes for mark in marks):
         return None
     unit, size = byte_unit(max(mark.bytes for mark in marks))
     times = np.array([1000 * mark.seconds for mark in marks])
     heights = np.array([mark.bytes / size for mark in marks])
-    data = [{**curve("allocated", float32(times, heights), f"%{{y:.4~r}} {unit}", color=INK, width=1.5)}]
-    data[0]["hoverinfo"], data[0]["hovertemplate"] = "skip", None
+    line = curve("allocated", float32(times, heights), "", color=INK, width=1.5)
+    data = [{**line, "hoverinfo": "skip", "hovertemplate": None}]
     for phase in dict.fromkeys(mark.phase for mark in marks):
         chosen = [i for i, mark in enumerate(marks) if mark.phase == phase]
         colour = PHASE_COLOURS.get(phase, PHASE_COLOURS["other"])

@@ -120,7 +120,7 @@ class Page:
             note["text"] = text
 
     def _marks(self, part, buffers) -> None:
-        for name in ("loss", "throughput", "anatomy"):
+        for name in ("loss", "throughput", "anatomy", "gradient"):
             self.figures[name]["layout"] |= {key: part[key] for key in ("shapes", "annotations")}
 
     def _head(self, part, buffers) -> None:

@@ -20,6 +20,8 @@ from speedlab.telemetry.records import MemoryMark
 MOST_MARKS = 128
 """Of one step; of many micro-batches the first ones are marked."""
 _SECONDS = 1.0
+_MOST_SECONDS = 1e-3
+"""That reading may take of one step: a heap in very many pieces is counted slowly, and is then not looked at further."""
 _SPARING = 400
 """Times the time that reading took pass until the next step is marked."""
 
@@ -42,7 +44,7 @@ class MemoryMarks:
 
     def note(self, phase: str) -> None:
         """A phase has ended."""
-        if self._found is None or len(self._found) >= MOST_MARKS:
+        if self._found is None or len(self._found) >= MOST_MARKS or self._spent > _MOST_SECONDS:
             return
         now = self._clock()
         self._found.append(MemoryMark(phase, round(now - self._began, 6), allocated_bytes(self._device)))

@@ -53,7 +53,7 @@ export interface Figure {
 export type Buffer = ArrayBuffer | ArrayBufferView;
 
 /** Figures over steps, which all wear the marks of events. */
-const STEP_FIGURES = ['loss', 'throughput', 'anatomy'];
+const STEP_FIGURES = ['loss', 'throughput', 'anatomy', 'gradient', 'exchange'];
 
 /** A message and its buffers out of one binary frame (speedlab_server/drawing.py). */
 export function readFrame(frame: ArrayBuffer): [Keyframe | Changes, Buffer[]] {
@@ -155,8 +155,9 @@ export class Figures {
         return [part.figure];
       case 'marks': {
         const marks = unpack({ shapes: part.shapes, annotations: part.annotations }, []);
-        for (const name of STEP_FIGURES) Object.assign(this.figure(name).layout, marks);
-        return STEP_FIGURES;
+        const marked = STEP_FIGURES.filter(name => this.figures[name]);
+        for (const name of marked) Object.assign(this.figure(name).layout, marks);
+        return marked;
       }
       case 'head':
         this.head = part;

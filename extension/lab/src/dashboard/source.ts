@@ -10,7 +10,7 @@ export interface Taker {
   onProblem(text: string): void;
 }
 
-export type Wish = Pick<Draw, 'watching' | 'keyframe' | 'step'>;
+export type Wish = Pick<Draw, 'watching' | 'keyframe' | 'step' | 'smoothing'>;
 
 /** Where a dashboard has its figures from: the Jupyter server, or a widget of a kernel. */
 export interface Source {

@@ -21,7 +21,10 @@ const numbers = (values: Float32Array | string[]): number[] => [...values].map(N
 /** The numbers of a figure. */
 export function tableOf({ data, layout }: Figure): Table {
   const title = plainText(layout.title.text);
-  if (layout.yaxis.ticktext) return { title: `${title} (ms)`, ...byLane(data, layout.yaxis.ticktext) };
+  if (layout.yaxis.ticktext) {
+    const unit = plainText(layout.xaxis.title?.text ?? '');
+    return { title: `${title} (${unit})`, ...byLane(data, layout.yaxis.ticktext) };
+  }
   const unit = plainText(layout.yaxis.title?.text ?? '');
   const told = layout.xaxis.type === 'category' ? byCategory(data) : bySteps(data, layout);
   return { title: unit && unit !== title ? `${title} (${unit})` : title, ...told };
@@ -50,7 +53,7 @@ function byLane(data: Trace[], lanes: string[]): Body {
   return { columns: ['', ...data.map(trace => plainText(trace.name))], rows };
 }
 
-/** The last steps, a column for each curve. */
+/** The last steps, or moments of a step, a column for each curve. */
 function bySteps(data: Trace[], layout: Layout): Body {
   const steps = [...new Set(data.flatMap(trace => numbers(trace.x)))].sort((a, b) => a - b).slice(-MOST_STEPS);
   const second = plainText(layout.yaxis2?.title?.text ?? '');
@@ -66,7 +69,7 @@ function bySteps(data: Trace[], layout: Layout): Body {
     String(step),
     ...data.map(trace => number(at(trace, step)))
   ]);
-  return { columns: ['step', ...names], rows };
+  return { columns: [plainText(layout.xaxis.title?.text ?? '') || 'step', ...names], rows };
 }
 
 /** A table on the page. Rows stay the elements they are while their first cell does, so that what a person has

@@ -6,7 +6,7 @@ import type { Buffer, Figure } from './figures';
 import { pngPicture, save, svgPicture } from './pictures';
 import { CONFIG } from './plotly';
 import type { Plotly, Plotted } from './plotly';
-import type { Source, Taker } from './source';
+import type { Source, Taker, Wish } from './source';
 import { TableView, tableOf } from './tables';
 import { partAt, TensorPanel } from './tensors';
 import type { BarsMeta } from './tensors';
@@ -14,6 +14,8 @@ import { CATEGORIES, PLACES } from '../messages';
 import type { Changes, Keyframe } from '../messages';
 
 const CARDS = ['memory', 'loss', 'throughput', 'anatomy'];
+/** Below those, where there are such figures. */
+const MORE = ['gradient', 'step_memory', 'kernels', 'communication'];
 const PIPELINE = 'pipeline';
 /** Whose segments a person may click. */
 const MEMORY = ['memory', 'places'];
@@ -32,7 +34,7 @@ export class DashboardView implements Taker {
     private readonly source: Source,
     load: () => Promise<Plotly>
   ) {
-    for (const name of WIDE) this.plot(name).hidden = true;
+    for (const name of [...MORE, ...WIDE]) this.plot(name).hidden = true;
     this.tables.hidden = true;
     this.node = element('div', { class: 'speedlab-dash', role: 'region', 'aria-label': 'run' });
     this.tensors = new TensorPanel(part => this.source.tensors(part));
@@ -49,7 +51,7 @@ export class DashboardView implements Taker {
 
   dispose(): void {
     this.gone = true;
-    for (const timer of [this.timer, this.hideTimer, this.pointing]) clearTimeout(timer);
+    for (const timer of [this.timer, this.hideTimer, this.pointing, this.smooths]) clearTimeout(timer);
     for (const observer of [this.themes, this.sight, this.sizes]) observer.disconnect();
     document.removeEventListener('visibilitychange', this.look);
     this.source.close();
@@ -62,7 +64,7 @@ export class DashboardView implements Taker {
   onMessage(message: Keyframe | Changes, buffers: Buffer[]): void {
     const had = this.figures.gap;
     const changed = this.figures.take(message, buffers);
-    if (this.figures.gap && !had) this.source.ask({ watching: true, keyframe: true, step: this.step });
+    if (this.figures.gap && !had) this.ask({ keyframe: true });
     // At first, unless a person has chosen: where the process holds far more than the model, the model's part alone.
     if (message.type === 'Keyframe' && !this.chosen && this.figures.states !== null) {
       this.chosen = true;
@@ -96,7 +98,7 @@ export class DashboardView implements Taker {
   }
 
   private cards(): string[] {
-    return [...CARDS, ...WIDE].filter(name => this.figureOf(name));
+    return [...CARDS, ...MORE, ...WIDE].filter(name => this.figureOf(name));
   }
 
   private figureOf(card: string): Figure | undefined {
@@ -126,7 +128,7 @@ export class DashboardView implements Taker {
 
   private drawPlots(plotly: Plotly): void {
     const colours = pageColours(this.node);
-    for (const name of WIDE) this.plot(name).hidden = !this.figureOf(name);
+    for (const name of [...MORE, ...WIDE]) this.plot(name).hidden = !this.figureOf(name);
     for (const name of this.cards().filter(card => this.dirty.has(card))) {
       const figure = this.figureOf(name);
       if (!figure) continue;
@@ -171,6 +173,13 @@ export class DashboardView implements Taker {
       this.tables.hidden = !this.grid.hidden;
       this.changed(this.cards());
     };
+    this.controls.onSmooth = share => {
+      clearTimeout(this.smooths);
+      this.smooths = setTimeout(() => {
+        this.smoothing = share;
+        this.ask();
+      }, POINTING_MS);
+    };
     this.controls.onPicture = kind => void this.savePicture(kind);
     this.themes.observe(document.body, { attributes: true });
     this.sight.observe(this.node);
@@ -181,7 +190,8 @@ export class DashboardView implements Taker {
   private async savePicture(kind: 'png' | 'svg'): Promise<void> {
     if (!this.plotly || this.figures.seq < 0) return;
     const { head } = this.figures;
-    const figures = this.cards().flatMap(card => this.figureOf(card) ?? []);
+    const of = (names: string[]) => names.flatMap(name => this.figureOf(name) ?? []);
+    const figures = { cards: of([...CARDS, ...MORE]), wide: of(WIDE) };
     const title = `${head.text} · ${head.mark} ${head.state}`;
     const name = (head.text.split(' · ')[0] ?? '').replace(/[^\w.-]+/g, '-') || 'run';
     try {
@@ -202,7 +212,7 @@ export class DashboardView implements Taker {
       this.pointing = setTimeout(() => {
         if (!this.figures.figures[PIPELINE] || this.step === step) return;
         this.step = step;
-        this.source.ask({ watching: true, step });
+        this.ask();
       }, POINTING_MS);
     };
     anatomy.on('plotly_hover', ({ points }) => {
@@ -243,9 +253,13 @@ export class DashboardView implements Taker {
     if (!now && this.seen) this.hideTimer = setTimeout(() => this.watch(false), HIDE_AFTER_MS);
   };
 
+  private ask(more: Pick<Wish, 'keyframe'> = {}): void {
+    this.source.ask({ watching: this.seen, step: this.step, smoothing: this.smoothing, ...more });
+  }
+
   private watch(on: boolean): void {
     this.seen = on;
-    this.source.ask({ watching: on, step: this.step });
+    this.ask();
     if (on) this.changed(this.cards());
   }
 
@@ -259,7 +273,7 @@ export class DashboardView implements Taker {
   private readonly controls = new Controls();
   private readonly note = element('div', { class: 'sl-note', role: 'alert' });
   private readonly plots: Record<string, Plotted> = Object.fromEntries(
-    [...CARDS, ...WIDE].map(name => [name, element('div', { class: 'sl-plot', 'data-plot': name, role: 'figure' })])
+    [...CARDS, ...MORE, ...WIDE].map(name => [name, element('div', { class: 'sl-plot', 'data-plot': name, role: 'figure' })])
   );
   private readonly grid = element('div', { class: 'sl-grid' }, ...Object.values(this.plots));
   private readonly tensors: TensorPanel;
@@ -277,6 +291,8 @@ export class DashboardView implements Taker {
   private plotly: Plotly | null = null;
   private problem = '';
   private step: number | null = null;
+  /** The share of the past in smoothed curves; null is the usual one. */
+  private smoothing: number | null = null;
   private seen = true;
   private inSight = true;
   private gone = false;
@@ -287,4 +303,5 @@ export class DashboardView implements Taker {
   private timer: ReturnType<typeof setTimeout> | undefined;
   private hideTimer: ReturnType<typeof setTimeout> | undefined;
   private pointing: ReturnType<typeof setTimeout> | undefined;
+  private smooths: ReturnType<typeof setTimeout> | undefined;
 }
