@@ -1,4 +1,4 @@
-"""What a step costs: kernels and collectives as bars by name, of the lowest rank, mean of its last steps; and memory."""
+"""What a step costs: kernels and collectives as bars by name, of the lowest rank, mean of its last steps; memory."""
 
 from __future__ import annotations
 
@@ -74,16 +74,14 @@ def _communication_figure(history: History, recent: Sequence[StepRecord]) -> Fig
     links = list(dict.fromkeys(link for parts in sent.values() for link in parts))
     colours = {link: _LINK_COLOURS[i % len(_LINK_COLOURS)] for i, link in enumerate(sorted(links))}
     title = f"communication of a step by collective and link, rank {history.lead_rank}"
-    return _figure(
-        title, unit, lanes, scaled, colours, lambda _, link: link, lambda value: bytes_text(value * size)
-    )
+    return _figure(title, unit, lanes, scaled, colours, lambda _, link: link, lambda value: bytes_text(value * size))
 
 
 def _sent(record: StepRecord) -> dict[str, dict[str, float]]:
     """Collective, or way between places → link → bytes; records of before do not tell the link."""
-    through = {name: dict(links) for name, links in record.sent_through.items()}
-    untold = {name: {_NO_LINK: count} for name, count in record.sent_bytes.items() if name not in through}
-    return {**through, **untold, **{way: {"own places": count} for way, count in record.moved_bytes.items()}}
+    sent: dict[str, dict[str, float]] = {name: {_NO_LINK: count} for name, count in record.sent_bytes.items()}
+    sent |= {name: dict(links) for name, links in record.sent_through.items()}
+    return sent | {way: {"own places": count} for way, count in record.moved_bytes.items()}
 
 
 def _means(steps: Sequence[_Costs]) -> dict[str, dict[str, float]]:
@@ -144,7 +142,7 @@ def _figure(
                 }
             )
     layout = base_layout(title, "")
-    layout |= {"barmode": "stack", "bargap": 0.25, "hovermode": "closest", "showlegend": len(colours) > 1}
+    layout |= {"barmode": "stack", "bargap": 0.25, "hovermode": "closest", "showlegend": "time" not in colours}
     layout["margin"] |= {"r": 20, "b": 64}
     layout["legend"] |= {"traceorder": "normal", "y": 0, "yref": "container", "yanchor": "bottom"}
     layout["xaxis"] |= {"title": {"text": unit, "standoff": 2}, "rangemode": "tozero"}

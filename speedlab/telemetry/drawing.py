@@ -12,8 +12,9 @@ array. On a websocket they are one binary frame (speedlab_server/drawing.py), in
     {"part": "marks", "shapes": [...], "annotations": [...]}                 events on every step axis
     {"part": "head", "text": …, "state": …, "mark": …, "note": …}            the header line
 
-Bars come at most three times a second, what kernels and collectives cost at most once. The pipeline's timeline, a "figure" of its own where there is a pipeline, comes
-at most once a second, of the newest step or of the one that a person points at.
+Bars come at most three times a second, what kernels and collectives cost at most once. The pipeline's timeline, a
+"figure" of its own where there is a pipeline, comes at most once a second, of the newest step or of the one that a
+person points at.
 
 `seq` counts up by one, so that a page knows when it has missed something and waits for the next keyframe. "states" of a
 keyframe says whether to begin with the model states alone (None while nothing is known). `speedlab_server.messages` has
@@ -132,6 +133,8 @@ class Drawing:
         self._smoothing = SMOOTHING
         self._costs: tuple[dict[str, Figure], float] = ({}, float("-inf"))
         """What was sent of them last, and when."""
+        self._costs_of: StepRecord | None = None
+        """The newest record when they were."""
         self._a_cost_is_gone = False
         self.pipeline_step: int | None = None
         """The step whose timeline is wanted; None takes the newest."""
@@ -261,8 +264,10 @@ class Drawing:
     def _new_costs(self, *, anyway: bool = False) -> dict[str, Figure]:
         """Those that have changed; none where it would be too soon."""
         sent, when = self._costs
-        if not anyway and self._clock() - when < _COSTS_SECONDS:
+        newest = self.history.latest.get(self.history.lead_rank)
+        if not anyway and (self._clock() - when < _COSTS_SECONDS or newest is self._costs_of):
             return {}
+        self._costs_of = newest
         found = cost_figures(self.history)
         self._a_cost_is_gone = not anyway and bool(sent.keys() - found.keys())
         self._costs = found, self._clock()

@@ -40,6 +40,7 @@ __all__ = [
     "anatomy_figure",
     "exchange_figure",
     "figures",
+    "gradient_figure",
     "header",
     "loss_figure",
     "memory_figure",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from speedlab.display.figure_style import LABELS, Figure, bar_marker, base_layout, ink_line, legend_beside, note
+from speedlab.display.figure_style import LABELS, Figure, base_layout, ink_line, legend_beside, note
 from speedlab.display.text import byte_unit, bytes_text
 from speedlab.hardware import Device
 from speedlab.telemetry.prediction import counted, error_text
@@ -68,7 +68,7 @@ def _bars(history: History, title: str, categories: Sequence[str], axis: RankAxi
             "meta": category,
             "x": list(axis.names),
             "y": axis.heights(lambda rank, category=category: getattr(ledgers[rank], category) / size),
-            "marker": bar_marker(category),
+            "marker": axis.marker(category),
             "hovertemplate": f"%{{x}}<br>{LABELS[category]} %{{y:.5~r}} {unit}<extra></extra>",
         }
         for category in categories

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 import numpy as np
 
-from speedlab.display.figure_style import Figure
+from speedlab.display.figure_style import Figure, bar_marker
 from speedlab.hardware import Device
 from speedlab.telemetry.series import History, total_bytes
 
@@ -33,6 +34,13 @@ class RankAxis:
     def heights(self, of_rank: Callable[[int], float]) -> np.ndarray:
         """(bars,) float32; 0 in a gap."""
         return np.array([0.0 if rank is None else of_rank(rank) for rank in self.bars], dtype=np.float32)
+
+    def marker(self, category: str) -> dict[str, Any]:
+        """Of bars of a category of the ledger: in a gap there is not even an outline."""
+        marker = bar_marker(category)
+        if None in self.bars and marker["line"]["width"]:
+            marker["line"]["width"] = [0 if rank is None else marker["line"]["width"] for rank in self.bars]
+        return marker
 
     def set_on(self, layout: Figure, history: History) -> None:
         """Make the x axis one of these bars. `meta` tells a page whose they are, and of which ranks it may ask."""
@@ -66,4 +74,3 @@ def _name(history: History, rank: int, devices: Sequence[Device]) -> str:
     name = f"{rank} · {escape(devices[rank].name)}" if rank < len(devices) else f"rank {rank}"
     host = history.host_of(rank)
     return f"{name}<br>{escape(host)}" if host else name
-

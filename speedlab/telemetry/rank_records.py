@@ -215,7 +215,9 @@ def _check_record(record: StepRecord, rank: int) -> None:
         if not isinstance(mark.phase, str):
             raise TypeError(f"memory holds the phase {mark.phase!r}, not a text")
     if not {*map(type, numbers), *map(type, counts)} <= _NUMBERS:
-        fields_of_numbers = "phases, sent_bytes, sent_through, moved_bytes, exchange, kernels, ledger, timeline or memory"
+        fields_of_numbers = (
+            "phases, sent_bytes, sent_through, moved_bytes, exchange, kernels, ledger, timeline or memory"
+        )
         raise TypeError(f"{fields_of_numbers} hold something else than numbers")
     array("d", [*numbers, *(values[name] for name in _NUMBER_FIELDS)])  # Raises OverflowError for what is no float64.
     if not sum(map(abs, counts)) < _LARGEST:  # Also where one is not a number.

@@ -110,7 +110,7 @@ def gradient_figure(history: History, cut: Cut | None = None) -> Figure:
         curve("gradient norm, smoothed", smoothed, "%{y:.4g}", color=GRADIENT, width=2.5),
     ]
     layout = base_layout("gradient norm", "norm")
-    layout["yaxis"] |= {"type": "log", "tickformat": "~g"}
+    layout["yaxis"] |= {"type": "log", "tickformat": "~g", "nticks": 3}  # More, and their numbers overlap.
     layout["legend"] |= {"entrywidth": 150}
     over_steps(layout, history.events)
     return {"data": data, "layout": layout}

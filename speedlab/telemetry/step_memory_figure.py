@@ -25,18 +25,18 @@ def step_memory_figure(history: History) -> Figure | None:
     for phase in dict.fromkeys(mark.phase for mark in marks):
         chosen = [i for i, mark in enumerate(marks) if mark.phase == phase]
         colour = PHASE_COLOURS.get(phase, PHASE_COLOURS["other"])
-        name = "start" if phase == "start" else f"end of {escape(phase)}"
+        name = escape(phase)
+        moment = "start" if phase == "start" else f"end of {name}"
         data.append(
             {
                 **curve(name, float32(times[chosen], heights[chosen]), "", color=colour, width=0),
                 "mode": "markers",
                 "marker": {"size": 8, "color": colour},
-                "hovertemplate": f"{name}, %{{x:.4~r}} ms<br>%{{y:.4~r}} {unit}<extra></extra>",
+                "hovertemplate": f"{moment}, %{{x:.4~r}} ms<br>%{{y:.4~r}} {unit}<extra></extra>",
             }
         )
-    layout = base_layout(f"memory over the time of step {step:,}, rank {history.lead_rank}", unit)
+    layout = base_layout(f"memory at the ends of phases, step {step:,}, rank {history.lead_rank}", unit)
     layout["hovermode"] = "closest"
     layout["uirevision"] = "memory over a step"
     layout["xaxis"] |= {"title": {"text": "ms", "standoff": 2}, "rangemode": "tozero"}
-    layout["yaxis"] |= {"rangemode": "tozero"}
     return {"data": data, "layout": layout}

@@ -22,8 +22,8 @@ MOST_TENSORS = 500
 _WITHOUT_TENSORS = {
     "activations": "What forward keeps for backward, at the peak of the step. It comes and goes with each micro-batch, "
     "and is measured as a whole.",
-    "communication_buffers": "Buffers that collectives and transfers pass through, at the peak of the step. They belong "
-    "to no parameter.",
+    "communication_buffers": "Buffers that collectives and transfers pass through, at the peak of the step. They "
+    "belong to no parameter.",
     "other_framework": "What is reported as used beyond everything that is counted: caches, fragments, the framework "
     "itself. It belongs to no parameter.",
     "outside_framework": "What is outside the framework: what the process held before there was an engine, and what "
@@ -45,8 +45,8 @@ def tensors_in(
     """
     if category not in CATEGORIES or place not in PLACES or rank < 0:
         raise SegmentError(
-            f"rank {rank!r}, category {category[:40]!r} at {place[:40]!r} is no segment: a rank is 0 or more, a category "
-            f"one of {', '.join(CATEGORIES)}, a place one of {', '.join(PLACES)}"
+            f"rank {rank!r}, category {category[:40]!r} at {place[:40]!r} is no segment: a rank is 0 or more, a "
+            f"category one of {', '.join(CATEGORIES)}, a place one of {', '.join(PLACES)}"
         )
     record = newest.get(rank)
     measured = None if record is None else record.ledger.by_place().get(place, {}).get(category, 0)
@@ -92,7 +92,9 @@ def _rows(table: Sequence[Any], category: str, place: str) -> Iterator[dict[str,
             raise ValueError(f"The placement table is damaged: {str(error)[:200]}.") from None
 
 
-def _row(row: Mapping[str, Any], state: str, home: Mapping[str, Any], first: int, end: int, nbytes: int) -> dict[str, Any]:
+def _row(
+    row: Mapping[str, Any], state: str, home: Mapping[str, Any], first: int, end: int, nbytes: int
+) -> dict[str, Any]:
     numel = math.prod(row["shape"])
     return {
         "name": str(row["name"]),
@@ -130,4 +132,6 @@ def _rest_text(category: str, measured: int | None, told: int) -> str:
         rest = bytes_text(measured - told)
         buffers = ", and the model's buffers" if category == "parameters" else ""
         return f"{rest} more are padding, with which flats divide among ranks{buffers}."
-    return f"{LABELS[category]} were measured {bytes_text(told - measured)} smaller: not all of it is there yet, or still."
+    return (
+        f"{LABELS[category]} were measured {bytes_text(told - measured)} smaller: not all of it is there yet, or still."
+    )

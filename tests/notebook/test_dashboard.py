@@ -389,6 +389,19 @@ def test_keyframes_come_by_themselves_for_a_page_that_missed_a_tick(source, show
     assert Page.of(view).figures["loss"]["data"][0]["x"].tolist()[-1] == 4
 
 
+def test_a_view_asks_for_tensors_and_chooses_smoothing(source, shown):
+    view, sent = shown
+    view._on_message(view, {"type": "Segment", "rank": 0, "category": "activations", "place": "device"}, [])
+    told = [message for message, _ in sent if message["type"] == "Tensors"]
+    assert [(each["rank"], each["category"], each["rows"]) for each in told] == [(0, "activations", [])]
+    view._on_message(view, {"type": "Segment", "rank": "<b>", "category": None, "place": 1}, [])
+    assert any(message["type"] == "Problem" and "is no segment" in message["text"] for message, _ in sent)
+    sent.clear()
+    view._on_message(view, {"type": "Draw", "view": "a", "watching": True, "smoothing": 0.0}, [])
+    drawn = [part["figure"] for message, _ in list(sent) for part in message.get("parts", []) if "data" in part]
+    assert {"loss", "gradient"} <= set(drawn)
+
+
 def test_a_hidden_dashboard_stops_and_comes_back_complete(source, shown):
     view, sent = shown
     view._on_message(view, {"type": "Draw", "view": "a", "watching": True}, [])

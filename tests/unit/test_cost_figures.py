@@ -40,7 +40,9 @@ def lanes(figure: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def test_kernels_by_time_are_means_and_of_many_the_rest_is_summed() -> None:
     use = {"calls": 2.0, "bytes": 4.0 * MIB, "seconds": 0.004}
-    kernels = costs({"kernels": {"adamw": use, "cheap": {**use, "seconds": 0.001}}}, {"kernels": {"adamw": use}})["kernels"]
+    kernels = costs({"kernels": {"adamw": use, "cheap": {**use, "seconds": 0.001}}}, {"kernels": {"adamw": use}})[
+        "kernels"
+    ]
     assert lanes(kernels) == {"time": {"adamw": pytest.approx(4.0), "cheap": pytest.approx(0.5)}}
     assert kernels["data"][0]["text"][0] == "adamw: 4 ms, 2 calls, 4.0 MiB read and written, 1000 MiB/s"
     go.Figure(plain(kernels))
@@ -69,11 +71,11 @@ def test_communication_by_collective_and_link_also_of_records_that_tell_no_link(
 def test_memory_over_the_time_of_the_newest_step_that_was_marked() -> None:
     marks = [MemoryMark("start", 0.0, MIB), MemoryMark("forward", 0.010, 3 * MIB), MemoryMark("backward", 0.030, MIB)]
     figure = costs({"memory": marks}, {}, sent_bytes={})["step_memory"]
-    assert figure["layout"]["title"]["text"] == "memory over the time of step 1, rank 0"
+    assert figure["layout"]["title"]["text"] == "memory at the ends of phases, step 1, rank 0"
     line, start, forward, _ = figure["data"]
     assert line["x"].tolist() == pytest.approx([0.0, 10.0, 30.0])
     assert line["y"].tolist() == [1.0, 3.0, 1.0]
-    assert (start["name"], forward["name"], forward["y"].tolist()) == ("start", "end of forward", [3.0])
+    assert (start["name"], forward["name"], forward["y"].tolist()) == ("start", "forward", [3.0])
     go.Figure(plain(figure))
     assert StepRecord.from_json(make_record(1, memory=marks).to_json()).memory == marks
     assert StepRecord.from_json(make_record(1, memory=marks, loss=math.nan).to_json()).memory == marks
@@ -114,7 +116,9 @@ def test_nothing_that_is_hostile_becomes_markup() -> None:
     for some in (PAYLOADS[i : i + 8] for i in range(0, len(texts), 8)):
         through = {text: {text: 100} for text in some}
         marks = [MemoryMark(text, i / 100, 100) for i, text in enumerate(some)]
-        drawn = costs({"kernels": dict.fromkeys(some, use), "sent_through": through, "moved_bytes": {}, "memory": marks})
+        drawn = costs(
+            {"kernels": dict.fromkeys(some, use), "sent_through": through, "moved_bytes": {}, "memory": marks}
+        )
         assert set(drawn) == {"step_memory", "kernels", "communication"}
         for figure in drawn.values():
             for text in _texts(plain(figure)):

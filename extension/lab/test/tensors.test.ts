@@ -43,7 +43,14 @@ const text = (panel: TensorPanel, what: string) => panel.node.querySelector(what
 
 describe('the tensors in a segment', () => {
   it('are those of the bar and the category that were clicked', () => {
-    const meta = { bars: [[0, 'device'], [null, 'device'], [3, 'host']], ranks: [0, 3] };
+    const meta = {
+      bars: [
+        [0, 'device'],
+        [null, 'device'],
+        [3, 'host']
+      ],
+      ranks: [0, 3]
+    };
     expect(partAt(meta, 2, 'gradients')).toEqual({ rank: 3, category: 'gradients', place: 'host' });
     expect(partAt(meta, 1, 'gradients')).toBeNull(); // A gap between hosts.
     expect(partAt(undefined, 0, 'ink')).toBeNull();

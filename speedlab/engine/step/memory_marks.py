@@ -20,8 +20,8 @@ from speedlab.telemetry.records import MemoryMark
 MOST_MARKS = 128
 """Of one step; of many micro-batches the first ones are marked."""
 _SECONDS = 1.0
-_MOST_SECONDS = 1e-3
-"""That reading may take of one step: a heap in very many pieces is counted slowly, and is then not looked at further."""
+_MOST_SECONDS = 3e-3
+"""Of a processor, that reading may take in one step: a heap in very many pieces is counted slowly, and is then left alone."""
 _SPARING = 400
 """Times the time that reading took pass until the next step is marked."""
 
@@ -29,8 +29,14 @@ _SPARING = 400
 class MemoryMarks:
     """Of one rank. A step begins with `begin`, and `take` has its marks."""
 
-    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._device, self._clock = device, clock
+    def __init__(
+        self,
+        device: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
+        work_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """`work_clock`: tells a thread's time on its processor, which does not grow while others have that."""
+        self._device, self._clock, self._work_clock = device, clock, work_clock
         self._found: list[MemoryMark] | None = None
         """None in a step that is not marked."""
         self._began = self._due = self._spent = 0.0
@@ -46,9 +52,10 @@ class MemoryMarks:
         """A phase has ended."""
         if self._found is None or len(self._found) >= MOST_MARKS or self._spent > _MOST_SECONDS:
             return
-        now = self._clock()
-        self._found.append(MemoryMark(phase, round(now - self._began, 6), allocated_bytes(self._device)))
-        self._spent += self._clock() - now
+        before = self._work_clock()
+        seconds = round(self._clock() - self._began, 6)
+        self._found.append(MemoryMark(phase, seconds, allocated_bytes(self._device)))
+        self._spent += self._work_clock() - before
 
     def take(self) -> list[MemoryMark]:
         """Those of the step that ends; [] where it is not marked."""
@@ -73,7 +80,7 @@ def allocated_bytes(device: torch.device) -> int:
 class _Heap(ctypes.Structure):
     """What mallinfo2(3) tells."""
 
-    _fields_ = [(f"other{i}", ctypes.c_size_t) for i in range(4)]  # noqa: RUF012  # ctypes reads it so
+    _fields_ = [(f"other{i}", ctypes.c_size_t) for i in range(4)]  # ctypes reads it so
     _fields_ += [("mapped", ctypes.c_size_t), ("other4", ctypes.c_size_t), ("other5", ctypes.c_size_t)]
     _fields_ += [("used", ctypes.c_size_t), ("free", ctypes.c_size_t), ("top", ctypes.c_size_t)]
 

@@ -1,4 +1,4 @@
-import { element } from './dom';
+import { element, OWN_KEYS } from './dom';
 import { SMOOTHING, SMOOTHINGS } from '../messages';
 import type { HeadLine } from '../messages';
 
@@ -94,7 +94,8 @@ export class Controls {
     min: '0',
     max: String(SMOOTHINGS.length - 1),
     value: String(SMOOTHINGS.indexOf(SMOOTHING)),
-    title: 'Over how many steps loss and gradient norm are smoothed'
+    title: 'Over how many steps loss and gradient norm are smoothed',
+    ...OWN_KEYS
   });
   private readonly smoothed = element('span', { 'aria-hidden': 'true' });
   private readonly buttons = new Map<Switch, HTMLButtonElement>();

@@ -54,7 +54,8 @@ function byLane(data: Trace[], lanes: string[]): Body {
 }
 
 /** The last steps, or moments of a step, a column for each curve. */
-function bySteps(data: Trace[], layout: Layout): Body {
+function bySteps(traces: Trace[], layout: Layout): Body {
+  const data = traces.filter(trace => trace['hoverinfo'] !== 'skip'); // A line through the points of others.
   const steps = [...new Set(data.flatMap(trace => numbers(trace.x)))].sort((a, b) => a - b).slice(-MOST_STEPS);
   const second = plainText(layout.yaxis2?.title?.text ?? '');
   const names = data.map(trace => {
@@ -66,7 +67,7 @@ function bySteps(data: Trace[], layout: Layout): Body {
     return index < 0 ? undefined : Number(trace.y[index]);
   };
   const rows = steps.map((step): [string, ...string[]] => [
-    String(step),
+    Number.isInteger(step) ? String(step) : number(step),
     ...data.map(trace => number(at(trace, step)))
   ]);
   return { columns: [plainText(layout.xaxis.title?.text ?? '') || 'step', ...names], rows };

@@ -1,7 +1,7 @@
 import { bytesText, categoryText, countText } from '../format';
 import { CATEGORIES, PLACES } from '../messages';
 import type { Segment, TensorRow, Tensors } from '../messages';
-import { element } from './dom';
+import { element, OWN_KEYS } from './dom';
 
 /** A segment of the memory bars. */
 export type Part = Pick<Segment, 'rank' | 'category' | 'place'>;
@@ -30,7 +30,8 @@ export class TensorPanel {
 
   /** `find`: what is in a segment; rejected with an Error whose message says why that is not known. */
   constructor(private readonly find: (part: Part) => Promise<Tensors>) {
-    const close = element('button', { type: 'button', 'aria-label': 'Close the list of tensors', title: 'Close' }, '×');
+    const label = 'Close the list of tensors';
+    const close = element('button', { type: 'button', 'aria-label': label, title: 'Close', ...OWN_KEYS }, '×');
     close.addEventListener('click', () => this.close());
     const choice = element('span', { class: 'sl-choice' });
     for (const [name, list] of Object.entries(this.lists)) {
@@ -126,9 +127,14 @@ export class TensorPanel {
     class: 'sl-tensors-rows',
     tabindex: '0',
     role: 'group',
-    'aria-label': 'tensors'
+    'aria-label': 'tensors',
+    ...OWN_KEYS
   });
-  private readonly lists = { rank: element('select'), holds: element('select'), on: element('select') };
+  private readonly lists = {
+    rank: element('select', OWN_KEYS),
+    holds: element('select', OWN_KEYS),
+    on: element('select', OWN_KEYS)
+  };
 }
 
 function line(row: TensorRow): HTMLElement {

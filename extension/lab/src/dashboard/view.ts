@@ -273,7 +273,10 @@ export class DashboardView implements Taker {
   private readonly controls = new Controls();
   private readonly note = element('div', { class: 'sl-note', role: 'alert' });
   private readonly plots: Record<string, Plotted> = Object.fromEntries(
-    [...CARDS, ...MORE, ...WIDE].map(name => [name, element('div', { class: 'sl-plot', 'data-plot': name, role: 'figure' })])
+    [...CARDS, ...MORE, ...WIDE].map(name => [
+      name,
+      element('div', { class: 'sl-plot', 'data-plot': name, role: 'figure' })
+    ])
   );
   private readonly grid = element('div', { class: 'sl-grid' }, ...Object.values(this.plots));
   private readonly tensors: TensorPanel;
