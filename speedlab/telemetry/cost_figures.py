@@ -81,7 +81,8 @@ def _sent(record: StepRecord) -> dict[str, dict[str, float]]:
     """Collective, or way between places → link → bytes; records of before do not tell the link."""
     sent: dict[str, dict[str, float]] = {name: {_NO_LINK: count} for name, count in record.sent_bytes.items()}
     sent |= {name: dict(links) for name, links in record.sent_through.items()}
-    return sent | {way: {"own places": count} for way, count in record.moved_bytes.items()}
+    sent |= {way: {"own places": count} for way, count in record.moved_bytes.items()}
+    return sent
 
 
 def _means(steps: Sequence[_Costs]) -> dict[str, dict[str, float]]:
