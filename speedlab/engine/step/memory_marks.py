@@ -21,7 +21,7 @@ MOST_MARKS = 128
 """Of one step; of many micro-batches the first ones are marked."""
 _SECONDS = 1.0
 _MOST_SECONDS = 3e-3
-"""Of a processor, that reading may take in one step: a heap in very many pieces is counted slowly, and is then left alone."""
+"""Of a processor, that reading may take in one step: a heap in very many pieces is counted slowly, and then left."""
 _SPARING = 400
 """Times the time that reading took pass until the next step is marked."""
 
