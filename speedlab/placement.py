@@ -26,6 +26,15 @@ ITEM_BYTES |= {EIGHT_BITS: 1 + 4 / 256, INT8: 1 + 4 / 256, INT4: 1 / 2 + 4 / 256
 """Of an element of each form."""
 _QUANTIZABLE = ("float32", "bfloat16", "float16")
 
+STATE_CATEGORIES = {
+    "parameter": "parameters",
+    "gradient": "gradients",
+    "master": "master_weights",
+    "moments": "optimizer_moments",
+    "secondary": "parameters",
+}
+"""States of a row → categories of the ledger. What is kept beside gradients counts as theirs."""
+
 
 class Holders(Enum):
     """Who holds a state."""

@@ -34,6 +34,7 @@ from speedlab.telemetry.folder import RunFolderError
 from speedlab.telemetry.prediction import prediction_of
 from speedlab.telemetry.records import RESTING
 from speedlab.telemetry.series import History
+from speedlab.telemetry.tensors import SegmentError, tensors_in
 from speedlab_notebook.static_picture import StaticPicture
 
 if TYPE_CHECKING:
@@ -145,15 +146,34 @@ class Dashboard(anywidget.AnyWidget):
     # What the page says
 
     def _on_message(self, _: Any, content: dict[str, Any], buffers: Sequence[Any]) -> None:
-        """A Draw of a view (speedlab_server/messages.py)."""
+        """A Draw or a Segment of a view (speedlab_server/messages.py)."""
+        if content.get("type") == "Segment":
+            self._tell_tensors(content)
         if not self.hear(content):
             return
-        step = content.get("step")
-        if self._drawing.pipeline_step != (step := step if isinstance(step, int) else None):
-            with self._lock:  # The pipeline of the step that a person points at; of the newest again when it is None.
-                self._drawing.pipeline_step = step
-                if (message := self._drawing.tick(self._feed.status)) is not None:
-                    self.send(message[0], buffers=message[1])
+        step, share = content.get("step"), content.get("smoothing")
+        step = step if isinstance(step, int) else None
+        with self._lock:  # The pipeline of the step that a person points at, of the newest when it is None; smoothing.
+            changed = self._drawing.smooth(float(share) if isinstance(share, int | float) else None)
+            changed |= self._drawing.pipeline_step != step
+            self._drawing.pipeline_step = step
+            if changed and (message := self._drawing.tick(self._feed.status)) is not None:
+                self.send(message[0], buffers=message[1])
+
+    def _tell_tensors(self, asked: dict[str, Any]) -> None:
+        """What is in the segment that a person has chosen."""
+        rank, category, place = (asked.get(name) for name in ("rank", "category", "place"))
+        try:
+            told = tensors_in(
+                self._feed.folder,
+                self._history.latest,
+                rank=rank if isinstance(rank, int) else -1,
+                category=str(category),
+                place=str(place),
+            )
+        except SegmentError as error:
+            told = {"type": "Problem", "text": str(error)}
+        self.send(told)
 
     def hear(self, content: dict[str, Any]) -> bool:
         """What any view says in a Draw: whether it is watching, and that it has missed something. False for others."""

@@ -95,6 +95,7 @@ class Easel:
             self.wait_seconds = RESTING_TICK_SECONDS if status.state in RESTING else TICK_SECONDS
             rewritten, self._replaced = replaced != self._replaced, replaced
             drawing.devices, drawing.pipeline_step = devices, wanted.step
+            drawing.smooth(wanted.smoothing)
             return drawing.keyframe(status) if wanted.keyframe else drawing.next(status, rewritten=rewritten)
 
         message = reader.draw(next_message)
@@ -142,7 +143,7 @@ class DrawingHandler(PageSocket):
                 await self._asked.wait()
                 continue
             began, wanted = time.monotonic(), self._wanted
-            self._wanted = m.Draw(watching=True, step=wanted.step)  # A keyframe is given once.
+            self._wanted = msgspec.structs.replace(wanted, keyframe=False)  # It is given once.
             for each in await self._services.in_thread(lambda wanted=wanted: easel.look(wanted)):
                 sending = self.say(each) if isinstance(each, m.Problem) else self.send(each, binary=True)
                 if sending is None:

@@ -10,6 +10,7 @@ GET  runs                          Runs
 GET  runs/<id>                     Run
 GET  runs/<id>/records             Records    ?after=<step> generation= stride= points= rank=
 GET  runs/<id>/events              Events     ?after=<number of events known>
+GET  runs/<id>/tensors             Tensors    ?rank= category= place=
 GET  runs/<id>/output              Output     as above, of the cluster that holds the run
 POST runs/<id>/words               WordGiven  of a Word
 GET  notebooks/<name>              Notebook   of those that come with SpeedLab
@@ -295,6 +296,16 @@ class EventsHandler(Handler):
         self.say(await self.services.in_thread(lambda: reader.events(after)))
 
 
+class TensorsHandler(Handler):
+    @web.authenticated
+    @authorized
+    async def get(self, id: str) -> None:
+        rank, category = self.whole("rank", -1), self.get_query_argument("category", "")
+        place = self.get_query_argument("place", "device")
+        reader = await self.reader(id)
+        self.say(await self.services.in_thread(lambda: reader.tensors(rank, category, place)))
+
+
 class NotebookHandler(Handler):
     """What the launcher's card puts into the person's folder."""
 
@@ -340,5 +351,6 @@ _ROUTES: list[tuple[str, type[Handler]]] = [
     (f"runs/{_ID}", RunHandler),
     (f"runs/{_ID}/records", RecordsHandler),
     (f"runs/{_ID}/events", EventsHandler),
+    (f"runs/{_ID}/tensors", TensorsHandler),
     (f"runs/{_ID}/words", WordsHandler),
 ]

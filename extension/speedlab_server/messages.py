@@ -16,6 +16,7 @@ import msgspec
 
 from speedlab.telemetry.folder import CONTROL_WORDS
 from speedlab.telemetry.records import CATEGORIES, PHASES, PLACES
+from speedlab.telemetry.series import SMOOTHING, SMOOTHINGS
 
 VERSION = 1
 
@@ -42,11 +43,13 @@ CLUSTER_WORDS = ("cancel", "stop", "remove")
 PAGE_WORDS = tuple(word for word in CONTROL_WORDS if word != "live")
 """Control words that a page may give: those that bring no code along."""
 
-CONSTANTS: dict[str, int | tuple[str, ...]] = {
+CONSTANTS: dict[str, float | tuple[str, ...] | tuple[float, ...]] = {
     "VERSION": VERSION,
     "CATEGORIES": CATEGORIES,
     "PLACES": PLACES,
     "COLUMNS": COLUMNS,
+    "SMOOTHING": SMOOTHING,
+    "SMOOTHINGS": SMOOTHINGS,
     "CONTROL_WORDS": PAGE_WORDS,
     "CLUSTER_WORDS": CLUSTER_WORDS,
 }
@@ -220,6 +223,42 @@ class Events(Message, kw_only=True):
     events: list[RunEvent]
 
 
+class TensorRow(Part, kw_only=True):
+    """A state of a parameter, as far as a rank holds it."""
+
+    name: str
+    unit: str
+    state: str
+    """parameter, gradient, master, moments, and what an optimizer keeps by names of its own."""
+    shape: str
+    """Of the rank's own tensor, and of the whole where it is cut."""
+    here: str
+    """Which of its elements are here."""
+    owner: str
+    form: str
+    """As what it is kept, and who holds it."""
+    bytes: int
+
+
+class Tensors(Message, kw_only=True):
+    """The tensors in a segment of the memory bars: what `rank` holds of `category` at `place`, the largest first."""
+
+    rank: int
+    category: str
+    place: str
+    step: int
+    """Whose ledger was measured; -1 where there is none yet."""
+    measured_bytes: int | None
+    """Of the whole segment."""
+    tensor_bytes: int
+    """Of all its tensors."""
+    count: int
+    """Of all its tensors; of very many, `rows` has the largest."""
+    rows: list[TensorRow]
+    text: str
+    """What the tensors do not explain, or why there are none."""
+
+
 class RankLines(Part, kw_only=True):
     """What a rank has printed."""
 
@@ -363,6 +402,16 @@ class Draw(Message, kw_only=True):
     """Whether it has missed something and wants everything anew."""
     step: int | None = None
     """The step whose pipeline is wanted; null takes the newest."""
+    smoothing: float | None = None
+    """Of SMOOTHINGS: the share of the past in smoothed curves; null takes the usual one."""
+
+
+class Segment(Message, kw_only=True):
+    """From a page to a kernel, as it asks a server by `runs/<id>/tensors`: what is in a segment of the memory bars."""
+
+    rank: int
+    category: str
+    place: str
 
 
 class Figure(Part, kw_only=True):
@@ -481,7 +530,7 @@ class Changes(Message, kw_only=True):
 
 
 ANSWERS = (
-    *(Problem, Clusters, Cluster, Runs, Run, Records, Events, Output, Notebook, WordGiven, ClusterWordGiven, Places),
-    *(Tick, Keyframe, Comparison, Changes),
+    *(Problem, Clusters, Cluster, Runs, Run, Records, Events, Tensors, Output, Notebook, WordGiven, ClusterWordGiven),
+    *(Places, Tick, Keyframe, Comparison, Changes),
 )
-QUESTIONS = (Word, Start, Subscribe, Draw)
+QUESTIONS = (Word, Start, Subscribe, Draw, Segment)

@@ -28,7 +28,7 @@ _HAS_ALL = (
 )
 
 NOTHING_FITS = (
-    "no Python of this server can start engines: neither its own nor one of its kernels on this machine has speedlab "
+    "no Python of this server can start engines: neither its own nor one of its kernels on this machine has SpeedLab "
     "and torch. Install speedlab[notebook] where a kernel runs, or start the cluster there: %speedlab start in a "
     "notebook, `speedlab start` in a terminal"
 )

@@ -19,7 +19,8 @@ from speedlab.telemetry.folder import RunFolder, Status
 from speedlab.telemetry.prediction import prediction_of
 from speedlab.telemetry.records import CATEGORIES, PHASES, PLACES, RESTING, Event, RunState, StepRecord
 from speedlab.telemetry.series import History, Series, bucket_last, bucket_mean, stride
-from speedlab_server.problems import UnknownError
+from speedlab.telemetry.tensors import SegmentError, tensors_in
+from speedlab_server.problems import QuestionError, UnknownError
 
 MOST_POINTS = 1000
 MOST_EVENTS = 500
@@ -107,6 +108,16 @@ class Reader:
             size = len(self._feed.status.rank_pids) or len(self._feed.records)
             held = {rank: records[-1] for rank, records in self._feed.records.items() if rank < size and records}
             return [_memory_of(record) for record in held.values()]
+
+    def tensors(self, rank: int, category: str, place: str) -> m.Tensors:
+        """What is in a segment of the memory bars. Raises QuestionError for one that is none."""
+        with self._lock:
+            newest = {rank: records[-1] for rank, records in self._feed.records.items() if records}
+        try:
+            told = tensors_in(self.folder, newest, rank=rank, category=category, place=place)
+        except SegmentError as error:
+            raise QuestionError(str(error)) from None
+        return msgspec.convert(told, m.Tensors)
 
     def draw(self, draw: Callable[[History, int, Status, Sequence[Device]], _Drawn]) -> _Drawn:
         """What `draw` makes of (everything plots are drawn from, how often steps were replaced, status, devices), with

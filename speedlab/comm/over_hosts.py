@@ -44,17 +44,22 @@ _served: dict[Endpoint, Any] = {}
 """Stores that this process serves; they end with it."""
 
 
+def own_host() -> str:
+    """The name of this rank's host."""
+    return os.environ.get(HOST) or socket.gethostname()
+
+
 def meet(place: Endpoint, rank: int, size: int, prefix: str, timeout_seconds: float) -> Any:
     """The store of one generation of the group, `prefix`, when all `size` ranks are there and all ways are open.
 
     Raises MeetingFailed, with the hosts, the port and the direction, or with the ranks that did not come.
     """
     deadline = time.monotonic() + timeout_seconds
-    own_host = os.environ.get(HOST) or socket.gethostname()
+    here = own_host()
     if rank == 0:
         _serve(place, timeout_seconds)
     else:
-        _await_server(place, own_host, deadline, timeout_seconds)
+        _await_server(place, here, deadline, timeout_seconds)
     limit = timedelta(seconds=timeout_seconds)
     client = dist.TCPStore(place.address, place.port, is_master=False, timeout=limit, wait_for_workers=False)
     store = dist.PrefixStore(prefix, client)
@@ -65,11 +70,11 @@ def meet(place: Endpoint, rank: int, size: int, prefix: str, timeout_seconds: fl
             f"{_named(absent)} did not come to the meeting of ranks at {place.words} within {timeout_seconds:g} s"
         )
 
-    hosts = _tell(store, "host", str(rank), own_host, [str(k) for k in range(size)], deadline, missing)
+    hosts = _tell(store, "host", str(rank), here, [str(k) for k in range(size)], deadline, missing)
     leaders = {name: k for k, name in reversed(list(enumerate(hosts)))}
     if len(leaders) > 1:
         names = list(leaders)
-        found = _try_ways(store, own_host if leaders[own_host] == rank else None, names, place, deadline, missing)
+        found = _try_ways(store, here if leaders[here] == rank else None, names, place, deadline, missing)
         if found:
             raise MeetingFailed("\n".join(found))
     return store

@@ -41,6 +41,8 @@ class Counted(NamedTuple):
 
     sent_bytes: dict[str, int]
     """By collective."""
+    sent_through: dict[str, dict[str, int]]
+    """Collective → what it went through → bytes."""
     moved_bytes: dict[str, int]
     """To and from the host's memory and the disk, by the way that it went."""
     peer_seconds: dict[str, float]
@@ -67,6 +69,8 @@ class Traffic:
     """The phase of the step that waits are counted in; set by whoever times phases."""
     buffers: BufferMeter = field(default_factory=BufferMeter)
     sent_bytes: Counter[str] = field(default_factory=Counter)
+    sent_through: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """By collective, bytes by what they went through."""
     link_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes since this object was made, by what they went through: shared memory, gloo, nccl, host copies."""
     moved_bytes: Counter[str] = field(default_factory=Counter)
@@ -107,6 +111,7 @@ class Traffic:
         with self._lock:
             if name:
                 self.sent_bytes[name] += nbytes
+                self.sent_through[name][link] += nbytes
             self.link_bytes[link] += nbytes
             if leads_to_place(link):
                 self.moved_bytes[link] += nbytes
@@ -153,6 +158,7 @@ class Traffic:
         waits = self.wait_seconds.items()
         taken = Counted(
             sent_bytes=dict(self.sent_bytes),
+            sent_through={name: dict(links) for name, links in self.sent_through.items()},
             moved_bytes=dict(self.moved_bytes),
             peer_seconds={phase: seconds for (phase, at_place), seconds in waits if not at_place},
             place_seconds={phase: seconds for (phase, at_place), seconds in waits if at_place and phase},
@@ -161,4 +167,5 @@ class Traffic:
         )
         self.compressed_bytes = self.float32_bytes = 0
         self.sent_bytes, self.moved_bytes, self.wait_seconds = Counter(), Counter(), defaultdict(float)
+        self.sent_through = defaultdict(Counter)
         return taken

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Mapping
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from speedlab.telemetry.records import Ledger, Span, StepRecord
+from speedlab.telemetry.records import Ledger, MemoryMark, Span, StepRecord
 
 TIMELINES = 256
-"""Steps whose timelines are kept in memory; those of earlier ones are in the files."""
+"""Steps whose timelines, and whose marks of memory, are kept in memory; those of earlier ones are in the files."""
 
 _WHOLE = ("step", "zero_stage", "tokens")
 _REAL = ("time", "loss", "learning_rate", "grad_norm", "loss_scale", "flops", "seconds", "began")
@@ -32,6 +33,7 @@ class _Shape(NamedTuple):
     exchange: tuple[str, ...]
     host: tuple[str, ...]
     disk: tuple[str, ...]
+    sent_through: tuple[tuple[str, tuple[str, ...]], ...]
     kernels: tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -45,6 +47,7 @@ class Columns:
         self._shapes: dict[_Shape, int] = {}
         self._by_kind: list[_Shape] = []
         self._timelines: dict[int, list[Span]] = {}
+        self._memory: dict[int, list[MemoryMark]] = {}
         self.heldout: list[tuple[int, float]] = []
         """(step, held-out loss), in order."""
 
@@ -66,9 +69,9 @@ class Columns:
         if record.heldout_loss is not None:
             self.heldout.append((record.step, record.heldout_loss))
         if record.timeline:
-            self._timelines[record.step] = record.timeline
-            if len(self._timelines) > TIMELINES:
-                del self._timelines[next(iter(self._timelines))]
+            _keep(self._timelines, record.step, record.timeline)
+        if record.memory:
+            _keep(self._memory, record.step, record.memory)
 
     def __getitem__(self, index: int) -> StepRecord:
         """The record at `index`, 0 or more, made anew."""
@@ -89,9 +92,11 @@ class Columns:
             sent_bytes=_whole(shape.sent_bytes, numbers),
             moved_bytes=_whole(shape.moved_bytes, numbers),
             exchange=dict(zip(shape.exchange, numbers)),  # noqa: B905
+            sent_through={name: _whole(links, numbers) for name, links in shape.sent_through},
             kernels={name: dict(zip(uses, numbers)) for name, uses in shape.kernels},  # noqa: B905
             ledger=Ledger(**ledger),
             timeline=self._timelines.get(step, []),
+            memory=self._memory.get(step, []),
         )
 
     def place_of(self, step: int) -> int:
@@ -107,6 +112,13 @@ class Columns:
             del column[first:]
         self.heldout = [point for point in self.heldout if point[0] < step]
         self._timelines = {known: spans for known, spans in self._timelines.items() if known < step}
+        self._memory = {known: marks for known, marks in self._memory.items() if known < step}
+
+
+def _keep(found: dict[int, Any], step: int, value: Any) -> None:
+    found[step] = value
+    if len(found) > TIMELINES:
+        del found[next(iter(found))]
 
 
 def _shape_of(record: StepRecord) -> _Shape:
@@ -119,7 +131,8 @@ def _shape_of(record: StepRecord) -> _Shape:
         tuple(record.exchange),
         tuple(record.ledger.host),
         tuple(record.ledger.disk),
-        tuple((name, tuple(use)) for name, use in record.kernels.items()) if record.kernels else (),
+        _names_of(record.sent_through),
+        _names_of(record.kernels),
     )
 
 
@@ -136,8 +149,13 @@ def _row_of(record: StepRecord) -> chain[float]:
         record.sent_bytes.values(),
         record.moved_bytes.values(),
         record.exchange.values(),
+        *(links.values() for links in record.sent_through.values()),
         *(use.values() for use in record.kernels.values()),
     )
+
+
+def _names_of(costs: Mapping[str, Mapping[str, float]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return tuple((name, tuple(parts)) for name, parts in costs.items()) if costs else ()
 
 
 def _whole(names: tuple[str, ...], numbers: Any) -> dict[str, int]:

@@ -12,8 +12,9 @@ array. On a websocket they are one binary frame (speedlab_server/drawing.py), in
     {"part": "marks", "shapes": [...], "annotations": [...]}                 events on every step axis
     {"part": "head", "text": …, "state": …, "mark": …, "note": …}            the header line
 
-Bars come at most three times a second, of many ranks once. The pipeline's timeline, a "figure" of its own where there
-is a pipeline, comes at most once a second, of the newest step or of the one that a person points at.
+Bars come at most three times a second, of many ranks once, what kernels and collectives cost at most once. The
+pipeline's timeline, a "figure" of its own where there is a pipeline, comes at most once a second, of the newest step or
+of the one that a person points at.
 
 `seq` counts up by one, so that a page knows when it has missed something and waits for the next keyframe. "states" of a
 keyframe says whether to begin with the model states alone (None while nothing is known). `speedlab_server.messages` has
@@ -30,8 +31,9 @@ from typing import Any
 
 import numpy as np
 
-from speedlab.display.figure_style import Figure
+from speedlab.display.figure_style import Figure, plain
 from speedlab.hardware import Device
+from speedlab.telemetry.cost_figures import cost_figures
 from speedlab.telemetry.feed import bars_seconds
 from speedlab.telemetry.figures import anatomy_by_rank_figure, header
 from speedlab.telemetry.folder import Status
@@ -40,13 +42,15 @@ from speedlab.telemetry.memory_figure import memory_figure, states_are_small, st
 from speedlab.telemetry.pipeline_figure import pipeline_figure
 from speedlab.telemetry.places_figure import places_figure
 from speedlab.telemetry.records import RESTING, StepRecord
-from speedlab.telemetry.series import BARS, POINTS, History, stride
+from speedlab.telemetry.series import BARS, POINTS, SMOOTHING, SMOOTHINGS, History, stride
 from speedlab.telemetry.step_figures import (
     Cut,
     anatomy_figure,
     anatomy_values,
     exchange_figure,
     exchange_values,
+    gradient_figure,
+    gradient_values,
     heldout_values,
     loss_figure,
     loss_values,
@@ -61,6 +65,7 @@ SERVED = "SPEEDLAB_SERVED"
 _HELDOUT_TRACE = 3
 _MOST_HELDOUT = POINTS // 2
 _PIPELINE_SECONDS = 1.0
+_COSTS_SECONDS = 1.0
 
 Message = tuple[dict[str, Any], list[bytes]]
 """Plain data, and the buffers it points to."""
@@ -74,12 +79,16 @@ _BARS: dict[str, Callable[..., Figure]] = {
 }
 _CURVES: dict[str, tuple[int, Callable[..., Figure], Callable[[History, Cut], _Points]]] = {
     "loss": (POINTS // 2, loss_figure, loss_values),
+    "gradient": (POINTS // 2, gradient_figure, gradient_values),
     "throughput": (POINTS, throughput_figure, throughput_values),
     "anatomy": (BARS, anatomy_figure, anatomy_values),
     "exchange": (POINTS, exchange_figure, exchange_values),
 }
 """Figures over steps: most buckets, the whole figure, and the values of its first traces from a cut on. The exchange's
 is there where an optimizer sums gradients itself."""
+
+
+_SMOOTHED = frozenset({"loss", "gradient"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +129,12 @@ class Drawing:
         self._latest: dict[int, StepRecord] = {}
         self._bars_sent = float("-inf")
         self._head: dict[str, str] = {}
+        self._smoothing = SMOOTHING
+        self._costs: tuple[dict[str, Figure], float] = ({}, float("-inf"))
+        """What was sent of them last, and when."""
+        self._costs_of: StepRecord | None = None
+        """The newest record when they were."""
+        self._a_cost_is_gone = False
         self.pipeline_step: int | None = None
         """The step whose timeline is wanted; None takes the newest."""
         self._pipeline: tuple[int | None, float] = (None, float("-inf"))
@@ -127,6 +142,17 @@ class Drawing:
         self._rested: bool | None = None
         """Whether the run rested when it was last drawn; None before it was."""
         self._had_records = False
+
+    def smooth(self, share: float | None) -> bool:
+        """Smooth curves from now on by the one of SMOOTHINGS that is nearest; None is the usual one. Whether that is
+        another one than before."""
+        wanted = SMOOTHING if share is None else min(SMOOTHINGS, key=lambda each: abs(each - share))
+        if wanted == self._smoothing:
+            return False
+        self._smoothing = wanted
+        for name in _SMOOTHED & self._curves.keys():
+            del self._curves[name]  # They are drawn anew.
+        return True
 
     def next(self, status: Status, *, rewritten: bool = False) -> Message | None:
         """What comes next; None when nothing has changed. A keyframe at first, with the first records, which decide how
@@ -146,6 +172,7 @@ class Drawing:
         specs = self._bar_specs()
         specs |= {name: self._curve_spec(name, closed=closed) for name in self._shown}
         self._pipeline = None, float("-inf")
+        specs |= self._new_costs(anyway=True)
         specs |= {"pipeline": spec} if (spec := self._new_pipeline(anyway=True)) is not None else {}
         self._events, self._heldout = len(self.history.events), len(self.history.heldout)
         self._head = self._header(status)
@@ -164,6 +191,8 @@ class Drawing:
             self._tick_curve(name, parts, buffers, rewritten=rewritten)
         self._tick_bars(parts, buffers)
         self._tick_heldout(parts, buffers)
+        for name, spec in self._new_costs().items():
+            append_figure(name, spec, parts, buffers)
         if (spec := self._new_pipeline()) is not None:
             append_figure("pipeline", spec, parts, buffers)
         if len(self.history.events) != self._events:
@@ -178,8 +207,10 @@ class Drawing:
         return {"type": "Changes", "seq": self.seq, "parts": parts}, buffers
 
     def _a_figure_is_gone(self) -> bool:
-        """Whether the page has a figure of what the run has no more: a pipeline, or something that is not on the
-        device."""
+        """Whether the page has a figure of what the run has no more: a pipeline, something that is not on the device,
+        or what nobody pays for any more."""
+        if self._a_cost_is_gone:
+            return True
         now, (step, when) = self._clock(), self._pipeline
         if step is not None and now - when >= _PIPELINE_SECONDS and is_one_stage(self.history.records):
             return True
@@ -204,7 +235,7 @@ class Drawing:
         ended = drawn.open_end and length > drawn.length
         if not rewritten and same and not ended and done == drawn.buckets:
             return  # Most looks at a long run: the next bucket is not full.
-        values = values_of(self.history, Cut(drawn.size, drawn.buckets, closed=False))
+        values = values_of(self.history, Cut(drawn.size, drawn.buckets, False, self._smoothing))
         if rewritten or not same or ended or len(values) != drawn.traces:
             append_figure(name, self._curve_spec(name, closed=False), parts, buffers)
         elif done > drawn.buckets:
@@ -234,6 +265,18 @@ class Drawing:
                 append_figure(name, spec, parts, buffers)
             else:
                 parts.append(_bars(name, spec, buffers))
+
+    def _new_costs(self, *, anyway: bool = False) -> dict[str, Figure]:
+        """Those that have changed; none where it would be too soon."""
+        sent, when = self._costs
+        newest = self.history.latest.get(self.history.lead_rank)
+        if not anyway and (self._clock() - when < _COSTS_SECONDS or newest is self._costs_of):
+            return {}
+        self._costs_of = newest
+        found = cost_figures(self.history)
+        self._a_cost_is_gone = not anyway and bool(sent.keys() - found.keys())
+        self._costs = found, self._clock()
+        return {name: spec for name, spec in found.items() if anyway or plain(spec) != plain(sent.get(name))}
 
     def _new_pipeline(self, *, anyway: bool = False) -> Figure | None:
         """The timeline when there is one to send; None where there is none, or nothing new, or it would be too soon."""
@@ -266,7 +309,7 @@ class Drawing:
     def _curve_spec(self, name: str, *, closed: bool) -> Figure:
         limit, figure_of, values_of = _CURVES[name]
         length = self.history.lead.length
-        cut = Cut(stride(length, limit), 0, closed)
+        cut = Cut(stride(length, limit), 0, closed, self._smoothing)
         self._curves[name] = _Drawn(
             size=cut.size,
             traces=len(values_of(self.history, cut)),

@@ -12,6 +12,7 @@ from statistics import median
 from speedlab.display.figure_style import Figure, plain
 from speedlab.display.text import count_text, seconds_text
 from speedlab.hardware import Device
+from speedlab.telemetry.cost_figures import cost_figures
 from speedlab.telemetry.folder import Status
 from speedlab.telemetry.marks import STATE_MARKS
 from speedlab.telemetry.memory_figure import memory_figure, states_figure
@@ -25,6 +26,7 @@ from speedlab.telemetry.step_figures import (
     anatomy_by_rank_figure,
     anatomy_figure,
     exchange_figure,
+    gradient_figure,
     loss_figure,
     throughput_figure,
 )
@@ -37,6 +39,7 @@ __all__ = [
     "anatomy_figure",
     "exchange_figure",
     "figures",
+    "gradient_figure",
     "header",
     "loss_figure",
     "memory_figure",
@@ -48,8 +51,9 @@ __all__ = [
 
 
 def figures(history: History, *, devices: Sequence[Device] = ()) -> dict[str, Figure]:
-    """All plots by name, in the order in which they are laid out: by place where something is not on the device, the
-    exchange's where an optimizer sums gradients itself, the pipeline's last, where there is one."""
+    """All plots by name, in the order in which they are laid out: by place where something is not on the device, costs
+    where they were measured, the exchange's where an optimizer sums gradients itself, the pipeline's last, where there
+    is one."""
     timeline = timeline_of(history.records)
     pipeline = {} if timeline is None else {"pipeline": pipeline_figure(timeline, devices=devices)}
     by_place = places_figure(history)
@@ -61,6 +65,8 @@ def figures(history: History, *, devices: Sequence[Device] = ()) -> dict[str, Fi
         "throughput": throughput_figure(history),
         "anatomy": anatomy_figure(history),
         "ranks": anatomy_by_rank_figure(history, devices=devices),
+        "gradient": gradient_figure(history),
+        **cost_figures(history),
         **({"exchange": exchange_figure(history)} if history.lead.exchanges else {}),
         **pipeline,
     }

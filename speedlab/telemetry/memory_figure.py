@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 import numpy as np
 
-from speedlab.display.figure_style import LABELS, Figure, bar_marker, base_layout, ink_line, legend_beside, note
+from speedlab.display.figure_style import LABELS, Figure, base_layout, ink_line, legend_beside, note
 from speedlab.display.text import byte_unit, bytes_text
 from speedlab.hardware import Device
 from speedlab.telemetry.prediction import counted, error_text
+from speedlab.telemetry.rank_axis import MOST_RANKS, RankAxis, rank_axis
 from speedlab.telemetry.records import CATEGORIES, StepRecord
 from speedlab.telemetry.series import History, total_bytes
-
-MOST_RANKS = 16
-"""Beyond this many ranks, minimum, median and maximum are drawn instead."""
 
 MODEL_STATES = ("parameters", "gradients", "master_weights", "optimizer_moments")
 """Categories that ZeRO's formula speaks of."""
@@ -29,13 +26,13 @@ _STATES_IN_SIGHT = 0.2
 def memory_figure(history: History, *, devices: Sequence[Device] = ()) -> Figure:
     """Ledger of each rank at its last step as stacked bars, with the capacity line. What was predicted of tensors is an
     outline, with its error on the rank that holds most."""
-    ranks = shown_ranks(history)
-    tops = [_total(history.latest[rank]) for rank in ranks]
-    figure = _bars(history, "memory by rank", CATEGORIES, devices)
-    _add_capacity(figure, history, ranks, tops, _unit(history)[1])
+    axis = rank_axis(history, devices)
+    figure = _bars(history, "memory by rank", CATEGORIES, axis)
+    _add_capacity(figure, history, axis, _unit(history)[1])
     if (predicted := history.predicted) is not None:
-        held = {rank: counted(history.latest[rank].ledger) for rank in ranks}
-        _add_prediction(figure["layout"], {rank: predicted.counted(rank) for rank in ranks}, held, _unit(history)[1])
+        held = {rank: counted(history.latest[rank].ledger) for rank in axis.ranks}
+        told = {rank: predicted.counted(rank) for rank in axis.ranks}
+        _add_prediction(figure["layout"], axis, told, held, _unit(history)[1])
     if outliers := _outliers(history):
         figure["layout"]["annotations"].append(note(outliers, y=1.02))
     return figure
@@ -43,11 +40,12 @@ def memory_figure(history: History, *, devices: Sequence[Device] = ()) -> Figure
 
 def states_figure(history: History, *, devices: Sequence[Device] = ()) -> Figure:
     """Only the model states of each rank: what a ZeRO stage partitions, also where the process holds far more."""
-    figure = _bars(history, "model states by rank", MODEL_STATES, devices)
+    axis = rank_axis(history, devices)
+    figure = _bars(history, "model states by rank", MODEL_STATES, axis)
     if (predicted := history.predicted) is not None:
-        ranks, size = shown_ranks(history), _unit(history, MODEL_STATES)[1]
-        held = {rank: history.latest[rank].ledger.model_states for rank in ranks}
-        _add_prediction(figure["layout"], {rank: predicted.model_states(rank) for rank in ranks}, held, size)
+        held = {rank: history.latest[rank].ledger.model_states for rank in axis.ranks}
+        told = {rank: predicted.model_states(rank) for rank in axis.ranks}
+        _add_prediction(figure["layout"], axis, told, held, _unit(history, MODEL_STATES)[1])
     if history.ranks:
         used = max(_total(record) for record in history.latest.values())
         figure["layout"]["annotations"].append(_above(f"of {bytes_text(used)} in use"))
@@ -60,33 +58,28 @@ def states_are_small(history: History) -> bool:
     return states < _STATES_IN_SIGHT * sum(_total(record) for record in history.latest.values())
 
 
-def _bars(history: History, title: str, categories: Sequence[str], devices: Sequence[Device]) -> Figure:
+def _bars(history: History, title: str, categories: Sequence[str], axis: RankAxis) -> Figure:
     unit, size = _unit(history, categories)
-    names = rank_names(history, shown_ranks(history), devices)
+    ledgers = {rank: history.latest[rank].ledger for rank in axis.ranks}
     traces = [
         {
             "type": "bar",
             "name": LABELS[category],
-            "x": names,
-            "y": values,
-            "marker": bar_marker(category),
+            "meta": category,
+            "x": list(axis.names),
+            "y": axis.heights(lambda rank, category=category: getattr(ledgers[rank], category) / size),
+            "marker": axis.marker(category),
             "hovertemplate": f"%{{x}}<br>{LABELS[category]} %{{y:.5~r}} {unit}<extra></extra>",
         }
-        for category, values in zip(categories, _heights(history, categories, size), strict=True)
+        for category in categories
     ]
     layout = base_layout(title, unit)
     layout |= {"barmode": "relative", "bargap": 0.3, "hovermode": "closest"}
     legend_beside(layout)
-    layout["xaxis"] |= {"type": "category", "showgrid": False}
+    axis.set_on(layout, history)
     if history.ranks:
         _set_range(layout, traces, _coarse(history.most_bytes(_extent(categories))) / size)
     return {"data": traces, "layout": layout}
-
-
-def _heights(history: History, categories: Sequence[str], size: int) -> list[np.ndarray]:
-    """For each category (ranks,) float32 in units of `size` bytes."""
-    ledgers = [history.latest[rank].ledger for rank in shown_ranks(history)]
-    return [np.array([getattr(ledger, c) / size for ledger in ledgers], dtype=np.float32) for c in categories]
 
 
 def _unit(history: History, categories: Sequence[str] = CATEGORIES) -> tuple[str, int]:
@@ -116,20 +109,6 @@ def _total(record: StepRecord) -> int:
     return total_bytes(record.ledger)
 
 
-def shown_ranks(history: History) -> list[int]:
-    ranks = history.ranks
-    if len(ranks) <= MOST_RANKS:
-        return ranks
-    by_total = sorted(ranks, key=lambda rank: (_total(history.latest[rank]), rank))
-    return [by_total[0], by_total[len(by_total) // 2], by_total[-1]]
-
-
-def rank_names(history: History, ranks: list[int], devices: Sequence[Device]) -> list[str]:
-    if len(history.ranks) > MOST_RANKS:
-        return [f"{word} (rank {rank})" for word, rank in zip(("minimum", "median", "maximum"), ranks, strict=True)]
-    return [f"{rank} · {escape(devices[rank].name)}" if rank < len(devices) else f"rank {rank}" for rank in ranks]
-
-
 def _outliers(history: History) -> str:
     """Ranks far from the median, named, when there are too many ranks to draw each."""
     if len(history.ranks) <= MOST_RANKS:
@@ -147,15 +126,18 @@ def _in_sight(tops: list[int], capacities: list[int]) -> bool:
     return bool(tops) and min(capacities) > 0 and max(tops) >= _CAPACITY_IN_SIGHT * min(capacities)
 
 
-def _add_capacity(figure: Figure, history: History, ranks: list[int], tops: list[int], size: int) -> None:
+def _add_capacity(figure: Figure, history: History, axis: RankAxis, size: int) -> None:
     layout = figure["layout"]
-    capacities = [history.latest[rank].ledger.capacity_bytes for rank in ranks]
+    tops = [_total(history.latest[rank]) for rank in axis.ranks]
+    capacities = [history.latest[rank].ledger.capacity_bytes for rank in axis.ranks]
     if not tops or min(capacities) <= 0:
         return
     text = f"capacity {bytes_text(min(capacities))}"
     if _in_sight(tops, capacities):
-        for i, capacity in enumerate(capacities):
-            layout["shapes"].append(ink_line(i - 0.5, i + 0.5, capacity / size, "solid"))
+        for i, rank in enumerate(axis.bars):
+            if rank is not None:
+                capacity = history.latest[rank].ledger.capacity_bytes
+                layout["shapes"].append(ink_line(i - 0.5, i + 0.5, capacity / size, "solid"))
         layout["annotations"].append(note(text, y=min(capacities) / size, yref="y", yanchor="bottom"))
         _set_range(layout, figure["data"], max(*tops, *capacities) / size * 1.12)
     else:
@@ -163,13 +145,16 @@ def _add_capacity(figure: Figure, history: History, ranks: list[int], tops: list
         layout["annotations"].append(_above(f"↑ {text}, {share:.1%} used"))
 
 
-def _add_prediction(layout: Figure, predicted: Mapping[int, int], held: Mapping[int, int], size: int) -> None:
+def _add_prediction(
+    layout: Figure, axis: RankAxis, predicted: Mapping[int, int], held: Mapping[int, int], size: int
+) -> None:
     """Outlines of what was predicted for each rank that is drawn, and the error where most is held."""
     if not any(predicted.values()):
         return
-    for i, rank in enumerate(held):
-        outline = {**ink_line(i - 0.4, i + 0.4, predicted[rank] / size, "solid"), "type": "rect", "y0": 0}
-        layout["shapes"].append(outline)
+    for i, rank in enumerate(axis.bars):
+        if rank is not None:
+            outline = {**ink_line(i - 0.4, i + 0.4, predicted[rank] / size, "solid"), "type": "rect", "y0": 0}
+            layout["shapes"].append(outline)
     most = max(held, key=lambda rank: held[rank])
     error = error_text(predicted[most], held[most])
     text = f"□ predicted {bytes_text(predicted[most])}, measured {bytes_text(held[most])} ({error})"

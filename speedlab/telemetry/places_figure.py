@@ -38,6 +38,7 @@ def places_figure(history: History) -> Figure | None:
                 {
                     "type": "bar",
                     "name": LABELS[category],
+                    "meta": category,
                     "x": names,
                     "y": np.array(shares, dtype=np.float32),
                     "text": [bytes_text(count) for count in counts],
@@ -51,6 +52,7 @@ def places_figure(history: History) -> Figure | None:
     legend_beside(layout)
     layout["height"] = _PIXELS
     layout["xaxis"] |= {"type": "category", "showgrid": False}
+    layout["meta"] = {"bars": [[rank, place] for place, rank in fullest.items()], "ranks": history.ranks}
     tops = [100 * _held(ledgers[rank], place) / _whole(ledgers[rank], place) for place, rank in fullest.items()]
     layout["yaxis"] |= {"range": [0, _top(max(tops))]}
     layout["shapes"].append(ink_line(-0.5, len(names) - 0.5, 100.0, "solid"))

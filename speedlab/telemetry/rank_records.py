@@ -224,8 +224,8 @@ def _record_of(line: bytes, rank: int) -> StepRecord:
     return record
 
 
-_OTHER_FIELDS = {"phases", "sent_bytes", "moved_bytes", "exchange", "kernels", "ledger"}
-_OTHER_FIELDS |= {"heldout_loss", "traced", "timeline"}
+_OTHER_FIELDS = {"phases", "sent_bytes", "sent_through", "moved_bytes", "exchange", "kernels", "ledger"}
+_OTHER_FIELDS |= {"heldout_loss", "traced", "timeline", "memory"}
 _NUMBER_FIELDS = tuple(f.name for f in fields(StepRecord) if f.name not in _OTHER_FIELDS)
 _NUMBERS = {int, float}
 _LARGEST = 2**53
@@ -246,14 +246,22 @@ def _check_record(record: StepRecord, rank: int) -> None:
         raise TypeError(f"traced is {record.traced!r}, not true or false")
     counts = [record.step, record.zero_stage, record.tokens, *_ledger_values(record.ledger)]
     counts += [*record.sent_bytes.values(), *record.moved_bytes.values()]
+    counts += [count for links in record.sent_through.values() for count in links.values()]
     numbers: list[float] = [value for use in record.kernels.values() for value in use.values()]
     numbers += [*record.phases.values(), *record.exchange.values()]
     for span in record.timeline:
         numbers += span[1:]
         if not isinstance(span.action, str):
             raise TypeError(f"timeline holds the action {span.action!r}, not a text")
+    for mark in record.memory:
+        numbers.append(mark.seconds)
+        counts.append(mark.bytes)
+        if not isinstance(mark.phase, str):
+            raise TypeError(f"memory holds the phase {mark.phase!r}, not a text")
     if not {*map(type, numbers), *map(type, counts)} <= _NUMBERS:
-        fields_of_numbers = "phases, sent_bytes, moved_bytes, exchange, kernels, ledger or timeline"
+        fields_of_numbers = (
+            "phases, sent_bytes, sent_through, moved_bytes, exchange, kernels, ledger, timeline or memory"
+        )
         raise TypeError(f"{fields_of_numbers} hold something else than numbers")
     array("d", [*numbers, *(values[name] for name in _NUMBER_FIELDS)])  # Raises OverflowError for what is no float64.
     if not sum(map(abs, counts)) < _LARGEST:  # Also where one is not a number.

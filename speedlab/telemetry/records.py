@@ -115,6 +115,17 @@ class Span(NamedTuple):
     seconds: float
 
 
+class MemoryMark(NamedTuple):
+    """What was allocated at a moment of a step."""
+
+    phase: str
+    """Which has just ended; `start` where none has."""
+    seconds: float
+    """After the step began."""
+    bytes: int
+    """On a GPU those of tensors, else of the process's heap and shared memory."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """One optimizer step on one rank.
@@ -137,6 +148,9 @@ class StepRecord:
     seconds: float
     phases: dict[str, float] = field(default_factory=dict)
     sent_bytes: dict[str, int] = field(default_factory=dict)
+    """By collective."""
+    sent_through: dict[str, dict[str, int]] = field(default_factory=dict)
+    """The same by what it went through: collective → link (shared memory, gloo, nccl, …) → bytes."""
     moved_bytes: dict[str, int] = field(default_factory=dict)
     """To and from places beside the device, by way: 'disk read', 'disk write', 'host copy'."""
     exchange: dict[str, float] = field(default_factory=dict)
@@ -155,6 +169,8 @@ class StepRecord:
     """When the step began on this rank, seconds since the epoch: the origin of `timeline`."""
     timeline: list[Span] = field(default_factory=list)
     """What a pipeline rank did, in order; empty where there is no pipeline."""
+    memory: list[MemoryMark] = field(default_factory=list)
+    """Over the time of the step, in order; of about one step in a second, empty in the others."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -176,6 +192,7 @@ class StepRecord:
             pass  # NaN and infinity, for example, are no JSON to it; a sixth of the time where it can.
         data = _known(json.loads(line), cls)
         data["ledger"] = Ledger(**_known(data.get("ledger", {}), Ledger))
+        data["memory"] = [MemoryMark(*mark[: len(MemoryMark._fields)]) for mark in data.get("memory", ())]
         data["timeline"] = [Span(*span[: len(Span._fields)]) for span in data.get("timeline", ())]
         return cls(**data)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from speedlab.telemetry.prediction import Prediction
-from speedlab.telemetry.records import CATEGORIES, PHASES, Event, Ledger, StepRecord
+from speedlab.telemetry.records import CATEGORIES, PHASES, Event, Ledger, MemoryMark, StepRecord
 from speedlab.telemetry.shape import layout_in
 
 POINTS = 400
@@ -23,7 +23,10 @@ BARS = 80
 """Most bars of a stacked plot over steps."""
 
 SMOOTHING = 0.9
-"""Share of the past in the smoothed loss, per step (bias-corrected, so that the first steps are not pulled to zero)."""
+"""Share of the past in a smoothed curve, per step (bias-corrected, so that the first steps are not pulled to zero)."""
+
+SMOOTHINGS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
+"""Shares that a person may choose from; about the last 1 / (1 - share) steps count."""
 
 _AT_ONCE = 512
 """Records that are made at a time."""
@@ -35,8 +38,6 @@ _COLUMNS = (
     "tokens_per_second",
     "flops_per_second",
     "seconds",
-    "weighted_sum",
-    "weight",
     "sent_share",
     "error_norm",
     "angle",
@@ -60,11 +61,41 @@ MOST: dict[str, Callable[[Ledger], int]] = {
 """What a rank holds at most over the steps."""
 
 
+class _Smoothing:
+    """A column smoothed by one share of the past, as far as somebody has asked for it."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._sums = np.empty((2, 0))
+        """Of values and of their weights, by step."""
+
+    def of(self, values: np.ndarray) -> np.ndarray:
+        """(length,) of (length,) values; what is no finite number leaves the curve as it was."""
+        known = self._sums.shape[1]
+        total, weight = self._sums[:, -1] if known else (0.0, 0.0)
+        sums: tuple[list[float], list[float]] = [], []
+        for value in values[known:].tolist():
+            if value - value == 0:
+                total = total * self._share + value * (1 - self._share)
+                weight = weight * self._share + (1 - self._share)
+            sums[0].append(total)
+            sums[1].append(weight)
+        if sums[0]:
+            self._sums = np.concatenate([self._sums, np.array(sums)], axis=1)
+        total, weight = self._sums
+        return np.divide(total, weight, out=np.full(len(total), np.nan), where=weight > 0)
+
+    def cut(self, length: int) -> None:
+        """Later values were replaced."""
+        self._sums = self._sums[:, :length]
+
+
 class Series:
     """The records of one rank as float64 columns by name, plus its held-out losses."""
 
     def __init__(self) -> None:
         self._data = np.empty((len(_COLUMNS), 256))
+        self._smoothings: dict[tuple[str, float], _Smoothing] = {}
         self._seen = 0
         self._newest = 0.0
         """When the last of those records was made."""
@@ -72,6 +103,8 @@ class Series:
         self.heldout: list[tuple[int, float]] = []
         self.most_bytes: dict[str, int] = dict.fromkeys(MOST, 0)
         """The most this rank has held at any step: of model states, and of all categories together."""
+        self.marked: tuple[int, list[MemoryMark]] = 0, []
+        """The newest step whose memory was marked over its time, and its marks."""
         self.waited_for_places = False
         """Whether any step has waited for the host's memory or the disk."""
         self.exchanges = False
@@ -84,8 +117,17 @@ class Series:
     @property
     def smoothed(self) -> np.ndarray:
         """(length,) smoothed loss."""
-        weight = self.column("weight")
-        return np.divide(self.column("weighted_sum"), weight, out=np.full(self.length, np.nan), where=weight > 0)
+        return self.smoothed_by(SMOOTHING)
+
+    def smoothed_by(self, share: float, name: str = "loss") -> np.ndarray:
+        """(length,) a column smoothed by one of SMOOTHINGS; what was smoothed before is kept."""
+        smoothing = self._smoothings.setdefault((name, share), _Smoothing(share))
+        return smoothing.of(self.column(name))
+
+    def _cut(self, length: int) -> None:
+        self.length = length
+        for smoothing in self._smoothings.values():
+            smoothing.cut(length)
 
     def update(self, records: Sequence[StepRecord]) -> bool:
         """Take in what is new in `records`. True when earlier steps were replaced: a plot must be drawn anew."""
@@ -94,7 +136,8 @@ class Series:
         last = records[max(0, self._seen - 1) : self._seen]
         rewritten = self._seen > 0 and (not last or last[0].time != self._newest)
         if rewritten:
-            self._seen = self.length = 0
+            self._seen = 0
+            self._cut(0)
             self.heldout.clear()
         while fresh := records[self._seen : self._seen + _AT_ONCE]:
             for record in fresh:
@@ -107,14 +150,11 @@ class Series:
         rewritten = False
         if self.length and record.step <= self._data[0, self.length - 1]:
             # A run that went back to a checkpoint: the abandoned steps make way for the ones that count.
-            self.length = int(np.searchsorted(self.column("step"), record.step))
+            self._cut(int(np.searchsorted(self.column("step"), record.step)))
             self.heldout = [point for point in self.heldout if point[0] < record.step]
             rewritten = True
         if self.length == self._data.shape[1]:
             self._data = np.concatenate([self._data, np.empty_like(self._data)], axis=1)
-        before = self._data[6:8, self.length - 1] if self.length else np.zeros(2)
-        keep = SMOOTHING if np.isfinite(record.loss) else 1.0
-        gain = np.array([record.loss, 1.0]) * (1 - SMOOTHING) if keep < 1 else np.zeros(2)
         self._data[:, self.length] = (
             record.step,
             record.loss,
@@ -122,12 +162,13 @@ class Series:
             record.tokens_per_second,
             record.flops / record.seconds if record.seconds > 0 else 0.0,
             record.seconds,
-            *(before * keep + gain),
             *self._exchange(record.exchange),
             record.grad_norm,
             *(record.phases.get(phase, 0.0) for phase in PHASES),
         )
         self.length += 1
+        if record.memory:
+            self.marked = record.step, record.memory
         self.waited_for_places |= record.phases.get("offload", 0.0) > 0
         for name, held in MOST.items():
             self.most_bytes[name] = max(self.most_bytes[name], held(record.ledger))
@@ -231,6 +272,11 @@ class History:
     def pretended_link(self) -> str:
         """'1 Gbit/s 1 ms', where its engines pretend one between them; else ''."""
         return str(self._started.get("pretended_link", {}).get("text", ""))
+
+    def host_of(self, rank: int) -> str:
+        """The name of a rank's host, where the run is on several; else ''."""
+        hosts = self._started.get("hosts")
+        return str(hosts[rank]) if isinstance(hosts, list) and 0 <= rank < len(hosts) else ""
 
     def share_of_peak(self, flops_per_second: np.ndarray) -> np.ndarray | None:
         """What one rank computes as a share (0 to 1) of what a large matmul reaches on it; None where not measured."""

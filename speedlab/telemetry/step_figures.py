@@ -11,6 +11,7 @@ import numpy as np
 
 from speedlab.display.figure_style import (
     ACCENT,
+    COLOURS,
     INK,
     PHASE_COLOURS,
     Figure,
@@ -22,8 +23,20 @@ from speedlab.display.figure_style import (
 )
 from speedlab.hardware import Device
 from speedlab.telemetry.marks import over_steps
-from speedlab.telemetry.memory_figure import rank_names, shown_ranks
-from speedlab.telemetry.series import BARS, POINTS, History, bucket_extremes, bucket_last, bucket_mean, stride
+from speedlab.telemetry.rank_axis import rank_axis
+from speedlab.telemetry.records import StepRecord
+from speedlab.telemetry.series import (
+    BARS,
+    POINTS,
+    SMOOTHING,
+    History,
+    bucket_extremes,
+    bucket_last,
+    bucket_mean,
+    stride,
+)
+
+GRADIENT = COLOURS["gradients"]
 
 RECENT_STEPS = 20
 """Steps that a present value is taken over."""
@@ -32,11 +45,13 @@ RECENT_STEPS = 20
 @dataclass(frozen=True)
 class Cut:
     """Which part of a history a curve shows: buckets of `size` steps from number `first` on; `closed` draws the
-    unfinished bucket at the end too, as for a run that is over."""
+    unfinished bucket at the end too, as for a run that is over. `smoothing` (of SMOOTHINGS): the share of the past in
+    what is smoothed."""
 
     size: int
     first: int = 0
     closed: bool = True
+    smoothing: float = SMOOTHING
 
 
 def cut_for(history: History, limit: int, *, closed: bool = True) -> Cut:
@@ -50,7 +65,7 @@ def loss_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndarray
     steps = bucket_last(lead.column("step"), cut.size, **kept)
     return [
         float32(*bucket_extremes(lead.column("step"), lead.column("loss"), cut.size, **kept)),
-        float32(steps, bucket_last(lead.smoothed, cut.size, **kept)),
+        float32(steps, bucket_last(lead.smoothed_by(cut.smoothing), cut.size, **kept)),
         float32(steps, bucket_last(lead.column("learning_rate"), cut.size, **kept)),
     ]
 
@@ -72,6 +87,31 @@ def loss_figure(history: History, cut: Cut | None = None) -> Figure:
     ]
     layout = base_layout("loss", "loss")
     layout["yaxis2"] = second_axis("learning rate", ".1e")
+    over_steps(layout, history.events)
+    return {"data": data, "layout": layout}
+
+
+def gradient_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(x, y) of each trace of the gradient figure: raw, smoothed."""
+    lead = history.lead
+    kept = {"closed": cut.closed, "first": cut.first}
+    steps = bucket_last(lead.column("step"), cut.size, **kept)
+    return [
+        float32(*bucket_extremes(lead.column("step"), lead.column("grad_norm"), cut.size, **kept)),
+        float32(steps, bucket_last(lead.smoothed_by(cut.smoothing, "grad_norm"), cut.size, **kept)),
+    ]
+
+
+def gradient_figure(history: History, cut: Cut | None = None) -> Figure:
+    """Norm of the whole gradient before it is clipped, raw (faint) and smoothed (strong), on a logarithmic axis."""
+    raw, smoothed = gradient_values(history, cut or cut_for(history, POINTS // 2))
+    data = [
+        curve("gradient norm", raw, "%{y:.4g}", color=GRADIENT, width=1, opacity=0.6),
+        curve("gradient norm, smoothed", smoothed, "%{y:.4g}", color=GRADIENT, width=2.5),
+    ]
+    layout = base_layout("gradient norm", "norm")
+    layout["yaxis"] |= {"type": "log", "tickformat": "~g", "nticks": 3}  # More, and their numbers overlap.
+    layout["legend"] |= {"entrywidth": 150}
     over_steps(layout, history.events)
     return {"data": data, "layout": layout}
 
@@ -162,24 +202,24 @@ def anatomy_figure(history: History, cut: Cut | None = None) -> Figure:
 
 def anatomy_by_rank_figure(history: History, *, devices: Sequence[Device] = ()) -> Figure:
     """Time of a step by phase for each rank, mean of its last steps: who waits for whom."""
-    ranks = shown_ranks(history)
+    axis = rank_axis(history, devices)
+    recent = {rank: history.records[rank][-RECENT_STEPS:] for rank in axis.ranks}
+    means = {rank: _mean_phases(history.phases, found) for rank, found in recent.items()}
     data = [
-        {**_phase_bar(phase), "x": rank_names(history, ranks, devices), "y": values}
-        for phase, values in zip((*history.phases, "other"), _recent_phases(history, ranks), strict=True)
+        {**_phase_bar(phase), "x": list(axis.names), "y": axis.heights(lambda rank, i=i: 1000 * means[rank][i])}
+        for i, phase in enumerate((*history.phases, "other"))
     ]
     layout = base_layout(f"anatomy of a step, mean of the last {RECENT_STEPS}", "ms")
     layout |= {"barmode": "stack", "bargap": 0.3, "hovermode": "x unified"}
     legend_beside(layout)
-    layout["xaxis"] |= {"type": "category", "showgrid": False}
+    axis.set_on(layout, history)
     return {"data": data, "layout": layout}
 
 
-def _recent_phases(history: History, ranks: list[int]) -> list[np.ndarray]:
-    recent = [history.records[rank][-RECENT_STEPS:] for rank in ranks]
-    means = [[fmean(each.phases.get(phase, 0.0) for each in found) for found in recent] for phase in history.phases]
-    seconds = [fmean(each.seconds for each in found) for found in recent]
-    rest = [max(0.0, total - sum(phase[i] for phase in means)) for i, total in enumerate(seconds)]
-    return [np.array(values, dtype=np.float32) * 1000 for values in (*means, rest)]
+def _mean_phases(phases: Sequence[str], records: Sequence[StepRecord]) -> list[float]:
+    """Seconds of each phase, and of the rest of a step."""
+    means = [fmean(each.phases.get(phase, 0.0) for each in records) for phase in phases]
+    return [*means, max(0.0, fmean(each.seconds for each in records) - sum(means))]
 
 
 def _phase_bar(phase: str) -> dict[str, Any]:

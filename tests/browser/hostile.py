@@ -112,12 +112,27 @@ def _make_run(parent: Path, name: str, texts: tuple[str, ...]) -> RunFolder:
     for rank in range(2):
         lines = [_record(step, rank, texts).to_json() for step in range(1, 9)]
         (folder.path / "records" / f"rank-{rank}.jsonl").write_text("".join(f"{line}\n" for line in lines))
-        rows = [{"parameter": text, "unit": text, "part": text, "owner": text} for text in texts]
+        rows = [_row(text) for text in texts]
         (folder.path / "placement").mkdir(exist_ok=True)
         (folder.path / "placement" / f"rank-{rank}.json").write_text(json.dumps({"rows": rows}))
     text = "\n".join(texts)
     folder.write_status(Status(state=RunState.FAILED, step=8, steps=20, rank_pids=(1, 2), text=text))
     return folder
+
+
+def _row(text: str) -> dict[str, object]:
+    """Of a placement table."""
+    home = {"holders": text, "where": "device", "form": text}
+    return {
+        "name": text,
+        "unit": text,
+        "shape": [4, 2],
+        "whole_shape": [8, 2],
+        "cut_over": [text],
+        "owners": [0],
+        "held": {"parameter": [0, 8, 32]},
+        "states": {"parameter": home},
+    }
 
 
 def _renamed(folder: RunFolder, name: str) -> None:
@@ -142,6 +157,7 @@ def _record(step: int, rank: int, texts: tuple[str, ...]) -> StepRecord:
         seconds=0.1,
         phases={"forward": 0.05, "backward": 0.05, **dict.fromkeys(texts, 0.001)},
         sent_bytes=dict.fromkeys(texts, 100),
+        sent_through={text: {text: 100} for text in texts},
         moved_bytes=dict.fromkeys(texts, 100),
         kernels={text: {"calls": 1.0, "bytes": 100.0, "seconds": 0.001} for text in texts},
         ledger=Ledger(parameters=100, gradients=100, reported_bytes=400, other_framework=200, capacity_bytes=10_000),

@@ -120,7 +120,7 @@ class Page:
             note["text"] = text
 
     def _marks(self, part, buffers) -> None:
-        for name in ("loss", "throughput", "anatomy"):
+        for name in ("loss", "throughput", "anatomy", "gradient"):
             self.figures[name]["layout"] |= {key: part[key] for key in ("shapes", "annotations")}
 
     def _head(self, part, buffers) -> None:
@@ -366,7 +366,7 @@ def test_the_first_state_has_everything_before_any_message(shown):
     page = Page.of(view)
     assert page.figures["loss"]["data"][0]["x"].tolist() == [1, 2, 3]
     assert page.head["text"].startswith("sample · step 3/1,000 · 41 k tokens/s · loss 7.98")
-    assert len(view._esm.encode()) < 25_000
+    assert len(view._esm.encode()) < 32_000
 
 
 def test_records_reach_the_page_from_a_thread_while_the_main_one_is_busy(source, shown):
@@ -387,6 +387,19 @@ def test_keyframes_come_by_themselves_for_a_page_that_missed_a_tick(source, show
     first = view.keyframe["message"]["seq"]
     eventually(lambda: view.keyframe["message"]["seq"] > first)
     assert Page.of(view).figures["loss"]["data"][0]["x"].tolist()[-1] == 4
+
+
+def test_a_view_asks_for_tensors_and_chooses_smoothing(source, shown):
+    view, sent = shown
+    view._on_message(view, {"type": "Segment", "rank": 0, "category": "activations", "place": "device"}, [])
+    told = [message for message, _ in sent if message["type"] == "Tensors"]
+    assert [(each["rank"], each["category"], each["rows"]) for each in told] == [(0, "activations", [])]
+    view._on_message(view, {"type": "Segment", "rank": "<b>", "category": None, "place": 1}, [])
+    assert any(message["type"] == "Problem" and "is no segment" in message["text"] for message, _ in sent)
+    sent.clear()
+    view._on_message(view, {"type": "Draw", "view": "a", "watching": True, "smoothing": 0.0}, [])
+    drawn = [part["figure"] for message, _ in list(sent) for part in message.get("parts", []) if "data" in part]
+    assert {"loss", "gradient"} <= set(drawn)
 
 
 def test_a_hidden_dashboard_stops_and_comes_back_complete(source, shown):

@@ -146,7 +146,8 @@ def test_start_pushes_the_cluster_and_says_what_runs(notebook: Notebook) -> None
     assert "was running" in notebook.run("%speedlab start --name x")
     error = notebook.error("%speedlab start --engines 3 --name x")
     assert isinstance(error, magics.CommandError)
-    assert str(error) == "cluster 'x' runs with 2 engines, and 3 were asked for; stop it first"
+    told = "cluster 'x' runs with 2 engines, and 3 were asked for; stop it first"
+    assert str(error) == f"{told}\nmore: speedlab guide trouble engines"
 
 
 def test_a_pretended_link_is_told_as_pretended(notebook: Notebook) -> None:

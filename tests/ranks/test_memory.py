@@ -25,6 +25,7 @@ from ranks.conftest import PoolOf
 from ranks.loops import Case, adamw, engine_for, engine_step, sgd
 from ranks.pool import Pool
 from ranks.test_parity import STAGES
+from speedlab.engine.run.holding import holdings
 
 # ---- looking at a parameter ------------------------------------------------------------------------------------------
 
@@ -79,6 +80,38 @@ def test_owners_cover_every_element_once(pool_of: PoolOf) -> None:
         assert ranges[0][0] == 0
         assert ranges[-1][1] == parameter.numel()
         assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges)), text
+
+
+def held_here(case: Case) -> dict[str, Any]:
+    with engine_for(case) as engine:
+        engine_step(engine, case, 0)
+        return {
+            "held": holdings(engine.zeros, lambda flat: len(engine.partitioned_optimizer.states_of(flat))),
+            "ledger": engine.ledger(),
+            "padding": sum(flat.padded - sum(slot.numel for slot in flat.slots) for flat in engine.flats),
+            "buffers": sum(buffer.nbytes for buffer in engine.buffers),
+        }
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_told_of_each_tensor_is_what_the_ledger_measures(two: Pool, stage: int) -> None:
+    ranks = two.run(held_here, Case(stage=stage, optimizer=adamw))
+    categories = {"parameter": "parameters", "gradient": "gradients", "moments": "optimizer_moments"}
+    for rank in ranks:
+        for state, category in categories.items():
+            told = sum(row["held"][state][2] for row in rank["held"].values())
+            rest = getattr(rank["ledger"], category) - told - (rank["buffers"] if state == "parameter" else 0)
+            assert 0 <= rest <= rank["padding"] * 4 * (2 if state == "moments" else 1), (state, rest)
+    for name, parameter in models.transformer().named_parameters():
+        pieces = [rank["held"][name]["held"]["moments"][:2] for rank in ranks]
+        if stage == 0:
+            assert pieces == [[0, parameter.numel()]] * 2
+            assert ranks[0]["held"][name]["owners"] == []
+            continue
+        owners = [number for number, (first, end) in enumerate(pieces) if end > first]
+        assert ranks[0]["held"][name]["owners"] == ranks[1]["held"][name]["owners"] == owners
+        assert sum(end - first for first, end in pieces) == parameter.numel()
+        assert pieces[0][1] == pieces[1][0] or len(owners) == 1
 
 
 def gather_strangers() -> tuple[bool, bool]:

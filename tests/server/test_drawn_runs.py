@@ -109,6 +109,31 @@ def test_a_page_gets_everything_then_what_is_new_and_nothing_while_it_is_hidden(
     page.close()
 
 
+def test_a_page_chooses_smoothing_and_asks_for_the_tensors_in_a_segment(server: JupyterServer) -> None:
+    folder = make_run(server, "drawn-smooth", 3)
+    page = Page(server, folder)
+    page.draw()
+    page.receive()
+    page.draw(smoothing=0.0)
+    changes, buffers = page.receive()
+    drawn = {part["figure"]: part["data"] for part in changes["parts"] if part["part"] == "figure"}
+    assert set(drawn) == {"loss", "gradient"}
+    raw, smoothed = (buffers[trace["y"]["f32"]].tolist() for trace in drawn["loss"][:2])
+    assert raw == smoothed
+    page.close()
+
+    home = {"holders": "replicated", "where": "device", "form": "float32"}
+    row = {"name": "<b>", "unit": "root", "shape": [2], "whole_shape": [2], "cut_over": [], "owners": []}
+    folder.write_placement(0, [{**row, "states": {"parameter": home}, "held": {"parameter": [0, 2, 8]}}])
+    status, told = server.ask(f"{of(folder)}/tensors?rank=0&category=parameters")
+    assert (status, told["type"], told["measured_bytes"], told["step"]) == (200, "Tensors", 100, 3)
+    assert [(each["name"], each["bytes"]) for each in told["rows"]] == [("<b>", 8)]
+    assert msgspec.convert(told, m.Tensors).text.startswith("92 B more are padding")
+    status, told = server.ask(f"{of(folder)}/tensors?rank=0&category=everything")
+    assert (status, told["type"]) == (400, "Problem")
+    assert "is no segment" in told["text"]
+
+
 def test_at_most_ten_frames_a_second(server: JupyterServer) -> None:
     folder = make_run(server, "drawn-fast", 1, ranks=1)
     page, done = Page(server, folder), threading.Event()

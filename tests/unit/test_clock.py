@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from speedlab.comm import Traffic, Transfer
-from speedlab.engine.step import clock
+from speedlab.engine.step import clock, memory_marks
 from speedlab.engine.step.clock import PhaseClock
+from speedlab.engine.step.memory_marks import MemoryMarks, allocated_bytes
 
 
 class Event:
@@ -89,3 +90,53 @@ def test_waits_outside_all_phases_are_communication_only(gpu_clock) -> None:
     Event.passed = 3.0
     assert phases.take().phases == {"communication": pytest.approx(3e-3)}
     assert phases.take().phases == {"communication": 0.0}
+
+
+def test_memory_is_marked_at_the_ends_of_phases_in_one_step_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, held = [10.0], iter(range(1, 100))
+
+    def read(device: torch.device) -> int:
+        now[0] += 1e-5
+        return next(held)
+
+    monkeypatch.setattr(memory_marks, "allocated_bytes", read)
+    marks = MemoryMarks(torch.device("cpu"), lambda: now[0], lambda: now[0])
+
+    def step(*phases: str) -> list[tuple[str, int]]:
+        marks.begin()
+        for phase in phases:
+            now[0] += 0.1
+            marks.note(phase)
+        return [(mark.phase, mark.bytes) for mark in marks.take()]
+
+    assert step("forward", "backward") == [("start", 1), ("forward", 2), ("backward", 3)]
+    assert step("forward") == [], "the second is not over"
+    now[0] += 1.0
+    marks.begin()
+    assert marks.take()[0].seconds == 0.0
+    now[0] += 1.0
+    # A heap that is counted slowly: its step ends there, and the next one waits 400 times as long.
+    monkeypatch.setattr(memory_marks, "allocated_bytes", lambda device: now.append(now.pop() + 0.01) or 7)
+    assert step("forward", "backward") == [("start", 7)]
+    now[0] += 2.0
+    assert step("forward") == []
+    now[0] += 2.0
+    assert step() == [("start", 7)]
+
+
+def test_what_is_allocated_on_a_cpu_is_counted_to_the_byte_of_a_large_tensor() -> None:
+    before = allocated_bytes(torch.device("cpu"))
+    if before == 0:
+        pytest.skip("the C library counts no heap")
+    tensor = torch.zeros(4 << 20, dtype=torch.uint8)
+    assert (4 << 20) <= allocated_bytes(torch.device("cpu")) - before < (5 << 20)
+    del tensor
+    assert allocated_bytes(torch.device("cpu")) - before < (1 << 20)
+
+
+def test_a_clock_gives_the_marks_with_its_step() -> None:
+    phases = PhaseClock(Traffic(), torch.device("cpu"))
+    with phases.phase("forward"), phases.phase("data"):
+        pass
+    assert [mark.phase for mark in phases.take().memory] == ["start", "data", "forward"]
+    assert phases.take().memory == []

@@ -20,6 +20,7 @@ from speedlab.telemetry.figures import (
     anatomy_by_rank_figure,
     anatomy_figure,
     figures,
+    gradient_figure,
     header,
     loss_figure,
     memory_figure,
@@ -46,6 +47,23 @@ def ledger(**parts: int) -> Ledger:
 
 
 # Memory
+
+
+def test_ranks_of_several_hosts_stand_apart_and_say_whose_they_are():
+    made = history(ranks=4, ledger=ledger(parameters=50 * MIB, capacity_bytes=100 * MIB))
+    made.events = [make_event("started", details={"hosts": ["<left>", "<left>", "right", "right"]})]
+    for figure in (memory_figure(made, devices=cpu_devices(4)), anatomy_by_rank_figure(made)):
+        names = figure["data"][0]["x"]
+        assert [name.partition("<br>")[2] for name in names] == ["&lt;left&gt;"] * 2 + [""] + ["right"] * 2
+        assert figure["data"][0]["y"].tolist()[2] == 0.0
+        bars = [[0, "device"], [1, "device"], [None, "device"], [2, "device"], [3, "device"]]
+        assert figure["layout"]["meta"] == {"bars": bars, "ranks": [0, 1, 2, 3]}
+    capacity = [shape for shape in memory_figure(made)["layout"]["shapes"] if shape["type"] == "line"]
+    assert [shape["x0"] for shape in capacity] == [-0.5, 0.5, 2.5, 3.5], "none in the gap"
+    hatched = memory_figure(made)["data"][-1]
+    assert hatched["marker"]["line"]["width"] == [1, 1, 0, 1, 1]
+    made.events = []
+    assert memory_figure(made)["data"][0]["x"] == [f"rank {rank}" for rank in range(4)]
 
 
 def test_bars_stack_every_category_in_the_ledgers_order_and_colours():
@@ -231,6 +249,21 @@ def test_buckets_that_are_whole_never_change_when_the_run_goes_on():
     for (x, y), (later_x, later_y), (rest_x, rest_y) in zip(before, after, rest, strict=True):
         assert np.concatenate([x, rest_x]).tolist() == later_x.tolist()
         assert np.concatenate([y, rest_y]).tolist() == later_y.tolist()
+
+
+def test_a_chosen_smoothing_is_that_share_of_the_past_also_after_steps_were_replaced():
+    entries = [make_record(step, loss=float(step), grad_norm=1.0 / step) for step in range(1, 9)]
+    made = History.of({0: entries})
+    for share in (0.0, 0.5, 0.99):
+        weights = [[share ** (i - j) for j in range(i + 1)] for i in range(8)]
+        usual = [sum(w * (j + 1) for j, w in enumerate(each)) / sum(each) for each in weights]
+        assert made.lead.smoothed_by(share).tolist() == pytest.approx(usual)
+    assert made.lead.smoothed_by(0.0, "grad_norm").tolist() == [1.0 / step for step in range(1, 9)]
+    raw, smoothed = gradient_figure(made, Cut(1, 0, True, 0.0))["data"]
+    assert raw["y"].tolist() == smoothed["y"].tolist()
+    again = [*entries[:4], *(make_record(step, loss=100.0, time=5000.0) for step in range(5, 8))]
+    assert made.update({0: [*entries, *again[4:]]}, [])
+    assert made.lead.smoothed_by(0.0).tolist() == [1.0, 2.0, 3.0, 4.0, 100.0, 100.0, 100.0]
 
 
 def test_updating_piece_by_piece_is_the_same_as_at_once():

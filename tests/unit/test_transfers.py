@@ -39,8 +39,9 @@ def test_transfer_is_counted_when_started_and_waited_for_once() -> None:
     assert traffic.link_bytes == {"gloo": 40}
     counted = traffic.take()
     assert (counted.sent_bytes, counted.moved_bytes) == ({"all_gather": 40}, {})
+    assert counted.sent_through == {"all_gather": {"gloo": 40}}
     assert (set(counted.peer_seconds), counted.place_seconds) == ({"forward"}, {})
-    assert traffic.take() == ({}, {}, {}, {}, 0, 0)
+    assert traffic.take() == ({}, {}, {}, {}, {}, 0, 0)
 
 
 def test_ways_to_the_host_and_the_disk_are_counted_apart() -> None:

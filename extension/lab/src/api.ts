@@ -8,7 +8,9 @@ import type {
   Places,
   Run,
   Runs,
+  Segment,
   Start,
+  Tensors,
   Word,
   WordGiven
 } from './messages';
@@ -41,6 +43,12 @@ export class Api {
   run = (id: string) => this.ask<Run>('Run', `runs/${encodeURIComponent(id)}`);
   events = (id: string) => this.ask<Events>('Events', `runs/${encodeURIComponent(id)}/events`);
   notebook = (name: string) => this.ask<Notebook>('Notebook', `notebooks/${encodeURIComponent(name)}`);
+
+  /** What is in a segment of a run's memory bars. */
+  tensors(run: string, { rank, category, place }: Pick<Segment, 'rank' | 'category' | 'place'>): Promise<Tensors> {
+    const query = new URLSearchParams({ rank: String(rank), category, place });
+    return this.ask('Tensors', `runs/${encodeURIComponent(run)}/tensors?${query.toString()}`);
+  }
 
   /** Give a control word to a run. */
   give(run: string, word: Word): Promise<WordGiven> {

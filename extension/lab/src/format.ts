@@ -88,3 +88,11 @@ export function ranksText(ranks: readonly number[]): string {
   const text = spans.map(([first, last]) => (first === last ? `${first}` : `${first}–${last}`)).join(', ');
   return `rank${ordered.length === 1 ? '' : 's'} ${text}`;
 }
+
+const CATEGORY_NAMES: Record<string, string> = {
+  other_framework: 'other framework memory',
+  outside_framework: 'outside the framework'
+};
+
+/** A category of the ledger in words. */
+export const categoryText = (category: string): string => CATEGORY_NAMES[category] ?? category.replaceAll('_', ' ');

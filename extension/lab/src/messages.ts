@@ -4,6 +4,8 @@ export const VERSION = 1 as const;
 export const CATEGORIES = ["parameters", "gradients", "master_weights", "optimizer_moments", "activations", "communication_buffers", "other_framework", "outside_framework"] as const;
 export const PLACES = ["device", "host", "disk"] as const;
 export const COLUMNS = ["step", "loss_low", "loss_high", "smoothed_loss", "learning_rate", "grad_norm", "tokens_per_second", "flops_per_second", "seconds", "data", "forward", "backward", "communication", "offload", "optimizer"] as const;
+export const SMOOTHING = 0.9 as const;
+export const SMOOTHINGS = [0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999] as const;
 export const CONTROL_WORDS = ["pause", "resume", "step", "stop", "save", "reshape"] as const;
 export const CLUSTER_WORDS = ["cancel", "stop", "remove"] as const;
 
@@ -139,6 +141,33 @@ export interface Events {
   keep: number;
   total: number;
   events: RunEvent[];
+}
+
+/** A state of a parameter, as far as a rank holds it. */
+export interface TensorRow {
+  name: string;
+  unit: string;
+  state: string;
+  shape: string;
+  here: string;
+  owner: string;
+  form: string;
+  bytes: number;
+}
+
+/** The tensors in a segment of the memory bars: what `rank` holds of `category` at `place`, the largest first. */
+export interface Tensors {
+  type: "Tensors";
+  version: number;
+  rank: number;
+  category: string;
+  place: string;
+  step: number;
+  measured_bytes: number | null;
+  tensor_bytes: number;
+  count: number;
+  rows: TensorRow[];
+  text: string;
 }
 
 /** What a rank has printed. */
@@ -390,7 +419,17 @@ export interface Draw {
   view?: string;
   keyframe?: boolean;
   step?: number | null;
+  smoothing?: number | null;
 }
 
-export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Output | Notebook | WordGiven | ClusterWordGiven | Places | Tick | Keyframe | Comparison | Changes;
-export type Question = Word | Start | Subscribe | Draw;
+/** From a page to a kernel, as it asks a server by `runs/<id>/tensors`: what is in a segment of the memory bars. */
+export interface Segment {
+  type: "Segment";
+  version: number;
+  rank: number;
+  category: string;
+  place: string;
+}
+
+export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Tensors | Output | Notebook | WordGiven | ClusterWordGiven | Places | Tick | Keyframe | Comparison | Changes;
+export type Question = Word | Start | Subscribe | Draw | Segment;

@@ -9,6 +9,7 @@ from typing import Any
 
 from cuda_ops.gpu import kernels_in_use
 from speedlab.comm import own_line
+from speedlab.comm.over_hosts import own_host
 from speedlab.engine.run.diagnose import matmul_flops
 from speedlab.engine.run.training import Training
 from speedlab.engine.step.clock import StepCosts
@@ -85,6 +86,7 @@ class Reporter:
                 seconds=costs.seconds,
                 phases=costs.phases,
                 sent_bytes=costs.sent_bytes,
+                sent_through=costs.sent_through,
                 moved_bytes=costs.moved_bytes,
                 exchange=told or costs.exchange,
                 kernels=costs.kernels,
@@ -93,6 +95,7 @@ class Reporter:
                 traced=traced,
                 began=engine.began,
                 timeline=engine.timeline,
+                memory=costs.memory,
             )
         )
 
@@ -169,6 +172,8 @@ class Reporter:
             "batch": str(training.batch),
         }
         text = f"{details['parameters']:,} parameters, {details['dtype']}, {layout}, {training.batch}"
+        if len(set(hosts := training.control.collect(own_host()))) > 1:
+            details["hosts"] = hosts
         if layout.pp > 1:
             details["cut"] = engine.cut
             text += f", bubble {_bubble(training):.0%} in theory"

@@ -21,6 +21,7 @@ from speedlab.engine.engine import Engine
 from speedlab.engine.run.agreement import Bare, agreed, together
 from speedlab.engine.run.cells import Cells
 from speedlab.engine.run.fitting import held_now, refuse_what_does_not_fit
+from speedlab.engine.run.holding import holdings
 from speedlab.engine.run.interrupt import Interruption
 from speedlab.engine.run.reshaping import Undone, rebuild
 from speedlab.models import GPT
@@ -129,8 +130,12 @@ class Training:
         return through
 
     def tell_placement(self) -> None:
-        """Write to the run folder who holds which state of this rank's parameters."""
-        self.folder.write_placement(self.world.rank, self.engine.placement.described())
+        """Write to the run folder who holds which state of this rank's parameters, and how much of it is here."""
+        engine, usual = self.engine, self.config.optimizer.moments
+        # They are made in the first step; until then what the configuration's optimizer will make.
+        held = holdings(engine.zeros, lambda flat: len(engine.partitioned_optimizer.states_of(flat)) or usual)
+        rows = [row | held[row["name"]] for row in engine.placement.described()]
+        self.folder.write_placement(self.world.rank, rows)
 
     def disconnect(self) -> None:
         """Close this rank's connections: peers that wait for it fail at once instead of at the timeout."""

@@ -14,6 +14,8 @@ from torch.autograd.profiler import record_function
 from cuda_ops.meter import meter
 from speedlab.comm import Traffic
 from speedlab.comm.traffic import Counted
+from speedlab.engine.step.memory_marks import MemoryMarks
+from speedlab.telemetry.records import MemoryMark
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,9 @@ class StepCosts:
     sent_bytes: dict[str, int]
     moved_bytes: dict[str, int]
     kernels: dict[str, dict[str, float]]
+    sent_through: dict[str, dict[str, int]] = field(default_factory=dict)
     exchange: dict[str, float] = field(default_factory=dict)
+    memory: list[MemoryMark] = field(default_factory=list)
 
 
 class PhaseClock:
@@ -42,6 +46,8 @@ class PhaseClock:
         self._events: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
         """(phase, the one around it, begin, end)."""
         self._since = time.perf_counter()
+        self._marks = MemoryMarks(device)
+        self._marks.begin()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -59,6 +65,7 @@ class PhaseClock:
                     yield
                     after.record()
                     self._events.append((name, outer, before, after))
+            self._marks.note(name)
         finally:
             self._traffic.phase = outer
 
@@ -95,10 +102,14 @@ class PhaseClock:
             name: {"calls": use.calls, "bytes": use.nbytes, "seconds": use.seconds}
             for name, use in meter.take().items()
         }
+        memory = self._marks.take()
+        self._marks.begin()
         return StepCosts(
             seconds=wall,
+            memory=memory,
             phases=phases,
             sent_bytes=counted.sent_bytes,
+            sent_through=counted.sent_through,
             moved_bytes=counted.moved_bytes,
             exchange=_exchange(counted),
             kernels=kernels,

@@ -22,7 +22,7 @@ from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.hardware import memory_bytes
 from speedlab.offload import Kept
 from speedlab.parallel.zero import Flat, Zero
-from speedlab.placement import EIGHT_BITS, Home, Where
+from speedlab.placement import EIGHT_BITS, STATE_CATEGORIES, Home, Where
 from speedlab.telemetry.records import Ledger
 
 
@@ -237,20 +237,10 @@ def known_storages(buffers: Iterable[Tensor], flats: Iterable[Flat], optimizer: 
     return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
 
-_CATEGORIES = {
-    "parameter": "parameters",
-    "gradient": "gradients",
-    "master": "master_weights",
-    "moments": "optimizer_moments",
-    "secondary": "parameters",
-}
-"""States of the placement table → categories of the ledger. What is kept beside gradients counts as theirs."""
-
-
 def measure_states(buffers: Iterable[Tensor], zeros: Iterable[Zero], optimizer: PartitionedOptimizer) -> dict[str, int]:
     """Bytes of parameters, gradients, master weights and moments that this rank keeps on its device between steps: of
     each state that the placement table has there, what its storages really hold."""
-    sizes = dict.fromkeys(_CATEGORIES.values(), 0)
+    sizes = dict.fromkeys(STATE_CATEGORIES.values(), 0)
     sizes["parameters"] = sum(buffer.nbytes for buffer in buffers)
     for flat, state, home in _homes(zeros):
         if home.where is Where.DEVICE:
@@ -258,7 +248,7 @@ def measure_states(buffers: Iterable[Tensor], zeros: Iterable[Zero], optimizer: 
             nbytes = sum(storage_bytes(tensor) for tensor in tensors)
             if home.form == EIGHT_BITS:  # The tensors have values in an update only.
                 nbytes = sum(kept.nbytes for kept in _kept(state, flat))
-            sizes[_CATEGORIES.get(state, "gradients")] += nbytes
+            sizes[STATE_CATEGORIES.get(state, "gradients")] += nbytes
     return sizes
 
 
@@ -269,7 +259,7 @@ def measure_away(zeros: Iterable[Zero], where: Where) -> dict[str, int]:
         if home.where is where:
             nbytes = sum(kept.nbytes for kept in _kept(state, flat))
             if nbytes:
-                category = _CATEGORIES.get(state, "gradients")
+                category = STATE_CATEGORIES.get(state, "gradients")
                 sizes[category] = sizes.get(category, 0) + nbytes
     return sizes
 

@@ -128,16 +128,13 @@ export class CompareView implements Taker {
   private async savePicture(kind: 'png' | 'svg'): Promise<void> {
     const told = this.figures.compared;
     if (!this.plotly || !told) return;
-    const figures = CARDS.flatMap(name => this.shown(name, false) ?? []);
+    const cards = CARDS.flatMap(name => this.shown(name, false) ?? []);
     // On a picture no buttons say whose a curve is.
-    for (const { layout } of figures)
-      Object.assign(layout, { showlegend: true, margin: { b: 84, l: 58, r: 20, t: 66 } });
+    for (const { layout } of cards) Object.assign(layout, { showlegend: true, margin: { b: 84, l: 58, r: 20, t: 66 } });
     const names = told.runs.filter((_, number) => !this.chips.hidden.has(number)).map(run => run.name);
     try {
-      save(
-        await (kind === 'png' ? pngPicture : svgPicture)(this.plotly, figures, names.join(' · ')),
-        `comparison.${kind}`
-      );
+      const make = kind === 'png' ? pngPicture : svgPicture;
+      save(await make(this.plotly, { cards, wide: [] }, names.join(' · ')), `comparison.${kind}`);
     } catch (error) {
       this.onProblem(`The picture could not be made: ${String(error)}`);
     }

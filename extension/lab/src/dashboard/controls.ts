@@ -1,12 +1,19 @@
-import { element } from './dom';
+import { element, OWN_KEYS } from './dom';
+import { SMOOTHING, SMOOTHINGS } from '../messages';
 import type { HeadLine } from '../messages';
 
 const SWITCHES = {
   states: ['model states', 'Show only what a ZeRO stage partitions, or all memory'],
   rank: ['by rank', 'Show the anatomy of a step by rank'],
-  table: ['table', 'Show the numbers']
+  table: ['table', 'Show the numbers'],
+  tensors: ['tensors', 'List the tensors in a segment of the memory bars; a click on a segment does, too']
 } as const;
 const PICTURES = { png: 'Save all plots as PNG', svg: 'Save all plots as SVG' } as const;
+
+/** '10 steps': about as many as count in what is smoothed by this share of the past. */
+export function smoothingText(share: number): string {
+  return share ? `${Math.round(1 / (1 - share)).toLocaleString()} steps` : 'off';
+}
 
 export type Switch = keyof typeof SWITCHES;
 export type Picture = keyof typeof PICTURES;
@@ -16,6 +23,8 @@ export class Controls {
   readonly node: HTMLElement;
   onPress: (name: Switch) => void = () => {};
   onPicture: (kind: Picture) => void = () => {};
+  /** With the share of the past in smoothed curves. */
+  onSmooth: (share: number) => void = () => {};
 
   constructor() {
     const tools = element('span', { class: 'sl-tools', role: 'toolbar', 'aria-label': 'view' });
@@ -35,6 +44,12 @@ export class Controls {
       button.addEventListener('click', () => this.onPicture(kind));
       tools.append(button);
     }
+    this.smoothing.addEventListener('input', () => {
+      this.showSmoothing();
+      this.onSmooth(this.share);
+    });
+    tools.append(element('label', { class: 'sl-smoothing' }, 'smoothing ', this.smoothing, this.smoothed));
+    this.showSmoothing();
     const line = element('span', { class: 'sl-line' }, this.text, this.state);
     this.node = element('div', { class: 'sl-head' }, line, this.told, tools);
   }
@@ -45,6 +60,10 @@ export class Controls {
 
   press(name: Switch, on: boolean): void {
     this.buttons.get(name)?.setAttribute('aria-pressed', String(on));
+  }
+
+  focus(name: Switch): void {
+    this.buttons.get(name)?.focus();
   }
 
   show({ text, state, mark }: HeadLine): void {
@@ -60,6 +79,25 @@ export class Controls {
     if (state) this.told.textContent = `${text.split(' · ')[0] ?? 'run'}: ${state}`;
   }
 
+  private get share(): number {
+    return SMOOTHINGS[Number(this.smoothing.value)] ?? SMOOTHING;
+  }
+
+  private showSmoothing(): void {
+    const words = smoothingText(this.share);
+    this.smoothed.textContent = words;
+    this.smoothing.setAttribute('aria-valuetext', words);
+  }
+
+  private readonly smoothing = element('input', {
+    type: 'range',
+    min: '0',
+    max: String(SMOOTHINGS.length - 1),
+    value: String(SMOOTHINGS.indexOf(SMOOTHING)),
+    title: 'Over how many steps loss and gradient norm are smoothed',
+    ...OWN_KEYS
+  });
+  private readonly smoothed = element('span', { 'aria-hidden': 'true' });
   private readonly buttons = new Map<Switch, HTMLButtonElement>();
   private readonly text = element('span', { class: 'sl-text' });
   private readonly state = element('span', { class: 'sl-state' });

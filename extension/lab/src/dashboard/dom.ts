@@ -9,3 +9,6 @@ export function element<K extends keyof HTMLElementTagNameMap>(
   node.append(...children);
   return node;
 }
+
+/** Of an element that has the focus, where arrows and Escape are its own: a notebook around it would take them. */
+export const OWN_KEYS = { 'data-lm-suppress-shortcuts': 'true' } as const;

@@ -39,6 +39,8 @@ export interface Layout {
   height?: number;
   shapes: Shape[];
   annotations: Note[];
+  /** Of bars of memory: see BarsMeta. */
+  meta?: unknown;
   [key: string]: unknown;
 }
 
@@ -54,7 +56,7 @@ export type Drawn = Keyframe | Comparison | Changes;
 export type Buffer = ArrayBuffer | ArrayBufferView;
 
 /** Figures over steps, which all wear the marks of events. */
-const STEP_FIGURES = ['loss', 'throughput', 'anatomy'];
+const STEP_FIGURES = ['loss', 'throughput', 'anatomy', 'gradient', 'exchange'];
 
 /** A message and its buffers out of one binary frame (speedlab_server/drawing.py). */
 export function readFrame(frame: ArrayBuffer): [Drawn, Buffer[]] {
@@ -158,8 +160,9 @@ export class Figures {
         return [part.figure];
       case 'marks': {
         const marks = unpack({ shapes: part.shapes, annotations: part.annotations }, []);
-        for (const name of STEP_FIGURES) Object.assign(this.figure(name).layout, marks);
-        return STEP_FIGURES;
+        const marked = STEP_FIGURES.filter(name => this.figures[name]);
+        for (const name of marked) Object.assign(this.figure(name).layout, marks);
+        return marked;
       }
       case 'head':
         this.head = part;

@@ -1,7 +1,8 @@
 import { VERSION } from '../messages';
-import type { Changes, Draw, Keyframe, Problem } from '../messages';
+import type { Changes, Draw, Keyframe, Problem, Segment, Tensors } from '../messages';
 import type { Buffer } from './figures';
 import type { Source, Taker, Wish } from './source';
+import type { Part } from './tensors';
 
 /** What of an anywidget's model is used here. */
 export interface Model {
@@ -18,6 +19,10 @@ export interface Model {
 export function bundleId(reference: string): string {
   return reference.replace('IPY_MODEL_', '');
 }
+
+const GONE = 'The kernel that drew this has ended or was restarted. Run the cell again.';
+/** A kernel that does not answer for so long is busy, or is no more. */
+const ANSWER_MS = 10_000;
 
 /** A kernel that a view has heard nothing from is told again that it is watched. */
 const ALIVE_MS = 20_000;
@@ -54,7 +59,32 @@ export class ModelSource implements Source {
     this.say(wish);
   }
 
+  tensors(part: Part): Promise<Tensors> {
+    if (this.gone) return Promise.reject(new Error(GONE));
+    return new Promise((found, failed) => {
+      const waiter = { part, found, timer: setTimeout(() => leave(), ANSWER_MS) };
+      const leave = () => {
+        this.waiters.delete(waiter);
+        failed(new Error('The kernel does not answer: a cell may keep it busy. Choose the segment again.'));
+      };
+      this.waiters.add(waiter);
+      const segment: Segment = { type: 'Segment', version: VERSION, ...part };
+      this.model.send(segment);
+    });
+  }
+
+  private answer(told: Tensors): void {
+    for (const waiter of this.waiters) {
+      const { rank, category, place } = waiter.part;
+      if (told.rank !== rank || told.category !== category || told.place !== place) continue;
+      clearTimeout(waiter.timer);
+      this.waiters.delete(waiter);
+      waiter.found(told);
+    }
+  }
+
   close(): void {
+    for (const { timer } of this.waiters) clearTimeout(timer);
     clearInterval(this.alive);
     this.say({ watching: false });
     this.model.off('change:keyframe', this.onKeyframe);
@@ -76,18 +106,24 @@ export class ModelSource implements Source {
     this.taker?.onMessage(packed.message, packed.buffers ?? []);
   };
 
-  private readonly onMessage = (message: Changes | Problem, buffers: Buffer[]): void => {
+  private readonly onMessage = (message: Changes | Problem | Tensors, buffers: Buffer[]): void => {
     this.gone = false;
-    if (message.type === 'Problem') this.taker?.onProblem(message.text);
+    if (message.type === 'Tensors') this.answer(message);
+    else if (message.type === 'Problem') this.taker?.onProblem(message.text);
     else this.taker?.onMessage(message, buffers);
   };
 
   private readonly onGone = (): void => {
     if (this.gone) return;
     this.gone = true;
-    this.taker?.onProblem('The kernel that drew this has ended or was restarted. Run the cell again.');
+    this.taker?.onProblem(GONE);
   };
 
+  private readonly waiters = new Set<{
+    part: Part;
+    found: (told: Tensors) => void;
+    timer: ReturnType<typeof setTimeout>;
+  }>();
   private taker: Taker | null = null;
   private wish: Wish = { watching: false };
   private gone = false;

@@ -4,7 +4,6 @@ import type { Figure } from './figures';
 import type { Plotly } from './plotly';
 
 const CELL = { width: 620, height: 370, top: 44 };
-const CARDS = 4;
 const SVG = 'http://www.w3.org/2000/svg';
 
 interface Cells {
@@ -13,13 +12,20 @@ interface Cells {
   height: number;
 }
 
-/** The first four figures two by two, the others below them across both columns. */
-async function cells(plotly: Plotly, figures: Figure[], format: 'png' | 'svg'): Promise<Cells> {
+/** What is put into a picture. */
+export interface Pictured {
+  /** Two beside each other. */
+  cards: Figure[];
+  /** Below them, across both columns. */
+  wide: Figure[];
+}
+
+async function cells(plotly: Plotly, figures: Pictured, format: 'png' | 'svg'): Promise<Cells> {
   const images: Cells['images'] = [];
-  let bottom = CELL.top + 2 * CELL.height;
-  for (const [i, figure] of figures.entries()) {
+  let bottom = CELL.top + Math.ceil(figures.cards.length / 2) * CELL.height;
+  for (const [i, figure] of [...figures.cards, ...figures.wide].entries()) {
     const { data, layout } = inked(figure, PAPER);
-    const wide = i >= CARDS;
+    const wide = i >= figures.cards.length;
     const height = wide ? (layout.height ?? CELL.height) : CELL.height;
     const size = { width: wide ? 2 * CELL.width : CELL.width, height };
     const uri = await plotly.toImage({ data, layout: { ...layout, ...size } }, { format, ...size });
@@ -34,7 +40,7 @@ async function cells(plotly: Plotly, figures: Figure[], format: 'png' | 'svg'): 
 }
 
 /** All figures as one picture with a title, dark on white. */
-export async function pngPicture(plotly: Plotly, figures: Figure[], title: string): Promise<Blob> {
+export async function pngPicture(plotly: Plotly, figures: Pictured, title: string): Promise<Blob> {
   const { images, width, height } = await cells(plotly, figures, 'png');
   const canvas = Object.assign(element('canvas'), { width, height });
   const context = canvas.getContext('2d');
@@ -56,7 +62,7 @@ export async function pngPicture(plotly: Plotly, figures: Figure[], title: strin
 }
 
 /** The same as a drawing. */
-export async function svgPicture(plotly: Plotly, figures: Figure[], title: string): Promise<Blob> {
+export async function svgPicture(plotly: Plotly, figures: Pictured, title: string): Promise<Blob> {
   const { images, width, height } = await cells(plotly, figures, 'svg');
   const size = { width: String(width), height: String(height) };
   const root = drawn('svg', { ...size, viewBox: `0 0 ${width} ${height}` });

@@ -10,8 +10,15 @@ export interface Plotly {
 
 /** An element that plotly has drawn in. */
 export type Plotted = HTMLElement & {
-  on?(name: 'plotly_hover' | 'plotly_unhover', callback: (event: { points: { x: number }[] }) => void): void;
+  on?(name: 'plotly_click' | 'plotly_hover' | 'plotly_unhover', callback: (event: { points: Point[] }) => void): void;
 };
+
+/** What an event tells of a point. */
+export interface Point {
+  x: number;
+  curveNumber: number;
+  pointNumber: number;
+}
 
 export const CONFIG = {
   displaylogo: false,

@@ -1,11 +1,13 @@
 import { URLExt } from '@jupyterlab/coreutils';
-import type { ServerConnection } from '@jupyterlab/services';
+import { ServerConnection } from '@jupyterlab/services';
 
+import { Api } from '../api';
 import { VERSION } from '../messages';
-import type { Draw, Problem } from '../messages';
+import type { Draw, Problem, Tensors } from '../messages';
 import { Socket } from '../socket';
 import { readFrame } from './figures';
 import type { Source, Taker, Wish } from './source';
+import type { Part } from './tensors';
 
 /** The address of a run's drawing on the server. */
 export function drawingUrl(run: string, settings: ServerConnection.ISettings): string {
@@ -50,6 +52,13 @@ export class ServerSource implements Source {
   ask(wish: Wish): void {
     this.wish = wish;
     this.say();
+  }
+
+  tensors(part: Part): Promise<Tensors> {
+    const api = new Api((way, init) =>
+      ServerConnection.makeRequest(URLExt.join(this.settings.baseUrl, 'speedlab/api', way), init, this.settings)
+    );
+    return api.tensors(this.run, part);
   }
 
   close(): void {

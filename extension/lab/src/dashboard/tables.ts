@@ -21,7 +21,10 @@ const numbers = (values: Float32Array | string[]): number[] => [...values].map(N
 /** The numbers of a figure. */
 export function tableOf({ data, layout }: Figure): Table {
   const title = plainText(layout.title.text);
-  if (layout.yaxis.ticktext) return { title: `${title} (ms)`, ...byLane(data, layout.yaxis.ticktext) };
+  if (layout.yaxis.ticktext) {
+    const unit = plainText(layout.xaxis.title?.text ?? '');
+    return { title: `${title} (${unit})`, ...byLane(data, layout.yaxis.ticktext) };
+  }
   const unit = plainText(layout.yaxis.title?.text ?? '');
   const told = layout.xaxis.type === 'category' ? byCategory(data) : bySteps(data, layout);
   return { title: unit && unit !== title ? `${title} (${unit})` : title, ...told };
@@ -31,10 +34,12 @@ type Body = Omit<Table, 'title'>;
 
 /** A row for each part of the bars, their sum below, a column for each bar. */
 function byCategory(data: Trace[]): Body {
-  const bars = [...(data[0]?.x ?? [])].map(name => plainText(String(name)));
-  const rows = data.map((trace): [string, ...string[]] => [plainText(trace.name), ...numbers(trace.y).map(number)]);
-  const sums = bars.map((_, i) => data.reduce((sum, trace) => sum + Number(trace.y[i] ?? 0), 0));
-  return { columns: ['', ...bars], rows: [...rows, ['sum', ...sums.map(number)]] };
+  const names = [...(data[0]?.x ?? [])].map(name => plainText(String(name)));
+  const bars = [...names.keys()].filter(i => names[i]?.trim()); // A gap between hosts has no name.
+  const heights = (trace: Trace) => bars.map(i => number(Number(trace.y[i])));
+  const rows = data.map((trace): [string, ...string[]] => [plainText(trace.name), ...heights(trace)]);
+  const sums = bars.map(i => data.reduce((sum, trace) => sum + Number(trace.y[i] ?? 0), 0));
+  return { columns: ['', ...bars.map(i => names[i] ?? '')], rows: [...rows, ['sum', ...sums.map(number)]] };
 }
 
 /** A row for each rank: what it did took so long, all micro-batches together. */
@@ -48,8 +53,9 @@ function byLane(data: Trace[], lanes: string[]): Body {
   return { columns: ['', ...data.map(trace => plainText(trace.name))], rows };
 }
 
-/** The last steps, a column for each curve. */
-function bySteps(data: Trace[], layout: Layout): Body {
+/** The last steps, or moments of a step, a column for each curve. */
+function bySteps(traces: Trace[], layout: Layout): Body {
+  const data = traces.filter(trace => trace['hoverinfo'] !== 'skip'); // A line through the points of others.
   const steps = [...new Set(data.flatMap(trace => numbers(trace.x)))].sort((a, b) => a - b).slice(-MOST_STEPS);
   const second = plainText(layout.yaxis2?.title?.text ?? '');
   const names = data.map(trace => {
@@ -61,10 +67,10 @@ function bySteps(data: Trace[], layout: Layout): Body {
     return index < 0 ? undefined : Number(trace.y[index]);
   };
   const rows = steps.map((step): [string, ...string[]] => [
-    String(step),
+    Number.isInteger(step) ? String(step) : number(step),
     ...data.map(trace => number(at(trace, step)))
   ]);
-  return { columns: ['step', ...names], rows };
+  return { columns: [plainText(layout.xaxis.title?.text ?? '') || 'step', ...names], rows };
 }
 
 /** A table on the page. Rows stay the elements they are while their first cell does, so that what a person has

@@ -7,12 +7,19 @@ import { pngPicture, save, svgPicture } from './pictures';
 import { CONFIG } from './plotly';
 import type { Plotly, Plotted } from './plotly';
 import { Sight } from './sight';
-import type { Source, Taker } from './source';
+import type { Source, Taker, Wish } from './source';
 import { TableView, tableOf } from './tables';
+import { partAt, TensorPanel } from './tensors';
+import type { BarsMeta } from './tensors';
+import { CATEGORIES, PLACES } from '../messages';
 import type { Changes, Keyframe } from '../messages';
 
 const CARDS = ['memory', 'loss', 'throughput', 'anatomy'];
+/** Below those, where there are such figures. */
+const MORE = ['gradient', 'step_memory', 'kernels', 'communication'];
 const PIPELINE = 'pipeline';
+/** Whose segments a person may click. */
+const MEMORY = ['memory', 'places'];
 /** Below the cards, across both columns, where there is such a figure. */
 const WIDE = ['places', 'exchange', PIPELINE];
 const MOST_OFTEN_MS = 90;
@@ -27,10 +34,11 @@ export class DashboardView implements Taker {
     private readonly source: Source,
     load: () => Promise<Plotly>
   ) {
-    for (const name of WIDE) this.plot(name).hidden = true;
+    for (const name of [...MORE, ...WIDE]) this.plot(name).hidden = true;
     this.tables.hidden = true;
     this.node = element('div', { class: 'speedlab-dash', role: 'region', 'aria-label': 'run' });
-    this.node.append(this.controls.node, this.note, this.grid, this.tables);
+    this.tensors = new TensorPanel(part => this.source.tensors(part));
+    this.node.append(this.controls.node, this.note, this.grid, this.tables, this.tensors.node);
     this.connect();
     this.source.start(this);
     this.source.ask({ watching: true });
@@ -43,7 +51,7 @@ export class DashboardView implements Taker {
 
   dispose(): void {
     this.gone = true;
-    for (const timer of [this.timer, this.pointing]) clearTimeout(timer);
+    for (const timer of [this.timer, this.pointing, this.smooths]) clearTimeout(timer);
     this.sight?.dispose();
     for (const observer of [this.themes, this.sizes]) observer.disconnect();
     this.source.close();
@@ -56,7 +64,7 @@ export class DashboardView implements Taker {
   onMessage(message: Keyframe | Changes, buffers: Buffer[]): void {
     const had = this.figures.gap;
     const changed = this.figures.take(message, buffers);
-    if (this.figures.gap && !had) this.source.ask({ watching: true, keyframe: true, step: this.step });
+    if (this.figures.gap && !had) this.ask({ keyframe: true });
     // At first, unless a person has chosen: where the process holds far more than the model, the model's part alone.
     if (message.type === 'Keyframe' && !this.chosen && this.figures.states !== null) {
       this.chosen = true;
@@ -65,6 +73,8 @@ export class DashboardView implements Taker {
     this.problem = '';
     this.showHead();
     this.changed(changed);
+    // A run that was reshaped holds other tensors.
+    if (message.type === 'Keyframe' || message.parts.some(part => part.part === 'marks')) void this.tensors.look();
   }
 
   onProblem(text: string): void {
@@ -88,7 +98,7 @@ export class DashboardView implements Taker {
   }
 
   private cards(): string[] {
-    return [...CARDS, ...WIDE].filter(name => this.figureOf(name));
+    return [...CARDS, ...MORE, ...WIDE].filter(name => this.figureOf(name));
   }
 
   private figureOf(card: string): Figure | undefined {
@@ -118,7 +128,7 @@ export class DashboardView implements Taker {
 
   private drawPlots(plotly: Plotly): void {
     const colours = pageColours(this.node);
-    for (const name of WIDE) this.plot(name).hidden = !this.figureOf(name);
+    for (const name of [...MORE, ...WIDE]) this.plot(name).hidden = !this.figureOf(name);
     for (const name of this.cards().filter(card => this.dirty.has(card))) {
       const figure = this.figureOf(name);
       if (!figure) continue;
@@ -127,6 +137,7 @@ export class DashboardView implements Taker {
       void plotly.react(this.plot(name), data, layout, CONFIG);
     }
     this.followPointer();
+    this.followClicks();
   }
 
   private drawTables(): void {
@@ -151,11 +162,23 @@ export class DashboardView implements Taker {
   // What the person does
 
   private connect(): void {
+    this.tensors.onClose = () => {
+      this.controls.press('tensors', false);
+      this.controls.focus('tensors');
+    };
     this.controls.onPress = name => {
+      if (name === 'tensors') return this.toggleTensors();
       this.chosen ||= name === 'states';
       this.grid.hidden = this.controls.isOn('table');
       this.tables.hidden = !this.grid.hidden;
       this.changed(this.cards());
+    };
+    this.controls.onSmooth = share => {
+      clearTimeout(this.smooths);
+      this.smooths = setTimeout(() => {
+        this.smoothing = share;
+        this.ask();
+      }, POINTING_MS);
     };
     this.controls.onPicture = kind => void this.savePicture(kind);
     this.themes.observe(document.body, { attributes: true });
@@ -166,7 +189,8 @@ export class DashboardView implements Taker {
   private async savePicture(kind: 'png' | 'svg'): Promise<void> {
     if (!this.plotly || this.figures.seq < 0) return;
     const { head } = this.figures;
-    const figures = this.cards().flatMap(card => this.figureOf(card) ?? []);
+    const of = (names: string[]) => names.flatMap(name => this.figureOf(name) ?? []);
+    const figures = { cards: of([...CARDS, ...MORE]), wide: of(WIDE) };
     const title = `${head.text} · ${head.mark} ${head.state}`;
     const name = (head.text.split(' · ')[0] ?? '').replace(/[^\w.-]+/g, '-') || 'run';
     try {
@@ -187,7 +211,7 @@ export class DashboardView implements Taker {
       this.pointing = setTimeout(() => {
         if (!this.figures.figures[PIPELINE] || this.step === step) return;
         this.step = step;
-        this.source.ask({ watching: true, step });
+        this.ask();
       }, POINTING_MS);
     };
     anatomy.on('plotly_hover', ({ points }) => {
@@ -196,10 +220,38 @@ export class DashboardView implements Taker {
     anatomy.on('plotly_unhover', () => ask(null));
   }
 
+  /** Of the lowest rank's first category, where no segment was clicked. */
+  private toggleTensors(): void {
+    if (!this.controls.isOn('tensors')) return this.tensors.close();
+    const { bars = [], ranks = [] } = (this.figureOf('memory')?.layout.meta ?? {}) as Partial<BarsMeta>;
+    this.tensors.open({ rank: bars[0]?.[0] ?? 0, category: CATEGORIES[0], place: PLACES[0] }, ranks);
+    this.tensors.focus();
+  }
+
+  /** A click on a segment of memory lists the tensors in it. */
+  private followClicks(): void {
+    for (const name of MEMORY) {
+      const plot = this.plot(name);
+      if (this.clickable.has(name) || !plot.on) continue;
+      this.clickable.add(name);
+      plot.on('plotly_click', ({ points: [point] }) => {
+        const figure = this.figureOf(name);
+        const part = point && partAt(figure?.layout.meta, point.pointNumber, figure?.data[point.curveNumber]?.meta);
+        if (!part) return;
+        this.controls.press('tensors', true);
+        this.tensors.open(part, (this.figureOf('memory')?.layout.meta as BarsMeta).ranks);
+      });
+    }
+  }
+
   /** Hidden, it asks for nothing. */
+  private ask(more: Pick<Wish, 'keyframe'> = {}): void {
+    this.source.ask({ watching: this.seen, step: this.step, smoothing: this.smoothing, ...more });
+  }
+
   private watch(on: boolean): void {
     this.seen = on;
-    this.source.ask({ watching: on, step: this.step });
+    this.ask();
     if (on) this.changed(this.cards());
   }
 
@@ -213,9 +265,14 @@ export class DashboardView implements Taker {
   private readonly controls = new Controls();
   private readonly note = element('div', { class: 'sl-note', role: 'alert' });
   private readonly plots: Record<string, Plotted> = Object.fromEntries(
-    [...CARDS, ...WIDE].map(name => [name, element('div', { class: 'sl-plot', 'data-plot': name, role: 'figure' })])
+    [...CARDS, ...MORE, ...WIDE].map(name => [
+      name,
+      element('div', { class: 'sl-plot', 'data-plot': name, role: 'figure' })
+    ])
   );
   private readonly grid = element('div', { class: 'sl-grid' }, ...Object.values(this.plots));
+  private readonly tensors: TensorPanel;
+  private readonly clickable = new Set<string>();
   private readonly tables = element('div', { class: 'sl-tables' });
   private readonly tableViews: Record<string, TableView> = {};
   private readonly figures = new Figures();
@@ -226,6 +283,8 @@ export class DashboardView implements Taker {
   private plotly: Plotly | null = null;
   private problem = '';
   private step: number | null = null;
+  /** The share of the past in smoothed curves; null is the usual one. */
+  private smoothing: number | null = null;
   private seen = true;
   private gone = false;
   /** Whether it is settled which memory is shown. */
@@ -234,4 +293,5 @@ export class DashboardView implements Taker {
   private quietUntil = 0;
   private timer: ReturnType<typeof setTimeout> | undefined;
   private pointing: ReturnType<typeof setTimeout> | undefined;
+  private smooths: ReturnType<typeof setTimeout> | undefined;
 }

@@ -1,19 +1,13 @@
 // Memory of ranks as thin stacked bars, place by place, with the numbers in words beside them.
 
 import { element, setAttributes, setText } from '../dom';
-import { bytesText, ranksText } from '../format';
+import { bytesText, categoryText, ranksText } from '../format';
 import type { RankMemory } from '../messages';
 import { CATEGORIES, PLACES } from '../messages';
 
 export const MOST_BARS = 16;
 /** As in the panel's pictures: a capacity that is farther away is only told, or bars would be too thin to see. */
 const CAPACITY_IN_SIGHT = 2.5;
-
-const LABELS: Record<string, string> = {
-  other_framework: 'other framework memory',
-  outside_framework: 'outside the framework'
-};
-const labelOf = (category: string): string => LABELS[category] ?? category.replaceAll('_', ' ');
 
 export interface Bar {
   label: string;
@@ -72,7 +66,7 @@ const ofCapacity = (bar: Bar): string =>
 /** All of a bar in words. */
 export function barText(place: string, bar: Bar): string {
   const parts = bar.held.flatMap((bytes, index) =>
-    bytes ? [`${labelOf(CATEGORIES[index] ?? '')} ${bytesText(bytes)}`] : []
+    bytes ? [`${categoryText(CATEGORIES[index] ?? '')} ${bytesText(bytes)}`] : []
   );
   return `${bar.label}, ${place}: ${ofCapacity(bar)}; ${parts.join(', ')}`;
 }
@@ -99,7 +93,7 @@ function placeNode({ place, bars, scale }: PlaceBars): HTMLElement {
       const category = CATEGORIES[index] ?? '';
       const part = element('span', {
         class: `sl-part sl-${category}`,
-        title: `${labelOf(category)} ${bytesText(bytes)}`
+        title: `${categoryText(category)} ${bytesText(bytes)}`
       });
       part.style.width = `${(100 * bytes) / scale}%`;
       return [part];
@@ -123,7 +117,7 @@ function legend(memory: readonly RankMemory[]): HTMLElement {
   const entries = used.map(category => {
     const entry = element('li', {}, element('span', { class: `sl-swatch sl-${category}`, 'aria-hidden': 'true' }));
     const name = element('span');
-    setText(name, labelOf(category));
+    setText(name, categoryText(category));
     entry.append(name);
     return entry;
   });

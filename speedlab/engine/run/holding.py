@@ -1,0 +1,53 @@
+"""What a rank holds of each parameter: the elements and bytes of each state, and which ranks own them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from speedlab.layout import partition_range
+from speedlab.parallel.zero import Flat, Zero
+from speedlab.parallel.zero.slot import Slot
+from speedlab.placement import ITEM_BYTES, Holders, Home
+
+
+def holdings(zeros: Iterable[Zero], moments_of: Callable[[Flat], int]) -> dict[str, dict[str, Any]]:
+    """For each parameter's name what JSON can hold:
+
+    `held`: state → [first, end, bytes]: the elements first ≤ i < end of the rank's own tensor that it keeps between two
+    steps, and their bytes without padding. `owners`: the ranks over whose partitions the tensor lies; [] where it is
+    partitioned nowhere. `moments_of`: how many moments an optimizer keeps of each element of a flat.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for zero in zeros:
+        for flat in zero.flats:
+            states = zero.placement.flats[flat.name][0].states
+            for slot in flat.slots:
+                found[slot.name] = {
+                    "held": {state: _held(state, home, slot, flat, moments_of) for state, home in states.items()},
+                    "owners": _owners(slot, flat, states),
+                }
+    return found
+
+
+def _held(state: str, home: Home, slot: Slot, flat: Flat, moments_of: Callable[[Flat], int]) -> list[int]:
+    first, end = 0, slot.numel
+    if home.holders not in (Holders.REPLICATED, Holders.OWN):
+        low, high = flat.start, flat.end
+        if home.holders is Holders.SECONDARY and flat.secondary is not None:
+            group = flat.secondary.group
+            low, high = partition_range(flat.padded, group.size, group.index)
+        first = min(max(low - slot.offset, 0), slot.numel)
+        end = max(first, min(high - slot.offset, slot.numel))
+    copies = moments_of(flat) if state == "moments" else 1
+    used = state == "gradient" and flat.residency.gradients_used  # It is gone as soon as it is summed.
+    return [first, end, 0 if used else math.ceil((end - first) * copies * ITEM_BYTES[home.form])]
+
+
+def _owners(slot: Slot, flat: Flat, states: Mapping[str, Home]) -> list[int]:
+    whole = (Holders.REPLICATED, Holders.OWN, Holders.SECONDARY)
+    if not slot.numel or all(home.holders in whole for home in states.values()):
+        return []
+    share = flat.end - flat.start
+    return flat.gather_group.ranks[slot.offset // share : (slot.offset + slot.numel - 1) // share + 1]

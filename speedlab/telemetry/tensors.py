@@ -1,0 +1,137 @@
+"""The tensors in a segment of the memory bars: what a rank holds of one category at one place, tensor by tensor.
+
+From the placement table in the run folder, as the ranks last told it: no engine is asked. A segment is as large as the
+ledger measured; what its tensors do not explain is said, never hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from speedlab.display.figure_style import LABELS
+from speedlab.display.text import bytes_text
+from speedlab.placement import STATE_CATEGORIES
+from speedlab.telemetry.folder import RunFolder, RunFolderError
+from speedlab.telemetry.records import CATEGORIES, PLACES, StepRecord
+
+MOST_TENSORS = 500
+"""Rows that are told; the largest ones where there are more."""
+
+_WITHOUT_TENSORS = {
+    "activations": "What forward keeps for backward, at the peak of the step. It comes and goes with each micro-batch, "
+    "and is measured as a whole.",
+    "communication_buffers": "Buffers that collectives and transfers pass through, at the peak of the step. They "
+    "belong to no parameter.",
+    "other_framework": "What is reported as used beyond everything that is counted: caches, fragments, the framework "
+    "itself. It belongs to no parameter.",
+    "outside_framework": "What is outside the framework: what the process held before there was an engine, and what "
+    "others hold on the device.",
+}
+
+
+class SegmentError(ValueError):
+    """There is no such segment. Its text says which there are."""
+
+
+def tensors_in(
+    folder: RunFolder, newest: Mapping[int, StepRecord], *, rank: int, category: str, place: str
+) -> dict[str, Any]:
+    """What `rank` holds of `category` (of CATEGORIES) at `place` (of PLACES), the largest tensors first: a `Tensors` of
+    speedlab_server/messages.py as plain data. `newest`: the last record of each rank, for what the ledger measured.
+
+    Raises SegmentError for a rank, category or place that is none.
+    """
+    if category not in CATEGORIES or place not in PLACES or rank < 0:
+        raise SegmentError(
+            f"rank {rank!r}, category {category[:40]!r} at {place[:40]!r} is no segment: a rank is 0 or more, a "
+            f"category one of {', '.join(CATEGORIES)}, a place one of {', '.join(PLACES)}"
+        )
+    record = newest.get(rank)
+    measured = None if record is None else record.ledger.by_place().get(place, {}).get(category, 0)
+    rows, text = [], _WITHOUT_TENSORS.get(category, "")
+    if not text:
+        try:
+            rows = sorted(_rows(folder.read_placement(rank), category, place), key=lambda row: -row["bytes"])
+        except (RunFolderError, OSError, ValueError) as error:
+            text = str(error)
+        else:
+            text = _rest_text(category, measured, sum(row["bytes"] for row in rows))
+    return {
+        "type": "Tensors",
+        "rank": rank,
+        "category": category,
+        "place": place,
+        "step": -1 if record is None else record.step,
+        "measured_bytes": measured,
+        "tensor_bytes": sum(row["bytes"] for row in rows),
+        "count": len(rows),
+        "rows": rows[:MOST_TENSORS],
+        "text": text,
+    }
+
+
+def _rows(table: Sequence[Any], category: str, place: str) -> Iterator[dict[str, Any]]:
+    """A row for each state of each parameter that is in the segment. Raises ValueError for a table that is none."""
+    for row in table:
+        try:
+            for state, home in row["states"].items():
+                if STATE_CATEGORIES.get(state, "gradients") == category and home["where"] == place:
+                    first, end, nbytes = map(int, row["held"][state])
+                    if end > first:
+                        yield _row(row, state, home, first, end, nbytes)
+        except KeyError as error:
+            if error.args == ("held",):
+                raise ValueError(
+                    "The run was recorded by a version of SpeedLab that did not tell how much of each tensor a rank "
+                    "holds; resume it, and it does."
+                ) from None
+            raise ValueError(f"The placement table is damaged: a row has no {error}.") from None
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"The placement table is damaged: {str(error)[:200]}.") from None
+
+
+def _row(
+    row: Mapping[str, Any], state: str, home: Mapping[str, Any], first: int, end: int, nbytes: int
+) -> dict[str, Any]:
+    numel = math.prod(row["shape"])
+    return {
+        "name": str(row["name"]),
+        "unit": str(row["unit"]),
+        "state": str(state),
+        "shape": _shape_text(row),
+        "here": "all of it" if (first, end) == (0, numel) else f"{first:,} to {end - 1:,} of {numel:,}",
+        "owner": _owner_text(row, home),
+        "form": f"{home['form']}, {home['holders']}",
+        "bytes": nbytes,
+    }
+
+
+def _shape_text(row: Mapping[str, Any]) -> str:
+    shape, whole = ("×".join(map(str, row[name])) or "1 number" for name in ("shape", "whole_shape"))
+    cut = ", ".join(map(str, row["cut_over"]))
+    return f"{shape} of {whole}, cut over {cut}" if cut else shape
+
+
+def _owner_text(row: Mapping[str, Any], home: Mapping[str, Any]) -> str:
+    """Who answers for what is here: where it is partitioned the ranks over whose partitions the tensor lies."""
+    owners = [int(rank) for rank in row["owners"]]
+    if home["holders"] in ("replicated", "each its own") or not owners:
+        return "every data-parallel rank"
+    if len(owners) == 1:
+        return f"rank {owners[0]}"
+    return f"{len(owners)} ranks, {owners[0]} to {owners[-1]}"
+
+
+def _rest_text(category: str, measured: int | None, told: int) -> str:
+    """What the tensors do not explain of a segment; '' where they do."""
+    if measured is None or measured == told:
+        return ""
+    if measured > told:
+        rest = bytes_text(measured - told)
+        buffers = ", and the model's buffers" if category == "parameters" else ""
+        return f"{rest} more are padding, with which flats divide among ranks{buffers}."
+    return (
+        f"{LABELS[category]} were measured {bytes_text(told - measured)} smaller: not all of it is there yet, or still."
+    )
