@@ -50,7 +50,7 @@ lab: setup
 	@$(BIN)/jupyter lab $(ROOT_FLAG) $(ARGS) notebooks/01_quickstart.ipynb
 
 test: setup
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 $(ARGS)
 
 bench: $(PEERS)/.ready
 	@PATH="$(CURDIR)/$(PEERS)/bin:$$PATH" $(PEERS)/bin/python -m speedlab.cli bench $(NAME) $(ARGS)

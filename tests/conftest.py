@@ -4,7 +4,7 @@ GPU tests run."""
 from __future__ import annotations
 
 import signal
-from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -21,18 +21,25 @@ hypothesis.settings.load_profile("speedlab")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_TESTS = Path(__file__).parent
-_KEEPS_CORES_BUSY = "ranks"
+_KEEPS_CORES_BUSY = "tests/ranks/"
 """The tier whose tests compute on every core: two of them at a time would only slow each other down."""
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `make test`, which has two workers: one begins with the tier above, file after file, while the other takes
+    what waits more than it computes (pages, clusters, hosts), file by file. Whoever is done first takes from the
+    rest."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByTier(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _KEEPS_CORES_BUSY if nodeid.startswith(_KEEPS_CORES_BUSY) else nodeid.partition("::")[0]
+
+    return ByTier(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # `make test` has two workers: one begins with the tier above, file after file, while the other takes what waits
-    # more than it computes (pages, clusters, hosts), file by file. Whoever is done first takes from the rest.
-    for item in items:
-        tier, *below = item.path.relative_to(_TESTS).parts
-        item.add_marker(pytest.mark.xdist_group(tier if tier == _KEEPS_CORES_BUSY else "/".join([tier, *below])))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not cuda_devices():
         for item in on_gpu:

@@ -17,6 +17,9 @@ run = cluster.train(sl.RunConfig(
     data={"max_bytes": 200_000, "sequence_length": 64}, eval={"every_steps": 0},
 ))"""
 STOP = "run.stop().wait(60)\nprint('the run is', run.state)"
+_TRIES = 4
+_LOST_SECONDS = 8.0
+"""Until a cell shows that it runs, at the latest."""
 
 
 class Notebook:
@@ -54,9 +57,16 @@ class Notebook:
     def start(self, number: int) -> Any:
         """Run cell `number` and do not wait for it; returns the cell."""
         cell = self.page.locator(".jp-Notebook-cell").nth(number)
-        cell.locator(".jp-InputArea-editor").click()
-        self.page.keyboard.press("Shift+Enter")
-        return cell
+        untouched = cell.locator(".jp-InputPrompt", has_text="[ ]:")
+        for _ in range(_TRIES):  # Just behind a page's load a key can be lost, whatever its kernel is said to be.
+            cell.locator(".jp-InputArea-editor").click()
+            self.page.keyboard.press("Shift+Enter")
+            deadline = time.monotonic() + _LOST_SECONDS
+            while untouched.count() and time.monotonic() < deadline:
+                self.page.wait_for_timeout(50)
+            if not untouched.count():
+                return cell
+        raise AssertionError(f"cell {number} does not begin")
 
     def saved_output(self, mime_type: str, text: str = "") -> dict[str, Any]:
         """Save until an output of this MIME type with `text` in it is in the file, at most ten times; returns the

@@ -29,6 +29,7 @@ def points_at_third_bar(page, dash) -> bool:
     from playwright.sync_api import TimeoutError as NotWithin
 
     anatomy = dash.locator('[data-plot="anatomy"]')
+    anatomy.scroll_into_view_if_needed()
     box = anatomy.locator(".barlayer .trace").nth(1).locator("path").nth(2).bounding_box()
     step = anatomy.evaluate("plot => plot.data[0].x[2]")
     if box is None:

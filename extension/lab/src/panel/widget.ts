@@ -22,7 +22,8 @@ export class PanelWidget extends Widget {
 
   /** Who opens it by a key goes on in it: from the row that is next. */
   protected override onActivateRequest(): void {
-    this.node.querySelector<HTMLElement>('.sl-row[tabindex="0"], input')?.focus();
+    const find = (what: string) => this.node.querySelector<HTMLElement>(what);
+    (find('.sl-row[tabindex="0"]') ?? find('input[type="search"]'))?.focus();
   }
 
   protected override onAfterAttach(): void {
