@@ -211,3 +211,17 @@ def test_bad_starts_and_words_are_refused_before_anything_is_done(starts: Starts
     with pytest.raises(LookupError, match="there is no cluster 'nobody'"):
         cluster_words.give("nobody", "stop", starts)
     assert listed(starts) == []
+def test_of_a_cluster_that_somebody_else_has_started_since_no_old_failure_is_told(
+    starts: Starts, tmp_path: Path
+) -> None:
+    starts.begin("big", None, program(tmp_path, "raise SystemExit(7)"))
+    eventually(lambda: listed(starts)[0][1] == "failed")
+    # What was under way when it was looked at may be the start that has just failed.
+    assert starts.told([m.ClusterSummary(id="big", name="big", state="starting")])[0].state == "starting"
+    assert listed(starts)[0][1] == "failed"
+    running = m.ClusterSummary(id="big", name="big", state="running")
+    assert starts.told([running]) == [running]
+    ended = m.ClusterSummary(id="big", name="big", state="ended", text="rank 0 ran out of memory")
+    assert starts.told([ended]) == [ended]
+
+
