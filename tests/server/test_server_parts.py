@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import subprocess
+import os
 import sys
 from pathlib import Path
 
@@ -121,10 +122,17 @@ def spec(*argv: str, **more: object) -> dict[str, object]:
     return {"spec": {"argv": [*argv, "-m", "ipykernel_launcher", "-f", "{connection_file}"], **more}}
 
 
-def test_pythons_that_can_start_a_cluster() -> None:
+def test_pythons_that_can_start_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORD", "mine")
     specs = {
         "python3": spec("python", language="python", display_name="Python 3"),
-        "big": spec(sys.executable, language="python", display_name="Big", env={"NUMBER": 1}, metadata={}),
+        "big": spec(
+            sys.executable,
+            language="python",
+            display_name="Big",
+            env={"NUMBER": 1, "WORD": "a:${WORD}:$$"},
+            metadata={},
+        ),
         "r": spec("R", language="R"),
         "gone": spec("/no/such/python3", language="python"),
         "wrapped": spec("/bin/sh", language="python"),
@@ -136,7 +144,7 @@ def test_pythons_that_can_start_a_cluster() -> None:
     # A bare name is the server's own Python, which is there already.
     assert found == [
         Place(OWN, "the server's Python", sys.executable, {}),
-        Place("kernel-big", "Big", sys.executable, {"NUMBER": "1"}),
+        Place("kernel-big", "Big", sys.executable, {"NUMBER": "1", "WORD": "a:mine:$"}),
     ]
     lacks = Place("kernel-lacks", "without SpeedLab", sys.executable, {"PYTHONPATH": "/no", "PYTHONHOME": "/no"})
     assert able([found[0], lacks, Place("kernel-none", "no program", "/no/such/python", {})]) == [found[0]]
@@ -192,11 +200,26 @@ def test_a_start_whose_supervisor_is_not_there_yet_is_given_up(starts: Starts, t
     assert listed(starts) == []
 
 
+    # Folders where the server happens to run are no modules of a Python that lacks them.
+    for name in ("torch", "ipyparallel", "speedlab"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "speedlab" / "cli").mkdir()
+    monkeypatch.chdir(tmp_path)
+    bare = Place("kernel-bare", "only its own modules", made_bare(tmp_path), {"PYTHONPATH": ""})
+    assert able([bare]) == []
 def test_bad_starts_and_words_are_refused_before_anything_is_done(starts: Starts, tmp_path: Path) -> None:
     place = program(tmp_path, "raise AssertionError")
     for start, error, match in (
         (m.Start(name="--help", place=""), ClusterError, "cannot name a cluster"),
         (m.Start(name="../up", place=""), ClusterError, "cannot name a cluster"),
+def made_bare(folder: Path) -> str:
+    """A Python without any package."""
+    file = folder / "python-bare"
+    file.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -S "$@"\n')
+    file.chmod(0o700)
+    return str(file)
+
+
         (m.Start(name="none", place="", engines=0), QuestionError, "engines is 0; a page starts 1 to 1024"),
         (m.Start(name="none", place="", engines=2**40), QuestionError, "a page starts 1 to 1024"),
     ):
