@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
-import subprocess
 import os
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from speedlab_server import cluster_words
+from speedlab_server import cluster_words, live_output
 from speedlab_server import messages as m
-from speedlab_server.output import MOST_BYTES, files_of, output_of
+from speedlab_server.live import Page
+from speedlab_server.live_output import WatchedOutput
+from speedlab_server.output import MOST_BYTES, MOST_RANKS, files_of, output_of
 from speedlab_server.places import OWN, Place, able, candidates, place_of
-from speedlab_server.problems import QuestionError, told
+from speedlab_server.problems import QuestionError, UnknownError, told
 from speedlab_server.starts import MOST_AT_ONCE, Starts
 from speedlab_server.typescript import typescript
 from telemetry_samples import eventually
@@ -115,6 +121,52 @@ def test_the_registry_keeps_the_newest_first_and_survives_damage(tmp_path: Path)
     assert seen_runs(tmp_path) == [Path("/runs/c")]
 
 
+# ---- what pages watch ------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_always_print_keep_no_other_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_output, "folder_of", lambda *_: tmp_path)
+    watched, heard = WatchedOutput(m.WatchOutput(kind="clusters", id="a")), []
+    for look in range(4):
+        for rank in range(2 * MOST_RANKS):
+            with open(tmp_path / f"rank-{rank}.log", "a") as file:
+                file.write(f"look {look}\n")
+        news = watched.news(cast(Any, SimpleNamespace(registry=None)))
+        assert news is not None
+        assert news.output is not None
+        heard.append([told.rank for told in news.output.ranks])
+    low, high = list(range(MOST_RANKS)), list(range(MOST_RANKS, 2 * MOST_RANKS))
+    assert heard == [low, high, low, high]
+
+
+def test_no_id_of_a_page_stands_for_something_else() -> None:
+    said: list[m.Tick] = []
+    handler = SimpleNamespace(say=said.append)
+    page = Page(cast(Any, handler))
+    watches = [m.Watch(id=id, parts=["status"]) for id in ("", "clusters/a")]
+    page.subscribe(m.Subscribe(runs=watches, outputs=[m.WatchOutput(kind="clusters", id="a")], lists=True))
+
+    async def one_look() -> None:
+        async def in_thread(work: Callable[[], Any]) -> Any:
+            return work()
+
+        def reader(id: str) -> Any:
+            raise UnknownError(f"no run {id!r}")
+
+        services = SimpleNamespace(in_thread=in_thread, all_clusters=list)
+        services.registry = SimpleNamespace(reader=reader, runs=list)
+        await asyncio.gather(*page.begin(cast(Any, services)))
+        page.send()
+
+    asyncio.run(one_look())
+    assert [(news.id, news.problem) for news in said[0].runs] == [
+        ("", "no run ''"),
+        ("clusters/a", "no run 'clusters/a'"),
+    ]
+    assert [news.id for news in said[0].outputs] == ["a"]
+    assert (said[0].all_runs, said[0].all_clusters) == ([], [])
+
+
 # ---- clusters that pages start ---------------------------------------------------------------------------------------
 
 
@@ -148,9 +200,24 @@ def test_pythons_that_can_start_a_cluster(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     lacks = Place("kernel-lacks", "without SpeedLab", sys.executable, {"PYTHONPATH": "/no", "PYTHONHOME": "/no"})
     assert able([found[0], lacks, Place("kernel-none", "no program", "/no/such/python", {})]) == [found[0]]
+    # Folders where the server happens to run are no modules of a Python that lacks them.
+    for name in ("torch", "ipyparallel", "speedlab"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "speedlab" / "cli").mkdir()
+    monkeypatch.chdir(tmp_path)
+    bare = Place("kernel-bare", "only its own modules", made_bare(tmp_path), {"PYTHONPATH": ""})
+    assert able([bare]) == []
     assert place_of("kernel-big", found) is found[1]
     with pytest.raises(QuestionError, match="there is no Python '/bin/sh' to start a cluster with"):
         place_of("/bin/sh", found)
+
+
+def made_bare(folder: Path) -> str:
+    """A Python without any package."""
+    file = folder / "python-bare"
+    file.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -S "$@"\n')
+    file.chmod(0o700)
+    return str(file)
 
 
 @pytest.fixture
@@ -187,53 +254,6 @@ def test_a_start_that_fails_says_why_until_it_is_removed_or_tried_again(starts: 
     assert listed(starts) == []
 
 
-def test_a_start_whose_supervisor_is_not_there_yet_is_given_up(starts: Starts, tmp_path: Path) -> None:
-    waits = program(tmp_path, "import time; time.sleep(60)")
-    for number in range(MOST_AT_ONCE):
-        cluster_words.begin(starts, m.Start(name=f"c{number}", place=""), waits)
-    with pytest.raises(ClusterError, match="c0, c1, c2, c3 are being started; wait for one of them"):
-        cluster_words.begin(starts, m.Start(name="more", place=""), waits)
-    with pytest.raises(ClusterError, match="there is a cluster 'c1': it is being started"):
-        cluster_words.begin(starts, m.Start(name="c1", place=""), waits)
-    for number in range(MOST_AT_ONCE):
-        cluster_words.give(f"c{number}", "cancel", starts)
-    assert listed(starts) == []
-
-
-    # Folders where the server happens to run are no modules of a Python that lacks them.
-    for name in ("torch", "ipyparallel", "speedlab"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "speedlab" / "cli").mkdir()
-    monkeypatch.chdir(tmp_path)
-    bare = Place("kernel-bare", "only its own modules", made_bare(tmp_path), {"PYTHONPATH": ""})
-    assert able([bare]) == []
-def test_bad_starts_and_words_are_refused_before_anything_is_done(starts: Starts, tmp_path: Path) -> None:
-    place = program(tmp_path, "raise AssertionError")
-    for start, error, match in (
-        (m.Start(name="--help", place=""), ClusterError, "cannot name a cluster"),
-        (m.Start(name="../up", place=""), ClusterError, "cannot name a cluster"),
-def made_bare(folder: Path) -> str:
-    """A Python without any package."""
-    file = folder / "python-bare"
-    file.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -S "$@"\n')
-    file.chmod(0o700)
-    return str(file)
-
-
-        (m.Start(name="none", place="", engines=0), QuestionError, "engines is 0; a page starts 1 to 1024"),
-        (m.Start(name="none", place="", engines=2**40), QuestionError, "a page starts 1 to 1024"),
-    ):
-        with pytest.raises(error, match=match):
-            cluster_words.begin(starts, start, place)
-    for word, match in (
-        (m.Word(word="explode"), "knows no 'explode'"),
-        (m.Word(word="stop", arguments={"x": 1}), "'x'"),
-    ):
-        with pytest.raises(QuestionError, match=match):
-            cluster_words.check(word)
-    with pytest.raises(LookupError, match="there is no cluster 'nobody'"):
-        cluster_words.give("nobody", "stop", starts)
-    assert listed(starts) == []
 def test_of_a_cluster_that_somebody_else_has_started_since_no_old_failure_is_told(
     starts: Starts, tmp_path: Path
 ) -> None:
@@ -248,3 +268,35 @@ def test_of_a_cluster_that_somebody_else_has_started_since_no_old_failure_is_tol
     assert starts.told([ended]) == [ended]
 
 
+def test_a_start_whose_supervisor_is_not_there_yet_is_given_up(starts: Starts, tmp_path: Path) -> None:
+    waits = program(tmp_path, "import time; time.sleep(60)")
+    for number in range(MOST_AT_ONCE):
+        cluster_words.begin(starts, m.Start(name=f"c{number}", place=""), waits)
+    with pytest.raises(ClusterError, match="c0, c1, c2, c3 are being started; wait for one of them"):
+        cluster_words.begin(starts, m.Start(name="more", place=""), waits)
+    with pytest.raises(ClusterError, match="there is a cluster 'c1': it is being started"):
+        cluster_words.begin(starts, m.Start(name="c1", place=""), waits)
+    for number in range(MOST_AT_ONCE):
+        cluster_words.give(f"c{number}", "cancel", starts)
+    assert listed(starts) == []
+
+
+def test_bad_starts_and_words_are_refused_before_anything_is_done(starts: Starts, tmp_path: Path) -> None:
+    place = program(tmp_path, "raise AssertionError")
+    for start, error, match in (
+        (m.Start(name="--help", place=""), ClusterError, "cannot name a cluster"),
+        (m.Start(name="../up", place=""), ClusterError, "cannot name a cluster"),
+        (m.Start(name="none", place="", engines=0), QuestionError, "engines is 0; a page starts 1 to 1024"),
+        (m.Start(name="none", place="", engines=2**40), QuestionError, "a page starts 1 to 1024"),
+    ):
+        with pytest.raises(error, match=match):
+            cluster_words.begin(starts, start, place)
+    for word, match in (
+        (m.Word(word="explode"), "knows no 'explode'"),
+        (m.Word(word="stop", arguments={"x": 1}), "'x'"),
+    ):
+        with pytest.raises(QuestionError, match=match):
+            cluster_words.check(word)
+    with pytest.raises(LookupError, match="there is no cluster 'nobody'"):
+        cluster_words.give("nobody", "stop", starts)
+    assert listed(starts) == []
