@@ -22,7 +22,7 @@ export class PanelWidget extends Widget {
 
   /** Who opens it by a key goes on in it: from the row that is next. */
   protected override onActivateRequest(): void {
-    this.node.querySelector<HTMLElement>('.sl-row[tabindex="0"], input')?.focus();
+    this.view.focus();
   }
 
   protected override onAfterAttach(): void {
