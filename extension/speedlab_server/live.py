@@ -132,7 +132,7 @@ class Page:
     def __init__(self, handler: LiveHandler) -> None:
         self._handler = handler
         self._watched: dict[str, Watched | WatchedOutput] = {}
-        """Runs by id, output by kind and id; "" among the jobs are the lists."""
+        """By `run/` and its id, or `output/`, its kind and its id; "" among the jobs are the lists."""
         self._jobs: dict[str, asyncio.Future[Any]] = {}
         self._sending: asyncio.Future[Any] | None = None
         self._lists = False
@@ -147,11 +147,11 @@ class Page:
 
     def subscribe(self, wanted: m.Subscribe) -> None:
         # Lines come once: output that is watched already goes on, with what is being read of it.
-        outputs = {f"{watch.kind}/{watch.id}": watch for watch in wanted.outputs}
+        outputs = {f"output/{watch.kind}/{watch.id}": watch for watch in wanted.outputs}
         stays = {key: watched for key, watched in self._watched.items() if key in outputs}
         # Jobs of the old ones end by themselves, and nobody asks what they found.
         self._jobs = {key: job for key, job in self._jobs.items() if key in stays}
-        self._watched = {watch.id: Watched(watch) for watch in wanted.runs}
+        self._watched = {f"run/{watch.id}": Watched(watch) for watch in wanted.runs}
         self._watched |= {key: WatchedOutput(watch) for key, watch in outputs.items()} | stays
         self._lists, self._lists_due, self._runs, self._clusters = wanted.lists, 0.0, None, None
         self._lists_problem = None

@@ -1,7 +1,7 @@
 """Ranks' output as it comes to one page that watches it.
 
 A look costs a question about each rank's file. Only files that have changed are read, of at most so many ranks at once
-as one answer holds; the others follow with the next looks.
+as one answer holds, those first that were read longest ago; the others follow with the next looks.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class WatchedOutput:
         self._watch = watch
         self._folder = Path()
         self._seen: dict[int, Place] = {}
+        """How far each rank was read, in the order in which they were."""
         self._told = False
         self._problem = ""
         self._due = {"folder": 0.0, "again": 0.0}
@@ -61,11 +62,16 @@ class WatchedOutput:
             self._due["folder"] = now + _FOLDER_SECONDS
         # Looked at before it is read: what is printed in between is found again with the next look.
         files = files_of(self._folder)
-        changed = sorted(rank for rank, place in files.items() if self._seen.get(rank) != place)[:MOST_RANKS]
+        # Those that were never read, then those read longest ago: ranks that always print keep none waiting.
+        turns = {rank: turn for turn, rank in enumerate(self._seen)}
+        changed = [rank for rank, place in files.items() if self._seen.get(rank) != place]
+        changed = sorted(changed, key=lambda rank: (turns.get(rank, -1), rank))[:MOST_RANKS]
         if not changed and self._told:
             return None
         output = output_of(self._folder, after=self._watch.after, ranks=changed)
-        self._seen |= {rank: files[rank] for rank in changed}
+        for rank in changed:
+            self._seen.pop(rank, None)
+            self._seen[rank] = files[rank]
         self._watch.after = output.cursor
         # The first answer comes also without a line: the page knows then that nothing was printed.
         if not output.ranks and self._told:

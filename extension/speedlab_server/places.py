@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
 
 from speedlab_server.problems import QuestionError
@@ -59,7 +60,9 @@ def candidates(specs: Mapping[str, Any]) -> list[Place]:
         # As Jupyter takes them: a bare name is the server's own.
         bare = argv[0] in ("python", f"python{sys.version_info.major}")
         python = sys.executable if bare else shutil.which(argv[0])
-        environment = {key: str(value) for key, value in (spec.get("env") or {}).items()}
+        # `${PATH}` in it stands for the server's own, as for a kernel.
+        templates = {key: Template(str(value)) for key, value in (spec.get("env") or {}).items()}
+        environment = {key: template.safe_substitute(os.environ) for key, template in templates.items()}
         if python and not any((place.python, place.environment) == (python, environment) for place in places):
             places.append(Place(f"kernel-{name}", str(spec.get("display_name", name)), python, environment))
     return places
@@ -74,7 +77,7 @@ def able(places: list[Place]) -> list[Place]:
 def _has_all(place: Place) -> bool:
     try:
         done = subprocess.run(
-            [place.python, "-c", _HAS_ALL],
+            [place.python, "-P", "-c", _HAS_ALL],  # A folder `torch` where the server was started is none.
             env=os.environ | place.environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -69,15 +69,17 @@ class Starts:
     def told(self, found: list[m.ClusterSummary]) -> list[m.ClusterSummary]:
         """The list of clusters together with what was started from here: not there yet, or failed."""
         with self._lock:
-            starts = {name: start.problem for name, start in self._starts.items()}
+            starts = dict(self._starts)
         there = {cluster.id: cluster for cluster in found}
-        for name, problem in starts.items():
-            id = Home(name).path.name
+        for name, start in starts.items():
+            id, problem = Home(name).path.name, start.problem
             known = there.get(id)
             # Before its supervisor listens its folder looks as if nobody started it.
             if known is None or known.state not in ("running", "starting"):
                 state: m.ClusterKind = "failed" if problem else "starting"
                 there[id] = m.ClusterSummary(id=id, name=name, state=state, text=problem)
+            elif problem and known.state == "running":  # Started since by somebody: its end is another matter.
+                self._forget(name, start)
         return sorted(there.values(), key=lambda cluster: cluster.id)
 
     def knows(self, name: str) -> bool:

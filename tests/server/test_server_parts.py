@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from speedlab_server import cluster_words
+from speedlab_server import cluster_words, live_output
 from speedlab_server import messages as m
-from speedlab_server.output import MOST_BYTES, files_of, output_of
+from speedlab_server.live import Page
+from speedlab_server.live_output import WatchedOutput
+from speedlab_server.output import MOST_BYTES, MOST_RANKS, files_of, output_of
 from speedlab_server.places import OWN, Place, able, candidates, place_of
-from speedlab_server.problems import QuestionError, told
+from speedlab_server.problems import QuestionError, UnknownError, told
 from speedlab_server.starts import MOST_AT_ONCE, Starts
 from speedlab_server.typescript import typescript
 from telemetry_samples import eventually
@@ -114,6 +121,52 @@ def test_the_registry_keeps_the_newest_first_and_survives_damage(tmp_path: Path)
     assert seen_runs(tmp_path) == [Path("/runs/c")]
 
 
+# ---- what pages watch ------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_always_print_keep_no_other_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_output, "folder_of", lambda *_: tmp_path)
+    watched, heard = WatchedOutput(m.WatchOutput(kind="clusters", id="a")), []
+    for look in range(4):
+        for rank in range(2 * MOST_RANKS):
+            with open(tmp_path / f"rank-{rank}.log", "a") as file:
+                file.write(f"look {look}\n")
+        news = watched.news(cast(Any, SimpleNamespace(registry=None)))
+        assert news is not None
+        assert news.output is not None
+        heard.append([told.rank for told in news.output.ranks])
+    low, high = list(range(MOST_RANKS)), list(range(MOST_RANKS, 2 * MOST_RANKS))
+    assert heard == [low, high, low, high]
+
+
+def test_no_id_of_a_page_stands_for_something_else() -> None:
+    said: list[m.Tick] = []
+    handler = SimpleNamespace(say=said.append)
+    page = Page(cast(Any, handler))
+    watches = [m.Watch(id=id, parts=["status"]) for id in ("", "clusters/a")]
+    page.subscribe(m.Subscribe(runs=watches, outputs=[m.WatchOutput(kind="clusters", id="a")], lists=True))
+
+    async def one_look() -> None:
+        async def in_thread(work: Callable[[], Any]) -> Any:
+            return work()
+
+        def reader(id: str) -> Any:
+            raise UnknownError(f"no run {id!r}")
+
+        services = SimpleNamespace(in_thread=in_thread, all_clusters=list)
+        services.registry = SimpleNamespace(reader=reader, runs=list)
+        await asyncio.gather(*page.begin(cast(Any, services)))
+        page.send()
+
+    asyncio.run(one_look())
+    assert [(news.id, news.problem) for news in said[0].runs] == [
+        ("", "no run ''"),
+        ("clusters/a", "no run 'clusters/a'"),
+    ]
+    assert [news.id for news in said[0].outputs] == ["a"]
+    assert (said[0].all_runs, said[0].all_clusters) == ([], [])
+
+
 # ---- clusters that pages start ---------------------------------------------------------------------------------------
 
 
@@ -121,10 +174,17 @@ def spec(*argv: str, **more: object) -> dict[str, object]:
     return {"spec": {"argv": [*argv, "-m", "ipykernel_launcher", "-f", "{connection_file}"], **more}}
 
 
-def test_pythons_that_can_start_a_cluster() -> None:
+def test_pythons_that_can_start_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORD", "mine")
     specs = {
         "python3": spec("python", language="python", display_name="Python 3"),
-        "big": spec(sys.executable, language="python", display_name="Big", env={"NUMBER": 1}, metadata={}),
+        "big": spec(
+            sys.executable,
+            language="python",
+            display_name="Big",
+            env={"NUMBER": 1, "WORD": "a:${WORD}:$$"},
+            metadata={},
+        ),
         "r": spec("R", language="R"),
         "gone": spec("/no/such/python3", language="python"),
         "wrapped": spec("/bin/sh", language="python"),
@@ -136,13 +196,28 @@ def test_pythons_that_can_start_a_cluster() -> None:
     # A bare name is the server's own Python, which is there already.
     assert found == [
         Place(OWN, "the server's Python", sys.executable, {}),
-        Place("kernel-big", "Big", sys.executable, {"NUMBER": "1"}),
+        Place("kernel-big", "Big", sys.executable, {"NUMBER": "1", "WORD": "a:mine:$"}),
     ]
     lacks = Place("kernel-lacks", "without SpeedLab", sys.executable, {"PYTHONPATH": "/no", "PYTHONHOME": "/no"})
     assert able([found[0], lacks, Place("kernel-none", "no program", "/no/such/python", {})]) == [found[0]]
+    # Folders where the server happens to run are no modules of a Python that lacks them.
+    for name in ("torch", "ipyparallel", "speedlab"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "speedlab" / "cli").mkdir()
+    monkeypatch.chdir(tmp_path)
+    bare = Place("kernel-bare", "only its own modules", made_bare(tmp_path), {"PYTHONPATH": ""})
+    assert able([bare]) == []
     assert place_of("kernel-big", found) is found[1]
     with pytest.raises(QuestionError, match="there is no Python '/bin/sh' to start a cluster with"):
         place_of("/bin/sh", found)
+
+
+def made_bare(folder: Path) -> str:
+    """A Python without any package."""
+    file = folder / "python-bare"
+    file.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -S "$@"\n')
+    file.chmod(0o700)
+    return str(file)
 
 
 @pytest.fixture
@@ -177,6 +252,20 @@ def test_a_start_that_fails_says_why_until_it_is_removed_or_tried_again(starts: 
         cluster_words.give("big", "stop", starts)
     cluster_words.give("big", "remove", starts)
     assert listed(starts) == []
+
+
+def test_of_a_cluster_that_somebody_else_has_started_since_no_old_failure_is_told(
+    starts: Starts, tmp_path: Path
+) -> None:
+    starts.begin("big", None, program(tmp_path, "raise SystemExit(7)"))
+    eventually(lambda: listed(starts)[0][1] == "failed")
+    # What was under way when it was looked at may be the start that has just failed.
+    assert starts.told([m.ClusterSummary(id="big", name="big", state="starting")])[0].state == "starting"
+    assert listed(starts)[0][1] == "failed"
+    running = m.ClusterSummary(id="big", name="big", state="running")
+    assert starts.told([running]) == [running]
+    ended = m.ClusterSummary(id="big", name="big", state="ended", text="rank 0 ran out of memory")
+    assert starts.told([ended]) == [ended]
 
 
 def test_a_start_whose_supervisor_is_not_there_yet_is_given_up(starts: Starts, tmp_path: Path) -> None:

@@ -279,6 +279,17 @@ test('one stop of the Tab key for each list; arrows go from row to row, and a ro
   expect(document.activeElement).toBe(page.row('quickstart'));
 });
 
+test('who opens the panel by a key is in its first row that is seen, or in the search', async () => {
+  open();
+  const at = () => document.activeElement?.textContent || document.activeElement?.getAttribute('placeholder');
+  await page.hear({ all_clusters: [makeCluster()], all_runs: [makeRun()] });
+  page.view.focus();
+  expect(document.activeElement).toBe(page.row('default'));
+  page.view.restore({ folded: ['Clusters'] });
+  page.view.focus();
+  expect(at()).toBe('Search runs');
+});
+
 test('a folded section shows and asks for nothing of its own', async () => {
   open();
   await page.hear({ all_runs: [makeRun()] });

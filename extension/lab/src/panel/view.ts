@@ -91,6 +91,12 @@ export class PanelView {
     if (visible) this.later();
   }
 
+  /** To the row that is next, or else to what is typed into; folded sections and closed forms have none. */
+  focus(): void {
+    const there = this.node.querySelectorAll<HTMLElement>('.sl-row[tabindex="0"], input');
+    [...there].find(each => !each.closest('[hidden]'))?.focus();
+  }
+
   /** In the place of what was remembered: settings and state may come after the panel does. */
   restore(state: Partial<PanelState>): void {
     this.state = { ...this.state, ...state };

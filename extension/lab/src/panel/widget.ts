@@ -22,8 +22,7 @@ export class PanelWidget extends Widget {
 
   /** Who opens it by a key goes on in it: from the row that is next. */
   protected override onActivateRequest(): void {
-    const find = (what: string) => this.node.querySelector<HTMLElement>(what);
-    (find('.sl-row[tabindex="0"]') ?? find('input[type="search"]'))?.focus();
+    this.view.focus();
   }
 
   protected override onAfterAttach(): void {
