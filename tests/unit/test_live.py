@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from speedlab.cluster import live_cells
 from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.live import LiveCell
 from speedlab.cluster.live_cells import LiveCells
 from speedlab.cluster.sealed import write_sealed
 from speedlab.config import ConfigError
@@ -23,7 +25,7 @@ from speedlab.engine.run.live import _left_as_it_was
 from speedlab.engine.run.words import WORDS
 from speedlab.engine.step.step import Step
 from speedlab.telemetry.folder import RunFolderError
-from speedlab.telemetry.live import Said, cell_path, take_said, write_said
+from speedlab.telemetry.live import MOST_BYTES, Said, cell_path, take_said, write_said
 
 
 @pytest.fixture
@@ -43,6 +45,23 @@ def test_a_cell_that_somebody_else_wrote_is_not_run(folder: Path) -> None:
     path.write_bytes(sealed + b"; import os")
     with pytest.raises(ClusterError, match=r"not written by you .* Run the cell again"):
         LiveCells().take(path)
+
+
+def test_a_long_result_or_error_is_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: Any = nullcontext()
+    heard.messages = []
+    monkeypatch.setattr(live_cells, "_Heard", lambda shell: heard)
+    monkeypatch.setattr(live_cells, "get_ipython", lambda: SimpleNamespace(user_ns={}))
+    long = "x" * (MOST_BYTES + 1000)
+
+    def fail(*arguments: object) -> None:
+        raise ValueError(long)
+
+    for work in (lambda *arguments: long, fail):
+        monkeypatch.setattr(live_cells, "run_cell", work)
+        said = LiveCells().run("", "one", {}, nullcontext)
+        told = said.text if said.failure is None else said.failure["message"]
+        assert told == f"{long[:MOST_BYTES]}\n… 1,000 characters are left out"
 
 
 def test_what_ranks_said_is_taken_once(folder: Path) -> None:
@@ -126,3 +145,15 @@ def test_a_look_loads_no_checkpoint() -> None:
     engine: Any = SimpleNamespace(_step=step)
     with pytest.raises(RuntimeError, match=r"load_checkpoint: this cell .* run\.resume\(\) do the rest"):
         Engine.load_checkpoint(engine, "checkpoints")
+
+
+def test_who_awaits_a_cell_is_asked_nothing() -> None:
+    """Else `breakpoint()` in it would hold up the run until it finds that nobody serves the door."""
+    order: list[str] = []
+    pending: Any = SimpleNamespace(__await__=lambda: iter(order.append("awaited") or ()))
+    door: Any = SimpleNamespace(close=lambda: order.append("closed"))
+    cell = LiveCell(pending, SimpleNamespace(), "one", door)  # type: ignore[arg-type]  # it is asked nothing
+    cell._said = {0: Said([], "3", None)}
+    with pytest.raises(StopIteration) as end:
+        next(cell.__await__())
+    assert (end.value.value, order) == ({0: "3"}, ["closed", "awaited"])
