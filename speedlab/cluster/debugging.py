@@ -34,7 +34,7 @@ _SHELL = "IPython/core/interactiveshell.py"
 def keep(error: BaseException) -> None:
     """Keep what this rank has raised, instead of what it raised before."""
     forget()
-    if not RemoteFailure(kind=type(error).__name__, message="").follows_another:
+    if not RemoteFailure(kind=type(error).__name__, message=_text(error)).follows_another:
         _kept.append(error)
 
 

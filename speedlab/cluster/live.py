@@ -63,6 +63,7 @@ class LiveCell:
         return self.pending.look()
 
     def __await__(self) -> Generator[Any, None, dict[int, str | None]]:
+        self.ask_nobody()  # A prompt would hold up what else the event loop does.
         yield from self.pending.__await__()
         return self._texts()
 

@@ -43,8 +43,15 @@ class LiveCells:
             try:
                 text = run_cell(code, interruptible)
             except BaseException as error:  # Also an interrupt: the run pauses.
-                failure = describe(error)
-        return Said(heard.messages, text, failure)
+                failure = {name: _bounded(value) for name, value in describe(error).items()}
+        return Said(heard.messages, _bounded(text), failure)
+
+
+def _bounded(value: Any) -> Any:
+    """Of text the beginning: what is longer would make the answer of all ranks too large to be read."""
+    if not isinstance(value, str) or len(value) <= MOST_BYTES:
+        return value
+    return f"{value[:MOST_BYTES]}\n… {len(value) - MOST_BYTES:,} characters are left out"
 
 
 @contextlib.contextmanager

@@ -381,6 +381,7 @@ class Engine(DeepSpeedNames):
 
         Returns (its path, the client state). Raises CheckpointError, naming the file, before anything is changed.
         """
+        self._step.refuse_in_a_look("load_checkpoint")
         loaded = checkpoint.load(self, folder, tag, verify=verify)
         self._step.reset()
         return loaded

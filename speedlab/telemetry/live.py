@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +28,12 @@ class Said(NamedTuple):
 
 
 def cell_path(folder: Path, cell: str) -> Path:
-    """Where the code of a cell lies, in the folder of a run."""
-    return folder / "live" / f"{cell}.cell"
+    """Where the code of a cell lies, in the folder of a run. Raises RunFolderError where that would be elsewhere: what
+    is old is removed there."""
+    path = folder / "live" / f"{cell}.cell"
+    if path.parent.is_symlink():
+        raise RunFolderError(f"{path.parent} leads out of the run's folder; remove it, and run the cell again")
+    return path
 
 
 def write_said(folder: Path, cell: str, said: Sequence[Said | None]) -> None:
@@ -36,7 +41,11 @@ def write_said(folder: Path, cell: str, said: Sequence[Said | None]) -> None:
     stay."""
     path = cell_path(folder, cell).with_suffix(".json")
     write_atomically(path, json.dumps(said))
-    for old in sorted(path.parent.glob("*.json"), key=lambda answer: answer.stat().st_mtime_ns)[:-_MOST_ANSWERS]:
+    answers = []
+    for answer in path.parent.glob("*.json"):
+        with suppress(FileNotFoundError):  # Who has asked for it takes it just now.
+            answers.append((answer.stat().st_mtime_ns, answer))
+    for _, old in sorted(answers)[:-_MOST_ANSWERS]:
         old.unlink(missing_ok=True)
 
 

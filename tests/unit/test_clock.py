@@ -140,3 +140,19 @@ def test_a_clock_gives_the_marks_with_its_step() -> None:
         pass
     assert [mark.phase for mark in phases.take().memory] == ["start", "data", "forward"]
     assert phases.take().memory == []
+
+
+def test_marks_are_those_of_steps_and_not_of_what_is_between_them() -> None:
+    """What is between two steps, as a save, begins first once a second is over, and would be marked in their place."""
+    phases, now = PhaseClock(Traffic(), torch.device("cpu")), [10.0]
+    phases._marks = MemoryMarks(torch.device("cpu"), lambda: now[0], lambda: 0.0)
+
+    def step(seconds: float) -> bool:
+        now[0] += 0.01
+        phases.begin()
+        with phases.phase("forward"):
+            now[0] += seconds
+        return [mark.phase for mark in phases.take().memory] == ["start", "forward"]
+
+    assert [step(3.0) for _ in range(4)] == [True] * 4
+    assert [step(0.3) for _ in range(8)] == [True, False, False, False] * 2

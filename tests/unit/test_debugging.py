@@ -109,7 +109,11 @@ def test_what_is_kept_is_freed_before_the_next_work_begins(folder: Path) -> None
     assert remote.call(pack((len, ([],), {}), {}))
     gc.collect()
     assert (kept(), debugging._kept) == (None, [])
-    for error in (KeyboardInterrupt(), type("PeerLost", (RuntimeError,), {})("rank 0 left")):
+    followed = (
+        type("PeerLost", (RuntimeError,), {})("rank 0 left"),
+        RuntimeError("[pair.cc] Connection closed by peer"),
+    )
+    for error in (KeyboardInterrupt(), *followed):
         failing_call()
         debugging.keep(error)
         assert debugging._kept == []

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import random
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from speedlab.cluster import live_cells
 from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.live import LiveCell
 from speedlab.cluster.live_cells import LiveCells
 from speedlab.cluster.sealed import write_sealed
+from speedlab.config import ConfigError
+from speedlab.engine import Engine
+from speedlab.engine.run.live import _left_as_it_was
+from speedlab.engine.run.words import WORDS
+from speedlab.engine.step.step import Step
 from speedlab.telemetry.folder import RunFolderError
-from speedlab.telemetry.live import Said, cell_path, take_said, write_said
+from speedlab.telemetry.live import MOST_BYTES, Said, cell_path, take_said, write_said
 
 
 @pytest.fixture
@@ -33,6 +45,23 @@ def test_a_cell_that_somebody_else_wrote_is_not_run(folder: Path) -> None:
     path.write_bytes(sealed + b"; import os")
     with pytest.raises(ClusterError, match=r"not written by you .* Run the cell again"):
         LiveCells().take(path)
+
+
+def test_a_long_result_or_error_is_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: Any = nullcontext()
+    heard.messages = []
+    monkeypatch.setattr(live_cells, "_Heard", lambda shell: heard)
+    monkeypatch.setattr(live_cells, "get_ipython", lambda: SimpleNamespace(user_ns={}))
+    long = "x" * (MOST_BYTES + 1000)
+
+    def fail(*arguments: object) -> None:
+        raise ValueError(long)
+
+    for work in (lambda *arguments: long, fail):
+        monkeypatch.setattr(live_cells, "run_cell", work)
+        said = LiveCells().run("", "one", {}, nullcontext)
+        told = said.text if said.failure is None else said.failure["message"]
+        assert told == f"{long[:MOST_BYTES]}\n… 1,000 characters are left out"
 
 
 def test_what_ranks_said_is_taken_once(folder: Path) -> None:
@@ -57,3 +86,74 @@ def test_an_answer_that_is_damaged_is_named(folder: Path, found: Any) -> None:
     cell_path(folder, "one").with_suffix(".json").write_text(json.dumps(found))
     with pytest.raises(RunFolderError, match=r"one\.json: what ranks said in the cell cannot be read"):
         take_said(folder, "one")
+
+
+def test_an_answer_that_is_taken_while_another_is_written_harms_neither(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_said(folder, "one", [None])
+    found = Path.glob
+
+    def taken_meanwhile(path: Path, pattern: str) -> list[Path]:
+        answers = list(found(path, pattern))
+        take_said(folder, "one")
+        return answers
+
+    monkeypatch.setattr(Path, "glob", taken_meanwhile)
+    write_said(folder, "two", [None])
+    assert [path.name for path in (folder / "live").iterdir()] == ["two.json"]
+
+
+def test_cells_never_lie_outside_the_folder(folder: Path) -> None:
+    elsewhere = folder / "elsewhere"
+    (folder / "live").rename(elsewhere)
+    (folder / "live").symlink_to(elsewhere)
+    for number in range(20):
+        (elsewhere / f"{number}.json").touch()
+    for work in (lambda: cell_path(folder, "one"), lambda: write_said(folder, "one", [None])):
+        with pytest.raises(RunFolderError, match="live leads out of the run's folder"):
+            work()
+    assert len(list(elsewhere.iterdir())) == 20
+
+
+def test_the_code_of_a_cell_that_is_refused_does_not_stay(folder: Path) -> None:
+    path = cell_path(folder, "one")
+    write_sealed(path, b"1 + 1")
+    training: Any = SimpleNamespace(
+        world=SimpleNamespace(rank=0, size=2), cells=LiveCells(), folder=SimpleNamespace(path=folder)
+    )
+    with pytest.raises(ConfigError, match="there is no rank 7"):
+        WORDS["live"].plan(training, cell="one", ranks=[7])
+    assert not path.exists()
+
+
+def test_a_look_puts_back_all_generators_that_a_checkpoint_keeps() -> None:
+    engine = SimpleNamespace(only_looked_at=nullcontext, zero_grad=lambda: None, train=lambda: None)
+    training: Any = SimpleNamespace(engine=engine, world=SimpleNamespace(device=torch.device("cpu")))
+
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), float(np.random.random()), float(torch.rand(()))
+
+    with _left_as_it_was(training):
+        first = drawn()
+    assert drawn() == first
+
+
+def test_a_look_loads_no_checkpoint() -> None:
+    step = object.__new__(Step)
+    step.only_looked_at = True
+    engine: Any = SimpleNamespace(_step=step)
+    with pytest.raises(RuntimeError, match=r"load_checkpoint: this cell .* run\.resume\(\) do the rest"):
+        Engine.load_checkpoint(engine, "checkpoints")
+
+
+def test_who_awaits_a_cell_is_asked_nothing() -> None:
+    """Else `breakpoint()` in it would hold up the run until it finds that nobody serves the door."""
+    order: list[str] = []
+    pending: Any = SimpleNamespace(__await__=lambda: iter(order.append("awaited") or ()))
+    door: Any = SimpleNamespace(close=lambda: order.append("closed"))
+    cell = LiveCell(pending, SimpleNamespace(), "one", door)  # type: ignore[arg-type]  # it is asked nothing
+    cell._said = {0: Said([], "3", None)}
+    with pytest.raises(StopIteration) as end:
+        next(cell.__await__())
+    assert (end.value.value, order) == ({0: "3"}, ["closed", "awaited"])

@@ -19,9 +19,8 @@ from contextlib import contextmanager, suppress
 from enum import StrEnum
 from typing import Any
 
-import torch
-
 from speedlab.comm import Board
+from speedlab.engine.checkpoint.random_state import random_tensors, random_words, restore_random
 from speedlab.engine.run.training import Training
 from speedlab.telemetry.live import Said, write_said
 
@@ -144,10 +143,12 @@ def _names(training: Training) -> dict[str, Any]:
 @contextmanager
 def _left_as_it_was(training: Training) -> Iterator[None]:
     engine = training.engine
-    devices = [training.world.device] if training.world.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), engine.only_looked_at():
+    device = training.world.device
+    words, tensors = random_words(), random_tensors(device)
+    with engine.only_looked_at():
         try:
             yield
         finally:
+            restore_random(words, tensors, device)
             engine.zero_grad()
             engine.train()

@@ -28,7 +28,7 @@ class Loop:
         """One optimizer step and what is due after it. True when a control word waits."""
         training, engine = self._training, self._training.engine
         step = engine.global_step
-        engine.clock.take()
+        engine.clock.begin()
         engine.train()
         traced = self._traces(step)
         with engine.trace_activations() if traced else nullcontext():

@@ -211,13 +211,14 @@ def _live(training: Training, cell: str, ranks: list[int] | None = None) -> Acti
     """Run a cell that lies in the run folder, on `ranks` or on all; see `run_between_steps`."""
     size = training.world.size
     where = range(size) if ranks is None else ranks
+    if training.cells is None:
+        raise ConfigError("these engines take no cells: no cluster has started them")
+    # First of all: the code of a cell that is refused does not stay in the folder.
+    code = training.cells.take(cell_path(training.folder.path, cell)) if training.world.rank == 0 else ""
     if not where:
         raise ConfigError(f"no rank was named; the run has ranks 0 to {size - 1}")
     if missing := [rank for rank in where if rank >= size]:
         raise ConfigError(f"there is no rank {missing[0]}; the run has ranks 0 to {size - 1}")
-    if training.cells is None:
-        raise ConfigError("these engines take no cells: no cluster has started them")
-    code = training.cells.take(cell_path(training.folder.path, cell)) if training.world.rank == 0 else ""
 
     def look() -> Answer:
         failed = run_between_steps(training, training.control.share(code), cell, where)

@@ -74,6 +74,11 @@ class PhaseClock:
         if outer:
             self._seconds[outer] -= seconds
 
+    def begin(self) -> None:
+        """A step begins: what was measured since the last call of `take` is no step's."""
+        self._marks.drop()
+        self.take()
+
     def take(self) -> StepCosts:
         """What was measured since the last call."""
         late = []

@@ -57,6 +57,10 @@ class MemoryMarks:
         self._found.append(MemoryMark(phase, seconds, allocated_bytes(self._device)))
         self._spent += self._work_clock() - before
 
+    def drop(self) -> None:
+        """What has been marked since `begin` is no step's: the next one is marked in its place."""
+        self._found = None
+
     def take(self) -> list[MemoryMark]:
         """Those of the step that ends; [] where it is not marked."""
         if self._found is None:

@@ -98,18 +98,19 @@ class Step:
 
     def refuse_inside(self, what: str) -> None:
         """Raises RuntimeError inside a step, and in a cell between two steps of a run."""
-        self._refuse_in_a_look(what)
+        self.refuse_in_a_look(what)
         if self.under_way:
             raise RuntimeError(
                 f"{what}: micro-batch {self.micro_step + 1} of {self.accumulation} of a step is under way; do it "
                 "between two steps"
             )
 
-    def _refuse_in_a_look(self, what: str) -> None:
+    def refuse_in_a_look(self, what: str) -> None:
+        """Raises RuntimeError in a cell between two steps of a run."""
         if self.only_looked_at:
             raise RuntimeError(
                 f"{what}: this cell runs between two steps of a run and may only look, and change values; "
-                "run.advance(), run.reshape() and run.save() do the rest"
+                "run.advance(), run.reshape(), run.save() and run.resume() do the rest"
             )
 
     # ---- micro-batches -----------------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ class Step:
     def end(self, signals: Sequence[float], clip_norm: float | None) -> bool:
         """Update the parameters. True when they were updated. Raises NonFiniteError when the gradient is not finite and
         a smaller loss scale cannot help."""
-        self._refuse_in_a_look("step")
+        self.refuse_in_a_look("step")
         state = self._state
         if any(zero.unsummed for zero in state.zeros):
             raise RuntimeError(
@@ -200,7 +201,7 @@ class Step:
 
     def _use(self, flat: Flat, gradient: Gradient) -> None:
         """Update a flat whose gradient is there, in the middle of a backward."""
-        self._refuse_in_a_look("backward, which updates with optimizer.in_backward")
+        self.refuse_in_a_look("backward, which updates with optimizer.in_backward")
         state = self._state
         # Peers over which terms were summed may have used what this rank has not.
         used = used_by_any([gradient])[0] if gradient.summed_first else gradient.used
