@@ -485,17 +485,17 @@ def test_a_hold_that_was_given_up_while_it_waited_is_given_back(
     """Nobody would let go of it."""
     path, supervisor = served
     asked, go_on = threading.Event(), threading.Event()
-    given_back: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    given_back: queue.SimpleQueue[tuple[Path, str]] = queue.SimpleQueue()
 
     def hold(folder: Path, holder: object, seconds: float) -> None:
         asked.set()
         assert go_on.wait(5)
 
-    supervisor.runs = SimpleNamespace(hold=hold, let_go=lambda holder, folder: given_back.put(folder))
+    supervisor.runs = SimpleNamespace(hold=hold, let_go=lambda *what: given_back.put(what))
     client = connect(path, m.FromSupervisor)
     client.send(m.Hello())
     assert isinstance(client.receive(), m.Welcome)
-    client.send(m.Hold(call=1, folder="a run", seconds=5.0))
+    client.send(m.Hold(call=1, folder="a run", seconds=5.0, key="its key"))
     assert asked.wait(5)
     if leaves:
         client.close()
@@ -505,7 +505,7 @@ def test_a_hold_that_was_given_up_while_it_waited_is_given_back(
         client.send(m.Look(call=2))
         assert client.receive().call == 2  # What came before was read.
     go_on.set()
-    assert given_back.get(timeout=5) == Path("a run")
+    assert given_back.get(timeout=5) == (Path("a run"), "its key")
     client.close()
 
 
