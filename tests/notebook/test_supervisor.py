@@ -293,6 +293,27 @@ def test_engines_that_were_half_resized_are_what_the_cluster_says(cluster: Clust
     assert not (cluster.directory / "changing").exists()
 
 
+def test_ranks_of_which_some_have_left_their_group_meet_again(cluster: Cluster) -> None:
+    """As a supervisor leaves them that dies while it interrupts them."""
+    assert cluster.submit(sum_over_ranks, 1.0).result(SECONDS) == [2.0, 2.0]
+    cluster.submit(remote.reset, ranks=[0]).result(SECONDS)
+    (cluster.directory / "interrupting").touch()
+    supervisor_of(cluster).kill()
+    assert cluster.submit(sum_over_ranks, 1.0).result(SECONDS) == [2.0, 2.0]
+    assert not (cluster.directory / "interrupting").exists()
+
+
+def test_what_a_notebook_holds_stays_held_under_the_next_supervisor(cluster: Cluster, tmp_path: Path) -> None:
+    run = cluster.train(config(tmp_path, "held", steps=3))
+    assert run.wait(SECONDS) is RunState.FINISHED
+    with cluster.runs.held(run.folder.path):
+        supervisor_of(cluster).kill()
+        word = run.resume(steps=5)
+        assert not cluster.runs.standing(run.folder.path).active, "it waits"
+    assert word.wait(SECONDS).kind == "resumed"
+    assert run.wait(SECONDS) is RunState.FINISHED
+
+
 def test_an_interrupted_submission_is_taken_back(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C before the kernel has a handle of the cell."""
     client = cluster._client

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import speedlab.cluster.remote as remote
 from speedlab.cluster.errors import DIED, ClusterError, RankError
-from speedlab.cluster.failures import is_kept, keep_failure
+from speedlab.cluster.failures import is_kept, keep_failure, newest_failure
 from speedlab.cluster.known_runs import Given, remember_run, remembered_runs
 from speedlab.cluster.supervisor.holds import Hold, Holds
 from speedlab.cluster.supervisor.messages import Standing
@@ -307,8 +307,11 @@ class Run:
         if left is None:
             return False
         state = self.folder.read_status().state
-        unheard = state is RunState.FAILED and not is_kept(self.folder, left.id)
-        if not (self._ranks.at_work(left) or state not in RESTING or unheard):
+        if is_kept(self.folder, left.id):  # It has ended, on all ranks.
+            if state not in RESTING and (failure := newest_failure(self.folder)) is not None:
+                self._account_for(failure[1], left.id)
+            return False
+        if not (self._ranks.at_work(left) or state not in RESTING or state is RunState.FAILED):
             return False
         self.task = left
         self._follow_ranks()
