@@ -785,11 +785,14 @@ def test_an_attempt_that_its_supervisor_did_not_survive_is_made_by_the_next(make
 @NOBODY_HEARS
 def test_attempts_and_pauses_count_on_under_the_next_supervisor(make, engines, monkeypatch):
     pauses: list[float] = []
+    go_on = threading.Event()
 
     def wait(wake: threading.Event, seconds: float) -> None:
         pauses.append(seconds)
         if len(pauses) == 2:
             dies()
+        if len(pauses) == 3:
+            assert go_on.wait(10)
 
     monkeypatch.setattr(recovery, "_waited", wait)
     hold(engines)
@@ -801,7 +804,9 @@ def test_attempts_and_pauses_count_on_under_the_next_supervisor(make, engines, m
     eventually(lambda: len(pauses) == 2)
     engines.runs = LocalRuns(engines)
     engines.runs.runs.take_over()
+    eventually(lambda: len(pauses) == 3)
     assert engines.runs.standing(run.folder.path).recovering
+    go_on.set()
     with pytest.raises(RankError, match="ValueError: broken"):
         run.wait(10)
     assert pauses[:2] == [0.0, 1.0]

@@ -238,10 +238,15 @@ def test_a_journal_tells_the_next_supervisor_what_was_sent(tmp_path: Path, monke
     journal.sent(cut, 1, "lost")
 
 
+PENDING = object()
+"""Instead of a result that has not come."""
+
+
 class FakeController:
     """What is asked of ipyparallel's client by whoever takes over: engine r has the number 10 + r."""
 
     def __init__(self) -> None:
+        self.ids = [10, 11, 12]
         self.at_work: dict[int, list[str]] = {}
         self.results: dict[str, Any] = {}
 
@@ -250,8 +255,9 @@ class FakeController:
 
     def get_result(self, message: str, owner: bool, block: bool) -> Any:
         task: Any = Future()
-        task.set_result(self.results[message])
-        task.wait = lambda seconds: True
+        task.wait = lambda seconds: task.done()
+        if self.results[message] is not PENDING:
+            task.set_result(self.results[message])
         return task
 
 
@@ -304,6 +310,52 @@ def test_who_takes_over_sends_what_was_certainly_not_sent(line: Line, engines: F
     assert again.wait(5)
     assert again.values[1] == pack("kept by the controller", {})
     assert list((tmp_path / "submissions").iterdir()) == []
+    adopted.close()
+    line.close()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_an_engine_that_is_gone_was_given_ends_under_the_next_supervisor(
+    line: Line, engines: FakeEngines, tmp_path: Path, when: str
+) -> None:
+    """The controller keeps it in the engine's queue for ever, and has no result for a while."""
+    line.add(Submission(b"a run", [0, 1], label="a run"))
+    eventually(lambda: len(engines.sent) == 2)
+    controller, after = FakeController(), FakeEngines()
+    controller.at_work, controller.results = {0: ["0-0"], 1: ["1-1"]}, {"0-0": PENDING, "1-1": PENDING}
+    if when == "before":
+        controller.ids.remove(11)
+    line, adopted = taken_over(after, controller, tmp_path / "submissions.jsonl")
+    left = adopted.newest("a run")
+    assert left is not None
+    if when == "after":
+        assert line.working() == {0: left, 1: left}
+        controller.ids.remove(11)
+    eventually(lambda: left.failures)
+    assert {rank: failure.kind for rank, failure in left.failures.items()} == {1: "EngineDied"}
+    assert line.working() == {0: left}
+    following = line.add(Submission(b"of a new engine", [1]))
+    after.answer(1, pack("done", {}))
+    assert following.wait(5)
+    controller.at_work, controller.results["0-0"] = {1: ["1-1"]}, pack("its end", {})
+    assert left.wait(5)
+    adopted.close()
+    line.close()
+
+
+def test_what_was_taken_up_late_is_followed_to_its_end(line: Line, engines: FakeEngines, tmp_path: Path) -> None:
+    """The controller may hear of a message only when its sender has ended."""
+    line.add(Submission(b"a run", [0], label="a run"))
+    eventually(lambda: engines.sent)
+    controller = FakeController()
+    line, adopted = taken_over(FakeEngines(), controller, tmp_path / "submissions.jsonl")
+    controller.at_work, controller.results["0-0"] = {0: ["0-0"]}, PENDING
+    left = adopted.newest("a run")
+    assert left is not None
+    assert line.working() == {0: left}
+    controller.at_work, controller.results["0-0"] = {}, pack("its end", {})
+    assert left.wait(5)
+    assert left.results() == ["its end"]
     adopted.close()
     line.close()
 
@@ -429,6 +481,22 @@ def test_questions_are_answered_or_refused_with_the_error_that_was_raised(
         Client(path, lambda *printed: None)
     with pytest.raises(SupervisorGoneError):
         Client(path.with_name("nobody.sock"), lambda *printed: None)
+
+
+def test_a_connection_that_cannot_be_written_to_is_lost_at_once(
+    served: tuple[Path, FakeSupervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the thread that listens has heard of it: who asks again must not ask there."""
+    client = Client(served[0], lambda *printed: None)
+
+    def closed(message: m.Message) -> None:
+        raise ChannelClosedError("broken pipe")
+
+    monkeypatch.setattr(client._channel, "send", closed)
+    with pytest.raises(SupervisorGoneError, match="broken pipe"):
+        client.ask(m.Look())
+    assert client.lost
+    client.close()
 
 
 LISTENER = """

@@ -266,7 +266,7 @@ class Engines:
         if not self.home.was_amid(INTERRUPTING):
             yield
             return
-        with self.home.amid(INTERRUPTING), self.line.held(self._ranks):
+        with self._interrupting, self.home.amid(INTERRUPTING), self.line.held(self._ranks):
             yield
             self.hands.next_generation()
             self.reset(self._ranks)
