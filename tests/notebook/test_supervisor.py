@@ -162,6 +162,22 @@ def test_a_killed_engine_needs_no_person(
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
+def test_a_supervisor_killed_while_it_brings_a_run_back_is_followed_by_one_that_does(
+    cluster: Cluster, tmp_path: Path, undisturbed: dict[int, float], moment: int
+) -> None:
+    run = cluster.train(config(tmp_path, "taken-up", recover={"attempts": 1, "from": "newest"}))
+    at_a_random_step(run, moment)
+    rank, supervisor = moment % 2, supervisor_of(cluster)
+    os.kill(cluster.status()[rank].pid, signal.SIGKILL)
+    time.sleep(random.Random(moment).uniform(0.0, 3.0))  # Not to wait for anything: the moment of the kill varies.
+    supervisor.kill()
+    assert run.wait(SECONDS) is RunState.FINISHED
+    assert losses(run) == undisturbed
+    (error,) = run.errors
+    assert error.by_rank[rank].kind == "EngineDied"
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_resume_after_a_restart_is_always_heard(
     cluster: Cluster, tmp_path: Path, undisturbed: dict[int, float], moment: int
 ) -> None:

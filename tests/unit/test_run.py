@@ -821,6 +821,43 @@ def test_attempts_and_pauses_count_on_under_the_next_supervisor(make, engines, m
     LocalRuns(engines).runs.interrupt(run.folder.path, 1.0)
 
 
+def test_an_interrupt_while_an_attempt_is_announced_ends_it(make, engines, monkeypatch):
+    announced, asked, go_on, interrupted = (threading.Event() for _ in range(4))
+    announce, stop = recovery.Recovery._next, recovery.Recovery.stop
+
+    def announce_slowly(self: recovery.Recovery, cause: str) -> recovery.Attempt | None:
+        attempt = announce(self, cause)
+        announced.set()
+        assert go_on.wait(10)
+        return attempt
+
+    def stop_and_tell(self: recovery.Recovery) -> None:
+        stop(self)
+        asked.set()
+
+    monkeypatch.setattr(recovery.Recovery, "_next", announce_slowly)
+    monkeypatch.setattr(recovery.Recovery, "stop", stop_and_tell)
+    monkeypatch.setattr(recovery, "_waited", lambda *_: interrupted.wait(10))
+    hold(engines)
+    run = make(steps=6, **RECOVERS)
+    allow(engines, 2)
+    run.wait_until(2, timeout=10)
+    write_checkpoint(run, 2)
+    engines.dead, engines.fail_at = {1}, 3
+    allow(engines, 1)
+    assert announced.wait(10)
+    interrupting = threading.Thread(target=engines.runs.interrupt, args=(run.folder.path,))
+    interrupting.start()
+    assert asked.wait(10)
+    go_on.set()
+    interrupting.join(10)
+    assert not engines.runs.standing(run.folder.path).recovering
+    interrupted.set()
+    eventually(lambda: not [each for each in threading.enumerate() if each.name == "speedlab-recovery"])
+    assert engines.restarted == []
+    assert run.state is RunState.FAILED
+
+
 def test_what_is_held_stays_held_under_the_next_supervisor(make, engines, tmp_path):
     """As long as the process lives that holds it; one that took its number later is another."""
     run = make(steps=3)

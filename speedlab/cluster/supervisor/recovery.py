@@ -116,9 +116,10 @@ class Recovery:
     def hand_over(self) -> None:
         """Somebody speaks to the run: what is under way is brought to its end at once, and then his words count. Until
         then they wait."""
-        if self._attempt is not None:
-            self._attempt.by_hand = True
-            self._attempt.wake.set()
+        with self._run.lock:
+            if self._attempt is not None:
+                self._attempt.by_hand = True
+                self._attempt.wake.set()
 
     def stop(self) -> None:
         """No further attempt: nobody wants the run back."""

@@ -160,7 +160,8 @@ class Runs:
         run.give_up()  # Who interrupts a run does not want it back.
         task = run.task
         if task is None:
-            with self._turn:  # It may be on its way to the ranks.
+            with self._turn:  # It may be on its way to the ranks, or about to be brought back.
+                run.give_up()
                 task = run.task
         return self._ranks.interrupt(task, seconds) if task is not None else []
 

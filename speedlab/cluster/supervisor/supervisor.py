@@ -79,7 +79,10 @@ class Supervisor:
             self.output.on_lines = self._printed
             undo_unfinished(self.engines)
             if state.hosts:
-                self._look_at_hosts()  # A run is not brought back on one that is lost.
+                try:
+                    self._look_at_hosts()  # A run is not brought back on one that is lost.
+                except Exception:  # The watch looks again.
+                    log.exception("the hosts cannot be looked after")
             self.runs = Runs(self.engines)
             self.runs.take_over()
         except BaseException as error:
