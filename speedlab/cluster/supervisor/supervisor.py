@@ -98,7 +98,10 @@ class Supervisor:
         if state.hosts:
             threading.Thread(target=self._watch_hosts, name="speedlab-hosts", daemon=True).start()
         while not self._ended.wait(_WATCH_SECONDS):
-            self.runs.let_go_of_abandoned()
+            try:
+                self.runs.let_go_of_abandoned()
+            except Exception:  # A folder that is gone, a full disk: the cluster goes on.
+                log.exception("what is held by nobody any more cannot be let go of")
             if not self._stopping and not self.engines.state.running:
                 self._controller_died()
         server.close()
