@@ -33,6 +33,12 @@ class AgentEntry:
     rendezvous: str
     folder: str
 
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> AgentEntry:
+        """From what `asdict` gave, without fields that a later version may have added."""
+        known = {name: fields[name] for name in cls.__dataclass_fields__}
+        return cls(**{**known, "host": Host.from_fields(fields["host"])})
+
 
 class Calls:
     """Calls of one client, from any thread."""

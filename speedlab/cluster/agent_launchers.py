@@ -30,6 +30,8 @@ from speedlab.cluster.host_specs import MpiHosts, SlurmJob
 CONNECT_SECONDS = 10
 """How long ssh may take to reach a host."""
 _BEGIN_SECONDS = 60.0
+_STEP_SECONDS = 60
+"""How long a job without agents waits for the step of one."""
 _MODULE = ["-m", "speedlab.cluster.agent"]
 
 
@@ -116,7 +118,39 @@ def slurm_script(job: SlurmJob, cluster: str, order_file: str, output_file: str)
     # An agent that ends, because its host fails, must not take the others with it.
     step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0"]
     agent = [job.python, *_MODULE, "--order", order_file]
-    return "\n".join(["#!/bin/sh", *directives, shlex.join([*step, *agent]), ""])
+    return "\n".join(["#!/bin/sh", *directives, shlex.join([*step, *agent]), *_OUTLIVE_KILLED_AGENTS, ""])
+
+
+_OUTLIVE_KILLED_AGENTS = (
+    "status=$?",
+    "# Agents that were killed are followed by others, in steps of their own (slurm_step): the job ends with those.",
+    "if [ $status -gt 128 ]; then",
+    f"  sleep {_STEP_SECONDS}",
+    r"""  while squeue -h -s -j "$SLURM_JOB_ID" -o %i | grep -qv '\.\(batch\|extern\)$'; do sleep 5; done""",
+    "fi",
+    "exit $status",
+)
+
+
+def slurm_step(job: SlurmJob, number: str, host: str, order_file: str, output_file: str) -> subprocess.Popen[bytes]:
+    """Start an agent on a node of job `number` once more, in a step that shares what the job has there; returns srun,
+    which lasts as long as the agent. Raises ClusterError where there is no srun."""
+    node = host.partition(".")[0]
+    words = [f"--jobid={number}", "--overlap", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--kill-on-bad-exit=0"]
+    words += [f"--output={output_file}", "--open-mode=append", "--chdir=/"]
+    if job.gpus_per_node is not None:
+        words.append(f"--gres=gpu:{job.gpus_per_node}")
+    with open(output_file, "ab") as output:
+        try:
+            return subprocess.Popen(
+                ["srun", *words, job.python, *_MODULE, "--order", order_file],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        except FileNotFoundError:
+            raise ClusterError("no Slurm here: srun is not found") from None
 
 
 def slurm_state(number: str) -> tuple[str, str]:
@@ -193,7 +227,8 @@ class AgentMPILauncher(MPIEngineSetLauncher):
         plain.write_text("\n".join(hosts.names) + "\n")
         if "Open MPI" in version.stdout:
             return ["--hostfile", str(plain), "--map-by", "ppr:1:node"]
-        return ["-f", str(plain), "-ppn", "1"]
+        # An agent that ends must not take the others with it.
+        return ["-f", str(plain), "-ppn", "1", "-disable-auto-cleanup"]
 
 
 def _last_json(text: str) -> dict[str, Any]:

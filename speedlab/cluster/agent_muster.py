@@ -81,8 +81,10 @@ class Muster:
         self.launching.again(host, self.order())
         deadline = time.monotonic() + REGISTER_SECONDS
         while not (came := [who for who in self.new() if who["host"] == host]):
+            self.launching.progress()
             if time.monotonic() > deadline:
-                raise ClusterError(f"{host} did not come back within {REGISTER_SECONDS:g} s")
+                late = f"{host} did not come back within {REGISTER_SECONDS:g} s"
+                raise ClusterError("\n".join(filter(None, [late, self.launching.said()])))
             time.sleep(_POLL_SECONDS)
         return self._describe(came[0], engines)
 

@@ -112,7 +112,7 @@ class Agents:
     def restart(self, host: str) -> None:
         """Start the agent of a host anew where it was killed, or cut off; it finds the engines that run there.
 
-        Raises ClusterError where the host does not come, or where only the scheduler could start it.
+        Raises ClusterError where the host does not come.
         """
         with self._coming:
             devices = self.known[host].host.devices
@@ -326,11 +326,10 @@ class Agents:
     def of(cls, home: Home, client: ipyparallel.Client, spec: Spec, token: str, fields: Mapping[str, Any]) -> Agents:
         """Agents that another process has started: what its `to_fields` gave."""
         launching = launching_for(home, spec)
-        for name, value in fields["launching"].items():
-            if name != "kind":
-                setattr(launching, name, value)
+        for name in launching.to_fields().keys() - {"kind"}:
+            setattr(launching, name, fields["launching"][name])
         agents = cls(home, Muster(home, client, launching, token, fields["device"], fields["interface"]))
-        entries = [AgentEntry(**{**entry, "host": Host.from_fields(entry["host"])}) for entry in fields["agents"]]
+        entries = [AgentEntry.from_fields(entry) for entry in fields["agents"]]
         agents.known = {entry.host.name: entry for entry in entries}
         agents._muster.came.update({entry.host.name: entry.engine_id for entry in entries})
         agents.use(fields["used"])

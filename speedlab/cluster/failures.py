@@ -44,6 +44,18 @@ def is_kept(folder: RunFolder, submission: str) -> bool:
         return False
 
 
+def newest_failure(folder: RunFolder) -> tuple[str, RankError] | None:
+    """The submission in which something was raised last, and what; None where nothing was, or it cannot be read."""
+    try:
+        with open(folder.path / _FILE, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_BYTES))
+            line = file.read().rstrip().rpartition(b"\n")[2]
+    except OSError:
+        return None
+    error = _error_of(line)
+    return (str(json.loads(line).get("submission", "")), error) if error is not None else None
+
+
 class Failures:
     """The failures of one run, read again when there are more."""
 

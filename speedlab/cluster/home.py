@@ -5,6 +5,7 @@
         token            which cluster it is, from before its first process is started
         cluster.json     what runs: token, controller, engines and devices by rank
         changing         is there while engines are bound to another number of them
+        interrupting     is there while ranks are interrupted and leave their process group
         security/ log/   connection files and logs of ipyparallel; the folder is the engines' IPython profile
         rendezvous/      file stores of the process group, and `generation`
     <IPython directory>/profile_default/speedlab/<name>.lock
@@ -40,6 +41,7 @@ _HOST = "host"
 _TOKEN = "token"
 SUPERVISOR_SOCKET = "supervisor.sock"
 OUTPUT = "output"
+CHANGING, INTERRUPTING = "changing", "interrupting"
 
 
 def this_host() -> str:
@@ -205,22 +207,19 @@ class Home:
         self._write_generation(self.generation + 1)
 
     @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
-        """Engines may meanwhile be bound to something else than what is written here."""
-        self._changing_file.touch(mode=0o600)
+    def amid(self, what: str) -> Iterator[None]:
+        """What is done meanwhile must not stay half done: CHANGING, engines may be bound to something else than what is
+        written here; INTERRUPTING, some ranks may have left their process group and others not."""
+        file = self.path / what
+        file.touch(mode=0o600)
         try:
             yield
         finally:
-            self._changing_file.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
 
-    @property
-    def was_changing(self) -> bool:
-        """Whether whoever was `changing` has ended in the middle of it."""
-        return self._changing_file.exists()
-
-    @property
-    def _changing_file(self) -> Path:
-        return self.path / "changing"
+    def was_amid(self, what: str) -> bool:
+        """Whether whoever was `amid` it has ended before it was done."""
+        return (self.path / what).exists()
 
     def break_stores(self) -> None:
         """Let ranks that wait in native code in a store, for a rank that will not come, fail.

@@ -140,12 +140,12 @@ def fields_of(spec: Spec) -> dict[str, Any]:
 
 
 def of_fields(fields: Mapping[str, Any]) -> Spec:
-    """What `fields_of` gave."""
+    """What `fields_of` gave; fields that are not known are left out."""
     kind = {kind.__name__: kind for kind in (SshHosts, SlurmJob, MpiHosts)}[fields["kind"]]
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
     }
-    return kind(**{name: value for name, value in values.items() if name != "kind"})
+    return kind(**{name: values[name] for name in kind.__dataclass_fields__ if name in values})
 
 
 def parse_hosts(hosts: Sequence[str], *, config: str = "", python: str = sys.executable) -> SshHosts:

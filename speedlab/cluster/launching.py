@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from speedlab.cluster.agent_launchers import (
     AgentSSHLauncher,
     slurm_cancel,
     slurm_state,
+    slurm_step,
 )
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import Home, write_private
@@ -30,6 +32,8 @@ _SLURM_POLL_SECONDS = 1.0
 _MOST_UNANSWERED = 60
 """Looks at a job in a row that may fail before its start is given up."""
 _MPIEXEC_SECONDS = 3.0
+_STEPS_LOG = "slurm-steps.log"
+_STEP_END_SECONDS = 5.0
 _RUNS = frozenset({"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "RESIZING", "SUSPENDED"})
 
 log = logging.getLogger("speedlab.cluster.ipyparallel")
@@ -58,6 +62,10 @@ class Launching(Protocol):
 
     def again(self, host: str, order: Order) -> None:
         """Start the agent of one host once more. Raises ClusterError."""
+        ...
+
+    def said(self) -> str:
+        """What the agent that was started `again` left behind where it does not come, in lines; "" for nothing."""
         ...
 
     def why_over(self) -> str | None:
@@ -116,6 +124,9 @@ class OverSSH:
             self.began.append(host)
         launcher.start(host, replace(order, name=host).to_json(), self._spec.python)
 
+    def said(self) -> str:
+        return ""
+
     def why_over(self) -> str | None:
         return None
 
@@ -136,6 +147,8 @@ class InSlurm:
         self._asked = 0.0
         self._unanswered = 0
         self._said = ""
+        self._steps: list[subprocess.Popen[bytes]] = []
+        """Of agents that were started once more; the last one is waited for."""
 
     def engines_of(self, number: int) -> int | None:
         del number
@@ -153,6 +166,8 @@ class InSlurm:
         self.job = launcher.submit(self._spec)
 
     def progress(self) -> str:
+        if self._steps and self._steps[-1].poll() is not None:
+            raise ClusterError(f"the step of job {self.job} ended before its agent came:\n{self.said()}")
         if time.monotonic() - self._asked < _SLURM_POLL_SECONDS:
             return self._said
         self._asked = time.monotonic()
@@ -183,16 +198,28 @@ class InSlurm:
         tail = _tail(self._home.log / "slurm.log")
         return f"job {self.job} ended before its agents came: {state}, {reason}\n{tail}"
 
+    def said(self) -> str:
+        return _tail(self._home.log / _STEPS_LOG)
+
     def why_over(self) -> str | None:
         state, reason = slurm_state(self.job)
         return None if state in _RUNS else self.ended(state, reason)
 
     def again(self, host: str, order: Order) -> None:
-        raise ClusterError(f"{host} is a node of job {self.job}, where an agent cannot be started a second time")
+        (_agents_folder(self._home) / f"problem-{host}").unlink(missing_ok=True)
+        file = _write_order(self._home, order)
+        self._steps = [step for step in self._steps if step.poll() is None]
+        self._steps.append(slurm_step(self._spec, self.job, host, file, str(self._home.log / _STEPS_LOG)))
 
     def stop(self, order: Order, ended: Collection[str]) -> list[str]:
         if self.job:
             slurm_cancel(self.job)
+        for step in self._steps:
+            try:
+                step.wait(_STEP_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                step.kill()
+                step.wait()
         return []
 
     def to_fields(self) -> dict[str, Any]:
@@ -205,6 +232,7 @@ class UnderMPI:
         self.names: tuple[str, ...] = ()  # It may give addresses.
         self.count = len(spec.names)
         self.pid = 0
+        self._ssh = OverSSH(home, SshHosts(names=(), engines=(), python=spec.python))
 
     def engines_of(self, number: int) -> int | None:
         return self._spec.engines[number]
@@ -233,13 +261,19 @@ class UnderMPI:
             return False
 
     def again(self, host: str, order: Order) -> None:
-        raise ClusterError(f"{host} was started by mpiexec, which cannot start an agent a second time")
+        try:
+            self._ssh.again(host, order)
+        except ClusterError as error:
+            raise ClusterError(f"mpiexec cannot start an agent a second time, and over SSH: {error}") from None
+
+    def said(self) -> str:
+        return ""
 
     def why_over(self) -> str | None:
         return None if self._runs() else f"mpiexec has ended:\n{_tail(self._home.log / 'mpiexec.log')}"
 
     def stop(self, order: Order, ended: Collection[str]) -> list[str]:
-        """mpiexec ends when the agents have; where they do not answer it is ended, and they with it."""
+        """mpiexec ends when its agents have; where they do not answer it is ended, and they with it."""
         if not self.pid:
             return []
         try:
@@ -249,10 +283,19 @@ class UnderMPI:
                 _ends_within(process, _MPIEXEC_SECONDS)
         except psutil.NoSuchProcess:
             pass
-        return []
+        return self._ssh.stop(order, ended)
+
+    @property
+    def began(self) -> list[str]:
+        """Hosts on which an agent was started over SSH."""
+        return self._ssh.began
+
+    @began.setter
+    def began(self, hosts: list[str]) -> None:
+        self._ssh.began = hosts
 
     def to_fields(self) -> dict[str, Any]:
-        return {"kind": "mpi", "pid": self.pid}
+        return {"kind": "mpi", "pid": self.pid, "began": self.began}
 
 
 def _ends_within(process: psutil.Process, seconds: float) -> bool:

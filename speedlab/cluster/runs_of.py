@@ -50,14 +50,17 @@ class RunsOf:
     def held(self, folder: Path, seconds: float = 10.0) -> Iterator[None]:
         """Nobody advances the run meanwhile; words wait. The run has to rest; raises ClusterError when it is still
         worked on after `seconds`."""
+        key = secrets.token_hex(8)
         try:
-            self._ask(m.Hold(folder=str(folder), seconds=seconds))
+            self._ask(m.Hold(folder=str(folder), seconds=seconds, key=key))
             yield
         finally:
             # Also when somebody interrupts just here: words would wait as long as this process lives. The hold goes
             # with the connection where nobody answers.
             with contextlib.suppress(TimeoutError, ClusterError):
-                processes.uninterrupted(lambda: self._ask(m.LetGo(folder=str(folder)), seconds=_LET_GO_SECONDS))
+                processes.uninterrupted(
+                    lambda: self._ask(m.LetGo(folder=str(folder), key=key), seconds=_LET_GO_SECONDS)
+                )
 
     def _ask(self, question: m.Question, *, seconds: float | None = None) -> Any:
         cluster = self._cluster()

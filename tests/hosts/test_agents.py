@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -146,6 +147,21 @@ def test_a_job_of_slurm(two: Lab, login: LoginTo, monkeypatch: pytest.MonkeyPatc
     assert [host.name for host in agents.hosts] == ["host-a", "host-b"]
     job = agents.to_fields()["launching"]["job"]
 
+    # Agents that are killed, all of them, are followed by others in the same job.
+    engines = here.start_engines(agents)
+    for entry in agents.entries:
+        inside(two, entry.host.name, entry.pid).kill()
+    await_true(lambda: agents.silent() == ["host-a", "host-b"], "both are gone")
+    for host in ("host-a", "host-b"):
+        agents.restart(host)
+    assert agents.silent() == []
+    assert agents.why_over() is None
+    assert agents.to_fields()["launching"]["job"] == job
+    again = here.start_engines(agents)
+    found = [here.client[engine.engine_id].apply_async(join_and_sum) for engine in again]
+    assert [task.get(timeout=60)[:2] for task in found] == [(0, 3.0), (1, 3.0)]
+    assert {engine.pid for engine in engines}.isdisjoint(engine.pid for engine in again)
+
     # A second cluster has to wait, says where it stands, and can be cancelled.
     said: list[str] = []
     cancelled = threading.Event()
@@ -185,6 +201,20 @@ def test_hosts_of_an_mpiexec_host_file(
     agents = here.start_agents()
     assert [(host.name, len(host.devices)) for host in agents.hosts] == [("host-a", 1), ("host-b", 2)]
     mpiexec = psutil.Process(agents.to_fields()["launching"]["pid"])
+
+    # mpiexec starts no agent a second time; ssh does, where it reaches the host.
+    inside(two, "host-b", agents.entries[1].pid).kill()
+    await_true(lambda: agents.silent() == ["host-b"], "it is gone")
+    with pytest.raises(ClusterError, match="mpiexec cannot start an agent a second time, and over SSH: host-b is not"):
+        agents.restart("host-b")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {ssh} "$@"\n')
+    (tmp_path / "bin" / "ssh").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    agents.restart("host-b")
+    assert agents.silent() == []
+    assert mpiexec.is_running()
+    agents = Agents.of(here.home, here.client, here.spec, here.token, agents.to_fields())
     assert agents.end() == []
     await_true(lambda: here.left() == [], "nothing is left on any host")
     await_true(lambda: not mpiexec.is_running() or mpiexec.status() == psutil.STATUS_ZOMBIE, "mpiexec has ended")

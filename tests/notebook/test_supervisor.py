@@ -162,6 +162,22 @@ def test_a_killed_engine_needs_no_person(
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
+def test_a_supervisor_killed_while_it_brings_a_run_back_is_followed_by_one_that_does(
+    cluster: Cluster, tmp_path: Path, undisturbed: dict[int, float], moment: int
+) -> None:
+    run = cluster.train(config(tmp_path, "taken-up", recover={"attempts": 1, "from": "newest"}))
+    at_a_random_step(run, moment)
+    rank, supervisor = moment % 2, supervisor_of(cluster)
+    os.kill(cluster.status()[rank].pid, signal.SIGKILL)
+    time.sleep(random.Random(moment).uniform(0.0, 3.0))  # Not to wait for anything: the moment of the kill varies.
+    supervisor.kill()
+    assert run.wait(SECONDS) is RunState.FINISHED
+    assert losses(run) == undisturbed
+    (error,) = run.errors
+    assert error.by_rank[rank].kind == "EngineDied"
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_resume_after_a_restart_is_always_heard(
     cluster: Cluster, tmp_path: Path, undisturbed: dict[int, float], moment: int
 ) -> None:
@@ -291,6 +307,27 @@ def test_engines_that_were_half_resized_are_what_the_cluster_says(cluster: Clust
     supervisor_of(cluster).kill()
     assert cluster.submit(sum_over_ranks, 1.0).result(SECONDS) == [2.0, 2.0]
     assert not (cluster.directory / "changing").exists()
+
+
+def test_ranks_of_which_some_have_left_their_group_meet_again(cluster: Cluster) -> None:
+    """As a supervisor leaves them that dies while it interrupts them."""
+    assert cluster.submit(sum_over_ranks, 1.0).result(SECONDS) == [2.0, 2.0]
+    cluster.submit(remote.reset, ranks=[0]).result(SECONDS)
+    (cluster.directory / "interrupting").touch()
+    supervisor_of(cluster).kill()
+    assert cluster.submit(sum_over_ranks, 1.0).result(SECONDS) == [2.0, 2.0]
+    assert not (cluster.directory / "interrupting").exists()
+
+
+def test_what_a_notebook_holds_stays_held_under_the_next_supervisor(cluster: Cluster, tmp_path: Path) -> None:
+    run = cluster.train(config(tmp_path, "held", steps=3))
+    assert run.wait(SECONDS) is RunState.FINISHED
+    with cluster.runs.held(run.folder.path):
+        supervisor_of(cluster).kill()
+        word = run.resume(steps=5)
+        assert not cluster.runs.standing(run.folder.path).active, "it waits"
+    assert word.wait(SECONDS).kind == "resumed"
+    assert run.wait(SECONDS) is RunState.FINISHED
 
 
 def test_an_interrupted_submission_is_taken_back(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

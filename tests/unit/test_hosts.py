@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import pytest
 import speedlab.cluster.host_specs as host_specs
 import speedlab.network as network
 from speedlab.cluster.agent import Order, own_versions, problem_here
-from speedlab.cluster.agent_launchers import slurm_script, ssh_problem
+from speedlab.cluster.agent_launchers import slurm_script, slurm_step, ssh_problem
 from speedlab.cluster.controller_place import controller_arguments
 from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.home import ClusterState, EngineEntry, Home
 from speedlab.cluster.host_specs import (
     MpiHosts,
     SlurmJob,
@@ -27,6 +30,7 @@ from speedlab.cluster.host_specs import (
 )
 from speedlab.cluster.hosts import Host, places
 from speedlab.cluster.launchers import host_environment
+from speedlab.cluster.supervisor.hands_on_hosts import OnHosts, found_on_hosts
 from speedlab.hardware import cpu_devices
 from speedlab.network import Endpoint, try_to_reach
 
@@ -86,7 +90,7 @@ def test_a_job_is_asked_for_as_it_was_said() -> None:
     )
     lines = slurm_script(job, "mine", "/home/me/order.json", "/home/me/slurm.log").splitlines()
     assert lines[0] == "#!/bin/sh"
-    assert {line.removeprefix("#SBATCH --") for line in lines[1:-1]} == {
+    assert {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")} == {
         "job-name=speedlab-mine",
         "nodes=2",
         "ntasks-per-node=1",
@@ -97,7 +101,98 @@ def test_a_job_is_asked_for_as_it_was_said() -> None:
         "export=ALL",
         "exclusive",
     }
-    assert lines[-1].endswith("'/opt/py thon' -m speedlab.cluster.agent --order /home/me/order.json")
+    (agents,) = [line for line in lines if line.startswith("srun")]
+    assert agents.endswith("'/opt/py thon' -m speedlab.cluster.agent --order /home/me/order.json")
+
+
+@pytest.mark.parametrize(
+    ("srun", "status", "looks"),
+    [("exit 3", 3, 0), ("exit 0", 0, 0), ("exit 137", 137, 3)],
+    ids=["wrong", "end", "killed"],
+)
+def test_a_job_whose_agents_were_killed_waits_for_the_steps_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, srun: str, status: int, looks: int
+) -> None:
+    steps = tmp_path / "steps"
+    for name, lines in {
+        "srun": srun,
+        "sleep": "exit 0",
+        "squeue": f'echo 7.batch; echo x >> {steps}; [ "$(wc -l < {steps})" -gt 2 ] || echo 7.1',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    script = slurm_script(SlurmJob(nodes=1), "mine", "order.json", "slurm.log")
+    done = subprocess.run(["sh", "-c", script], env={**os.environ, "SLURM_JOB_ID": "7"}, timeout=10, check=False)
+    assert done.returncode == status
+    assert (len(steps.read_text().split()) if steps.exists() else 0) == looks
+
+
+def test_an_agent_is_started_once_more_in_a_step_of_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "srun").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    log = tmp_path / "steps.log"
+    job = SlurmJob(nodes=2, gpus_per_node=8, python="/py")
+    assert slurm_step(job, "7", "gpu-1.site", "/home/me/order.json", str(log)).wait(10) == 0
+    words = log.read_text().split()
+    assert {"--jobid=7", "--overlap", "--nodelist=gpu-1", "--ntasks=1", "--gres=gpu:8"} <= set(words)
+    assert words[-5:] == ["/py", "-m", "speedlab.cluster.agent", "--order", "/home/me/order.json"]
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    with pytest.raises(ClusterError, match="srun is not found"):
+        slurm_step(job, "7", "gpu-1", "order.json", str(log))
+
+
+class FakeAgents:
+    """Of host-a, which is just back: its agent does not answer until another one was started."""
+
+    def __init__(self) -> None:
+        self.answers = False
+        self.reached: list[int] = []
+
+    def silent(self, hosts: list[str]) -> list[str]:
+        return [] if self.answers else hosts
+
+    def restart(self, host: str) -> None:
+        self.answers = True
+
+    def to_fields(self) -> dict[str, Any]:
+        return {}
+
+    def signal(self, engines: list[EngineEntry], number: int) -> list[EngineEntry]:
+        self.reached += [engine.pid for engine in engines if self.answers]
+        return engines if self.answers else []
+
+    def ask_all(self, function: Any, *, seconds: float, hosts: Any) -> tuple[dict[str, Any], list[str]]:
+        return ({"host-a": []}, []) if self.answers else ({}, list(hosts))
+
+
+def test_an_engine_on_a_host_that_is_just_back_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent's connection may come back long after the host; another agent is started first."""
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    home = Home("back")
+    home.create("a token")
+    agents = FakeAgents()
+    hands = OnHosts(home, agents, "a token", "gloo", {})  # type: ignore[arg-type]  # as much of them as is asked
+    engine = EngineEntry(rank=0, pid=7, engine_id=0, host="host-a")
+    assert hands.end([engine], lambda gone: None) == []
+    assert agents.reached == [7]
+
+
+def test_a_damaged_file_of_agents_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    home = Home("damaged")
+    home.create("a token")
+    state = ClusterState(
+        name="damaged", token="a token", controller_pid=7, started=0.0, devices=(), engines=(), backend="gloo",
+        host="here", hosts=("a", "b"),
+    )  # fmt: skip
+    for text in ("{", "[]", '{"spec": {}}'):
+        (home.path / "hosts.json").write_text(text)
+        with pytest.raises(
+            ClusterError, match=r"hosts.json is damaged .* agents there are on a, b; end the controller"
+        ):
+            found_on_hosts(home, state, None)  # type: ignore[arg-type]  # nobody is asked
 
 
 @pytest.mark.parametrize(
@@ -213,7 +308,7 @@ def test_hosts_from_a_command_line() -> None:
     assert of_words(mpi="hosts") == {"mpi": {"hostfile": "hosts"}}
     for spec in (parse_hosts(["gpu-1:8", "gpu-2"]), parse(slurm={**slurm, "options": ["--exclusive"]})):
         assert spec is not None
-        assert of_fields(json.loads(json.dumps(fields_of(spec)))) == spec  # As a supervisor gets it.
+        assert of_fields(json.loads(json.dumps({**fields_of(spec), "later": 1}))) == spec  # As a supervisor gets it.
     with pytest.raises(ClusterError, match=r"slurm: 'nodes' has no value; each word is a name, '=' and a value"):
         of_words(slurm="nodes")
 

@@ -32,6 +32,7 @@ from speedlab.cluster.own_model import OWN_MODEL, read_own_model
 from speedlab.cluster.reattach import attach
 from speedlab.cluster.run import Run, start_run
 from speedlab.cluster.supervisor import recovery
+from speedlab.cluster.supervisor.holds import Hold
 from speedlab.cluster.supervisor.runs import Runs
 from speedlab.config import ConfigError, RunConfig
 from speedlab.layout import Layout, LayoutError
@@ -113,11 +114,11 @@ class LocalRuns:
 
     @contextlib.contextmanager
     def held(self, folder: Path, seconds: float = 10.0) -> Iterator[None]:
-        self.runs.hold(folder, self, seconds)
+        self.runs.hold(folder, Hold.of("a test", os.getpid()), seconds)
         try:
             yield
         finally:
-            self.runs.let_go(self, folder)
+            self.runs.let_go(folder, "a test")
 
     def task(self, folder: Path) -> Any:
         return self.runs._of(folder).task
@@ -689,7 +690,7 @@ def test_nothing_is_brought_back_without_a_checkpoint_or_against_a_persons_word(
     run.resume()
     allow(engines, 9)
     eventually(lambda: len(run.errors) == 3)  # By hand, at once, and now it would wait for a minute.
-    assert run._standing().recovering
+    eventually(lambda: run._standing().recovering)
     engines.fail_at = None
     run.stop().wait(10)
     assert run.wait(10) is RunState.STOPPED
@@ -724,6 +725,201 @@ def test_an_attempt_that_fails_itself_is_followed_by_the_next(make, engines, mon
         "the engine of rank 1 ended before it was ready; attempt 2 of 3 in 1 s, from step 2",
         "the engine of rank 1 ended before it was ready; attempt 3 of 3 in 2 s, from step 2",
     ]
+
+
+def dies(*_: Any, **__: Any) -> None:
+    """Ends the thread that comes here, as the death of its process would, with whatever is written by then."""
+    raise SystemExit
+
+
+DEATHS: dict[str, Callable[[pytest.MonkeyPatch, FakeEngines], object]] = {
+    "when it was announced": lambda patch, engines: patch.setattr(recovery.Recovery, "_start", dies),
+    "before it counts": lambda patch, engines: patch.setattr(recovery.Recovery, "_next", dies),
+    "in the pause": lambda patch, engines: patch.setattr(recovery, "_waited", dies),
+    "while it starts engines": lambda patch, engines: patch.setattr(engines, "before_restart", dies),
+    "before the word is sent on": lambda patch, engines: patch.setattr(engines, "submit", dies),
+}
+
+
+NOBODY_HEARS = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Threads that die.
+
+
+@NOBODY_HEARS
+@pytest.mark.parametrize("death", DEATHS)
+def test_an_attempt_that_its_supervisor_did_not_survive_is_made_by_the_next(make, engines, monkeypatch, death):
+    hold(engines)
+    run = make(steps=6, **{**RECOVERS, "recover": {"attempts": 1}})
+    allow(engines, 2)
+    run.wait_until(2, timeout=10)
+    write_checkpoint(run, 2)
+    engines.dead, engines.fail_at = {1}, 3
+    with monkeypatch.context() as patch:
+        threads = set(threading.enumerate())
+        DEATHS[death](patch, engines)
+        allow(engines, 1)
+        eventually(lambda: len(run.errors) == 1)
+        eventually(lambda: not set(threading.enumerate()) - threads)
+    engines.fail_at, engines.free_running = None, True
+    engines.runs = LocalRuns(engines)
+    engines.runs.runs.take_over()
+    assert run.wait(10) is RunState.FINISHED
+    assert engines.restarted == [(1,)]
+    assert [word.arguments for word in run.folder.pending(0)] == [{"tag": "step-000002"}], "it goes back once"
+    texts = kinds_and_texts(run, "recovering")
+    assert [text for text in texts if "ValueError" in text] == [
+        "ranks 0–1: ValueError; attempt 1 of 1 at once, from step 2"
+    ]
+    taken_up = (
+        []
+        if death == "before it counts"
+        else ["the supervisor ended meanwhile; the next one makes attempt 1 of 1 at once, from step 2"]
+    )
+    assert texts[1:] == taken_up
+    kept = json.loads((run.folder.path / "recovery.json").read_text())
+    assert (kept["failed"], kept["from_step"], kept["due"]) == (1, 2, None)
+    (run.folder.path / "recovery.json").write_text(json.dumps({**kept, "later": "a field of another version"}))
+    LocalRuns(engines).runs.take_over()
+    assert kinds_and_texts(run, "recovering") == texts, "nothing is left to be taken up"
+
+
+@NOBODY_HEARS
+def test_attempts_and_pauses_count_on_under_the_next_supervisor(make, engines, monkeypatch):
+    pauses: list[float] = []
+    go_on = threading.Event()
+
+    def wait(wake: threading.Event, seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            dies()
+        if len(pauses) == 3:
+            assert go_on.wait(10)
+
+    monkeypatch.setattr(recovery, "_waited", wait)
+    hold(engines)
+    run = make(steps=6, **{**RECOVERS, "recover": {"attempts": 3}})
+    allow(engines, 2)
+    run.wait_until(2, timeout=10)
+    write_checkpoint(run, 2)
+    engines.fail_at, engines.free_running = 3, True
+    eventually(lambda: len(pauses) == 2)
+    engines.runs = LocalRuns(engines)
+    engines.runs.runs.take_over()
+    eventually(lambda: len(pauses) == 3)
+    assert engines.runs.standing(run.folder.path).recovering
+    go_on.set()
+    with pytest.raises(RankError, match="ValueError: broken"):
+        run.wait(10)
+    assert pauses[:2] == [0.0, 1.0]
+    assert 0.0 < pauses[2] <= 1.0, "what is left of it"
+    assert pauses[3:] == [2.0]
+    texts = kinds_and_texts(run, "recovering")
+    assert "the next one makes attempt 2 of 3 in " in texts[2]
+    assert texts[-1] == "it failed again after 3 attempts from step 2: recover.attempts is at its end"
+    # A damaged file is none, and what an interrupted run went through is over.
+    (run.folder.path / "recovery.json").write_text("{")
+    engines.runs.runs.interrupt(run.folder.path, 1.0)
+    LocalRuns(engines).runs.interrupt(run.folder.path, 1.0)
+
+
+def test_an_interrupt_while_an_attempt_is_announced_ends_it(make, engines, monkeypatch):
+    announced, asked, go_on, interrupted = (threading.Event() for _ in range(4))
+    announce, stop = recovery.Recovery._next, recovery.Recovery.stop
+
+    def announce_slowly(self: recovery.Recovery, cause: str) -> recovery.Attempt | None:
+        attempt = announce(self, cause)
+        announced.set()
+        assert go_on.wait(10)
+        return attempt
+
+    def stop_and_tell(self: recovery.Recovery) -> None:
+        stop(self)
+        asked.set()
+
+    monkeypatch.setattr(recovery.Recovery, "_next", announce_slowly)
+    monkeypatch.setattr(recovery.Recovery, "stop", stop_and_tell)
+    monkeypatch.setattr(recovery, "_waited", lambda *_: interrupted.wait(10))
+    hold(engines)
+    run = make(steps=6, **RECOVERS)
+    allow(engines, 2)
+    run.wait_until(2, timeout=10)
+    write_checkpoint(run, 2)
+    engines.dead, engines.fail_at = {1}, 3
+    allow(engines, 1)
+    assert announced.wait(10)
+    interrupting = threading.Thread(target=engines.runs.interrupt, args=(run.folder.path,))
+    interrupting.start()
+    assert asked.wait(10)
+    go_on.set()
+    interrupting.join(10)
+    assert not engines.runs.standing(run.folder.path).recovering
+    interrupted.set()
+    eventually(lambda: not [each for each in threading.enumerate() if each.name == "speedlab-recovery"])
+    assert engines.restarted == []
+    assert run.state is RunState.FAILED
+
+
+def test_what_is_held_stays_held_under_the_next_supervisor(make, engines, tmp_path):
+    """As long as the process lives that holds it; one that took its number later is another."""
+    run = make(steps=3)
+    run.wait(10)
+    path = run.folder.path
+    eventually(lambda: not engines.runs.standing(path).active)
+    engines.runs.runs.hold(path, Hold.of("mine", os.getpid()), 0.0)
+    engines.runs = LocalRuns(engines)
+    engines.runs.runs.take_over()
+    with pytest.raises(ClusterError, match="is being advanced by somebody else"):
+        engines.runs.runs.hold(path, Hold.of("another's", os.getpid()), 0.0)
+    engines.runs.runs.hold(path, Hold.of("mine", os.getpid()), 0.0)  # Asked twice, it is one.
+    word = run.resume(steps=5)
+    engines.runs.runs.let_go(path, "another's")
+    engines.runs.runs.let_go_of_abandoned()
+    assert engines.submitted == 1
+    assert not word.done
+    engines.runs.runs.let_go(path, "mine")
+    assert word.wait(10).kind == "resumed"
+    assert run.wait(10) is RunState.FINISHED
+
+    eventually(lambda: not engines.runs.standing(path).active)
+    engines.runs.runs.hold(path, Hold("reused", os.getpid(), 1.0), 0.0)
+    engines.runs.runs.let_go_of_abandoned()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as holder:
+        engines.runs.runs.hold(path, Hold.of("killed", holder.pid), 0.0)
+        holder.kill()
+    engines.runs = LocalRuns(engines)
+    engines.runs.runs.take_over()
+    engines.runs.runs.hold(path, Hold.of("next", os.getpid()), 0.0)
+    (engines.directory / "holds.json").write_text("{")
+    LocalRuns(engines).runs.take_over()
+
+
+def test_who_only_looks_at_a_run_waits_for_no_host(make, engines, monkeypatch):
+    """A host that does not answer holds up who spoke to its run, and who interrupts that; nobody else."""
+    run = make(steps=3)
+    run.wait(10)
+    path = run.folder.path
+    eventually(lambda: not engines.runs.standing(path).active)
+    asked, answers = threading.Event(), threading.Event()
+
+    def wire(folder: RunFolder) -> None:
+        asked.set()
+        assert answers.wait(10)
+
+    monkeypatch.setattr(engines, "wire", wire)
+    hold(engines)
+    speaking = threading.Thread(target=run.resume, kwargs={"steps": 9})
+    speaking.start()
+    assert asked.wait(10)
+    looking = threading.Thread(target=engines.runs.standing, args=(path,))
+    looking.start()
+    looking.join(10)
+    assert not looking.is_alive()
+    interrupting = threading.Thread(target=engines.runs.interrupt, args=(path,))
+    interrupting.start()
+    answers.set()
+    speaking.join(10)
+    interrupting.join(10)
+    assert engines.interrupted == [engines.runs.task(path)]
+    assert engines.interrupted != [None]
 
 
 def test_a_word_that_comes_while_engines_are_brought_back_waits_for_them(make, engines):

@@ -238,10 +238,15 @@ def test_a_journal_tells_the_next_supervisor_what_was_sent(tmp_path: Path, monke
     journal.sent(cut, 1, "lost")
 
 
+PENDING = object()
+"""Instead of a result that has not come."""
+
+
 class FakeController:
     """What is asked of ipyparallel's client by whoever takes over: engine r has the number 10 + r."""
 
     def __init__(self) -> None:
+        self.ids = [10, 11, 12]
         self.at_work: dict[int, list[str]] = {}
         self.results: dict[str, Any] = {}
 
@@ -250,8 +255,9 @@ class FakeController:
 
     def get_result(self, message: str, owner: bool, block: bool) -> Any:
         task: Any = Future()
-        task.set_result(self.results[message])
-        task.wait = lambda seconds: True
+        task.wait = lambda seconds: task.done()
+        if self.results[message] is not PENDING:
+            task.set_result(self.results[message])
         return task
 
 
@@ -304,6 +310,52 @@ def test_who_takes_over_sends_what_was_certainly_not_sent(line: Line, engines: F
     assert again.wait(5)
     assert again.values[1] == pack("kept by the controller", {})
     assert list((tmp_path / "submissions").iterdir()) == []
+    adopted.close()
+    line.close()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_an_engine_that_is_gone_was_given_ends_under_the_next_supervisor(
+    line: Line, engines: FakeEngines, tmp_path: Path, when: str
+) -> None:
+    """The controller keeps it in the engine's queue for ever, and has no result for a while."""
+    line.add(Submission(b"a run", [0, 1], label="a run"))
+    eventually(lambda: len(engines.sent) == 2)
+    controller, after = FakeController(), FakeEngines()
+    controller.at_work, controller.results = {0: ["0-0"], 1: ["1-1"]}, {"0-0": PENDING, "1-1": PENDING}
+    if when == "before":
+        controller.ids.remove(11)
+    line, adopted = taken_over(after, controller, tmp_path / "submissions.jsonl")
+    left = adopted.newest("a run")
+    assert left is not None
+    if when == "after":
+        assert line.working() == {0: left, 1: left}
+        controller.ids.remove(11)
+    eventually(lambda: left.failures)
+    assert {rank: failure.kind for rank, failure in left.failures.items()} == {1: "EngineDied"}
+    assert line.working() == {0: left}
+    following = line.add(Submission(b"of a new engine", [1]))
+    after.answer(1, pack("done", {}))
+    assert following.wait(5)
+    controller.at_work, controller.results["0-0"] = {1: ["1-1"]}, pack("its end", {})
+    assert left.wait(5)
+    adopted.close()
+    line.close()
+
+
+def test_what_was_taken_up_late_is_followed_to_its_end(line: Line, engines: FakeEngines, tmp_path: Path) -> None:
+    """The controller may hear of a message only when its sender has ended."""
+    line.add(Submission(b"a run", [0], label="a run"))
+    eventually(lambda: engines.sent)
+    controller = FakeController()
+    line, adopted = taken_over(FakeEngines(), controller, tmp_path / "submissions.jsonl")
+    controller.at_work, controller.results["0-0"] = {0: ["0-0"]}, PENDING
+    left = adopted.newest("a run")
+    assert left is not None
+    assert line.working() == {0: left}
+    controller.at_work, controller.results["0-0"] = {}, pack("its end", {})
+    assert left.wait(5)
+    assert left.results() == ["its end"]
     adopted.close()
     line.close()
 
@@ -431,6 +483,22 @@ def test_questions_are_answered_or_refused_with_the_error_that_was_raised(
         Client(path.with_name("nobody.sock"), lambda *printed: None)
 
 
+def test_a_connection_that_cannot_be_written_to_is_lost_at_once(
+    served: tuple[Path, FakeSupervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the thread that listens has heard of it: who asks again must not ask there."""
+    client = Client(served[0], lambda *printed: None)
+
+    def closed(message: m.Message) -> None:
+        raise ChannelClosedError("broken pipe")
+
+    monkeypatch.setattr(client._channel, "send", closed)
+    with pytest.raises(SupervisorGoneError, match="broken pipe"):
+        client.ask(m.Look())
+    assert client.lost
+    client.close()
+
+
 LISTENER = """
 import sys, time
 from pathlib import Path
@@ -485,17 +553,17 @@ def test_a_hold_that_was_given_up_while_it_waited_is_given_back(
     """Nobody would let go of it."""
     path, supervisor = served
     asked, go_on = threading.Event(), threading.Event()
-    given_back: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    given_back: queue.SimpleQueue[tuple[Path, str]] = queue.SimpleQueue()
 
     def hold(folder: Path, holder: object, seconds: float) -> None:
         asked.set()
         assert go_on.wait(5)
 
-    supervisor.runs = SimpleNamespace(hold=hold, let_go=lambda holder, folder: given_back.put(folder))
+    supervisor.runs = SimpleNamespace(hold=hold, let_go=lambda *what: given_back.put(what))
     client = connect(path, m.FromSupervisor)
     client.send(m.Hello())
     assert isinstance(client.receive(), m.Welcome)
-    client.send(m.Hold(call=1, folder="a run", seconds=5.0))
+    client.send(m.Hold(call=1, folder="a run", seconds=5.0, key="its key"))
     assert asked.wait(5)
     if leaves:
         client.close()
@@ -505,7 +573,7 @@ def test_a_hold_that_was_given_up_while_it_waited_is_given_back(
         client.send(m.Look(call=2))
         assert client.receive().call == 2  # What came before was read.
     go_on.set()
-    assert given_back.get(timeout=5) == Path("a run")
+    assert given_back.get(timeout=5) == (Path("a run"), "its key")
     client.close()
 
 

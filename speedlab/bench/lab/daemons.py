@@ -143,7 +143,7 @@ def _slurm_settings(lab: Lab, folder: Path, cores: int, partition: str) -> str:
             "MinJobAge=10",
             "SchedulerParameters=sched_min_interval=100000,batch_sched_delay=1",
             "SlurmdParameters=config_overrides",
-            "CommunicationParameters=NoCtldInAddrAny,NoInAddrAny",
+            "CommunicationParameters=NoCtldInAddrAny",
             "AccountingStorageType=accounting_storage/none",
             "JobAcctGatherType=jobacct_gather/none",
             *nodes,

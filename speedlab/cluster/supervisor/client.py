@@ -101,6 +101,7 @@ class Client:
             self._channel.send(question)
             return self._answered(question, answer, seconds)
         except ChannelClosedError as error:
+            self._end()  # The thread that listens may hear of it later than somebody asks again, and asks here.
             raise SupervisorGoneError(str(error)) from None
         except NoAnswer:
             raise TimeoutError(f"the cluster's supervisor did not answer within {seconds:g} s") from None

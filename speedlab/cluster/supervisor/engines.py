@@ -5,11 +5,12 @@ The supervisor is the only one that speaks to the controller, so what ranks work
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import speedlab.cluster.remote as remote
 import speedlab.cluster.start as start
 from speedlab.cluster.errors import DIED, ClusterError, RankError, name_ranks
-from speedlab.cluster.home import ClusterState, EngineEntry, Home
+from speedlab.cluster.home import INTERRUPTING, ClusterState, EngineEntry, Home
 from speedlab.cluster.shipping import pack
 from speedlab.cluster.supervisor.adopted import Adopted
 from speedlab.cluster.supervisor.hands import Hands, Process
@@ -71,7 +72,8 @@ class Engines:
         self.line = Line(self._send, journal, self._release_in_a_while)
         self.output = Output(start.read_connection(home), self._rank_by_id.get, len(state.devices), home.output)
         self._count(state)
-        self.adopted = Adopted(self.line, client, state, journal)
+        with self._after_an_interrupt():
+            self.adopted = Adopted(self.line, client, state, journal)
 
     @property
     def directory(self) -> Path:
@@ -210,12 +212,14 @@ class Engines:
             alive = {engine.rank for engine in self.state.engines if self.reaches(engine)}
             working = {rank: one for rank, one in self.line.working(only).items() if rank in alive}
             if working:
-                still = self._stop(working, seconds)
                 if alone:
+                    self._stop(working, seconds)
                     return sorted(alive - self.line.working().keys())
-                # Not all ranks may have joined the group, or the same one: they meet again where none has been.
-                self.hands.next_generation()
-                self.reset(sorted(alive - still))
+                with self.home.amid(INTERRUPTING):
+                    still = self._stop(working, seconds)
+                    # Not all ranks may have joined the group, or the same one: they meet again where none has been.
+                    self.hands.next_generation()
+                    self.reset(sorted(alive - still))
             return sorted(alive - self.line.working().keys())
 
     def _stop(self, working: dict[int, Submission], seconds: float) -> set[int]:
@@ -253,6 +257,19 @@ class Engines:
             log.warning("rank %d does not leave its process group; cluster.restart(%d) brings it back", rank, rank)
         for rank, failure in resets.failures.items():
             log.warning("rank %d could not leave its process group: %s", rank, failure)
+
+    @contextlib.contextmanager
+    def _after_an_interrupt(self) -> Iterator[None]:
+        """For whoever takes over from a supervisor that has ended while it interrupted ranks: before they are given
+        anything that it has left, those that are idle leave their process group, as some have and others not. What the
+        others work on ends as its ranks are released."""
+        if not self.home.was_amid(INTERRUPTING):
+            yield
+            return
+        with self._interrupting, self.home.amid(INTERRUPTING), self.line.held(self._ranks):
+            yield
+            self.hands.next_generation()
+            self.reset(self._ranks)
 
     def _release_in_a_while(self, submission: Submission) -> None:
         """A rank of it has failed: interrupt the others in RELEASE_SECONDS, if they have not ended by then; at once

@@ -90,7 +90,7 @@ class OnHosts:
                     except ClusterError:
                         if host in silent:
                             raise
-                        # It answers, and only the scheduler could start another one.
+                        # It answers, and another one cannot be started.
                     self._were_lost.discard(host)
                     self.write()
 
@@ -115,6 +115,7 @@ class OnHosts:
     def end(self, engines: Sequence[EngineEntry], gone: Callable[[EngineEntry], object]) -> list[EngineEntry]:
         """Those on hosts that are lost end by themselves, half a minute after the host was cut off."""
         within = [engine for engine in engines if engine.host not in self._lost]
+        self._require_agents(dict.fromkeys(engine.host for engine in within))  # A host may just be back.
         # The engines alone at first: one of the children of each tells the controller that it has gone.
         reached = self._agents.signal(within, signal.SIGKILL)
         for engine in reached:
@@ -288,8 +289,15 @@ def start_on_hosts(
 
 def found_on_hosts(home: Home, state: ClusterState, client: Client) -> OnHosts:
     """The agents that an earlier supervisor has started."""
-    fields = json.loads((home.path / "hosts.json").read_text())
-    agents = Agents.of(home, client, host_specs.of_fields(fields["spec"]), state.token, fields)
+    file = home.path / "hosts.json"
+    try:
+        fields = json.loads(file.read_text())
+        agents = Agents.of(home, client, host_specs.of_fields(fields["spec"]), state.token, fields)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ClusterError(
+            f"{file} is damaged ({type(error).__name__}: {error}), and says which agents there are on "
+            f"{', '.join(state.hosts)}; end the controller (kill {state.controller_pid}): what runs there ends then"
+        ) from None
     agents.use(state.hosts)  # Its last words may be of a change that was not made.
     agents.silent()  # They hear that there is a supervisor again, before a run that has paused for want of one goes on.
     return OnHosts(home, agents, state.token, state.backend, fields["spec"])

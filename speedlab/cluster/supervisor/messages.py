@@ -161,16 +161,19 @@ class AskStanding(Question, kw_only=True):
 
 
 class Hold(Question, kw_only=True):
-    """Let nobody advance the run until `LetGo`, or until this client is gone."""
+    """Let nobody advance the run until `LetGo` of the same `key`, or until this client is gone: where the supervisor is
+    gone first, until this client's process is."""
 
     folder: str
     seconds: float
+    key: str
 
 
 class LetGo(Question, kw_only=True):
-    """The end of `Hold`."""
+    """The end of the `Hold` of this key."""
 
     folder: str
+    key: str
 
 
 class Answer(Message, kw_only=True):

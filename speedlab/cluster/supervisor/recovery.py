@@ -4,6 +4,9 @@
 one after a pause twice as long as the last; attempts count until a newer checkpoint was written, so that a run that
 fails now and then goes on for ever and one that always fails at the same place ends. An attempt that itself fails, as
 one whose engines do not come up, counts like one after which the run fails again.
+
+What counts is kept in the run's folder (`recovery.json`): where the supervisor itself ends, the next one takes the
+attempt up that was under way, after what is left of its pause, and counts on.
 """
 
 from __future__ import annotations
@@ -14,18 +17,39 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from speedlab.cluster.errors import INTERRUPTED, ClusterError, RankError, name_ranks
+from speedlab.cluster.failures import newest_failure
 from speedlab.telemetry.checkpoints import newest
+from speedlab.telemetry.folder import write_atomically
 from speedlab.telemetry.records import Event, RunState
 from speedlab.telemetry.writer import note
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from speedlab.cluster.supervisor.runs import Ranks, Run
 
 log = logging.getLogger("speedlab.supervisor")
 
 FIRST_PAUSE_SECONDS = 1.0
 MOST_PAUSE_SECONDS = 60.0
+
+
+class Count(msgspec.Struct, kw_only=True):
+    """What counts, as it is kept."""
+
+    token: str
+    """Of the cluster; what the run went through in another one does not count."""
+    failed: int = 0
+    """Attempts since the newest checkpoint was written."""
+    from_step: int = -1
+    """Of that checkpoint."""
+    answered: str = ""
+    """The submission whose failure was seen last: whether an attempt follows it is decided."""
+    due: float | None = None
+    """When the attempt that is under way begins, or began, since the epoch; None while none is."""
 
 
 @dataclass(eq=False)
@@ -42,68 +66,124 @@ class Attempt:
 
 
 class Recovery:
-    """The attempts to bring one run back. Called with the lock of `Runs`, but for its own thread."""
+    """The attempts to bring one run back. Called by whoever has the turn of `Runs`, but for `under_way`, `stop` and its
+    own thread."""
 
     def __init__(self, run: Run, ranks: Ranks) -> None:
         self._run, self._ranks = run, ranks
-        self._failed = 0
-        """Attempts since the newest checkpoint was written."""
-        self._from_step = -1
+        self._count = Count(token=ranks.token)
         self._attempt: Attempt | None = None
 
     @property
     def under_way(self) -> bool:
         return self._attempt is not None
 
-    def begin(self, error: RankError | None) -> bool:
-        """Bring the run back after `error`, on a thread of its own; False when that was not asked for, or no more."""
+    def begin(self, error: RankError | None, submission: str) -> bool:
+        """Bring the run back after the `error` of this submission, on a thread of its own; False when that was not
+        asked for, or no more."""
         folder = self._run.folder
         if error is None or folder.read_status().state is not RunState.FAILED or folder.config.recover.attempts == 0:
             return False
         if all(failure.kind == INTERRUPTED for failure in error.by_rank.values()):
             return False  # Somebody wanted it to stop.
-        self._attempt = self._next(_cause(error))
-        if self._attempt is not None:
-            threading.Thread(target=self._go, args=(self._attempt,), name="speedlab-recovery", daemon=True).start()
+        self._count.answered = submission
+        self._start(self._next(_cause(error)))
         return self.under_way
 
     def begin_anew(self) -> None:
         """A new run: what an earlier one at this place went through does not count."""
-        self._failed, self._from_step = 0, -1
+        self._count = Count(token=self._ranks.token)
+
+    def take_over(self, *, rests: bool) -> bool:
+        """Count on where an earlier supervisor has ended, and take the attempt up that was under way; True where one is
+        now. `rests`: whether the run waits for nothing that the ranks were given."""
+        folder = self._run.folder
+        self._count = self._read()
+        most = folder.config.recover.attempts
+        if not rests or not most or folder.read_status().state is not RunState.FAILED:
+            self._keep(due=None)
+            return False
+        by_hand = bool(self._run.waiting())
+        if (due := self._count.due) is not None:
+            pause = 0.0 if by_hand else min(max(0.0, due - time.time()), MOST_PAUSE_SECONDS)
+            what = f"attempt {self._count.failed} of {most} {f'in {pause:.1f} s' if pause else 'at once'}"
+            self._note(f"the supervisor ended meanwhile; the next one makes {what}, from step {self._count.from_step}")
+            self._start(Attempt(pause, by_hand=by_hand))
+        elif not by_hand and (last := newest_failure(folder)) is not None and last[0] != self._count.answered:
+            return self.begin(last[1], last[0])
+        return self.under_way
 
     def hand_over(self) -> None:
         """Somebody speaks to the run: what is under way is brought to its end at once, and then his words count. Until
         then they wait."""
-        if self._attempt is not None:
-            self._attempt.by_hand = True
-            self._attempt.wake.set()
+        with self._run.lock:
+            if self._attempt is not None:
+                self._attempt.by_hand = True
+                self._attempt.wake.set()
 
     def stop(self) -> None:
         """No further attempt: nobody wants the run back."""
-        if self._attempt is not None:
-            self._attempt.given_up = True
-            self._attempt.wake.set()
-        self._attempt = None
+        with self._run.lock:
+            if self._attempt is not None:
+                self._attempt.given_up = True
+                self._attempt.wake.set()
+                self._attempt = None
+                self._keep(due=None)
+
+    def _start(self, attempt: Attempt | None) -> None:
+        self._attempt = attempt
+        if attempt is not None:
+            threading.Thread(target=self._go, args=(attempt,), name="speedlab-recovery", daemon=True).start()
 
     def _next(self, cause: str) -> Attempt | None:
         """The attempt that follows `cause`, announced; None when there is none."""
-        folder = self._run.folder
+        folder, count = self._run.folder, self._count
         most, kept = folder.config.recover.attempts, newest(folder.path / "checkpoints")
         if kept is None:
+            self._keep(due=None)
             self._note("there is no checkpoint from which recover could go on")
             return None
-        if (step := kept.step) > self._from_step:
-            self._failed, self._from_step = 0, step
-        if self._failed >= most:
+        if (step := kept.step) > count.from_step:
+            count.failed, count.from_step = 0, step
+        if count.failed >= most:
+            self._keep(due=None)
             self._note(
-                f"it failed again after {self._failed} attempts from step {step}: recover.attempts is at its end"
+                f"it failed again after {count.failed} attempts from step {step}: recover.attempts is at its end"
             )
             return None
-        pause = 0.0 if self._failed == 0 else min(FIRST_PAUSE_SECONDS * 2 ** (self._failed - 1), MOST_PAUSE_SECONDS)
-        self._failed += 1
-        what = f"attempt {self._failed} of {most} {f'in {pause:g} s' if pause else 'at once'}"
+        pause = 0.0 if count.failed == 0 else min(FIRST_PAUSE_SECONDS * 2 ** (count.failed - 1), MOST_PAUSE_SECONDS)
+        count.failed += 1
+        self._keep(due=time.time() + pause)  # Before it is announced: who takes over says that it was.
+        what = f"attempt {count.failed} of {most} {f'in {pause:g} s' if pause else 'at once'}"
         self._note(f"{cause}; {what}, from step {step}")
         return Attempt(pause)
+
+    # ---- what is kept ------------------------------------------------------------------------------------------------
+
+    @property
+    def _path(self) -> Path:
+        return self._run.folder.path / "recovery.json"
+
+    def _keep(self, *, due: float | None) -> None:
+        """`due`: of the attempt that is under way from now on."""
+        self._count.due = due
+        if self._count == Count(token=self._ranks.token) and not self._path.exists():
+            return  # A run that has never failed has no such file.
+        try:
+            write_atomically(self._path, msgspec.json.encode(self._count).decode())
+        except OSError as full:  # It is brought back all the same, and only a takeover knows less.
+            log.warning("how often %s was brought back cannot be kept: %s", self._run.folder.name, full)
+
+    def _read(self) -> Count:
+        fresh = Count(token=self._ranks.token)
+        try:
+            found = msgspec.json.decode(self._path.read_bytes(), type=Count)
+        except FileNotFoundError:
+            return fresh
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("attempts are counted from the first one: %s: %s", self._path, error)
+            return fresh
+        return found if found.token == fresh.token else fresh
 
     # ---- on its own thread -------------------------------------------------------------------------------------------
 
@@ -143,27 +223,36 @@ class Recovery:
         if lost:
             ranks.resize(left)
         change_shape(folder, before, had, after, left, step=status.step, started=begun)
+        self._run.note_processes(ranks.pids)  # Who takes over finds it changed.
 
     def _resume(self, attempt: Attempt) -> None:
-        with self._run._lock:
-            if attempt.given_up:
-                return
-            self._attempt = None
+        with self._run.changing():
+            with self._run.lock:
+                if attempt.given_up:
+                    return
+                self._attempt = None
             if not attempt.by_hand:
                 kept, wanted = newest(self._run.folder.path / "checkpoints"), self._run.folder.config.recover.checkpoint
                 assert kept is not None, "looked at when the attempt began"
                 self._run.folder.post("resume", tag=kept.path.name if wanted == "newest" else wanted)
             self._run.attend()
+            self._keep(due=None)
 
     def _after(self, trouble: Exception, attempt: Attempt) -> Attempt | None:
         """The next attempt; None when there is none, and the run is left as it is."""
-        with self._run._lock:
+        with self._run.changing():
             if attempt.given_up:
                 return None
-            self._attempt = None if attempt.by_hand else self._next(str(trouble).partition("\n")[0])
-            if self._attempt is None:
+            following = None if attempt.by_hand else self._next(str(trouble).partition("\n")[0])
+            if following is None:
+                self._keep(due=None)
                 self._run.leave(trouble)
-            return self._attempt
+            with self._run.lock:
+                if not attempt.given_up:
+                    self._attempt = following
+                    return following
+                self._keep(due=None)  # Somebody has stopped it just now.
+                return None
 
     def _note(self, text: str) -> None:
         """Only while no rank advances the run."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import speedlab.cluster.remote as remote
 from speedlab.cluster.errors import ClusterError, RankError, name_ranks
-from speedlab.cluster.home import ClusterState, EngineEntry
+from speedlab.cluster.home import CHANGING, ClusterState, EngineEntry
 from speedlab.cluster.known_runs import remembered_folders, saved_step
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import RESTING, RunState
@@ -62,7 +62,7 @@ class Resize:
         self._change_over(before, plan, new)  # 3
 
     def _change_over(self, before: ClusterState, plan: Plan, new: tuple[EngineEntry, ...]) -> None:
-        with self._engines.home.changing(), self._engines.line.held(range(len(before.engines))):
+        with self._engines.home.amid(CHANGING), self._engines.line.held(range(len(before.engines))):
             try:
                 _rebind(self._engines, plan.stays, plan.state)
             except BaseException:
@@ -111,9 +111,9 @@ def undo_unfinished(engines: Engines) -> None:
     """Bind the engines to what the cluster's file says, where an earlier supervisor has ended in the middle of 3. One
     that does not let itself be bound is ended: it counts other ranks than there are."""
     home = engines.home
-    if not home.was_changing:
+    if not home.was_amid(CHANGING):
         return
-    with home.changing():
+    with home.amid(CHANGING):
         for engine in engines.state.engines:
             if engines.reaches(engine):
                 try:

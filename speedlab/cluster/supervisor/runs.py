@@ -13,18 +13,20 @@ run back where that was asked for.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import speedlab.cluster.remote as remote
 from speedlab.cluster.errors import DIED, ClusterError, RankError
-from speedlab.cluster.failures import is_kept, keep_failure
+from speedlab.cluster.failures import is_kept, keep_failure, newest_failure
 from speedlab.cluster.known_runs import Given, remember_run, remembered_runs
+from speedlab.cluster.supervisor.holds import Hold, Holds
 from speedlab.cluster.supervisor.messages import Standing
 from speedlab.cluster.supervisor.recovery import Recovery
 from speedlab.telemetry.checkpoints import newest
@@ -81,12 +83,16 @@ class Runs:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        self._turn = threading.RLock()
+        """Held while something is done to a run, which may ask hosts; who only looks does not wait for it."""
         self._lock = threading.RLock()
+        """Held for moments, while what is known of runs changes. Taken behind `_turn` where both are."""
         self._open: dict[Path, Run] = {}
+        self._holds = Holds(ranks.directory / "holds.json")
 
     def begin(self, path: Path) -> None:
         """Let the ranks begin with a new run. Raises ClusterError while another one is under way."""
-        with self._lock:
+        with self._turn:
             self._refuse_beside_another(path)
             remember_run(self._ranks, path)
             self._of(path).begin()
@@ -94,13 +100,13 @@ class Runs:
     def post(self, path: Path, word: str, arguments: dict[str, Any], key: str) -> int:
         """Give a control word to a run; returns its number. Raises ClusterError when an engine is dead, or while
         another run is under way: it would take the engines when that pauses, and what they hold would be gone."""
-        with self._lock:
+        with self._turn:
             self._refuse_beside_another(path)
             return self._of(path).post(word, arguments, key)
 
     def _refuse_beside_another(self, path: Path) -> None:
         path = path.resolve()
-        for other in self._open.values():
+        for other in self._all():
             if (other.active or other.recovering) and other.folder.path != path:
                 status = other.folder.read_status()
                 state = "being brought back" if other.recovering else str(status.state)
@@ -111,41 +117,52 @@ class Runs:
 
     def attend(self, path: Path) -> None:
         """Look whether words wait for a run that nobody works on."""
-        with self._lock:
+        with self._turn:
             self._of(path).attend()
 
     def standing(self, path: Path) -> Standing:
-        """How a run stands with its ranks."""
-        with self._lock:
-            return self._of(path).standing()
+        """How a run stands with its ranks. Waits for no host."""
+        return self._of(path).standing()
 
-    def hold(self, path: Path, holder: object, seconds: float) -> None:
+    def hold(self, path: Path, hold: Hold, seconds: float) -> None:
         """Nobody advances the run until `let_go`; words wait. The run has to rest; raises ClusterError when it is
         still worked on, or held by another, after `seconds`."""
         deadline = time.monotonic() + seconds
+        run, path = self._of(path), path.resolve()
         while True:
-            with self._lock:
-                if (run := self._of(path)).take_hold(holder):
+            with self._turn, self._lock:
+                if not (run.active or run.recovering) and self._holds.take(path, hold):
                     return
             if time.monotonic() > deadline:
                 raise ClusterError(f"run {run.folder.name!r} is being advanced by somebody else; pause it first")
             time.sleep(_HOLD_POLL_SECONDS)
 
-    def let_go(self, holder: object, path: Path | None = None) -> None:
-        """The end of `hold`, of this run or of all that `holder` holds."""
+    def let_go(self, path: Path, key: str) -> None:
+        """The end of the hold of this key. Words that have waited are carried out."""
+        with self._turn:
+            with self._lock:
+                ended = self._holds.let_go(path.resolve(), key)
+            if ended:
+                with contextlib.suppress(ClusterError, RunFolderError):
+                    self._of(path).attend()
+
+    def let_go_of_abandoned(self) -> None:
+        """The end of holds whose holders' processes have ended."""
         with self._lock:
-            for run in list(self._open.values()):
-                if run.holder is holder and path in (None, run.folder.path):
-                    run.holder = None
-                    with contextlib.suppress(ClusterError, RunFolderError):
-                        run.attend()
+            abandoned = self._holds.abandoned()
+        for path, key in abandoned:
+            log.warning("run %s is not held any more: the process that held it has ended", path)
+            self.let_go(path, key)
 
     def interrupt(self, path: Path, seconds: float) -> list[int]:
         """Interrupt what the ranks do for this run, and no more."""
-        with self._lock:
-            run = self._of(path)
-            run.give_up()  # Who interrupts a run does not want it back.
-            task = run.task
+        run = self._of(path)
+        run.give_up()  # Who interrupts a run does not want it back.
+        task = run.task
+        if task is None:
+            with self._turn:  # It may be on its way to the ranks, or about to be brought back.
+                run.give_up()
+                task = run.task
         return self._ranks.interrupt(task, seconds) if task is not None else []
 
     def take_over(self) -> None:
@@ -155,9 +172,11 @@ class Runs:
         except RunFolderError as error:
             log.warning("the runs of the cluster are not looked after: %s", error)
             return
+        with self._lock:
+            self._holds.take_over()
         for path in paths:
             try:
-                with self._lock:
+                with self._turn:
                     if RunFolder(path).read_status().token == self._ranks.token:
                         self._of(path).take_over()
             except Exception as error:  # A full disk, a damaged folder: the cluster and its other runs go on.
@@ -166,47 +185,76 @@ class Runs:
     def settle(self, seconds: float) -> bool:
         """Wait until what has happened to the runs is written down; False when that took longer than `seconds`."""
         deadline = time.monotonic() + seconds
-        while any(run.active for run in list(self._open.values())) and time.monotonic() < deadline:
+        while any(run.active for run in self._all()) and time.monotonic() < deadline:
             time.sleep(_HOLD_POLL_SECONDS)
-        return not any(run.active for run in self._open.values())
+        return not any(run.active for run in self._all())
 
     def close(self) -> None:
         """Bring no run back any more."""
+        for run in self._all():
+            run.give_up()
+
+    def _all(self) -> list[Run]:
         with self._lock:
-            for run in self._open.values():
-                run.give_up()
+            return list(self._open.values())
 
     def _of(self, path: Path) -> Run:
         path = path.resolve()
-        if path not in self._open:
-            self._open[path] = Run(RunFolder(path), self._ranks, self._lock)
-        return self._open[path]
+        with self._lock:
+            if path not in self._open:
+                is_held = functools.partial(self._holds.__contains__, path)
+                self._open[path] = Run(RunFolder(path), self._ranks, self._turn, self._lock, is_held)
+            return self._open[path]
 
 
 class Run:
-    """One run, as its supervisor sees it. Its methods are called with the lock of `Runs`."""
+    """One run, as its supervisor sees it. Its methods are called by whoever has the turn of `Runs`, but for those that
+    say otherwise."""
 
-    def __init__(self, folder: RunFolder, ranks: Ranks, lock: threading.RLock) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        ranks: Ranks,
+        turn: threading.RLock,
+        lock: threading.RLock,
+        is_held: Callable[[], bool],
+    ) -> None:
         self.folder = folder
         self.task: Worked | None = None
-        self.holder: object | None = None
         self.trouble: Exception | None = None
         """Why a waiting word could not be sent to the ranks; None again with the next word."""
+        self.lock = lock
         self._ranks = ranks
-        self._lock = lock
+        self._turn = turn
+        self._is_held = is_held
+        self._changing = 0
         self._given: list[Command] = []
         self._wire: Wire | None = None
         self._recovery = Recovery(self, ranks)
 
     @property
     def active(self) -> bool:
-        """Whether the ranks work on it, or will as soon as they are free."""
-        return self.task is not None
+        """Whether the ranks work on it, or will as soon as they are free, or it is about to be known. Called by
+        anybody."""
+        with self.lock:
+            return self.task is not None or self._changing > 0
 
     @property
     def recovering(self) -> bool:
-        """Whether engines are brought back for it, or it waits to try again."""
+        """Whether engines are brought back for it, or it waits to try again. Called by anybody."""
         return self._recovery.under_way
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Has the turn. Inside, nobody finds the run at rest, as it is between two states. Called by anybody."""
+        with self._turn:
+            with self.lock:
+                self._changing += 1
+            try:
+                yield
+            finally:
+                with self.lock:
+                    self._changing -= 1
 
     def begin(self) -> None:
         self.trouble = None
@@ -229,32 +277,29 @@ class Run:
     def attend(self) -> None:
         """Submit if a word waits and nobody works on the run. Raises ClusterError when an engine is dead."""
         self.trouble = None
-        if self.task is not None or self.holder is not None or self.recovering or not self._waiting():
+        if self.task is not None or self._is_held() or self.recovering or not self.waiting():
             return
         if dead := sorted(self._ranks.dead):
             self._drop_waiting(self.folder.read_status())
             raise ClusterError(self._without_hosts() or self._ranks.way_back(dead))
-        self._note_processes(self._ranks.pids)
+        self.note_processes(self._ranks.pids)
         self._submit()
 
-    def take_hold(self, holder: object) -> bool:
-        if self.task is not None or self.holder not in (None, holder) or self.recovering:
-            return False
-        self.holder = holder
-        return True
-
     def standing(self) -> Standing:
-        trouble = self.trouble
-        return Standing(
-            active=self.active,
-            recovering=self.recovering,
-            trouble=str(trouble) if trouble is not None else "",
-            trouble_kind=type(trouble).__name__ if trouble is not None else "",
-        )
+        """Called by anybody."""
+        with self.lock:
+            trouble = self.trouble
+            return Standing(
+                active=self.active,
+                recovering=self.recovering,
+                trouble=str(trouble) if trouble is not None else "",
+                trouble_kind=type(trouble).__name__ if trouble is not None else "",
+            )
 
     def take_over(self) -> None:
         """Go on where an earlier supervisor has left it."""
-        if not self._takes_what_is_left():
+        taken = self._takes_what_is_left()
+        if not self._recovery.take_over(rests=not taken) and not taken:
             self._go_on()
 
     def _takes_what_is_left(self) -> bool:
@@ -263,8 +308,11 @@ class Run:
         if left is None:
             return False
         state = self.folder.read_status().state
-        unheard = state is RunState.FAILED and not is_kept(self.folder, left.id)
-        if not (self._ranks.at_work(left) or state not in RESTING or unheard):
+        if is_kept(self.folder, left.id):  # It has ended, on all ranks.
+            if state not in RESTING and (failure := newest_failure(self.folder)) is not None:
+                self._account_for(failure[1], left.id)
+            return False
+        if not (self._ranks.at_work(left) or state not in RESTING or state is RunState.FAILED):
             return False
         self.task = left
         self._follow_ranks()
@@ -272,6 +320,7 @@ class Run:
         return True
 
     def give_up(self) -> None:
+        """It is not brought back. Called by anybody."""
         self._recovery.stop()
 
     def leave(self, trouble: Exception) -> None:
@@ -282,11 +331,12 @@ class Run:
     def _go_on(self) -> None:
         """Attend to words, the one included that a run waits for which has paused for want of a supervisor."""
         status = self.folder.read_status()
-        if status.state is RunState.PAUSED and status.text == UNSUPERVISED and not self._waiting():
+        if status.state is RunState.PAUSED and status.text == UNSUPERVISED and not self.waiting():
             self.folder.post("resume")
         self.attend()
 
-    def _waiting(self) -> list[Command]:
+    def waiting(self) -> list[Command]:
+        """Words that nobody has carried out."""
         return self.folder.pending(self.folder.read_status().command)
 
     def _drop_waiting(self, status: Status) -> None:
@@ -294,7 +344,7 @@ class Run:
         last = max([status.command, *(command.number for command in self.folder.pending(status.command))])
         self.folder.write_status(replace(status, command=last))
 
-    def _note_processes(self, pids: tuple[int, ...]) -> None:
+    def note_processes(self, pids: tuple[int, ...]) -> None:
         """Keep true in the status which engines hold the run, after one was restarted."""
         status = self.folder.read_status()
         if (status.rank_pids, status.token) != (pids, self._ranks.token):
@@ -311,7 +361,7 @@ class Run:
 
     def _submit(self) -> None:
         self._follow_ranks(give=True)
-        self._given = self._waiting()
+        self._given = self.waiting()
         try:
             self.task = self._ranks.submit(remote.advance, str(self.folder.path), label=str(self.folder.path))
         except BaseException:
@@ -330,18 +380,16 @@ class Run:
                 self._wire.settle()
             except Exception as trouble:  # A full disk: what there is has to do.
                 log.warning("the rest of what ranks of %s wrote cannot be taken in: %s", self.folder.name, trouble)
-        with self._lock:
-            heard = task.error is not None and is_kept(self.folder, task.id)
+        with self.changing():
             try:
-                if not heard:
-                    self._account_for(task.error, task.id)
+                self._account_for(task.error, task.id)
             except Exception as trouble:  # For example: somebody has removed the folder under the run.
                 self.trouble = trouble
             if self.task is task:
                 self.task = None
             if self.trouble is None:
                 try:
-                    if heard or not self._recovery.begin(task.error):
+                    if not self._recovery.begin(task.error, task.id):
                         self._go_on()
                 except Exception as trouble:
                     self.trouble = trouble
@@ -349,7 +397,7 @@ class Run:
     def _account_for(self, error: RankError | None, submission: str) -> None:
         """Keep the error and see that the status tells of it; drop what nobody will carry out."""
         status = self.folder.read_status()
-        if error is not None:
+        if error is not None and not is_kept(self.folder, submission):  # An earlier supervisor may have come so far.
             error.advice = self._advice(error)
             with contextlib.suppress(Exception):  # The explanation must not hide what it explains.
                 from speedlab.cluster.out_of_memory import out_of_memory_lines

@@ -21,6 +21,7 @@ import msgspec
 from speedlab.cluster.errors import DIED, ClusterError
 from speedlab.cluster.supervisor import messages as m
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, UnfitMessageError, peer_of
+from speedlab.cluster.supervisor.holds import Hold
 from speedlab.cluster.supervisor.submissions import LOST, Submission
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ class Served:
         self.listens = False
         self.gone = False
         self._cancelled: dict[int, threading.Event] = {}
+        self._holds: dict[str, Path] = {}
+        """Runs that it holds, by the key of the hold."""
 
     def start(self) -> None:
         threading.Thread(target=self._serve, name="speedlab-client", daemon=True).start()
@@ -255,13 +258,20 @@ class Served:
         return self._supervisor.runs.standing(Path(question.folder))
 
     def _hold(self, question: m.Hold) -> None:
-        cancelled = self._cancelled[question.call]
-        self._supervisor.runs.hold(Path(question.folder), self, question.seconds)
+        cancelled, path = self._cancelled[question.call], Path(question.folder)
+        self._supervisor.runs.hold(path, Hold.of(question.key, self._channel.peer_pid), question.seconds)
+        self._holds[question.key] = path
         if self.gone or cancelled.is_set():  # While it waited: nobody would let go.
-            self._supervisor.runs.let_go(self, Path(question.folder))
+            self._let_go(question)
 
-    def _let_go(self, question: m.LetGo) -> None:
-        self._supervisor.runs.let_go(self, Path(question.folder))
+    def _let_go(self, question: m.LetGo | m.Hold) -> None:
+        self._holds.pop(question.key, None)
+        self._supervisor.runs.let_go(Path(question.folder), question.key)
+
+    @property
+    def holds(self) -> list[tuple[Path, str]]:
+        """(run, key) of what this client holds."""
+        return [(path, key) for key, path in list(self._holds.items())]
 
 
 _HANDLERS: dict[type, Callable[[Served, Any], Any]] = {

@@ -203,7 +203,15 @@ class Line:
     def lost(self, submission: Submission, rank: int) -> None:
         """Nobody knows whether `rank` was given it."""
         text = "the supervisor ended when it was about to give this rank its work; look whether it was done"
-        self._ended(submission, rank, b"", RemoteFailure(kind=LOST, message=text))
+        self._fail(submission, rank, RemoteFailure(kind=LOST, message=text))
+
+    def died(self, submission: Submission, rank: int) -> None:
+        """The engine that an earlier supervisor has sent it to is gone."""
+        self._fail(submission, rank, RemoteFailure(kind=DIED, message=_DIED_TEXT))
+
+    def _fail(self, submission: Submission, rank: int, failure: RemoteFailure) -> None:
+        """It may be what the rank works on, as far as is known; others wait behind it."""
+        self._events.put(functools.partial(self._end_of, submission, rank, b"", failure))
 
     def withdrawn(self, submission: Submission, rank: int) -> None:
         """An earlier supervisor was not to give it to `rank` any more."""
@@ -284,7 +292,7 @@ class Line:
             task: Any = self._send(rank, submission.work)
         except Exception as error:
             gone = isinstance(error, IndexError)  # ipyparallel's word for an engine that it does not know.
-            text = "the process of this rank's engine ended, or stopped answering" if gone else str(error)
+            text = _DIED_TEXT if gone else str(error)
             self._end_of(
                 submission, rank, b"", RemoteFailure(kind=DIED if gone else type(error).__name__, message=text)
             )

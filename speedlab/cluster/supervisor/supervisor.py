@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,11 @@ class Supervisor:
             self.output = self.engines.output
             self.output.on_lines = self._printed
             undo_unfinished(self.engines)
+            if state.hosts:
+                try:
+                    self._look_at_hosts()  # A run is not brought back on one that is lost.
+                except Exception:  # The watch looks again.
+                    log.exception("the hosts cannot be looked after")
             self.runs = Runs(self.engines)
             self.runs.take_over()
         except BaseException as error:
@@ -93,6 +98,10 @@ class Supervisor:
         if state.hosts:
             threading.Thread(target=self._watch_hosts, name="speedlab-hosts", daemon=True).start()
         while not self._ended.wait(_WATCH_SECONDS):
+            try:
+                self.runs.let_go_of_abandoned()
+            except Exception:  # A folder that is gone, a full disk: the cluster goes on.
+                log.exception("what is held by nobody any more cannot be let go of")
             if not self._stopping and not self.engines.state.running:
                 self._controller_died()
         server.close()
@@ -174,7 +183,8 @@ class Supervisor:
     def left(self, client: Served) -> None:
         """A client is gone."""
         if self._ready.is_set() and self._problem is None:
-            self.runs.let_go(client)
+            for path, key in client.holds:
+                self.runs.let_go(path, key)
 
     def later(self, work: Callable[[], object]) -> None:
         """Do it on the thread that tells clients of what has ended, in the order of these calls."""
@@ -200,9 +210,7 @@ class Supervisor:
         """Name a host that goes, within seconds, and tell whoever waits for its ranks; or that all are taken back."""
         while not self._ended.wait(_WATCH_SECONDS) and not self._stopping:
             try:
-                lost = self.engines.hands.lost()
-                for ranks, reason in self.engines.give_up(lost):
-                    self._printed(ranks, "stderr", f"{reason}\n")
+                lost = self._look_at_hosts()
                 for host in self.engines.hands.back():
                     ranks = [engine.rank for engine in self.engines.state.engines]
                     self._printed(ranks, "stderr", f"{host} answers again: run.reshape(engines=…) takes it in\n")
@@ -211,6 +219,13 @@ class Supervisor:
             except Exception:
                 if not self._stopping:
                     log.exception("the hosts cannot be looked after")
+
+    def _look_at_hosts(self) -> Collection[str]:
+        """The hosts that are lost, each told once. May take seconds."""
+        lost = self.engines.hands.lost()
+        for ranks, reason in self.engines.give_up(lost):
+            self._printed(ranks, "stderr", f"{reason}\n")
+        return lost
 
     def _controller_died(self) -> None:
         self._over(f"the controller of cluster {self._home.name!r} has died or was stopped")
