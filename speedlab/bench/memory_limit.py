@@ -6,14 +6,18 @@ limit is one on what they take beyond that. The kernel's cache of files that the
 
 from __future__ import annotations
 
+import errno
 import os
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _ROOTS = ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.max_usage_in_bytes"),
           (Path("/sys/fs/cgroup"), "memory.max", "memory.peak"))  # fmt: skip
 """Of the two versions of cgroups: where groups are made, the file of the limit, and that of the most there was."""
+
+_ENDING_SECONDS = 30.0
 
 
 class NoLimitError(RuntimeError):
@@ -64,6 +68,16 @@ def memory_limit(name: str) -> Iterator[MemoryLimit]:
 
 
 def _remove(group: Path) -> None:
-    for pid in (group / "cgroup.procs").read_text().split():
-        (group.parent / "cgroup.procs").write_text(pid)
-    group.rmdir()
+    """A process that is just ending is listed no more, and yet keeps its group for a moment."""
+    deadline = time.monotonic() + _ENDING_SECONDS
+    while True:
+        for pid in (group / "cgroup.procs").read_text().split():
+            with suppress(ProcessLookupError):
+                (group.parent / "cgroup.procs").write_text(pid)
+        try:
+            group.rmdir()
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)  # Between two tries, bounded by the deadline.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
 from speedlab.bench import offload
-from speedlab.bench.memory_limit import NoLimitError, memory_limit
+from speedlab.bench.memory_limit import NoLimitError, _remove, memory_limit
 from speedlab.offload import DiskSpeed
 
 DISK = DiskSpeed(
@@ -47,6 +51,22 @@ def test_a_small_training_under_a_limit(tmp_path, capsys: pytest.CaptureFixture[
     told = capsys.readouterr().out
     assert "the same bits" in told
     assert "times the longer of both" in told
+
+
+def test_a_group_whose_process_is_just_ending_goes_a_moment_later(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, busy = tmp_path / "group", [errno.EBUSY, errno.EBUSY]
+    group.mkdir()
+    (group / "cgroup.procs").touch()
+
+    def rmdir(path: Path) -> None:
+        if busy:
+            raise OSError(busy.pop(), "busy")
+        (path / "cgroup.procs").unlink()
+        os.rmdir(path)
+
+    monkeypatch.setattr(Path, "rmdir", rmdir)
+    _remove(group)
+    assert not group.exists()
 
 
 def test_late_updates_beside_those_at_once(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
