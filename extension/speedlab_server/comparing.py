@@ -50,7 +50,12 @@ class ComparedEasel:
         looks = list(self._looks.values())
         rests = all(look.status.state in RESTING or look.problem for look in looks)
         self.wait_seconds = RESTING_TICK_SECONDS if rests else COMPARING_TICK_SECONDS
-        message = self._drawing.keyframe(looks) if wanted.keyframe else self._drawing.next(looks)
+        try:
+            message = self._drawing.keyframe(looks) if wanted.keyframe else self._drawing.next(looks)
+        except Exception as error:  # Records that nobody foresaw must not end the page's task without a word.
+            log.warning("%d runs cannot be compared", len(looks), exc_info=error)
+            self._drawing, self.wait_seconds = ComparedDrawing(), AGAIN_SECONDS
+            return [m.Problem(text=reading_text(error))]
         return [] if message is None else [frame_of(*message)]
 
     def _look_at(self, id: str) -> Look:

@@ -116,12 +116,10 @@ def _shape_text(row: Mapping[str, Any]) -> str:
 
 def _owner_text(row: Mapping[str, Any], home: Mapping[str, Any]) -> str:
     """Who answers for what is here: where it is partitioned the ranks over whose partitions the tensor lies."""
-    owners = [int(rank) for rank in row["owners"]]
-    if home["holders"] in ("replicated", "each its own") or not owners:
+    if home["holders"] in ("replicated", "each its own") or not row["owners"]:
         return "every data-parallel rank"
-    if len(owners) == 1:
-        return f"rank {owners[0]}"
-    return f"{len(owners)} ranks, {owners[0]} to {owners[-1]}"
+    count, first, last = map(int, row["owners"])
+    return f"rank {first}" if count == 1 else f"{count} ranks, {first} to {last}"
 
 
 def _rest_text(category: str, measured: int | None, told: int) -> str:

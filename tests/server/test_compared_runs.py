@@ -15,6 +15,7 @@ from test_drawn_runs import unframed
 from test_server import add_records, make_run
 
 from speedlab.cluster.known_runs import run_id
+from speedlab.telemetry.compared_drawing import ComparedDrawing
 from speedlab.telemetry.folder import RunFolder, Status
 from speedlab.telemetry.records import RunState
 
@@ -102,3 +103,16 @@ def test_runs_that_rest_are_looked_at_less_often(tmp_path, monkeypatch, server: 
     monkeypatch.setattr("speedlab_server.reader._FRESH_SECONDS", 0.0)
     assert len(easel.look(m.Draw())) == 1
     assert easel.wait_seconds == 0.5
+
+    # What nobody foresaw is told, and everything is drawn anew.
+    broken = ["loss of a run that nobody foresaw"]
+
+    def fails(self: ComparedDrawing, looks: object) -> None:
+        raise ValueError(broken.pop())
+
+    with monkeypatch.context() as at_once:
+        at_once.setattr(ComparedDrawing, "next", fails)
+        (problem,) = easel.look(m.Draw())
+    assert isinstance(problem, m.Problem)
+    assert "nobody foresaw" in problem.text
+    assert len(easel.look(m.Draw())) == 1

@@ -25,7 +25,7 @@ def row(name: str, *, where: str = "device", nbytes: int = 16, **changes: Any) -
     }
     held = {"parameter": [0, 8, 16], "moments": [4, 8, nbytes]}
     shapes = {"shape": [4, 2], "whole_shape": [8, 2], "cut_over": ["tp"]}
-    return {"name": name, "unit": "blocks.0", "states": homes, "held": held, "owners": [2, 3], **shapes, **changes}
+    return {"name": name, "unit": "blocks.0", "states": homes, "held": held, "owners": [2, 2, 3], **shapes, **changes}
 
 
 def told(folder: RunFolder, category: str, place: str = "device", **ledger: int) -> dict[str, Any]:

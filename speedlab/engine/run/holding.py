@@ -16,8 +16,9 @@ def holdings(zeros: Iterable[Zero], moments_of: Callable[[Flat], int]) -> dict[s
     """For each parameter's name what JSON can hold:
 
     `held`: state → [first, end, bytes]: the elements first ≤ i < end of the rank's own tensor that it keeps between two
-    steps, and their bytes without padding. `owners`: the ranks over whose partitions the tensor lies; [] where it is
-    partitioned nowhere. `moments_of`: how many moments an optimizer keeps of each element of a flat.
+    steps, and their bytes without padding. `owners`: [how many, first, last] of the ranks over whose partitions the
+    tensor lies; [] where it is partitioned nowhere. `moments_of`: how many moments an optimizer keeps of each element
+    of a flat.
     """
     found: dict[str, dict[str, Any]] = {}
     for zero in zeros:
@@ -50,4 +51,5 @@ def _owners(slot: Slot, flat: Flat, states: Mapping[str, Home]) -> list[int]:
     if not slot.numel or all(home.holders in whole for home in states.values()):
         return []
     share = flat.end - flat.start
-    return flat.gather_group.ranks[slot.offset // share : (slot.offset + slot.numel - 1) // share + 1]
+    ranks = flat.gather_group.ranks[slot.offset // share : (slot.offset + slot.numel - 1) // share + 1]
+    return [len(ranks), ranks[0], ranks[-1]]  # Of a thousand ranks each would write the names of all.

@@ -25,6 +25,7 @@ from speedlab.engine.run.training import Training
 from speedlab.telemetry.live import Said, write_said
 
 _POLL_SECONDS = 0.002
+_MOST_POLL_SECONDS = 0.05
 _LATE_SECONDS = 1.0
 """How long a rank that was interrupted waits for the others to say so, too. Then one has died, or is in native code."""
 
@@ -104,7 +105,7 @@ def _end_of(said: Said | None, *, interrupted: bool) -> _End:
 def _await_all(training: Training, board: Board) -> set[_End]:
     """How the cell has ended on all ranks. Of one that does not come, though this one was interrupted, nothing is known
     but that it can be asked no more."""
-    asked_at = None
+    began, asked_at = time.monotonic(), None
     while True:
         try:
             words = board.read()
@@ -118,7 +119,8 @@ def _await_all(training: Training, board: Board) -> set[_End]:
             asked_at = asked_at or time.monotonic()
             if time.monotonic() - asked_at > _LATE_SECONDS:
                 return set(_End)
-        time.sleep(_POLL_SECONDS)
+        # A person may sit at a breakpoint for long, and the store is asked by every rank.
+        time.sleep(min(_MOST_POLL_SECONDS, max(_POLL_SECONDS, (time.monotonic() - began) / 20)))
 
 
 def _tell(training: Training, name: str, said: Said | None, *, alone: bool = False) -> list[int]:
