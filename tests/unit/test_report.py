@@ -67,7 +67,8 @@ def test_report_has_every_plot_with_its_numbers(tmp_path):
     found = re.search(r"const figures = (\{.*\});\n", page)
     assert found
     figures = json.loads(found[1])
-    assert list(figures) == ["memory", "states", "loss", "throughput", "anatomy", "ranks"]
+    plots = ["memory", "states", "loss", "throughput", "anatomy", "ranks", "gradient", "communication"]
+    assert list(figures) == plots
     assert figures["loss"]["data"][0]["y"] == pytest.approx([7.99, 7.98, 7.97, 7.96, 7.95])
     assert all(f'id="plot-{name}"' in page for name in figures)
 
