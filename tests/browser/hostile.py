@@ -129,7 +129,7 @@ def _row(text: str) -> dict[str, object]:
         "shape": [4, 2],
         "whole_shape": [8, 2],
         "cut_over": [text],
-        "owners": [0],
+        "owners": [1, 0, 0],
         "held": {"parameter": [0, 8, 32]},
         "states": {"parameter": home},
     }

@@ -64,7 +64,8 @@ def test_a_person_trains_and_moves_the_stage_of_the_live_run(page, lab) -> None:
     # Model states alone: the process holds far more.
     dash.locator('button[aria-pressed="true"]', has_text="model states").wait_for()
     page.wait_for_function(
-        "document.querySelector('[data-plot=memory] .bars path')?.getBoundingClientRect().height > 20"
+        "(bars => bars.length === 2 && bars.every(bar => bar.getBoundingClientRect().height > 20))"
+        "([...(document.querySelector('[data-plot=memory] .bars')?.querySelectorAll('path') ?? [])])"
     )
     high = heights(dash)
     assert len(high) == 2
