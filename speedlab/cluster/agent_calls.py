@@ -40,6 +40,11 @@ class AgentEntry:
         return cls(**{**known, "host": Host.from_fields(fields["host"])})
 
 
+def has_ended(error: ipyparallel.error.RemoteError) -> bool:
+    """Whether this says that the engine ended before it answered: ipyparallel passes it on by name alone."""
+    return error.ename == "EngineError"
+
+
 class Calls:
     """Calls of one client, from any thread."""
 
@@ -61,9 +66,9 @@ class Calls:
             return task.get(timeout=seconds)
         except ipyparallel.error.TimeoutError:
             raise HostLost(f"{host} does not answer: it is down or cut off, or its agent was ended") from None
-        except ipyparallel.error.EngineError:
-            raise HostLost(f"{host} is lost: its agent has ended") from None
         except ipyparallel.error.RemoteError as error:
+            if has_ended(error):
+                raise HostLost(f"{host} is lost: its agent has ended") from None
             raise ClusterError(f"{host}: {error.ename}: {error.evalue}") from None
 
     def ask(

@@ -21,7 +21,6 @@ from typing import Any
 import ipyparallel
 
 import speedlab.cluster.agent_tasks as agent_tasks
-import speedlab.cluster.remote as remote
 from speedlab.cluster.agent_calls import ANSWER_SECONDS, SILENT_SECONDS, AgentEntry
 from speedlab.cluster.agent_muster import Muster
 from speedlab.cluster.errors import ClusterError, name_ranks
@@ -30,6 +29,7 @@ from speedlab.cluster.host_specs import Spec
 from speedlab.cluster.hosts import Host, places
 from speedlab.cluster.launchers import host_environment
 from speedlab.cluster.launching import launching_for
+from speedlab.cluster.roll_call import RollCall
 from speedlab.cluster.wires import CUT_SIGNAL
 from speedlab.network import Endpoint
 
@@ -180,25 +180,22 @@ class Agents:
     def _await_engines(
         self, started: Mapping[int, Mapping[str, Any]], cancelled: Callable[[], bool]
     ) -> tuple[EngineEntry, ...]:
-        tasks: list[Any] = []
+        roll = RollCall(self._muster.calls)
         found: dict[int, EngineEntry] = {}
         deadline = time.monotonic() + _ENGINE_SECONDS
         looked = time.monotonic()
         while len(found) < len(started):
             if cancelled():
                 raise ClusterError("it was interrupted")
-            for engine_id in self._muster.new_ids():
-                tasks.append(self._muster.calls.send(engine_id, remote.identify))
-            for task in [task for task in tasks if task.done()]:
-                tasks.remove(task)
-                who = task.get()
-                mine = started.get(who["rank"])
-                if mine is not None and mine["pid"] == who["pid"]:
-                    found[who["rank"]] = EngineEntry(
-                        rank=who["rank"],
-                        pid=who["pid"],
-                        engine_id=task.engine_id,
-                        host=self.host_of(who["rank"]).name,
+            roll.ask(self._muster.new_ids())
+            for who in roll.answers():
+                mine = started.get(who.rank)
+                if mine is not None and mine["pid"] == who.pid:
+                    found[who.rank] = EngineEntry(
+                        rank=who.rank,
+                        pid=who.pid,
+                        engine_id=who.engine_id,
+                        host=self.host_of(who.rank).name,
                         started=mine["started"],
                     )
             absent = [rank for rank in started if rank not in found]

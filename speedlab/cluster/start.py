@@ -17,10 +17,11 @@ import ipyparallel
 from ipyparallel.serialize.canning import can_map
 
 import speedlab.cluster.processes as processes
-import speedlab.cluster.remote as remote
+from speedlab.cluster.agent_calls import Calls
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, EngineEntry, Home
 from speedlab.cluster.launchers import DeviceEngineLauncher, DeviceEngineSetLauncher, device_fields
+from speedlab.cluster.roll_call import RollCall
 from speedlab.config.errors import more_in
 from speedlab.hardware import Device
 
@@ -217,9 +218,9 @@ def _await_engines(
     token: str,
     cancelled: Callable[[], bool],
 ) -> list[EngineEntry]:
-    """Wait until the engine of each of these ranks has answered which rank it is; ipyparallel's numbers do not tell."""
-    known: set[int] = set()
-    tasks: list[Any] = []
+    """Wait until the engine of each of these ranks has answered which rank it is."""
+    roll = RollCall(Calls(client))
+    asked = _busy_elsewhere(home)
     found: dict[int, EngineEntry] = {}
 
     def ready() -> list[EngineEntry] | None:
@@ -228,18 +229,14 @@ def _await_engines(
         for rank, pid in pids.items():
             if rank not in found and not processes.is_alive(pid, token):
                 raise ClusterError(f"the engine of rank {rank} ended before it was ready\n{_logs(home)}")
-        for engine_id in set(client.ids) - known:
-            known.add(engine_id)
-            if engine_id not in engine_ids_at_start:
-                tasks.append(client[engine_id].apply_async(remote.identify))
-        for task in [task for task in tasks if task.done()]:
-            tasks.remove(task)
-            who = task.get()
-            if pids.get(who["rank"]) == who["pid"]:
-                found[who["rank"]] = EngineEntry(rank=who["rank"], pid=who["pid"], engine_id=task.engine_id)
+        new = set(client.ids) - asked
+        asked.update(new)
+        roll.ask(new)
+        for who in roll.answers():
+            if pids.get(who.rank) == who.pid:
+                found[who.rank] = EngineEntry(rank=who.rank, pid=who.pid, engine_id=who.engine_id)
         return [found[rank] for rank in sorted(found)] if len(found) == len(pids) else None
 
-    engine_ids_at_start = _busy_elsewhere(home)
     return _poll(ready, START_SECONDS, lambda: f"only ranks {sorted(found)} of {sorted(pids)} are ready\n{_logs(home)}")
 
 

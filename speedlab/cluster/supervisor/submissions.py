@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from ipyparallel.error import RemoteError, TaskAborted
 
 import speedlab.cluster.remote as remote
+from speedlab.cluster.agent_calls import has_ended
 from speedlab.cluster.errors import DIED, INTERRUPTED, RankError, RemoteFailure
 from speedlab.cluster.shipping import unpack
 
@@ -338,7 +339,7 @@ def _failure_of(error: BaseException) -> RemoteFailure:
     """What ipyparallel says of a task that brought no answer of ours."""
     if isinstance(error, TaskAborted):
         return RemoteFailure(kind=INTERRUPTED, message=_TAKEN_BACK_TEXT)
-    if isinstance(error, RemoteError) and error.ename == "EngineError":
+    if isinstance(error, RemoteError) and has_ended(error):
         return RemoteFailure(kind=DIED, message=_DIED_TEXT)
     if isinstance(error, RemoteError):
         # For example an engine that cannot find what it is to call. ipyparallel colours its tracebacks; ours are plain.

@@ -1,0 +1,72 @@
+"""Engines that register say who they are, whatever an earlier supervisor has left."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from ipyparallel.error import RemoteError
+
+from speedlab.cluster.agent_calls import Calls, HostLost
+from speedlab.cluster.roll_call import RollCall
+
+ENDED = RemoteError("EngineError", "Engine 3 died while running task 'abc'", "", {})
+
+
+class Task(Future[Any]):
+    """Of ipyparallel's AsyncResult what is used here."""
+
+    def get(self, timeout: float | None = None) -> Any:
+        return self.result(timeout)
+
+
+class Engine:
+    """Keeps what it is asked until the test answers."""
+
+    def __init__(self) -> None:
+        self.task = Task()
+
+    def apply_async(self, function: Any, *arguments: Any) -> Any:
+        return self.task
+
+
+@pytest.fixture
+def engines() -> dict[int, Engine]:
+    """By the hub's number: 3 was left by a supervisor that died, 4 is new."""
+    return {3: Engine(), 4: Engine()}
+
+
+def calls(engines: dict[int, Engine]) -> Calls:
+    class Client:
+        def __getitem__(self, engine_id: int) -> Engine:
+            if engine_id not in engines:
+                raise IndexError(engine_id)
+            return engines[engine_id]
+
+    return Calls(Client())  # pyright: ignore[reportArgumentType]  # of a client it is only this
+
+
+def test_an_engine_that_ends_while_it_is_asked_is_not_waited_for(engines: dict[int, Engine]) -> None:
+    roll = RollCall(calls(engines))
+    roll.ask([2, 3, 4])  # 2 was unregistered since its number was read.
+    assert list(roll.answers()) == []
+    engines[3].task.set_exception(ENDED)
+    assert list(roll.answers()) == []
+    engines[4].task.set_result({"rank": 0, "pid": 17})
+    assert list(roll.answers()) == [(0, 17, 4)]
+    assert list(roll.answers()) == []
+
+
+def test_an_engine_that_cannot_answer_is_told(engines: dict[int, Engine]) -> None:
+    roll = RollCall(calls(engines))
+    roll.ask([4])
+    engines[4].task.set_exception(RemoteError("ImportError", "no module named speedlab", "", {}))
+    with pytest.raises(RemoteError, match="no module named speedlab"):
+        list(roll.answers())
+
+
+def test_an_agent_that_ends_before_it_answers_is_a_lost_host(engines: dict[int, Engine]) -> None:
+    engines[3].task.set_exception(ENDED)
+    with pytest.raises(HostLost, match="gpu-2 is lost: its agent has ended"):
+        calls(engines).ask(3, "gpu-2", int)
