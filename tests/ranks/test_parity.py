@@ -45,12 +45,20 @@ def grid(stage: int, dtype: str) -> list[Case]:
     ]
 
 
-@on_both_backends
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "dtype", "ranks"),
+    [
+        pytest.param(stage, dtype, (size, backend), id=f"{stage}-{dtype}-dp{size}-{backend}")
+        for stage in STAGES
+        for number, dtype in enumerate(["float32", "bfloat16"])
+        for size, backend in ([(2, "shared"), (4, "shared")] if (stage + number) % 2 == 0 else [(1, "shared"), *GLOO])
+    ],
+    indirect=["ranks"],
+)
 def test_plain_loop(check: Check, ranks: Pool, stage: int, dtype: str) -> None:
     """On 1 and 4 ranks the half of the grid that clips, on 2 ranks the other half; on gloo the other way round. In a
-    half every two values meet: so at each stage and precision all of the grid is run, on one number of ranks or two."""
+    half every two values meet: so at each stage and precision all of the grid is run, in turn through shared memory and
+    on gloo."""
     half = (ranks.size == 2) == (ranks.backend == "gloo")
     cases = [case for case in grid(stage, dtype) if (case.clip_norm is not None) == half]
     check(ranks, cases, FLOAT32 if dtype == "float32" else BFLOAT16)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import asdict
 
 import pytest
@@ -38,9 +40,27 @@ def _is_slow(case: GridCase) -> bool:
     )
 
 
+def _kinds(case: GridCase) -> list[str]:
+    """Model, axes and the size of each, stage, dtype, checkpointing, and whatever else its name tells."""
+    kinds = [kind for part in case.name.split(", ") for kind in part.split(" × ") if not kind[0].isdigit()]
+    axes = [kind for kind in kinds if kind[:2] in ("pp", "dp", "cp", "tp") and not kind.endswith(" 1")]
+    return [*kinds, *map(" and ".join, itertools.combinations(axes, 2))]
+
+
+def _first_of_their_kind(cases: Iterable[GridCase]) -> list[GridCase]:
+    """Those that show something which none before them does."""
+    seen: set[str] = set()
+    found = []
+    for case in cases:
+        if not seen.issuperset(_kinds(case)) or case.name.startswith(_ONCE_OFF):
+            found.append(case)
+            seen.update(_kinds(case))
+    return found
+
+
 _ALL = [case for number, case in enumerate(grid()) if _chosen(number, case)]
-CASES = [case for case in _ALL if not _is_slow(case)]
-"""All kinds of layouts, stages and models: see the test below."""
+CASES = _first_of_their_kind(case for case in _ALL if not _is_slow(case))
+"""All kinds of layouts, stages and models: see the test below. The nightly tier has all."""
 
 
 def test_the_chosen_cases_hold_every_kind() -> None:

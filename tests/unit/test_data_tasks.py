@@ -110,7 +110,7 @@ def test_accuracy_counts_answers_alone() -> None:
         accuracy(data("stdlib"), half_right)
 
 
-@pytest.mark.parametrize("source", ["task:copy", "task:retrieval"])
+@pytest.mark.parametrize("source", [pytest.param("task:copy", marks=pytest.mark.nightly), "task:retrieval"])
 def test_a_small_model_learns_it(source) -> None:
     """In seconds; without what came before, one of 128 guesses would be right."""
     config = data(source, sequence_length=24, vocab_size=257)
