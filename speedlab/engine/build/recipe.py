@@ -142,8 +142,6 @@ def _kind_of(config: OptimizerConfig) -> type[Optimizer]:
 def _construct(
     kind: type[Optimizer], segments: list[dict[str, Any]], options: dict[str, Any], fusible: bool
 ) -> Optimizer:
-    if issubclass(kind, FusedOptimizer) and not fusible:
-        raise ConfigError(f"optimizer: {kind.__name__} updates float32 masters; give parameters in float32 or narrower")
     fused = fused_kind(kind, [_arguments_for(kind, options)]) if fusible else None
     chosen: Callable[..., Optimizer] = fused or kind
     return chosen(segments, **_arguments_for(chosen, options))
