@@ -363,9 +363,9 @@ def test_islands_that_are_fixed_are_searched_by_whole_hosts_and_meet_as_they_are
         assert all(candidate.devices == 8 and candidate.setup.global_size == 64 for candidate in found)
     assert seldom[0].time.step_seconds < often[0].time.step_seconds
     assert all(candidate.setup.layout.islands == 1 for candidate in search(SHAPE, slow, global_size=64))
-    # Of 3 hosts of 2, an island of 1 host, and none of one and a half: then one host stays idle.
+    # Of 3 hosts of 2, an island of 1 host or less, and none of one and a half: then one host stays idle.
     three = Machines.parse("3x2 A100-80 eth-1")
-    for islands, devices in ((3, 6), (2, 4)):
-        assert search(SHAPE, three, global_size=96, fixed=Fixed(islands=islands))[0].devices == devices
+    for islands, devices in ((3, {3, 6}), (2, {2, 4})):
+        assert search(SHAPE, three, global_size=96, fixed=Fixed(islands=islands))[0].devices in devices
     with pytest.raises(ValueError, match="islands are equal, of whole hosts or inside one"):
         search(SHAPE, three, global_size=96, fixed=Fixed(islands=5))
