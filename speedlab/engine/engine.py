@@ -27,7 +27,7 @@ from speedlab.engine.deepspeed_names import DeepSpeedNames
 from speedlab.engine.step.clock import PhaseClock
 from speedlab.engine.step.communicating import check_whole_gradients
 from speedlab.engine.step.drivers import Batch, Driver, PipelineStages, WholeModel
-from speedlab.engine.step.errors import NonFiniteError, WrittenApart, name_module
+from speedlab.engine.step.errors import NonFiniteError, WrittenApartError, name_module
 from speedlab.engine.step.looking import Looking
 from speedlab.engine.step.losses import LossFunction
 from speedlab.engine.step.memory import release_freed_memory, settle_allocator, suit_allocator
@@ -486,7 +486,7 @@ class Engine(DeepSpeedNames):
             if self.apart:
                 self._step.reset()
                 super().make_one()
-        except (PeerLost, NonFiniteError, WrittenApart) as error:
+        except (PeerLost, NonFiniteError, WrittenApartError) as error:
             return error
         return None
 

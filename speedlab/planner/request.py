@@ -227,7 +227,7 @@ class PlanRequest:
         if self.price is not None and not self.tokens:
             raise ValueError("--price is of the whole training; say how long it is, for instance --tokens 300B")
         said = [f"--outer-{name.replace('_', '-')}" for name in self._meetings()]
-        if said and self.islands == 1 or said and self.islands is None and not self.config:
+        if (said and self.islands == 1) or (said and self.islands is None and not self.config):
             raise ValueError(f"{' and '.join(said)}: said how islands meet, and there is one; add --islands 2, or more")
         if self.chunks is not None and self.schedule in ("gpipe", "1f1b"):
             raise ValueError(f"--chunks are of --schedule interleaved or zero-bubble, not of {self.schedule}")

@@ -131,8 +131,9 @@ class Space:
             return ValueError("; ".join(problems))
         asked = f" with {self.fixed}" if str(self.fixed) else ""
         batch = self._context_words()
-        shares = "dp" if alone.islands == 1 else "dp × islands"
-        batch += f", a global batch of {global_size} divides by micro-batch × {shares}" if global_size is not None else ""
+        if global_size is not None:
+            shares = "dp" if alone.islands == 1 else "dp × islands"
+            batch += f", a global batch of {global_size} divides by micro-batch × {shares}"
         return ValueError(
             f"{shape.name} has no layout on {machines}{asked}: tp divides {shape.heads} heads, {kv_heads(shape)} KV "
             f"heads and ffn_hidden {shape.ffn_hidden}, pp × stages a rank is at most {shape.depth} layers, "

@@ -450,7 +450,8 @@ def write_apart() -> tuple[list[str], float, bool]:
 
 def test_what_is_written_between_two_exchanges_is_refused_and_behind_one_kept(two: Pool) -> None:
     for told, off, lost in two.run(write_apart):
-        assert len(told) == 6 and lost
+        assert len(told) == 6
+        assert lost
         assert all("and 1 more changed between two exchanges of ZeroOneAdam" in each for each in told), told
         assert all("call engine.make_one() on all ranks" in each for each in told)
         assert 0 < off < 10 * LR

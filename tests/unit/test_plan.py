@@ -512,7 +512,8 @@ def test_islands_are_planned_and_searched_by_words() -> None:
     assert "× dp 4 × islands 2" in str(plan)
     every = {**words, "outer-every-steps": 9, "outer-compression": "signs", "search": True}
     found = PlanRequest.of_words(every).answer([DEVICE])
-    assert found.candidates and "with islands 2" in found.asked
+    assert found.candidates
+    assert "with islands 2" in found.asked
     assert all(each.setup.outer == OuterConfig(every_steps=9, compression="signs") for each in found.candidates)
     # What a plan of islands is searched further for are islands, too.
     assert all(each.setup.layout.islands == 2 for each in plan.search().candidates)

@@ -359,7 +359,8 @@ def test_islands_that_are_fixed_are_searched_by_whole_hosts_and_meet_as_they_are
         for steps in (1, 100)
     )
     for found in often, seldom:
-        assert found and all(candidate.setup.layout.islands == 2 for candidate in found)
+        assert found
+        assert all(candidate.setup.layout.islands == 2 for candidate in found)
         assert all(candidate.devices == 8 and candidate.setup.global_size == 64 for candidate in found)
     assert seldom[0].time.step_seconds < often[0].time.step_seconds
     assert all(candidate.setup.layout.islands == 1 for candidate in search(SHAPE, slow, global_size=64))

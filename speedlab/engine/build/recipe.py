@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from speedlab.config import ConfigError, OptimizerConfig
-from speedlab.engine.step.fused import FusedOptimizer, LooksAtParameters, fused_kind
+from speedlab.engine.step.fused import LooksAtParameters, fused_kind
 from speedlab.engine.step.lamb import Lamb
 from speedlab.engine.step.onebit import OneBitAdam
 from speedlab.engine.step.onebit_lamb import OneBitLamb

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 
-class WrittenApart(RuntimeError):
+class WrittenApartError(RuntimeError):
     """Somebody has written into parameters of ranks that are apart, which the next exchange brings back to one model
     that knows nothing of it."""
 
