@@ -217,7 +217,7 @@ class TrainingState:
     def _refuse_changes_apart(self) -> None:
         if not (isinstance(self.optimizer, StepsApart) and self.optimizer.apart):
             return
-        if written := [name for flat in self.flats for name in flat.drop_changes()]:
+        if written := [name for flat in self.partitioned_optimizer.flats for name in flat.drop_changes()]:
             more = f" and {len(written) - 1} more" if len(written) > 1 else ""
             raise WrittenApartError(
                 f"{written[0]}{more} changed between two exchanges of {type(self.optimizer).__name__}, while ranks "
