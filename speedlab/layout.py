@@ -157,6 +157,12 @@ class Layout:
         return prod(size for axis, size in self.sizes.items() if KINDS[axis].sees_other_data)
 
     @property
+    def shares_words(self) -> str:
+        """Those shares by axis: 'dp 4', or 'dp 4 × islands 2'."""
+        islands = f" × islands {self.islands}" if self.islands > 1 else ""
+        return f"dp {self.dp}{islands}"
+
+    @property
     def replicas(self) -> int:
         """How many ranks compute with the same parameters: ZeRO partitions the states of those over them, inside each
         island."""

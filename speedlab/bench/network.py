@@ -4,7 +4,7 @@ For each arrangement of hosts and each link, a case takes turns with the plain o
 
 1. Bytes of a step are counted at the hosts' interfaces, so headers and everything else are in them.
 2. A step is timed in the compressed phase, plain and compressed in one run.
-3. A whole run, of which a fifth is the warm-up, is timed where a case has one; plain's is as many of its steps.
+3. A whole run, of which 15 % are the warm-up, is timed where a case has one; plain's is as many of its steps.
 
 Held-out losses do not depend on links, and take long: `--losses`, on one host. Needs root.
 """
@@ -21,7 +21,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from speedlab.bench.lab import missing_for_lab
-from speedlab.bench.network_cases import CASES, ENTERING, LAYOUTS, Case, check_names, chosen
+from speedlab.bench.network_cases import CASES, ENTERING, LAYOUTS, WARM_UP, Case, check_names, chosen
 from speedlab.bench.network_losses import heldout_losses
 from speedlab.bench.network_ranks import Hosts
 from speedlab.bench.network_table import UNSHAPED, Found, Rows
@@ -29,8 +29,6 @@ from speedlab.config import ConfigError, RunConfig
 from speedlab.config.options import read_options
 from speedlab.network import LinkRate
 
-_WARM_UP = 0.2
-"""Share of a whole run."""
 _LEARNING_RATE = 1e-8
 _QUICK_LINKS, _QUICK_HOSTS, _QUICK_CASES = ("100 Mbit/s",), ("2x1",), ("plain ZeRO-0", "1-bit Adam, ZeRO-0")
 
@@ -50,7 +48,7 @@ class Options:
     """Interleaved rounds; medians are taken over them."""
     steps: int = 2
     """Of each in a round; on links of 1 Gbit/s and more three times as many."""
-    run_steps: int = 10
+    run_steps: int = 20
     """Of a whole run, end to end."""
     losses: bool = False
     """Also held-out losses of the same cases, on one host."""
@@ -130,7 +128,7 @@ def _check(groups: Sequence[Sequence[Case]], options: Options) -> None:
 
 def _warm_up(options: Options) -> int:
     """After which step compression begins in a whole run; the first ones are not timed."""
-    return ENTERING + max(1, round(_WARM_UP * options.run_steps))
+    return ENTERING + max(1, round(WARM_UP * options.run_steps))
 
 
 def _steps_in_all(options: Options) -> int:

@@ -7,10 +7,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from speedlab.bench.network_cases import Case
+from speedlab.bench.network_cases import WARM_UP, Case
 from speedlab.cluster import Cluster
 
-_WARM_UP = 0.2
 _ENGINES = 2
 _HELD_OUT_BATCHES = 16
 
@@ -34,7 +33,7 @@ def heldout_losses(
 
 def _loss(cluster: Cluster, case: Case, seed: int, steps: int, folder: Path) -> float:
     config = case.config(
-        warm_up_steps=max(1, round(_WARM_UP * steps)),
+        warm_up_steps=max(1, round(WARM_UP * steps)),
         steps=steps,
         seed=seed,
         folder=folder,

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from cuda_ops.onebit import onebit_average, onebit_pack
 from cuda_ops.onebit_take import onebit_take
+from cuda_ops.warm import SIGNS
 from speedlab.comm.group import Group
 from speedlab.comm.rails import Rails
 from speedlab.layout import padded_numel
@@ -96,6 +97,13 @@ class SignMeans:
             self._pieces.append(SignPiece(numel, end, middle, middle + _WORD * -(-numel // CHUNK)))
             end = self._pieces[-1].end
         self._bytes = end
+
+    def prepare(self) -> None:
+        """Make connections, and bring kernels into memory, before the first exchange does. Collective."""
+        self._group.rails()
+        if self._group.device.type == "cpu":
+            for step in SIGNS:
+                step(torch.float32)
 
     @property
     def sent_bytes(self) -> int:

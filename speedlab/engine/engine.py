@@ -27,7 +27,7 @@ from speedlab.engine.deepspeed_names import DeepSpeedNames
 from speedlab.engine.step.clock import PhaseClock
 from speedlab.engine.step.communicating import check_whole_gradients
 from speedlab.engine.step.drivers import Batch, Driver, PipelineStages, WholeModel
-from speedlab.engine.step.errors import NonFiniteError, name_module
+from speedlab.engine.step.errors import NonFiniteError, WrittenApartError, name_module
 from speedlab.engine.step.looking import Looking
 from speedlab.engine.step.losses import LossFunction
 from speedlab.engine.step.memory import release_freed_memory, settle_allocator, suit_allocator
@@ -363,8 +363,7 @@ class Engine(DeepSpeedNames):
         self._step.refuse_after_cut()
         self._step.refuse_inside("save_checkpoint")
         self.finish_update()
-        for flat in self.flats:
-            flat.take_changes()
+        self.take_changes()
         tag = tag or numbered_name(Path(folder), self.global_step)
         return checkpoint.save(self, Path(folder), tag, client_state or {}, wait=wait, verify=verify)
 
@@ -487,7 +486,7 @@ class Engine(DeepSpeedNames):
             if self.apart:
                 self._step.reset()
                 super().make_one()
-        except (PeerLost, NonFiniteError) as error:
+        except (PeerLost, NonFiniteError, WrittenApartError) as error:
             return error
         return None
 

@@ -55,7 +55,8 @@ def _islands_advice(setup: Setup, hardware: Hardware, time: StepTime) -> str:
             f"on these links plain data parallelism takes {1e3 * usual:,.1f} ms a step, islands that meet every "
             f"{every} steps {1e3 * time.step_seconds:,.1f} ms: one gradient for all trains better; take islands 1"
         )
-    return f"islands that meet every {every} steps make {gain:.2g} steps in the time of one with plain data parallelism"
+    made = f"{gain:.{0 if gain >= 10 else 1}f}"
+    return f"islands that meet every {every} steps make {made} steps in the time of one with plain data parallelism"
 
 
 def _quantized(setup: Setup, hardware: Hardware, time: StepTime) -> str:

@@ -38,6 +38,7 @@ _KEPT = (
     "cp_pad",
     "offload",
     "optimizer",
+    "outer",
     "masters",
     "moments",
     "bucket_bytes",
@@ -121,8 +122,10 @@ class Plan:
 
     def search(self, *, target: Target = "fastest", fixed: Fixed = FREE) -> Found:
         """The best layouts of this model with this global batch on these machines, each with what limits it. Layout,
-        stage, micro-batch, checkpointing and schedule are chosen anew unless they are `fixed`."""
+        stage, micro-batch, checkpointing and schedule are chosen anew unless they are `fixed`; islands stay as many."""
         setup = self.setup
+        if fixed.islands is None and setup.layout.islands > 1:
+            fixed = replace(fixed, islands=setup.layout.islands)
         others = {name: getattr(setup, name) for name in _KEPT}
         return Found.of_search(
             setup.shape,
@@ -219,6 +222,7 @@ def plan(
     pp: int = 1,
     cp: int = 1,
     dp: int | None = None,
+    islands: int = 1,
     micro_size: int = 1,
     global_size: int | None = None,
     dtype: Dtype | None = None,
@@ -231,8 +235,8 @@ def plan(
     `model`: an announced model by name (`presets.MODELS`), a shape, a run's configuration or a whole set-up; the last
     two bring their own layout and batch, so that the words for these are left out.
     `machines`: '128x8 A100-80 nvlink3 ib-200x8', the name of an announced cluster, or an object.
-    `tp`, `pp`, `cp`, `dp`, `micro_size`, `global_size`: the layout, and the batch in sequences; what is left out
-    follows.
+    `tp`, `pp`, `cp`, `dp`, `islands`, `micro_size`, `global_size`: the layout, and the batch in sequences; what is left
+    out follows.
     `changes`: other fields of `Setup`, as zero_stage=1, checkpointing="block".
 
     Raises ValueError (LayoutError for layouts) for what cannot be: the rule, the values, what would work.
@@ -258,9 +262,9 @@ def plan(
             )
 
         try:
-            layout = _layout(machines, dp, tp=tp, pp=pp, cp=cp)
+            layout = _layout(machines, dp, tp=tp, pp=pp, cp=cp, islands=islands)
         except LayoutError as error:
-            asked = Layout(tp=tp, pp=pp, cp=cp)
+            asked = Layout(tp=tp, pp=pp, cp=cp, islands=islands)
             raise LayoutError(f"{error}{_what_works(on, machines.world_size, asked)}") from None
         setup = on(layout)
     return plan_setup(setup, hardware, tokens=tokens)
@@ -345,11 +349,11 @@ def _accumulation(layout: Layout, micro_size: int, global_size: int | None) -> i
         raise ValueError(f"micro_size {micro_size} must be at least 1 sequence")
     if global_size is None:
         return 1
-    share = micro_size * layout.dp
+    share = micro_size * layout.data_size
     if global_size < share or global_size % share:
         near = max(1, round(global_size / share)) * share
         raise ValueError(
-            f"global batch {global_size} = micro-batch {micro_size} × accumulation ? × dp {layout.dp} has no whole "
-            f"solution; a global batch of {near} would work"
+            f"global batch {global_size} = micro-batch {micro_size} × accumulation ? × {layout.shares_words} has no "
+            f"whole solution; a global batch of {near} would work"
         )
     return global_size // share

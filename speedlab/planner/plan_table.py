@@ -212,7 +212,7 @@ def heading(plan: Plan) -> list[str]:
     setup = plan.setup
     batch = (
         f"global batch {setup.global_size:,} = micro-batch {setup.micro_size} × accumulation {setup.accumulation:,} "
-        f"× dp {setup.layout.dp}"
+        f"× {setup.layout.shares_words}"
     )
     extras = [
         f"checkpointing {setup.checkpointing}" if setup.checkpointing != "none" else "",

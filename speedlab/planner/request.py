@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from speedlab.config import OffloadConfig, OptimizerConfig, RunConfig
+from speedlab.config import OffloadConfig, OptimizerConfig, OuterConfig, RunConfig
 from speedlab.config.parts import Away
 from speedlab.hardware import Device
 from speedlab.planner import presets
@@ -62,6 +62,12 @@ class PlanRequest:
     """Context-parallel ranks, each with a part of every sequence."""
     dp: int | None = None
     """Data-parallel ranks; left out: as many as there are devices for."""
+    islands: int | None = None
+    """Islands of ranks that train parameters of their own and meet every few steps; a search takes 1 when left out."""
+    outer_every_steps: int | None = None
+    """Steps of islands between two meetings; 50 when left out."""
+    outer_compression: Literal["none", "signs", "topk"] | None = None
+    """As what islands send how far they went; float32 (none) when left out."""
     zero: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage."""
     quantized_weights: bool = False
@@ -177,6 +183,7 @@ class PlanRequest:
             pp=self.pp or 1,
             cp=self.cp or 1,
             dp=self.dp,
+            islands=self.islands or 1,
             micro_size=self.micro or 1,
             global_size=self.global_size,
             dtype=self.dtype,
@@ -219,6 +226,9 @@ class PlanRequest:
             raise ValueError(f"--target {self.target} is what a search looks for; add --search")
         if self.price is not None and not self.tokens:
             raise ValueError("--price is of the whole training; say how long it is, for instance --tokens 300B")
+        said = [f"--outer-{name.replace('_', '-')}" for name in self._meetings()]
+        if (said and self.islands == 1) or (said and self.islands is None and not self.config):
+            raise ValueError(f"{' and '.join(said)}: said how islands meet, and there is one; add --islands 2, or more")
         if self.chunks is not None and self.schedule in ("gpipe", "1f1b"):
             raise ValueError(f"--chunks are of --schedule interleaved or zero-bubble, not of {self.schedule}")
 
@@ -281,6 +291,7 @@ class PlanRequest:
             "pp": self.pp,
             "cp": self.cp,
             "dp": self.dp,
+            "islands": self.islands,
             "schedule": self.schedule,
             "chunks": self.chunks,
         }
@@ -298,6 +309,7 @@ class PlanRequest:
             "precision": _given(masters=self.masters, moments=self.moments),
             "optimizer": _given(in_backward=self.in_backward or None),
             "offload": self._away(),
+            "outer": self._meetings(),
         }
         given: dict[str, Any] = {part: values for part, values in changes.items() if values}
         if self.in_backward:
@@ -316,8 +328,13 @@ class PlanRequest:
             moments=self.moments,
             optimizer=optimizer,
             partition_inputs=self.partition_inputs or None,
+            outer=OuterConfig(**meetings) if (meetings := self._meetings()) else None,
             **self._switches(),
         )
+
+    def _meetings(self) -> dict[str, Any]:
+        """What is said of how islands meet, as fields of `outer`."""
+        return _given(every_steps=self.outer_every_steps, compression=self.outer_compression)
 
     def _switches(self) -> dict[str, Any]:
         """What is said of ZeRO++."""
@@ -342,6 +359,7 @@ class PlanRequest:
             pp=self.pp,
             dp=self.dp,
             cp=self.cp,
+            islands=self.islands,
             zero_stage=self.zero,
             micro_size=self.micro,
             checkpointing=self.checkpointing,

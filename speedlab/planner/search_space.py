@@ -32,6 +32,8 @@ class Fixed:
     pp: int | None = None
     dp: int | None = None
     cp: int | None = None
+    islands: int | None = None
+    """One where nobody says: islands are another training than one gradient's, which no speed makes up for."""
     zero_stage: int | None = None
     micro_size: int | None = None
     checkpointing: Checkpointing | None = None
@@ -39,7 +41,7 @@ class Fixed:
     chunks: int | None = None
     sequence_parallel: bool | None = None
     others: Mapping[str, Any] = field(default_factory=dict)
-    """Other fields of `Setup`, which no search chooses: attention, offload, the optimizer."""
+    """Other fields of `Setup`, which no search chooses: attention, offload, the optimizer, meetings of islands."""
 
     @property
     def least_layers(self) -> int:
@@ -75,7 +77,8 @@ class Space:
     def most_devices(self) -> int:
         """All of them, unless the whole layout is fixed."""
         tp, pp, dp = self.fixed.tp, self.fixed.pp, self.fixed.dp
-        return tp * pp * dp * (self.fixed.cp or 1) if tp and pp and dp else self.machines.world_size
+        given = tp and pp and dp and tp * pp * dp * (self.fixed.cp or 1) * (self.fixed.islands or 1)
+        return given or self.machines.world_size
 
     def fewer_devices(self) -> list[int]:
         """Powers of two of devices in one host and of whole hosts, fewer than all."""
@@ -87,9 +90,9 @@ class Space:
     def setups(self, size: int, global_size: int) -> Iterator[Setup]:
         """Every way to train on `size` devices with so many sequences a step."""
         for layout in self._layouts(size):
-            if global_size % layout.dp:
+            if global_size % layout.data_size:
                 continue
-            share = global_size // layout.dp
+            share = global_size // layout.data_size
             for micro in self._micro_sizes(share):
                 for stage in self._stages(layout):
                     for checkpointing in _only(self.fixed.checkpointing, ("none", "block")):
@@ -101,16 +104,19 @@ class Space:
         micro = self.fixed.micro_size or 1
         checkpointing = self.fixed.checkpointing or "block"
         for layout in self._layouts(self.most_devices):
-            share = micro * layout.pp * layout.dp if global_size is None else global_size
-            if share % (micro * layout.dp) == 0:
+            turn = micro * layout.data_size
+            share = layout.pp * turn if global_size is None else global_size
+            if share % turn == 0:
                 stage = max(self._stages(layout))
-                yield from self._schedules(layout, stage, micro, share // (micro * layout.dp), checkpointing)
+                yield from self._schedules(layout, stage, micro, share // turn, checkpointing)
 
     def empty(self, global_size: int | None) -> ValueError:
         """What to say where there is nothing to choose from."""
         shape, machines, fixed = self.shape, self.machines, self.fixed
         stage = 3 if fixed.zero_stage is None else fixed.zero_stage
-        alone = Layout(dp=fixed.dp or 1, tp=fixed.tp or 1, pp=fixed.pp or 1, cp=fixed.cp or 1)
+        alone = Layout(
+            dp=fixed.dp or 1, tp=fixed.tp or 1, pp=fixed.pp or 1, cp=fixed.cp or 1, islands=fixed.islands or 1
+        )
         setup = Setup(
             shape=shape,
             layout=alone,
@@ -125,7 +131,9 @@ class Space:
             return ValueError("; ".join(problems))
         asked = f" with {self.fixed}" if str(self.fixed) else ""
         batch = self._context_words()
-        batch += f", a global batch of {global_size} divides by micro-batch × dp" if global_size is not None else ""
+        if global_size is not None:
+            shares = "dp" if alone.islands == 1 else "dp × islands"
+            batch += f", a global batch of {global_size} divides by micro-batch × {shares}"
         return ValueError(
             f"{shape.name} has no layout on {machines}{asked}: tp divides {shape.heads} heads, {kv_heads(shape)} KV "
             f"heads and ffn_hidden {shape.ffn_hidden}, pp × stages a rank is at most {shape.depth} layers, "
@@ -133,6 +141,14 @@ class Space:
         )
 
     def _layouts(self, size: int) -> Iterator[Layout]:
+        """Of `size` devices: equal islands, of several whole hosts or several of them in one, each laid out alike."""
+        islands, per_host = self.fixed.islands or 1, self.machines.per_host
+        each, rest = divmod(size, islands)
+        cuts_hosts = size > per_host and each % per_host > 0 and per_host % each > 0
+        if each and not rest and not cuts_hosts:
+            yield from (replace(layout, islands=islands) for layout in self._layouts_of_island(each))
+
+    def _layouts_of_island(self, size: int) -> Iterator[Layout]:
         shape, per_host, fixed = self.shape, self.machines.per_host, self.fixed
         for tp in _only(fixed.tp, range(1, min(per_host, _WIDEST_TP, size) + 1)):
             if size % tp or (fixed.tp is None and per_host % tp):
@@ -158,7 +174,9 @@ class Space:
         return can_be_cut(setup, on_host=self.machines.device.on_host)
 
     def _context_words(self) -> str:
-        return f", cp {self.fixed.cp} divides sequences of {self.shape.sequence_length:,}" if self.fixed.cp else ""
+        cp, islands = self.fixed.cp, self.fixed.islands
+        words = f", cp {cp} divides sequences of {self.shape.sequence_length:,}" if cp else ""
+        return f"{words}, islands are equal, of whole hosts or inside one" if islands else words
 
     def _micro_sizes(self, share: int) -> list[int]:
         powers = [2**k for k in range(_MOST_MICRO.bit_length()) if 2**k <= min(share, _MOST_MICRO)]

@@ -43,6 +43,9 @@ class PlainSums(Unfused):
     def communicates(self) -> bool:
         return self.updates >= 2
 
+    def prepare(self, flats: Sequence[Exchanged]) -> None:
+        assert all(each.whole for each in flats) or all(not each.whole for each in flats)
+
     def exchange(self, flats: Sequence[Exchanged], factor: float) -> None:
         self.exchanges += 1
         for gradient in (each.gradient for each in flats):

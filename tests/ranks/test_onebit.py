@@ -440,6 +440,22 @@ def test_masters_of_another_width_are_refused(two: Pool) -> None:
     assert "OneBitAdam updates float32 masters" in told
 
 
+def refuse_one_stage() -> str:
+    model = gpt(tied=False)
+    model.norm.to(torch.float64)  # Of the last stage; nothing is computed.
+    try:
+        speedlab.initialize(model=model, config=configuration(0, parallel={"pp": 2}))[0].destroy()
+    except speedlab.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_every_pipeline_stage_refuses_what_one_of_them_cannot_train(two: Pool) -> None:
+    first, second = two.run(refuse_one_stage)
+    assert first == second
+    assert "OneBitAdam updates float32 masters, and norm.weight is trained in torch.float64" in first
+
+
 def test_bfloat16_trains_over_float32_masters(two: Pool) -> None:
     narrow = configuration(1) | {"precision": {"dtype": "bfloat16"}}
     (found, _), (exact, _) = two.run(train, narrow), two.run(train, configuration(1))

@@ -422,6 +422,41 @@ def test_other_optimizers_go_on_or_say_why_not(two: Pool, tmp_path: Path) -> Non
     assert "ZeroOneAdam cannot begin in the middle without anchor" in refused
 
 
+def write_apart() -> tuple[list[str], float, bool]:
+    """What writing between two exchanges is told, and how far the bias is off what was written behind `make_one`."""
+    told = []
+    with engine_of(configuration()) as engine, torch.no_grad():
+        for step in range(9):
+            with torch.enable_grad():
+                step_of(engine, step)
+        assert engine.apart
+        for write in (lambda p: p.fill_(7.0), lambda p: setattr(p, "data", torch.full_like(p, 7.0))):
+            for act in (lambda: step_of(engine, 9), lambda: engine.save_checkpoint("nowhere"), engine.make_one):
+                write(engine.module.norm.weight)
+                write(engine.module.embedding.weight)
+                try:
+                    with torch.enable_grad():
+                        act()
+                except RuntimeError as error:
+                    told.append(str(error))
+        engine.make_one()  # What it was told of once is dropped.
+        lost = float(engine.module.norm.weight.max()) < 2.0
+        engine.module.norm.weight.fill_(7.0)
+        with torch.enable_grad():
+            step_of(engine, 9)
+            engine.make_one()
+        return told, float((engine.module.norm.weight - 7.0).abs().max()), lost
+
+
+def test_what_is_written_between_two_exchanges_is_refused_and_behind_one_kept(two: Pool) -> None:
+    for told, off, lost in two.run(write_apart):
+        assert len(told) == 6
+        assert lost
+        assert all("and 1 more changed between two exchanges of ZeroOneAdam" in each for each in told), told
+        assert all("call engine.make_one() on all ranks" in each for each in told)
+        assert 0 < off < 10 * LR
+
+
 def refusals() -> list[str]:
     found = []
     with engine_of(configuration()) as engine:

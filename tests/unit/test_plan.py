@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from speedlab import cli
-from speedlab.config import ConfigError, ParallelConfig, RunConfig
+from speedlab.config import ConfigError, OuterConfig, ParallelConfig, RunConfig
 from speedlab.display.figure_style import plain
 from speedlab.hardware import Device
+from speedlab.layout import Layout
 from speedlab.planner import calibration_store, presets
 from speedlab.planner.here import hardware_here
 from speedlab.planner.memory import predict_memory
@@ -501,3 +502,20 @@ def test_a_sparse_plan_says_and_draws_what_queries_see() -> None:
     assert "speedlab-attention" not in dense._repr_html_()
     assert replace(seen.setup, shape=replace(shape, sequence_length=8192)).attention_share < share
     assert seen.search().candidates[0].setup.pattern == config.model.attention
+
+
+def test_islands_are_planned_and_searched_by_words() -> None:
+    words = {"model": "gpt2-xl", "machines": "2x4 A100-40 eth-1", "global": 64, "islands": 2}
+    plan = PlanRequest.of_words(words).answer([DEVICE])
+    assert plan.setup.layout == Layout(dp=4, islands=2)
+    assert plan.setup.global_size == 64
+    assert "× dp 4 × islands 2" in str(plan)
+    every = {**words, "outer-every-steps": 9, "outer-compression": "signs", "search": True}
+    found = PlanRequest.of_words(every).answer([DEVICE])
+    assert found.candidates
+    assert "with islands 2" in found.asked
+    assert all(each.setup.outer == OuterConfig(every_steps=9, compression="signs") for each in found.candidates)
+    # What a plan of islands is searched further for are islands, too.
+    assert all(each.setup.layout.islands == 2 for each in plan.search().candidates)
+    with pytest.raises(ValueError, match="--outer-compression: said how islands meet, and there is one"):
+        PlanRequest.of_words({**words, "islands": 1, "outer-compression": "signs"}).answer([DEVICE])

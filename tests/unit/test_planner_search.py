@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from speedlab.config import OffloadConfig, OptimizerConfig
+from speedlab.config import OffloadConfig, OptimizerConfig, OuterConfig
 from speedlab.layout import Layout
 from speedlab.planner.changes import cheapest_change, differences
 from speedlab.planner.devices import Machines
@@ -350,3 +350,23 @@ def test_cutting_sequences_is_a_change_that_fits() -> None:
     assert "cp 1 → 2" in [change.words for change in changes]
     cut = next(change for change in changes if change.words == "cp 1 → 2")
     assert cut.options == "--cp 2 --dp 4 --micro 1 --global 8"
+
+
+def test_islands_that_are_fixed_are_searched_by_whole_hosts_and_meet_as_they_are_told() -> None:
+    slow = Machines.parse("4x2 A100-80 eth-1")
+    often, seldom = (
+        search(SHAPE, slow, global_size=64, fixed=Fixed(islands=2, others={"outer": OuterConfig(every_steps=steps)}))
+        for steps in (1, 100)
+    )
+    for found in often, seldom:
+        assert found
+        assert all(candidate.setup.layout.islands == 2 for candidate in found)
+        assert all(candidate.devices == 8 and candidate.setup.global_size == 64 for candidate in found)
+    assert seldom[0].time.step_seconds < often[0].time.step_seconds
+    assert all(candidate.setup.layout.islands == 1 for candidate in search(SHAPE, slow, global_size=64))
+    # Of 3 hosts of 2, an island of 1 host or less, and none of one and a half: then one host stays idle.
+    three = Machines.parse("3x2 A100-80 eth-1")
+    for islands, devices in ((3, {3, 6}), (2, {2, 4})):
+        assert search(SHAPE, three, global_size=96, fixed=Fixed(islands=islands))[0].devices in devices
+    with pytest.raises(ValueError, match="islands are equal, of whole hosts or inside one"):
+        search(SHAPE, three, global_size=96, fixed=Fixed(islands=5))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -30,16 +30,17 @@ from speedlab.engine.build.schedule import make_schedule
 from speedlab.engine.build.small_states import prepare_optimizer, prepare_small_states
 from speedlab.engine.engine import Engine
 from speedlab.engine.step.communicating import check_whole_gradients, kept_by, steps_apart
-from speedlab.engine.step.fused import LooksAtParameters
+from speedlab.engine.step.fused import FusedOptimizer, LooksAtParameters
 from speedlab.engine.step.losses import LossFunction, check_loss
 from speedlab.engine.step.meeting import kept_by_islands
 from speedlab.engine.step.memory import PeakMemory, suit_allocator
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.engine.step.precision import LossScale, compute_dtype
+from speedlab.engine.step.segments import has_kernels
 from speedlab.layout import Layout
 from speedlab.offload import Stores
 from speedlab.parallel.mesh import Mesh
-from speedlab.parallel.zero import UnitChoice
+from speedlab.parallel.zero import Flat, UnitChoice
 from speedlab.placement import Placement
 
 log = logging.getLogger("speedlab.engine")
@@ -182,14 +183,17 @@ def _build(
         )
         for plan in plans
     ]
+    flats = [flat for part in parts for flat in part.zero.flats]
+    _check_masters(recipe.kind, flats, mesh)
     partitioned = PartitionedOptimizer(
-        [flat for part in parts for flat in part.zero.flats],
+        flats,
         Placement.joined(part.zero.placement for part in parts),
         mesh.summed_first,
         recipe.build,
         group_count=recipe.group_count,
         apart=issubclass(recipe.kind, LooksAtParameters),
     )
+    partitioned.prepare()
     return Engine(
         parts,
         optimizer=partitioned,
@@ -257,6 +261,19 @@ def _check_communicating(kind: type[Optimizer], config: RunConfig, mesh: Mesh) -
         raise ConfigError(str(error)) from None
     if kept_by(kind) is not None and config.clip_norm is not None and mesh.rank == 0:
         log.warning("clip_norm %g: not in steps whose gradients %s sums itself", config.clip_norm, kind.__name__)
+
+
+def _check_masters(kind: type[Optimizer], flats: Sequence[Flat], mesh: Mesh) -> None:
+    """Raises ConfigError on all ranks, whose pipeline stages may differ, where the optimizer has kernels alone and a
+    flat has masters that they do not update."""
+    if not issubclass(kind, FusedOptimizer):
+        return
+    wide = [flat for flat in flats if flat.gradient is not None and not has_kernels(flat.master)]
+    found = f"{wide[0].slots[0].name} is trained in {wide[0].master.dtype}" if wide else ""
+    if problem := next(filter(None, mesh.everyone.collect(found)), ""):
+        raise ConfigError(
+            f"optimizer: {kind.__name__} updates float32 masters, and {problem}; give parameters in float32 or narrower"
+        )
 
 
 def _take_back(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from speedlab.config import ConfigError, OptimizerConfig
-from speedlab.engine.step.fused import FusedOptimizer, LooksAtParameters, fused_kind
+from speedlab.engine.step.fused import LooksAtParameters, fused_kind
 from speedlab.engine.step.lamb import Lamb
 from speedlab.engine.step.onebit import OneBitAdam
 from speedlab.engine.step.onebit_lamb import OneBitLamb
@@ -142,8 +142,6 @@ def _kind_of(config: OptimizerConfig) -> type[Optimizer]:
 def _construct(
     kind: type[Optimizer], segments: list[dict[str, Any]], options: dict[str, Any], fusible: bool
 ) -> Optimizer:
-    if issubclass(kind, FusedOptimizer) and not fusible:
-        raise ConfigError(f"optimizer: {kind.__name__} updates float32 masters; give parameters in float32 or narrower")
     fused = fused_kind(kind, [_arguments_for(kind, options)]) if fusible else None
     chosen: Callable[..., Optimizer] = fused or kind
     return chosen(segments, **_arguments_for(chosen, options))

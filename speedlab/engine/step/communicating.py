@@ -46,6 +46,11 @@ class Communicating(Protocol):
         ranks."""
         ...
 
+    def prepare(self, flats: Sequence[Exchanged]) -> None:
+        """Before the first step: what takes its time the first time, as new connections do, so that no later step has
+        to. Collective."""
+        ...
+
     def exchange(self, flats: Sequence[Exchanged], factor: float) -> None:
         """Fill `gradient.update` of each flat, this rank's state range, with what `step` shall see as gradient.
 

@@ -149,6 +149,11 @@ class PartitionedOptimizer:
 
     # ---- sums that are the inner optimizer's own to take -------------------------------------------------------------
 
+    def prepare(self) -> None:
+        """Before the first step: let an optimizer that may sum gradients itself make its connections. Collective."""
+        if isinstance(self.inner, Communicating):
+            self.inner.prepare(self._exchanged())
+
     @torch.no_grad()
     def exchange(self, factor: float) -> float:
         """Where the inner optimizer sums gradients itself, let it do so, `factor` in it; the factor that is left for

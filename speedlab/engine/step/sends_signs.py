@@ -67,6 +67,11 @@ class SendsSigns(FusedAdamW):
         due."""
         return {name: float(value) for name, value in self._told.items()}
 
+    def prepare(self, flats: Sequence[Exchanged]) -> None:
+        """Connections between hosts, and kernels, which the first exchange would wait for, in the midst of a run."""
+        if flats and self._signs and flats[0].gradient.group.size > 1:
+            self._wires_of([each.gradient for each in flats]).prepare()
+
     # ---- the mean ----------------------------------------------------------------------------------------------------
 
     def _mean(self, flats: Sequence[Exchanged], factor: float, share: float, *, look: bool = True) -> None:

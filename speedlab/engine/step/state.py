@@ -15,6 +15,7 @@ from speedlab.config import RunConfig
 from speedlab.config.batch import Batch
 from speedlab.data import Epochs
 from speedlab.engine.step.communicating import Communicating, StepsApart, keeps_now
+from speedlab.engine.step.errors import WrittenApartError
 from speedlab.engine.step.islands import Islands
 from speedlab.engine.step.model_part import ModelPart
 from speedlab.engine.step.optimizer import PartitionedOptimizer
@@ -138,6 +139,7 @@ class TrainingState:
         whose optimizer has let them an early exchange, as whoever wants one model does by itself. Collective of all
         ranks; the step behind it begins there."""
         if self.apart and not self.updating:
+            self._refuse_changes_apart()
             self.updating = True  # Where a peer is lost, ranks differ.
             if self.islands.apart:
                 self.islands.make_one()
@@ -204,9 +206,29 @@ class TrainingState:
         self.updating = True
         self.partitioned_optimizer.publish()
 
+    def take_changes(self) -> None:
+        """What the caller has written into parameters are their values from now on. Raises WrittenApartError where the
+        optimizer has let ranks train apart: what is written then is of no rank's momenta, so that the next exchange
+        loses it."""
+        self._refuse_changes_apart()
+        for flat in self.flats:
+            flat.take_changes()
+
+    def _refuse_changes_apart(self) -> None:
+        if not (isinstance(self.optimizer, StepsApart) and self.optimizer.apart):
+            return
+        if written := [name for flat in self.partitioned_optimizer.flats for name in flat.drop_changes()]:
+            more = f" and {len(written) - 1} more" if len(written) > 1 else ""
+            raise WrittenApartError(
+                f"{written[0]}{more} changed between two exchanges of {type(self.optimizer).__name__}, while ranks "
+                "make steps of their own: the next exchange loses it; call engine.make_one() on all ranks, and write "
+                "it then"
+            )
+
     def before_change(self) -> None:
         """Parameters are about to change, by an update or a load: nothing of a pass before may live on, nor an update
-        that is under way. Collective."""
+        that is under way. Collective. Raises WrittenApartError as `take_changes` does."""
         self.partitioned_optimizer.settle()
+        self._refuse_changes_apart()
         for zero in self.zeros:
             zero.before_change()

@@ -409,6 +409,18 @@ class Flat:
         if replaced:
             self._show(self._views)
 
+    def drop_changes(self) -> list[str]:
+        """Names of the parameters that `take_changes` would take, which from now on it does not."""
+        names, replaced = [], False
+        for index, (parameter, slot) in enumerate(zip(self.parameters, self.slots, strict=True)):
+            moved = not _is_same(parameter, self._shown[index])
+            if moved or parameter._version != self._versions[index]:
+                names.append(slot.name)
+            self._versions[index], replaced = parameter._version, replaced or moved
+        if replaced:
+            self._show(self._views)
+        return names
+
     def _change_masters(self, changed: Sequence[tuple[slice, Tensor]]) -> None:
         """Elements that show something else than the value they are given take it, the others keep all their bits."""
         low, high = self.state_range
