@@ -892,6 +892,24 @@ def test_what_is_held_stays_held_under_the_next_supervisor(make, engines, tmp_pa
     LocalRuns(engines).runs.take_over()
 
 
+def test_a_hold_that_is_asked_for_anew_outlives_the_connection_before(make, engines):
+    """A kernel that was let go connects again, and asks again, before the end of its first connection is heard."""
+    run = make(steps=3)
+    run.wait(10)
+    path, runs = run.folder.path, engines.runs.runs
+    eventually(lambda: not engines.runs.standing(path).active)
+    for connection in ("first", "second"):
+        runs.hold(path, Hold.of("mine", os.getpid()), 0.0, connection)
+    runs.leave(path, "mine", "first")
+    word = run.resume(steps=5)
+    assert not engines.runs.standing(path).active, "it waits"
+    runs.leave(path, "another's", "second")
+    assert not word.done
+    runs.leave(path, "mine", "second")
+    assert word.wait(10).kind == "resumed"
+    assert run.wait(10) is RunState.FINISHED
+
+
 def test_who_only_looks_at_a_run_waits_for_no_host(make, engines, monkeypatch):
     """A host that does not answer holds up who spoke to its run, and who interrupts that; nobody else."""
     run = make(steps=3)

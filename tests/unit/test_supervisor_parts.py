@@ -553,13 +553,15 @@ def test_a_hold_that_was_given_up_while_it_waited_is_given_back(
     """Nobody would let go of it."""
     path, supervisor = served
     asked, go_on = threading.Event(), threading.Event()
-    given_back: queue.SimpleQueue[tuple[Path, str]] = queue.SimpleQueue()
+    held_over: list[object] = []
+    given_back: queue.SimpleQueue[tuple[Path, str, object]] = queue.SimpleQueue()
 
-    def hold(folder: Path, holder: object, seconds: float) -> None:
+    def hold(folder: Path, holder: object, seconds: float, connection: object) -> None:
+        held_over.append(connection)
         asked.set()
         assert go_on.wait(5)
 
-    supervisor.runs = SimpleNamespace(hold=hold, let_go=lambda *what: given_back.put(what))
+    supervisor.runs = SimpleNamespace(hold=hold, leave=lambda *what: given_back.put(what))
     client = connect(path, m.FromSupervisor)
     client.send(m.Hello())
     assert isinstance(client.receive(), m.Welcome)
@@ -573,7 +575,7 @@ def test_a_hold_that_was_given_up_while_it_waited_is_given_back(
         client.send(m.Look(call=2))
         assert client.receive().call == 2  # What came before was read.
     go_on.set()
-    assert given_back.get(timeout=5) == (Path("a run"), "its key")
+    assert given_back.get(timeout=5) == (Path("a run"), "its key", *held_over)
     client.close()
 
 

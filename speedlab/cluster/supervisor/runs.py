@@ -124,14 +124,14 @@ class Runs:
         """How a run stands with its ranks. Waits for no host."""
         return self._of(path).standing()
 
-    def hold(self, path: Path, hold: Hold, seconds: float) -> None:
-        """Nobody advances the run until `let_go`; words wait. The run has to rest; raises ClusterError when it is
-        still worked on, or held by another, after `seconds`."""
+    def hold(self, path: Path, hold: Hold, seconds: float, connection: object = None) -> None:
+        """Nobody advances the run until `let_go`; words wait. `connection`: over which it was asked for. The run has to
+        rest; raises ClusterError when it is still worked on, or held by another, after `seconds`."""
         deadline = time.monotonic() + seconds
         run, path = self._of(path), path.resolve()
         while True:
             with self._turn, self._lock:
-                if not (run.active or run.recovering) and self._holds.take(path, hold):
+                if not (run.active or run.recovering) and self._holds.take(path, hold, connection):
                     return
             if time.monotonic() > deadline:
                 raise ClusterError(f"run {run.folder.name!r} is being advanced by somebody else; pause it first")
@@ -139,12 +139,19 @@ class Runs:
 
     def let_go(self, path: Path, key: str) -> None:
         """The end of the hold of this key. Words that have waited are carried out."""
-        with self._turn:
+        self._end_hold(path, lambda run: self._holds.let_go(run, key))
+
+    def leave(self, path: Path, key: str, connection: object) -> None:
+        """The end of a connection over which this hold was asked for: of the hold, too, unless it was asked for again
+        over another one."""
+        self._end_hold(path, lambda run: self._holds.leave(run, key, connection))
+
+    def _end_hold(self, path: Path, ends: Callable[[Path], bool]) -> None:
+        with self._turn, contextlib.suppress(ClusterError, RunFolderError):
             with self._lock:
-                ended = self._holds.let_go(path.resolve(), key)
+                ended = ends(path.resolve())
             if ended:
-                with contextlib.suppress(ClusterError, RunFolderError):
-                    self._of(path).attend()
+                self._of(path).attend()
 
     def let_go_of_abandoned(self) -> None:
         """The end of holds whose holders' processes have ended."""
