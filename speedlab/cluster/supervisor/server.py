@@ -134,7 +134,7 @@ class Served:
                 f"the cluster's supervisor speaks version {m.VERSION} of its protocol, and this client {version}: they "
                 "come from different versions of SpeedLab; stop the cluster with the one that has started it"
             )
-            self.send(m.Refused(call=0, kind="ClusterError", text=text))
+            self.send(m.Refused(call=0, kind="OtherVersionError", text=text))
             return False
         said_at = time.monotonic()
         said = ""
