@@ -482,6 +482,21 @@ def test_a_dead_engine_is_named_when_a_word_needs_it(make, engines):
     assert run.folder.read_status().rank_pids == (2_000_000, 2_000_007)
 
 
+def test_an_engine_that_dies_while_a_word_is_sent_leaves_none_behind(make, engines, monkeypatch):
+    run = make(steps=3)
+    run.wait(10)
+
+    def died(*arguments: Any, **keywords: Any) -> None:
+        raise ClusterError("the engine of rank 1 ended or stopped answering")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "submit", died)
+        with pytest.raises(ClusterError, match="the engine of rank 1 ended"):
+            run.save()
+    assert run.save("mine").wait(10).details["tag"] == "mine"
+    assert [event.command for event in run.events if event.command] == [2]
+
+
 def test_a_folder_removed_under_a_run_is_reported(make, engines):
     hold(engines)
     run = make()

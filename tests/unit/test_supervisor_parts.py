@@ -22,10 +22,11 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from ipyparallel.error import RemoteError
+from ipyparallel.error import NoEnginesRegistered, RemoteError
 from telemetry_samples import eventually
 
 from speedlab.cluster import processes, remote
+from speedlab.cluster.agent_calls import send_to
 from speedlab.cluster.errors import ClusterError, RankError
 from speedlab.cluster.home import EngineEntry
 from speedlab.cluster.shipping import pack
@@ -33,8 +34,10 @@ from speedlab.cluster.supervisor import messages as m
 from speedlab.cluster.supervisor.adopted import Adopted
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, connect, listen
 from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
+from speedlab.cluster.supervisor.engines import Engines
 from speedlab.cluster.supervisor.hands import Here
 from speedlab.cluster.supervisor.journal import FileJournal
+from speedlab.cluster.supervisor.lost_hosts import LostHosts
 from speedlab.cluster.supervisor.server import Server
 from speedlab.cluster.supervisor.submissions import Line, Submission
 
@@ -130,6 +133,91 @@ def test_a_reset_goes_before_what_waits(line: Line, engines: FakeEngines) -> Non
         engines.answer(0)
     eventually(lambda: not line.busy())
     assert [work for _, work in engines.sent] == [b"at work", b"reset", b"waiting"]
+
+
+def test_what_goes_first_keeps_its_own_order(line: Line, engines: FakeEngines) -> None:
+    """A rank that is bound to another number of ranks, and back again at once, must not end up with the former."""
+    line.add(Submission(b"at work", [0]))
+    eventually(lambda: engines.sent)
+    line.add(Submission(b"waiting", [0]))
+    for work in (b"bind", b"bind back"):
+        line.add(Submission(work, [0]), first=True)
+    for _ in range(4):
+        engines.answer(0)
+    eventually(lambda: not line.busy())
+    assert [work for _, work in engines.sent] == [b"at work", b"bind", b"bind back", b"waiting"]
+
+
+class Hub:
+    """A client for which the hub gives up engine 11 behind so many looks at its numbers."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    @property
+    def ids(self) -> list[int]:
+        self.looks -= 1
+        return [10, 11] if self.looks >= 0 else [10]
+
+
+def engines_of(line: Line, client: object) -> Engines:
+    """As much of them as ranks are asked by."""
+    made = object.__new__(Engines)
+    entries = [EngineEntry(rank=rank, pid=0, engine_id=10 + rank) for rank in range(2)]
+    made.state, made.client, made.line = SimpleNamespace(name="c", engines=entries), client, line  # type: ignore[assignment]
+    made._lost = LostHosts()
+    return made
+
+
+def test_an_engine_that_dies_while_ranks_leave_their_group_stops_nobody(line: Line, engines: FakeEngines) -> None:
+    """Neither an interrupt, a restart of another one nor a takeover: it is found dead afterwards."""
+    engines.gone = {1}
+    leaving = threading.Thread(target=engines_of(line, Hub(looks=2)).reset, args=([0, 1],))
+    leaving.start()
+    engines.answer(0, pack(None, {}))
+    leaving.join(10)
+    assert not leaving.is_alive()
+    assert [rank for rank, _ in engines.sent] == [0]
+
+
+def test_where_one_engine_is_dead_none_is_asked(line: Line, engines: FakeEngines) -> None:
+    """What some ranks were asked for and others not would be done when nobody counts on it."""
+    asked = engines_of(line, Hub(looks=1))
+    with pytest.raises(ClusterError, match=r"the engine of rank 1 ended or stopped answering; cluster.restart\(1\)"):
+        asked.ask([0, 1], int, seconds=1.0)
+    assert line.busy() == set()
+
+
+@pytest.mark.parametrize("when", ["before", "while its name is looked up", "with all others", "while this sends"])
+def test_an_engine_that_goes_is_gone_for_who_sends(when: str) -> None:
+    """What ipyparallel notes of an engine that it has just forgotten never ends."""
+    sent: list[int] = []
+    client = SimpleNamespace(ids=[10, 11])
+
+    def send(function: object) -> str:
+        if when == "while this sends":
+            client.ids.remove(11)
+        sent.append(11)
+        return "a task"
+
+    class Client:
+        ids = client.ids
+
+        def __getitem__(self, engine_id: int) -> object:
+            raised = {
+                "before": IndexError,
+                "while its name is looked up": KeyError,
+                "with all others": NoEnginesRegistered,
+            }
+            if engine_id == 11 and when in raised:
+                raise raised[when](engine_id)
+            return SimpleNamespace(apply_async=send)
+
+    with pytest.raises(IndexError):
+        send_to(Client(), 11, int)  # type: ignore[arg-type]  # of a client it is only this
+    assert sent == ([11] if when == "while this sends" else [])
+    if when == "before":
+        assert send_to(Client(), 10, int) == "a task"  # type: ignore[arg-type]
 
 
 def test_while_ranks_are_interrupted_they_are_given_only_what_goes_first(line: Line, engines: FakeEngines) -> None:

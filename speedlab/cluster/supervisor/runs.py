@@ -17,15 +17,15 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import speedlab.cluster.remote as remote
 from speedlab.cluster.errors import DIED, ClusterError, RankError
 from speedlab.cluster.failures import is_kept, keep_failure, newest_failure
-from speedlab.cluster.known_runs import Given, remember_run, remembered_runs
+from speedlab.cluster.known_runs import remember_run, remembered_runs
 from speedlab.cluster.supervisor.holds import Hold, Holds
 from speedlab.cluster.supervisor.messages import Standing
 from speedlab.cluster.supervisor.recovery import Recovery
@@ -34,48 +34,13 @@ from speedlab.telemetry.folder import UNSUPERVISED, Command, RunFolder, RunFolde
 from speedlab.telemetry.records import RESTING, RunState
 
 if TYPE_CHECKING:
+    from speedlab.cluster.supervisor.ranks import Ranks, Worked
     from speedlab.cluster.supervisor.wire import Wire
-    from speedlab.hardware import Device
 
 log = logging.getLogger("speedlab.supervisor")
 
 _HOLD_POLL_SECONDS = 0.02
 _TEXT_LIMIT = 2000
-
-
-class Worked(Protocol):
-    """A submission, as far as a run asks it anything."""
-
-    id: str
-
-    @property
-    def done(self) -> bool: ...
-    @property
-    def error(self) -> RankError | None: ...
-
-    def add_done_callback(self, callback: Any, /) -> None: ...
-
-
-class Ranks(Given, Protocol):
-    """The engines, as far as a run needs them."""
-
-    @property
-    def devices(self) -> list[Device]: ...
-    @property
-    def dead(self) -> Collection[int]: ...
-    @property
-    def pids(self) -> tuple[int, ...]: ...
-    @property
-    def lost_ranks(self) -> Collection[int]: ...
-
-    def submit(self, function: Any, *arguments: Any, label: str = "") -> Worked: ...
-    def left_of(self, label: str) -> Worked | None: ...
-    def at_work(self, submission: Any) -> bool: ...
-    def way_back(self, dead: list[int]) -> str: ...
-    def restart(self, *ranks: int) -> None: ...
-    def resize(self, size: int) -> None: ...
-    def wire(self, folder: RunFolder) -> Wire | None: ...
-    def interrupt(self, only: Any = None, seconds: float = 2.0) -> list[int]: ...
 
 
 class Runs:
@@ -286,11 +251,14 @@ class Run:
         self.trouble = None
         if self.task is not None or self._is_held() or self.recovering or not self.waiting():
             return
-        if dead := sorted(self._ranks.dead):
+        try:
+            if dead := sorted(self._ranks.dead):
+                raise ClusterError(self._without_hosts() or self._ranks.way_back(dead))
+            self.note_processes(self._ranks.pids)
+            self._submit()
+        except ClusterError:  # Also where an engine dies just now: what was asked is not done much later.
             self._drop_waiting(self.folder.read_status())
-            raise ClusterError(self._without_hosts() or self._ranks.way_back(dead))
-        self.note_processes(self._ranks.pids)
-        self._submit()
+            raise
 
     def standing(self) -> Standing:
         """Called by anybody."""
