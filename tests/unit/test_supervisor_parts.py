@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
 import queue
 import random
@@ -29,6 +30,7 @@ from speedlab.cluster import processes, remote
 from speedlab.cluster.agent_calls import send_to
 from speedlab.cluster.errors import ClusterError, RankError
 from speedlab.cluster.home import EngineEntry
+from speedlab.cluster.known_runs import remembered_runs
 from speedlab.cluster.shipping import pack
 from speedlab.cluster.supervisor import messages as m
 from speedlab.cluster.supervisor.adopted import Adopted
@@ -36,8 +38,10 @@ from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, con
 from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
 from speedlab.cluster.supervisor.engines import Engines
 from speedlab.cluster.supervisor.hands import Here
+from speedlab.cluster.supervisor.holds import Holds
 from speedlab.cluster.supervisor.journal import FileJournal
 from speedlab.cluster.supervisor.lost_hosts import LostHosts
+from speedlab.cluster.supervisor.recovery import Count
 from speedlab.cluster.supervisor.server import Server
 from speedlab.cluster.supervisor.submissions import Line, Submission
 
@@ -324,6 +328,23 @@ def test_a_journal_tells_the_next_supervisor_what_was_sent(tmp_path: Path, monke
     path.unlink()
     path.mkdir()  # As a disk that cannot be written.
     journal.sent(cut, 1, "lost")
+
+
+def test_what_a_later_version_writes_into_a_clusters_files_is_passed_over(tmp_path: Path) -> None:
+    later = {"of_a_later_version": {"deep": 1}}
+    holds, run = tmp_path / "holds.json", tmp_path / "run"
+    hold = {"key": "mine", "pid": os.getpid(), "started": psutil.Process().create_time()}
+    holds.write_text(json.dumps({str(run): hold | later}))
+    taken = Holds(holds)
+    taken.take_over()
+    assert run in taken
+    entry = {"id": "one", "rank": 0, "ranks": [0], "message": "m", "place": 7}
+    (tmp_path / "submissions.jsonl").write_text(json.dumps(entry | later) + "\n")
+    assert FileJournal(tmp_path / "submissions.jsonl").before()["one"].messages == {0: "m"}
+    count = {"token": "t", "failed": 2, "from_step": 20, "answered": "one"}
+    assert msgspec.json.decode(json.dumps(count | later), type=Count) == Count(**count)
+    (tmp_path / "runs.json").write_text(json.dumps({"runs": [str(run)]} | later))
+    assert remembered_runs(SimpleNamespace(directory=tmp_path, name="c", token="t")) == [run]
 
 
 PENDING = object()
