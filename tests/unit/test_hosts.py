@@ -15,6 +15,7 @@ import speedlab.cluster.host_specs as host_specs
 import speedlab.network as network
 from speedlab.cluster.agent import Order, own_versions, problem_here
 from speedlab.cluster.agent_launchers import slurm_script, slurm_step, ssh_problem
+from speedlab.cluster.agent_muster import check_equal
 from speedlab.cluster.controller_place import controller_arguments
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, EngineEntry, Home
@@ -30,6 +31,7 @@ from speedlab.cluster.host_specs import (
 )
 from speedlab.cluster.hosts import Host, places
 from speedlab.cluster.launchers import host_environment
+from speedlab.cluster.launching import InSlurm
 from speedlab.cluster.supervisor.hands_on_hosts import OnHosts, found_on_hosts
 from speedlab.hardware import cpu_devices
 from speedlab.network import Endpoint, try_to_reach
@@ -126,6 +128,25 @@ def test_a_job_whose_agents_were_killed_waits_for_the_steps_of_others(
     done = subprocess.run(["sh", "-c", script], env={**os.environ, "SLURM_JOB_ID": "7"}, timeout=10, check=False)
     assert done.returncode == status
     assert (len(steps.read_text().split()) if steps.exists() else 0) == looks
+
+
+def test_a_job_that_its_time_limit_has_ended_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = InSlurm(Home("slurm", tmp_path), SlurmJob(nodes=1, time="8:00:00"))
+    slurm.job = "81"
+    monkeypatch.setattr("speedlab.cluster.launching.slurm_state", lambda job: ("TIMEOUT", "TimeLimit"))
+    told = "job 81 was ended by its time limit of 8:00:00; ask for a longer 'time'"
+    assert slurm.why_over() == told
+    with pytest.raises(ClusterError, match=f"^{told}$"):  # While it waits for agents.
+        slurm.progress()
+
+
+def test_hosts_with_different_numbers_of_devices_are_refused_unless_each_is_told() -> None:
+    unequal = [host("gpu-1", 2), host("gpu-2", 1)]
+    told = r"gpu-1 has 2, gpu-2 has 1\. Say how many each gives, as \['gpu-1:1', 'gpu-2:1'\]"
+    with pytest.raises(ClusterError, match=told):
+        check_equal(unequal, [None, None])
+    check_equal(unequal, [2, 1])
+    check_equal([host("gpu-1", 2), host("gpu-2", 2)], [None, None])
 
 
 def test_an_agent_is_started_once_more_in_a_step_of_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
