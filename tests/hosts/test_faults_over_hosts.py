@@ -32,7 +32,8 @@ CHANGES = {
     "checkpoint": {"every_steps": FIRST_SAVE},
     "schedule": {"kind": "constant"},
 }
-MOMENTS = [pytest.param(0), *(pytest.param(k, marks=pytest.mark.nightly) for k in range(1, 21))]
+MOMENTS = [pytest.param(0), *(pytest.param(k, marks=pytest.mark.nightly) for k in range(1, 60))]
+"""Twenty of each fault."""
 
 
 @pytest.fixture(scope="module")
