@@ -190,6 +190,7 @@ def test_where_one_engine_is_dead_none_is_asked(line: Line, engines: FakeEngines
     with pytest.raises(ClusterError, match=r"the engine of rank 1 ended or stopped answering; cluster.restart\(1\)"):
         asked.ask([0, 1], int, seconds=1.0)
     assert line.busy() == set()
+    assert asked.ask_each(int, {}, seconds=1.0) == []  # As where all engines of a resize are new.
 
 
 @pytest.mark.parametrize("when", ["before", "while its name is looked up", "with all others", "while this sends"])

@@ -141,7 +141,8 @@ class Engines:
         self, function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]], *, seconds: float
     ) -> list[Any]:
         """As `ask`, of ranks with arguments of their own. Where an engine is known to be dead, none is asked."""
-        self.living(arguments)
+        if arguments:
+            self.living(arguments)
         asked = [self._add(function, given, [rank], first=True) for rank, given in arguments.items()]
         deadline = time.monotonic() + seconds
         late = [one for one in asked if not one.wait(max(0.0, deadline - time.monotonic()))]
