@@ -13,7 +13,7 @@ from speedlab.telemetry.folder import RunFolderError
 MOST_BYTES = 2**20
 """Of what a rank says in a cell; what comes later is left out, and it is said."""
 _MOST_RANKS_BYTES = 2**28
-MOST_ANSWERS = 16
+_MOST_ANSWERS = 16
 """So many answers that nobody has taken are kept of a run."""
 
 
@@ -46,7 +46,7 @@ def write_said(folder: Path, cell: str, said: Sequence[Said | None], write: Call
     for answer in path.parent.glob("*.json"):
         with suppress(FileNotFoundError):  # Who has asked for it takes it just now.
             answers.append((answer.stat().st_mtime_ns, answer))
-    for _, old in sorted(answers)[:-MOST_ANSWERS]:
+    for _, old in sorted(answers)[:-_MOST_ANSWERS]:
         old.unlink(missing_ok=True)
 
 

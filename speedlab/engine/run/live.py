@@ -94,7 +94,7 @@ def _look(training: Training, code: str, name: str) -> Said:
             with training.interruption.at_once():  # Its batch may be long in coming.
                 names = _names(training)
             return training.cells.run(code, name, names, training.interruption.at_once)
-    except (Exception, KeyboardInterrupt) as error:  # The engine could not be given to it, or not be put back.
+    except (Exception, KeyboardInterrupt) as error:  # What it finds was not there in time, or not to be put back.
         return Said([], None, {"kind": type(error).__name__, "message": str(error)})
 
 
