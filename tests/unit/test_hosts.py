@@ -6,10 +6,13 @@ import json
 import os
 import socket
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from telemetry_samples import make_folder
 
 import speedlab.cluster.host_specs as host_specs
 import speedlab.network as network
@@ -165,17 +168,27 @@ def test_an_agent_is_started_once_more_in_a_step_of_its_job(tmp_path: Path, monk
 
 
 class FakeAgents:
-    """Of host-a, which is just back: its agent does not answer until another one was started."""
+    """Of host-a, whose agent does not answer until another one was started."""
+
+    out_of_reach: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self.answers = False
         self.reached: list[int] = []
+        self.generation = 0
+        """Of which the host was told."""
+        self.hosts = [host("host-a", 1)]
+        self.known = {"host-a": SimpleNamespace(host=self.hosts[0])}
 
-    def silent(self, hosts: list[str]) -> list[str]:
-        return [] if self.answers else hosts
+    def silent(self, hosts: Iterable[str]) -> list[str]:
+        return [] if self.answers else list(hosts)
 
     def restart(self, host: str) -> None:
         self.answers = True
+
+    def set_generation(self, number: int) -> list[str]:
+        self.generation = number if self.answers else self.generation
+        return self.silent(["host-a"])
 
     def to_fields(self) -> dict[str, Any]:
         return {}
@@ -186,6 +199,25 @@ class FakeAgents:
 
     def ask_all(self, function: Any, *, seconds: float, hosts: Any) -> tuple[dict[str, Any], list[str]]:
         return ({"host-a": []}, []) if self.answers else ({}, list(hosts))
+
+    def ask_each(self, by_host: dict[str, Any], function: Any, *, seconds: float) -> dict[str, bool]:
+        return dict.fromkeys(by_host, True) if self.answers else {}
+
+
+def test_what_is_asked_of_a_host_whose_agent_has_just_ended_waits_for_another_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setattr("speedlab.cluster.supervisor.hands_on_hosts._is_there", lambda host: True)
+    home = Home("killed")
+    home.create("a token")
+    agents = FakeAgents()
+    hands = OnHosts(home, agents, "a token", "gloo", {})  # type: ignore[arg-type]  # as much of them as is asked
+    assert hands.wire(make_folder(tmp_path, "a-run")) is None  # Not refused: the host is there, and sees the folder.
+
+    agents.answers = False
+    hands.next_generation()
+    assert (agents.generation, home.generation) == (1, 1)  # Ranks there meet the others where these meet.
 
 
 def test_an_engine_on_a_host_that_is_just_back_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
