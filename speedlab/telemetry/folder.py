@@ -95,10 +95,13 @@ class RunFolder:
     @property
     def config(self) -> RunConfig:
         """What the run was started with, or goes on with since its number of engines was changed."""
+        self._look_at_config()
+        return self._config
+
+    def _look_at_config(self) -> None:
         stamp = self._stamp_of_config()
         if stamp not in (None, self._config_stamp):
             self._config, self._config_stamp = self._read_config(), stamp
-        return self._config
 
     def update_config(self, config: RunConfig) -> None:
         """Replace the configuration in one move. Only while no rank advances the run: engines read it when they build
@@ -109,6 +112,7 @@ class RunFolder:
     def require_known(self) -> None:
         """Raise RunFolderError where the configuration has fields that this version does not know, as a later one
         writes: it can show the run, and would go on with it as something else."""
+        self._look_at_config()
         if self._unknown:
             raise RunFolderError(
                 f"{self.path / 'config.json'}: {'; '.join(self._unknown[:8])}. This version of SpeedLab can show the "

@@ -133,9 +133,9 @@ def test_what_a_later_version_has_written_is_shown_and_not_gone_on_with(tmp_path
     written = json.loads(folder.config.to_json())
     written["optimizer"]["weight_deca"] = 1.0
     (folder.path / "config.json").write_text(json.dumps(written))
-    assert found.config == folder.config  # The handle that is open sees it, too.
     with pytest.raises(RunFolderError, match=r"optimizer: .*'weight_decay'"):
-        found.require_known()
+        found.require_known()  # The handle that is open sees it, too.
+    assert found.config == folder.config
 
 
 def test_words_come_in_order_and_only_those_after(tmp_path):

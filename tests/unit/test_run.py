@@ -497,6 +497,18 @@ def test_an_engine_that_dies_while_a_word_is_sent_leaves_none_behind(make, engin
     assert [event.command for event in run.events if event.command] == [2]
 
 
+def test_a_run_that_a_later_version_has_written_is_not_gone_on_with(make, engines):
+    run = make(steps=3)
+    run.wait(10)
+    config = run.folder.path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"of_a_later_version": 1}))
+    with pytest.raises(RunFolderError, match=r"of_a_later_version.* This version of SpeedLab can show the run"):
+        run.resume(steps=5)
+    assert engines.submitted == 1
+    assert (Run(run.folder.path).state, len(run.records())) == (RunState.FINISHED, 3)
+    assert run.folder.pending(run.folder.read_status().command) == []
+
+
 def test_a_folder_removed_under_a_run_is_reported(make, engines):
     hold(engines)
     run = make()

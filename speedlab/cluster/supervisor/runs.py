@@ -247,16 +247,18 @@ class Run:
         return number
 
     def attend(self) -> None:
-        """Submit if a word waits and nobody works on the run. Raises ClusterError when an engine is dead."""
+        """Submit if a word waits and nobody works on the run. Raises ClusterError when an engine is dead, and
+        RunFolderError for a run that this version cannot go on with."""
         self.trouble = None
         if self.task is not None or self._is_held() or self.recovering or not self.waiting():
             return
         try:
             if dead := sorted(self._ranks.dead):
                 raise ClusterError(self._without_hosts() or self._ranks.way_back(dead))
+            self.folder.require_known()
             self.note_processes(self._ranks.pids)
             self._submit()
-        except ClusterError:  # Also where an engine dies just now: what was asked is not done much later.
+        except (ClusterError, RunFolderError):  # Also where an engine dies just now: it is not done much later.
             self._drop_waiting(self.folder.read_status())
             raise
 
