@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from speedlab_server.problems import UnknownError
 ANSWER_SECONDS = 3.0
 """How long a page waits for a supervisor."""
 _STARTING_SECONDS = 0.5
+MOST_WORDS = 16
+"""So many words of pages may wait for the ends of clusters."""
 
 
 class Reached:
@@ -43,6 +45,8 @@ class Clusters:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(16, thread_name_prefix="speedlab-clusters")
+        self._word_threads = ThreadPoolExecutor(MOST_WORDS, thread_name_prefix="speedlab-cluster-words")
+        self._words: list[Future[None]] = []
         self._clients: dict[str, asyncio.Future[Client]] = {}
         """By token."""
 
@@ -77,6 +81,17 @@ class Clusters:
 
     async def in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def give_word(self, work: Callable[[], None]) -> None:
+        """Do what takes as long as a scheduler does: on no thread for which others wait. Raises what it raises, and
+        ClusterError while too much of that is under way."""
+        self._words = [word for word in self._words if not word.done()]
+        if len(self._words) >= MOST_WORDS:
+            raise ClusterError(
+                f"{MOST_WORDS} words of pages wait already for clusters to end; try again once one of them has ended"
+            )
+        self._words.append(word := self._word_threads.submit(work))
+        await asyncio.wrap_future(word)
 
     async def look(self, id: str) -> m.Cluster:
         """A cluster with the state of its ranks, where its supervisor tells it."""

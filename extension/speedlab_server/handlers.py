@@ -200,8 +200,7 @@ class ClusterWordsHandler(Handler):
     async def post(self, id: str) -> None:
         word = self.asked(m.Word, "word for a cluster", '{"word": "stop"}')
         cluster_words.check(word)
-        # Some of them take as long as a scheduler does: no thread that others wait for.
-        await self.services.clusters.in_thread(lambda: cluster_words.give(id, word.word, self.services.starts))
+        await self.services.clusters.give_word(lambda: cluster_words.give(id, word.word, self.services.starts))
         self.say(m.ClusterWordGiven(cluster=id, word=word.word))
 
 

@@ -45,6 +45,18 @@ def has_ended(error: ipyparallel.error.RemoteError) -> bool:
     return error.ename == "EngineError"
 
 
+def send_to(client: ipyparallel.Client, engine_id: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """The AsyncResult of a call in one engine. Raises IndexError where the hub has given it up, also while this sends:
+    what ipyparallel notes of an engine that it has just forgotten never ends."""
+    try:
+        task = client[engine_id].apply_async(function, *arguments)
+    except (KeyError, ipyparallel.error.NoEnginesRegistered):
+        raise IndexError(engine_id) from None
+    if engine_id not in client.ids:
+        raise IndexError(engine_id)
+    return task
+
+
 class Calls:
     """Calls of one client, from any thread."""
 
@@ -56,8 +68,8 @@ class Calls:
         """The AsyncResult of a call in one engine. Raises HostLost where the hub has given it up."""
         with self._lock:  # A client's views are not made for several threads.
             try:
-                return self._client[engine_id].apply_async(function, *arguments)
-            except (IndexError, ipyparallel.error.NoEnginesRegistered):
+                return send_to(self._client, engine_id, function, *arguments)
+            except IndexError:
                 raise HostLost(f"agent {engine_id} is gone") from None
 
     def answer(self, task: Any, host: str, seconds: float) -> Any:

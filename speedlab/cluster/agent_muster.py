@@ -12,7 +12,7 @@ import ipyparallel
 
 import speedlab.cluster.agent_tasks as agent_tasks
 from speedlab.cluster.agent import Order, own_versions
-from speedlab.cluster.agent_calls import AgentEntry, Calls
+from speedlab.cluster.agent_calls import AgentEntry, Calls, HostLost
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import Home, this_host
 from speedlab.cluster.hosts import Host
@@ -99,10 +99,15 @@ class Muster:
         return found
 
     def new(self) -> list[dict[str, Any]]:
-        """The agents among these, as `agent_tasks.who` describes them, with `engine_id`."""
+        """The agents among these, as `agent_tasks.who` describes them, with `engine_id`. One that does not answer, as
+        an engine that a supervisor before has left and that is ending, is asked again as long as it is there."""
         found = []
         for engine_id in sorted(self.new_ids()):
-            who = self.calls.ask(engine_id, f"engine {engine_id}", agent_tasks.who)
+            try:
+                who = self.calls.ask(engine_id, f"engine {engine_id}", agent_tasks.who)
+            except HostLost:
+                self._known.discard(engine_id)
+                continue
             if who["agent"]:
                 self.came[who["host"]] = engine_id
                 found.append({**who, "engine_id": engine_id})

@@ -11,7 +11,7 @@ from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, Home
 from speedlab.cluster.supervisor import messages as m
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, connect
-from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
+from speedlab.cluster.supervisor.client import Client, OtherVersionError, SupervisorGoneError, error_of
 
 STOP_PATIENCE_SECONDS = 1.0
 """How long processes may take to end by themselves before they are killed."""
@@ -43,7 +43,8 @@ def end_processes(home: Home, patience_seconds: float) -> None:
 
 def cancel_start(home: Home) -> None:
     """Give up a start that is under way, a place in a queue with it; whoever waits for it gets a ClusterError. Returns
-    when nothing of it is left. Raises NotStartingError, and ClusterError once the cluster is ready."""
+    when nothing of it is left. Raises NotStartingError, and ClusterError once the cluster is ready, or where its
+    supervisor is of another version: only that knows what it has begun on hosts."""
     token = home.token
     try:
         channel = connect(home.supervisor_socket, m.FromSupervisor)
@@ -59,6 +60,8 @@ def cancel_start(home: Home) -> None:
             continue
         if isinstance(answer, m.Welcome):
             raise ClusterError(f"cluster {home.name!r} has just become ready; stop it instead")
+        if isinstance(answer, m.Refused) and isinstance(error := error_of(answer), OtherVersionError):
+            raise error
     except ChannelClosedError:
         pass  # It has ended, and given back what it had begun.
     finally:

@@ -31,6 +31,8 @@ _IN_WORDS = frozenset({"ConfigError", "LayoutError", "CheckpointError"})
 _BARE = frozenset({"Refusal", "Parted"})
 """Kinds whose message says all, so that no traceback is shown; of the second even their own name says nothing to a
 user."""
+_NO_TEXT: Mapping[str, Any] = {"step": int | None, "module": str | None}
+"""What fields of a failure are that are no text."""
 _PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection closed", "connection was aborted")
 
 
@@ -71,7 +73,15 @@ class RemoteFailure:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RemoteFailure:
-        return cls(**data)
+        """Of what `to_dict` gives; fields that a later version adds are passed over. Raises ValueError for what is no
+        failure."""
+        known = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
+        for name, value in known.items():
+            if not isinstance(value, _NO_TEXT.get(name, str)):
+                raise ValueError(f"{name} of a failure is {value!r:.64}")
+        if missing := sorted({"kind", "message"} - known.keys()):
+            raise ValueError(f"a failure has no {missing[0]}")
+        return cls(**known)
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -83,11 +83,7 @@ class Failures:
 def _error_of(line: bytes) -> RankError | None:
     try:
         data: dict[str, Any] = json.loads(line)
-        names = RemoteFailure.__dataclass_fields__
-        by_rank = {
-            int(rank): RemoteFailure(**{name: value for name, value in failure.items() if name in names})
-            for rank, failure in data["by_rank"].items()
-        }
+        by_rank = {int(rank): RemoteFailure.from_dict(failure) for rank, failure in data["by_rank"].items()}
         error = RankError(by_rank, data.get("advice"))
         error.notes = [str(note) for note in data.get("notes", [])]
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import secrets
 from collections.abc import Generator, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speedlab.cluster.debug_line import Door
 from speedlab.cluster.errors import RankError, RemoteFailure
-from speedlab.cluster.sealed import write_sealed
+from speedlab.cluster.sealed import read_sealed, write_sealed
 from speedlab.cluster.words import Pending
+from speedlab.telemetry.folder import RunFolderError
 from speedlab.telemetry.live import Said, cell_path, take_said
 from speedlab.telemetry.records import Event
 
@@ -27,6 +29,7 @@ class LiveCell:
         self.pending = pending
         self._run, self._cell, self._door = run, cell, door
         self._said: dict[int, Said] | None = None
+        self._failures: dict[int, RemoteFailure] = {}
 
     @property
     def done(self) -> bool:
@@ -68,19 +71,23 @@ class LiveCell:
         return self._texts()
 
     def said(self) -> dict[int, Said]:
-        """What each rank said in it, as messages of Jupyter. Only once it is done."""
+        """What each rank said in it, as messages of Jupyter. Only once it is done. Raises ClusterError for an answer
+        that this user's engines did not write, RunFolderError for one that is damaged, or was not taken for long."""
         if self._said is None:
-            self._said = take_said(self._run.folder.path, self._cell)
+            said = take_said(self._run.folder.path, self._cell, _read)
+            try:
+                failed = {rank: told.failure for rank, told in said.items() if told.failure is not None}
+                self._failures = {rank: RemoteFailure.from_dict(failure) for rank, failure in failed.items()}
+            except ValueError as error:
+                raise RunFolderError(f"what ranks said in cell {self._cell} cannot be read: {error}") from None
+            self._said = said
         return self._said
 
     @property
     def failures(self) -> dict[int, RemoteFailure]:
-        """By rank. Only once it is done."""
-        return {
-            rank: RemoteFailure.from_dict(said.failure)
-            for rank, said in self.said().items()
-            if said.failure is not None
-        }
+        """By rank. Only once it is done; raises as `said` does."""
+        self.said()
+        return self._failures
 
     def _texts(self) -> dict[int, str | None]:
         if failures := self.failures:
@@ -89,6 +96,10 @@ class LiveCell:
 
     def __repr__(self) -> str:
         return repr(self.pending)
+
+
+def _read(path: Path) -> bytes:
+    return read_sealed(path, "Run the cell again")
 
 
 def post_live(run: Run, code: str, ranks: Iterable[int] | None) -> LiveCell:

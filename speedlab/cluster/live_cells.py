@@ -17,7 +17,7 @@ from IPython.core.getipython import get_ipython
 from speedlab.cluster.cells import run_cell
 from speedlab.cluster.debugging import breakpoints
 from speedlab.cluster.describing import describe
-from speedlab.cluster.sealed import read_sealed
+from speedlab.cluster.sealed import read_sealed, write_sealed
 from speedlab.telemetry.live import MOST_BYTES, Said
 
 
@@ -28,6 +28,9 @@ class LiveCells:
         code = read_sealed(path, "Run the cell again").decode()
         path.unlink()
         return code
+
+    def write(self, path: Path, data: bytes) -> None:
+        write_sealed(path, data)
 
     def run(
         self,

@@ -224,8 +224,9 @@ class Run:
 
         Collectives in it, as those of a partitioned model's forward, need all ranks. An exception ends the cell, not
         the run. Afterwards gradients and random numbers are what they would have been without it; what it changes on
-        purpose stays, and has to be changed on all ranks. Ranks without the cell wait for it, however long. Raises
-        SyntaxError, RunError or ClusterError.
+        purpose stays, and has to be changed on all ranks. Ranks without the cell wait for it, however long. Answers
+        that nobody takes (by `.wait()`, `await` or `.said()`) are kept of the last 16 cells. Raises SyntaxError,
+        RunError or ClusterError.
         """
         from speedlab.cluster.live import post_live
 

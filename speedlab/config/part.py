@@ -83,6 +83,22 @@ class Part(BaseModel):
         return {name: field.default}
 
     @classmethod
+    def known_in(cls, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """(what of `data` has a field here, a sentence for each of what has none), for files that another version may
+        have written."""
+        known: dict[str, Any] = {}
+        unknown: list[str] = []
+        for key, value in data.items():
+            if key not in cls.model_fields:
+                unknown.append(unknown_key(key, list(cls.model_fields), cls._inner_keys()))
+            elif (part := cls.part_of(key)) is not None and isinstance(value, Mapping):
+                known[key], inside = part.known_in(value)
+                unknown += [f"{key}: {text}" for text in inside]
+            else:
+                known[key] = value
+        return known, unknown
+
+    @classmethod
     def part_of(cls, name: str) -> type[Part] | None:
         """The class of the field `name` if it is a part itself."""
         kind = cls.model_fields[name].annotation

@@ -84,6 +84,8 @@ class RunFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).resolve()
         self._config_stamp = self._stamp_of_config()
+        self._unknown: list[str] = []
+        """What the configuration says that this version has no field for, a sentence each."""
         self._config = self._read_config()
 
     @property
@@ -93,15 +95,29 @@ class RunFolder:
     @property
     def config(self) -> RunConfig:
         """What the run was started with, or goes on with since its number of engines was changed."""
+        self._look_at_config()
+        return self._config
+
+    def _look_at_config(self) -> None:
         stamp = self._stamp_of_config()
         if stamp not in (None, self._config_stamp):
             self._config, self._config_stamp = self._read_config(), stamp
-        return self._config
 
     def update_config(self, config: RunConfig) -> None:
         """Replace the configuration in one move. Only while no rank advances the run: engines read it when they build
-        it."""
+        it. Raises RunFolderError as `require_known` does."""
+        self.require_known()
         write_atomically(self.path / "config.json", config.to_json())
+
+    def require_known(self) -> None:
+        """Raise RunFolderError where the configuration has fields that this version does not know, as a later one
+        writes: it can show the run, and would go on with it as something else."""
+        self._look_at_config()
+        if self._unknown:
+            raise RunFolderError(
+                f"{self.path / 'config.json'}: {'; '.join(self._unknown[:8])}. This version of SpeedLab can show the "
+                "run; the one that wrote the file can go on with it"
+            )
 
     def _stamp_of_config(self) -> tuple[int, int] | None:
         """Changes whenever the file is replaced; None when it is gone, and what was read holds."""
@@ -271,7 +287,8 @@ class RunFolder:
             )
         data = read_object(path, _CONFIG_LIMIT_BYTES)
         try:
-            return RunConfig(**data)
+            known, self._unknown = RunConfig.known_in(data)
+            return RunConfig(**known)
         except ConfigError as error:
             raise RunFolderError(f"{path}: {error}") from error
 

@@ -1,19 +1,20 @@
-"""Cells between two steps, in a run's folder: their code, sealed by who wrote it, and what ranks said in them."""
+"""Cells between two steps, in a run's folder: their code, and what ranks said in them; sealed by who wrote it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from speedlab.telemetry.folder import RunFolderError, write_atomically
+from speedlab.telemetry.folder import RunFolderError
 
 MOST_BYTES = 2**20
 """Of what a rank says in a cell; what comes later is left out, and it is said."""
 _MOST_RANKS_BYTES = 2**28
 _MOST_ANSWERS = 16
+"""So many answers that nobody has taken are kept of a run."""
 
 
 class Said(NamedTuple):
@@ -36,11 +37,11 @@ def cell_path(folder: Path, cell: str) -> Path:
     return path
 
 
-def write_said(folder: Path, cell: str, said: Sequence[Said | None]) -> None:
+def write_said(folder: Path, cell: str, said: Sequence[Said | None], write: Callable[[Path, bytes], object]) -> None:
     """Keep what ranks said in a cell; None for those that did not run it. Of answers that nobody has taken the newest
-    stay."""
+    stay. `write`: makes the file, which is whole or not there."""
     path = cell_path(folder, cell).with_suffix(".json")
-    write_atomically(path, json.dumps(said))
+    write(path, json.dumps(said).encode())
     answers = []
     for answer in path.parent.glob("*.json"):
         with suppress(FileNotFoundError):  # Who has asked for it takes it just now.
@@ -49,14 +50,14 @@ def write_said(folder: Path, cell: str, said: Sequence[Said | None]) -> None:
         old.unlink(missing_ok=True)
 
 
-def take_said(folder: Path, cell: str) -> dict[int, Said]:
-    """What ranks said in a cell, by rank. Takes it out of the folder. Raises RunFolderError for what is missing or
-    damaged."""
+def take_said(folder: Path, cell: str, read: Callable[[Path], bytes]) -> dict[int, Said]:
+    """What ranks said in a cell, by rank. Takes it out of the folder. `read`: what the file holds. Raises
+    RunFolderError for what is missing or damaged, and what `read` raises."""
     path = cell_path(folder, cell).with_suffix(".json")
     try:
         if path.stat().st_size > _MOST_RANKS_BYTES:
             raise RunFolderError(f"{path}: larger than anything that ranks say in a cell")
-        found = json.loads(path.read_bytes())
+        found = json.loads(read(path))
         said = {rank: _checked(value) for rank, value in enumerate(found) if value is not None}
     except (OSError, ValueError, TypeError) as error:
         raise RunFolderError(f"{path}: what ranks said in the cell cannot be read: {error}") from error

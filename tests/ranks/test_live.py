@@ -40,6 +40,9 @@ class PlainCells:
         path.unlink()
         return code
 
+    def write(self, path: Path, data: bytes) -> None:
+        path.write_bytes(data)
+
     def run(
         self,
         code: str,
@@ -114,7 +117,7 @@ def test_a_look_changes_nothing(world: Pool, tmp_path: Path, stage: int) -> None
     RunFolder(looked).post("step", n=1)
     undisturbed = world.run(advance, plain, *steps)
     assert world.run(advance, looked, *looks) == undisturbed
-    texts = [said.text for said in take_said(Path(looked), "b").values()]
+    texts = [said.text for said in take_said(Path(looked), "b", Path.read_bytes).values()]
     assert texts == ["(2, (1, 16), 3, True, True)"] * 2
     assert list((Path(looked) / "live").iterdir()) == [cell_path(Path(looked), "a").with_suffix(".json")]
 
@@ -126,7 +129,7 @@ def test_only_the_ranks_that_are_named_run_it(world: Pool, tmp_path: Path) -> No
     post(run, "none", "said = 1", ranks=[])
     RunFolder(run).post("resume")
     assert [state for state, _ in world.run(advance, run)] == ["finished"] * 2
-    assert {rank: said.text for rank, said in take_said(Path(run), "one").items()} == {1: "1"}
+    assert {rank: said.text for rank, said in take_said(Path(run), "one", Path.read_bytes).items()} == {1: "1"}
     told = [event.text for event in answers(run) if event.kind in ("looked", "warning")]
     assert told == [
         "a cell on 1 of 2 ranks",
@@ -144,10 +147,10 @@ def test_a_cell_that_fails_on_one_rank_in_a_collective_ends_on_all_and_the_run_g
     post(run, "works", LOOK)
     RunFolder(run).post("resume")
     assert [state for state, _ in world.run(advance, run)] == ["finished"] * 2
-    failures = {rank: said.failure for rank, said in take_said(Path(run), "fails").items()}
+    failures = {rank: said.failure for rank, said in take_said(Path(run), "fails", Path.read_bytes).items()}
     assert failures[1] == {"kind": "ValueError", "message": "mine"}
     assert failures[0] is not None
-    assert [said.failure for said in take_said(Path(run), "works").values()] == [None, None]
+    assert [said.failure for said in take_said(Path(run), "works", Path.read_bytes).values()] == [None, None]
     looked = [event for event in answers(run) if event.kind == "looked"]
     assert [event.details["failed"] for event in looked] == [[0, 1], []]
 
@@ -176,7 +179,7 @@ def test_an_interrupt_ends_the_cell_and_pauses_the_run(
     events = RunFolder(run).read_events()
     assert [event.details["failed"] for event in events if event.kind == "looked"] == [failed]
     assert [event.step for event in events if event.kind == "interrupted"] == [0]
-    assert take_said(Path(run), "hangs").keys() <= {0, 1}
+    assert take_said(Path(run), "hangs", Path.read_bytes).keys() <= {0, 1}
 
 
 def interrupted_and_resumed(run: str) -> list[Any]:
@@ -201,7 +204,7 @@ def test_what_belongs_to_the_run_is_refused_to_a_cell(world: Pool, tmp_path: Pat
     RunFolder(run).post("resume")
     assert [state for state, _ in world.run(advance, run)] == ["finished"] * 2
     for cell, what in (("trains", "train_batch"), ("steps", "step"), ("reshapes", "reshape")):
-        for said in take_said(Path(run), cell).values():
+        for said in take_said(Path(run), cell, Path.read_bytes).values():
             assert said.failure is not None
             assert said.failure["message"].startswith(f"{what}: this cell runs between two steps of a run")
 

@@ -7,6 +7,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from typing import Any, cast
 import pytest
 from speedlab_server import cluster_words, live_output
 from speedlab_server import messages as m
+from speedlab_server.clusters import MOST_WORDS, Clusters
 from speedlab_server.live import Page
 from speedlab_server.live_output import WatchedOutput
 from speedlab_server.output import MOST_BYTES, MOST_RANKS, files_of, output_of
@@ -279,6 +281,30 @@ def test_a_start_whose_supervisor_is_not_there_yet_is_given_up(starts: Starts, t
     for number in range(MOST_AT_ONCE):
         cluster_words.give(f"c{number}", "cancel", starts)
     assert listed(starts) == []
+
+
+def test_words_for_clusters_that_hang_delay_no_other_question() -> None:
+    go_on = threading.Event()
+
+    async def ask() -> None:
+        clusters, loop = Clusters(), asyncio.get_running_loop()
+        hanging = [loop.create_task(clusters.give_word(lambda: go_on.wait(20) and None)) for _ in range(MOST_WORDS)]
+        await asyncio.sleep(0)  # Each has begun.
+        try:
+            assert await asyncio.wait_for(clusters.in_thread(lambda: "answered"), 10) == "answered"
+            with pytest.raises(ClusterError, match="16 words of pages wait already for clusters to end; try again"):
+                await clusters.give_word(go_on.set)
+            assert not go_on.is_set()
+        finally:
+            go_on.set()
+        await asyncio.gather(*hanging)
+        with pytest.raises(ClusterError, match="it runs"):
+            await clusters.give_word(refused)
+
+    def refused() -> None:
+        raise ClusterError("it runs")
+
+    asyncio.run(ask())
 
 
 def test_bad_starts_and_words_are_refused_before_anything_is_done(starts: Starts, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, EngineEntry, Home, running_clusters
 from speedlab.cluster.launchers import DeviceEngineSetLauncher, device_fields, rank_environment
 from speedlab.cluster.shipping import pack, unpack
+from speedlab.cluster.supervisor.hands import Here
 from speedlab.hardware import Device
 
 TOKEN = secrets.token_hex(8)
@@ -178,6 +179,27 @@ def test_processes_are_known_by_their_token() -> None:
         assert not processes.is_alive(process.pid, "other")
         assert processes.end(found, patience_seconds=0.2) == []
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in found)
+
+
+def test_processes_that_have_the_numbers_of_a_cluster_after_a_restart_of_everything_are_not_its(tmp_path: Path) -> None:
+    with subprocess.Popen(["cat"], **PIPES) as other:
+        home = Home("box")
+        home.create(TOKEN)
+        engine = EngineEntry(rank=0, pid=other.pid, engine_id=0)
+        home.write(replace(box_state(other.pid), engines=(engine,)))
+        home.supervisor_socket.touch()
+        assert running_clusters() == []
+        with pytest.raises(ClusterError, match="cluster 'box' does not run"):
+            Cluster.attach("box")
+        hands = Here(home, None, TOKEN)  # type: ignore[arg-type]  # it is asked nothing
+        hands.interrupt([engine])
+        assert [look.alive for look in hands.look([engine])] == [False]
+        assert hands.end([engine], lambda gone: None) == []
+        Cluster(name="box", start=False).stop()
+        assert not home.path.exists()
+        assert other.stdin is not None
+        other.stdin.close()
+        assert other.wait(10) == 0, "it has ended by itself"
 
 
 class LoadingProcess:

@@ -69,6 +69,20 @@ def test_a_start_that_has_just_become_ready_is_left_alone(home: Home) -> None:
     assert (supervisor.cancelled.is_set(), home.path.exists()) == (False, True)
 
 
+def test_a_start_whose_supervisor_is_of_another_version_is_left_alone(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has begun on hosts, as a job in a queue, nobody else would give back."""
+    monkeypatch.setattr("speedlab.cluster.supervisor.messages.VERSION", 2)
+    server = served(home, supervisor := WaitingSupervisor())
+    try:
+        with pytest.raises(ClusterError, match=r"^the cluster's supervisor speaks version 2 .*, and this client 1: "):
+            ending.cancel_start(home)
+    finally:
+        server.close()
+    assert (supervisor.cancelled.is_set(), home.path.exists()) == (False, True)
+
+
 def test_what_nobody_starts_is_removed_and_what_runs_is_not(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ending.NotStartingError, match="nobody starts cluster 'slurm-81' any more"):
         ending.cancel_start(home)

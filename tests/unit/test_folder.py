@@ -114,9 +114,28 @@ def test_opening_something_else_names_the_runs_there_are(tmp_path):
     (tmp_path / "other").mkdir()
     with pytest.raises(RunFolderError, match=r"no config\.json.*good"):
         RunFolder(tmp_path / "other")
-    (tmp_path / "other" / "config.json").write_text(json.dumps({"stepz": 3}))
-    with pytest.raises(RunFolderError, match="'steps'"):
-        RunFolder(tmp_path / "other")
+
+
+def test_what_a_later_version_has_written_is_shown_and_not_gone_on_with(tmp_path):
+    """It would be another run."""
+    folder = make_folder(tmp_path)
+    for file in ("config.json", "status.json"):
+        path = folder.path / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"of_a_later_version": {"deep": 1}}))
+    number = folder.post("pause")
+    word = folder.path / "control" / f"{number:06d}.json"
+    word.write_text(json.dumps(json.loads(word.read_text()) | {"of_a_later_version": 1}))
+    found = RunFolder(folder.path)
+    assert (found.config, found.read_status()) == (folder.config, folder.read_status())
+    assert [command.word for command in found.pending(0)] == ["pause"]
+    with pytest.raises(RunFolderError, match=r"config\.json: .*of_a_later_version.* can show the run"):
+        found.update_config(folder.config)
+    written = json.loads(folder.config.to_json())
+    written["optimizer"]["weight_deca"] = 1.0
+    (folder.path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(RunFolderError, match=r"optimizer: .*'weight_decay'"):
+        found.require_known()  # The handle that is open sees it, too.
+    assert found.config == folder.config
 
 
 def test_words_come_in_order_and_only_those_after(tmp_path):

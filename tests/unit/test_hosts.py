@@ -6,15 +6,19 @@ import json
 import os
 import socket
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from telemetry_samples import make_folder
 
 import speedlab.cluster.host_specs as host_specs
 import speedlab.network as network
 from speedlab.cluster.agent import Order, own_versions, problem_here
 from speedlab.cluster.agent_launchers import slurm_script, slurm_step, ssh_problem
+from speedlab.cluster.agent_muster import check_equal
 from speedlab.cluster.controller_place import controller_arguments
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, EngineEntry, Home
@@ -30,6 +34,7 @@ from speedlab.cluster.host_specs import (
 )
 from speedlab.cluster.hosts import Host, places
 from speedlab.cluster.launchers import host_environment
+from speedlab.cluster.launching import InSlurm
 from speedlab.cluster.supervisor.hands_on_hosts import OnHosts, found_on_hosts
 from speedlab.hardware import cpu_devices
 from speedlab.network import Endpoint, try_to_reach
@@ -128,6 +133,25 @@ def test_a_job_whose_agents_were_killed_waits_for_the_steps_of_others(
     assert (len(steps.read_text().split()) if steps.exists() else 0) == looks
 
 
+def test_a_job_that_its_time_limit_has_ended_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = InSlurm(Home("slurm", tmp_path), SlurmJob(nodes=1, time="8:00:00"))
+    slurm.job = "81"
+    monkeypatch.setattr("speedlab.cluster.launching.slurm_state", lambda job: ("TIMEOUT", "TimeLimit"))
+    told = "job 81 was ended by its time limit of 8:00:00; ask for a longer 'time'"
+    assert slurm.why_over() == told
+    with pytest.raises(ClusterError, match=f"^{told}$"):  # While it waits for agents.
+        slurm.progress()
+
+
+def test_hosts_with_different_numbers_of_devices_are_refused_unless_each_is_told() -> None:
+    unequal = [host("gpu-1", 2), host("gpu-2", 1)]
+    told = r"gpu-1 has 2, gpu-2 has 1\. Say how many each gives, as \['gpu-1:1', 'gpu-2:1'\]"
+    with pytest.raises(ClusterError, match=told):
+        check_equal(unequal, [None, None])
+    check_equal(unequal, [2, 1])
+    check_equal([host("gpu-1", 2), host("gpu-2", 2)], [None, None])
+
+
 def test_an_agent_is_started_once_more_in_a_step_of_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "srun").chmod(0o700)
@@ -144,17 +168,27 @@ def test_an_agent_is_started_once_more_in_a_step_of_its_job(tmp_path: Path, monk
 
 
 class FakeAgents:
-    """Of host-a, which is just back: its agent does not answer until another one was started."""
+    """Of host-a, whose agent does not answer until another one was started."""
+
+    out_of_reach: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self.answers = False
         self.reached: list[int] = []
+        self.generation = 0
+        """Of which the host was told."""
+        self.hosts = [host("host-a", 1)]
+        self.known = {"host-a": SimpleNamespace(host=self.hosts[0])}
 
-    def silent(self, hosts: list[str]) -> list[str]:
-        return [] if self.answers else hosts
+    def silent(self, hosts: Iterable[str]) -> list[str]:
+        return [] if self.answers else list(hosts)
 
     def restart(self, host: str) -> None:
         self.answers = True
+
+    def set_generation(self, number: int) -> list[str]:
+        self.generation = number if self.answers else self.generation
+        return self.silent(["host-a"])
 
     def to_fields(self) -> dict[str, Any]:
         return {}
@@ -165,6 +199,25 @@ class FakeAgents:
 
     def ask_all(self, function: Any, *, seconds: float, hosts: Any) -> tuple[dict[str, Any], list[str]]:
         return ({"host-a": []}, []) if self.answers else ({}, list(hosts))
+
+    def ask_each(self, by_host: dict[str, Any], function: Any, *, seconds: float) -> dict[str, bool]:
+        return dict.fromkeys(by_host, True) if self.answers else {}
+
+
+def test_what_is_asked_of_a_host_whose_agent_has_just_ended_waits_for_another_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setattr("speedlab.cluster.supervisor.hands_on_hosts._is_there", lambda host: True)
+    home = Home("killed")
+    home.create("a token")
+    agents = FakeAgents()
+    hands = OnHosts(home, agents, "a token", "gloo", {})  # type: ignore[arg-type]  # as much of them as is asked
+    assert hands.wire(make_folder(tmp_path, "a-run")) is None  # Not refused: the host is there, and sees the folder.
+
+    agents.answers = False
+    hands.next_generation()
+    assert (agents.generation, home.generation) == (1, 1)  # Ranks there meet the others where these meet.
 
 
 def test_an_engine_on_a_host_that_is_just_back_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
+import threading
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +24,8 @@ from speedlab.cluster.live_cells import LiveCells
 from speedlab.cluster.sealed import write_sealed
 from speedlab.config import ConfigError
 from speedlab.engine import Engine
-from speedlab.engine.run.live import _left_as_it_was
+from speedlab.engine.run.interrupt import Interruption
+from speedlab.engine.run.live import _left_as_it_was, _look
 from speedlab.engine.run.words import WORDS
 from speedlab.engine.step.step import Step
 from speedlab.telemetry.folder import RunFolderError
@@ -66,15 +70,52 @@ def test_a_long_result_or_error_is_cut(folder: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_ranks_said_is_taken_once(folder: Path) -> None:
     said = Said([["stream", {"name": "stdout", "text": "hello"}]], None, None)
-    write_said(folder, "one", [None, said])
-    assert take_said(folder, "one") == {1: said}
+    write_said(folder, "one", [None, said], Path.write_bytes)
+    assert take_said(folder, "one", Path.read_bytes) == {1: said}
     with pytest.raises(RunFolderError, match="cannot be read"):
-        take_said(folder, "one")
+        take_said(folder, "one", Path.read_bytes)
+
+
+def asked_of(folder: Path, cell: str) -> LiveCell:
+    run: Any = SimpleNamespace(folder=SimpleNamespace(path=folder))
+    return LiveCell(SimpleNamespace(), run, cell, SimpleNamespace())  # type: ignore[arg-type]  # they are asked nothing
+
+
+def test_an_answer_that_no_engine_of_this_user_wrote_is_not_shown(folder: Path) -> None:
+    """It holds what a notebook displays, HTML and scripts among it."""
+    path = cell_path(folder, "one").with_suffix(".json")
+    write_said(folder, "one", [Said([], "3", None)], LiveCells().write)
+    assert path.stat().st_mode & 0o777 == 0o600
+    sealed = path.read_bytes()
+    assert asked_of(folder, "one").said() == {0: Said([], "3", None)}
+    for forged in (json.dumps([Said([], "4", None)]).encode(), sealed.replace(b"3", b"4"), b""):
+        path.write_bytes(forged)
+        with pytest.raises(ClusterError, match=r"one\.json was not written by you .* Run the cell again"):
+            asked_of(folder, "one").said()
+
+
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        ({"kind": "ValueError", "message": "mine", "of_a_later_version": 3}, {0: "ValueError: mine"}),
+        ({"kind": "ValueError"}, "a failure has no message"),
+        ({"kind": 3, "message": "mine"}, "kind of a failure is 3"),
+        ({"kind": "ValueError", "message": "mine", "step": "7"}, "step of a failure is '7'"),
+    ],
+)
+def test_a_failure_of_another_version_is_read_and_a_damaged_one_named(folder: Path, failure: Any, told: Any) -> None:
+    write_said(folder, "one", [Said([], None, failure)], LiveCells().write)
+    cell = asked_of(folder, "one")
+    if isinstance(told, dict):
+        assert {rank: str(found) for rank, found in cell.failures.items()} == told
+        return
+    with pytest.raises(RunFolderError, match=f"what ranks said in cell one cannot be read: {told}"):
+        _ = cell.failures
 
 
 def test_answers_that_nobody_takes_do_not_fill_the_folder(folder: Path) -> None:
     for number in range(18):
-        write_said(folder, f"cell{number}", [None])
+        write_said(folder, f"cell{number}", [None], Path.write_bytes)
         os.utime(cell_path(folder, f"cell{number}").with_suffix(".json"), (number, number))
     assert {path.stem for path in (folder / "live").iterdir()} == {f"cell{number}" for number in range(2, 18)}
 
@@ -85,22 +126,22 @@ def test_answers_that_nobody_takes_do_not_fill_the_folder(folder: Path) -> None:
 def test_an_answer_that_is_damaged_is_named(folder: Path, found: Any) -> None:
     cell_path(folder, "one").with_suffix(".json").write_text(json.dumps(found))
     with pytest.raises(RunFolderError, match=r"one\.json: what ranks said in the cell cannot be read"):
-        take_said(folder, "one")
+        take_said(folder, "one", Path.read_bytes)
 
 
 def test_an_answer_that_is_taken_while_another_is_written_harms_neither(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_said(folder, "one", [None])
+    write_said(folder, "one", [None], Path.write_bytes)
     found = Path.glob
 
     def taken_meanwhile(path: Path, pattern: str) -> list[Path]:
         answers = list(found(path, pattern))
-        take_said(folder, "one")
+        take_said(folder, "one", Path.read_bytes)
         return answers
 
     monkeypatch.setattr(Path, "glob", taken_meanwhile)
-    write_said(folder, "two", [None])
+    write_said(folder, "two", [None], Path.write_bytes)
     assert [path.name for path in (folder / "live").iterdir()] == ["two.json"]
 
 
@@ -110,7 +151,7 @@ def test_cells_never_lie_outside_the_folder(folder: Path) -> None:
     (folder / "live").symlink_to(elsewhere)
     for number in range(20):
         (elsewhere / f"{number}.json").touch()
-    for work in (lambda: cell_path(folder, "one"), lambda: write_said(folder, "one", [None])):
+    for work in (lambda: cell_path(folder, "one"), lambda: write_said(folder, "one", [None], Path.write_bytes)):
         with pytest.raises(RunFolderError, match="live leads out of the run's folder"):
             work()
     assert len(list(elsewhere.iterdir())) == 20
@@ -137,6 +178,30 @@ def test_a_look_puts_back_all_generators_that_a_checkpoint_keeps() -> None:
     with _left_as_it_was(training):
         first = drawn()
     assert drawn() == first
+
+
+def test_an_interrupt_ends_a_cell_that_waits_for_its_batch() -> None:
+    def hangs(rows: object, step: int) -> Iterator[None]:
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(10)
+        yield
+
+    engine = SimpleNamespace(
+        only_looked_at=nullcontext, zero_grad=lambda: None, train=lambda: None, global_step=0, module=None
+    )
+    training: Any = SimpleNamespace(
+        engine=engine,
+        world=SimpleNamespace(device=torch.device("cpu")),
+        cells=SimpleNamespace(run=lambda *arguments: Said([], "it ran", None)),
+        interruption=Interruption(),
+        batches=hangs,
+        train_rows=None,
+    )
+    with training.interruption, training.interruption.held():
+        said = _look(training, "1 + 1", "one")
+        assert training.interruption.asked
+    assert said.failure is not None
+    assert said.failure["kind"] == "KeyboardInterrupt"
 
 
 def test_a_look_loads_no_checkpoint() -> None:

@@ -12,11 +12,12 @@ from markdown_blocks import GUIDES, README, ROOT, blocks_of
 from telemetry_samples import make_folder, make_record
 
 from speedlab import cli
+from speedlab.cluster.home import known_clusters
 from speedlab.telemetry.folder import Status
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.writer import RecordWriter
 
-LONG = {"train", "export", "calibrate", "demo", "bench", "stop"}
+LONG = {"train", "start", "export", "calibrate", "demo", "bench", "stop"}
 """Commands that are only parsed: they start engines or need what these leave."""
 
 RUN_BY = {
@@ -82,6 +83,7 @@ def test_the_console_session_of_readme(console, monkeypatch, capsys) -> None:
         if target is not None:
             target.write_text(shown.out)
     assert (console / "runs/run-1/report.html").is_file()
+    assert list(known_clusters()) == [], "no line that is executed starts engines"
 
 
 def test_targets_of_make_exist() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ipyparallel.error import RemoteError
 
 from speedlab.cluster.agent_calls import Calls, HostLost
+from speedlab.cluster.agent_muster import Muster
+from speedlab.cluster.home import Home
 from speedlab.cluster.roll_call import RollCall
 
 ENDED = RemoteError("EngineError", "Engine 3 died while running task 'abc'", "", {})
@@ -37,8 +41,15 @@ def engines() -> dict[int, Engine]:
     return {3: Engine(), 4: Engine()}
 
 
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home("on-hosts", tmp_path)
+
+
 def calls(engines: dict[int, Engine]) -> Calls:
     class Client:
+        ids = tuple(engines)
+
         def __getitem__(self, engine_id: int) -> Engine:
             if engine_id not in engines:
                 raise IndexError(engine_id)
@@ -64,6 +75,32 @@ def test_an_engine_that_cannot_answer_is_told(engines: dict[int, Engine]) -> Non
     engines[4].task.set_exception(RemoteError("ImportError", "no module named speedlab", "", {}))
     with pytest.raises(RemoteError, match="no module named speedlab"):
         list(roll.answers())
+
+
+def test_an_agent_is_waited_for_whatever_else_registers(home: Home) -> None:
+    """As an engine that a supervisor before was starting, and that ends now."""
+    there = [3]
+    answers: dict[int, list[Any]] = {
+        3: [HostLost("engine 3 is lost")],
+        4: [HostLost("engine 4 does not answer"), {"agent": True, "host": "gpu-2"}],
+    }
+
+    def ask(engine_id: int, *arguments: Any) -> Any:
+        answer = answers[engine_id].pop(0)
+        if isinstance(answer, HostLost):
+            raise answer
+        return answer
+
+    client: Any = SimpleNamespace(ids=[])
+    muster = Muster(home, client, SimpleNamespace(), "token", "cpu", "")  # type: ignore[arg-type]  # it launches nothing
+    muster.calls = SimpleNamespace(ask=ask)  # type: ignore[assignment]
+    client.ids = there
+    assert muster.new() == []
+    client.ids = [4]  # The hub has given up the other one.
+    assert muster.new() == []
+    assert muster.new() == [{"agent": True, "host": "gpu-2", "engine_id": 4}]
+    assert muster.came == {"gpu-2": 4}
+    assert muster.new() == []
 
 
 def test_an_agent_that_ends_before_it_answers_is_a_lost_host(engines: dict[int, Engine]) -> None:

@@ -482,6 +482,33 @@ def test_a_dead_engine_is_named_when_a_word_needs_it(make, engines):
     assert run.folder.read_status().rank_pids == (2_000_000, 2_000_007)
 
 
+def test_an_engine_that_dies_while_a_word_is_sent_leaves_none_behind(make, engines, monkeypatch):
+    run = make(steps=3)
+    run.wait(10)
+
+    def died(*arguments: Any, **keywords: Any) -> None:
+        raise ClusterError("the engine of rank 1 ended or stopped answering")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "submit", died)
+        with pytest.raises(ClusterError, match="the engine of rank 1 ended"):
+            run.save()
+    assert run.save("mine").wait(10).details["tag"] == "mine"
+    assert [event.command for event in run.events if event.command] == [2]
+
+
+def test_a_run_that_a_later_version_has_written_is_not_gone_on_with(make, engines):
+    run = make(steps=3)
+    run.wait(10)
+    config = run.folder.path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"of_a_later_version": 1}))
+    with pytest.raises(RunFolderError, match=r"of_a_later_version.* This version of SpeedLab can show the run"):
+        run.resume(steps=5)
+    assert engines.submitted == 1
+    assert (Run(run.folder.path).state, len(run.records())) == (RunState.FINISHED, 3)
+    assert run.folder.pending(run.folder.read_status().command) == []
+
+
 def test_a_folder_removed_under_a_run_is_reported(make, engines):
     hold(engines)
     run = make()
@@ -890,6 +917,24 @@ def test_what_is_held_stays_held_under_the_next_supervisor(make, engines, tmp_pa
     engines.runs.runs.hold(path, Hold.of("next", os.getpid()), 0.0)
     (engines.directory / "holds.json").write_text("{")
     LocalRuns(engines).runs.take_over()
+
+
+def test_a_hold_that_is_asked_for_anew_outlives_the_connection_before(make, engines):
+    """A kernel that was let go connects again, and asks again, before the end of its first connection is heard."""
+    run = make(steps=3)
+    run.wait(10)
+    path, runs = run.folder.path, engines.runs.runs
+    eventually(lambda: not engines.runs.standing(path).active)
+    for connection in ("first", "second"):
+        runs.hold(path, Hold.of("mine", os.getpid()), 0.0, connection)
+    runs.leave(path, "mine", "first")
+    word = run.resume(steps=5)
+    assert not engines.runs.standing(path).active, "it waits"
+    runs.leave(path, "another's", "second")
+    assert not word.done
+    runs.leave(path, "mine", "second")
+    assert word.wait(10).kind == "resumed"
+    assert run.wait(10) is RunState.FINISHED
 
 
 def test_who_only_looks_at_a_run_waits_for_no_host(make, engines, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
 import queue
 import random
@@ -22,19 +23,25 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from ipyparallel.error import RemoteError
+from ipyparallel.error import NoEnginesRegistered, RemoteError
 from telemetry_samples import eventually
 
 from speedlab.cluster import processes, remote
+from speedlab.cluster.agent_calls import send_to
 from speedlab.cluster.errors import ClusterError, RankError
 from speedlab.cluster.home import EngineEntry
+from speedlab.cluster.known_runs import remembered_runs
 from speedlab.cluster.shipping import pack
 from speedlab.cluster.supervisor import messages as m
 from speedlab.cluster.supervisor.adopted import Adopted
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, connect, listen
 from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
+from speedlab.cluster.supervisor.engines import Engines
 from speedlab.cluster.supervisor.hands import Here
+from speedlab.cluster.supervisor.holds import Holds
 from speedlab.cluster.supervisor.journal import FileJournal
+from speedlab.cluster.supervisor.lost_hosts import LostHosts
+from speedlab.cluster.supervisor.recovery import Count
 from speedlab.cluster.supervisor.server import Server
 from speedlab.cluster.supervisor.submissions import Line, Submission
 
@@ -130,6 +137,92 @@ def test_a_reset_goes_before_what_waits(line: Line, engines: FakeEngines) -> Non
         engines.answer(0)
     eventually(lambda: not line.busy())
     assert [work for _, work in engines.sent] == [b"at work", b"reset", b"waiting"]
+
+
+def test_what_goes_first_keeps_its_own_order(line: Line, engines: FakeEngines) -> None:
+    """A rank that is bound to another number of ranks, and back again at once, must not end up with the former."""
+    line.add(Submission(b"at work", [0]))
+    eventually(lambda: engines.sent)
+    line.add(Submission(b"waiting", [0]))
+    for work in (b"bind", b"bind back"):
+        line.add(Submission(work, [0]), first=True)
+    for _ in range(4):
+        engines.answer(0)
+    eventually(lambda: not line.busy())
+    assert [work for _, work in engines.sent] == [b"at work", b"bind", b"bind back", b"waiting"]
+
+
+class Hub:
+    """A client for which the hub gives up engine 11 behind so many looks at its numbers."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    @property
+    def ids(self) -> list[int]:
+        self.looks -= 1
+        return [10, 11] if self.looks >= 0 else [10]
+
+
+def engines_of(line: Line, client: object) -> Engines:
+    """As much of them as ranks are asked by."""
+    made = object.__new__(Engines)
+    entries = [EngineEntry(rank=rank, pid=0, engine_id=10 + rank) for rank in range(2)]
+    made.state, made.client, made.line = SimpleNamespace(name="c", engines=entries), client, line  # type: ignore[assignment]
+    made._lost = LostHosts()
+    return made
+
+
+def test_an_engine_that_dies_while_ranks_leave_their_group_stops_nobody(line: Line, engines: FakeEngines) -> None:
+    """Neither an interrupt, a restart of another one nor a takeover: it is found dead afterwards."""
+    engines.gone = {1}
+    leaving = threading.Thread(target=engines_of(line, Hub(looks=2)).reset, args=([0, 1],))
+    leaving.start()
+    engines.answer(0, pack(None, {}))
+    leaving.join(10)
+    assert not leaving.is_alive()
+    assert [rank for rank, _ in engines.sent] == [0]
+
+
+def test_where_one_engine_is_dead_none_is_asked(line: Line, engines: FakeEngines) -> None:
+    """What some ranks were asked for and others not would be done when nobody counts on it."""
+    asked = engines_of(line, Hub(looks=1))
+    with pytest.raises(ClusterError, match=r"the engine of rank 1 ended or stopped answering; cluster.restart\(1\)"):
+        asked.ask([0, 1], int, seconds=1.0)
+    assert line.busy() == set()
+    assert asked.ask_each(int, {}, seconds=1.0) == []  # As where all engines of a resize are new.
+
+
+@pytest.mark.parametrize("when", ["before", "while its name is looked up", "with all others", "while this sends"])
+def test_an_engine_that_goes_is_gone_for_who_sends(when: str) -> None:
+    """What ipyparallel notes of an engine that it has just forgotten never ends."""
+    sent: list[int] = []
+    client = SimpleNamespace(ids=[10, 11])
+
+    def send(function: object) -> str:
+        if when == "while this sends":
+            client.ids.remove(11)
+        sent.append(11)
+        return "a task"
+
+    class Client:
+        ids = client.ids
+
+        def __getitem__(self, engine_id: int) -> object:
+            raised = {
+                "before": IndexError,
+                "while its name is looked up": KeyError,
+                "with all others": NoEnginesRegistered,
+            }
+            if engine_id == 11 and when in raised:
+                raise raised[when](engine_id)
+            return SimpleNamespace(apply_async=send)
+
+    with pytest.raises(IndexError):
+        send_to(Client(), 11, int)  # type: ignore[arg-type]  # of a client it is only this
+    assert sent == ([11] if when == "while this sends" else [])
+    if when == "before":
+        assert send_to(Client(), 10, int) == "a task"  # type: ignore[arg-type]
 
 
 def test_while_ranks_are_interrupted_they_are_given_only_what_goes_first(line: Line, engines: FakeEngines) -> None:
@@ -236,6 +329,23 @@ def test_a_journal_tells_the_next_supervisor_what_was_sent(tmp_path: Path, monke
     path.unlink()
     path.mkdir()  # As a disk that cannot be written.
     journal.sent(cut, 1, "lost")
+
+
+def test_what_a_later_version_writes_into_a_clusters_files_is_passed_over(tmp_path: Path) -> None:
+    later = {"of_a_later_version": {"deep": 1}}
+    holds, run = tmp_path / "holds.json", tmp_path / "run"
+    hold = {"key": "mine", "pid": os.getpid(), "started": psutil.Process().create_time()}
+    holds.write_text(json.dumps({str(run): hold | later}))
+    taken = Holds(holds)
+    taken.take_over()
+    assert run in taken
+    entry = {"id": "one", "rank": 0, "ranks": [0], "message": "m", "place": 7}
+    (tmp_path / "submissions.jsonl").write_text(json.dumps(entry | later) + "\n")
+    assert FileJournal(tmp_path / "submissions.jsonl").before()["one"].messages == {0: "m"}
+    count = {"token": "t", "failed": 2, "from_step": 20, "answered": "one"}
+    assert msgspec.json.decode(json.dumps(count | later), type=Count) == Count(**count)
+    (tmp_path / "runs.json").write_text(json.dumps({"runs": [str(run)]} | later))
+    assert remembered_runs(SimpleNamespace(directory=tmp_path, name="c", token="t")) == [run]
 
 
 PENDING = object()
@@ -553,13 +663,15 @@ def test_a_hold_that_was_given_up_while_it_waited_is_given_back(
     """Nobody would let go of it."""
     path, supervisor = served
     asked, go_on = threading.Event(), threading.Event()
-    given_back: queue.SimpleQueue[tuple[Path, str]] = queue.SimpleQueue()
+    held_over: list[object] = []
+    given_back: queue.SimpleQueue[tuple[Path, str, object]] = queue.SimpleQueue()
 
-    def hold(folder: Path, holder: object, seconds: float) -> None:
+    def hold(folder: Path, holder: object, seconds: float, connection: object) -> None:
+        held_over.append(connection)
         asked.set()
         assert go_on.wait(5)
 
-    supervisor.runs = SimpleNamespace(hold=hold, let_go=lambda *what: given_back.put(what))
+    supervisor.runs = SimpleNamespace(hold=hold, leave=lambda *what: given_back.put(what))
     client = connect(path, m.FromSupervisor)
     client.send(m.Hello())
     assert isinstance(client.receive(), m.Welcome)
@@ -573,7 +685,7 @@ def test_a_hold_that_was_given_up_while_it_waited_is_given_back(
         client.send(m.Look(call=2))
         assert client.receive().call == 2  # What came before was read.
     go_on.set()
-    assert given_back.get(timeout=5) == (Path("a run"), "its key")
+    assert given_back.get(timeout=5) == (Path("a run"), "its key", *held_over)
     client.close()
 
 

@@ -26,9 +26,6 @@ from speedlab.telemetry.folder import RunFolderError
 
 log = logging.getLogger("speedlab.cluster")
 
-_KINDS = {kind.__name__: kind for kind in (ClusterError, RunError, RunFolderError, ConfigError, ValueError, TypeError)}
-
-
 _CANCEL_SECONDS = 30.0
 _LOOK_SECONDS = 1.0
 _SILENT_SECONDS = 60.0
@@ -41,6 +38,16 @@ class SupervisorGoneError(ConnectionError):
 
 class StartGivenUpError(ClusterError):
     """Somebody gave up a start that was under way."""
+
+
+class OtherVersionError(ClusterError):
+    """The supervisor speaks another version of the protocol: it has heard nothing but the greeting."""
+
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (ClusterError, OtherVersionError, RunError, RunFolderError, ConfigError, ValueError, TypeError)
+}
 
 
 class Hearer(Protocol):
@@ -142,7 +149,7 @@ class Client:
         except ChannelClosedError as error:
             raise SupervisorGoneError(str(error)) from None
         if isinstance(answer, m.Refused):
-            raise _error_of(answer)
+            raise error_of(answer)
         return answer.token
 
     def _hear(self, given_up: Callable[[], bool] = lambda: False) -> Any:
@@ -183,7 +190,7 @@ class Client:
             if isinstance(message, m.Answer):
                 answer.set_result(msgspec.msgpack.decode(message.value, type=question.answer))
             elif isinstance(message, m.Refused):
-                answer.set_exception(_error_of(message))
+                answer.set_exception(error_of(message))
             elif progress is not None:
                 progress(message.text)
 
@@ -214,7 +221,8 @@ def _listen(client_of: weakref.ref[Client], channel: Channel, printed: Callable[
         client._end()
 
 
-def _error_of(refused: m.Refused) -> Exception:
+def error_of(refused: m.Refused) -> Exception:
+    """The error with which it was refused."""
     return _KINDS.get(refused.kind, ClusterError)(
         refused.text if refused.kind in _KINDS else f"{refused.kind}: {refused.text}"
     )

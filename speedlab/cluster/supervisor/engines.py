@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import speedlab.cluster.remote as remote
 import speedlab.cluster.start as start
+from speedlab.cluster.agent_calls import send_to
 from speedlab.cluster.errors import DIED, ClusterError, RankError, name_ranks
 from speedlab.cluster.home import INTERRUPTING, ClusterState, EngineEntry, Home
 from speedlab.cluster.shipping import pack
@@ -105,8 +106,20 @@ class Engines:
         label: str = "",
     ) -> Submission:
         """Let ranks, or all, call `function(*arguments)`. Raises ClusterError for a rank that is not there, or dead."""
+        return self._add(function, arguments, self.living(ranks), first=first, label=label)
+
+    def _add(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        ranks: list[int],
+        *,
+        first: bool,
+        label: str = "",
+    ) -> Submission:
+        """As `submit`; of a rank whose engine is dead, or dies just now, it ends as that."""
         work = pack((function, arguments, {}), {function.__name__: function, "its arguments": arguments})
-        return self.line.add(Submission(work, self.living(ranks), label=label), first=first)
+        return self.line.add(Submission(work, ranks, label=label), first=first)
 
     def at_work(self, submission: Submission) -> bool:
         """Whether some rank works on it."""
@@ -127,8 +140,10 @@ class Engines:
     def ask_each(
         self, function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]], *, seconds: float
     ) -> list[Any]:
-        """As `ask`, of ranks with arguments of their own."""
-        asked = [self.submit(function, *given, ranks=[rank], first=True) for rank, given in arguments.items()]
+        """As `ask`, of ranks with arguments of their own. Where an engine is known to be dead, none is asked."""
+        if arguments:
+            self.living(arguments)
+        asked = [self._add(function, given, [rank], first=True) for rank, given in arguments.items()]
         deadline = time.monotonic() + seconds
         late = [one for one in asked if not one.wait(max(0.0, deadline - time.monotonic()))]
         for one in late:
@@ -249,7 +264,7 @@ class Engines:
         if not ranks:
             return
         at_work = self.line.working()
-        resets = self.submit(remote.reset, ranks=ranks, first=True)
+        resets = self._add(remote.reset, (), ranks, first=True)  # One that dies just now is no reason to stop here.
         deadline = time.monotonic() + _RESET_SECONDS
         while set(resets.unfinished) - at_work.keys() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -366,7 +381,7 @@ class Engines:
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _send(self, rank: int, work: bytes) -> Any:
-        task: Any = self.client[self.state.engines[rank].engine_id].apply_async(remote.call, work)
+        task: Any = send_to(self.client, self.state.engines[rank].engine_id, remote.call, work)
         for child in task._children:
             # ipyparallel keeps all that a task prints as long as it runs, and a run may print for days.
             child.iopub_callbacks.append(functools.partial(_forget_output, child.output.metadata))

@@ -93,6 +93,12 @@ class OnHosts:
                         # It answers, and another one cannot be started.
                     self._were_lost.discard(host)
                     self.write()
+                    self._agents.set_generation(self._home.generation)  # It may have been counted on meanwhile.
+
+    def _bring_ended(self, silent: Collection[str]) -> None:
+        """Start those of these agents anew that have ended alone: their hosts are there. Raises ClusterError."""
+        if there := self._there(silent):
+            self._require_agents(there)
 
     def look(self, engines: Sequence[EngineEntry]) -> list[Process]:
         hosts = dict.fromkeys(engine.host for engine in engines if engine.host not in self._lost)
@@ -125,7 +131,11 @@ class OnHosts:
 
     def next_generation(self) -> None:
         self._home.next_generation()
-        self._agents.set_generation(self._home.generation)
+        silent = self._agents.set_generation(self._home.generation)
+        try:
+            self._bring_ended(silent)  # Else ranks there would wait for the others where these have been.
+        except ClusterError:  # The watch counts such a host as lost.
+            log.exception("ranks of %s are not told that all meet anew", ", ".join(silent))
 
     def plan(self, state: ClusterState, size: int) -> Plan:
         used = {host.name: len(host.devices) for host in self._agents.hosts}
@@ -157,10 +167,12 @@ class OnHosts:
     # ---- folders of runs ---------------------------------------------------------------------------------------------
 
     def wire(self, folder: RunFolder) -> Wire | None:
-        """Hosts that have seen the folder once are not asked again: others wait meanwhile."""
+        """Hosts that have seen the folder once are not asked again: others wait meanwhile. Where an agent has just
+        ended, another one is started for the question."""
         place = (folder.path, self.host_names)
         if place in self._seen:
             return None
+        self._bring_ended(self._agents.silent(hosts=self.host_names))
         found = wire_for(folder, self)
         if found is None:
             self._seen.add(place)

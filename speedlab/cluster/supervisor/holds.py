@@ -1,14 +1,16 @@
 """Which runs are held: nobody advances such a run, and words wait, until whoever holds it lets go.
 
-A hold ends with its holder's connection, or else with its process. Holds are kept in a file of the cluster's folder:
-who takes over from a supervisor that has ended keeps those whose holders live, as they go on with what they do and let
-go of the run under the same key.
+A hold ends with its holder's connection, or else with its process. A holder that has lost its connection asks for the
+hold once more, with the same key, over another one, and may do so before the end of the first is heard here: it is held
+as long as there is one. Holds are kept in a file of the cluster's folder: who takes over from a supervisor that has
+ended keeps those whose holders live, as they go on with what they do and let go of the run under the same key.
 """
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import psutil
@@ -40,22 +42,31 @@ class Hold(msgspec.Struct, frozen=True):
         return self.pid != 0 and abs(_start_of(self.pid) - self.started) < _START_SECONDS
 
 
+class _Held(NamedTuple):
+    hold: Hold
+    connections: set[object]
+    """Over which it was asked for; none where an earlier supervisor was asked."""
+
+
 class Holds:
     """The holds of one cluster's runs, by folder. Called with the lock of `Runs`."""
 
     def __init__(self, path: Path) -> None:
         """`path`: of the file."""
         self._path = path
-        self._by_run: dict[Path, Hold] = {}
+        self._by_run: dict[Path, _Held] = {}
 
     def __contains__(self, run: Path) -> bool:
         return run in self._by_run
 
-    def take(self, run: Path, hold: Hold) -> bool:
-        """Whether `run` is held by `hold` from now on; also where it was. Raises OSError where that cannot be kept."""
+    def take(self, run: Path, hold: Hold, connection: object) -> bool:
+        """Whether `run` is held by `hold` from now on; also where it was. `connection`: over which it was asked for.
+        Raises OSError where that cannot be kept."""
         if (known := self._by_run.get(run)) is not None:
-            return known.key == hold.key
-        self._by_run[run] = hold
+            if known.hold.key == hold.key:
+                known.connections.add(connection)
+            return known.hold.key == hold.key
+        self._by_run[run] = _Held(hold, {connection})
         try:
             self._write()
         except BaseException:
@@ -65,7 +76,7 @@ class Holds:
 
     def let_go(self, run: Path, key: str) -> bool:
         """The end of a hold; whether there was one."""
-        if (hold := self._by_run.get(run)) is None or hold.key != key:
+        if (held := self._by_run.get(run)) is None or held.hold.key != key:
             return False
         del self._by_run[run]
         try:
@@ -73,6 +84,13 @@ class Holds:
         except OSError as full:  # A later supervisor may keep it, until the process of its holder ends.
             log.warning("that %s is not held any more cannot be written down: %s", run, full)
         return True
+
+    def leave(self, run: Path, key: str, connection: object) -> bool:
+        """A connection has ended over which this hold was asked for; whether the hold has ended with it."""
+        if (held := self._by_run.get(run)) is None or held.hold.key != key:
+            return False
+        held.connections.discard(connection)
+        return not held.connections and self.let_go(run, key)
 
     def take_over(self) -> None:
         """Keep the holds of an earlier supervisor whose holders live."""
@@ -83,16 +101,15 @@ class Holds:
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("which runs were held is not known: %s: %s", self._path, error)
             return
-        self._by_run = {Path(run): hold for run, hold in kept.items() if hold.lives}
+        self._by_run = {Path(run): _Held(hold, set()) for run, hold in kept.items() if hold.lives}
 
     def abandoned(self) -> list[tuple[Path, str]]:
         """(run, key) of holds whose holders' processes have ended."""
-        return [(run, hold.key) for run, hold in self._by_run.items() if hold.pid and not hold.lives]
+        return [(run, hold.key) for run, (hold, _) in self._by_run.items() if hold.pid and not hold.lives]
 
     def _write(self) -> None:
-        write_atomically(
-            self._path, msgspec.json.encode({str(run): hold for run, hold in self._by_run.items()}).decode()
-        )
+        kept = {str(run): held.hold for run, held in self._by_run.items()}
+        write_atomically(self._path, msgspec.json.encode(kept).decode())
 
 
 def _start_of(pid: int) -> float:

@@ -29,7 +29,8 @@ from speedlab.telemetry.writer import note
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from speedlab.cluster.supervisor.runs import Ranks, Run
+    from speedlab.cluster.supervisor.ranks import Ranks
+    from speedlab.cluster.supervisor.runs import Run
 
 log = logging.getLogger("speedlab.supervisor")
 

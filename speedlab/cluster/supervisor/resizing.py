@@ -68,8 +68,7 @@ class Resize:
             except BaseException:
                 self._engines.end(new)
                 self._engines.hands.turn_to(before)
-                reached = [rank for rank in plan.stays if self._engines.reaches(before.engines[rank])]
-                _rebind(self._engines, {rank: rank for rank in reached}, before)
+                _bind_back(self._engines, [before.engines[rank] for rank in plan.stays], before)
                 raise
             finally:
                 self._engines.hands.next_generation()
@@ -114,14 +113,19 @@ def undo_unfinished(engines: Engines) -> None:
     if not home.was_amid(CHANGING):
         return
     with home.amid(CHANGING):
-        for engine in engines.state.engines:
-            if engines.reaches(engine):
-                try:
-                    _rebind(engines, {engine.rank: engine.rank}, engines.state)
-                except (ClusterError, RankError) as error:
-                    log.warning("rank %d is ended, which an earlier resize has left half done: %s", engine.rank, error)
-                    engines.end([engine])
+        _bind_back(engines, engines.state.engines, engines.state)
         engines.hands.next_generation()
+
+
+def _bind_back(engines: Engines, bound: Iterable[EngineEntry], state: ClusterState) -> None:
+    """Bind these engines to the ranks that they have in `state`, after a change that was not made."""
+    for engine in bound:
+        if engines.reaches(engine):
+            try:
+                _rebind(engines, {engine.rank: engine.rank}, state)
+            except (ClusterError, RankError) as error:
+                log.warning("rank %d is ended, which a resize has left half done: %s", engine.rank, error)
+                engines.end([engine])
 
 
 def _rebind(engines: Engines, ranks: Mapping[int, int], state: ClusterState) -> None:

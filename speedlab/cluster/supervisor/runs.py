@@ -17,15 +17,15 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import speedlab.cluster.remote as remote
 from speedlab.cluster.errors import DIED, ClusterError, RankError
 from speedlab.cluster.failures import is_kept, keep_failure, newest_failure
-from speedlab.cluster.known_runs import Given, remember_run, remembered_runs
+from speedlab.cluster.known_runs import remember_run, remembered_runs
 from speedlab.cluster.supervisor.holds import Hold, Holds
 from speedlab.cluster.supervisor.messages import Standing
 from speedlab.cluster.supervisor.recovery import Recovery
@@ -34,48 +34,13 @@ from speedlab.telemetry.folder import UNSUPERVISED, Command, RunFolder, RunFolde
 from speedlab.telemetry.records import RESTING, RunState
 
 if TYPE_CHECKING:
+    from speedlab.cluster.supervisor.ranks import Ranks, Worked
     from speedlab.cluster.supervisor.wire import Wire
-    from speedlab.hardware import Device
 
 log = logging.getLogger("speedlab.supervisor")
 
 _HOLD_POLL_SECONDS = 0.02
 _TEXT_LIMIT = 2000
-
-
-class Worked(Protocol):
-    """A submission, as far as a run asks it anything."""
-
-    id: str
-
-    @property
-    def done(self) -> bool: ...
-    @property
-    def error(self) -> RankError | None: ...
-
-    def add_done_callback(self, callback: Any, /) -> None: ...
-
-
-class Ranks(Given, Protocol):
-    """The engines, as far as a run needs them."""
-
-    @property
-    def devices(self) -> list[Device]: ...
-    @property
-    def dead(self) -> Collection[int]: ...
-    @property
-    def pids(self) -> tuple[int, ...]: ...
-    @property
-    def lost_ranks(self) -> Collection[int]: ...
-
-    def submit(self, function: Any, *arguments: Any, label: str = "") -> Worked: ...
-    def left_of(self, label: str) -> Worked | None: ...
-    def at_work(self, submission: Any) -> bool: ...
-    def way_back(self, dead: list[int]) -> str: ...
-    def restart(self, *ranks: int) -> None: ...
-    def resize(self, size: int) -> None: ...
-    def wire(self, folder: RunFolder) -> Wire | None: ...
-    def interrupt(self, only: Any = None, seconds: float = 2.0) -> list[int]: ...
 
 
 class Runs:
@@ -124,14 +89,14 @@ class Runs:
         """How a run stands with its ranks. Waits for no host."""
         return self._of(path).standing()
 
-    def hold(self, path: Path, hold: Hold, seconds: float) -> None:
-        """Nobody advances the run until `let_go`; words wait. The run has to rest; raises ClusterError when it is
-        still worked on, or held by another, after `seconds`."""
+    def hold(self, path: Path, hold: Hold, seconds: float, connection: object = None) -> None:
+        """Nobody advances the run until `let_go`; words wait. `connection`: over which it was asked for. The run has to
+        rest; raises ClusterError when it is still worked on, or held by another, after `seconds`."""
         deadline = time.monotonic() + seconds
         run, path = self._of(path), path.resolve()
         while True:
             with self._turn, self._lock:
-                if not (run.active or run.recovering) and self._holds.take(path, hold):
+                if not (run.active or run.recovering) and self._holds.take(path, hold, connection):
                     return
             if time.monotonic() > deadline:
                 raise ClusterError(f"run {run.folder.name!r} is being advanced by somebody else; pause it first")
@@ -139,12 +104,19 @@ class Runs:
 
     def let_go(self, path: Path, key: str) -> None:
         """The end of the hold of this key. Words that have waited are carried out."""
-        with self._turn:
+        self._end_hold(path, lambda run: self._holds.let_go(run, key))
+
+    def leave(self, path: Path, key: str, connection: object) -> None:
+        """The end of a connection over which this hold was asked for: of the hold, too, unless it was asked for again
+        over another one."""
+        self._end_hold(path, lambda run: self._holds.leave(run, key, connection))
+
+    def _end_hold(self, path: Path, ends: Callable[[Path], bool]) -> None:
+        with self._turn, contextlib.suppress(ClusterError, RunFolderError):
             with self._lock:
-                ended = self._holds.let_go(path.resolve(), key)
+                ended = ends(path.resolve())
             if ended:
-                with contextlib.suppress(ClusterError, RunFolderError):
-                    self._of(path).attend()
+                self._of(path).attend()
 
     def let_go_of_abandoned(self) -> None:
         """The end of holds whose holders' processes have ended."""
@@ -275,15 +247,20 @@ class Run:
         return number
 
     def attend(self) -> None:
-        """Submit if a word waits and nobody works on the run. Raises ClusterError when an engine is dead."""
+        """Submit if a word waits and nobody works on the run. Raises ClusterError when an engine is dead, and
+        RunFolderError for a run that this version cannot go on with."""
         self.trouble = None
         if self.task is not None or self._is_held() or self.recovering or not self.waiting():
             return
-        if dead := sorted(self._ranks.dead):
+        try:
+            if dead := sorted(self._ranks.dead):
+                raise ClusterError(self._without_hosts() or self._ranks.way_back(dead))
+            self.folder.require_known()
+            self.note_processes(self._ranks.pids)
+            self._submit()
+        except (ClusterError, RunFolderError):  # Also where an engine dies just now: it is not done much later.
             self._drop_waiting(self.folder.read_status())
-            raise ClusterError(self._without_hosts() or self._ranks.way_back(dead))
-        self.note_processes(self._ranks.pids)
-        self._submit()
+            raise
 
     def standing(self) -> Standing:
         """Called by anybody."""

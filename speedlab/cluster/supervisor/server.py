@@ -134,7 +134,7 @@ class Served:
                 f"the cluster's supervisor speaks version {m.VERSION} of its protocol, and this client {version}: they "
                 "come from different versions of SpeedLab; stop the cluster with the one that has started it"
             )
-            self.send(m.Refused(call=0, kind="ClusterError", text=text))
+            self.send(m.Refused(call=0, kind="OtherVersionError", text=text))
             return False
         said_at = time.monotonic()
         said = ""
@@ -259,12 +259,13 @@ class Served:
 
     def _hold(self, question: m.Hold) -> None:
         cancelled, path = self._cancelled[question.call], Path(question.folder)
-        self._supervisor.runs.hold(path, Hold.of(question.key, self._channel.peer_pid), question.seconds)
+        self._supervisor.runs.hold(path, Hold.of(question.key, self._channel.peer_pid), question.seconds, self)
         self._holds[question.key] = path
         if self.gone or cancelled.is_set():  # While it waited: nobody would let go.
-            self._let_go(question)
+            self._holds.pop(question.key, None)
+            self._supervisor.runs.leave(path, question.key, self)
 
-    def _let_go(self, question: m.LetGo | m.Hold) -> None:
+    def _let_go(self, question: m.LetGo) -> None:
         self._holds.pop(question.key, None)
         self._supervisor.runs.let_go(Path(question.folder), question.key)
 

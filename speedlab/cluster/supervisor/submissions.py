@@ -160,15 +160,14 @@ class Line:
         self._thread.start()
 
     def add(self, submission: Submission, *, first: bool = False) -> Submission:
-        """Put it at the end of the line, or before everything that has not begun."""
+        """Put it at the end of the line; or `first`: before everything that has not begun, but behind what came first
+        before."""
         with self._lock:
             submission.place, submission.first = time.time_ns(), first
             for rank in submission.ranks:
                 waiting = self._waiting.setdefault(rank, deque())
-                if first:
-                    waiting.insert(1 if waiting and rank in waiting[0].messages else 0, submission)
-                else:
-                    waiting.append(submission)
+                begun = sum(1 for one in waiting if one.first or rank in one.messages) if first else len(waiting)
+                waiting.insert(begun, submission)
             self._events.put(functools.partial(self._send_next, submission.ranks))
         return submission
 

@@ -184,7 +184,7 @@ class Supervisor:
         """A client is gone."""
         if self._ready.is_set() and self._problem is None:
             for path, key in client.holds:
-                self.runs.let_go(path, key)
+                self.runs.leave(path, key, client)
 
     def later(self, work: Callable[[], object]) -> None:
         """Do it on the thread that tells clients of what has ended, in the order of these calls."""

@@ -17,6 +17,10 @@ class Cells(Protocol):
         """The code of a cell, which is run once: its file is removed. Raises for one that this user did not write."""
         ...
 
+    def write(self, path: Path, data: bytes) -> None:
+        """A new file with what ranks said, of which whoever reads it can tell that this user wrote it."""
+        ...
+
     def run(
         self,
         code: str,

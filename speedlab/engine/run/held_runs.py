@@ -33,7 +33,7 @@ def advance(folder: str | os.PathLike[str], own_model: OwnModel | None = None, *
     cluster."""
     world = join()
     everywhere = Group(range(world.size), Traffic(), world.device, channel="control")
-    run = agreed(everywhere, lambda: RunFolder(folder))
+    run = agreed(everywhere, lambda: _known(folder))
     trainer = _trainers.get(run.path)
     if all(everywhere.collect(trainer is not None and trainer.training.whole)):
         assert trainer is not None
@@ -42,6 +42,12 @@ def advance(folder: str | os.PathLike[str], own_model: OwnModel | None = None, *
     trainer = _build(run, own_model, cells)
     _trainers[run.path] = trainer
     return str(trainer.advance())
+
+
+def _known(folder: str | os.PathLike[str]) -> RunFolder:
+    run = RunFolder(folder)
+    run.require_known()
+    return run
 
 
 def held() -> dict[str, int]:

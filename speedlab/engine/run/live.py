@@ -91,8 +91,10 @@ def _look(training: Training, code: str, name: str) -> Said:
     assert training.cells is not None
     try:
         with _left_as_it_was(training):
-            return training.cells.run(code, name, _names(training), training.interruption.at_once)
-    except Exception as error:  # The engine could not be given to it, or not be put back.
+            with training.interruption.at_once():  # Its batch may be long in coming.
+                names = _names(training)
+            return training.cells.run(code, name, names, training.interruption.at_once)
+    except (Exception, KeyboardInterrupt) as error:  # What it finds was not there in time, or not to be put back.
         return Said([], None, {"kind": type(error).__name__, "message": str(error)})
 
 
@@ -131,7 +133,8 @@ def _tell(training: Training, name: str, said: Said | None, *, alone: bool = Fal
     else:
         answers = [None if told is None else Said(*told) for told in training.control.collect(said)]
     if rank == 0:
-        write_said(training.folder.path, name, answers)
+        assert training.cells is not None
+        write_said(training.folder.path, name, answers, training.cells.write)
     return [number for number, answer in enumerate(answers) if answer is not None and answer.failure is not None]
 
 

@@ -1,0 +1,49 @@
+"""The ranks of a cluster, as far as its runs need them: what `engines.Engines` is to `runs.py` and `recovery.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, Protocol
+
+from speedlab.cluster.known_runs import Given
+
+if TYPE_CHECKING:
+    from speedlab.cluster.errors import RankError
+    from speedlab.cluster.supervisor.wire import Wire
+    from speedlab.hardware import Device
+    from speedlab.telemetry.folder import RunFolder
+
+
+class Worked(Protocol):
+    """A submission, as far as a run asks it anything."""
+
+    id: str
+
+    @property
+    def done(self) -> bool: ...
+    @property
+    def error(self) -> RankError | None: ...
+
+    def add_done_callback(self, callback: Any, /) -> None: ...
+
+
+class Ranks(Given, Protocol):
+    """The engines, as far as a run needs them."""
+
+    @property
+    def devices(self) -> list[Device]: ...
+    @property
+    def dead(self) -> Collection[int]: ...
+    @property
+    def pids(self) -> tuple[int, ...]: ...
+    @property
+    def lost_ranks(self) -> Collection[int]: ...
+
+    def submit(self, function: Any, *arguments: Any, label: str = "") -> Worked: ...
+    def left_of(self, label: str) -> Worked | None: ...
+    def at_work(self, submission: Any) -> bool: ...
+    def way_back(self, dead: list[int]) -> str: ...
+    def restart(self, *ranks: int) -> None: ...
+    def resize(self, size: int) -> None: ...
+    def wire(self, folder: RunFolder) -> Wire | None: ...
+    def interrupt(self, only: Any = None, seconds: float = 2.0) -> list[int]: ...
