@@ -3,7 +3,7 @@ type Coders = Pick<typeof globalThis, 'TextDecoder' | 'TextEncoder'>;
 const { TextDecoder, TextEncoder } = jest.requireActual<Coders>('util');
 Object.assign(globalThis, { TextDecoder, TextEncoder });
 
-import { isDark } from '../src/dashboard/colours';
+import { inked, isDark } from '../src/dashboard/colours';
 import { Controls } from '../src/dashboard/controls';
 import { Figures, harmless, plainText, readFrame } from '../src/dashboard/figures';
 import type { Buffer } from '../src/dashboard/figures';
@@ -201,7 +201,8 @@ describe('the head line', () => {
       spoken.push(told.textContent);
     }
     expect(spoken).toEqual(['a <b>: running', 'a <b>: running', 'a <b>: paused']);
-    expect(controls.node.querySelector('.sl-text')!.textContent).toBe('a <b> · step 3');
+    const shown = ['.sl-title', '.sl-text'].map(part => controls.node.querySelector(part)!.textContent);
+    expect(shown).toEqual(['● pauseda <b>', '· step 3']);
   });
 });
 
@@ -246,6 +247,20 @@ describe('a kernel that is restarted', () => {
     }
     expect(told).toEqual([0, 1]);
   });
+});
+
+it('has no axes of nothing before the first step', () => {
+  const page = { family: '', ink: '#111', line: '#222', card: '#333' };
+  const figure = (...x: number[]) => ({
+    data: [{ name: 'loss', x: Float32Array.from(x), y: Float32Array.from(x) }],
+    layout: layout('loss')
+  });
+  const [empty, measured] = [inked(figure(), page).layout, inked(figure(1), page).layout];
+  expect([empty.xaxis['visible'], empty.annotations.map(({ text }) => text)]).toEqual([
+    false,
+    ['begins with the first step']
+  ]);
+  expect([measured.xaxis['visible'], measured.annotations]).toEqual([true, []]);
 });
 
 it('knows a dark page', () => {

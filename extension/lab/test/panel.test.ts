@@ -307,7 +307,7 @@ test('the loss is drawn, and told in words', async () => {
   open();
   await page.hear({ all_runs: [makeRun()], runs: [makeNews({ records: makeRecords(1, 4), status: makeRun() })] });
   expect(document.querySelector('.sl-spark')?.getAttribute('aria-label')).toBe(
-    'loss 1.000 at step 1, 0.2500 at step 4'
+    'smoothed loss 1.000 at step 1, 0.2500 at step 4'
   );
   expect(
     pathOf([

@@ -134,6 +134,24 @@ describe('a kernel that is asked for tensors', () => {
   beforeEach(() => jest.useFakeTimers());
   afterEach(() => jest.useRealTimers());
 
+  it('that has a problem, or ends, keeps nobody waiting', async () => {
+    const source = new ModelSource(model, 'v');
+    const problems: string[] = [];
+    source.start({ onMessage: () => {}, onProblem: text => void problems.push(text) });
+    const tell = (text: string) =>
+      (handlers.get('msg:custom') as (message: unknown) => void)({ type: 'Problem', version: 1, text });
+    const refused = expect(source.tensors(MOMENTS)).rejects.toThrow('the run cannot be read');
+    tell('');
+    tell('the run cannot be read');
+    await refused;
+    expect([problems, jest.getTimerCount()]).toEqual([['', 'the run cannot be read'], 1]); // The sign of life stays.
+    const ended = expect(source.tensors(MOMENTS)).rejects.toThrow('was restarted');
+    handlers.get('comm_live_update')!();
+    await ended;
+    source.close();
+    expect(jest.getTimerCount()).toBe(0);
+  });
+
   it('is answered by the segment, and one that is busy is told of', async () => {
     const source = new ModelSource(model, 'v');
     source.start({ onMessage: () => {}, onProblem: () => {} });
