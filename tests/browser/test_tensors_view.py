@@ -29,7 +29,7 @@ def test_tensors_are_listed_by_keys_and_their_names_are_text(page, lab) -> None:
     panel.locator("tbody tr").first.wait_for()
     assert focused(page) == "SELECT"
     assert panel.locator("tbody th").all_text_contents() == list(PAYLOADS[:6])
-    assert panel.locator("td").all_text_contents()[:2] == [PAYLOADS[0], "parameter"]
+    assert panel.locator("td").all_text_contents()[:3] == ["32 B", PAYLOADS[0], "parameter"]
     page.keyboard.press("ArrowDown")
     panel.get_by_role("status").get_by_text("gradients of rank 0").wait_for()
     page.keyboard.press("Escape")

@@ -171,6 +171,22 @@ describe('a table', () => {
     ]);
   });
 
+  it('has the points of a column below each other, and whole numbers without any', () => {
+    const y = Float32Array.of(1234.5, 0.25, 7);
+    const trace = (name: string, values: Float32Array) => ({ name, x: Float32Array.of(1, 2, 3), y: values });
+    const data = [trace('a', y), trace('b', Float32Array.of(1e-3, 2.5e-4, NaN)), trace('c', Float32Array.of(5, 10, 0))];
+    const figure = { data, layout: { ...layout('gradient norm'), yaxis: { title: { text: 'norm' } } } };
+    expect(tableOf(figure)).toEqual({
+      title: 'gradient norm',
+      columns: ['step', 'a', 'b', 'c'],
+      rows: [
+        ['1', '1,234.5', '0.0010000', '5'],
+        ['2', '0.3', '0.0002500', '10'],
+        ['3', '7.0', '–', '0']
+      ]
+    });
+  });
+
   it('keeps what is selected while steps come and go', () => {
     const view = new TableView('loss');
     const rows = (first: number): [string, string][] => [0, 1, 2].map(i => [String(first + i), `${first + i}.5`]);

@@ -67,8 +67,8 @@ describe('the tensors in a segment', () => {
     expect(text(panel, 'strong')).toBe('optimizer moments of rank 1, device: 2.5 KiB in 2 tensors');
     expect(text(panel, 'p')).toBe('16 B more are padding. Measured at step 7.');
     expect([...panel.node.querySelectorAll('tbody tr')].map(line => line.textContent)).toEqual([
-      'largeblocks.0moments4×2all of itrank 0float32, partitioned2.0 KiB',
-      'smallblocks.0moments4×2all of itrank 0float32, partitioned512 B'
+      'large2.0 KiBblocks.0moments4×2all of itrank 0float32, partitioned',
+      'small512 Bblocks.0moments4×2all of itrank 0float32, partitioned'
     ]);
     const [, holds] = panel.node.querySelectorAll('select');
     holds!.value = 'activations';

@@ -38,7 +38,8 @@ export class DashboardView implements Taker {
     this.tables.hidden = true;
     this.node = element('div', { class: 'speedlab-dash', role: 'region', 'aria-label': 'run' });
     this.tensors = new TensorPanel(part => this.source.tensors(part));
-    this.node.append(this.controls.node, this.note, this.grid, this.tables, this.tensors.node);
+    this.node.append(this.controls.node, this.note, this.grid, this.tables);
+    this.placeTensors();
     this.connect();
     this.source.start(this);
     this.source.ask({ watching: true });
@@ -171,6 +172,7 @@ export class DashboardView implements Taker {
       this.chosen ||= name === 'states';
       this.grid.hidden = this.controls.isOn('table');
       this.tables.hidden = !this.grid.hidden;
+      this.placeTensors();
       this.changed(this.cards());
     };
     this.controls.onSmooth = share => {
@@ -184,6 +186,12 @@ export class DashboardView implements Taker {
     this.themes.observe(document.body, { attributes: true });
     this.sight = new Sight(this.node, on => this.watch(on));
     this.sizes.observe(this.grid);
+  }
+
+  /** Below the bars that are clicked, which stay where they are; above the numbers, which have none. */
+  private placeTensors(): void {
+    if (this.grid.hidden) this.tables.before(this.tensors.node);
+    else this.plot('memory').after(this.tensors.node);
   }
 
   private async savePicture(kind: 'png' | 'svg'): Promise<void> {
