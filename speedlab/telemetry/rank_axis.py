@@ -16,6 +16,9 @@ from speedlab.telemetry.series import History, total_bytes
 MOST_RANKS = 16
 """Beyond this many ranks, minimum, median and maximum are drawn instead."""
 
+_HOST_LETTERS = 24
+"""Of a host's name below its ranks: a longer one would leave no room for the bars."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankAxis:
@@ -76,4 +79,7 @@ def _extremes(history: History) -> list[int]:
 def _name(history: History, rank: int, devices: Sequence[Device]) -> str:
     name = f"{rank} · {escape(devices[rank].name)}" if rank < len(devices) else f"rank {rank}"
     host = history.host_of(rank)
+    if len(host) > _HOST_LETTERS:  # Hosts differ in their first letters, or in their last.
+        half = _HOST_LETTERS // 2
+        host = f"{host[:half]}…{host[1 - half :]}"
     return f"{name}<br>{escape(host)}" if host else name

@@ -92,7 +92,7 @@ def loss_figure(history: History, cut: Cut | None = None) -> Figure:
         },
     ]
     layout = base_layout("loss", "loss")
-    layout["yaxis2"] = second_axis("learning rate", ".1e")
+    layout["yaxis2"] = second_axis("learning rate", ".1e") | {"rangemode": "tozero"}
     over_steps(layout, history.events)
     return {"data": data, "layout": layout}
 

@@ -145,6 +145,7 @@ describe('foreign text', () => {
   });
 
   it('that Python has escaped is read as it was', () => {
+    expect(harmless('&quot;a&quot; &amp;quot; &lt;b&gt;')).toBe('"a" &amp;quot; &lt;b&gt;');
     expect(plainText('&lt;b&gt; &amp;amp; &quot;x&#x27;<br><b>y</b>')).toBe('<b> &amp; "x\', y');
   });
 });

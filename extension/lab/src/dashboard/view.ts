@@ -46,7 +46,7 @@ export class DashboardView implements Taker {
     load()
       .then(plotly => this.begin(plotly))
       .catch((error: unknown) => {
-        this.note.textContent = `The plots cannot be drawn (${String(error)}). Reload the page, or run the cell again.`;
+        this.tell(`The plots cannot be drawn (${String(error)}). Reload the page, or run the cell again.`);
       });
   }
 
@@ -156,8 +156,15 @@ export class DashboardView implements Taker {
   private showHead(): void {
     this.controls.show(this.figures.head);
     const loading = this.plotly ? '' : 'Loading plots …';
-    const note = this.problem || loading || this.figures.head.note;
-    if (this.note.textContent !== note) this.note.textContent = note;
+    this.tell(this.problem || loading || this.figures.head.note);
+  }
+
+  private tell(note: string): void {
+    if (this.note.textContent === note) return;
+    this.note.textContent = note;
+    // One that scrolls is scrolled by keys, too.
+    if (this.note.scrollHeight > this.note.clientHeight) this.note.tabIndex = 0;
+    else this.note.removeAttribute('tabindex');
   }
 
   // What the person does
@@ -205,7 +212,7 @@ export class DashboardView implements Taker {
       const picture = await (kind === 'png' ? pngPicture : svgPicture)(this.plotly, figures, title);
       save(picture, `${name}.${kind}`);
     } catch (error) {
-      this.note.textContent = `The picture could not be made: ${String(error)}`;
+      this.tell(`The picture could not be made: ${String(error)}`);
     }
   }
 
