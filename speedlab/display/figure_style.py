@@ -6,6 +6,7 @@ reader's own text colour is called "ink" (a trace's `meta`, a shape's `name`), a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -78,10 +79,11 @@ def base_layout(title: str, unit: str) -> Figure:
     return {
         "title": {"text": title, "x": 0.01, "xanchor": "left", "y": 0.98, "yanchor": "top", "font": {"size": 14}},
         "font": {"size": 12},
-        "margin": {"l": 58, "r": 58, "t": 44, "b": 84},
+        "margin": {"l": 58, "r": 58, "t": 44, "b": 78},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "legend": {"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top", "font": {"size": 11}, "entrywidth": 96},
+        # At the card's lower edge, so that it never meets the axis' title, however wide the card.
+        "legend": {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom", "font": {"size": 11}},
         "hovermode": "x unified",
         "uirevision": title,
         "xaxis": {"automargin": True, "zeroline": False},
@@ -180,4 +182,20 @@ def plain(value: Any) -> Any:
 def legend_beside(layout: Figure) -> None:
     """The legend to the right, in the order in which the bars are stacked."""
     layout["legend"] = {"x": 1.02, "y": 1, "yanchor": "top", "traceorder": "reversed", "font": {"size": 11}}
-    layout["margin"] |= {"r": 20, "b": 50}
+    layout["margin"] |= {"r": 20, "b": 36}
+
+
+def lanes_axis(names: Sequence[str], room: int = 0) -> Figure:
+    """A y axis of lanes from top to bottom; `names` are markup. There is room for `room` lanes at least, so that few
+    bars are no thicker than many."""
+    return {
+        "tickmode": "array",
+        "tickvals": list(range(len(names))),
+        "ticktext": list(names),
+        "range": [max(len(names), room) - 0.4, -0.6],
+        "automargin": True,
+        "zeroline": False,
+        "showgrid": False,
+        "fixedrange": True,
+        "ticklabelstandoff": 6,
+    }

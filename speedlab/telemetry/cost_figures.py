@@ -8,7 +8,7 @@ from html import escape
 
 import numpy as np
 
-from speedlab.display.figure_style import COLOURS, Figure, base_layout
+from speedlab.display.figure_style import COLOURS, Figure, base_layout, lanes_axis
 from speedlab.display.text import byte_unit, bytes_text, count_text
 from speedlab.telemetry.records import StepRecord
 from speedlab.telemetry.series import History
@@ -22,7 +22,7 @@ _LINK_COLOURS = tuple(
     for name in ("communication_buffers", "master_weights", "gradients", "parameters", "activations", "other_framework")
 )
 _ROOM = 6
-"""Lanes that there is room for at least: few bars are no thicker than many."""
+"""Lanes that there is room for at least."""
 _NAME_LETTERS = 36
 _OTHERS = "others"
 _NO_LINK = "link not told"
@@ -145,19 +145,9 @@ def _figure(
     layout = base_layout(title, "")
     layout |= {"barmode": "stack", "bargap": 0.25, "hovermode": "closest", "showlegend": "time" not in colours}
     layout["margin"] |= {"r": 20, "b": 64}
-    layout["legend"] |= {"traceorder": "normal", "y": 0, "yref": "container", "yanchor": "bottom"}
+    layout["legend"] |= {"traceorder": "normal"}
     layout["xaxis"] |= {"title": {"text": unit, "standoff": 2}, "rangemode": "tozero"}
-    layout["yaxis"] = {
-        "tickmode": "array",
-        "tickvals": list(range(len(lanes))),
-        "ticktext": [escape(_short(lane)) for lane in lanes],
-        "range": [max(len(lanes), _ROOM) - 0.4, -0.6],
-        "automargin": True,
-        "zeroline": False,
-        "showgrid": False,
-        "fixedrange": True,
-        "ticklabelstandoff": 6,
-    }
+    layout["yaxis"] = lanes_axis([escape(_short(lane)) for lane in lanes], _ROOM)
     return {"data": data, "layout": layout}
 
 

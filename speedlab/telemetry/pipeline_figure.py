@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from speedlab.display.figure_style import PHASE_COLOURS, Figure, base_layout
+from speedlab.display.figure_style import PHASE_COLOURS, Figure, base_layout, lanes_axis
 from speedlab.hardware import Device
 from speedlab.telemetry.records import Span
 from speedlab.telemetry.timeline import Lane, Timeline
@@ -52,19 +52,9 @@ def pipeline_figure(timeline: Timeline, *, devices: Sequence[Device] = ()) -> Fi
         "height": _PLOT_PIXELS + _LANE_PIXELS * len(lanes),
     }
     layout["margin"] |= {"b": 70, "r": 20}
-    layout["legend"] |= {"traceorder": "normal", "y": 0, "yref": "container", "yanchor": "bottom", "entrywidth": 0}
+    layout["legend"] |= {"traceorder": "normal"}
     layout["xaxis"] |= {"title": {"text": "ms", "standoff": 2}, "rangemode": "tozero"}
-    layout["yaxis"] = {
-        "tickmode": "array",
-        "tickvals": list(range(len(lanes))),
-        "ticktext": [_name(lane, devices) for lane in lanes],
-        "range": [len(lanes) - 0.4, -0.6],
-        "automargin": True,
-        "zeroline": False,
-        "showgrid": False,
-        "fixedrange": True,
-        "ticklabelstandoff": 6,
-    }
+    layout["yaxis"] = lanes_axis([_name(lane, devices) for lane in lanes])
     return {"data": data, "layout": layout}
 
 

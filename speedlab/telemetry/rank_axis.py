@@ -16,6 +16,9 @@ from speedlab.telemetry.series import History, total_bytes
 MOST_RANKS = 16
 """Beyond this many ranks, minimum, median and maximum are drawn instead."""
 
+_HOST_LETTERS = 24
+"""Of a host's name below its ranks: a longer one would leave no room for the bars."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankAxis:
@@ -44,7 +47,10 @@ class RankAxis:
 
     def set_on(self, layout: Figure, history: History) -> None:
         """Make the x axis one of these bars. `meta` tells a page whose they are, and of which ranks it may ask."""
-        layout["xaxis"] |= {"type": "category", "showgrid": False}
+        # Rank above device: beside each other, the labels of four ranks already stand aslant in a narrow notebook.
+        labels = [name.replace(" · ", "<br>", 1) for name in self.names]
+        ticks = {"tickmode": "array", "tickvals": list(self.names), "ticktext": labels}
+        layout["xaxis"] |= {"type": "category", "showgrid": False, **ticks}
         layout["meta"] = {"bars": [[rank, "device"] for rank in self.bars], "ranks": history.ranks}
 
 
@@ -73,4 +79,7 @@ def _extremes(history: History) -> list[int]:
 def _name(history: History, rank: int, devices: Sequence[Device]) -> str:
     name = f"{rank} · {escape(devices[rank].name)}" if rank < len(devices) else f"rank {rank}"
     host = history.host_of(rank)
+    if len(host) > _HOST_LETTERS:  # Hosts differ in their first letters, or in their last.
+        half = _HOST_LETTERS // 2
+        host = f"{host[:half]}…{host[1 - half :]}"
     return f"{name}<br>{escape(host)}" if host else name

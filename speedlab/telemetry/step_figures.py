@@ -60,13 +60,19 @@ def cut_for(history: History, limit: int, *, closed: bool = True) -> Cut:
 
 def loss_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndarray]]:
     """(x, y) of each trace of the loss figure but held-out loss: raw, smoothed, learning rate."""
+    raw, smoothed = _raw_and_smoothed(history, cut, "loss")
+    rates = bucket_last(history.lead.column("learning_rate"), cut.size, closed=cut.closed, first=cut.first)
+    return [raw, smoothed, float32(smoothed[0], rates)]
+
+
+def _raw_and_smoothed(history: History, cut: Cut, column: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(x, y) of a column of the lowest rank: of each bucket the extremes, and the last smoothed value."""
     lead = history.lead
     kept = {"closed": cut.closed, "first": cut.first}
     steps = bucket_last(lead.column("step"), cut.size, **kept)
     return [
-        float32(*bucket_extremes(lead.column("step"), lead.column("loss"), cut.size, **kept)),
-        float32(steps, bucket_last(lead.smoothed_by(cut.smoothing), cut.size, **kept)),
-        float32(steps, bucket_last(lead.column("learning_rate"), cut.size, **kept)),
+        float32(*bucket_extremes(lead.column("step"), lead.column(column), cut.size, **kept)),
+        float32(steps, bucket_last(lead.smoothed_by(cut.smoothing, column), cut.size, **kept)),
     ]
 
 
@@ -86,20 +92,14 @@ def loss_figure(history: History, cut: Cut | None = None) -> Figure:
         },
     ]
     layout = base_layout("loss", "loss")
-    layout["yaxis2"] = second_axis("learning rate", ".1e")
+    layout["yaxis2"] = second_axis("learning rate", ".1e") | {"rangemode": "tozero"}
     over_steps(layout, history.events)
     return {"data": data, "layout": layout}
 
 
 def gradient_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndarray]]:
     """(x, y) of each trace of the gradient figure: raw, smoothed."""
-    lead = history.lead
-    kept = {"closed": cut.closed, "first": cut.first}
-    steps = bucket_last(lead.column("step"), cut.size, **kept)
-    return [
-        float32(*bucket_extremes(lead.column("step"), lead.column("grad_norm"), cut.size, **kept)),
-        float32(steps, bucket_last(lead.smoothed_by(cut.smoothing, "grad_norm"), cut.size, **kept)),
-    ]
+    return _raw_and_smoothed(history, cut, "grad_norm")
 
 
 def gradient_figure(history: History, cut: Cut | None = None) -> Figure:
@@ -111,7 +111,6 @@ def gradient_figure(history: History, cut: Cut | None = None) -> Figure:
     ]
     layout = base_layout("gradient norm", "norm")
     layout["yaxis"] |= {"type": "log", "tickformat": "~g", "nticks": 3}  # More, and their numbers overlap.
-    layout["legend"] |= {"entrywidth": 150}
     over_steps(layout, history.events)
     return {"data": data, "layout": layout}
 

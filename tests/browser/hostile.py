@@ -96,17 +96,20 @@ def make_runs(parent: Path) -> list[RunFolder]:
     """A run for every few payloads; each of them is in a name, a text, an event, and in names inside of records."""
     made = []
     for number in range(0, len(PAYLOADS), 6):
-        made.append(_make_run(parent, f"hostile-{number:02d}", PAYLOADS[number : number + 6]))
+        made.append(make_hostile(parent, f"hostile-{number:02d}", PAYLOADS[number : number + 6]))
     for number, text in enumerate(PAYLOADS):
         name = text.replace("/", "\u2215").replace("\0", "")[:120].strip()
         if name.encode()[:200].decode(errors="ignore") == name and name not in ("", ".", ".."):
-            _renamed(_make_run(parent, f"named-{number:02d}", (text,)), name)
+            _renamed(make_hostile(parent, f"named-{number:02d}", (text,)), name)
     return made
 
 
-def _make_run(parent: Path, name: str, texts: tuple[str, ...]) -> RunFolder:
+def make_hostile(parent: Path, name: str, texts: tuple[str, ...]) -> RunFolder:
+    """A run of two ranks, on hosts called by the first and the last of `texts`, which has each of them everywhere."""
     folder = RunFolder.create(RunConfig(name=name, folder=str(parent), steps=20))
-    events = [Event(kind=text or "warning", step=index, time=index, text=text) for index, text in enumerate(texts)]
+    hosts = [texts[0], max(texts, key=len)]
+    events = [Event(kind="started", step=0, time=0.0, text="", details={"hosts": hosts})]
+    events += [Event(kind=text or "warning", step=index, time=index, text=text) for index, text in enumerate(texts)]
     events += [Event(kind="warning", step=3, time=3.0, text=text, details={text: text}) for text in texts]
     (folder.path / "events.jsonl").write_text("".join(f"{event.to_json()}\n" for event in events))
     for rank in range(2):

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 START = "%load_ext speedlab\n%speedlab start --engines 2"
 TRAIN = """\
 import speedlab as sl
@@ -17,6 +19,12 @@ run = cluster.train(sl.RunConfig(
     data={"max_bytes": 200_000, "sequence_length": 64}, eval={"every_steps": 0},
 ))"""
 STOP = "run.stop().wait(60)\nprint('the run is', run.state)"
+AXE = Path(__file__).parents[2] / "extension/lab/node_modules/axe-core/axe.min.js"
+_SERIOUS = """async included => {
+    const found = await axe.run({include: included.map(each => [each])}, {resultTypes: ['violations']});
+    return found.violations.filter(each => ['serious', 'critical'].includes(each.impact))
+        .map(each => `${each.id}: ${each.nodes.map(node => node.html + ' ' + node.failureSummary).join('; ')}`);
+}"""
 _TRIES = 4
 _LOST_SECONDS = 8.0
 """Until a cell shows that it runs, at the latest."""
@@ -53,6 +61,13 @@ class Notebook:
         cell = self.start(number)
         cell.locator(".jp-InputPrompt", has_text=f"[{count or number + 1}]:").wait_for(timeout=120_000)
         return cell.locator(".jp-Cell-outputArea")
+
+    def restart_kernel(self) -> None:
+        """By the menu, and its question answered; then the kernel is idle."""
+        self.page.get_by_role("menuitem", name="Kernel", exact=True).click()
+        self.page.locator(".lm-Menu-itemLabel", has_text="Restart Kernel…").first.click()
+        self.page.locator(".jp-Dialog button.jp-mod-accept").click()
+        self.wait_until_idle()
 
     def start(self, number: int) -> Any:
         """Run cell `number` and do not wait for it; returns the cell."""
@@ -103,6 +118,22 @@ def goes_on(page: Any, dash: Any) -> None:
     while step_of(dash) <= first:  # Asked anew each time: an output may be drawn anew meanwhile.
         assert time.monotonic() < deadline
         page.wait_for_timeout(50)
+
+
+def use_dark_theme(page: Any) -> None:
+    """By JupyterLab's menu."""
+    page.get_by_role("menuitem", name="Settings", exact=True).click()
+    page.locator(".lm-Menu-itemLabel", has_text="Theme").first.hover()
+    page.locator(".lm-Menu-itemLabel").get_by_text("JupyterLab Dark", exact=True).click()
+    page.locator('body[data-jp-theme-light="false"]').wait_for(state="attached")
+
+
+def serious_problems(page: Any, *parts: str) -> list[str]:
+    """What axe-core finds in these parts of the page, by selector: its serious and critical rules alone."""
+    if not AXE.exists():
+        pytest.skip("axe-core is not installed; .ci/pages.sh installs it")
+    page.evaluate(AXE.read_text(encoding="utf-8"))
+    return page.evaluate(_SERIOUS, list(parts))
 
 
 def picture(part: Any, name: str) -> None:

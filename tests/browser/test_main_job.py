@@ -152,10 +152,7 @@ def test_the_dashboard_goes_on_while_a_cell_blocks_after_a_reload_and_after_a_re
     widget.locator('[data-plot="loss"] .scatterlayer .trace').first.wait_for(state="attached")
     goes_on(page, widget)
 
-    page.get_by_role("menuitem", name="Kernel", exact=True).click()
-    page.locator(".lm-Menu-itemLabel", has_text="Restart Kernel…").first.click()
-    page.locator(".jp-Dialog button.jp-mod-accept").click()
-    notebook.wait_until_idle()
+    notebook.restart_kernel()
     goes_on(page, dash)
     widget.get_by_text("was restarted. Run the cell again.").wait_for()
     outputs = notebook.run(5, count=1)

@@ -12,7 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from hostile import PAYLOADS, make_runs
-from lab_page import Notebook
+from lab_page import Notebook, serious_problems
 from speedlab_server.registry import run_id
 from telemetry_samples import make_event, make_folder, make_record
 from test_ending import WaitingSupervisor, served
@@ -23,17 +23,10 @@ from speedlab.telemetry.records import Ledger, RunState
 
 pytestmark = pytest.mark.browser
 
-AXE = Path(__file__).parents[2] / "extension/lab/node_modules/axe-core/axe.min.js"
 OURS = (".sl-panel-widget", ".sl-status", ".sl-output-widget")
 HOSTILE = '<img src=x onerror="window.harmed=1"><h1>name'
 FOREIGN = "img, script, iframe, a, video, audio, marquee, form, style, link, object, embed, details, h1, b, body"
 PANEL_TAB = '.jp-SideBar li[data-id="speedlab-panel"]'
-
-LOOK_FOR_PROBLEMS = """async included => {
-    const found = await axe.run({include: included.map(each => [each])}, {resultTypes: ['violations']});
-    return found.violations.filter(each => ['serious', 'critical'].includes(each.impact))
-        .map(each => `${each.id}: ${each.nodes.map(node => node.html + ' ' + node.failureSummary).join('; ')}`);
-}"""
 
 
 def make_run(runs: Path, name: str, state: RunState, *, steps: int = 40, text: str = "", **changes: Any) -> Path:
@@ -85,6 +78,10 @@ def row(page: Any, name: str) -> Any:
 
 def is_remembered(request: Any) -> bool:
     return request.method == "PUT" and "quick" in str(json.loads(request.post_data)["data"].get("speedlab:panel"))
+
+
+def has_kept(request: Any, key: str, value: Any) -> bool:
+    return request.method == "PUT" and json.loads(request.post_data)["data"].get(key) == value
 
 
 def names(page: Any) -> list[str]:
@@ -203,6 +200,14 @@ def test_three_runs_are_compared_by_keyboard_alone_and_again_in_a_notebook(page:
     page.wait_for_function("document.querySelectorAll('[data-plot=\"loss\"] .js-line[d]').length === 3")
     assert view.locator(".sl-chip").first.evaluate("it => it === document.activeElement")
 
+    # What a person hides stays hidden when the page is loaded anew.
+    kept = f"speedlab:hidden:{','.join(run_id(runs / name) for name in ticked)}"
+    with page.expect_response(lambda answer: "/api/workspaces" in answer.url and has_kept(answer.request, kept, [1])):
+        view.locator(".sl-chip").nth(1).press("Enter")
+    page.goto(f"{lab.url}/lab?token={lab.token}")
+    page.wait_for_function("document.querySelectorAll('[data-plot=\"loss\"] .js-line[d]').length === 2")
+    assert [chip.get_attribute("aria-pressed") for chip in view.locator(".sl-chip").all()] == ["true", "false", "true"]
+
     # What is new of the run that is on comes by itself; nobody has started a kernel.
     assert page.locator(".jp-Notebook").count() == 0
     before = view.locator('[data-table="facts"]').inner_text()
@@ -212,9 +217,7 @@ def test_three_runs_are_compared_by_keyboard_alone_and_again_in_a_notebook(page:
     view.locator('[data-table="facts"]').get_by_text("41 of 100").wait_for()
     assert "41 of 100" not in before
     assert page.locator(".speedlab-dash").locator(FOREIGN).count() == 0
-    if AXE.exists():
-        page.evaluate(AXE.read_text(encoding="utf-8"))
-        assert page.evaluate(LOOK_FOR_PROBLEMS, [".speedlab-dash", ".sl-panel-widget"]) == []
+    assert serious_problems(page, ".speedlab-dash", ".sl-panel-widget") == []
 
     notebook = Notebook(page, lab, "compare.ipynb", ["%load_ext speedlab\n%speedlab dash quickstart too-large"])
     output = notebook.run(0)
@@ -230,8 +233,6 @@ def test_three_runs_are_compared_by_keyboard_alone_and_again_in_a_notebook(page:
 def test_nothing_of_ours_is_a_serious_problem_for_who_cannot_see_or_use_a_mouse(
     page: Any, lab: Any, runs: Path, theme: str
 ) -> None:
-    if not AXE.exists():
-        pytest.skip("axe-core is not installed; .ci/pages.sh installs it")
     open_panel(page, lab, theme=theme)
     row(page, "too-large").click()
     page.locator(".sl-item", has=row(page, "too-large")).get_by_role("button", name="Output").click()
@@ -239,8 +240,7 @@ def test_nothing_of_ours_is_a_serious_problem_for_who_cannot_see_or_use_a_mouse(
     row(page, "quickstart").click()
     page.locator(".sl-item", has=row(page, "quickstart")).locator(".sl-bar").first.wait_for()
     page.mouse.move(0, 0)
-    page.evaluate(AXE.read_text(encoding="utf-8"))
-    assert page.evaluate(LOOK_FOR_PROBLEMS, OURS) == []
+    assert serious_problems(page, *OURS) == []
 
 
 def test_a_place_in_a_queue_is_shown_and_given_up(page: Any, lab: Any, runs: Path, monkeypatch: Any) -> None:
@@ -259,9 +259,7 @@ def test_a_place_in_a_queue_is_shown_and_given_up(page: Any, lab: Any, runs: Pat
         new.get_by_label("Name").fill("slurm-81")
         page.keyboard.press("Enter")
         new.get_by_text("it is being started; cancel that instead").wait_for()
-        if AXE.exists():
-            page.evaluate(AXE.read_text(encoding="utf-8"))
-            assert page.evaluate(LOOK_FOR_PROBLEMS, OURS) == []
+        assert serious_problems(page, *OURS) == []
         page.keyboard.press("Escape")
 
         waits.get_by_role("button", name="Cancel").click()

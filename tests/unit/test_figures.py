@@ -372,6 +372,13 @@ def test_header_tells_why_a_run_failed():
     assert header(History(), name="x", status=status).note == "NaN loss at step 7 on rank 1"
 
 
+def test_a_long_name_of_a_host_leaves_room_for_the_bars() -> None:
+    made = history(ranks=2)
+    made.events = [make_event("started", details={"hosts": ["ip-10-0-0-1.compute.internal", "w" * 2000]})]
+    ticks = memory_figure(made)["layout"]["xaxis"]["ticktext"]
+    assert ticks == ["rank 0<br>ip-10-0-0-1.…te.internal", " ", f"rank 1<br>{'w' * 12}…{'w' * 11}"]
+
+
 def test_ranks_that_have_left_hold_nothing() -> None:
     records = {rank: [make_record(step, rank) for step in (1, 2)] for rank in range(4)}
     left = make_event("reshaped", 2, details={"after": {"pp": 1, "dp": 2, "tp": 1}})

@@ -1,4 +1,7 @@
+import type { IStateDB } from '@jupyterlab/statedb';
+
 import { Chips } from '../src/compare/chips';
+import { hiddenIn } from '../src/compare/hidden';
 import { figureOf } from '../src/compare/shown';
 import { Figures } from '../src/dashboard/figures';
 import type { Compared, ComparedRun, Comparison } from '../src/messages';
@@ -94,6 +97,29 @@ test('a run is hidden and shown by its button, and never lost', () => {
     expect.stringContaining('▲ cannot be read')
   ]);
   expect(buttons()[2]!.title).toContain('its folder is gone');
+});
+
+test('what is hidden is remembered by the runs that are compared, and nothing that does not fit is taken', async () => {
+  const kept = new Map<string, unknown>();
+  const state = {
+    fetch: (key: string) => Promise.resolve(kept.get(key)),
+    save: (key: string, value: unknown) => Promise.resolve(void kept.set(key, value)),
+    remove: (key: string) => Promise.resolve(void kept.delete(key))
+  } as unknown as IStateDB;
+  const settled = () => new Promise(done => setTimeout(done));
+  const [ours, others] = [hiddenIn(state, ['a', 'b', 'c']), hiddenIn(state, ['a', 'b'])];
+  ours.keep([2, 0]);
+  ours.keep([2]);
+  await settled();
+  expect([await ours.recall(), await others.recall()]).toEqual([[2], []]);
+  ours.keep([]);
+  await settled();
+  expect(kept.size).toBe(0);
+  kept.set('speedlab:hidden:a,b', [1, 2, -1, 'x', 0.5, null]);
+  expect(await others.recall()).toEqual([1]);
+  kept.set('speedlab:hidden:a,b', { length: 1 });
+  expect(await others.recall()).toEqual([]);
+  expect(await hiddenIn(null, ['a', 'b']).recall()).toEqual([]);
 });
 
 test('a comparison comes whole at first, then what stands beside its figures', () => {

@@ -3,7 +3,7 @@ type Coders = Pick<typeof globalThis, 'TextDecoder' | 'TextEncoder'>;
 const { TextDecoder, TextEncoder } = jest.requireActual<Coders>('util');
 Object.assign(globalThis, { TextDecoder, TextEncoder });
 
-import { isDark } from '../src/dashboard/colours';
+import { inked, isDark } from '../src/dashboard/colours';
 import { Controls } from '../src/dashboard/controls';
 import { Figures, harmless, plainText, readFrame } from '../src/dashboard/figures';
 import type { Buffer } from '../src/dashboard/figures';
@@ -145,6 +145,7 @@ describe('foreign text', () => {
   });
 
   it('that Python has escaped is read as it was', () => {
+    expect(harmless('&quot;a&quot; &amp;quot; &lt;b&gt;')).toBe('"a" &amp;quot; &lt;b&gt;');
     expect(plainText('&lt;b&gt; &amp;amp; &quot;x&#x27;<br><b>y</b>')).toBe('<b> &amp; "x\', y');
   });
 });
@@ -169,6 +170,22 @@ describe('a table', () => {
       ['1', '7'],
       ['2', '6']
     ]);
+  });
+
+  it('has the points of a column below each other, and whole numbers without any', () => {
+    const y = Float32Array.of(1234.5, 0.25, 7);
+    const trace = (name: string, values: Float32Array) => ({ name, x: Float32Array.of(1, 2, 3), y: values });
+    const data = [trace('a', y), trace('b', Float32Array.of(1e-3, 2.5e-4, NaN)), trace('c', Float32Array.of(5, 10, 0))];
+    const figure = { data, layout: { ...layout('gradient norm'), yaxis: { title: { text: 'norm' } } } };
+    expect(tableOf(figure)).toEqual({
+      title: 'gradient norm',
+      columns: ['step', 'a', 'b', 'c'],
+      rows: [
+        ['1', '1,234.5', '0.0010000', '5'],
+        ['2', '0.3', '0.0002500', '10'],
+        ['3', '7.0', '–', '0']
+      ]
+    });
   });
 
   it('keeps what is selected while steps come and go', () => {
@@ -201,7 +218,8 @@ describe('the head line', () => {
       spoken.push(told.textContent);
     }
     expect(spoken).toEqual(['a <b>: running', 'a <b>: running', 'a <b>: paused']);
-    expect(controls.node.querySelector('.sl-text')!.textContent).toBe('a <b> · step 3');
+    const shown = ['.sl-title', '.sl-text'].map(part => controls.node.querySelector(part)!.textContent);
+    expect(shown).toEqual(['● pauseda <b>', '· step 3']);
   });
 });
 
@@ -246,6 +264,20 @@ describe('a kernel that is restarted', () => {
     }
     expect(told).toEqual([0, 1]);
   });
+});
+
+it('has no axes of nothing before the first step', () => {
+  const page = { family: '', ink: '#111', line: '#222', card: '#333' };
+  const figure = (...x: number[]) => ({
+    data: [{ name: 'loss', x: Float32Array.from(x), y: Float32Array.from(x) }],
+    layout: layout('loss')
+  });
+  const [empty, measured] = [inked(figure(), page).layout, inked(figure(1), page).layout];
+  expect([empty.xaxis['visible'], empty.annotations.map(({ text }) => text)]).toEqual([
+    false,
+    ['begins with the first step']
+  ]);
+  expect([measured.xaxis['visible'], measured.annotations]).toEqual([true, []]);
 });
 
 it('knows a dark page', () => {

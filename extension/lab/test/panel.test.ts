@@ -243,8 +243,8 @@ test('an open cluster shows its ranks and their memory; one that vanished says s
   await page.hear({ all_clusters: [makeCluster()] });
   const shown = [...document.querySelectorAll('tbody tr')].map(row => [...row.children].map(cell => cell.textContent));
   expect(shown).toEqual([
-    ['0–1', 'cpu', 'idle', '300–301 MiB'],
-    ['2', 'cpu', 'dead', '302 MiB']
+    ['0–1', 'cpu', 'idle', '300–301\u00a0MiB'],
+    ['2', 'cpu', 'dead', '302\u00a0MiB']
   ]);
   expect(document.querySelector('.sl-bar')?.getAttribute('aria-label')).toBe(
     'rank 0, device: 1.5 GiB of 16.0 GiB; parameters 1.0 GiB, gradients 512 MiB'
@@ -307,7 +307,7 @@ test('the loss is drawn, and told in words', async () => {
   open();
   await page.hear({ all_runs: [makeRun()], runs: [makeNews({ records: makeRecords(1, 4), status: makeRun() })] });
   expect(document.querySelector('.sl-spark')?.getAttribute('aria-label')).toBe(
-    'loss 1.000 at step 1, 0.2500 at step 4'
+    'smoothed loss 1.000 at step 1, 0.2500 at step 4'
   );
   expect(
     pathOf([

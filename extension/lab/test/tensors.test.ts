@@ -67,8 +67,8 @@ describe('the tensors in a segment', () => {
     expect(text(panel, 'strong')).toBe('optimizer moments of rank 1, device: 2.5 KiB in 2 tensors');
     expect(text(panel, 'p')).toBe('16 B more are padding. Measured at step 7.');
     expect([...panel.node.querySelectorAll('tbody tr')].map(line => line.textContent)).toEqual([
-      'largeblocks.0moments4×2all of itrank 0float32, partitioned2.0 KiB',
-      'smallblocks.0moments4×2all of itrank 0float32, partitioned512 B'
+      'large2.0 KiBblocks.0moments4×2all of itrank 0float32, partitioned',
+      'small512 Bblocks.0moments4×2all of itrank 0float32, partitioned'
     ]);
     const [, holds] = panel.node.querySelectorAll('select');
     holds!.value = 'activations';
@@ -133,6 +133,24 @@ describe('a kernel that is asked for tensors', () => {
 
   beforeEach(() => jest.useFakeTimers());
   afterEach(() => jest.useRealTimers());
+
+  it('that has a problem, or ends, keeps nobody waiting', async () => {
+    const source = new ModelSource(model, 'v');
+    const problems: string[] = [];
+    source.start({ onMessage: () => {}, onProblem: text => void problems.push(text) });
+    const tell = (text: string) =>
+      (handlers.get('msg:custom') as (message: unknown) => void)({ type: 'Problem', version: 1, text });
+    const refused = expect(source.tensors(MOMENTS)).rejects.toThrow('the run cannot be read');
+    tell('');
+    tell('the run cannot be read');
+    await refused;
+    expect([problems, jest.getTimerCount()]).toEqual([['', 'the run cannot be read'], 1]); // The sign of life stays.
+    const ended = expect(source.tensors(MOMENTS)).rejects.toThrow('was restarted');
+    handlers.get('comm_live_update')!();
+    await ended;
+    source.close();
+    expect(jest.getTimerCount()).toBe(0);
+  });
 
   it('is answered by the segment, and one that is busy is told of', async () => {
     const source = new ModelSource(model, 'v');

@@ -21,6 +21,13 @@ export class Chips {
     this.node.append(this.all, this.told);
   }
 
+  /** In the place of what is hidden, where that came from before. */
+  hide(numbers: readonly number[]): void {
+    this.hidden.clear();
+    for (const number of numbers) this.hidden.add(number);
+    this.mark();
+  }
+
   show(runs: readonly ComparedRun[], dark: boolean): void {
     runs.forEach((run, number) => {
       const chip = (this.chips[number] ??= this.made(number));

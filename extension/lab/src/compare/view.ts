@@ -10,6 +10,7 @@ import type { Source, Taker } from '../dashboard/source';
 import { TableView } from '../dashboard/tables';
 import type { ComparedRow } from '../messages';
 import { Chips } from './chips';
+import type { HiddenRuns } from './hidden';
 import { figureOf, labelOf } from './shown';
 
 const CARDS = ['loss', 'throughput', 'memory', 'anatomy'];
@@ -21,7 +22,8 @@ export class CompareView implements Taker {
 
   constructor(
     private readonly source: Pick<Source, 'start' | 'ask' | 'close'>,
-    load: () => Promise<Plotly>
+    load: () => Promise<Plotly>,
+    private readonly memory?: HiddenRuns
   ) {
     const tools = element('span', { class: 'sl-tools', role: 'toolbar', 'aria-label': 'pictures' });
     for (const kind of ['png', 'svg'] as const) {
@@ -40,6 +42,7 @@ export class CompareView implements Taker {
     this.sizes.observe(this.grid);
     this.source.start(this);
     this.source.ask({ watching: true });
+    void this.memory?.recall().then(hidden => this.recalled(hidden));
     load().then(
       plotly => {
         this.plotly = plotly;
@@ -71,6 +74,19 @@ export class CompareView implements Taker {
 
   onProblem(text: string): void {
     if (this.note.textContent !== text) this.note.textContent = text;
+  }
+
+  /** What was hidden before the page was loaded, unless a person has been quicker. */
+  private recalled(hidden: readonly number[]): void {
+    if (this.gone || this.chosen || !hidden.length) return;
+    this.chips.hide(hidden);
+    this.changed(CARDS);
+  }
+
+  private choose(): void {
+    this.chosen = true;
+    this.memory?.keep([...this.chips.hidden]);
+    this.changed(CARDS);
   }
 
   private changed(names: string[]): void {
@@ -146,7 +162,7 @@ export class CompareView implements Taker {
     }
   }
 
-  private readonly chips = new Chips(() => this.changed(CARDS));
+  private readonly chips = new Chips(() => this.choose());
   private readonly note = element('div', { class: 'sl-note', role: 'alert' }, 'Loading runs …');
   private readonly plots: Record<string, Plotted> = Object.fromEntries(
     CARDS.map(name => [name, element('div', { class: 'sl-plot', 'data-plot': name, role: 'figure' })])
@@ -162,6 +178,8 @@ export class CompareView implements Taker {
   private readonly sight: Sight;
   private plotly: Plotly | null = null;
   private seen = true;
+  /** Whether a person has hidden a run, or shown one again. */
+  private chosen = false;
   private gone = false;
   private quietUntil = 0;
   private timer: ReturnType<typeof setTimeout> | undefined;

@@ -1,4 +1,4 @@
-import type { Figure, Layout } from './figures';
+import type { Axis, Figure, Layout } from './figures';
 
 /** The colours, and the letters, of the place that a figure is drawn in. */
 export interface Colours {
@@ -22,13 +22,22 @@ export function isDark(colour: string): boolean {
   return 0.299 * red + 0.587 * green + 0.114 * blue < 128;
 }
 
+/** In the place of axes that would count from -1 to 6, of nothing. */
+const UNMEASURED = {
+  showlegend: false,
+  shapes: [],
+  annotations: [{ text: 'begins with the first step', x: 0.5, y: 0.5, xref: 'paper', yref: 'paper', showarrow: false }]
+};
+
 /** The figure in these colours: what Python calls "ink" is drawn in that of the text. */
 export function inked({ data, layout }: Figure, { family, ink, line, card }: Colours): Figure {
   const axes = Object.keys(layout).filter(key => /^[xy]axis/.test(key));
-  const coloured = axes.map(key => [
-    key,
-    { ...(layout[key] as object), gridcolor: line, linecolor: line, zerolinecolor: line }
-  ]);
+  const visible = data.some(trace => trace.x.length > 0);
+  const coloured = axes.map(key => {
+    const axis = layout[key] as Axis;
+    const title = axis.title && { title: { ...axis.title, font: { size: 12 } } };
+    return [key, { ...axis, ...title, visible, gridcolor: line, linecolor: line, zerolinecolor: line }];
+  });
   const inkedData = data.map(trace => {
     if (trace.meta !== 'ink') return trace;
     const marker = trace.marker && { marker: { ...trace.marker, color: ink } };
@@ -45,5 +54,5 @@ export function inked({ data, layout }: Figure, { family, ink, line, card }: Col
       shape.name === 'ink' ? { ...shape, line: { ...shape.line, color: ink } } : shape
     )
   };
-  return { data: inkedData, layout: inkedLayout };
+  return { data: inkedData, layout: visible ? inkedLayout : { ...inkedLayout, ...UNMEASURED } };
 }

@@ -1,4 +1,5 @@
 import { element, OWN_KEYS } from './dom';
+import { factNodes } from '../facts';
 import { SMOOTHING, SMOOTHINGS } from '../messages';
 import type { HeadLine } from '../messages';
 
@@ -18,7 +19,7 @@ export function smoothingText(share: number): string {
 export type Switch = keyof typeof SWITCHES;
 export type Picture = keyof typeof PICTURES;
 
-/** The line above the plots: what the run does, its state, and buttons. */
+/** The lines above the plots: what the run does, its state, and buttons. */
 export class Controls {
   readonly node: HTMLElement;
   onPress: (name: Switch) => void = () => {};
@@ -50,8 +51,8 @@ export class Controls {
     });
     tools.append(element('label', { class: 'sl-smoothing' }, 'smoothing ', this.smoothing, this.smoothed));
     this.showSmoothing();
-    const line = element('span', { class: 'sl-line' }, this.text, this.state);
-    this.node = element('div', { class: 'sl-head' }, line, this.told, tools);
+    const title = element('span', { class: 'sl-title' }, this.state, this.name);
+    this.node = element('div', { class: 'sl-head' }, title, this.told, tools, this.text);
   }
 
   isOn(name: Switch): boolean {
@@ -67,10 +68,11 @@ export class Controls {
   }
 
   show({ text, state, mark }: HeadLine): void {
-    if (this.text.textContent !== text) {
-      // A number stays in one line with its unit; only the name, which may be long, is broken anywhere.
+    if (this.shown !== text) {
+      this.shown = text;
       const [name = '', ...parts] = text.split(' · ');
-      this.text.replaceChildren(name, ...parts.flatMap(part => [' · ', element('span', {}, part)]));
+      if (this.name.textContent !== name) this.name.textContent = name;
+      this.facts.replaceChildren(...factNodes(parts));
     }
     if (this.state.dataset['state'] === state) return;
     this.state.dataset['state'] = state;
@@ -99,7 +101,10 @@ export class Controls {
   });
   private readonly smoothed = element('span', { 'aria-hidden': 'true' });
   private readonly buttons = new Map<Switch, HTMLButtonElement>();
-  private readonly text = element('span', { class: 'sl-text' });
+  private shown = '';
+  private readonly name = element('span', { class: 'sl-title-name' });
+  private readonly facts = element('span', { class: 'sl-dotted' });
+  private readonly text = element('div', { class: 'sl-text' }, this.facts);
   private readonly state = element('span', { class: 'sl-state' });
   private readonly told = element('span', { class: 'sl-told', role: 'status' });
 }

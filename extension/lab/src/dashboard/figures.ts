@@ -80,9 +80,10 @@ function floats(buffer: Buffer | undefined): Float32Array {
   return new Float32Array(buffer.buffer.slice(buffer.byteOffset, buffer.byteOffset + buffer.byteLength) as ArrayBuffer);
 }
 
-/** Text for plotly, which makes markup of it: only what our own figures use of that stays markup. */
+/** Text for plotly, which makes markup of it: only what our own figures use of that stays markup. A quote, which
+ * Python escapes, is a quote: plotly does not know its name. */
 export function harmless(text: string): string {
-  return text.replace(/<(?!(br|\/?b|\/?extra)>)/g, '&lt;');
+  return text.replace(/<(?!(br|\/?b|\/?extra)>)/g, '&lt;').replace(/&quot;/g, '"');
 }
 
 const ENTITIES: Record<string, string> = { lt: '<', gt: '>', quot: '"', amp: '&', '#x27': "'", '#39': "'" };

@@ -62,11 +62,11 @@ export class ModelSource implements Source {
   tensors(part: Part): Promise<Tensors> {
     if (this.gone) return Promise.reject(new Error(GONE));
     return new Promise((found, failed) => {
-      const waiter = { part, found, timer: setTimeout(() => leave(), ANSWER_MS) };
-      const leave = () => {
+      const timer = setTimeout(() => {
         this.waiters.delete(waiter);
         failed(new Error('The kernel does not answer: a cell may keep it busy. Choose the segment again.'));
-      };
+      }, ANSWER_MS);
+      const waiter = { part, found, failed, timer };
       this.waiters.add(waiter);
       const segment: Segment = { type: 'Segment', version: VERSION, ...part };
       this.model.send(segment);
@@ -83,8 +83,18 @@ export class ModelSource implements Source {
     }
   }
 
+  /** Nobody waits for tensors any longer: they are told why. */
+  private refuse(text: string): void {
+    const waiting = [...this.waiters];
+    this.waiters.clear();
+    for (const { timer, failed } of waiting) {
+      clearTimeout(timer);
+      failed(new Error(text));
+    }
+  }
+
   close(): void {
-    for (const { timer } of this.waiters) clearTimeout(timer);
+    this.refuse('The dashboard was closed.');
     clearInterval(this.alive);
     this.say({ watching: false });
     this.model.off('change:keyframe', this.onKeyframe);
@@ -109,19 +119,27 @@ export class ModelSource implements Source {
   private readonly onMessage = (message: Changes | Problem | Tensors, buffers: Buffer[]): void => {
     this.gone = false;
     if (message.type === 'Tensors') this.answer(message);
-    else if (message.type === 'Problem') this.taker?.onProblem(message.text);
+    else if (message.type === 'Problem') this.onProblem(message.text);
     else this.taker?.onMessage(message, buffers);
   };
+
+  /** It does not tell of which question it is, or whether of any; '' is that an earlier one is over. */
+  private onProblem(text: string): void {
+    if (text) this.refuse(text);
+    this.taker?.onProblem(text);
+  }
 
   private readonly onGone = (): void => {
     if (this.gone) return;
     this.gone = true;
+    this.refuse(GONE);
     this.taker?.onProblem(GONE);
   };
 
   private readonly waiters = new Set<{
     part: Part;
     found: (told: Tensors) => void;
+    failed: (why: Error) => void;
     timer: ReturnType<typeof setTimeout>;
   }>();
   private taker: Taker | null = null;

@@ -3,6 +3,7 @@ import { URLExt } from '@jupyterlab/coreutils';
 import { IRenderMimeRegistry } from '@jupyterlab/rendermime';
 import type { IRenderMime } from '@jupyterlab/rendermime-interfaces';
 import { ServerConnection } from '@jupyterlab/services';
+import { IStateDB } from '@jupyterlab/statedb';
 import { PanelLayout, Widget } from '@lumino/widgets';
 
 import { ComparedDashboard } from '../compare/widget';
@@ -27,7 +28,8 @@ function runsIn(told: unknown): string[] {
 class RunRenderer extends Widget implements IRenderMime.IRenderer {
   constructor(
     private readonly registry: IRenderMimeRegistry,
-    private readonly settings: ServerConnection.ISettings
+    private readonly settings: ServerConnection.ISettings,
+    private readonly state: IStateDB | null
   ) {
     super({ node: document.createElement('div') });
     this.layout = new PanelLayout();
@@ -45,7 +47,7 @@ class RunRenderer extends Widget implements IRenderMime.IRenderer {
     if (this.isDisposed || this.run !== run) return;
     for (const widget of [...(this.layout as PanelLayout).widgets]) widget.dispose();
     const serverSettings = this.settings;
-    if (status === 200 && runs.length > 1) this.add(new ComparedDashboard({ runs, serverSettings }));
+    if (status === 200 && runs.length > 1) this.add(new ComparedDashboard({ runs, serverSettings, state: this.state }));
     else if (status === 200) this.add(new RunDashboard({ run, serverSettings }));
     else await this.renderOther(model, status === GONE);
   }
@@ -82,9 +84,10 @@ export const renderer: JupyterFrontEndPlugin<void> = {
   description: "Shows a run in a notebook's output, live through the Jupyter server.",
   autoStart: true,
   requires: [IRenderMimeRegistry],
-  activate: (app: JupyterFrontEnd, registry: IRenderMimeRegistry) => {
+  optional: [IStateDB],
+  activate: (app: JupyterFrontEnd, registry: IRenderMimeRegistry, state: IStateDB | null) => {
     const { serverSettings } = app.serviceManager;
-    const createRenderer = () => new RunRenderer(registry, serverSettings);
+    const createRenderer = () => new RunRenderer(registry, serverSettings, state);
     registry.addFactory({ safe: true, mimeTypes: [MIME_TYPE], createRenderer }, RANK);
   }
 };

@@ -11,9 +11,26 @@ export interface Table {
 
 const MOST_STEPS = 12;
 
-function number(value: number | undefined): string {
-  if (value === undefined) return '';
-  return Number.isFinite(value) ? value.toLocaleString(undefined, { maximumSignificantDigits: 5 }) : '–';
+const DIGITS = 5;
+
+/** A column of numbers, with as many decimals in each as its largest needs for five digits: points stand below each
+ * other. */
+function column(values: readonly (number | undefined)[]): string[] {
+  const told = values.filter(value => value !== undefined && Number.isFinite(value)).map(Number);
+  const most = Math.max(0, ...told.map(Math.abs));
+  const whole = most > 0 ? Math.floor(Math.log10(most)) + 1 : 1;
+  const digits = told.every(Number.isInteger) ? 0 : Math.min(12, Math.max(0, DIGITS - whole));
+  const places = { minimumFractionDigits: digits, maximumFractionDigits: digits };
+  return values.map(value => {
+    if (value === undefined) return '';
+    return Number.isFinite(value) ? value.toLocaleString(undefined, places) : '–';
+  });
+}
+
+/** Rows of names and of columns beside them. */
+function rowsOf(names: readonly string[], columns: readonly (readonly (number | undefined)[])[]): Table['rows'] {
+  const texts = columns.map(column);
+  return names.map((name, row) => [name, ...texts.map(column => column[row] ?? '')]);
 }
 
 const numbers = (values: Float32Array | string[]): number[] => [...values].map(Number);
@@ -27,7 +44,7 @@ export function tableOf({ data, layout }: Figure): Table {
   }
   const unit = plainText(layout.yaxis.title?.text ?? '');
   const told = layout.xaxis.type === 'category' ? byCategory(data) : bySteps(data, layout);
-  return { title: unit && unit !== title ? `${title} (${unit})` : title, ...told };
+  return { title: unit && !title.endsWith(unit) ? `${title} (${unit})` : title, ...told };
 }
 
 type Body = Omit<Table, 'title'>;
@@ -36,20 +53,20 @@ type Body = Omit<Table, 'title'>;
 function byCategory(data: Trace[]): Body {
   const names = [...(data[0]?.x ?? [])].map(name => plainText(String(name)));
   const bars = [...names.keys()].filter(i => names[i]?.trim()); // A gap between hosts has no name.
-  const heights = (trace: Trace) => bars.map(i => number(Number(trace.y[i])));
-  const rows = data.map((trace): [string, ...string[]] => [plainText(trace.name), ...heights(trace)]);
-  const sums = bars.map(i => data.reduce((sum, trace) => sum + Number(trace.y[i] ?? 0), 0));
-  return { columns: ['', ...bars.map(i => names[i] ?? '')], rows: [...rows, ['sum', ...sums.map(number)]] };
+  const columns = bars.map(bar => {
+    const heights = data.map(trace => Number(trace.y[bar]));
+    return [...heights, heights.reduce((sum, height) => sum + height, 0)];
+  });
+  const rows = rowsOf([...data.map(trace => plainText(trace.name)), 'sum'], columns);
+  return { columns: ['', ...bars.map(i => names[i] ?? '')], rows };
 }
 
 /** A row for each rank: what it did took so long, all micro-batches together. */
 function byLane(data: Trace[], lanes: string[]): Body {
   const sum = (trace: Trace, lane: number) =>
     numbers(trace.x).reduce((all, length, i) => (Number(trace.y[i]) === lane ? all + length : all), 0);
-  const rows = lanes.map((name, lane): [string, ...string[]] => [
-    plainText(name),
-    ...data.map(trace => number(sum(trace, lane)))
-  ]);
+  const columns = data.map(trace => lanes.map((_, lane) => sum(trace, lane)));
+  const rows = rowsOf(lanes.map(plainText), columns);
   return { columns: ['', ...data.map(trace => plainText(trace.name))], rows };
 }
 
@@ -66,10 +83,9 @@ function bySteps(traces: Trace[], layout: Layout): Body {
     const index = numbers(trace.x).lastIndexOf(step);
     return index < 0 ? undefined : Number(trace.y[index]);
   };
-  const rows = steps.map((step): [string, ...string[]] => [
-    Number.isInteger(step) ? String(step) : number(step),
-    ...data.map(trace => number(at(trace, step)))
-  ]);
+  const named = steps.every(Number.isInteger) ? steps.map(String) : column(steps);
+  const columns = data.map(trace => steps.map(step => at(trace, step)));
+  const rows = rowsOf(named, columns);
   return { columns: [plainText(layout.xaxis.title?.text ?? '') || 'step', ...names], rows };
 }
 

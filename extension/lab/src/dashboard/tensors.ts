@@ -14,7 +14,7 @@ export interface BarsMeta {
   ranks: number[];
 }
 
-const COLUMNS = ['tensor', 'unit', 'state', 'shape', 'elements here', 'owner', 'kept as', 'bytes'] as const;
+const COLUMNS = ['tensor', 'bytes', 'unit', 'state', 'shape', 'elements here', 'owner', 'kept as'] as const;
 
 /** The segment that a person has clicked: of which bar, and of which trace; null for a gap or another figure. */
 export function partAt(meta: unknown, bar: number, category: unknown): Part | null {
@@ -23,7 +23,7 @@ export function partAt(meta: unknown, bar: number, category: unknown): Part | nu
   return { rank, category, place };
 }
 
-/** The tensors in a segment, below the figures. It is chosen by a click, or by its own lists. */
+/** The tensors in a segment. It is chosen by a click, or by its own lists. */
 export class TensorPanel {
   readonly node: HTMLElement;
   onClose: () => void = () => {};
@@ -138,7 +138,7 @@ export class TensorPanel {
 }
 
 function line(row: TensorRow): HTMLElement {
-  const words = [row.unit, row.state, row.shape, row.here, row.owner, row.form, bytesText(row.bytes)];
+  const words = [bytesText(row.bytes), row.unit, row.state, row.shape, row.here, row.owner, row.form];
   const name = element('th', { scope: 'row', title: row.name }, row.name);
   return element('tr', {}, name, ...words.map(text => element('td', { title: text }, text)));
 }

@@ -38,14 +38,15 @@ export class DashboardView implements Taker {
     this.tables.hidden = true;
     this.node = element('div', { class: 'speedlab-dash', role: 'region', 'aria-label': 'run' });
     this.tensors = new TensorPanel(part => this.source.tensors(part));
-    this.node.append(this.controls.node, this.note, this.grid, this.tables, this.tensors.node);
+    this.node.append(this.controls.node, this.note, this.grid, this.tables);
+    this.placeTensors();
     this.connect();
     this.source.start(this);
     this.source.ask({ watching: true });
     load()
       .then(plotly => this.begin(plotly))
       .catch((error: unknown) => {
-        this.note.textContent = `The plots cannot be drawn (${String(error)}). Reload the page, or run the cell again.`;
+        this.tell(`The plots cannot be drawn (${String(error)}). Reload the page, or run the cell again.`);
       });
   }
 
@@ -155,8 +156,15 @@ export class DashboardView implements Taker {
   private showHead(): void {
     this.controls.show(this.figures.head);
     const loading = this.plotly ? '' : 'Loading plots …';
-    const note = this.problem || loading || this.figures.head.note;
-    if (this.note.textContent !== note) this.note.textContent = note;
+    this.tell(this.problem || loading || this.figures.head.note);
+  }
+
+  private tell(note: string): void {
+    if (this.note.textContent === note) return;
+    this.note.textContent = note;
+    // One that scrolls is scrolled by keys, too.
+    if (this.note.scrollHeight > this.note.clientHeight) this.note.tabIndex = 0;
+    else this.note.removeAttribute('tabindex');
   }
 
   // What the person does
@@ -171,6 +179,7 @@ export class DashboardView implements Taker {
       this.chosen ||= name === 'states';
       this.grid.hidden = this.controls.isOn('table');
       this.tables.hidden = !this.grid.hidden;
+      this.placeTensors();
       this.changed(this.cards());
     };
     this.controls.onSmooth = share => {
@@ -186,6 +195,12 @@ export class DashboardView implements Taker {
     this.sizes.observe(this.grid);
   }
 
+  /** Below the bars that are clicked, which stay where they are; above the numbers, which have none. */
+  private placeTensors(): void {
+    if (this.grid.hidden) this.tables.before(this.tensors.node);
+    else this.plot('memory').after(this.tensors.node);
+  }
+
   private async savePicture(kind: 'png' | 'svg'): Promise<void> {
     if (!this.plotly || this.figures.seq < 0) return;
     const { head } = this.figures;
@@ -197,7 +212,7 @@ export class DashboardView implements Taker {
       const picture = await (kind === 'png' ? pngPicture : svgPicture)(this.plotly, figures, title);
       save(picture, `${name}.${kind}`);
     } catch (error) {
-      this.note.textContent = `The picture could not be made: ${String(error)}`;
+      this.tell(`The picture could not be made: ${String(error)}`);
     }
   }
 

@@ -114,12 +114,14 @@ export function alike(ranks: readonly Rank[]): { ranks: Rank[]; device: string; 
   return [...groups.values()];
 }
 
-/** '643–650 MiB', '0.9 GiB–1.2 GiB', or one number where both read alike. */
+const NO_BREAK = '\u00a0';
+
+/** '643–650 MiB', '0.9 GiB–1.2 GiB', or one number where both read alike; a line breaks after the dash alone. */
 function spanText(low: number, high: number): string {
-  const [least, most] = [bytesText(low), bytesText(high)];
-  const [number, unit] = least.split(' ');
+  const [least, most] = [low, high].map(bytes => bytesText(bytes).replace(' ', NO_BREAK)) as [string, string];
+  const [number, unit] = least.split(NO_BREAK);
   if (least === most) return most;
-  return unit === most.split(' ')[1] ? `${number}–${most}` : `${least}–${most}`;
+  return unit === most.split(NO_BREAK)[1] ? `${number}–${most}` : `${least}–${most}`;
 }
 
 function ranksCaption(cluster: ClusterSummary): HTMLElement {

@@ -101,7 +101,7 @@ export const panel: JupyterFrontEndPlugin<void> = {
     const openDashboard = (id: string, name: string) =>
       open(dashboards, { kind: 'runs', id, name }, name, () => {
         const runs = id.split(',');
-        if (runs.length > 1) return new ComparedDashboard({ runs, serverSettings: server });
+        if (runs.length > 1) return new ComparedDashboard({ runs, serverSettings: server, state: stateDB });
         return new RunDashboard({ run: id, serverSettings: server });
       });
 

@@ -1,6 +1,7 @@
 // What rows of the panel have in common: a button that opens them, keys that go from one to the next, problems in place.
 
 import { element, setAttributes, setShown, setText } from '../dom';
+import { factNodes } from '../facts';
 import type { Icon } from '../icons';
 import { icon } from '../icons';
 import type { Look } from '../states';
@@ -26,7 +27,10 @@ export class RowHead {
     setText(this.name, name);
     setText(this.word, `, ${look.word}, `);
     setText(this.unit, unit);
-    setText(this.facts, breakable(facts));
+    if (this.told !== facts) {
+      this.told = facts;
+      this.dotted.replaceChildren(...factNodes(facts ? facts.split(' · ') : []));
+    }
     setAttributes(this.node, {
       'aria-expanded': String(open),
       title: `${name} · ${look.word}${facts && ` · ${unit}${facts}`}`
@@ -38,19 +42,14 @@ export class RowHead {
   }
 
   private shown = '';
+  private told = '';
   private readonly glyph = element('span', { class: 'sl-glyph' });
   private readonly name = element('span', { class: 'sl-name' });
   private readonly word = element('span', { class: 'sl-unseen' });
   private readonly unit = element('span', { class: 'sl-unseen' });
-  private readonly facts = element('span', { class: 'sl-facts' });
+  private readonly dotted = element('span', { class: 'sl-dotted' });
+  private readonly facts = element('span', { class: 'sl-facts' }, this.dotted);
 }
-
-/** Lines break between facts and not within a short one. */
-const breakable = (facts: string): string =>
-  facts
-    .split(' · ')
-    .map(fact => (fact.length < 24 ? fact.replaceAll(' ', '\u00a0') : fact))
-    .join('\u00a0· ');
 
 /** Text that says what is wrong, where it is wrong; nothing while it is empty. */
 export class ProblemText {

@@ -57,9 +57,9 @@ export class Sparkline {
     setAttributes(this.line, { d: pathOf(points) });
     this.ends.replaceChildren(
       element('span', {}, lossText(first[1])),
-      element('span', {}, `loss ${lossText(last[1])}`)
+      element('span', {}, `${lossText(last[1])} smoothed`)
     );
-    const text = `loss ${lossText(first[1])} at step ${wholeText(first[0])}, ${lossText(last[1])} at step ${wholeText(last[0])}`;
+    const text = `smoothed loss ${lossText(first[1])} at step ${wholeText(first[0])}, ${lossText(last[1])} at step ${wholeText(last[0])}`;
     setAttributes(this.node, { 'aria-label': text, title: text });
   }
 
