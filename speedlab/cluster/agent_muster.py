@@ -80,7 +80,7 @@ class Muster:
         self.forget_new()
         self.launching.again(host, self.order())
         deadline = time.monotonic() + REGISTER_SECONDS
-        while not (came := [who for who in self.new() if who["host"] == host]):
+        while not (came := [who for who in self.new(strays=True) if who["host"] == host]):
             self.launching.progress()
             if time.monotonic() > deadline:
                 late = f"{host} did not come back within {REGISTER_SECONDS:g} s"
@@ -98,14 +98,17 @@ class Muster:
         self._known |= found
         return found
 
-    def new(self) -> list[dict[str, Any]]:
-        """The agents among these, as `agent_tasks.who` describes them, with `engine_id`. One that does not answer, as
-        an engine that a supervisor before has left and that is ending, is asked again as long as it is there."""
+    def new(self, *, strays: bool) -> list[dict[str, Any]]:
+        """The agents among these, as `agent_tasks.who` describes them, with `engine_id`. `strays`: there may be engines
+        of a supervisor before, which are ending; what does not answer is then asked again as long as it is there. Else
+        raises HostLost for it."""
         found = []
         for engine_id in sorted(self.new_ids()):
             try:
                 who = self.calls.ask(engine_id, f"engine {engine_id}", agent_tasks.who)
             except HostLost:
+                if not strays:
+                    raise
                 self._known.discard(engine_id)
                 continue
             if who["agent"]:
@@ -133,7 +136,7 @@ class Muster:
                     f"only {len(came)} of {count} agents came within {REGISTER_SECONDS:g} s"
                     + (f"; none of {', '.join(absent)}" if absent else "")
                 )
-            came += self.new()
+            came += self.new(strays=False)
             time.sleep(_POLL_SECONDS)
         return came
 

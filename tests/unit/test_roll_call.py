@@ -95,12 +95,16 @@ def test_an_agent_is_waited_for_whatever_else_registers(home: Home) -> None:
     muster = Muster(home, client, SimpleNamespace(), "token", "cpu", "")  # type: ignore[arg-type]  # it launches nothing
     muster.calls = SimpleNamespace(ask=ask)  # type: ignore[assignment]
     client.ids = there
-    assert muster.new() == []
+    assert muster.new(strays=True) == []
     client.ids = [4]  # The hub has given up the other one.
-    assert muster.new() == []
-    assert muster.new() == [{"agent": True, "host": "gpu-2", "engine_id": 4}]
+    assert muster.new(strays=True) == []
+    assert muster.new(strays=True) == [{"agent": True, "host": "gpu-2", "engine_id": 4}]
     assert muster.came == {"gpu-2": 4}
-    assert muster.new() == []
+    assert muster.new(strays=True) == []
+    client.ids = [4, 5]  # At the first start there is nobody else: an agent that ends is told at once.
+    answers[5] = [HostLost("engine 5 is lost")]
+    with pytest.raises(HostLost, match="engine 5 is lost"):
+        muster.new(strays=False)
 
 
 def test_an_agent_that_ends_before_it_answers_is_a_lost_host(engines: dict[int, Engine]) -> None:
