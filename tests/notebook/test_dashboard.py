@@ -209,6 +209,29 @@ def test_a_step_costs_a_few_hundred_bytes():
     assert page.take(*drawing.tick(RUNNING)) < 1400
 
 
+def test_bars_of_memory_come_when_a_ledger_has_changed():
+    ledger = Ledger(parameters=20 * MIB, capacity_bytes=100 * MIB)
+    history, records = History(), {rank: [record(1, rank, ledger=ledger)] for rank in (0, 1)}
+    history.update(records, [])
+    drawing = Drawing(history, name="sample", clock=itertools.count().__next__)
+    page = Page(*drawing.keyframe(RUNNING))
+
+    def sent(step: int, ledger: Ledger) -> list[str]:
+        for rank in records:
+            records[rank].append(record(step, rank, ledger=ledger))
+        history.update(records, [])
+        message, buffers = drawing.tick(RUNNING)
+        page.take(message, buffers)
+        return [part["figure"] for part in message["parts"] if part["part"] == "bars"]
+
+    assert sent(2, replace(ledger)) == ["ranks"]
+    less = replace(ledger, parameters=10 * MIB)
+    assert sent(3, less) == ["memory", "states", "ranks"]
+    assert sent(4, less) == ["ranks"]
+    whole = Page(*Drawing(History.of(records), name="sample").keyframe(RUNNING))
+    assert comparable(page.figures) == comparable(whole.figures)
+
+
 def test_nothing_new_is_not_sent():
     drawing = Drawing(History.of({0: [record(1)]}), name="sample")
     drawing.keyframe(RUNNING)
