@@ -327,7 +327,7 @@ class Drawing:
         cut = Cut(stride(length, limit), 0, closed, self._smoothing)
         self._curves[name] = _Drawn(
             size=cut.size,
-            traces=len(values_of(self.history, cut)),
+            traces=len(values_of(self.history, replace(cut, first=length // cut.size))),  # How many: of no bucket.
             buckets=length // cut.size,
             length=length,
             open_end=closed and length % cut.size != 0,

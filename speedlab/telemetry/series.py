@@ -71,8 +71,8 @@ class _Smoothing:
         """Sum of values, sum of their weights, and the first by the second, by step."""
 
     def of(self, values: np.ndarray) -> np.ndarray:
-        """(length,) of (length,) values; what is no finite number leaves the curve as it was. Takes as long as there are
-        values that nobody has asked for yet."""
+        """(length,) of (length,) values; what is no finite number leaves the curve as it was. Takes as long as there
+        are values that nobody has asked for yet."""
         known, length = self._known, len(values)
         if known < length:
             while length > self._rows.shape[1]:
@@ -339,13 +339,19 @@ def bucket_extremes(
     """(x, y) with each bucket's lowest and highest point in their order, so that a spike is never averaged away."""
     if size == 1:
         return x[first:], y[first:]
-    end = len(y) if closed else len(y) // size * size
-    picks: list[int] = []
-    for start in range(first * size, end, size):
-        part = y[start : min(start + size, end)]
-        if np.isnan(part).all():
-            picks.append(start)
-            continue
-        low, high = int(np.nanargmin(part)), int(np.nanargmax(part))
-        picks += [start + i for i in sorted({low, high})]
-    return x[picks], y[picks]
+    start, end = first * size, len(y) // size * size
+    picks = [_extremes(y[start:end].reshape(-1, size)) + start]
+    if closed and len(rest := y[max(start, end) :]):
+        picks.append(_extremes(rest.reshape(1, -1)) + end)
+    chosen = np.concatenate(picks)
+    return x[chosen], y[chosen]
+
+
+def _extremes(rows: np.ndarray) -> np.ndarray:
+    """Places in `rows.ravel()` of each row's lowest and highest value, in their order; one where they are the same."""
+    unknown = np.isnan(rows)
+    lowest = np.where(unknown, np.inf, rows).argmin(axis=1)
+    highest = np.where(unknown, -np.inf, rows).argmax(axis=1)
+    both = np.sort(np.stack([lowest, highest], axis=1), axis=1)
+    wanted = np.stack([np.ones(len(rows), dtype=bool), lowest != highest], axis=1)
+    return (both + rows.shape[1] * np.arange(len(rows))[:, None])[wanted]
