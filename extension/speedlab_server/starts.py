@@ -60,7 +60,9 @@ class Starts:
                 text=True,
                 errors="replace",
                 cwd=self._folder,
-                env=os.environ | place.environment,
+                # Not the modules of the server's root, which may be others' to write: neither `speedlab start`, nor the
+                # supervisor and the engines behind it.
+                env=os.environ | place.environment | {"PYTHONSAFEPATH": "1"},
                 start_new_session=True,  # A Ctrl-C for the server is none for the engines.
             )
             start = self._starts[name] = _Start(process)

@@ -18,7 +18,7 @@ from speedlab_server import messages as m
 from speedlab_server.live import Page
 from speedlab_server.live_output import WatchedOutput
 from speedlab_server.output import MOST_BYTES, MOST_RANKS, files_of, output_of
-from speedlab_server.places import OWN, Place, able, candidates, place_of
+from speedlab_server.places import OWN, Place, Pythons, candidates, place_of
 from speedlab_server.problems import QuestionError, UnknownError, told
 from speedlab_server.starts import MOST_AT_ONCE, Starts
 from speedlab_server.typescript import typescript
@@ -199,17 +199,48 @@ def test_pythons_that_can_start_a_cluster(tmp_path: Path, monkeypatch: pytest.Mo
         Place("kernel-big", "Big", sys.executable, {"NUMBER": "1", "WORD": "a:mine:$"}),
     ]
     lacks = Place("kernel-lacks", "without SpeedLab", sys.executable, {"PYTHONPATH": "/no", "PYTHONHOME": "/no"})
-    assert able([found[0], lacks, Place("kernel-none", "no program", "/no/such/python", {})]) == [found[0]]
+    none = Place("kernel-none", "no program", "/no/such/python", {})
+    assert asyncio.run(Pythons().able([found[0], lacks, none])) == [found[0]]
     # Folders where the server happens to run are no modules of a Python that lacks them.
     for name in ("torch", "ipyparallel", "speedlab"):
         (tmp_path / name).mkdir()
     (tmp_path / "speedlab" / "cli").mkdir()
     monkeypatch.chdir(tmp_path)
     bare = Place("kernel-bare", "only its own modules", made_bare(tmp_path), {"PYTHONPATH": ""})
-    assert able([bare]) == []
+    assert asyncio.run(Pythons().able([bare])) == []
     assert place_of("kernel-big", found) is found[1]
     with pytest.raises(QuestionError, match="there is no Python '/bin/sh' to start a cluster with"):
         place_of("/bin/sh", found)
+
+
+def test_a_python_is_asked_once_until_something_is_installed(tmp_path: Path) -> None:
+    begun, file, own = tmp_path / "begun", tmp_path / "python-counting", tmp_path / "site-packages"
+    own.mkdir()
+    file.write_text(f'#!/bin/sh\necho >> {begun}\nexec {os.path.realpath(sys.executable)} -S "$@"\n')
+    file.chmod(0o700)
+    place = Place("kernel-counting", "counting", str(file), {"PYTHONPATH": str(own)})
+
+    async def looks() -> None:
+        pythons = Pythons()
+
+        async def found() -> tuple[int, int]:
+            able = await pythons.able([place])
+            return len(able), len(begun.read_text())
+
+        # What has just changed may be changing.
+        assert [await found(), await found()] == [(0, 1), (0, 2)]
+        os.utime(file, (1, 1))
+        os.utime(own, (1, 1))
+        assert await asyncio.gather(found(), found()) == [(0, 3)] * 2
+        assert await found() == (0, 3)
+        for name in ("speedlab", "torch", "ipyparallel"):
+            (own / name).mkdir()
+            (own / name / "__init__.py").touch()
+        (own / "speedlab" / "cli.py").touch()
+        os.utime(own, (2, 2))
+        assert [await found(), await found()] == [(1, 4), (1, 4)]
+
+    asyncio.run(looks())
 
 
 def made_bare(folder: Path) -> str:
