@@ -529,8 +529,16 @@ class Changes(Message, kw_only=True):
     buffers: list[int] = []
 
 
+class OwnDrawing(Message, kw_only=True):
+    """From a kernel, of a widget with several views: what is for the one alone that smooths by a share of its own. From
+    then on that view takes no other drawing."""
+
+    view: str
+    drawn: Keyframe | Changes
+
+
 ANSWERS = (
     *(Problem, Clusters, Cluster, Runs, Run, Records, Events, Tensors, Output, Notebook, WordGiven, ClusterWordGiven),
-    *(Places, Tick, Keyframe, Comparison, Changes),
+    *(Places, Tick, Keyframe, Comparison, Changes, OwnDrawing),
 )
 QUESTIONS = (Word, Start, Subscribe, Draw, Segment)

@@ -1,7 +1,7 @@
 """Which Pythons can start a cluster: the server's own, where it has all that engines need, and those of its kernels.
 
-On hubs the server's environment is often not the kernels'. Pages name a place by its id, never by a path. Each Python is
-started once, and asked again when it, or a folder that it imports from, has changed.
+On hubs the server's environment is often not the kernels'. Pages name a place by its id, never by a path. Each
+Python is started once, and asked again when it, or a folder that it imports from, has changed.
 """
 
 from __future__ import annotations

@@ -371,6 +371,14 @@ export interface Changes {
   buffers: number[];
 }
 
+/** From a kernel, of a widget with several views: what is for the one alone that smooths by a share of its own. From then on that view takes no other drawing. */
+export interface OwnDrawing {
+  type: "OwnDrawing";
+  version: number;
+  view: string;
+  drawn: Keyframe | Changes;
+}
+
 /** What a page asks of a run. Numbers and texts in `arguments` are those of the run's own methods. */
 export interface Word {
   word: string;
@@ -431,5 +439,5 @@ export interface Segment {
   place: string;
 }
 
-export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Tensors | Output | Notebook | WordGiven | ClusterWordGiven | Places | Tick | Keyframe | Comparison | Changes;
+export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Tensors | Output | Notebook | WordGiven | ClusterWordGiven | Places | Tick | Keyframe | Comparison | Changes | OwnDrawing;
 export type Question = Word | Start | Subscribe | Draw | Segment;
