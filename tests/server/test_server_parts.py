@@ -7,8 +7,10 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,12 +22,14 @@ from speedlab_server.live_output import WatchedOutput
 from speedlab_server.output import MOST_BYTES, MOST_RANKS, files_of, output_of
 from speedlab_server.places import OWN, Place, Pythons, candidates, place_of
 from speedlab_server.problems import QuestionError, UnknownError, told
+from speedlab_server.registry import Registry
 from speedlab_server.starts import MOST_AT_ONCE, Starts
 from speedlab_server.typescript import typescript
-from telemetry_samples import eventually
+from telemetry_samples import eventually, make_folder
 
+from speedlab.cluster import home
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.known_runs import note_seen, seen_runs
+from speedlab.cluster.known_runs import note_seen, run_id, seen_runs
 from speedlab.telemetry.folder import RunFolderError
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +123,54 @@ def test_the_registry_keeps_the_newest_first_and_survives_damage(tmp_path: Path)
     assert seen_runs(tmp_path) == []
     note_seen(tmp_path, Path("/runs/c"))
     assert seen_runs(tmp_path) == [Path("/runs/c")]
+
+
+@contextmanager
+def without_rights(*closed: Path) -> Iterator[None]:
+    """As a user who may not look into these; root, who may, becomes nobody."""
+    is_root = os.geteuid() == 0
+    for path in closed:
+        path.chmod(0)
+    try:
+        if is_root:
+            os.seteuid(65534)
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        for path in closed:
+            path.chmod(0o700)
+
+
+def test_what_may_not_be_read_says_so_and_hides_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TemporaryDirectory() as made:  # pytest's own folders are not for nobody.
+        root, elsewhere = Path(made), Path(made) / "elsewhere"
+        monkeypatch.setenv("IPYTHONDIR", made)
+        home.root().mkdir(parents=True)
+        folders = {name: make_folder(root / "runs", name=name) for name in ("open", "closed", "no-status")}
+        folders["in-closed"] = make_folder(elsewhere, name="in-closed")
+        note_seen(home.root(), folders["in-closed"].path)
+        for path in (root, *root.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        registry = Registry(made)
+        assert {run.state for run in registry.runs()} == {"starting"}  # Imports all that nobody may not.
+        with without_rights(folders["closed"].path, folders["no-status"].path / "status.json", elsewhere):
+            other = Registry(made)
+            found = {run.name: (run.state, run.problem) for run in other.runs()}
+            denied = "may not be read by the user that runs this Jupyter server; give it the right to"
+            assert found == {
+                "open": ("starting", ""),
+                "closed": ("damaged", f"{folders['closed'].path}/config.json {denied}"),
+                "no-status": ("damaged", f"{folders['no-status'].path}/status.json {denied}"),
+                "in-closed": ("damaged", f"{folders['in-closed'].path}/config.json {denied}"),
+            }
+            for name in ("closed", "in-closed"):
+                with pytest.raises((PermissionError, RunFolderError)) as caught:
+                    other.reader(run_id(folders[name].path))
+                assert told(caught.value) == (403, found[name][1])
+        with without_rights(root / "runs"):
+            runs = {run.name: run.problem for run in Registry(made).runs()}
+        assert runs["runs"] == f"{root}/runs/config.json {denied}"
 
 
 # ---- what pages watch ------------------------------------------------------------------------------------------------

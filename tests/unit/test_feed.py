@@ -233,8 +233,14 @@ def test_damaged_events_and_status_are_reported_and_the_last_good_status_stays(f
     assert [event.kind for event in feed.events] == ["paused"]
     assert feed.damaged_lines == 1
     assert feed.status.state is RunState.STARTING
-    feed.poll()
+    assert not feed.poll()
     assert "status.json" in feed.problem
+    assert "is not the status of a run: '' is not a valid RunState; its state is the one that was read before" in (
+        feed.status.text
+    )
+    folder.write_status(Status(state=RunState.PAUSED, step=3))
+    assert feed.poll()
+    assert (feed.status.state, feed.status.text) == (RunState.PAUSED, "")
 
 
 def test_a_file_replaced_by_a_shorter_one_is_read_anew(folder):
