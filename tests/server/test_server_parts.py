@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +17,9 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
-from speedlab_server import cluster_words, live_output
+from speedlab_server import cluster_words, clusters, live_output
 from speedlab_server import messages as m
 from speedlab_server.live import Page
 from speedlab_server.live_output import WatchedOutput
@@ -30,6 +34,7 @@ from telemetry_samples import eventually, make_folder
 from speedlab.cluster import home
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.known_runs import note_seen, run_id, seen_runs
+from speedlab.cluster.supervisor import messages as asked
 from speedlab.telemetry.folder import RunFolderError
 
 ROOT = Path(__file__).parents[2]
@@ -171,6 +176,34 @@ def test_what_may_not_be_read_says_so_and_hides_no_other_run(monkeypatch: pytest
         with without_rights(root / "runs"):
             runs = {run.name: run.problem for run in Registry(made).runs()}
         assert runs["runs"] == f"{root}/runs/config.json {denied}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "state", "text"),
+    [
+        (asked.Refused(call=0, kind="ClusterError", text="speaks version 2"), "starting", "speaks version 2"),
+        ({"type": "Progress", "call": 1, "text": 5}, "starting", "they come from different versions of SpeedLab; stop"),
+        ({"type": "Sung", "text": 5}, "ended", "it did not come up"),
+    ],
+)
+def test_a_supervisor_of_another_version_says_so_in_its_own_row(
+    tmp_path: Path, answer: Any, state: str, text: str
+) -> None:
+    def speak() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            data = msgspec.msgpack.encode(answer)
+            connection.sendall(struct.pack("!Q", len(data)) + data)
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / home.SUPERVISOR_SOCKET))
+        listening.listen()
+        speaker = threading.Thread(target=speak)
+        speaker.start()
+        told_of = clusters.summary_of(tmp_path, None)
+        speaker.join(10)
+    assert told_of.state == state
+    assert text in told_of.text
 
 
 # ---- what pages watch ------------------------------------------------------------------------------------------------
