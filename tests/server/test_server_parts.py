@@ -187,8 +187,9 @@ def test_what_may_not_be_read_says_so_and_hides_no_other_run(monkeypatch: pytest
     ],
 )
 def test_a_supervisor_of_another_version_says_so_in_its_own_row(
-    tmp_path: Path, answer: Any, state: str, text: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, state: str, text: str
 ) -> None:
+    monkeypatch.setattr(clusters, "_STARTING_SECONDS", 20.0)
     def speak() -> None:
         connection, _ = listening.accept()
         with connection:
@@ -362,6 +363,13 @@ def test_a_start_that_fails_says_why_until_it_is_removed_or_tried_again(starts: 
     cluster_words.begin(starts, m.Start(name="big", place="", engines=3), program(tmp_path, code))
     failed = eventually(lambda: (found := listed(starts))[0][1] == "failed" and found)
     assert failed == [("big", "failed", "only 1 GPU for big --engines 3 set")]
+    for line, words in (
+        ("gpu-1:8, gpu-2", "--hosts=gpu-1:8, gpu-2"),
+        ("slurm nodes=4,time=1:00:00", "--slurm=nodes=4,time=1:00:00"),
+        ("mpi --file", "--mpi=--file"),
+    ):
+        cluster_words.begin(starts, m.Start(name="big", place="", hosts=line), program(tmp_path, code))
+        eventually(lambda words=words: listed(starts) == [("big", "failed", f"only 1 GPU for big {words} set")])
     cluster_words.begin(starts, m.Start(name="big", place=""), program(tmp_path, "raise SystemExit(7)"))
     eventually(lambda: listed(starts) == [("big", "failed", "`speedlab start` ended with status 7")])
     with pytest.raises(ClusterError, match="it did not start; remove it"):
@@ -404,6 +412,9 @@ def test_bad_starts_and_words_are_refused_before_anything_is_done(starts: Starts
         (m.Start(name="../up", place=""), ClusterError, "cannot name a cluster"),
         (m.Start(name="none", place="", engines=0), QuestionError, "engines is 0; a page starts 1 to 1024"),
         (m.Start(name="none", place="", engines=2**40), QuestionError, "a page starts 1 to 1024"),
+        (m.Start(name="none", place="", hosts="--config x"), ClusterError, "'--config x' is no host"),
+        (m.Start(name="none", place="", hosts="slurm"), ClusterError, "what follows 'slurm' is missing"),
+        (m.Start(name="none", place="", hosts="a:2", engines=2), ClusterError, "hosts say how many each has"),
     ):
         with pytest.raises(error, match=match):
             cluster_words.begin(starts, start, place)

@@ -385,11 +385,12 @@ export interface Word {
   arguments?: Record<string, unknown>;
 }
 
-/** A cluster that a page wants on the server's machine. */
+/** A cluster that a page wants, from the server's machine. */
 export interface Start {
   name: string;
   place: string;
   engines?: number | null;
+  hosts?: string;
 }
 
 /** What a page wants to hear of a run, and what it has of it already (see Records and Events). */
