@@ -190,6 +190,7 @@ def test_a_supervisor_of_another_version_says_so_in_its_own_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, state: str, text: str
 ) -> None:
     monkeypatch.setattr(clusters, "_STARTING_SECONDS", 20.0)
+
     def speak() -> None:
         connection, _ = listening.accept()
         with connection:
