@@ -21,7 +21,7 @@ import msgspec
 import pytest
 from speedlab_server import cluster_words, clusters, live_output
 from speedlab_server import messages as m
-from speedlab_server.live import Page
+from speedlab_server.live import Hub, Page
 from speedlab_server.live_output import WatchedOutput
 from speedlab_server.output import MOST_BYTES, MOST_RANKS, files_of, output_of
 from speedlab_server.places import OWN, Place, Pythons, candidates, place_of
@@ -224,6 +224,40 @@ def test_ranks_that_always_print_keep_no_other_waiting(tmp_path: Path, monkeypat
         heard.append([told.rank for told in news.output.ranks])
     low, high = list(range(MOST_RANKS)), list(range(MOST_RANKS, 2 * MOST_RANKS))
     assert heard == [low, high, low, high]
+
+
+def test_a_page_that_comes_while_the_last_one_is_cleared_away_is_heard() -> None:
+    class Told:
+        hears, looks = True, 0
+
+        def begin(self, _: Any) -> list[Any]:
+            self.looks += 1
+            return []
+
+        def send(self) -> None: ...
+
+    async def come_and_go() -> None:
+        clearing, cleared = asyncio.Event(), asyncio.Event()
+
+        async def in_thread(_: Any) -> None:
+            clearing.set()
+            await cleared.wait()
+
+        hub = Hub(cast(Any, SimpleNamespace(in_thread=in_thread, registry=SimpleNamespace(close_idle=None))))
+        first, second = cast(Any, Told()), cast(Any, Told())
+        hub.join(first)
+        async with asyncio.timeout(20):
+            while not first.looks:
+                await asyncio.sleep(0.01)
+            hub.leave(first)
+            await clearing.wait()
+            hub.join(second)
+            cleared.set()
+            while not second.looks:
+                await asyncio.sleep(0.01)
+        hub.leave(second)
+
+    asyncio.run(come_and_go())
 
 
 def test_no_id_of_a_page_stands_for_something_else() -> None:
