@@ -13,8 +13,8 @@ array. On a websocket they are one binary frame (speedlab_server/drawing.py), in
     {"part": "head", "text": …, "state": …, "mark": …, "note": …}            the header line
 
 Bars come at most three times a second, of many ranks once, and those of memory when a ledger has changed; what kernels
-and collectives cost at most once. The pipeline's timeline, a "figure" of its own where there is a pipeline, comes at most
-once a second, of the newest step or of the one that a person points at.
+and collectives cost at most once. The pipeline's timeline, a "figure" of its own where there is a pipeline, comes at
+most once a second, of the newest step or of the one that a person points at.
 
 `seq` counts up by one, so that a page knows when it has missed something and waits for the next keyframe. "states" of a
 keyframe says whether to begin with the model states alone (None while nothing is known). `speedlab_server.messages` has
