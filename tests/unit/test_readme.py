@@ -16,7 +16,7 @@ from speedlab.telemetry.folder import Status
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.writer import RecordWriter
 
-LONG = {"train", "export", "calibrate", "demo", "bench", "stop"}
+LONG = {"start", "train", "export", "calibrate", "demo", "bench", "stop"}
 """Commands that are only parsed: they start engines or need what these leave."""
 
 RUN_BY = {
