@@ -108,9 +108,13 @@ class Dashboard(anywidget.AnyWidget):
         self._feed: Any = feed
         self._owns_feed = owns_feed
         self._history = History()
-        self._devices = devices
+        self._name, self._devices = name, devices
         self._known_events = -1
         self._drawing = self.new_drawing(feed, name, devices)
+        self._own: dict[str, Drawing] = {}
+        """By view, of those that smooth by a share of their own: what they are sent, and nobody else."""
+        self._steps: dict[str, int] = {}
+        """By view, the step whose pipeline a person points at there: the last one counts for all of the others."""
         self._picture = picture
         self._version = -1
         self._rewritten = False
@@ -151,14 +155,35 @@ class Dashboard(anywidget.AnyWidget):
             self._tell_tensors(content)
         if not self.hear(content):
             return
-        step, share = content.get("step"), content.get("smoothing")
-        step = step if isinstance(step, int) else None
-        with self._lock:  # The pipeline of the step that a person points at, of the newest when it is None; smoothing.
-            changed = self._drawing.smooth(float(share) if isinstance(share, int | float) else None)
-            changed |= self._drawing.pipeline_step != step
-            self._drawing.pipeline_step = step
+        view, step, share = str(content.get("view")), content.get("step"), content.get("smoothing")
+        watching = bool(content.get("watching"))
+        step = step if isinstance(step, int) and watching else None
+        with self._lock:
+            if watching and isinstance(share, int | float):
+                self._steps.pop(view, None)
+                self._draw_for(view, float(share), step, keyframe=bool(content.get("keyframe")))
+                return
+            self._own.pop(view, None)
+            self._steps.pop(view, None)
+            self._steps |= {} if step is None else {view: step}
+            pointed = next(reversed(self._steps.values()), None)
+            changed, self._drawing.pipeline_step = pointed != self._drawing.pipeline_step, pointed
             if changed and (message := self._drawing.tick(self._feed.status)) is not None:
                 self.send(message[0], buffers=message[1])
+
+    def _draw_for(self, view: str, share: float, step: int | None, *, keyframe: bool) -> None:
+        """How a view smooths is its own choice: the other views of this widget, and the picture that a new one begins
+        with, keep the usual way."""
+        if keyframe or view not in self._own:
+            self._own[view] = Drawing(self._history, name=self._name, devices=self._devices)
+        self._own[view].smooth(share)
+        self._own[view].pipeline_step = step
+        self._send_own(view)
+
+    def _send_own(self, view: str, *, rewritten: bool = False) -> None:
+        message = self._own[view].next(self._feed.status, rewritten=rewritten)
+        if message is not None:
+            self.send({"type": "OwnDrawing", "view": view, "drawn": message[0]}, buffers=message[1])
 
     def _tell_tensors(self, asked: dict[str, Any]) -> None:
         """What is in the segment that a person has chosen."""
@@ -181,7 +206,7 @@ class Dashboard(anywidget.AnyWidget):
         if content.get("type") != "Draw":
             return False
         self._set_watching(str(content.get("view")), bool(content.get("watching")))
-        if content.get("keyframe"):
+        if content.get("keyframe") and str(content.get("view")) not in self._own:
             self._send_keyframe()
         return True
 
@@ -235,7 +260,8 @@ class Dashboard(anywidget.AnyWidget):
                 wait = min(2 * wait, LAST_KEYFRAME_SECONDS)
                 due = time.monotonic() + wait
             if time.monotonic() - self._heard > SILENCE_SECONDS and self._kernel_listens():
-                self._watching = set()
+                with self._lock:
+                    self._watching, self._own, self._steps = set(), {}, {}
             self._wait(RESTING_TICK_SECONDS if self._at_rest or self._trouble else TICK_SECONDS)
         self._let_go()
 
@@ -293,6 +319,8 @@ class Dashboard(anywidget.AnyWidget):
         with self._lock:
             self._take_news()
             message = self._drawing.next(self._feed.status, rewritten=self._rewritten)
+            for view in self._own:
+                self._send_own(view, rewritten=self._rewritten)
             self._rewritten = False
             if message is not None and message[0]["type"] != "Changes":
                 self.keyframe = _packed(message)

@@ -13,6 +13,7 @@ import speedlab.cluster.ending as ending
 import speedlab_server.messages as m
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, Home
+from speedlab.cluster.host_specs import of_line, parse, words_of_line
 from speedlab_server.clusters import find, summary_of
 from speedlab_server.problems import QuestionError, UnknownError
 
@@ -47,14 +48,20 @@ def check(word: m.Word) -> None:
 
 
 def begin(starts: Starts, start: m.Start, place: Place) -> None:
-    """Start a cluster in the background. Raises ClusterError for a name that there is, or that cannot be one."""
+    """Start a cluster in the background. Raises ClusterError for a name that there is, or that cannot be one, and for
+    hosts that cannot be read; whether they are there, the start itself finds out."""
     if start.engines is not None and not 1 <= start.engines <= MOST_ENGINES:
         raise QuestionError(f"engines is {start.engines}; a page starts 1 to {MOST_ENGINES}, or says nothing")
     id = Home(start.name).path.name
     state = next((cluster.state for cluster in _found(id, starts)), "ended")
     if state in ("running", "starting"):
         raise ClusterError(f"there is a cluster {start.name!r}: {_INSTEAD[state]}, or give the new one another name")
-    starts.begin(start.name, start.engines, place)
+    there = of_line(start.hosts)
+    if there and start.engines is not None:
+        raise ClusterError("engines and hosts are both given; hosts say how many each has, as 'gpu-1:8'")
+    if "mpi" not in there:  # Its file is read where the start is.
+        parse(**there)
+    starts.begin(start.name, start.engines, place, words_of_line(start.hosts))
 
 
 def give(id: str, word: str, starts: Starts) -> None:

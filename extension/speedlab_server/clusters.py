@@ -14,7 +14,7 @@ from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import SUPERVISOR_SOCKET, ClusterState, Home, known_clusters, this_host
 from speedlab.cluster.runs_of import RunsOf
 from speedlab.cluster.supervisor import messages as asked
-from speedlab.cluster.supervisor.channel import ChannelClosedError, connect
+from speedlab.cluster.supervisor.channel import ChannelClosedError, UnfitMessageError, connect
 from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
 from speedlab.hardware import Device
 from speedlab_server.problems import UnknownError
@@ -106,6 +106,8 @@ class Clusters:
                 statuses = {status.rank: status for status in await self.ask(id, asked.Look())}
             except (ClusterError, SupervisorGoneError, TimeoutError) as error:
                 problem = str(error)
+            except UnfitMessageError as error:
+                problem = _other_version_text(error)
         return m.Cluster(cluster=summary, ranks=_ranks_of(state, statuses), problem=problem)
 
 
@@ -173,10 +175,19 @@ def _starting(folder: Path) -> str | None:
             # Leaving again without a word disturbs nothing: only who cancels ends a start.
             channel.send(asked.Hello())
             answer = channel.receive() if channel.ready(_STARTING_SECONDS) else None
+        except UnfitMessageError as error:
+            return _other_version_text(error)
         finally:
             channel.close()
         return answer.text if isinstance(answer, asked.Progress | asked.Refused) else ""
     return None
+
+
+def _other_version_text(error: UnfitMessageError) -> str:
+    return (
+        f"its supervisor says what this server does not understand ({error}): they come from different versions of "
+        "SpeedLab; stop the cluster with the one that has started it"
+    )
 
 
 def _ranks_of(state: ClusterState, statuses: dict[int, asked.RankStatus]) -> list[m.Rank]:

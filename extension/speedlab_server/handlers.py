@@ -45,7 +45,7 @@ from speedlab_server.comparing import ComparisonHandler
 from speedlab_server.drawing import DrawingHandler
 from speedlab_server.live import Hub, LiveHandler
 from speedlab_server.output import folder_of, output_of
-from speedlab_server.places import NOTHING_FITS, able, candidates, place_of
+from speedlab_server.places import NOTHING_FITS, Pythons, candidates, place_of
 from speedlab_server.problems import OtherVersionError, QuestionError, told, version_text
 from speedlab_server.reader import Reader
 from speedlab_server.registry import Registry, live_tokens
@@ -67,6 +67,7 @@ class Services:
     registry: Registry
     clusters: Clusters
     starts: Starts
+    pythons: Pythons
     disk: ThreadPoolExecutor
     """Where files are read: never on the event loop, and never behind a supervisor that hangs."""
 
@@ -81,7 +82,8 @@ class Services:
 def add_handlers(web_app: Any, root_dir: str) -> None:
     """Serve `web_app`'s pages."""
     disk = ThreadPoolExecutor(8, thread_name_prefix="speedlab-disk")
-    services = Services(Registry(root_dir), Clusters(), Starts(Path(root_dir or ".").expanduser()), disk)
+    starts = Starts(Path(root_dir or ".").expanduser())
+    services = Services(Registry(root_dir), Clusters(), starts, Pythons(), disk)
     web_app.settings[_SETTING] = services
     base = url_path_join(web_app.settings["base_url"], "speedlab", "api")
     routes = [(rf"{base}/{pattern}", handler) for pattern, handler in _ROUTES]
@@ -189,7 +191,7 @@ class PlacesHandler(Handler):
     @authorized
     async def get(self) -> None:
         places = candidates(await self.kernelspecs())
-        found = await self.services.in_thread(lambda: able(places))
+        found = await self.services.pythons.able(places)
         told_places = [m.StartPlace(id=place.id, name=place.name) for place in found]
         self.say(m.Places(places=told_places, problem="" if found else NOTHING_FITS))
 

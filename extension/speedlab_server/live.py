@@ -224,6 +224,11 @@ class Hub:
         self._pages.discard(page)
 
     async def _run(self) -> None:
+        while any(page.hears for page in self._pages):
+            await self._look_for_all()
+            await self._services.in_thread(self._services.registry.close_idle)  # Meanwhile another page may have come.
+
+    async def _look_for_all(self) -> None:
         while pages := [page for page in self._pages if page.hears]:
             began = time.monotonic()
             if jobs := [job for page in pages for job in page.begin(self._services)]:
@@ -232,7 +237,6 @@ class Hub:
                 if page in self._pages:
                     page.send()
             await asyncio.sleep(max(0.0, began + TICK_SECONDS - time.monotonic()))
-        await self._services.in_thread(self._services.registry.close_idle)
 
 
 class PageSocket(WebSocketMixin, WebSocketHandler, JupyterHandler):

@@ -319,13 +319,15 @@ class Places(Message, kw_only=True):
 
 
 class Start(Part, kw_only=True):
-    """A cluster that a page wants on the server's machine."""
+    """A cluster that a page wants, from the server's machine."""
 
     name: str
     place: str
     """Id of a StartPlace."""
     engines: int | None = None
     """Null: one per GPU, else as many on CPU cores as a notebook gets."""
+    hosts: str = ""
+    """As a panel's line: "" for this machine, 'gpu-1:8, gpu-2:8', 'slurm nodes=4, gpus_per_node=8', 'mpi HOSTFILE'."""
 
 
 class Watch(Part, kw_only=True):
@@ -529,8 +531,16 @@ class Changes(Message, kw_only=True):
     buffers: list[int] = []
 
 
+class OwnDrawing(Message, kw_only=True):
+    """From a kernel, of a widget with several views: what is for the one alone that smooths by a share of its own. From
+    then on that view takes no other drawing."""
+
+    view: str
+    drawn: Keyframe | Changes
+
+
 ANSWERS = (
     *(Problem, Clusters, Cluster, Runs, Run, Records, Events, Tensors, Output, Notebook, WordGiven, ClusterWordGiven),
-    *(Places, Tick, Keyframe, Comparison, Changes),
+    *(Places, Tick, Keyframe, Comparison, Changes, OwnDrawing),
 )
 QUESTIONS = (Word, Start, Subscribe, Draw, Segment)

@@ -1,14 +1,18 @@
 """Which Pythons can start a cluster: the server's own, where it has all that engines need, and those of its kernels.
 
-On hubs the server's environment is often not the kernels'. Pages name a place by its id, never by a path.
+On hubs the server's environment is often not the kernels'. Pages name a place by its id, never by a path. Each
+Python is started once, and asked again when it, or a folder that it imports from, has changed.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,9 +27,12 @@ _LOCAL = "local-provisioner"
 _LOOKS_AT_ONCE = 4
 _LOOK_SECONDS = 20.0
 """For a Python on a cold disk; whoever opens the form waits for it."""
+_SETTLED_NS = 2 * 10**9
+"""What has changed later than so long ago may just be changing, as while somebody installs something."""
 _HAS_ALL = (
-    "import sys, importlib.util as u; "
-    "sys.exit(not all(map(u.find_spec, ('speedlab', 'torch', 'ipyparallel'))) or u.find_spec('speedlab.cli') is None)"
+    "import json, sys, importlib.util as u; "
+    "has = all(map(u.find_spec, ('speedlab', 'torch', 'ipyparallel'))) and u.find_spec('speedlab.cli') is not None; "
+    "print(json.dumps([has, sys.path]))"
 )
 
 NOTHING_FITS = (
@@ -68,13 +75,64 @@ def candidates(specs: Mapping[str, Any]) -> list[Place]:
     return places
 
 
-def able(places: list[Place]) -> list[Place]:
-    """Those whose Python has all that engines need. Starts each for a moment; imports nothing of it."""
-    with ThreadPoolExecutor(_LOOKS_AT_ONCE) as pool:
-        return [place for place, has in zip(places, pool.map(_has_all, places), strict=True) if has]
+class Pythons:
+    """Knows which Pythons have all that engines need. Belongs to the event loop; what waits does so in a few threads of
+    its own, so that a Python on a disk that hangs holds up nobody who reads a run."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_LOOKS_AT_ONCE, thread_name_prefix="speedlab-pythons")
+        self._looks: dict[object, asyncio.Future[bool]] = {}
+        """Under way, by what is started: pages that ask meanwhile wait for the same one."""
+        self._known: dict[object, _Known] = {}
+
+    async def able(self, places: list[Place]) -> list[Place]:
+        """Those of `places` that can start a cluster."""
+        has = await asyncio.gather(*map(self._has_all, places))
+        return [place for place, it in zip(places, has, strict=True) if it]
+
+    def _has_all(self, place: Place) -> asyncio.Future[bool]:
+        key = place.python, *sorted(place.environment.items())
+        if (look := self._looks.get(key)) is None:
+            look = asyncio.get_running_loop().run_in_executor(self._threads, self._look, key, place)
+            self._looks[key] = look
+            look.add_done_callback(lambda _: self._looks.pop(key))
+        return look
+
+    def _look(self, key: object, place: Place) -> bool:
+        known = self._known.get(key)
+        if known is None or known.stamps != _stamps(known.files):
+            self._known.pop(key, None)
+            if (found := _asked(place)) is None:
+                return False
+            has_all, folders = found
+            files = [place.python, *folders]
+            known = _Known(has_all, files, _stamps(files))
+            if max(known.stamps) < time.time_ns() - _SETTLED_NS:
+                self._known[key] = known
+        return known.has_all
 
 
-def _has_all(place: Place) -> bool:
+class _Known(NamedTuple):
+    has_all: bool
+    files: list[str]
+    """The Python itself, and the folders that it imports from: whatever is installed or removed changes one."""
+    stamps: list[int]
+
+
+def _stamps(files: list[str]) -> list[int]:
+    """When each was changed, nanoseconds; 0 for what is not there."""
+    found = []
+    for file in files:
+        try:
+            found.append(os.stat(file).st_mtime_ns)
+        except OSError:
+            found.append(0)
+    return found
+
+
+def _asked(place: Place) -> tuple[bool, list[str]] | None:
+    """(whether it has all that engines need, the folders that it imports from); None where it cannot be asked. Starts
+    it for a moment, and imports nothing but the package `speedlab`, which imports nothing itself."""
     try:
         done = subprocess.run(
             [place.python, "-P", "-c", _HAS_ALL],  # A folder `torch` where the server was started is none.
@@ -82,11 +140,12 @@ def _has_all(place: Place) -> bool:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_LOOK_SECONDS,
-            check=False,
+            check=True,
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
+        has_all, folders = json.loads(done.stdout.splitlines()[-1])
+        return bool(has_all), [str(folder) for folder in folders]
+    except (OSError, subprocess.SubprocessError, ValueError, TypeError, IndexError):
+        return None
 
 
 def place_of(id: str, places: list[Place]) -> Place:

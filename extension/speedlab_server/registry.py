@@ -62,7 +62,7 @@ class Registry:
             self._find()
         if (path := self._paths.get(id)) is None:
             raise UnknownError(f"there is no run with the id {id[:64]!r}; the list of runs has those there are")
-        if not path.exists():
+        if not _is_there(path):
             raise GoneError(f"the folder of run {path.name!r} is gone: somebody has removed or moved it")
         return path
 
@@ -87,7 +87,7 @@ class Registry:
         with self._listing:
             if time.monotonic() - self._listed[0] > _LIST_SECONDS:
                 holders = live_tokens()
-                found = [self._summary(id, path, holders) for id, path in self._find().items() if path.exists()]
+                found = [self._summary(id, path, holders) for id, path in self._find().items() if _is_there(path)]
                 found.sort(key=lambda run: -run.updated)
                 self._listed = time.monotonic(), found[:MOST_LISTED]
             return self._listed[1]
@@ -97,7 +97,7 @@ class Registry:
         return [run_id(path) for path in _remembered(folder, name)]
 
     def _find(self) -> dict[str, Path]:
-        paths = [*seen_runs(root()), *(path.resolve() for path in find_runs(self._own))]
+        paths = [*seen_runs(root()), *(path.resolve() for path in (*find_runs(self._own), *_closed(self._own)))]
         for folder, _ in known_clusters():
             paths += _remembered(folder, folder.name)
         found = {run_id(path): path for path in paths}
@@ -145,6 +145,28 @@ def _remembered(folder: Path, name: str) -> list[Path]:
         return remembered_runs(Given(folder, name, ""))
     except RunFolderError:
         return []  # A damaged list; the registry of the person has the same.
+
+
+def _is_there(path: Path) -> bool:
+    """Also where it may not be looked at: who reads it is told."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return True
+
+
+def _closed(parent: Path) -> list[Path]:
+    """What the user of this server may not look into: folders in `parent` that may be runs, or itself."""
+    try:
+        folders = [Path(entry.path) for entry in os.scandir(parent) if entry.is_dir()]
+    except PermissionError:
+        return [parent]
+    except OSError:
+        return []
+    return [folder for folder in folders if not os.access(folder, os.X_OK, effective_ids=_EFFECTIVE)]
+
+
+_EFFECTIVE = os.access in os.supports_effective_ids
 
 
 def _stamp(path: Path) -> object:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,11 +42,13 @@ class Starts:
         """By the cluster's name."""
         self._lock = threading.Lock()
 
-    def begin(self, name: str, engines: int | None, place: Place) -> None:
-        """Start a cluster in the background. Raises ClusterError where that name is being started from here, or too
-        many are; OSError where the Python cannot be run."""
+    def begin(self, name: str, engines: int | None, place: Place, hosts: Mapping[str, str] | None = None) -> None:
+        """Start a cluster in the background, on this machine or on `hosts` (as `words_of_line` gives them). Raises
+        ClusterError where that name is being started from here, or too many are; OSError where the Python cannot be
+        run."""
         command = [place.python, "-m", "speedlab.cli", "start", name]
         command += ["--engines", str(engines)] if engines is not None else []
+        command += [f"--{way}={words}" for way, words in (hosts or {}).items()]
         with self._lock:
             under_way = [known for known, start in self._starts.items() if not start.problem]
             if name in under_way:
@@ -60,7 +63,9 @@ class Starts:
                 text=True,
                 errors="replace",
                 cwd=self._folder,
-                env=os.environ | place.environment,
+                # Not the modules of the server's root, which may be others' to write: neither `speedlab start`, nor the
+                # supervisor and the engines behind it.
+                env=os.environ | place.environment | {"PYTHONSAFEPATH": "1"},
                 start_new_session=True,  # A Ctrl-C for the server is none for the engines.
             )
             start = self._starts[name] = _Start(process)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ open notebook to the first loss point on screen."""
 FRAMES = 30.0
 """At least: frames a second of a page that follows a run."""
 TOKEN = "of-a-bench"
+_START_SECONDS = 60.0
 _SETTLE_SECONDS = 4.0
 """Jupyter's server answers before its other extensions have looked around."""
 _IDLE_SECONDS = 5.0
@@ -118,12 +120,7 @@ def jupyter_server(root: Path) -> Iterator[tuple[psutil.Process, int]]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        info, deadline = root / ".runtime" / f"jpserver-{process.pid}.json", time.monotonic() + 60
-        while not info.exists() or not info.read_text():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise ConfigError("Jupyter's server did not start; try `jupyter server` by hand")
-            time.sleep(0.02)
-        yield psutil.Process(process.pid), json.loads(info.read_text())["port"]
+        yield psutil.Process(process.pid), listening_port(process, root / ".runtime")
     finally:
         process.terminate()
         try:
@@ -131,6 +128,20 @@ def jupyter_server(root: Path) -> Iterator[tuple[psutil.Process, int]]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def listening_port(process: subprocess.Popen[bytes], runtime: Path) -> int:
+    """Where a Jupyter server listens whose JUPYTER_RUNTIME_DIR is `runtime`: it says where a moment before it does.
+    Raises ConfigError where it has ended, or is not there after a minute."""
+    info, deadline = runtime / f"jpserver-{process.pid}.json", time.monotonic() + _START_SECONDS
+    while True:
+        with suppress(OSError, ValueError):  # The file is not there or not whole yet, or nobody listens.
+            port = json.loads(info.read_text())["port"]
+            with socket.create_connection(("127.0.0.1", port), timeout=1):
+                return port
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise ConfigError("Jupyter's server did not start; try `jupyter server` by hand")
+        time.sleep(0.02)
 
 
 def _follow(process: psutil.Process, port: int, folder: RunFolder, options: Options) -> dict[str, list[float]]:

@@ -10,6 +10,7 @@ import tyro
 
 from speedlab.cluster import Cluster
 from speedlab.cluster.home import running_clusters
+from speedlab.cluster.host_specs import of_words
 from speedlab.config.options import read_options
 from speedlab.display.text import seconds_text
 
@@ -25,6 +26,12 @@ class StartOptions:
     """Number of engines; when left out one per GPU, else 4 on CPU cores."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """On what engines are started."""
+    hosts: str | None = None
+    """Over SSH, on these hosts, with so many engines each: gpu-1:8,gpu-2:8."""
+    slurm: str | None = None
+    """In a job of Slurm: nodes=4,gpus_per_node=8,partition=a100,time=8:00:00."""
+    mpi: str | None = None
+    """Under mpiexec, on the hosts of this host file."""
 
 
 def start(argv: list[str]) -> int:
@@ -32,7 +39,8 @@ def start(argv: list[str]) -> int:
     options = read_options(StartOptions, argv, "speedlab start", config=(tyro.conf.FlagCreatePairsOff,))
     ran = any(state.name == options.cluster for state in running_clusters())
     began = time.monotonic()
-    cluster = Cluster(options.engines, name=options.cluster, device=options.device)
+    there = of_words(options.hosts, options.slurm, options.mpi)
+    cluster = Cluster(options.engines, name=options.cluster, device=options.device, **there)
     did = "was running" if ran else f"ready after {seconds_text(time.monotonic() - began)}"
     print(f"cluster {options.cluster}: {cluster.size} engine{'s' if cluster.size != 1 else ''}, {did}")
     return 0

@@ -89,12 +89,17 @@ def parse(
 def of_line(line: str) -> dict[str, Any]:
     """What `Cluster` takes, from one line: 'gpu-1:8, gpu-2:8', 'slurm nodes=4, gpus_per_node=8', 'mpi HOSTFILE'; of an
     empty one nothing, which means this machine. Raises ClusterError for words that are none."""
+    return of_words(**words_of_line(line))
+
+
+def words_of_line(line: str) -> dict[str, str]:
+    """The same as a command line's words, for `of_words`. Raises ClusterError where nothing follows the first one."""
     way, _, rest = line.strip().partition(" ")
     if way in ("slurm", "mpi"):
         if not rest.strip():
             raise ClusterError(f"hosts: what follows {way!r} is missing; for instance {_EXAMPLES[way]!r}")
-        return of_words(**{way: rest.strip()})
-    return of_words(line) if way else {}
+        return {way: rest.strip()}
+    return {"hosts": line.strip()} if way else {}
 
 
 _EXAMPLES = {"slurm": "slurm nodes=4, gpus_per_node=8", "mpi": "mpi hostfile"}

@@ -12,9 +12,9 @@ array. On a websocket they are one binary frame (speedlab_server/drawing.py), in
     {"part": "marks", "shapes": [...], "annotations": [...]}                 events on every step axis
     {"part": "head", "text": …, "state": …, "mark": …, "note": …}            the header line
 
-Bars come at most three times a second, of many ranks once, what kernels and collectives cost at most once. The
-pipeline's timeline, a "figure" of its own where there is a pipeline, comes at most once a second, of the newest step or
-of the one that a person points at.
+Bars come at most three times a second, of many ranks once, and those of memory when a ledger has changed; what kernels
+and collectives cost at most once. The pipeline's timeline, a "figure" of its own where there is a pipeline, comes at
+most once a second, of the newest step or of the one that a person points at.
 
 `seq` counts up by one, so that a page knows when it has missed something and waits for the next keyframe. "states" of a
 keyframe says whether to begin with the model states alone (None while nothing is known). `speedlab_server.messages` has
@@ -23,15 +23,15 @@ the same as types.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from speedlab.display.figure_style import Figure, plain
+from speedlab.display.figure_style import Figure
 from speedlab.hardware import Device
 from speedlab.telemetry.cost_figures import cost_figures
 from speedlab.telemetry.feed import bars_seconds
@@ -40,9 +40,9 @@ from speedlab.telemetry.folder import Status
 from speedlab.telemetry.marks import event_marks
 from speedlab.telemetry.memory_figure import memory_figure, states_are_small, states_figure
 from speedlab.telemetry.pipeline_figure import pipeline_figure
-from speedlab.telemetry.places_figure import places_figure
+from speedlab.telemetry.places_figure import are_several, places_figure
 from speedlab.telemetry.records import RESTING, StepRecord
-from speedlab.telemetry.series import BARS, POINTS, SMOOTHING, SMOOTHINGS, History, stride
+from speedlab.telemetry.series import BARS, MOST, POINTS, SMOOTHING, SMOOTHINGS, History, stride
 from speedlab.telemetry.step_figures import (
     Cut,
     anatomy_figure,
@@ -77,6 +77,8 @@ _BARS: dict[str, Callable[..., Figure]] = {
     "states": states_figure,
     "ranks": anatomy_by_rank_figure,
 }
+_OF_MEMORY = frozenset({"memory", "states", "places"})
+"""Bars that are drawn from ledgers alone."""
 _CURVES: dict[str, tuple[int, Callable[..., Figure], Callable[[History, Cut], _Points]]] = {
     "loss": (POINTS // 2, loss_figure, loss_values),
     "gradient": (POINTS // 2, gradient_figure, gradient_values),
@@ -125,13 +127,15 @@ class Drawing:
         self._curves: dict[str, _Drawn] = {}
         self._heldout = 0
         self._events = 0
-        self._frames: dict[str, str] = {}
+        self._frames: dict[str, bytes] = {}
         self._latest: dict[int, StepRecord] = {}
+        self._memory: tuple[object, ...] = ()
+        """What the bars of memory were drawn from."""
         self._bars_sent = float("-inf")
         self._head: dict[str, str] = {}
         self._smoothing = SMOOTHING
-        self._costs: tuple[dict[str, Figure], float] = ({}, float("-inf"))
-        """What was sent of them last, and when."""
+        self._costs: tuple[dict[str, bytes], float] = ({}, float("-inf"))
+        """What was sent of them last, written out, and when."""
         self._costs_of: StepRecord | None = None
         """The newest record when they were."""
         self._a_cost_is_gone = False
@@ -214,7 +218,7 @@ class Drawing:
         now, (step, when) = self._clock(), self._pipeline
         if step is not None and now - when >= _PIPELINE_SECONDS and is_one_stage(self.history.records):
             return True
-        return "places" in self._frames and self._bars_are_due and not places_figure(self.history)
+        return "places" in self._frames and self._bars_are_due and not are_several(self.history)
 
     @property
     def _bars_are_due(self) -> bool:
@@ -258,7 +262,8 @@ class Drawing:
             return
         self._bars_sent = self._clock()
         self._latest = dict(self.history.latest)
-        for name, spec in self._bar_figures().items():
+        before, self._memory = self._memory, self._memory_now()
+        for name, spec in self._bar_figures(but=_OF_MEMORY if before == self._memory else frozenset()).items():
             frame, sent = _frame(spec), self._frames.get(name)
             if frame != sent:
                 self._frames[name] = frame
@@ -273,10 +278,11 @@ class Drawing:
         if not anyway and (self._clock() - when < _COSTS_SECONDS or newest is self._costs_of):
             return {}
         self._costs_of = newest
-        found = cost_figures(self.history)
-        self._a_cost_is_gone = not anyway and bool(sent.keys() - found.keys())
+        specs = cost_figures(self.history)
+        self._a_cost_is_gone = not anyway and bool(sent.keys() - specs.keys())
+        found = {name: msgspec.json.encode(spec, enc_hook=np.ndarray.tobytes) for name, spec in specs.items()}
         self._costs = found, self._clock()
-        return {name: spec for name, spec in found.items() if anyway or plain(spec) != plain(sent.get(name))}
+        return {name: spec for name, spec in specs.items() if anyway or found[name] != sent.get(name)}
 
     def _new_pipeline(self, *, anyway: bool = False) -> Figure | None:
         """The timeline when there is one to send; None where there is none, or nothing new, or it would be too soon."""
@@ -295,16 +301,24 @@ class Drawing:
         return pipeline_figure(timeline, devices=self.devices)
 
     def _bar_specs(self) -> dict[str, Figure]:
-        self._latest = dict(self.history.latest)
+        self._latest, self._memory = dict(self.history.latest), self._memory_now()
         specs = self._bar_figures()
         self._frames = {name: _frame(spec) for name, spec in specs.items()}
         return specs
 
-    def _bar_figures(self) -> dict[str, Figure]:
+    def _bar_figures(self, *, but: frozenset[str] = frozenset()) -> dict[str, Figure]:
         """By place only where something is not on the device; what is gone leaves the page with a keyframe."""
-        by_place = places_figure(self.history)
-        specs = {name: figure_of(self.history, devices=self.devices) for name, figure_of in _BARS.items()}
+        drawn = {name: figure_of for name, figure_of in _BARS.items() if name not in but}
+        specs = {name: figure_of(self.history, devices=self.devices) for name, figure_of in drawn.items()}
+        by_place = None if "places" in but else places_figure(self.history)
         return specs if by_place is None else {**specs, "places": by_place}
+
+    def _memory_now(self) -> tuple[object, ...]:
+        """All that bars of memory are drawn from; events tell of hosts."""
+        history = self.history
+        ledgers = {rank: record.ledger for rank, record in history.latest.items()}
+        most = [history.most_bytes(name) for name in MOST]
+        return ledgers, most, history.events, history.predicted, list(self.devices)
 
     def _curve_spec(self, name: str, *, closed: bool) -> Figure:
         limit, figure_of, values_of = _CURVES[name]
@@ -312,7 +326,7 @@ class Drawing:
         cut = Cut(stride(length, limit), 0, closed, self._smoothing)
         self._curves[name] = _Drawn(
             size=cut.size,
-            traces=len(values_of(self.history, cut)),
+            traces=len(values_of(self.history, replace(cut, first=length // cut.size))),  # How many: of no bucket.
             buckets=length // cut.size,
             length=length,
             open_end=closed and length % cut.size != 0,
@@ -320,7 +334,7 @@ class Drawing:
         return figure_of(self.history, cut)
 
     def _header(self, status: Status) -> dict[str, str]:
-        return asdict(header(self.history, name=self._name, status=status, now=self._clock()))
+        return dict(vars(header(self.history, name=self._name, status=status, now=self._clock())))
 
 
 def append_figure(name: str, spec: Figure, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
@@ -338,11 +352,11 @@ def extension(name: str, traces: list[int], values: _Points, buffers: list[bytes
     }
 
 
-def _frame(spec: Figure) -> str:
+def _frame(spec: Figure) -> bytes:
     """All of a figure with bars but their heights and the words of its notes: while it stays, only those are sent."""
     bare = [{key: value for key, value in trace.items() if key != "y"} for trace in spec["data"]]
     notes = [{**note, "text": ""} for note in spec["layout"]["annotations"]]
-    return json.dumps([bare, {**spec["layout"], "annotations": notes}])
+    return msgspec.json.encode([bare, {**spec["layout"], "annotations": notes}])
 
 
 def _bars(name: str, spec: Figure, buffers: list[bytes]) -> dict[str, Any]:

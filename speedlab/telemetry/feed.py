@@ -38,7 +38,8 @@ class Feed:
 
     `events` only grow (a new list when the file was replaced by a shorter one, or a poll was interrupted). `version`
     counts the polls that found something, for several readers of one feed. `problem` is the last thing that could not
-    be read. Any thread may poll, and ask for records.
+    be read; while that is the status, the last one stays, and its text says so. Any thread may poll, and ask for
+    records.
     """
 
     def __init__(self, folder: RunFolder | str | os.PathLike[str]) -> None:
@@ -128,7 +129,7 @@ class Feed:
             status = self.folder.read_status()
         except (OSError, RunFolderError) as error:
             self.problem = str(error)
-            return False
+            seen, status = None, replace(self.status, text=f"{error}; its state is the one that was read before")
         self._status_seen = seen
         changed, self.status = status != self.status, status
         return changed

@@ -145,7 +145,8 @@ def _silence(history: History, status: Status, now: float) -> str:
     if status.state is not RunState.RUNNING or not history.latest:
         return ""
     usual = median(history.lead.column("seconds")[-RECENT_STEPS:].tolist())
-    silent = now - max([record.time for record in history.latest.values()] + [event.time for event in history.events])
+    told = [record.time for record in history.latest.values()] + [event.time for event in history.events[-1:]]
+    silent = now - max(told)
     if silent < max(_SILENT_SECONDS, _SILENT_STEPS * usual):
         return ""
     return f"no step for {seconds_text(int(silent))}; they took {seconds_text(usual)} each"

@@ -17,14 +17,18 @@ _TOPS = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0)
 """Percent at which the axis may end where all bars are below; else it shows the capacity."""
 
 
+def are_several(history: History) -> bool:
+    """Whether anything lies elsewhere than on the device."""
+    ledgers = [record.ledger for record in history.latest.values()]
+    return any(len(ledger.by_place()) > 1 for ledger in ledgers if ledger.host or ledger.disk)
+
+
 def places_figure(history: History) -> Figure | None:
     """None where everything lies on the device."""
+    if not are_several(history):
+        return None
     ledgers = {rank: record.ledger for rank, record in history.latest.items()}
-    if not any(ledger.host or ledger.disk for ledger in ledgers.values()):
-        return None
     used = [place for place in PLACES if any(place in ledger.by_place() for ledger in ledgers.values())]
-    if len(used) < 2:
-        return None
     fullest = {place: max(ledgers, key=lambda rank: _held(ledgers[rank], place)) for place in used}
     names = [_name(place, ledgers[rank]) for place, rank in fullest.items()]
     traces: list[dict[str, Any]] = []

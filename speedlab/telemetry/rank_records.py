@@ -8,11 +8,14 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import overload
 
+import msgspec
+
 from speedlab.telemetry.columns import Columns
-from speedlab.telemetry.records import Ledger, StepRecord
+from speedlab.telemetry.records import RECORDS, Ledger, StepRecord
 from speedlab.telemetry.tail import Tail
 
 NEWEST = 32
@@ -219,8 +222,12 @@ _NO_RECORD = (ValueError, TypeError, AttributeError, RecursionError, OverflowErr
 
 
 def _record_of(line: bytes, rank: int) -> StepRecord:
-    record = StepRecord.from_json(line)
-    _check_record(record, rank)
+    try:
+        record = RECORDS.decode(line)
+    except msgspec.MsgspecError:
+        record = StepRecord.from_json(line)
+        _check_kinds(record)
+    _check_counts(record, rank)
     return record
 
 
@@ -232,42 +239,53 @@ _LARGEST = 2**53
 """Whole numbers up to here are the same as float64."""
 
 
-def _check_record(record: StepRecord, rank: int) -> None:
-    """Whether a record from a file is what it should be: what is drawn and formatted later must be numbers."""
+def _check_kinds(record: StepRecord) -> None:
+    """Whether the fields of a record from a file are what they should be: what is drawn and formatted later must be
+    numbers."""
     values = record.__dict__
     for name in _NUMBER_FIELDS:
         if type(values[name]) not in _NUMBERS:
             raise TypeError(f"{name} is {values[name]!r}, not a number")
-    if record.rank != rank or type(record.step) is not int:
-        raise ValueError(f"step {record.step!r} of rank {record.rank!r} in the file of rank {rank}")
+    if type(record.step) is not int:
+        raise ValueError(f"step is {record.step!r}, not a whole number")
     if record.heldout_loss is not None and type(record.heldout_loss) not in _NUMBERS:
         raise TypeError(f"heldout_loss is {record.heldout_loss!r}, not a number")
     if type(record.traced) is not bool:
         raise TypeError(f"traced is {record.traced!r}, not true or false")
-    counts = [record.step, record.zero_stage, record.tokens, *_ledger_values(record.ledger)]
-    counts += [*record.sent_bytes.values(), *record.moved_bytes.values()]
-    counts += [count for links in record.sent_through.values() for count in links.values()]
     numbers: list[float] = [value for use in record.kernels.values() for value in use.values()]
-    numbers += [*record.phases.values(), *record.exchange.values()]
+    numbers += [*record.phases.values(), *record.exchange.values(), *_counts(record)]
     for span in record.timeline:
-        numbers += span[1:]
+        numbers += span[3:]
         if not isinstance(span.action, str):
             raise TypeError(f"timeline holds the action {span.action!r}, not a text")
     for mark in record.memory:
         numbers.append(mark.seconds)
-        counts.append(mark.bytes)
         if not isinstance(mark.phase, str):
             raise TypeError(f"memory holds the phase {mark.phase!r}, not a text")
-    if not {*map(type, numbers), *map(type, counts)} <= _NUMBERS:
+    if not {*map(type, numbers)} <= _NUMBERS:
         fields_of_numbers = (
             "phases, sent_bytes, sent_through, moved_bytes, exchange, kernels, ledger, timeline or memory"
         )
         raise TypeError(f"{fields_of_numbers} hold something else than numbers")
     array("d", [*numbers, *(values[name] for name in _NUMBER_FIELDS)])  # Raises OverflowError for what is no float64.
-    if not sum(map(abs, counts)) < _LARGEST:  # Also where one is not a number.
+
+
+def _check_counts(record: StepRecord, rank: int) -> None:
+    """Whether it is of this rank, and what it counts can be counted."""
+    if record.rank != rank:
+        raise ValueError(f"step {record.step!r} of rank {record.rank!r} in the file of rank {rank}")
+    if not sum(map(abs, _counts(record))) < _LARGEST:  # Also where one is not a number.
         raise ValueError("steps, tokens or bytes are no whole numbers that anybody could have counted")
 
 
-def _ledger_values(ledger: Ledger) -> list[int]:
-    own = [value for name, value in ledger.__dict__.items() if name not in ("host", "disk")]
-    return [*own, *ledger.host.values(), *ledger.disk.values()]
+_LEDGER_COUNTS = attrgetter(*(f.name for f in fields(Ledger) if f.name not in ("host", "disk")))
+
+
+def _counts(record: StepRecord) -> list[int]:
+    ledger = record.ledger
+    counts = [record.step, record.zero_stage, record.tokens, *_LEDGER_COUNTS(ledger)]
+    counts += [*ledger.host.values(), *ledger.disk.values()]
+    counts += [*record.sent_bytes.values(), *record.moved_bytes.values()]
+    counts += [count for links in record.sent_through.values() for count in links.values()]
+    counts += [number for span in record.timeline for number in (span.stage, span.micro_batch)]
+    return counts + [mark.bytes for mark in record.memory]

@@ -187,7 +187,7 @@ class StepRecord:
     def from_json(cls, line: str | bytes) -> StepRecord:
         """Raises ValueError, TypeError or RecursionError for what is no record."""
         try:
-            return _RECORDS.decode(line)
+            return RECORDS.decode(line)
         except msgspec.MsgspecError:
             pass  # NaN and infinity, for example, are no JSON to it; a sixth of the time where it can.
         data = _known(json.loads(line), cls)
@@ -197,7 +197,8 @@ class StepRecord:
         return cls(**data)
 
 
-_RECORDS = msgspec.json.Decoder(StepRecord)
+RECORDS = msgspec.json.Decoder(StepRecord)
+"""Of lines whose values are of the kinds that a record's fields have; raises msgspec.MsgspecError for others."""
 
 
 def _lines_of(timeline: list[Span]) -> list[tuple[str, int, int, float, float]]:

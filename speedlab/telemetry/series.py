@@ -66,28 +66,31 @@ class _Smoothing:
 
     def __init__(self, share: float) -> None:
         self._share = share
-        self._sums = np.empty((2, 0))
-        """Of values and of their weights, by step."""
+        self._known = 0
+        self._rows = np.empty((3, 256))
+        """Sum of values, sum of their weights, and the first by the second, by step."""
 
     def of(self, values: np.ndarray) -> np.ndarray:
-        """(length,) of (length,) values; what is no finite number leaves the curve as it was."""
-        known = self._sums.shape[1]
-        total, weight = self._sums[:, -1] if known else (0.0, 0.0)
-        sums: tuple[list[float], list[float]] = [], []
-        for value in values[known:].tolist():
-            if value - value == 0:
-                total = total * self._share + value * (1 - self._share)
-                weight = weight * self._share + (1 - self._share)
-            sums[0].append(total)
-            sums[1].append(weight)
-        if sums[0]:
-            self._sums = np.concatenate([self._sums, np.array(sums)], axis=1)
-        total, weight = self._sums
-        return np.divide(total, weight, out=np.full(len(total), np.nan), where=weight > 0)
+        """(length,) of (length,) values; what is no finite number leaves the curve as it was. Takes as long as there
+        are values that nobody has asked for yet."""
+        known, length = self._known, len(values)
+        if known < length:
+            while length > self._rows.shape[1]:
+                self._rows = np.concatenate([self._rows, np.empty_like(self._rows)], axis=1)
+            total, weight = self._rows[:2, known - 1].tolist() if known else (0.0, 0.0)
+            rows = []
+            for value in values[known:].tolist():
+                if value - value == 0:
+                    total = total * self._share + value * (1 - self._share)
+                    weight = weight * self._share + (1 - self._share)
+                rows.append((total, weight, total / weight if weight > 0 else np.nan))
+            self._rows[:, known:length] = np.array(rows).T
+            self._known = length
+        return self._rows[2, :length]
 
     def cut(self, length: int) -> None:
         """Later values were replaced."""
-        self._sums = self._sums[:, :length]
+        self._known = min(self._known, length)
 
 
 class Series:
@@ -101,6 +104,7 @@ class Series:
         """When the last of those records was made."""
         self.length = 0
         self.heldout: list[tuple[int, float]] = []
+        """Another list when points of it were replaced; else it only grows."""
         self.most_bytes: dict[str, int] = dict.fromkeys(MOST, 0)
         """The most this rank has held at any step: of model states, and of all categories together."""
         self.marked: tuple[int, list[MemoryMark]] = 0, []
@@ -138,7 +142,7 @@ class Series:
         if rewritten:
             self._seen = 0
             self._cut(0)
-            self.heldout.clear()
+            self.heldout = []
         while fresh := records[self._seen : self._seen + _AT_ONCE]:
             for record in fresh:
                 rewritten |= self._append(record)
@@ -195,6 +199,12 @@ class History:
         self.latest: dict[int, StepRecord] = {}
         self.records: Mapping[int, Sequence[StepRecord]] = {}
         self.events: list[Event] = []
+        self._events_of: tuple[Sequence[Event], int] = ((), 0)
+        """Those they were taken from, and how many these were: they only grow, or are others."""
+        self._size: int | None = None
+        self._heldout: list[tuple[int, float]] = []
+        self._heldout_of: tuple[list[Event], list[tuple[int, float]], int] = [], [], 0
+        """The events, and the points of the lowest rank and their number, which those were made of."""
         self._most_bytes = dict.fromkeys(MOST, 0)
         self._waited_for_places = False
         self._taken: dict[int, tuple[Sequence[StepRecord], int | None]] = {}
@@ -221,11 +231,12 @@ class History:
             self._waited_for_places |= record.phases.get("offload", 0.0) > 0
             for name, held in MOST.items():
                 self._most_bytes[name] = max(self._most_bytes[name], held(record.ledger))
-        self.events = list(events)
-        size = _world_size(self.events)
-        if size is not None:
+        if self._events_of[0] is not events or self._events_of[1] != len(events):
+            self.events, self._events_of = list(events), (events, len(events))
+            self._size = _world_size(self.events)
+        if self._size is not None and any(rank >= self._size for rank in self.latest):
             # What ranks that have left held last is held no more.
-            self.latest = {rank: record for rank, record in self.latest.items() if rank < size}
+            self.latest = {rank: record for rank, record in self.latest.items() if rank < self._size}
         return rewritten
 
     def _new(self, records: Mapping[int, Sequence[StepRecord]]) -> dict[int, Sequence[StepRecord]]:
@@ -256,12 +267,16 @@ class History:
     @property
     def heldout(self) -> list[tuple[int, float]]:
         """(step, held-out loss), in order; the evaluation before the first step is told by an event."""
-        early = [
-            (event.step, float(event.details["heldout_loss"]))
-            for event in self.events
-            if event.kind == "evaluated" and isinstance(event.details.get("heldout_loss"), int | float)
-        ]
-        return sorted(dict([*early, *self.lead.heldout]).items())
+        events, points, number = self._heldout_of
+        if events is not self.events or points is not self.lead.heldout or number != len(points):
+            early = [
+                (event.step, float(event.details["heldout_loss"]))
+                for event in self.events
+                if event.kind == "evaluated" and isinstance(event.details.get("heldout_loss"), int | float)
+            ]
+            self._heldout = sorted(dict([*early, *self.lead.heldout]).items())
+            self._heldout_of = self.events, self.lead.heldout, len(self.lead.heldout)
+        return self._heldout
 
     @property
     def _started(self) -> Mapping[str, Any]:
@@ -324,13 +339,19 @@ def bucket_extremes(
     """(x, y) with each bucket's lowest and highest point in their order, so that a spike is never averaged away."""
     if size == 1:
         return x[first:], y[first:]
-    end = len(y) if closed else len(y) // size * size
-    picks: list[int] = []
-    for start in range(first * size, end, size):
-        part = y[start : min(start + size, end)]
-        if np.isnan(part).all():
-            picks.append(start)
-            continue
-        low, high = int(np.nanargmin(part)), int(np.nanargmax(part))
-        picks += [start + i for i in sorted({low, high})]
-    return x[picks], y[picks]
+    start, end = first * size, len(y) // size * size
+    picks = [_extremes(y[start:end].reshape(-1, size)) + start]
+    if closed and len(rest := y[max(start, end) :]):
+        picks.append(_extremes(rest.reshape(1, -1)) + end)
+    chosen = np.concatenate(picks)
+    return x[chosen], y[chosen]
+
+
+def _extremes(rows: np.ndarray) -> np.ndarray:
+    """Places in `rows.ravel()` of each row's lowest and highest value, in their order; one where they are the same."""
+    unknown = np.isnan(rows)
+    lowest = np.where(unknown, np.inf, rows).argmin(axis=1)
+    highest = np.where(unknown, -np.inf, rows).argmax(axis=1)
+    both = np.sort(np.stack([lowest, highest], axis=1), axis=1)
+    wanted = np.stack([np.ones(len(rows), dtype=bool), lowest != highest], axis=1)
+    return (both + rows.shape[1] * np.arange(len(rows))[:, None])[wanted]

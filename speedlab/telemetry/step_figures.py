@@ -217,8 +217,9 @@ def anatomy_by_rank_figure(history: History, *, devices: Sequence[Device] = ()) 
 
 def _mean_phases(phases: Sequence[str], records: Sequence[StepRecord]) -> list[float]:
     """Seconds of each phase, and of the rest of a step."""
-    means = [fmean(each.phases.get(phase, 0.0) for each in records) for phase in phases]
-    return [*means, max(0.0, fmean(each.seconds for each in records) - sum(means))]
+    each = [record.phases for record in records]
+    means = [fmean([times.get(phase, 0.0) for times in each]) for phase in phases]
+    return [*means, max(0.0, fmean([record.seconds for record in records]) - sum(means))]
 
 
 def _phase_bar(phase: str) -> dict[str, Any]:

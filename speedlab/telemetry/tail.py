@@ -41,18 +41,20 @@ class Tail:
         self._size_seen = size
         lines: list[bytes] = []
         stop = self.position + self.BUDGET_BYTES
-        with open(self._path, "rb") as file:
-            file.seek(self.position)
+        # Without a buffered file, which asks the system twice as often: a tick reads those of all ranks.
+        file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
             while self.position < stop:
-                if not (data := file.read(min(LINE_LIMIT_BYTES, size - self.position))):
+                if not (data := os.pread(file, min(LINE_LIMIT_BYTES, size - self.position), self.position)):
                     break
                 end = data.rfind(b"\n") + 1
                 if end == 0 and len(data) < LINE_LIMIT_BYTES:
                     break
                 lines += self._split(data, end or len(data))
-                file.seek(self.position)
             else:
                 self._size_seen = -1  # There is more: do not take this size as read.
+        finally:
+            os.close(file)
         return lines
 
     def skip(self, lines: int) -> None:

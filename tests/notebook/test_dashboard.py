@@ -209,6 +209,29 @@ def test_a_step_costs_a_few_hundred_bytes():
     assert page.take(*drawing.tick(RUNNING)) < 1400
 
 
+def test_bars_of_memory_come_when_a_ledger_has_changed():
+    ledger = Ledger(parameters=20 * MIB, capacity_bytes=100 * MIB)
+    history, records = History(), {rank: [record(1, rank, ledger=ledger)] for rank in (0, 1)}
+    history.update(records, [])
+    drawing = Drawing(history, name="sample", clock=itertools.count().__next__)
+    page = Page(*drawing.keyframe(RUNNING))
+
+    def sent(step: int, ledger: Ledger) -> list[str]:
+        for rank in records:
+            records[rank].append(record(step, rank, ledger=ledger))
+        history.update(records, [])
+        message, buffers = drawing.tick(RUNNING)
+        page.take(message, buffers)
+        return [part["figure"] for part in message["parts"] if part["part"] == "bars"]
+
+    assert sent(2, replace(ledger)) == ["ranks"]
+    less = replace(ledger, parameters=10 * MIB)
+    assert sent(3, less) == ["memory", "states", "ranks"]
+    assert sent(4, less) == ["ranks"]
+    whole = Page(*Drawing(History.of(records), name="sample").keyframe(RUNNING))
+    assert comparable(page.figures) == comparable(whole.figures)
+
+
 def test_nothing_new_is_not_sent():
     drawing = Drawing(History.of({0: [record(1)]}), name="sample")
     drawing.keyframe(RUNNING)
@@ -389,17 +412,57 @@ def test_keyframes_come_by_themselves_for_a_page_that_missed_a_tick(source, show
     assert Page.of(view).figures["loss"]["data"][0]["x"].tolist()[-1] == 4
 
 
-def test_a_view_asks_for_tensors_and_chooses_smoothing(source, shown):
+def test_a_view_asks_for_tensors(source, shown):
     view, sent = shown
     view._on_message(view, {"type": "Segment", "rank": 0, "category": "activations", "place": "device"}, [])
     told = [message for message, _ in sent if message["type"] == "Tensors"]
     assert [(each["rank"], each["category"], each["rows"]) for each in told] == [(0, "activations", [])]
     view._on_message(view, {"type": "Segment", "rank": "<b>", "category": None, "place": 1}, [])
     assert any(message["type"] == "Problem" and "is no segment" in message["text"] for message, _ in sent)
+
+
+def test_each_view_smooths_by_a_share_of_its_own(source, shown):
+    view, sent = shown
+
+    def own() -> list[tuple[Any, Any]]:
+        """What was drawn for view a alone."""
+        told = [each for each in list(sent) if each[0]["type"] == "OwnDrawing"]
+        assert all(message["view"] == "a" for message, _ in told)
+        return [(message["drawn"], buffers) for message, buffers in told]
+
+    usual = Page.of(view).figures["loss"]["data"][1]["y"].tolist()
+    view._on_message(view, {"type": "Draw", "view": "b", "watching": True}, [])
     sent.clear()
     view._on_message(view, {"type": "Draw", "view": "a", "watching": True, "smoothing": 0.0}, [])
-    drawn = [part["figure"] for message, _ in list(sent) for part in message.get("parts", []) if "data" in part]
-    assert {"loss", "gradient"} <= set(drawn)
+    page = Page(*own()[0])
+    raw, smoothed = (trace["y"].tolist() for trace in page.figures["loss"]["data"][:2])
+    assert smoothed == raw
+    # What the other view says changes nothing of it, nor the other way round.
+    view._on_message(view, {"type": "Draw", "view": "b", "watching": True, "keyframe": True}, [])
+    assert Page.of(view).figures["loss"]["data"][1]["y"].tolist() == usual != smoothed
+    source.write(4)
+    eventually(lambda: len(own()) > 1)
+    for message, buffers in own()[1:]:
+        page.take(message, buffers)
+    raw, smoothed = (trace["y"].tolist() for trace in page.figures["loss"]["data"][:2])
+    assert len(raw) == 4
+    assert smoothed == raw
+    # Hidden, nobody draws for it; in sight again, it has everything at once.
+    view._on_message(view, {"type": "Draw", "view": "a", "watching": False, "smoothing": 0.0}, [])
+    sent.clear()
+    source.write(5)
+    eventually(lambda: sent)
+    view._on_message(view, {"type": "Draw", "view": "a", "watching": True, "smoothing": 0.0}, [])
+    assert Page(*own()[0]).figures["loss"]["data"][1]["x"].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_a_step_that_is_pointed_at_in_one_view_stays_when_another_one_speaks(shown):
+    view, _ = shown
+    for name, step in (("a", 2), ("b", None)):
+        view._on_message(view, {"type": "Draw", "view": name, "watching": True, "step": step}, [])
+    assert view._drawing.pipeline_step == 2
+    view._on_message(view, {"type": "Draw", "view": "a", "watching": True, "step": None}, [])
+    assert view._drawing.pipeline_step is None
 
 
 def test_a_hidden_dashboard_stops_and_comes_back_complete(source, shown):

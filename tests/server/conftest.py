@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from server_helpers import SECONDS, TOKEN, JupyterServer
+
+from speedlab.bench.page import listening_port
+from speedlab.config import ConfigError
 
 # What other tiers share of theirs; tests of this one import it also where they run alone.
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
@@ -36,14 +37,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterServer]:
     with open(home / "log", "wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=root)
     try:
-        info, deadline = home / f"jpserver-{process.pid}.json", time.monotonic() + 60
-        while not info.exists() or not info.read_text():
-            assert process.poll() is None, (home / "log").read_text()
-            assert time.monotonic() < deadline, (home / "log").read_text()
-            time.sleep(0.02)
-        while not _listens(port := json.loads(info.read_text())["port"]):  # It says where a moment before it does.
-            assert time.monotonic() < deadline, (home / "log").read_text()
-            time.sleep(0.02)
+        try:
+            port = listening_port(process, home)
+        except ConfigError:
+            pytest.fail((home / "log").read_text())
         yield JupyterServer(process, port, root, ipython)
     finally:
         process.terminate()
@@ -52,11 +49,3 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterServer]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _listens(port: int) -> bool:
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1):
-            return True
-    except OSError:
-        return False

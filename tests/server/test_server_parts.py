@@ -5,29 +5,37 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
+import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
-from speedlab_server import cluster_words, live_output
+from speedlab_server import cluster_words, clusters, live_output
 from speedlab_server import messages as m
 from speedlab_server.clusters import MOST_WORDS, Clusters
-from speedlab_server.live import Page
+from speedlab_server.live import Hub, Page
 from speedlab_server.live_output import WatchedOutput
 from speedlab_server.output import MOST_BYTES, MOST_RANKS, files_of, output_of
-from speedlab_server.places import OWN, Place, able, candidates, place_of
+from speedlab_server.places import OWN, Place, Pythons, candidates, place_of
 from speedlab_server.problems import QuestionError, UnknownError, told
+from speedlab_server.registry import Registry
 from speedlab_server.starts import MOST_AT_ONCE, Starts
 from speedlab_server.typescript import typescript
-from telemetry_samples import eventually
+from telemetry_samples import eventually, make_folder
 
+from speedlab.cluster import home
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.known_runs import note_seen, seen_runs
+from speedlab.cluster.known_runs import note_seen, run_id, seen_runs
+from speedlab.cluster.supervisor import messages as asked
 from speedlab.telemetry.folder import RunFolderError
 
 ROOT = Path(__file__).parents[2]
@@ -123,6 +131,84 @@ def test_the_registry_keeps_the_newest_first_and_survives_damage(tmp_path: Path)
     assert seen_runs(tmp_path) == [Path("/runs/c")]
 
 
+@contextmanager
+def without_rights(*closed: Path) -> Iterator[None]:
+    """As a user who may not look into these; root, who may, becomes nobody."""
+    is_root = os.geteuid() == 0
+    for path in closed:
+        path.chmod(0)
+    try:
+        if is_root:
+            os.seteuid(65534)
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        for path in closed:
+            path.chmod(0o700)
+
+
+def test_what_may_not_be_read_says_so_and_hides_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TemporaryDirectory() as made:  # pytest's own folders are not for nobody.
+        root, elsewhere = Path(made), Path(made) / "elsewhere"
+        monkeypatch.setenv("IPYTHONDIR", made)
+        home.root().mkdir(parents=True)
+        folders = {name: make_folder(root / "runs", name=name) for name in ("open", "closed", "no-status")}
+        folders["in-closed"] = make_folder(elsewhere, name="in-closed")
+        note_seen(home.root(), folders["in-closed"].path)
+        for path in (root, *root.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        registry = Registry(made)
+        assert {run.state for run in registry.runs()} == {"starting"}  # Imports all that nobody may not.
+        with without_rights(folders["closed"].path, folders["no-status"].path / "status.json", elsewhere):
+            other = Registry(made)
+            found = {run.name: (run.state, run.problem) for run in other.runs()}
+            denied = "may not be read by the user that runs this Jupyter server; give it the right to"
+            assert found == {
+                "open": ("starting", ""),
+                "closed": ("damaged", f"{folders['closed'].path}/config.json {denied}"),
+                "no-status": ("damaged", f"{folders['no-status'].path}/status.json {denied}"),
+                "in-closed": ("damaged", f"{folders['in-closed'].path}/config.json {denied}"),
+            }
+            for name in ("closed", "in-closed"):
+                with pytest.raises((PermissionError, RunFolderError)) as caught:
+                    other.reader(run_id(folders[name].path))
+                assert told(caught.value) == (403, found[name][1])
+        with without_rights(root / "runs"):
+            runs = {run.name: run.problem for run in Registry(made).runs()}
+        assert runs["runs"] == f"{root}/runs/config.json {denied}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "state", "text"),
+    [
+        (asked.Refused(call=0, kind="ClusterError", text="speaks version 2"), "starting", "speaks version 2"),
+        ({"type": "Progress", "call": 1, "text": 5}, "starting", "they come from different versions of SpeedLab; stop"),
+        ({"type": "Sung", "text": 5}, "ended", "it did not come up"),
+    ],
+)
+def test_a_supervisor_of_another_version_says_so_in_its_own_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, state: str, text: str
+) -> None:
+    monkeypatch.setattr(clusters, "_STARTING_SECONDS", 20.0)
+
+    def speak() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            data = msgspec.msgpack.encode(answer)
+            connection.sendall(struct.pack("!Q", len(data)) + data)
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / home.SUPERVISOR_SOCKET))
+        listening.listen()
+        speaker = threading.Thread(target=speak)
+        speaker.start()
+        told_of = clusters.summary_of(tmp_path, None)
+        speaker.join(10)
+    assert told_of.state == state
+    assert text in told_of.text
+
+
 # ---- what pages watch ------------------------------------------------------------------------------------------------
 
 
@@ -139,6 +225,40 @@ def test_ranks_that_always_print_keep_no_other_waiting(tmp_path: Path, monkeypat
         heard.append([told.rank for told in news.output.ranks])
     low, high = list(range(MOST_RANKS)), list(range(MOST_RANKS, 2 * MOST_RANKS))
     assert heard == [low, high, low, high]
+
+
+def test_a_page_that_comes_while_the_last_one_is_cleared_away_is_heard() -> None:
+    class Told:
+        hears, looks = True, 0
+
+        def begin(self, _: Any) -> list[Any]:
+            self.looks += 1
+            return []
+
+        def send(self) -> None: ...
+
+    async def come_and_go() -> None:
+        clearing, cleared = asyncio.Event(), asyncio.Event()
+
+        async def in_thread(_: Any) -> None:
+            clearing.set()
+            await cleared.wait()
+
+        hub = Hub(cast(Any, SimpleNamespace(in_thread=in_thread, registry=SimpleNamespace(close_idle=None))))
+        first, second = cast(Any, Told()), cast(Any, Told())
+        hub.join(first)
+        async with asyncio.timeout(20):
+            while not first.looks:
+                await asyncio.sleep(0.01)
+            hub.leave(first)
+            await clearing.wait()
+            hub.join(second)
+            cleared.set()
+            while not second.looks:
+                await asyncio.sleep(0.01)
+        hub.leave(second)
+
+    asyncio.run(come_and_go())
 
 
 def test_no_id_of_a_page_stands_for_something_else() -> None:
@@ -201,17 +321,48 @@ def test_pythons_that_can_start_a_cluster(tmp_path: Path, monkeypatch: pytest.Mo
         Place("kernel-big", "Big", sys.executable, {"NUMBER": "1", "WORD": "a:mine:$"}),
     ]
     lacks = Place("kernel-lacks", "without SpeedLab", sys.executable, {"PYTHONPATH": "/no", "PYTHONHOME": "/no"})
-    assert able([found[0], lacks, Place("kernel-none", "no program", "/no/such/python", {})]) == [found[0]]
+    none = Place("kernel-none", "no program", "/no/such/python", {})
+    assert asyncio.run(Pythons().able([found[0], lacks, none])) == [found[0]]
     # Folders where the server happens to run are no modules of a Python that lacks them.
     for name in ("torch", "ipyparallel", "speedlab"):
         (tmp_path / name).mkdir()
     (tmp_path / "speedlab" / "cli").mkdir()
     monkeypatch.chdir(tmp_path)
     bare = Place("kernel-bare", "only its own modules", made_bare(tmp_path), {"PYTHONPATH": ""})
-    assert able([bare]) == []
+    assert asyncio.run(Pythons().able([bare])) == []
     assert place_of("kernel-big", found) is found[1]
     with pytest.raises(QuestionError, match="there is no Python '/bin/sh' to start a cluster with"):
         place_of("/bin/sh", found)
+
+
+def test_a_python_is_asked_once_until_something_is_installed(tmp_path: Path) -> None:
+    begun, file, own = tmp_path / "begun", tmp_path / "python-counting", tmp_path / "site-packages"
+    own.mkdir()
+    file.write_text(f'#!/bin/sh\necho >> {begun}\nexec {os.path.realpath(sys.executable)} -S "$@"\n')
+    file.chmod(0o700)
+    place = Place("kernel-counting", "counting", str(file), {"PYTHONPATH": str(own)})
+
+    async def looks() -> None:
+        pythons = Pythons()
+
+        async def found() -> tuple[int, int]:
+            able = await pythons.able([place])
+            return len(able), len(begun.read_text())
+
+        # What has just changed may be changing.
+        assert [await found(), await found()] == [(0, 1), (0, 2)]
+        os.utime(file, (1, 1))
+        os.utime(own, (1, 1))
+        assert await asyncio.gather(found(), found()) == [(0, 3)] * 2
+        assert await found() == (0, 3)
+        for name in ("speedlab", "torch", "ipyparallel"):
+            (own / name).mkdir()
+            (own / name / "__init__.py").touch()
+        (own / "speedlab" / "cli.py").touch()
+        os.utime(own, (2, 2))
+        assert [await found(), await found()] == [(1, 4), (1, 4)]
+
+    asyncio.run(looks())
 
 
 def made_bare(folder: Path) -> str:
@@ -248,6 +399,13 @@ def test_a_start_that_fails_says_why_until_it_is_removed_or_tried_again(starts: 
     cluster_words.begin(starts, m.Start(name="big", place="", engines=3), program(tmp_path, code))
     failed = eventually(lambda: (found := listed(starts))[0][1] == "failed" and found)
     assert failed == [("big", "failed", "only 1 GPU for big --engines 3 set")]
+    for line, words in (
+        ("gpu-1:8, gpu-2", "--hosts=gpu-1:8, gpu-2"),
+        ("slurm nodes=4,time=1:00:00", "--slurm=nodes=4,time=1:00:00"),
+        ("mpi --file", "--mpi=--file"),
+    ):
+        cluster_words.begin(starts, m.Start(name="big", place="", hosts=line), program(tmp_path, code))
+        eventually(lambda words=words: listed(starts) == [("big", "failed", f"only 1 GPU for big {words} set")])
     cluster_words.begin(starts, m.Start(name="big", place=""), program(tmp_path, "raise SystemExit(7)"))
     eventually(lambda: listed(starts) == [("big", "failed", "`speedlab start` ended with status 7")])
     with pytest.raises(ClusterError, match="it did not start; remove it"):
@@ -314,6 +472,9 @@ def test_bad_starts_and_words_are_refused_before_anything_is_done(starts: Starts
         (m.Start(name="../up", place=""), ClusterError, "cannot name a cluster"),
         (m.Start(name="none", place="", engines=0), QuestionError, "engines is 0; a page starts 1 to 1024"),
         (m.Start(name="none", place="", engines=2**40), QuestionError, "a page starts 1 to 1024"),
+        (m.Start(name="none", place="", hosts="--config x"), ClusterError, "'--config x' is no host"),
+        (m.Start(name="none", place="", hosts="slurm"), ClusterError, "what follows 'slurm' is missing"),
+        (m.Start(name="none", place="", hosts="a:2", engines=2), ClusterError, "hosts say how many each has"),
     ):
         with pytest.raises(error, match=match):
             cluster_words.begin(starts, start, place)

@@ -8,14 +8,16 @@ import random
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from telemetry_samples import eventually, make_event, make_folder, make_record
 
+from speedlab.telemetry import rank_records
 from speedlab.telemetry.feed import Feed, bars_seconds
 from speedlab.telemetry.folder import Status
 from speedlab.telemetry.rank_records import NEWEST, RankRecords
-from speedlab.telemetry.records import RunState, Span, StepRecord
+from speedlab.telemetry.records import RECORDS, RunState, Span
 from speedlab.telemetry.series import History
 from speedlab.telemetry.writer import RecordWriter
 
@@ -90,6 +92,7 @@ def test_a_cut_line_that_the_next_writer_removed_is_never_seen(folder):
         json.dumps({**json.loads(line(9)), "tokens": float("nan")}).encode() + b"\n",
         json.dumps({**json.loads(line(9)), "step": 10**30}).encode() + b"\n",
         json.dumps({**json.loads(line(9)), "traced": 2}).encode() + b"\n",
+        json.dumps({**json.loads(line(9)), "timeline": [["F", 10**400, 0, 0.0, 1.0]]}).encode() + b"\n",
         json.dumps({**json.loads(line(9)), "loss": "<script>"}).encode() + b"\n",
         json.dumps({**json.loads(line(9)), "phases": {"forward": "<b>"}}).encode() + b"\n",
         json.dumps({**json.loads(line(9)), "ledger": {"parameters": None}}).encode() + b"\n",
@@ -120,16 +123,18 @@ def test_what_a_later_version_tells_besides_is_passed_over(folder):
     assert feed.damaged_lines == 0
 
 
+def lines_read(monkeypatch) -> list[bytes]:
+    """Those of which a record is made from now on."""
+    read: list[bytes] = []
+    decode = RECORDS.decode
+    counted = SimpleNamespace(decode=lambda text: (read.append(text), decode(text))[1])
+    monkeypatch.setattr(rank_records, "RECORDS", counted)
+    return read
+
+
 def test_of_a_rank_the_newest_records_are_read_and_the_others_when_somebody_asks(folder, monkeypatch):
     append(folder, 5, b"".join(line(step, 5) for step in range(1, 501)))
-    read: list[int] = []
-    from_json = StepRecord.from_json
-
-    def counted(text: bytes) -> StepRecord:
-        read.append(len(text))
-        return from_json(text)
-
-    monkeypatch.setattr(StepRecord, "from_json", counted)
+    read = lines_read(monkeypatch)
     feed = Feed(folder)
     feed.poll()
     assert read == []
@@ -182,9 +187,7 @@ def test_who_asks_for_the_last_record_alone_has_one_line_read(folder, monkeypatc
     append(folder, 1, b"".join(line(step, 1) for step in range(1, 41)))
     feed = Feed(folder)
     feed.poll()
-    read: list[bytes] = []
-    from_json = StepRecord.from_json
-    monkeypatch.setattr(StepRecord, "from_json", lambda text: (read.append(text), from_json(text))[1])
+    read = lines_read(monkeypatch)
     records = feed.records[1]
     assert (bool(records), records[-1].step, records[-1].step, len(read)) == (True, 40, 40, 1)
     append(folder, 1, line(41, 1) + b"{}\n")
@@ -230,8 +233,14 @@ def test_damaged_events_and_status_are_reported_and_the_last_good_status_stays(f
     assert [event.kind for event in feed.events] == ["paused"]
     assert feed.damaged_lines == 1
     assert feed.status.state is RunState.STARTING
-    feed.poll()
+    assert not feed.poll()
     assert "status.json" in feed.problem
+    assert "is not the status of a run: '' is not a valid RunState; its state is the one that was read before" in (
+        feed.status.text
+    )
+    folder.write_status(Status(state=RunState.PAUSED, step=3))
+    assert feed.poll()
+    assert (feed.status.state, feed.status.text) == (RunState.PAUSED, "")
 
 
 def test_a_file_replaced_by_a_shorter_one_is_read_anew(folder):

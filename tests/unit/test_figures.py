@@ -32,6 +32,7 @@ from speedlab.telemetry.folder import Status
 from speedlab.telemetry.memory_figure import states_are_small
 from speedlab.telemetry.prediction import Prediction
 from speedlab.telemetry.records import CATEGORIES, PHASES, Ledger, RunState
+from speedlab.telemetry.series import bucket_extremes
 from speedlab.telemetry.step_figures import Cut, loss_values
 
 MIB = 2**20
@@ -157,6 +158,19 @@ def test_loss_figure_has_raw_smoothed_rate_and_heldout():
     assert (heldout["x"].tolist(), heldout["y"].tolist()) == ([0, 2], [8, 3.5])
     assert heldout["meta"] == "ink"
     assert heldout["line"]["color"] == INK
+
+
+@pytest.mark.parametrize(("closed", "first"), [(True, 0), (False, 0), (True, 2), (False, 4)])
+def test_a_bucket_is_drawn_by_its_lowest_and_its_highest_point_in_their_order(closed: bool, first: int):
+    nan = math.nan
+    buckets = [[4, 9, 1, 5], [nan, 3, 2, nan], [nan] * 4, [7, 7, 7, 7], [8]]
+    expected = [[9, 1], [3, 2], [nan], [7], [8]][first : None if closed else 4]
+    y = np.array([value for bucket in buckets for value in bucket], dtype=float)
+    steps, values = bucket_extremes(np.arange(len(y)), y, 4, closed=closed, first=first)
+    told = [value for bucket in expected for value in bucket]
+    assert np.array_equal(values, told, equal_nan=True)
+    assert np.array_equal(y[steps], told, equal_nan=True)
+    assert all(np.diff(steps) > 0)
 
 
 def test_a_nan_loss_leaves_the_smoothed_curve_as_it_was():

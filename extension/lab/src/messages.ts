@@ -371,17 +371,26 @@ export interface Changes {
   buffers: number[];
 }
 
+/** From a kernel, of a widget with several views: what is for the one alone that smooths by a share of its own. From then on that view takes no other drawing. */
+export interface OwnDrawing {
+  type: "OwnDrawing";
+  version: number;
+  view: string;
+  drawn: Keyframe | Changes;
+}
+
 /** What a page asks of a run. Numbers and texts in `arguments` are those of the run's own methods. */
 export interface Word {
   word: string;
   arguments?: Record<string, unknown>;
 }
 
-/** A cluster that a page wants on the server's machine. */
+/** A cluster that a page wants, from the server's machine. */
 export interface Start {
   name: string;
   place: string;
   engines?: number | null;
+  hosts?: string;
 }
 
 /** What a page wants to hear of a run, and what it has of it already (see Records and Events). */
@@ -431,5 +440,5 @@ export interface Segment {
   place: string;
 }
 
-export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Tensors | Output | Notebook | WordGiven | ClusterWordGiven | Places | Tick | Keyframe | Comparison | Changes;
+export type Answer = Problem | Clusters | Cluster | Runs | Run | Records | Events | Tensors | Output | Notebook | WordGiven | ClusterWordGiven | Places | Tick | Keyframe | Comparison | Changes | OwnDrawing;
 export type Question = Word | Start | Subscribe | Draw | Segment;

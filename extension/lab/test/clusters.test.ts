@@ -199,7 +199,7 @@ describe('the form of a new cluster', () => {
     page.input('Engines').value = '2';
     page.input('Engines').dispatchEvent(new KeyboardEvent('keydown', { key: 'Enter', bubbles: true }));
     await turn();
-    expect(page.asked).toEqual([{ name: 'default-2', place: 'server', engines: 2 }]);
+    expect(page.asked).toEqual([{ name: 'default-2', place: 'server', engines: 2, hosts: '' }]);
     expect([page.form.node.hidden, document.activeElement]).toEqual([true, page.form.button]);
     await page.open();
     page.input('Name').dispatchEvent(new KeyboardEvent('keydown', { key: 'Escape', bubbles: true }));
@@ -216,9 +216,10 @@ describe('the form of a new cluster', () => {
     expect([page.asked, page.problem()]).toEqual([[], expect.stringContaining('a whole number from 1 on')]);
     page.input('Engines').value = '';
     page.input('Python').value = 'kernel-big';
+    page.input('Hosts').value = ' gpu-1:8, gpu-2 ';
     page.start().click();
     await turn();
-    expect(page.asked).toEqual([{ name: 'default-2', place: 'kernel-big', engines: null }]);
+    expect(page.asked).toEqual([{ name: 'default-2', place: 'kernel-big', engines: null, hosts: 'gpu-1:8, gpu-2' }]);
     expect([page.problem(), page.form.node.hidden]).toEqual(['there is a cluster', false]);
     expect(page.start().getAttribute('aria-disabled')).toBeNull();
     expect(document.querySelectorAll('img')).toHaveLength(0);

@@ -227,10 +227,12 @@ describe('a kernel that is restarted', () => {
   const handlers = new Map<string, () => void>();
   let sent: unknown[] = [];
   let problems: string[] = [];
+  let taken: number[] = [];
 
   function sourceOf(bundle: string | null): ModelSource {
     sent = [];
     problems = [];
+    taken = [];
     const model: Model = {
       get: name => (name === 'bundle' ? bundle : {}),
       on: (name, callback) => void handlers.set(name, callback),
@@ -239,7 +241,7 @@ describe('a kernel that is restarted', () => {
       widget_manager: { get_model: id => Promise.resolve({ ...model, comm_live: id !== 'dead' }) }
     };
     const source = new ModelSource(model, 'v');
-    source.start({ onMessage: () => {}, onProblem: text => void problems.push(text) });
+    source.start({ onMessage: ({ seq }) => void taken.push(seq), onProblem: text => void problems.push(text) });
     return source;
   }
 
@@ -252,6 +254,16 @@ describe('a kernel that is restarted', () => {
     expect(sent).toEqual([{ type: 'Draw', version: 1, view: 'v', watching: true }]);
     expect(problems).toEqual([expect.stringMatching('was restarted. Run the cell again.')]);
     expect(handlers.size).toBe(0);
+  });
+
+  it('while it lives, is heard for all views until it draws for one alone', () => {
+    const source = sourceOf(null);
+    const hear = handlers.get('msg:custom') as (message: unknown, buffers: Buffer[]) => void;
+    const own = (view: string, seq: number) => ({ type: 'OwnDrawing', version: 1, view, drawn: changes(seq) });
+    for (const message of [changes(1), own('other', 2), own('v', 3), changes(4), own('other', 5), own('v', 6)])
+      hear(message, []);
+    expect(taken).toEqual([1, 3, 6]);
+    source.close();
   });
 
   it('is noticed by a view that is made after it', async () => {

@@ -1,5 +1,5 @@
 import { VERSION } from '../messages';
-import type { Changes, Draw, Keyframe, Problem, Segment, Tensors } from '../messages';
+import type { Changes, Draw, Keyframe, OwnDrawing, Problem, Segment, Tensors } from '../messages';
 import type { Buffer } from './figures';
 import type { Source, Taker, Wish } from './source';
 import type { Part } from './tensors';
@@ -111,16 +111,21 @@ export class ModelSource implements Source {
 
   private readonly onKeyframe = (): void => {
     const packed = this.model.get('keyframe') as { message?: Keyframe; buffers?: Buffer[] };
-    if (!packed.message) return;
+    if (!packed.message || this.own) return;
     this.gone = false;
     this.taker?.onMessage(packed.message, packed.buffers ?? []);
   };
 
-  private readonly onMessage = (message: Changes | Problem | Tensors, buffers: Buffer[]): void => {
+  private readonly onMessage = (message: Changes | OwnDrawing | Problem | Tensors, buffers: Buffer[]): void => {
     this.gone = false;
     if (message.type === 'Tensors') this.answer(message);
     else if (message.type === 'Problem') this.onProblem(message.text);
-    else this.taker?.onMessage(message, buffers);
+    else if (message.type === 'Changes') {
+      if (!this.own) this.taker?.onMessage(message, buffers);
+    } else if (message.view === this.view) {
+      this.own = true;
+      this.taker?.onMessage(message.drawn, buffers);
+    }
   };
 
   /** It does not tell of which question it is, or whether of any; '' is that an earlier one is over. */
@@ -145,5 +150,7 @@ export class ModelSource implements Source {
   private taker: Taker | null = null;
   private wish: Wish = { watching: false };
   private gone = false;
+  /** Whether the kernel draws for this view alone: what is for all views is not for it any more. */
+  private own = false;
   private alive: ReturnType<typeof setInterval> | undefined;
 }

@@ -1,4 +1,5 @@
-// A cluster is started from here: its name, how many engines, and with which Python where there are several.
+// A cluster is started from here: its name, how many engines or on which hosts, and with which Python where there are
+// several.
 
 import type { Api } from '../api';
 import { ProblemError } from '../api';
@@ -29,6 +30,12 @@ export class StartForm {
       field('Name', this.name),
       field('Engines', this.engines),
       element('p', { class: 'sl-hint' }, 'Automatic is one engine per GPU, else 4 on CPU cores.'),
+      field('Hosts', this.hosts),
+      element(
+        'p',
+        { class: 'sl-hint' },
+        'Others over SSH: gpu-1:8, gpu-2:8. Or slurm nodes=4, gpus_per_node=8. Or mpi HOSTFILE.'
+      ),
       this.pythonField,
       element('div', { class: 'sl-actions' }, this.start.node, close.node),
       this.note,
@@ -84,7 +91,8 @@ export class StartForm {
     setText(this.note, 'The start is asked for.');
     this.start.refuse('it is asked for already');
     try {
-      await this.api.start({ name: this.name.value.trim(), place: this.python.value, engines });
+      const [name, hosts] = [this.name.value.trim(), this.hosts.value.trim()];
+      await this.api.start({ name, place: this.python.value, engines, hosts });
       // From here on its row in the list tells how it goes.
       this.close();
     } catch (error) {
@@ -106,6 +114,10 @@ export class StartForm {
   private readonly engines = element('input', {
     ...{ class: 'sl-input', type: 'number', min: 1, max: 1024, step: 1 },
     placeholder: 'automatic'
+  });
+  private readonly hosts = element('input', {
+    ...{ class: 'sl-input', type: 'text', autocomplete: 'off', maxlength: 2000, spellcheck: 'false' },
+    placeholder: 'this machine'
   });
   private readonly python = element('select', { class: 'sl-stages' });
   private readonly pythonField = field('Python', this.python);
