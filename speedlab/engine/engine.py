@@ -27,7 +27,7 @@ from speedlab.engine.deepspeed_names import DeepSpeedNames
 from speedlab.engine.step.clock import PhaseClock
 from speedlab.engine.step.communicating import check_whole_gradients
 from speedlab.engine.step.drivers import Batch, Driver, PipelineStages, WholeModel
-from speedlab.engine.step.errors import NonFiniteError, WrittenApartError, name_module
+from speedlab.engine.step.errors import NonFiniteError, name_module
 from speedlab.engine.step.looking import Looking
 from speedlab.engine.step.losses import LossFunction
 from speedlab.engine.step.memory import release_freed_memory, settle_allocator, suit_allocator
@@ -306,6 +306,7 @@ class Engine(DeepSpeedNames):
         check_whole_gradients(type(self.optimizer), wanted, zero)
         prepare_small_states(config, self.world.device)
         self.finish_update()  # It may make states, which count.
+        self.tell_of_writes_apart()
         refuse_without_room(self._more_on_disk(wanted), self.stores, self.everyone)
         for part in self.zeros:
             part.place(wanted)
@@ -486,7 +487,7 @@ class Engine(DeepSpeedNames):
             if self.apart:
                 self._step.reset()
                 super().make_one()
-        except (PeerLost, NonFiniteError, WrittenApartError) as error:
+        except (PeerLost, NonFiniteError) as error:
             return error
         return None
 

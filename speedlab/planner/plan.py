@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from speedlab.config import ParallelConfig, RunConfig, ZeroConfig
+from speedlab.config.island_rules import host_problem
 from speedlab.config.layouts import factorisations, nearest
 from speedlab.display.figure_style import Figure
 from speedlab.layout import Layout, LayoutError
@@ -273,6 +274,9 @@ def plan(
 def plan_setup(setup: Setup, hardware: Hardware, *, tokens: float | None = None) -> Plan:
     """The plan of a set-up as it is. Raises as `plan` does."""
     check_parallel(setup)
+    hosts = [str(rank // hardware.machines.per_host) for rank in range(setup.layout.world_size)]
+    if problem := host_problem(setup.layout.islands, hosts):
+        raise LayoutError(problem)
     return Plan(setup=setup, hardware=hardware, memory=hardware.memory(setup), time=hardware.time(setup), tokens=tokens)
 
 
@@ -312,7 +316,7 @@ def check_parallel(setup: Setup) -> None:
 def _nearest_tp(layout: Layout, counts: Iterable[int]) -> int:
     """The number of tensor-parallel ranks nearest to the layout's that divides all of `counts` and the ranks there
     are."""
-    common = math.gcd(*counts, layout.world_size // layout.pp // layout.cp)
+    common = math.gcd(*counts, layout.world_size // layout.pp // layout.cp // layout.islands)
     return min((tp for tp in range(1, common + 1) if common % tp == 0), key=lambda tp: abs(tp - layout.tp))
 
 

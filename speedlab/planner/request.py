@@ -171,9 +171,10 @@ class PlanRequest:
         hardware = self.hardware(devices, config)
         if config is not None:
             dtype = self._dtype(devices, config, hardware.machines)
-            setup = Setup.of_config(
-                self._changed(config), hardware.machines.world_size, dtype=dtype, shape=subject.shape
-            )
+            changed = self._changed(config)
+            if changed.parallel.islands == 1:
+                self._refuse_meetings()
+            setup = Setup.of_config(changed, hardware.machines.world_size, dtype=dtype, shape=subject.shape)
             return plan_setup(replace(setup, **self._beside()), hardware, tokens=self._tokens())
         assert subject.shape is not None
         return plan(
@@ -226,11 +227,15 @@ class PlanRequest:
             raise ValueError(f"--target {self.target} is what a search looks for; add --search")
         if self.price is not None and not self.tokens:
             raise ValueError("--price is of the whole training; say how long it is, for instance --tokens 300B")
-        said = [f"--outer-{name.replace('_', '-')}" for name in self._meetings()]
-        if (said and self.islands == 1) or (said and self.islands is None and not self.config):
-            raise ValueError(f"{' and '.join(said)}: said how islands meet, and there is one; add --islands 2, or more")
+        if self.islands == 1 or (self.islands is None and not self.config):
+            self._refuse_meetings()
         if self.chunks is not None and self.schedule in ("gpipe", "1f1b"):
             raise ValueError(f"--chunks are of --schedule interleaved or zero-bubble, not of {self.schedule}")
+
+    def _refuse_meetings(self) -> None:
+        """Raises ValueError for words about how islands meet; there is one."""
+        if said := [f"--outer-{name.replace('_', '-')}" for name in self._meetings()]:
+            raise ValueError(f"{' and '.join(said)}: said how islands meet, and there is one; add --islands 2, or more")
 
     def _largest(self, devices: list[Device]) -> Found:
         """Raises ValueError where something of the model is said: that is what is looked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,3 +32,17 @@ def batch(step: int, place: int) -> tuple[Tensor, Tensor]:
 def step_of(engine: Any, step: int) -> float:
     own, shares = engine.mesh.data_index, engine.layout.data_size
     return engine.train_batch([batch(step, micro * shares + own) for micro in range(engine.accumulation)])
+
+
+@contextmanager
+def warnings_of(name: str) -> Iterator[list[str]]:
+    """What the logger of this name says meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)

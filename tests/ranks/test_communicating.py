@@ -37,14 +37,15 @@ class PlainSums(Unfused):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.exchanges = self.updates = 0
+        self.exchanges = self.updates = self.prepared = 0
 
     @property
     def communicates(self) -> bool:
         return self.updates >= 2
 
     def prepare(self, flats: Sequence[Exchanged]) -> None:
-        assert all(each.whole for each in flats) or all(not each.whole for each in flats)
+        assert flats
+        self.prepared += 1
 
     def exchange(self, flats: Sequence[Exchanged], factor: float) -> None:
         self.exchanges += 1
@@ -104,6 +105,7 @@ def engine_with(kind: type[torch.optim.Optimizer], config: dict[str, Any]) -> It
 def train(kind: type[torch.optim.Optimizer], config: dict[str, Any]) -> Any:
     """Losses, norms, the state afterwards, and how often gradients were exchanged."""
     with engine_with(kind, config) as engine:
+        assert getattr(engine.optimizer, "prepared", 1) == 1
         losses, norms = [], []
         for step in range(STEPS):
             own, ranks = engine.mesh.data_index, engine.layout.data_size

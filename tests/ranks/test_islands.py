@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import speedlab
 from ranks.conftest import PoolOf
 from ranks.pool import Pool
 from ranks.runs import as_engine, new_run
-from ranks.small_steps import batch, engine_of, step_of
+from ranks.small_steps import batch, engine_of, step_of, warnings_of
 from ranks.tensor_models import gpt, group_of_all
 from speedlab.bench.planner import compare, measure
 from speedlab.bench.planner_cases import grid
@@ -442,16 +441,8 @@ def test_what_one_pipeline_stage_cannot_all_ranks_refuse(pool_of: PoolOf) -> Non
 
 
 def said_of(config: dict[str, Any]) -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("speedlab.engine")
-    logger.addHandler(handler)
-    try:
-        with engine_of(config):
-            return records
-    finally:
-        logger.removeHandler(handler)
+    with warnings_of("speedlab.engine") as said, engine_of(config):
+        return said
 
 
 def test_meetings_that_nobody_has_are_told_to_be_of_no_use(two: Pool) -> None:

@@ -519,3 +519,12 @@ def test_islands_are_planned_and_searched_by_words() -> None:
     assert all(each.setup.layout.islands == 2 for each in plan.search().candidates)
     with pytest.raises(ValueError, match="--outer-compression: said how islands meet, and there is one"):
         PlanRequest.of_words({**words, "islands": 1, "outer-compression": "signs"}).answer([DEVICE])
+    with pytest.raises(ValueError, match="islands of 3 ranks cut the ranks of host 1"):
+        PlanRequest.of_words({**words, "machines": "3x2 A100-80 eth-1", "global": 96}).answer([DEVICE])
+
+
+def test_meetings_of_a_configuration_without_islands_are_refused(tmp_path: Path) -> None:
+    RunConfig(batch={"micro_size": 2, "global_size": 8}).save(tmp_path / "run.yaml")
+    request = PlanRequest(config=str(tmp_path / "run.yaml"), machines="1x4 A100-40", outer_every_steps=9)
+    with pytest.raises(ValueError, match="--outer-every-steps: said how islands meet, and there is one"):
+        request.answer([DEVICE])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any
 
 import torch
@@ -36,11 +36,10 @@ from speedlab.engine.step.meeting import kept_by_islands
 from speedlab.engine.step.memory import PeakMemory, suit_allocator
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.engine.step.precision import LossScale, compute_dtype
-from speedlab.engine.step.segments import has_kernels
 from speedlab.layout import Layout
 from speedlab.offload import Stores
 from speedlab.parallel.mesh import Mesh
-from speedlab.parallel.zero import Flat, UnitChoice
+from speedlab.parallel.zero import UnitChoice
 from speedlab.placement import Placement
 
 log = logging.getLogger("speedlab.engine")
@@ -165,6 +164,7 @@ def _build(
     plans = plan_model_parts(model, config, layout, world, mesh.everyone, dtype, tp_plan)
     recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer)
     _check_communicating(recipe.kind, config, mesh)
+    _check_masters(recipe.kind, [plan.module for plan in plans], mesh)
     stores = Stores(away_folder(config), rank=world.rank, traffic=traffic, device=world.device)
     parts = [
         build_model_part(
@@ -183,10 +183,8 @@ def _build(
         )
         for plan in plans
     ]
-    flats = [flat for part in parts for flat in part.zero.flats]
-    _check_masters(recipe.kind, flats, mesh)
     partitioned = PartitionedOptimizer(
-        flats,
+        [flat for part in parts for flat in part.zero.flats],
         Placement.joined(part.zero.placement for part in parts),
         mesh.summed_first,
         recipe.build,
@@ -263,13 +261,16 @@ def _check_communicating(kind: type[Optimizer], config: RunConfig, mesh: Mesh) -
         log.warning("clip_norm %g: not in steps whose gradients %s sums itself", config.clip_norm, kind.__name__)
 
 
-def _check_masters(kind: type[Optimizer], flats: Sequence[Flat], mesh: Mesh) -> None:
+def _check_masters(kind: type[Optimizer], modules: Iterable[nn.Module], mesh: Mesh) -> None:
     """Raises ConfigError on all ranks, whose pipeline stages may differ, where the optimizer has kernels alone and a
-    flat has masters that they do not update."""
+    parameter would have masters that they do not update."""
     if not issubclass(kind, FusedOptimizer):
         return
-    wide = [flat for flat in flats if flat.gradient is not None and not has_kernels(flat.master)]
-    found = f"{wide[0].slots[0].name} is trained in {wide[0].master.dtype}" if wide else ""
+    every = (item for module in modules for item in module.named_parameters())
+    wide = [
+        (name, parameter.dtype) for name, parameter in every if parameter.requires_grad and parameter.dtype.itemsize > 4
+    ]
+    found = "{} is trained in {}".format(*wide[0]) if wide else ""
     if problem := next(filter(None, mesh.everyone.collect(found)), ""):
         raise ConfigError(
             f"optimizer: {kind.__name__} updates float32 masters, and {problem}; give parameters in float32 or narrower"

@@ -27,6 +27,15 @@ class Exchanged:
 
 
 @runtime_checkable
+class Prepares(Protocol):
+    """One that has something to do before the first step."""
+
+    def prepare(self, flats: Sequence[Exchanged]) -> None:
+        """What takes its time the first time, as new connections do, so that no later step has to. Collective."""
+        ...
+
+
+@runtime_checkable
 class Communicating(Protocol):
     """What a torch optimizer has that does so, beside its `step` over segments.
 
@@ -44,11 +53,6 @@ class Communicating(Protocol):
     def communicates(self) -> bool:
         """Whether it sums the gradients of the next step; asked when the step's first backward begins. The same on all
         ranks."""
-        ...
-
-    def prepare(self, flats: Sequence[Exchanged]) -> None:
-        """Before the first step: what takes its time the first time, as new connections do, so that no later step has
-        to. Collective."""
         ...
 
     def exchange(self, flats: Sequence[Exchanged], factor: float) -> None:

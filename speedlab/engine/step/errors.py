@@ -7,11 +7,6 @@ from collections.abc import Iterable
 from torch import nn
 
 
-class WrittenApartError(RuntimeError):
-    """Somebody has written into parameters of ranks that are apart, which the next exchange brings back to one model
-    that knows nothing of it."""
-
-
 class NonFiniteError(FloatingPointError):
     """A loss or a gradient that is not a finite number. The update was not made; parameters are as before the step.
 

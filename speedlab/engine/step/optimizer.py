@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from cuda_ops.grad_stats import grad_stats
 from speedlab.comm import Group
-from speedlab.engine.step.communicating import Communicating, Exchanged, StepsApart, sums_itself
+from speedlab.engine.step.communicating import Communicating, Exchanged, Prepares, StepsApart, sums_itself
 from speedlab.engine.step.fused import FusedOptimizer, Given, LooksAtParameters, step_device
 from speedlab.engine.step.late import LateUpdate, Twin
 from speedlab.engine.step.parameter_sums import ParameterSums
@@ -151,7 +151,7 @@ class PartitionedOptimizer:
 
     def prepare(self) -> None:
         """Before the first step: let an optimizer that may sum gradients itself make its connections. Collective."""
-        if isinstance(self.inner, Communicating):
+        if isinstance(self.inner, Prepares):
             self.inner.prepare(self._exchanged())
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ from speedlab.config import RunConfig
 from speedlab.config.batch import Batch
 from speedlab.data import Epochs
 from speedlab.engine.step.communicating import Communicating, StepsApart, keeps_now
-from speedlab.engine.step.errors import WrittenApartError
 from speedlab.engine.step.islands import Islands
 from speedlab.engine.step.model_part import ModelPart
 from speedlab.engine.step.optimizer import PartitionedOptimizer
@@ -25,6 +25,8 @@ from speedlab.offload import Stores
 from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.zero import Flat, Zero
 from speedlab.placement import Placement
+
+log = logging.getLogger("speedlab.engine")
 
 
 class TrainingState:
@@ -66,6 +68,7 @@ class TrainingState:
         """Sequences that went into all steps, over all ranks."""
         self.epochs: Epochs | None = None
         """Where the loader that `initialize` made stands; None where it made none."""
+        self._told_apart: set[str] = set()
         self.updating = False
         """True from the first changed parameter to the end of a step: an interrupt then leaves ranks that differ."""
 
@@ -139,7 +142,7 @@ class TrainingState:
         whose optimizer has let them an early exchange, as whoever wants one model does by itself. Collective of all
         ranks; the step behind it begins there."""
         if self.apart and not self.updating:
-            self._refuse_changes_apart()
+            self.tell_of_writes_apart()
             self.updating = True  # Where a peer is lost, ranks differ.
             if self.islands.apart:
                 self.islands.make_one()
@@ -207,28 +210,32 @@ class TrainingState:
         self.partitioned_optimizer.publish()
 
     def take_changes(self) -> None:
-        """What the caller has written into parameters are their values from now on. Raises WrittenApartError where the
-        optimizer has let ranks train apart: what is written then is of no rank's momenta, so that the next exchange
-        loses it."""
-        self._refuse_changes_apart()
+        """What the caller has written into parameters are their values from now on."""
+        self.tell_of_writes_apart()
         for flat in self.flats:
             flat.take_changes()
 
-    def _refuse_changes_apart(self) -> None:
+    def tell_of_writes_apart(self) -> None:
+        """Warn of each parameter once that the caller has written into while the optimizer lets ranks train apart: no
+        momentum has it, so that the next exchange loses it. (Not refused: only the ranks that were written on know.)"""
         if not (isinstance(self.optimizer, StepsApart) and self.optimizer.apart):
             return
-        if written := [name for flat in self.partitioned_optimizer.flats for name in flat.drop_changes()]:
-            more = f" and {len(written) - 1} more" if len(written) > 1 else ""
-            raise WrittenApartError(
-                f"{written[0]}{more} changed between two exchanges of {type(self.optimizer).__name__}, while ranks "
-                "make steps of their own: the next exchange loses it; call engine.make_one() on all ranks, and write "
-                "it then"
+        written = [name for flat in self.partitioned_optimizer.flats for name in flat.written()]
+        if new := [name for name in written if name not in self._told_apart]:
+            self._told_apart.update(new)
+            more = f" and {len(new) - 1} more" if len(new) > 1 else ""
+            log.warning(
+                "%s%s: written into between two exchanges of %s, the next of which loses it; call engine.make_one() "
+                "on all ranks before such a write",
+                new[0],
+                more,
+                type(self.optimizer).__name__,
             )
 
     def before_change(self) -> None:
         """Parameters are about to change, by an update or a load: nothing of a pass before may live on, nor an update
-        that is under way. Collective. Raises WrittenApartError as `take_changes` does."""
+        that is under way. Collective."""
         self.partitioned_optimizer.settle()
-        self._refuse_changes_apart()
+        self.tell_of_writes_apart()
         for zero in self.zeros:
             zero.before_change()

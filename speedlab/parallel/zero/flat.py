@@ -384,9 +384,9 @@ class Flat:
         """
         replaced, changed = False, list[tuple[slice, Tensor]]()
         for index, (parameter, slot) in enumerate(zip(self.parameters, self.slots, strict=True)):
-            moved = not _is_same(parameter, self._shown[index])
-            if not moved and parameter._version == self._versions[index]:
+            if not self._is_written(index):
                 continue
+            moved = not _is_same(parameter, self._shown[index])
             self._versions[index] = parameter._version  # It is told once: whoever destroys the engine then can.
             if self.ahead:
                 raise RuntimeError(
@@ -409,17 +409,13 @@ class Flat:
         if replaced:
             self._show(self._views)
 
-    def drop_changes(self) -> list[str]:
-        """Names of the parameters that `take_changes` would take, which from now on it does not."""
-        names, replaced = [], False
-        for index, (parameter, slot) in enumerate(zip(self.parameters, self.slots, strict=True)):
-            moved = not _is_same(parameter, self._shown[index])
-            if moved or parameter._version != self._versions[index]:
-                names.append(slot.name)
-            self._versions[index], replaced = parameter._version, replaced or moved
-        if replaced:
-            self._show(self._views)
-        return names
+    def written(self) -> list[str]:
+        """Names of the parameters that `take_changes` would take."""
+        return [slot.name for index, slot in enumerate(self.slots) if self._is_written(index)]
+
+    def _is_written(self, index: int) -> bool:
+        parameter = self.parameters[index]
+        return parameter._version != self._versions[index] or not _is_same(parameter, self._shown[index])
 
     def _change_masters(self, changed: Sequence[tuple[slice, Tensor]]) -> None:
         """Elements that show something else than the value they are given take it, the others keep all their bits."""
