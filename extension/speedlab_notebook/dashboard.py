@@ -122,6 +122,8 @@ class Dashboard(anywidget.AnyWidget):
         """Why the page cannot be told what is new; "" while it is."""
         self._watching: set[str] | None = set() if os.environ.get(SERVED) else None
         self._heard = time.monotonic()
+        self._spoke: dict[str, float] = {}
+        """When each view has spoken last."""
         self._loop = _running_loop()
         self._wake = threading.Event()
         self._closed = threading.Event()
@@ -161,15 +163,20 @@ class Dashboard(anywidget.AnyWidget):
         with self._lock:
             if watching and isinstance(share, int | float):
                 self._steps.pop(view, None)
+                self._point()
                 self._draw_for(view, float(share), step, keyframe=bool(content.get("keyframe")))
                 return
             self._own.pop(view, None)
             self._steps.pop(view, None)
             self._steps |= {} if step is None else {view: step}
-            pointed = next(reversed(self._steps.values()), None)
-            changed, self._drawing.pipeline_step = pointed != self._drawing.pipeline_step, pointed
-            if changed and (message := self._drawing.tick(self._feed.status)) is not None:
-                self.send(message[0], buffers=message[1])
+            self._point()
+
+    def _point(self) -> None:
+        """Show the step of the pipeline at which a view points, the last one that does. Called with the lock."""
+        pointed = next(reversed(self._steps.values()), None)
+        changed, self._drawing.pipeline_step = pointed != self._drawing.pipeline_step, pointed
+        if changed and (message := self._drawing.tick(self._feed.status)) is not None:
+            self.send(message[0], buffers=message[1])
 
     def _draw_for(self, view: str, share: float, step: int | None, *, keyframe: bool) -> None:
         """How a view smooths is its own choice: the other views of this widget, and the picture that a new one begins
@@ -205,6 +212,7 @@ class Dashboard(anywidget.AnyWidget):
         self._heard = time.monotonic()
         if content.get("type") != "Draw":
             return False
+        self._spoke[str(content.get("view"))] = self._heard
         self._set_watching(str(content.get("view")), bool(content.get("watching")))
         if content.get("keyframe") and str(content.get("view")) not in self._own:
             self._send_keyframe()
@@ -259,11 +267,23 @@ class Dashboard(anywidget.AnyWidget):
             if keyframe:
                 wait = min(2 * wait, LAST_KEYFRAME_SECONDS)
                 due = time.monotonic() + wait
-            if time.monotonic() - self._heard > SILENCE_SECONDS and self._kernel_listens():
-                with self._lock:
-                    self._watching, self._own, self._steps = set(), {}, {}
+            self._forget_silent()
             self._wait(RESTING_TICK_SECONDS if self._at_rest or self._trouble else TICK_SECONDS)
         self._let_go()
+
+    def _forget_silent(self) -> None:
+        """Views that have said nothing for long are gone, as those of a page that was reloaded: they tell nobody."""
+        if not any(map(_is_silent, [self._heard, *self._spoke.values()])) or not self._kernel_listens():
+            return
+        with self._lock:
+            if _is_silent(self._heard):  # Also where none has spoken yet.
+                self._watching = set()
+            for view in [view for view, heard in self._spoke.items() if _is_silent(heard)]:
+                del self._spoke[view]
+                self._set_watching(view, False)
+                self._own.pop(view, None)
+                self._steps.pop(view, None)
+            self._point()
 
     def _wait(self, seconds: float) -> None:
         self._wake.wait(seconds)
@@ -287,7 +307,7 @@ class Dashboard(anywidget.AnyWidget):
             return False
         answered = threading.Event()
         self._loop.call_soon_threadsafe(answered.set)
-        return answered.wait(1.0) and time.monotonic() - self._heard > SILENCE_SECONDS
+        return answered.wait(1.0)
 
     def _look(self, *, keyframe: bool) -> None:
         """`update`, and a keyframe where one is due. What keeps it from that is told on the page, which would stand
@@ -413,3 +433,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+def _is_silent(heard: float) -> bool:
+    return time.monotonic() - heard > SILENCE_SECONDS

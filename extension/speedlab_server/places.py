@@ -30,9 +30,9 @@ _LOOK_SECONDS = 20.0
 _SETTLED_NS = 2 * 10**9
 """What has changed later than so long ago may just be changing, as while somebody installs something."""
 _HAS_ALL = (
-    "import json, sys, importlib.util as u; "
+    "import json, site, sys, importlib.util as u; "
     "has = all(map(u.find_spec, ('speedlab', 'torch', 'ipyparallel'))) and u.find_spec('speedlab.cli') is not None; "
-    "print(json.dumps([has, sys.path]))"
+    "print(json.dumps([has, [*sys.path, site.getusersitepackages()]]))"
 )
 
 NOTHING_FITS = (

@@ -13,7 +13,7 @@ import speedlab_server.messages as m
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import known_clusters, root
 from speedlab.cluster.known_runs import remembered_runs, run_id, seen_runs
-from speedlab.telemetry.folder import RunFolder, RunFolderError, Status, find_runs
+from speedlab.telemetry.folder import RunFolder, RunFolderError, Status, find_runs, is_folder
 from speedlab.telemetry.rank_records import last_record
 from speedlab.telemetry.records import StepRecord
 from speedlab_server.problems import GoneError, UnknownError, told
@@ -158,7 +158,7 @@ def _is_there(path: Path) -> bool:
 def _closed(parent: Path) -> list[Path]:
     """What the user of this server may not look into: folders in `parent` that may be runs, or itself."""
     try:
-        folders = [Path(entry.path) for entry in os.scandir(parent) if entry.is_dir()]
+        folders = [Path(entry.path) for entry in os.scandir(parent) if is_folder(entry)]
     except PermissionError:
         return [parent]
     except OSError:

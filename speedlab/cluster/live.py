@@ -29,7 +29,6 @@ class LiveCell:
         self.pending = pending
         self._run, self._cell, self._door = run, cell, door
         self._said: dict[int, Said] | None = None
-        self._failures: dict[int, RemoteFailure] = {}
 
     @property
     def done(self) -> bool:
@@ -74,20 +73,17 @@ class LiveCell:
         """What each rank said in it, as messages of Jupyter. Only once it is done. Raises ClusterError for an answer
         that this user's engines did not write, RunFolderError for one that is damaged, or was not taken for long."""
         if self._said is None:
-            said = take_said(self._run.folder.path, self._cell, _read)
-            try:
-                failed = {rank: told.failure for rank, told in said.items() if told.failure is not None}
-                self._failures = {rank: RemoteFailure.from_dict(failure) for rank, failure in failed.items()}
-            except ValueError as error:
-                raise RunFolderError(f"what ranks said in cell {self._cell} cannot be read: {error}") from None
-            self._said = said
+            self._said = take_said(self._run.folder.path, self._cell, _read)
         return self._said
 
     @property
     def failures(self) -> dict[int, RemoteFailure]:
         """By rank. Only once it is done; raises as `said` does."""
-        self.said()
-        return self._failures
+        failed = {rank: told.failure for rank, told in self.said().items() if told.failure is not None}
+        try:
+            return {rank: RemoteFailure.from_dict(failure) for rank, failure in failed.items()}
+        except ValueError as error:
+            raise RunFolderError(f"what ranks said in cell {self._cell} cannot be read: {error}") from None
 
     def _texts(self) -> dict[int, str | None]:
         if failures := self.failures:

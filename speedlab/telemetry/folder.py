@@ -299,10 +299,18 @@ class RunFolder:
 _DRAFTS = itertools.count()
 
 
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Also through a link; False for one that goes in a circle, or into what may not be looked at."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
 def find_runs(parent: str | os.PathLike[str]) -> list[Path]:
     """The run folders in `parent`, the one whose status is newest first; [] when there is no such folder."""
     try:
-        entries = [Path(entry.path) for entry in os.scandir(parent) if entry.is_dir()]
+        entries = [Path(entry.path) for entry in os.scandir(parent) if is_folder(entry)]
     except OSError:
         return []
     aged = []

@@ -232,7 +232,8 @@ class History:
             for name, held in MOST.items():
                 self._most_bytes[name] = max(self._most_bytes[name], held(record.ledger))
         if self._events_of[0] is not events or self._events_of[1] != len(events):
-            self.events, self._events_of = list(events), (events, len(events))
+            self.events = list(events)
+            self._events_of = events, len(self.events)  # Another thread may have read one more meanwhile.
             self._size = _world_size(self.events)
         if self._size is not None and any(rank >= self._size for rank in self.latest):
             # What ranks that have left held last is held no more.

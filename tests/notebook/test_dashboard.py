@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -462,6 +463,20 @@ def test_a_step_that_is_pointed_at_in_one_view_stays_when_another_one_speaks(sho
         view._on_message(view, {"type": "Draw", "view": name, "watching": True, "step": step}, [])
     assert view._drawing.pipeline_step == 2
     view._on_message(view, {"type": "Draw", "view": "a", "watching": True, "step": None}, [])
+    assert view._drawing.pipeline_step is None
+
+
+def test_a_view_that_left_without_a_word_is_drawn_for_no_more_while_another_one_speaks(shown):
+    view, _ = shown
+    for name in ("gone", "here"):
+        view._on_message(view, {"type": "Draw", "view": name, "watching": True, "smoothing": 0.0, "step": 2}, [])
+    view._on_message(view, {"type": "Draw", "view": "pointed", "watching": True, "step": 2}, [])
+    assert view._drawing.pipeline_step == 2
+    view._loop = SimpleNamespace(is_closed=lambda: False, call_soon_threadsafe=lambda call: call())
+    for name in ("gone", "pointed"):
+        view._spoke[name] -= module.SILENCE_SECONDS
+    eventually(lambda: set(view._spoke) == {"here"})
+    assert set(view._own) == view._watching == {"here"}
     assert view._drawing.pipeline_step is None
 
 

@@ -20,7 +20,7 @@ from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.known_runs import RunError
 from speedlab.cluster.processes import is_suspended
 from speedlab.cluster.supervisor import messages as m
-from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, connect
+from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, UnfitMessageError, connect
 from speedlab.config import ConfigError
 from speedlab.telemetry.folder import RunFolderError
 
@@ -207,6 +207,9 @@ def _listen(client_of: weakref.ref[Client], channel: Channel, printed: Callable[
     while True:
         try:
             message = channel.receive()
+        except UnfitMessageError as error:
+            text = f"the cluster's supervisor says what this version does not understand: {error}"
+            message = m.Refused(call=error.call, kind=OtherVersionError.__name__, text=text)
         except ChannelClosedError:
             break
         client = client_of()

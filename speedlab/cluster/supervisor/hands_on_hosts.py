@@ -131,11 +131,11 @@ class OnHosts:
 
     def next_generation(self) -> None:
         self._home.next_generation()
-        silent = self._agents.set_generation(self._home.generation)
-        try:
-            self._bring_ended(silent)  # Else ranks there would wait for the others where these have been.
-        except ClusterError:  # The watch counts such a host as lost.
-            log.exception("ranks of %s are not told that all meet anew", ", ".join(silent))
+        for host in self._agents.set_generation(self._home.generation):
+            try:
+                self._bring_ended([host])  # Else ranks there would wait for the others where these have been.
+            except ClusterError:  # The watch counts such a host as lost.
+                log.exception("ranks of %s are not told that all meet anew", host)
 
     def plan(self, state: ClusterState, size: int) -> Plan:
         used = {host.name: len(host.devices) for host in self._agents.hosts}

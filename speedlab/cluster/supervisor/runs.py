@@ -112,11 +112,12 @@ class Runs:
         self._end_hold(path, lambda run: self._holds.leave(run, key, connection))
 
     def _end_hold(self, path: Path, ends: Callable[[Path], bool]) -> None:
-        with self._turn, contextlib.suppress(ClusterError, RunFolderError):
+        with self._turn:
             with self._lock:
-                ended = ends(path.resolve())
-            if ended:
-                self._of(path).attend()
+                if not ends(path.resolve()):
+                    return
+            with contextlib.suppress(ClusterError, RunFolderError):  # It is no run any more.
+                self._of(path).attend_later()
 
     def let_go_of_abandoned(self) -> None:
         """The end of holds whose holders' processes have ended."""
@@ -261,6 +262,13 @@ class Run:
         except (ClusterError, RunFolderError):  # Also where an engine dies just now: it is not done much later.
             self._drop_waiting(self.folder.read_status())
             raise
+
+    def attend_later(self) -> None:
+        """As `attend`, where nobody waits for an answer: what it raises is the run's `trouble`."""
+        try:
+            self.attend()
+        except (ClusterError, RunFolderError) as trouble:
+            self.trouble = trouble
 
     def standing(self) -> Standing:
         """Called by anybody."""

@@ -112,11 +112,16 @@ export class CompareView implements Taker {
     for (const name of this.dirty) {
       const [plot, figure] = [this.plots[name], this.shown(name, dark)];
       if (!plot || !figure) continue;
-      const { data, layout } = inked(figure, colours);
+      const { data, layout } = inked(figure, colours, this.empty);
       plot.setAttribute('aria-label', plainText(layout.title.text));
       void plotly.react(plot, data, layout, CONFIG);
     }
     this.dirty.clear();
+  }
+
+  /** What a figure without curves says. */
+  private get empty(): string | undefined {
+    return this.chips.hidden.size === this.figures.compared?.runs.length ? 'all runs are hidden' : undefined;
   }
 
   private shown(name: string, dark: boolean): Figure | undefined {

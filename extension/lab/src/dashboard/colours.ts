@@ -23,14 +23,19 @@ export function isDark(colour: string): boolean {
 }
 
 /** In the place of axes that would count from -1 to 6, of nothing. */
-const UNMEASURED = {
+const nothing = (text: string) => ({
   showlegend: false,
   shapes: [],
-  annotations: [{ text: 'begins with the first step', x: 0.5, y: 0.5, xref: 'paper', yref: 'paper', showarrow: false }]
-};
+  annotations: [{ text, x: 0.5, y: 0.5, xref: 'paper', yref: 'paper', showarrow: false }]
+});
 
-/** The figure in these colours: what Python calls "ink" is drawn in that of the text. */
-export function inked({ data, layout }: Figure, { family, ink, line, card }: Colours): Figure {
+/** The figure in these colours: what Python calls "ink" is drawn in that of the text. `empty`: what is said where there
+ * is nothing to draw. */
+export function inked(
+  { data, layout }: Figure,
+  { family, ink, line, card }: Colours,
+  empty = 'begins with the first step'
+): Figure {
   const axes = Object.keys(layout).filter(key => /^[xy]axis/.test(key));
   const visible = data.some(trace => trace.x.length > 0);
   const coloured = axes.map(key => {
@@ -54,5 +59,5 @@ export function inked({ data, layout }: Figure, { family, ink, line, card }: Col
       shape.name === 'ink' ? { ...shape, line: { ...shape.line, color: ink } } : shape
     )
   };
-  return { data: inkedData, layout: visible ? inkedLayout : { ...inkedLayout, ...UNMEASURED } };
+  return { data: inkedData, layout: visible ? inkedLayout : { ...inkedLayout, ...nothing(empty) } };
 }

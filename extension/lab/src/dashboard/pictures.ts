@@ -18,13 +18,15 @@ export interface Pictured {
   cards: Figure[];
   /** Below them, across both columns. */
   wide: Figure[];
+  /** What is said where a figure has nothing to draw. */
+  empty?: string;
 }
 
 async function cells(plotly: Plotly, figures: Pictured, format: 'png' | 'svg'): Promise<Cells> {
   const images: Cells['images'] = [];
   let bottom = CELL.top + Math.ceil(figures.cards.length / 2) * CELL.height;
   for (const [i, figure] of [...figures.cards, ...figures.wide].entries()) {
-    const { data, layout } = inked(figure, PAPER);
+    const { data, layout } = inked(figure, PAPER, figures.empty);
     const wide = i >= figures.cards.length;
     const height = wide ? (layout.height ?? CELL.height) : CELL.height;
     const size = { width: wide ? 2 * CELL.width : CELL.width, height };

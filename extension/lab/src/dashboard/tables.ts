@@ -12,9 +12,10 @@ export interface Table {
 const MOST_STEPS = 12;
 
 const DIGITS = 5;
+const FEWEST_DIGITS = 3;
 
 /** A column of numbers, with as many decimals in each as its largest needs for five digits: points stand below each
- * other. */
+ * other. A number that would keep fewer than three of its digits so has more decimals. */
 function column(values: readonly (number | undefined)[]): string[] {
   const told = values.filter(value => value !== undefined && Number.isFinite(value)).map(Number);
   const most = Math.max(0, ...told.map(Math.abs));
@@ -23,7 +24,9 @@ function column(values: readonly (number | undefined)[]): string[] {
   const places = { minimumFractionDigits: digits, maximumFractionDigits: digits };
   return values.map(value => {
     if (value === undefined) return '';
-    return Number.isFinite(value) ? value.toLocaleString(undefined, places) : '–';
+    if (!Number.isFinite(value)) return '–';
+    const small = value !== 0 && !Number.isInteger(value) && Math.abs(value) < 10 ** (2 - digits);
+    return value.toLocaleString(undefined, small ? { maximumSignificantDigits: FEWEST_DIGITS } : places);
   });
 }
 
