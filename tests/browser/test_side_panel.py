@@ -53,7 +53,7 @@ def runs(lab: Any) -> Path:
     folder = lab.folder / "runs"
     make_run(folder, "quickstart", RunState.RUNNING)
     make_run(folder, "too-large", RunState.FAILED, text=f"rank 2: out of memory {HOSTILE}", zero=3)
-    (make_run(folder, "damaged", RunState.FINISHED) / "config.json").write_text('{"warp": 9}')
+    (make_run(folder, "damaged", RunState.FINISHED) / "config.json").write_text('{"zero": {"stage": 9}}')
     make_run(folder, "renamed", RunState.STOPPED).rename(folder / HOSTILE)
     make_runs(folder / "corpus")
     return folder
@@ -95,9 +95,7 @@ def names_in_order(page: Any) -> list[str]:
 def test_runs_are_found_looked_at_and_remembered_without_a_kernel(page: Any, lab: Any, runs: Path) -> None:
     socket = open_panel(page, lab)
     assert names(page) == sorted(["quickstart", "too-large", "damaged", HOSTILE])
-    assert (
-        "unknown key 'warp'" in page.locator(".sl-item", has=row(page, "damaged")).locator(".sl-problem").inner_text()
-    )
+    assert "zero.stage" in page.locator(".sl-item", has=row(page, "damaged")).locator(".sl-problem").inner_text()
     page.locator(".sl-status").get_by_text("quickstart · 40/100").wait_for()
 
     # Hidden, only the status of the run that is on is read, for the status bar; in sight again, the lists, too.

@@ -117,7 +117,7 @@ def test_an_unknown_id_is_told_and_never_a_path(server: JupyterServer, id: str) 
 DAMAGED = {
     "no JSON": ("status.json", "{", "is not valid JSON"),
     "another version's status": ("status.json", '{"state": "dreaming"}', "'dreaming' is not a valid RunState"),
-    "another version's configuration": ("config.json", '{"warp": 9}', "warp"),
+    "a configuration of no sense": ("config.json", '{"zero": {"stage": 9}}', "zero.stage"),
 }
 
 
