@@ -211,6 +211,8 @@ def test_runs_are_found_newest_first(tmp_path):
             os.utime(tmp_path / name / file, (1000 - age, 1000 - age))
     assert [path.name for path in find_runs(tmp_path)] == ["b", "c", "a"]
     assert find_runs(tmp_path / "missing") == []
+    (tmp_path / "circle").symlink_to("circle")  # It hides no other.
+    assert [path.name for path in find_runs(tmp_path)] == ["b", "c", "a"]
 
 
 def test_space_is_looked_for_on_the_disk_that_will_hold_the_path(tmp_path):

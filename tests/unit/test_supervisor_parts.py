@@ -35,7 +35,7 @@ from speedlab.cluster.shipping import pack
 from speedlab.cluster.supervisor import messages as m
 from speedlab.cluster.supervisor.adopted import Adopted
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, connect, listen
-from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
+from speedlab.cluster.supervisor.client import Client, OtherVersionError, SupervisorGoneError
 from speedlab.cluster.supervisor.engines import Engines
 from speedlab.cluster.supervisor.hands import Here
 from speedlab.cluster.supervisor.holds import Holds
@@ -582,6 +582,10 @@ def test_questions_are_answered_or_refused_with_the_error_that_was_raised(
         client.ask(m.Restart(rank=2))
     with pytest.raises(TypeError, match=r"Expected `int`, got `str` - at `\$.rank`"):
         client.ask(m.Restart(rank="2"))  # type: ignore[arg-type]
+    supervisor.engines.status = lambda: ["of another version"]
+    with pytest.raises(OtherVersionError, match="says what this version does not understand: Expected `object`"):
+        client.ask(m.Look(), seconds=5)
+    supervisor.engines.status = list
     assert client.ask(m.Look()) == []  # The connection is as it was.
     del client  # Nobody holds it: the connection ends.
     gc.collect()  # The error above is in a circle with its traceback.

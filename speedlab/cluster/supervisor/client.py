@@ -188,7 +188,10 @@ class Client:
             if question is None or answer is None:
                 return  # Whoever asked has given up.
             if isinstance(message, m.Answer):
-                answer.set_result(msgspec.msgpack.decode(message.value, type=question.answer))
+                try:
+                    answer.set_result(msgspec.msgpack.decode(message.value, type=question.answer))
+                except msgspec.DecodeError as error:
+                    answer.set_exception(OtherVersionError(_not_understood(error)))
             elif isinstance(message, m.Refused):
                 answer.set_exception(error_of(message))
             elif progress is not None:
@@ -208,8 +211,7 @@ def _listen(client_of: weakref.ref[Client], channel: Channel, printed: Callable[
         try:
             message = channel.receive()
         except UnfitMessageError as error:
-            text = f"the cluster's supervisor says what this version does not understand: {error}"
-            message = m.Refused(call=error.call, kind=OtherVersionError.__name__, text=text)
+            message = m.Refused(call=error.call, kind=OtherVersionError.__name__, text=_not_understood(error))
         except ChannelClosedError:
             break
         client = client_of()
@@ -222,6 +224,10 @@ def _listen(client_of: weakref.ref[Client], channel: Channel, printed: Callable[
         del client
     if (client := client_of()) is not None:
         client._end()
+
+
+def _not_understood(error: Exception) -> str:
+    return f"the cluster's supervisor says what this version does not understand: {error}"
 
 
 def error_of(refused: m.Refused) -> Exception:
