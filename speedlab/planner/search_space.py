@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from speedlab.config import OffloadConfig, OptimizerConfig, ParallelConfig
+from speedlab.config.island_rules import host_problem
 from speedlab.layout import Layout
 from speedlab.planner.away import offload_words
 from speedlab.planner.devices import Machines
@@ -142,10 +143,9 @@ class Space:
 
     def _layouts(self, size: int) -> Iterator[Layout]:
         """Of `size` devices: equal islands, of several whole hosts or several of them in one, each laid out alike."""
-        islands, per_host = self.fixed.islands or 1, self.machines.per_host
+        islands = self.fixed.islands or 1
         each, rest = divmod(size, islands)
-        cuts_hosts = size > per_host and each % per_host > 0 and per_host % each > 0
-        if each and not rest and not cuts_hosts:
+        if each and not rest and islands_problem(self.machines, islands, size) is None:
             yield from (replace(layout, islands=islands) for layout in self._layouts_of_island(each))
 
     def _layouts_of_island(self, size: int) -> Iterator[Layout]:
@@ -231,3 +231,10 @@ def worth_cutting(setup: Setup) -> bool:
 
 def _only(fixed: _Choice | None, free: Sequence[_Choice]) -> Sequence[_Choice]:
     return free if fixed is None else (fixed,)
+
+
+def islands_problem(machines: Machines, islands: int, ranks: int) -> str | None:
+    """What stands against so many islands of `ranks` on these machines, as the engine will say it; None for nothing."""
+    if islands == 1:
+        return None
+    return host_problem(islands, [str(rank // machines.per_host) for rank in range(ranks)])

@@ -46,3 +46,14 @@ def warnings_of(name: str) -> Iterator[list[str]]:
         yield said
     finally:
         logger.removeHandler(handler)
+
+
+def refusal_of_one_stage(config: dict[str, Any]) -> str:
+    """What this rank says to a model of two pipeline stages of which the last one has a norm in float64."""
+    model = gpt(tied=False)
+    model.norm.to(torch.float64)  # Nothing is computed.
+    try:
+        speedlab.initialize(model=model, config=config)[0].destroy()
+    except speedlab.ConfigError as error:
+        return str(error)
+    return ""

@@ -16,7 +16,7 @@ import speedlab
 from ranks.conftest import PoolOf
 from ranks.pool import Pool
 from ranks.runs import as_engine, new_run
-from ranks.small_steps import batch, engine_of, step_of, warnings_of
+from ranks.small_steps import batch, engine_of, refusal_of_one_stage, step_of, warnings_of
 from ranks.tensor_models import gpt, group_of_all
 from speedlab.bench.planner import compare, measure
 from speedlab.bench.planner_cases import grid
@@ -424,18 +424,8 @@ def refuse(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> str:
     return ""
 
 
-def refuse_one_stage() -> str:
-    model = gpt(tied=False)
-    model.norm.to(torch.float64)  # Of the last stage; nothing is computed.
-    try:
-        speedlab.initialize(model=model, config=configuration(2, parallel={"pp": 2}))[0].destroy()
-    except speedlab.ConfigError as error:
-        return str(error)
-    return ""
-
-
 def test_what_one_pipeline_stage_cannot_all_ranks_refuse(pool_of: PoolOf) -> None:
-    told = set(pool_of(4).run(refuse_one_stage))
+    told = set(pool_of(4).run(refusal_of_one_stage, configuration(2, parallel={"pp": 2})))
     assert len(told) == 1
     assert "norm.weight is trained in torch.float64, and islands meet in float32" in told.pop()
 

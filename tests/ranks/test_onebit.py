@@ -18,7 +18,7 @@ from cuda_ops.adamw import adamw
 from ranks.conftest import PoolOf
 from ranks.pool import Pool
 from ranks.runs import as_engine, new_run
-from ranks.small_steps import batch, engine_of, step_of
+from ranks.small_steps import batch, engine_of, refusal_of_one_stage, step_of
 from ranks.tensor_models import gpt, group_of_all
 from speedlab.bench.planner import compare, measure
 from speedlab.bench.planner_cases import grid
@@ -440,18 +440,8 @@ def test_masters_of_another_width_are_refused(two: Pool) -> None:
     assert "OneBitAdam updates float32 masters" in told
 
 
-def refuse_one_stage() -> str:
-    model = gpt(tied=False)
-    model.norm.to(torch.float64)  # Of the last stage; nothing is computed.
-    try:
-        speedlab.initialize(model=model, config=configuration(0, parallel={"pp": 2}))[0].destroy()
-    except speedlab.ConfigError as error:
-        return str(error)
-    return ""
-
-
 def test_every_pipeline_stage_refuses_what_one_of_them_cannot_train(two: Pool) -> None:
-    first, second = two.run(refuse_one_stage)
+    first, second = two.run(refusal_of_one_stage, configuration(0, parallel={"pp": 2}))
     assert first == second
     assert "OneBitAdam updates float32 masters, and norm.weight is trained in torch.float64" in first
 

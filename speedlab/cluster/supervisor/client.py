@@ -41,7 +41,8 @@ class StartGivenUpError(ClusterError):
 
 
 class OtherVersionError(ClusterError):
-    """The supervisor speaks another version of the protocol: it has heard nothing but the greeting."""
+    """The supervisor speaks another version of the protocol: it refuses the greeting, or says what is not understood
+    here."""
 
 
 _KINDS = {
