@@ -21,7 +21,8 @@ help:
 	@echo "make lab     opens the same notebook in JupyterLab"
 	@echo "make test    runs all tests            (ARGS=\"-k name\" for some, ARGS=\"-n 0\" for one after the other)"
 	@echo "make bench   side-by-side measurements (NAME=step; installs the peers in $(PEERS) first)"
-	@echo "make docs    the documentation's site, in build/site/html (installs Sphinx in $(DOCS) first)"
+	@echo "make docs    the documentation's site, in build/site/html (installs Sphinx in $(DOCS) first); runs some notebooks"
+	@echo "             once, about two minutes, for their outputs (ARGS=all for all of them, about ten)"
 	@echo "make links   asks every address on it whether it is there; needs a network"
 	@echo "make lint    ruff: rules and formatting"
 	@echo "make types   pyright"
@@ -49,8 +50,9 @@ demo: setup
 lab: setup
 	@$(BIN)/jupyter lab $(ROOT_FLAG) $(ARGS) notebooks/01_quickstart.ipynb
 
+# Some hundred processes start, and each would compile everything anew where the environment wants no bytecode kept.
 test: setup
-	@$(BIN)/python -m pytest --numprocesses 2 $(ARGS)
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 2 $(ARGS)
 
 bench: $(PEERS)/.ready
 	@PATH="$(CURDIR)/$(PEERS)/bin:$$PATH" $(PEERS)/bin/python -m speedlab.cli bench $(NAME) $(ARGS)
@@ -59,6 +61,7 @@ $(PEERS)/.ready: $(VENV)/.ready .ci/peers.sh
 	@.ci/peers.sh
 
 docs: $(DOCS)/.ready
+	@$(BIN)/python notebooks/site/outputs.py $(ARGS)
 	@$(DOCS)/bin/python notebooks/site/build.py html
 
 links: $(DOCS)/.ready

@@ -94,13 +94,17 @@ def constants(
 
 
 @register_jitable
+def moments_one(grad: Any, exp_avg: Any, exp_avg_sq: Any, numbers: Any) -> tuple[Any, Any]:
+    """One element's new moments. `numbers` as `constants` returns them."""
+    scaled = grad * numbers[0]
+    return exp_avg + (scaled - exp_avg) * numbers[2], exp_avg_sq * numbers[3] + scaled * scaled * numbers[4]
+
+
+@register_jitable
 def update_one(param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, numbers: Any) -> tuple[Any, Any, Any]:
     """One element: the new parameter and moments. `numbers` as `constants` returns them."""
-    factor, decay, first, keep, second = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
-    correction, eps, size = numbers[5], numbers[6], numbers[7]
-    scaled = grad * factor
-    average = exp_avg + (scaled - exp_avg) * first
-    square = exp_avg_sq * keep + scaled * scaled * second
+    decay, correction, eps, size = numbers[1], numbers[5], numbers[6], numbers[7]
+    average, square = moments_one(grad, exp_avg, exp_avg_sq, numbers)
     return param * decay - size * average / (math.sqrt(square) * correction + eps), average, square
 
 

@@ -215,6 +215,15 @@ def _gradient_of_scores(scores: Any, products: Any, lse: Any, delta: Any) -> Non
 
 
 @kernel()
+def _store_rows(sums: Any, factor: Any, out: Any) -> None:
+    """The first rows of `sums` times `factor` are those of `out`."""
+    for j in range(out.shape[0]):
+        line = out[j]
+        for d in range(out.shape[1]):
+            store(line, d, sums[j, d] * factor)
+
+
+@kernel()
 def backward(
     start: int,
     stop: int,
@@ -282,9 +291,5 @@ def backward(
                 line = grad_q[head, low + i]
                 for d in range(depth):
                     store(line, d, sums_q[d, i] * np.float32(scale))
-        for j in range(k.shape[1]):
-            of_key, of_value = grad_k[head, j], grad_v[head, j]
-            for d in range(depth):
-                store(of_key, d, sums_k[j, d] * np.float32(scale))
-            for d in range(depth):
-                store(of_value, d, sums_v[j, d])
+        _store_rows(sums_k, np.float32(scale), grad_k[head])
+        _store_rows(sums_v, np.float32(1), grad_v[head])

@@ -16,7 +16,7 @@ from numba.extending import register_jitable
 from torch import Tensor
 
 from cuda_ops import gpu
-from cuda_ops.adamw import constants
+from cuda_ops.adamw import constants, moments_one
 from cuda_ops.compile import REORDERED, kernel
 from cuda_ops.elements import load
 from cuda_ops.library import register
@@ -84,15 +84,8 @@ def lamb_moments(
 
 
 @register_jitable
-def moments_one(grad: Any, exp_avg: Any, exp_avg_sq: Any, numbers: Any) -> tuple[Any, Any]:
-    """One element's new moments. `numbers` as `adamw.constants` returns them, of a learning rate of 1."""
-    scaled = grad * numbers[0]
-    return exp_avg + (scaled - exp_avg) * numbers[2], exp_avg_sq * numbers[3] + scaled * scaled * numbers[4]
-
-
-@register_jitable
 def direction_one(param: Any, exp_avg: Any, exp_avg_sq: Any, numbers: Any) -> Any:
-    """One element of the update."""
+    """One element of the update. `numbers` as `adamw.constants` returns them, of a learning rate of 1."""
     return (
         numbers[7] * exp_avg / (math.sqrt(exp_avg_sq) * numbers[5] + numbers[6]) + (np.float32(1) - numbers[1]) * param
     )

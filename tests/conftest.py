@@ -3,6 +3,8 @@ GPU tests run."""
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 from typing import Any
 
@@ -20,6 +22,12 @@ hypothesis.settings.load_profile("speedlab")
 # which some tests send, would do nothing.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Threads that spin while they wait for others of a busy machine make tests take ten times as long.
+    import torch
+
+    torch.set_num_threads(1)
 
 _KEEPS_CORES_BUSY = "tests/ranks/"
 """The tier whose tests compute on every core: two of them at a time would only slow each other down."""
@@ -44,3 +52,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if on_gpu and not cuda_devices():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and thousands of tests stay: collections look at none of them, and `initialize` collects each time."""
+    gc.collect()
+    gc.freeze()

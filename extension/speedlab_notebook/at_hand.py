@@ -137,3 +137,9 @@ def _ended() -> frozenset[Any]:
     from speedlab.telemetry.records import RunState
 
     return frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
+
+
+def can_ask(shell: InteractiveShell) -> bool:
+    """Whether somebody can be asked for a line: not where a notebook runs by itself (nbconvert, papermill)."""
+    kernel = getattr(shell, "kernel", None)
+    return bool(getattr(kernel, "_allow_stdin", True))

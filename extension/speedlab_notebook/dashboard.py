@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import gzip
 import logging
 import os
 import threading
@@ -36,6 +35,7 @@ from speedlab.telemetry.records import RESTING
 from speedlab.telemetry.series import History
 from speedlab.telemetry.tensors import SegmentError, tensors_in
 from speedlab_notebook.static_picture import StaticPicture
+from speedlab_notebook.to_pages import PlotlyBundle, as_text, built
 
 if TYPE_CHECKING:
     from speedlab.cluster import Run
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from speedlab.telemetry.folder import RunFolder
 
 log = logging.getLogger(__name__)
-
-_BUILT = Path(__file__).parent / "static"
 
 TICK_SECONDS = 0.1
 SILENT_TICK_SECONDS = 1.0
@@ -62,39 +60,13 @@ JOIN_SECONDS = 5.0
 """How long closing waits for the thread, which a slow disk may hold. The thread then ends by itself."""
 
 
-def _built(name: str) -> Path:
-    """A file that pages run. Raises FileNotFoundError that says how it is made."""
-    path = _BUILT / name
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} is not built, so there is no dashboard. In a checkout run `make pages`; released wheels have it"
-        )
-    return path
-
-
-class PlotlyBundle(anywidget.AnyWidget):
-    """plotly's basic bundle, compressed: the page takes it from here once, however many dashboards it shows."""
-
-    _esm = "export default {};"
-    source = traitlets.Bytes().tag(sync=True)
-
-    _shared: PlotlyBundle | None = None
-
-    @classmethod
-    def shared(cls) -> PlotlyBundle:
-        """The one of this kernel."""
-        if cls._shared is None or cls._shared.comm is None:
-            cls._shared = cls(source=gzip.compress(_built("plotly.js").read_bytes(), 5))
-        return cls._shared
-
-
 class Dashboard(anywidget.AnyWidget):
     """A run, live. `show(run)` makes one and displays it."""
 
     bundle = traitlets.Instance(PlotlyBundle, allow_none=True).tag(sync=True, **widget_serialization)
     """None until a view has spoken, where the server draws."""
     keyframe = traitlets.Dict().tag(sync=True)
-    """{"message": the last Keyframe, "buffers": […]}; empty where the server draws."""
+    """{"message": the last Keyframe, "buffers": [as `as_text` gives them, …]}; empty where the server draws."""
 
     def __init__(
         self,
@@ -134,7 +106,7 @@ class Dashboard(anywidget.AnyWidget):
         self._pictured = self._feed.status.state
         """How the run was when the picture was left: each state at rest has its own."""
         self._look_again = 0.0
-        self._esm, self._css = (_built(name).read_text() for name in ("dashboard.js", "dashboard.css"))
+        self._esm, self._css = (built(name).read_text() for name in ("dashboard.js", "dashboard.css"))
         first: dict[str, Any] = {}
         if self.watched:
             first = {"bundle": PlotlyBundle.shared(), "keyframe": _packed(self._drawing.keyframe(feed.status))}
@@ -148,6 +120,10 @@ class Dashboard(anywidget.AnyWidget):
     def new_drawing(self, feed: Any, name: str, devices: Sequence[Device]) -> Drawing:
         """What says what a page is sent next."""
         return Drawing(self._history, name=name, devices=devices)
+
+    def send(self, content: Any, buffers: Sequence[bytes] | None = None) -> None:
+        """Tell the page."""
+        super().send({**content, "buffers_as_text": list(map(as_text, buffers))} if buffers else content)
 
     # What the page says
 
@@ -395,7 +371,7 @@ class Dashboard(anywidget.AnyWidget):
 
 def _packed(message: Message) -> dict[str, Any]:
     """As a trait has it."""
-    return {"message": message[0], "buffers": message[1]}
+    return {"message": message[0], "buffers": list(map(as_text, message[1]))}
 
 
 def show(run: Run | RunFolder | str | Path) -> Dashboard:

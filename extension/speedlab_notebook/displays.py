@@ -65,7 +65,7 @@ def _engine_rows(engines: Sequence[EngineStatus]) -> list[tuple[str, ...]]:
         (
             f"{engine.engine_id}",
             f"{engine.rank}",
-            engine.device.name,
+            engine.place,
             f"{engine.pid}",
             engine.state,
             bytes_text(engine.rss_bytes),
@@ -227,7 +227,7 @@ def engine_status_text(engine: EngineStatus) -> str:
     from speedlab.display.text import bytes_text
 
     memory = bytes_text(engine.rss_bytes)
-    return f"<rank {engine.rank} on {engine.device.name}: {engine.state}, {memory}, process {engine.pid}>"
+    return f"<rank {engine.rank} on {engine.place}: {engine.state}, {memory}, process {engine.pid}>"
 
 
 def device_text(device: Device) -> str:
@@ -240,7 +240,7 @@ def device_text(device: Device) -> str:
 
 
 def status_text(status: Status) -> str:
-    text = f": {status.text}" if status.text else ""
+    text = f": {status.told}" if status.told else ""
     return f"<{status.state} at step {status.step:,} of {status.steps:,}{text}>"
 
 

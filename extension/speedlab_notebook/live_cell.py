@@ -24,7 +24,7 @@ def live_cell(
     is done, raising RankError."""
     from speedlab.cluster import ClusterError
     from speedlab.cluster.run import Run
-    from speedlab_notebook.at_hand import active_runs
+    from speedlab_notebook.at_hand import active_runs, can_ask
 
     runs = active_runs(cluster)
     if not runs:
@@ -35,6 +35,8 @@ def live_cell(
     run = Run(runs[-1], cluster)
     live = run.live(code, ranks)
     view = view_in(shell, f"this cell runs behind the step that run {run.name!r} is computing")
+    if not (wait and can_ask(shell)):
+        live.ask_nobody()
     if wait:
         try:
             live.wait_until_done()
@@ -45,7 +47,6 @@ def live_cell(
         _show(live, view, shows_result=shows_result, shows_error=False)
         live.wait()
         return
-    live.ask_nobody()
     threading.Thread(target=_follow, args=(live, view, shows_result), name="speedlab-live-cell", daemon=True).start()
 
 

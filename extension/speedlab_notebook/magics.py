@@ -30,7 +30,9 @@ _RANKS_HELP = """Run a cell on ranks, or on all: %%ranks [0,2-3] [--live] [--wai
   %%ranks 0,2-3           on ranks 0, 2 and 3
   %%ranks 0 --wait        returns when rank 0 is done, and raises RankError when it failed
   %%ranks --live          between two steps of the run that trains, which goes on; finds `engine`, `model` and `batch`
-  %%ranks --live --wait   ... and breakpoint() in it stops there: the other ranks wait, q ends it
+
+breakpoint() in a cell stops there, and asks for pdb's commands below it: the other ranks wait, q ends it on that rank.
+Such a cell waits, as with --wait; with --wait it also stops where a function that it calls says breakpoint().
 
 Equal lines of several ranks are shown once. Names that the cell sets stay on the ranks. While a run trains, the cell
 waits for it to pause or to end, but with --live.
@@ -164,7 +166,7 @@ def _start(
     count = "engines" if engines is None else f"{engines} engine{'s' if engines > 1 else ''}"
     ran_before = name in _names_running()
     began = time.monotonic()
-    with _telling(f"starting {count} of cluster {name!r}; each imports torch, which takes a few seconds"):
+    with _telling(f"starting {count} of cluster {name!r}; torch is imported, which takes a few seconds"):
         there = of_words(hosts, slurm, mpi)
         cluster = Cluster(engines, name=name, device=device, backend=backend, link=link, **there)
     shell.push({"cluster": cluster})

@@ -4,11 +4,16 @@
 2. The magic returns. A thread takes what they say, folds what is equal on several ranks, and
    updates the display at most ten times a second.
 3. When every rank is done and has said its last, the display gets its final line, or the RankError.
+4. A cell that waits, or says `breakpoint()`, serves a door meanwhile: `breakpoint()` stops, and asks for the debugger's
+   commands below the cell.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import re
+import secrets
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -16,7 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from IPython.core.displayhook import DisplayHook
 from IPython.core.error import UsageError
+from IPython.core.inputtransformer2 import TransformerManager
 
+from speedlab.cluster.debug_line import Door
 from speedlab.cluster.errors import name_ranks
 from speedlab.cluster.kernel_interrupt import is_the_users
 from speedlab_notebook.commands import unknown, without_comment
@@ -70,22 +77,35 @@ def parse(line: str) -> Line:
 
 def ranks_cell(shell: InteractiveShell, line: str, code: str) -> None:
     """Run `code` on the ranks of `line`; returns at once, or with --wait when they are done, raising RankError."""
-    from speedlab_notebook.at_hand import cluster_at_hand
+    from speedlab_notebook.at_hand import can_ask, cluster_at_hand
     from speedlab_notebook.live_cell import live_cell
 
     asked = parse(line)
     cluster = cluster_at_hand(shell)
     quiet = DisplayHook.semicolon_at_end_of_expression(code)
+    wait = asked.wait or stops(code)
     if asked.live:
-        live_cell(shell, cluster, code, ranks=asked.ranks, wait=asked.wait, shows_result=not quiet)
+        live_cell(shell, cluster, code, ranks=asked.ranks, wait=wait, shows_result=not quiet)
         return
     note = _why_it_waits(cluster, asked.ranks)
-    results = cluster.execute(code, ranks=asked.ranks, shown=True)
-    view = view_in(shell, note or f"{name_ranks(results.ranks)} running")
-    cell = RanksCell(cluster, results, view, shows_error=not asked.wait, shows_result=not quiet)
-    cell.start()
-    if asked.wait:
-        cell.wait()
+    name = secrets.token_hex(8) if wait and can_ask(shell) else ""
+    with Door(cluster.directory, name) if name else contextlib.nullcontext() as door:
+        results = cluster.execute(code, ranks=asked.ranks, shown=True, door=name)
+        view = view_in(shell, note or f"{name_ranks(results.ranks)} running")
+        cell = RanksCell(cluster, results, view, shows_error=not wait, shows_result=not quiet)
+        cell.start()
+        if wait:
+            cell.wait(door)
+
+
+def stops(code: str) -> bool:
+    """Whether the cell itself calls `breakpoint()`: then somebody wants to be asked."""
+    try:
+        tree = ast.parse(TransformerManager().transform_cell(code))
+    except SyntaxError:
+        return False  # The ranks say so.
+    called = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return any(isinstance(function, ast.Name) and function.id == "breakpoint" for function in called)
 
 
 def _why_it_waits(cluster: Cluster, ranks: Collection[int] | None) -> str:
@@ -134,12 +154,17 @@ class RanksCell:
     def start(self) -> None:
         self._thread.start()
 
-    def wait(self) -> None:
-        """Wait until the ranks are done and everything is shown. Raises RankError; a KeyboardInterrupt interrupts the
-        ranks, too."""
+    def wait(self, door: Door | None) -> None:
+        """Wait until the ranks are done and everything is shown, and serve `door` meanwhile, where there is one. Raises
+        RankError; a KeyboardInterrupt interrupts the ranks, too."""
         try:
             while self._thread.is_alive():
-                self._thread.join(POLL_SECONDS)
+                if door is None:
+                    self._thread.join(POLL_SECONDS)
+                else:
+                    door.serve(POLL_SECONDS)
+            if door is not None:
+                door.finish()
         except KeyboardInterrupt:
             if is_the_users():
                 self._results.interrupt()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from speedlab.cluster.known_runs import RUN_MIME, run_data
 from speedlab.display.figure_style import Figure, on_paper, plain
+from speedlab.display.figure_svg import figure_svg
 from speedlab.telemetry.figures import header
 from speedlab.telemetry.overview import overview
 
@@ -67,11 +68,15 @@ class StaticPicture:
 
 
 def show_figure(figure: Figure) -> None:
-    """Display a figure, as `telemetry` and the planner give them, as an output that stays in a saved notebook."""
+    """Display a figure, as `telemetry` and the planner give them, as an output that stays in a saved notebook, with a
+    drawing of it for places without plotly."""
     from IPython.display import display
 
     title = (figure["layout"].get("title") or {}).get("text", "")
-    display({"text/plain": title, PLOTLY_MIME: {**plain(on_paper(figure)), "config": _CONFIG}}, raw=True)
+    data = {"text/plain": title, PLOTLY_MIME: {**plain(on_paper(figure)), "config": _CONFIG}}
+    if (svg := figure_svg(figure)) is not None:
+        data["image/svg+xml"] = svg
+    display(data, raw=True)
 
 
 def picture_bundle(feed: Feed, history: History, devices: Sequence[Device] = ()) -> dict[str, Any]:

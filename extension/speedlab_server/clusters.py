@@ -141,8 +141,8 @@ def summary_of(folder: Path, state: ClusterState | ClusterError | None) -> m.Clu
         return m.ClusterSummary(id=folder.name, name=folder.name, state="damaged", text=str(state))
     if state is None:
         words = _starting(folder)
-        kind = "ended" if words is None else "starting"
-        return m.ClusterSummary(id=folder.name, name=folder.name, state=kind, text=words or "it did not come up")
+        kind, text = ("ended", "it did not come up") if words is None else ("starting", words)
+        return m.ClusterSummary(id=folder.name, name=folder.name, state=kind, text=text)
     kind = "running" if state.running else "elsewhere" if state.host != this_host() else "ended"
     return m.ClusterSummary(
         id=folder.name,

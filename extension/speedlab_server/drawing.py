@@ -1,8 +1,8 @@
 """A run's figures as a page draws them: a websocket for each page, `runs/<id>/drawing`.
 
 1. The page sends Draw: whether it is watching, and the step whose pipeline it wants. Nothing is read while it is not.
-2. At most ten times a second, and twice while the run rests, a thread looks at the run's one reader and makes what this
-   page does not have: a Keyframe at first, then Changes (speedlab/telemetry/drawing.py).
+2. At most ten times a second, and twice while the run rests, a thread of the page's looks at the run's one reader and
+   makes what this page does not have: a Keyframe at first, then Changes (speedlab/telemetry/drawing.py).
 3. A page that has not taken the last frame gets the next one later, with all that is new by then.
 
 A frame is binary: four bytes with the length of the JSON that follows (little-endian), the JSON itself, which tells the
@@ -15,8 +15,9 @@ import asyncio
 import contextlib
 import logging
 import struct
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -32,12 +33,19 @@ from speedlab_server.problems import reading_text
 
 if TYPE_CHECKING:
     from speedlab_server.handlers import Services
+    from speedlab_server.reader import Reader
     from speedlab_server.registry import Registry
 
 log = logging.getLogger(__name__)
 
 RESTING_TICK_SECONDS = 0.5
 """A run that rests may be resumed by anybody."""
+STILL_SECONDS = 0.3
+"""After which a run of which nothing new has come is drawn again: bars may have had to wait, and how long a run has
+been silent is told."""
+READER_SECONDS = 0.5
+"""For which a run's reader is kept without asking for it: its folder may go, and a reader that nobody asks for is
+closed."""
 AGAIN_SECONDS = 2.0
 """After which a run that could not be drawn is tried again."""
 
@@ -64,6 +72,10 @@ class Easel:
         self._drawing: Drawing | None = None
         self._history: History | None = None
         self._replaced = 0
+        self._reader: Reader | None = None
+        self._reader_due = self._draw_due = float("-inf")
+        self._drawn: tuple[int, m.Draw] | None = None
+        """The version of what was read when it was last drawn, and how."""
         self._problem = ""
         self.wait_seconds = TICK_SECONDS
         """Until it is worth while to look again."""
@@ -73,7 +85,8 @@ class Easel:
         try:
             frame = self._look(wanted)
         except Exception as error:  # A record or an event that nobody foresaw, a folder that was damaged.
-            self._drawing, self.wait_seconds = None, AGAIN_SECONDS
+            self._drawing = self._reader = self._drawn = None
+            self.wait_seconds = AGAIN_SECONDS
             if (text := reading_text(error)) == self._problem:
                 return []
             log.warning("run %s cannot be drawn", self._id, exc_info=error)
@@ -84,8 +97,14 @@ class Easel:
         return over + ([] if frame is None else [frame])
 
     def _look(self, wanted: m.Draw) -> bytes | None:
-        reader = self._registry.reader(self._id)
-        reader.look()
+        now = time.monotonic()
+        if (reader := self._reader) is None or now >= self._reader_due:
+            reader = self._reader = self._registry.reader(self._id)
+            self._reader_due = now + READER_SECONDS
+        known, self._drawn = self._drawn, (reader.look(), wanted)
+        if known == self._drawn and now < self._draw_due:
+            return None
+        self._draw_due = now + STILL_SECONDS
 
         def next_message(history: History, replaced: int, status: Status, devices: Sequence[Device]) -> Message | None:
             drawing = self._drawing
@@ -109,47 +128,95 @@ def frame_of(message: dict[str, Any], buffers: Sequence[bytes]) -> bytes:
     return b"".join([struct.pack("<I", len(head)), head, *buffers])
 
 
+class Painter:
+    """Looks for one page, in a thread that is there while the page watches: to hand each look to a pool, and what it
+    has found back, costs as much as the look."""
+
+    def __init__(self, easel: Looking, send: Callable[[list[bytes | m.Problem]], asyncio.Future[Any] | None]) -> None:
+        """`send`: gives the page what was found, on the loop that is running now; done when the page has taken it, None
+        where there is no page any more."""
+        self._easel, self._send = easel, send
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._wanted = m.Draw(watching=False)
+        self._works = False
+        self._asked = threading.Event()
+        self._under_way = False
+        """Whether the page has not taken what was found last."""
+
+    def ask(self, wanted: m.Draw) -> None:
+        """How the page wants the run to be drawn from now on."""
+        with self._lock:
+            wanted.keyframe |= self._wanted.keyframe
+            self._wanted = wanted
+            if wanted.watching and not self._works:
+                self._works = True
+                threading.Thread(target=self._work, name="speedlab-drawing", daemon=True).start()
+        self._asked.set()
+
+    def _work(self) -> None:
+        try:
+            began = time.monotonic()
+            while self._look():
+                time.sleep(max(0.0, began + TICK_SECONDS - time.monotonic()))  # Half of what an Event's wait costs.
+                if (rest := self._easel.wait_seconds - TICK_SECONDS) > 0:
+                    self._asked.wait(rest)
+                began = time.monotonic()
+        except BaseException:
+            with self._lock:
+                self._works = False  # The next wish has another thread.
+            raise
+
+    def _look(self) -> bool:
+        """Whether there was somebody to look for."""
+        self._asked.clear()
+        waits = self._under_way
+        with self._lock:
+            wanted = self._wanted
+            if not wanted.watching:
+                self._works = False
+                return False
+            if not waits:
+                self._wanted = msgspec.structs.replace(wanted, keyframe=False)  # It is given once.
+        if not waits and (found := self._easel.look(wanted)):
+            self._under_way = True
+            with contextlib.suppress(RuntimeError):  # The server has ended, and its loop with it.
+                self._loop.call_soon_threadsafe(self._give, found)
+        return True
+
+    def _give(self, found: list[bytes | m.Problem]) -> None:
+        if (sending := self._send(found)) is not None:
+            sending.add_done_callback(self._taken)
+
+    def _taken(self, _: object) -> None:
+        self._under_way = False
+
+
 class DrawingHandler(PageSocket):
     """The page's end of it."""
 
     def initialize(self, services: Services) -> None:
         self._services = services
-        self._wanted = m.Draw(watching=False)
-        self._asked = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._painter: Painter | None = None
 
     def open(self, id: str) -> None:
         super().open(id)
-        self._task = asyncio.ensure_future(self._draw(self.easel(id)))
+        self._painter = Painter(self.easel(id), self._put)
 
     def easel(self, id: str) -> Looking:
         """What this page looks at."""
         return Easel(self._services.registry, id)
 
     def on_message(self, message: str | bytes) -> None:
-        if (wanted := self.question(message, m.Draw)) is not None:
-            wanted.keyframe |= self._wanted.keyframe
-            self._wanted = wanted
-            self._asked.set()
+        if self._painter is not None and (wanted := self.question(message, m.Draw)) is not None:
+            self._painter.ask(wanted)
 
     def on_close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        if self._painter is not None:
+            self._painter.ask(m.Draw(watching=False))
 
-    async def _draw(self, easel: Looking) -> None:
-        while True:
-            self._asked.clear()
-            if not self._wanted.watching:
-                await self._asked.wait()
-                continue
-            began, wanted = time.monotonic(), self._wanted
-            self._wanted = msgspec.structs.replace(wanted, keyframe=False)  # It is given once.
-            for each in await self._services.in_thread(lambda wanted=wanted: easel.look(wanted)):
-                sending = self.say(each) if isinstance(each, m.Problem) else self.send(each, binary=True)
-                if sending is None:
-                    return
-                await sending
-            await asyncio.sleep(max(0.0, began + TICK_SECONDS - time.monotonic()))
-            if easel.wait_seconds > TICK_SECONDS:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._asked.wait(), easel.wait_seconds - TICK_SECONDS)
+    def _put(self, found: list[bytes | m.Problem]) -> asyncio.Future[Any] | None:
+        sending = None
+        for each in found:
+            sending = self.say(each) if isinstance(each, m.Problem) else self.send(each, binary=True)
+        return sending

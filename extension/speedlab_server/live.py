@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -90,7 +91,7 @@ class Watched:
         news, watch = m.RunNews(id=self._watch.id), self._watch
         if now >= self._due["cluster"] and "status" in watch.parts:
             self._due["cluster"] = now + _LISTS_SECONDS
-            cluster = live_tokens().get(reader.folder.read_status().token, "")
+            cluster = live_tokens().get(reader.token, "")
             changed, self._cluster = changed or cluster != self._cluster, cluster
         if "memory" in watch.parts and now >= self._due["memory"]:
             self._due["memory"] = now + _MEMORY_SECONDS
@@ -275,9 +276,11 @@ class PageSocket(WebSocketMixin, WebSocketHandler, JupyterHandler):
     def send(self, data: bytes, *, binary: bool = False) -> asyncio.Future[Any] | None:
         """Done when the page's side of the connection has taken it; None where it closes just now."""
         try:
-            return asyncio.ensure_future(_quietly(self.write_message(data, binary=binary)))
+            sending = self.write_message(data, binary=binary)
         except WebSocketClosedError:
             return None
+        sending.add_done_callback(_quietly)
+        return sending
 
 
 class LiveHandler(PageSocket):
@@ -301,8 +304,7 @@ class LiveHandler(PageSocket):
         self._hub.leave(self._page)
 
 
-async def _quietly(sending: Any) -> None:
-    try:
-        await sending
-    except WebSocketClosedError:
-        return
+def _quietly(sent: asyncio.Future[Any]) -> None:
+    """A page that has gone meanwhile takes nothing, and nobody minds."""
+    with suppress(WebSocketClosedError, asyncio.CancelledError):
+        sent.result()

@@ -44,7 +44,7 @@ class Reader:
         """By rank, with the generation of its steps."""
         self._history = History()
         self._replaced = 0
-        self._known_events = self._drawn_version = -1
+        self._known_events = self._drawn_version = self._drawn_others = -1
         self._devices: Sequence[Device] = ()
         self._lock = threading.RLock()
         self._looked = float("-inf")
@@ -55,6 +55,11 @@ class Reader:
     @property
     def ranks(self) -> list[int]:
         return sorted(self._feed.records)
+
+    @property
+    def token(self) -> str:
+        """Of the cluster whose engines hold it, or have held it."""
+        return self._feed.status.token
 
     def look(self) -> int:
         """Take in what is new; a number that changes when there was something."""
@@ -129,8 +134,9 @@ class Reader:
                 self._devices = devices_of(feed.status.token)
                 self._history.predicted = prediction_of(self.folder.config, feed.events, self._devices)
             if feed.version != self._drawn_version:
+                leading, self._drawn_others = feed.others == self._drawn_others, feed.others
                 self._drawn_version = feed.version
-                self._replaced += self._history.update(feed.records, feed.events)
+                self._replaced += self._history.update(feed.records, feed.events, leading=leading)
             return draw(self._history, self._replaced, feed.status, self._devices)
 
     def _updated(self, rank: int) -> tuple[Series, int]:
@@ -190,6 +196,7 @@ def summary_of(id: str, folder: RunFolder, status: Status, newest: Sequence[Step
         engines=len(status.rank_pids),
         updated=status.updated,
         text=status.text,
+        problem=status.unread,
     )
 
 

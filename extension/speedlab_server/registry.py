@@ -110,7 +110,10 @@ class Registry:
         except Exception as error:  # One bad run never hides the others.
             known = told(error)
             text = known[1] if known else f"cannot be read ({type(error).__name__}); look at its folder"
-            return m.RunSummary(id=id, name=path.name, state="damaged", updated=_modified(path), problem=text)
+            seen_text = self._seen[id].status.text if id in self._seen else ""
+            return m.RunSummary(
+                id=id, name=path.name, state="damaged", updated=_modified(path), text=seen_text, problem=text
+            )
         newest = [seen.record] if seen.record is not None else []
         return summary_of(id, seen.folder, seen.status, newest, holders.get(seen.status.token, ""))
 

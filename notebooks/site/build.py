@@ -1,7 +1,8 @@
 """Build the documentation: `python notebooks/site/build.py [html | linkcheck]`, as `make docs` and `make links` do.
 
 1. Pages are laid out in build/site/source as in the checkout, so that links between them hold as they are: README and
-   its like, the guides, the notebooks, and the pages of this folder at the top.
+   its like, the guides, the notebooks with the outputs that outputs.py has kept, and the pages of this folder at the
+   top.
 2. Pages that a command writes are written: every field of a configuration, every command.
 3. Sphinx builds them into build/site/html. Warnings are errors, a link that leads nowhere among them.
 """
@@ -14,6 +15,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from outputs import shown
 from sphinx.cmd.build import main as sphinx
 
 from speedlab import cli
@@ -41,7 +43,10 @@ def lay_out() -> None:
         for page in ROOT.glob(pattern):
             place = SOURCE / page.relative_to(ROOT)
             place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(page, place)
+            if page.suffix == ".ipynb":
+                place.write_text(shown(page), encoding="utf-8")
+            else:
+                shutil.copyfile(page, place)
     for name in ("index.md", "static", "api"):
         copy = shutil.copytree if (HERE / name).is_dir() else shutil.copyfile
         copy(HERE / name, SOURCE / name)

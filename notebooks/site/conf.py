@@ -18,7 +18,8 @@ version = release = speedlab.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc"]
 root_doc = "index"
 
-nb_execution_mode = "off"
+nb_execution_mode = "off"  # outputs.py runs them: with engines, and with fewer steps.
+nb_merge_streams = True
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header", "config.cache"]  # Notebooks may begin a part with a smaller heading.
 

@@ -47,7 +47,9 @@ class Goal:
     """What a case is to reach; None where nothing is asked."""
 
     bytes_share: float | None = None
-    """Bytes between hosts, of plain's, at most."""
+    """Bytes between hosts in the compressed phase, of plain's, at most."""
+    run_bytes_share: float | None = None
+    """The same over a whole run, with the warm-up."""
     step_speed: float | None = None
     """Of a step in the compressed phase, times plain's, at 100 Mbit/s."""
     run_speed: float | None = None
@@ -121,12 +123,13 @@ CASES: tuple[Case, ...] = (
         beside="plain ZeRO-0",
         settings={
             "zero": {"stage": 0},
-            "optimizer": {"name": "zero_one_adam", "local_doubling": 1, "max_local_steps": 4},
+            "optimizer": {"name": "zero_one_adam", "max_local_steps": 4},
         },
-        # A variance of few updates makes so short a training diverge: it has all of a warm-up.
-        warm_up=("optimizer.freeze_step", "optimizer.variance_doubling"),
+        # A variance of few updates makes so short a training diverge, and so do steps of each rank's own right behind
+        # the freeze: all of a warm-up is whole, and exchanges grow apart as slowly.
+        warm_up=("optimizer.freeze_step", "optimizer.variance_doubling", "optimizer.local_doubling"),
         period=4,
-        goal=Goal(bytes_share=1 / 60, run_speed=5.0, loss_within=SEED_NOISE),
+        goal=Goal(run_bytes_share=1 / 60, run_speed=5.0, loss_within=SEED_NOISE),
     ),
     _plain(1),
     _onebit(1, Goal(loss_within=SEED_NOISE)),  # Its parameters still travel whole: half of plain's bytes.
@@ -137,9 +140,10 @@ CASES: tuple[Case, ...] = (
         settings={
             "zero": {"stage": 2},
             "parallel": {"islands": 2},
-            "outer": {"every_steps": 50, "compression": "signs"},
+            # Of a short training: an outer momentum, and meetings far apart, are for ones that have long begun.
+            "outer": {"every_steps": 5, "compression": "signs", "lr": 1.0, "momentum": 0.0},
         },
-        period=50,
+        period=5,
         goal=Goal(bytes_share=1 / 100, run_speed=10.0, gigabit_share=0.9, loss_within=0.01),
     ),
     _plain(3),

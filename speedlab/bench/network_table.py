@@ -34,8 +34,9 @@ class Found:
     step_speed: float
     """Times plain's, the median over the rounds."""
     step_speed_range: tuple[float, float]
+    run_bytes_share: float
     run_speed: float
-    """End to end, times plain's."""
+    """End to end, times plain's, and its bytes: of a whole run, with the warm-up."""
     wire_seconds: float
     """Of a step, which the link takes for its bytes at full speed; 0 where it is not shaped."""
     goal: Goal
@@ -66,6 +67,7 @@ class Rows(Table):
             "bytes of plain",
             "step speed (range)",
             "end to end",
+            "bytes of a run",
             "limited by",
             "loss of plain",
             "goal: reached",
@@ -79,11 +81,12 @@ class Rows(Table):
         worse = _worse(row, self._losses)
         loss = "–" if worse is None else f"{worse:+.2%}"
         if not row.beside:
-            return *numbers, "1", "1", "1", row.limited_by, loss, "–"
+            return *numbers, "1", "1", "1", "1", row.limited_by, loss, "–"
         low, high = row.step_speed_range
         speed = f"{row.step_speed:.2f} ({low:.2f}..{high:.2f})"
         told = "; ".join(reached(row, self._losses, self._found)) or "–"
-        return *numbers, _share(row.bytes_share), speed, f"{row.run_speed:.2f}", row.limited_by, loss, told
+        run = f"{row.run_speed:.2f}", _share(row.run_bytes_share)
+        return *numbers, _share(row.bytes_share), speed, *run, row.limited_by, loss, told
 
 
 def reached(row: Found, losses: Losses, others: Sequence[Found] = ()) -> Iterator[str]:
@@ -95,6 +98,8 @@ def reached(row: Found, losses: Losses, others: Sequence[Found] = ()) -> Iterato
         yield f"step ≥ {goal.step_speed:g}: {_word(row.step_speed >= goal.step_speed)}"
     if row.link == GOAL_LINK and goal.run_speed is not None:
         yield f"run ≥ {goal.run_speed:g}: {_word(row.run_speed >= goal.run_speed)}"
+    if goal.run_bytes_share is not None:
+        yield f"run's bytes ≤ {_share(goal.run_bytes_share)}: {_word(row.run_bytes_share <= goal.run_bytes_share)}"
     if row.link == GIGABIT and goal.gigabit_share is not None:
         for other in others:
             if (other.hosts, other.case, other.link) == (row.hosts, row.case, UNSHAPED):

@@ -16,13 +16,14 @@ from speedlab.bench.table import Row, report
 from speedlab.config import RunConfig
 from speedlab.config.options import read_options
 from speedlab.telemetry.folder import RunFolder
-from speedlab.telemetry.records import PHASES, Ledger, StepRecord
+from speedlab.telemetry.records import PHASES, Event, Ledger, StepRecord
 
 GOALS = {"open": 2.0, "memory": 150.0, "tick": 2.0}
 """At most: seconds until everything is drawn from, MB that this takes, milliseconds for a new step of every rank."""
 
 _PHASES = dict.fromkeys(PHASES, 0.0123456)
-_LEDGER = Ledger(parameters=10**9, gradients=10**9, optimizer_moments=8 * 10**9, activations=10**9)
+_HELD: dict[str, Any] = {"parameters": 10**9, "gradients": 10**9, "optimizer_moments": 8 * 10**9, "activations": 10**9}
+_CAPACITY = 80 * 2**30
 _KERNELS = {name: {"calls": 12, "bytes": 123456789, "seconds": 0.0123456} for name in ("adamw", "sum", "loss")}
 _SENT = {"all_gather": 123456789, "reduce_scatter": 123456789, "all_reduce": 1234}
 
@@ -64,9 +65,14 @@ def main(argv: list[str] | None = None) -> None:
 def write_run(parent: Path, ranks: int, steps: int) -> RunFolder:
     """A run with records of so many ranks and steps."""
     folder = RunFolder.create(RunConfig(name="long", folder=parent, steps=2 * steps))
+    began = time.time() - steps / 10
+    details = {"peak_flops": 1e14 * ranks, "hosts": [f"node-{rank // 8}" for rank in range(ranks)]}
+    events = [Event(kind="started", step=0, time=began, details=details)]
+    events += [Event(kind="checkpoint", step=step, time=began + step / 10) for step in range(1000, steps + 1, 1000)]
+    (folder.path / "events.jsonl").write_text("".join(f"{event.to_json()}\n" for event in events))
     for rank in range(ranks):
         with _file(folder.path, rank).open("w") as file:
-            file.writelines(f"{_record(step, rank).to_json()}\n" for step in range(1, steps + 1))
+            file.writelines(f"{_record(step, rank, began + step / 10).to_json()}\n" for step in range(1, steps + 1))
     return folder
 
 
@@ -74,17 +80,21 @@ def add_step(folder: Path, ranks: int, step: int) -> None:
     """Every rank reports one more."""
     for rank in range(ranks):
         with _file(folder, rank).open("a") as file:
-            file.write(f"{_record(step, rank).to_json()}\n")
+            file.write(f"{_record(step, rank, time.time()).to_json()}\n")
 
 
 def _file(folder: Path, rank: int) -> Path:
     return folder / "records" / f"rank-{rank}.jsonl"
 
 
-def _record(step: int, rank: int) -> StepRecord:
-    values: dict[str, Any] = {"time": 1e9 + step, "loss": 8 - step / 1e4, "learning_rate": 1e-3, "grad_norm": 1.23456}
+def _record(step: int, rank: int, at: float) -> StepRecord:
+    values: dict[str, Any] = {"time": at, "loss": 8 - step / 1e4, "learning_rate": 1e-3, "grad_norm": 1.23456}
     values |= {"loss_scale": 1.0, "zero_stage": 3, "tokens": 4096, "flops": 1e15, "seconds": 0.123456}
-    parts: dict[str, Any] = {"phases": _PHASES, "sent_bytes": _SENT, "kernels": _KERNELS, "ledger": _LEDGER}
+    # Ranks differ by their place, and what a process holds is never twice the same.
+    other = 2**28 + 2**23 * (13 * rank % 64) + 2**12 * (7 * step % 1000)
+    reported = sum(_HELD.values()) + other
+    ledger = Ledger(**_HELD, other_framework=other, reported_bytes=reported, capacity_bytes=_CAPACITY)
+    parts: dict[str, Any] = {"phases": _PHASES, "sent_bytes": _SENT, "kernels": _KERNELS, "ledger": ledger}
     return StepRecord(step=step, rank=rank, **values, **parts)
 
 

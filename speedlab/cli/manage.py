@@ -90,7 +90,7 @@ def status(argv: list[str]) -> int:
         print(f"cluster {state.name}: {engines}, up {since}")
         for engine in cluster.status():
             print(
-                f"  rank {engine.rank} · {engine.device.name} · {engine.state} · "
+                f"  rank {engine.rank} · {engine.place} · {engine.state} · "
                 f"{bytes_text(engine.rss_bytes)} · process {engine.pid}"
             )
         _print_runs(cluster)

@@ -47,6 +47,10 @@ class Order:
     """Versions of Python and of packages that must be the same here."""
     name: str = ""
     """What the host is called; "": what it calls itself."""
+    device: str = "auto"
+    """As `Cluster` has it."""
+    engines: int = 0
+    """How many the host is to have; 0: one for each of its devices, or not known here."""
     end: bool = False
     """Whether what runs of the cluster here is to be ended, and no more."""
 
@@ -90,9 +94,11 @@ def main() -> None:
     parser.add_argument("--order", help="file with the order, which all hosts see; by default it comes on stdin")
     parser.add_argument("--detach", action="store_true", help="go on in the background; the answer is one line of JSON")
     parser.add_argument("--serve", help="folder that `begin` has made")
+    parser.add_argument("--device", default="auto", help="of the engines that are going to be asked for")
+    parser.add_argument("--engines", type=int, default=0, help="how many; 0: one for each device")
     given = parser.parse_args()
     if given.serve:
-        serve(Path(given.serve))
+        serve(Path(given.serve), given.engines or None, given.device)
     else:
         sys.exit(begin(Path(given.order) if given.order else None, detach=given.detach))
 
@@ -100,13 +106,17 @@ def main() -> None:
 def begin(file: Path | None, *, detach: bool) -> int:
     """Steps 1 and 2; returns the exit status where it returns at all."""
     try:
-        order = Order.from_json(file.read_text() if file else sys.stdin.read())
+        text = file.read_text() if file else sys.stdin.read()
     except OSError as error:
         print(f"{platform.node()} does not see {file} ({error.strerror}); the home folder must be shared", flush=True)
         return 3
+    if not text:  # The one who connected has gone away without an order.
+        return 3
+    order = Order.from_json(text)
     host = order.name or platform.node()
     if order.end:
-        here = processes.of_host(order.token, (processes.ENGINE_MODULE, "speedlab.cluster.agent"))
+        own = (processes.ENGINE_MODULE, processes.NURSERY_MODULE, "speedlab.cluster.agent")
+        here = processes.of_host(order.token, own)
         processes.end([found for found in here if found.pid != os.getpid()], patience_seconds=0.0)
         shutil.rmtree(folder_of(order, host), ignore_errors=True)
         print(json.dumps({"pid": 0}), flush=True)
@@ -127,6 +137,7 @@ def begin(file: Path | None, *, detach: bool) -> int:
         agent_tasks.CONTROLLER: order.controller,
     }
     command = [sys.executable, "-m", "speedlab.cluster.agent", "--serve", str(folder)]
+    command += [f"--device={order.device}", f"--engines={order.engines}"]
     if not detach:
         os.execve(sys.executable, command, environment)
     with (folder / "log" / "agent.log").open("ab") as log:
@@ -158,9 +169,11 @@ def make_folder(order: Order, host: str) -> Path:
     return folder
 
 
-def serve(folder: Path) -> None:
-    """Steps 3 and 4."""
+def serve(folder: Path, engines: int | None, device: str) -> None:
+    """Steps 3 and 4. `engines`, `device`: what is going to be asked for, for which torch is imported meanwhile."""
     os.environ["IPP_CONNECTION_INFO"] = next((folder / "security").glob("*-engine.json")).read_text()
+    agent_tasks.begin(folder, time.time())
+    agent_tasks.expect(engines, device)
     from ipyparallel.engine.app import IPEngine
 
     # A signal is for the engines, never for the agent in the middle of a message.
@@ -170,10 +183,9 @@ def serve(folder: Path) -> None:
         "--HistoryManager.enabled=False",
         "--InteractiveShell.cache_size=0",
         "--IPEngine.enable_nanny=False",
-        agent_tasks.misses(2 * agent_tasks.SILENT_CONTROLLER_SECONDS),
+        agent_tasks.misses(2 * agent_tasks.SILENT_SECONDS),
         "--IPEngine.timeout=30",
     ]
-    agent_tasks.begin(folder, time.time())
     try:
         IPEngine.launch_instance()
     finally:

@@ -15,6 +15,8 @@ from speedlab.cluster.hosts import Host
 
 ANSWER_SECONDS = 10.0
 """How long an agent may take to answer where nobody says."""
+AT_ONCE_SECONDS = 1.0
+"""How long an agent may take where what is asked is done to other hosts as well, and they wait."""
 SILENT_SECONDS = 2.0
 """How long an agent may take to answer when it is only asked whether it is there."""
 

@@ -18,6 +18,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,29 +40,56 @@ class AgentSSHLauncher(SSHEngineLauncher):
     """One agent over one connection: ipyparallel's own launcher makes about eight for each engine, in series, and
     copies the connection file."""
 
-    def start(self, hostname: str, order: str, python: str) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Start the agent of `hostname`; returns its process id there. Raises ClusterError that says what to do."""
-        self.hostname = hostname
+    def connect(self, hostname: str, python: str) -> None:
+        """Begin to connect to `hostname`, where `python` then waits for an order; nothing runs there before. Raises
+        ClusterError where there is no ssh."""
+        self.hostname, self._python = hostname, python
         path = os.environ.get("PYTHONPATH")
         begin = [*(["env", f"PYTHONPATH={path}"] if path else []), python, *_MODULE, "--detach"]
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
         command = [*self.ssh_cmd, *self.ssh_args, *options, self.location, "--", shlex.join(begin)]
+        pipe = subprocess.PIPE
         try:
-            done = subprocess.run(
-                command, input=order, capture_output=True, text=True, timeout=_BEGIN_SECONDS, check=False
+            self._connection = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace"
             )
         except FileNotFoundError:
             raise ClusterError("no ssh on this machine; install the OpenSSH client") from None
+
+    def give(self, order: str) -> int:
+        """Start the agent; returns its process id there. Raises ClusterError that says what to do."""
+        try:
+            said, complained = self._connection.communicate(order, timeout=_BEGIN_SECONDS)
         except subprocess.TimeoutExpired:
+            self.hang_up()
             raise ClusterError(
-                f"{hostname} did not start an agent within {_BEGIN_SECONDS:g} s; try: ssh {hostname}"
+                f"{self.hostname} did not start an agent within {_BEGIN_SECONDS:g} s; try: ssh {self.hostname}"
             ) from None
-        answer = _last_json(done.stdout)
+        except BaseException:
+            self.hang_up()
+            raise
+        answer = _last_json(said)
         if "pid" not in answer:
-            raise ClusterError(answer.get("problem") or ssh_problem(hostname, python, done.returncode, done.stderr))
+            problem = ssh_problem(self.hostname, self._python, self._connection.returncode, complained)
+            raise ClusterError(answer.get("problem") or problem)
         self.pid = int(answer["pid"])
         self.notify_start({"host": self.location, "pid": self.pid})
         return self.pid
+
+    @property
+    def connects(self) -> bool:
+        """Whether the connection, or the attempt, is still there."""
+        return self._connection.poll() is None
+
+    def hang_up(self) -> None:
+        """End the connection, without an order. What it says is not read: a proxy of ssh's, which outlives it, could
+        keep its end of the pipes for as long as it likes."""
+        self._connection.kill()
+        self._connection.wait()
+        for pipe in (self._connection.stdin, self._connection.stdout, self._connection.stderr):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
 
 
 def ssh_problem(host: str, python: str, status: int, said: str) -> str:
@@ -77,9 +105,9 @@ def ssh_problem(host: str, python: str, status: int, said: str) -> str:
             return f"{host} is not known to be {host} ({last}); connect once by hand and compare its key: ssh {host}"
         return f"{host} cannot be reached by ssh ({last}); try: ssh {host}"
     if lacking := re.search(r"No module named '?[\w.]+'?", said):
-        return f"{host}: {python} says {lacking[0]}; install SpeedLab there, or name another interpreter"
+        return f"{host}: {python} says {lacking[0]}; install SpeedLab there, or name another: speedlab guide hosts"
     if status in (126, 127):
-        return f"{host} has no {python} ({last}); name its interpreter by its whole path"
+        return f"{host} has no {python} ({last}); install it at that path, or name another: speedlab guide hosts"
     return f"{host} did not start an agent: {last}"
 
 

@@ -56,6 +56,7 @@ class Muster:
             connection=connection,
             controller=str(Endpoint(host=this_host(), address=address, port=connection["registration"])),
             expected=own_versions(),
+            device=self.device,
         )
 
     def first(self, progress: Callable[[str], None], cancelled: threading.Event) -> tuple[AgentEntry, ...]:

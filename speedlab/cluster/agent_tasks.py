@@ -1,7 +1,7 @@
 """Functions that run in an agent, called by `agents.py` through ipyparallel. Plain data goes in and comes out.
 
-What runs on the host is never remembered, but looked up: processes with the cluster's token and a rank in their
-environment. So an agent that follows one that was killed knows the same.
+What runs on the host is never remembered, but looked up: processes with the cluster's token in their environment, and
+the name or command of an engine. So an agent that follows one that was killed knows the same.
 """
 
 from __future__ import annotations
@@ -23,22 +23,26 @@ from typing import Any
 
 import psutil
 
+import speedlab.cluster.host_rendezvous as host_rendezvous
 import speedlab.cluster.processes as processes
+from speedlab.cluster.agent_lobby import Given, Lobby, Said
 from speedlab.cluster.devices import choose_devices
+from speedlab.cluster.engine_environment import (
+    ENGINE_ARGUMENTS,
+    ENGINE_COMMAND,
+    HEARTBEAT_SECONDS,
+    SILENT_SECONDS,
+    UNSUPERVISED_FILE,
+)
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.launchers import ENGINE_ARGUMENTS, ENGINE_COMMAND, UNSUPERVISED_FILE
 from speedlab.cluster.loads import Load, Loads
+from speedlab.cluster.nursery import Nursery, can_fork
+from speedlab.hardware import Device
 from speedlab.network import Endpoint, address_of, interface_towards
 
 HOST = "SPEEDLAB_AGENT_HOST"
 CONTROLLER = "SPEEDLAB_AGENT_CONTROLLER"
 """Environment variables of an agent: its host's name, and the controller's endpoint."""
-
-SILENT_CONTROLLER_SECONDS = 30.0
-"""How long an engine on a host of several, and the controller of it, bear to hear nothing of each other. An agent bears
-twice as much, and ends all engines of its host then, also those that are too busy to look."""
-HEARTBEAT_SECONDS = 0.2
-"""Between two heartbeats of the controller (`start.CONTROLLER_ARGUMENTS`)."""
 
 
 def misses(seconds: float) -> str:
@@ -56,17 +60,21 @@ _ANSWERED_SECONDS = 1.0
 _HEARD_SECONDS = 1.0
 _SAME_SECONDS = 0.05
 _folder: Path | None = None
+_lobby: Lobby | None = None
 _started = 0.0
 _heard = 0.0
 _loads = Loads()
 _children: dict[int, subprocess.Popen[bytes]] = {}
-"""Engines that this agent has started, by process id: to hear how they ended."""
+"""Engines that this agent has started by themselves, by process id: to hear how they ended."""
+_nursery: Nursery | None = None
+"""What the others are forked off."""
+_threads = 1
 
 
 def begin(folder: Path, started: float) -> None:
     """This process is an agent, and `folder` its host's own."""
-    global _folder, _started  # functions are sent by reference, and know their process by this
-    _folder, _started = folder, started
+    global _folder, _started, _lobby  # functions are sent by reference, and know their process by this
+    _folder, _started, _lobby = folder, started, Lobby(folder)
     _hear()
     threading.Thread(target=_listen, name="speedlab-supervised", daemon=True).start()
 
@@ -77,13 +85,26 @@ def own_folder() -> Path:
 
 
 def who() -> dict[str, Any]:
-    """Whether this is an agent (an engine of a rank is none), and of which host. A supervisor that asks is there."""
+    """Whether this is an agent (an engine of a rank is none), of which host, and who waits in its lobby. A supervisor
+    that asks is there."""
     if _folder is not None:
         _hear()
     number = next(
         (os.environ[name] for name in ("SLURM_NODEID", "PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ), "0"
     )
-    return {"agent": _folder is not None, "host": os.environ.get(HOST, ""), "pid": os.getpid(), "number": int(number)}
+    return {
+        "agent": _folder is not None,
+        "host": os.environ.get(HOST, ""),
+        "pid": os.getpid(),
+        "number": int(number),
+        "waiting": _lobby.waiting() if _lobby is not None else {},
+    }
+
+
+def exchange(given: Mapping[str, Given]) -> dict[str, Said]:
+    """What ranks that are debugged have said, by their numbers in the lobby, for what is given to them."""
+    assert _lobby is not None, "not an agent"
+    return _lobby.exchange(given)
 
 
 def _hear() -> None:
@@ -100,10 +121,19 @@ def _listen() -> None:
         time.sleep(_HEARD_SECONDS)
         if time.monotonic() - _heard > SUPERVISOR_SECONDS:
             _unsupervised().touch(mode=0o600)
+        if _lobby is not None:
+            _lobby.end_forgotten(SUPERVISOR_SECONDS)
 
 
 def _unsupervised() -> Path:
     return own_folder() / "rendezvous" / UNSUPERVISED_FILE
+
+
+def expect(engines: int | None, device: str) -> None:
+    """So many engines (None: one for each device) are going to be asked for: what they are forked off begins to import
+    torch. `describe` says what is wrong with it."""
+    with suppress(ClusterError, OSError, ValueError):
+        _have_nursery(choose_devices(engines, device))
 
 
 def describe(engines: int | None, device: str, interface: str) -> dict[str, Any]:
@@ -111,6 +141,7 @@ def describe(engines: int | None, device: str, interface: str) -> dict[str, Any]
     be used, else ""."""
     try:
         devices = choose_devices(engines, device)
+        _have_nursery(devices)
         if interface:
             name, address = interface, address_of(interface)
         else:
@@ -128,6 +159,30 @@ def describe(engines: int | None, device: str, interface: str) -> dict[str, Any]
     }
 
 
+def _have_nursery(devices: Sequence[Device]) -> None:
+    """Engines of these will be forks, where they can be. What they are forked off begins to import torch now, unless
+    there are engines already: then this agent has followed another one, and may never be asked for more."""
+    global _nursery, _threads  # noqa: PLW0603  # as `begin`: this process is one agent
+    if not can_fork(each.kind for each in devices):
+        return
+    if _nursery is None:
+        _nursery = Nursery(_engine_environment(), own_folder() / "log" / "nursery.log")
+    _threads = devices[0].threads
+    if not _engine_processes():
+        _nursery.begin(_threads)
+
+
+def _engine_environment() -> dict[str, str]:
+    """What an engine of this host has, besides what is its rank's."""
+    return {name: value for name, value in os.environ.items() if name not in (HOST, CONTROLLER, "IPP_CONNECTION_INFO")}
+
+
+def ready() -> bool:
+    """Whether engines can be started without a wait in which this agent would answer nobody. Raises ClusterError where
+    what they are forked off has ended over its imports."""
+    return _nursery is None or _nursery.ready(_threads)
+
+
 def free_port(address: str) -> int:
     """A port of this address that nobody listens on at this moment."""
     with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
@@ -136,10 +191,7 @@ def free_port(address: str) -> int:
 
 def set_generation(number: int) -> None:
     """Ranks of this host that join from now on meet in that generation."""
-    file = own_folder() / "rendezvous" / "generation"
-    draft = file.with_name(".generation")
-    draft.write_text(f"{number}\n")
-    draft.replace(file)
+    host_rendezvous.set_generation(own_folder() / "rendezvous", number)
 
 
 def start_engines(
@@ -150,22 +202,43 @@ def start_engines(
     folder = own_folder()
     kept = {process.pid for process in _known(keep)}
     end_engines([(each["pid"], each["started"]) for each in _engine_processes() if each["pid"] not in kept], 0.0)
-    known = {name: value for name, value in os.environ.items() if name not in (HOST, CONTROLLER, "IPP_CONNECTION_INFO")}
-    command = [*ENGINE_COMMAND, f"--profile-dir={folder}", *ENGINE_ARGUMENTS, misses(SILENT_CONTROLLER_SECONDS)]
-    started = {}
-    for rank, environment in environments.items():
-        with (folder / "log" / f"engine-{rank}.log").open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                env={**known, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        _children[process.pid] = process
-        started[rank] = {"pid": process.pid, "started": psutil.Process(process.pid).create_time()}
+    arguments = [f"--profile-dir={folder}", *ENGINE_ARGUMENTS, misses(SILENT_SECONDS)]
+    if not ready():
+        raise ClusterError("what engines are forked off has just ended, and imports torch again; ask once more")
+    started: dict[int, dict[str, Any]] = {}
+    try:
+        for rank, environment in environments.items():
+            log = folder / "log" / f"engine-{rank}.log"
+            if _nursery is not None:
+                pid = _nursery.fork(environment, arguments, str(log), lambda: False)
+            else:
+                pid = _started_by_itself(environment, arguments, log)
+            started[rank] = {"pid": pid, "started": _start_of(pid)}
+    except BaseException:
+        end_engines([(each["pid"], each["started"]) for each in started.values()], 0.0)  # Nobody would hear of them.
+        raise
     return started
+
+
+def _start_of(pid: int) -> float:
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:  # Who waits for it says how it ended.
+        return time.time()
+
+
+def _started_by_itself(environment: Mapping[str, str], arguments: Sequence[str], log: Path) -> int:
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            [*ENGINE_COMMAND, *arguments],
+            env={**_engine_environment(), **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    _children[process.pid] = process
+    return process.pid
 
 
 def engines() -> list[dict[str, Any]]:
@@ -176,9 +249,14 @@ def engines() -> list[dict[str, Any]]:
     for process in _engine_processes():
         found.append({**process, "running": True, "exit": None})
     running = {each["pid"] for each in found}
-    for pid, child in _children.items():
-        if pid not in running and child.poll() is not None:
-            found.append({"rank": None, "pid": pid, "running": False, "exit": child.returncode})
+    ended = {pid: child.returncode for pid, child in _children.items() if child.poll() is not None}
+    if _nursery is not None:
+        ended |= _nursery.ended()
+    found += [
+        {"rank": None, "pid": pid, "running": False, "exit": status}
+        for pid, status in ended.items()
+        if pid not in running
+    ]
     return found
 
 
@@ -193,33 +271,20 @@ def look() -> list[dict[str, Any]]:
 
 
 def _engine_processes() -> list[dict[str, Any]]:
-    token, found = os.environ[processes.TOKEN], []
-    for process in psutil.process_iter():
-        try:
-            environment = process.environ()
-            if environment.get(processes.TOKEN) != token or "RANK" not in environment:
-                continue
-            # Whatever an engine starts inherits its environment.
-            if process.status() != psutil.STATUS_ZOMBIE and _rank_of(process.parent()) != environment["RANK"]:
+    found = []
+    for process in processes.engines(os.environ[processes.TOKEN]):
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.status() != psutil.STATUS_ZOMBIE:
                 found.append(
                     {
-                        "rank": int(environment["RANK"]),
+                        "rank": processes.rank_of(process),
                         "pid": process.pid,
                         "started": process.create_time(),
                         "rss_bytes": process.memory_info().rss,
                         "frozen": process.status() == psutil.STATUS_STOPPED,
                     }
                 )
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
     return found
-
-
-def _rank_of(process: psutil.Process | None) -> str | None:
-    try:
-        return process.environ().get("RANK") if process is not None else None
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return None  # Gone, or the system's own.
 
 
 def _known(wanted: Sequence[tuple[int, float]]) -> list[psutil.Process]:
@@ -243,6 +308,20 @@ def send_signal(wanted: Sequence[tuple[int, float]], number: int) -> list[int]:
             process.send_signal(number)
             reached.append(process.pid)
     return reached
+
+
+def signal_at_work(wanted: Sequence[tuple[int, float, str]], number: int) -> list[int]:
+    """As `send_signal`, to those that work on ipyparallel's message of that id: this may be asked long before the host
+    is back that has to do it. Returns the process ids of all that run."""
+    running = _known([(pid, started) for pid, started, _ in wanted])
+    messages = {pid: message for pid, _, message in wanted}
+    place = own_folder() / "rendezvous"
+    for process in running:
+        if host_rendezvous.works_on(place, process.pid) == messages[process.pid] != "":
+            host_rendezvous.mean(place, process.pid, messages[process.pid])
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+    return [process.pid for process in running]
 
 
 def end_engines(wanted: Sequence[tuple[int, float]] | None, patience_seconds: float) -> list[int]:
@@ -284,6 +363,8 @@ def log_tail(name: str, most_bytes: int) -> str:
 def end() -> list[int]:
     """End every engine of this host, and this agent once it has answered; returns process ids that are left."""
     left = end_engines(None, _END_SECONDS)
+    if _nursery is not None:
+        _nursery.close()
     shutil.rmtree(own_folder(), ignore_errors=True)
     threading.Timer(_ANSWERED_SECONDS, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     return left
@@ -292,5 +373,7 @@ def end() -> list[int]:
 def end_here() -> None:
     """The controller is gone: end the engines, and remove the folder."""
     end_engines(None, 0.0)
+    if _nursery is not None:
+        _nursery.close()
     shutil.rmtree(own_folder(), ignore_errors=True)
     sys.stdout.flush()

@@ -2,7 +2,8 @@
 
     spec = host_specs.parse(hosts=["gpu-1:8", "gpu-2:8"])
     address = controller_address(spec)           # of controller_place.py: its controller_arguments(address) as well
-    agents = start_agents(home, client, spec, token=token)
+    launching = launching_for(home, spec)        # of launching.py; its `prepare` may have been called
+    agents = start_agents(home, client, launching, token=token)
     engines = agents.start_engines(environment)
     ...
     agents.end()
@@ -21,16 +22,15 @@ from typing import Any
 import ipyparallel
 
 import speedlab.cluster.agent_tasks as agent_tasks
-from speedlab.cluster.agent_calls import ANSWER_SECONDS, SILENT_SECONDS, AgentEntry
+from speedlab.cluster.agent_calls import ANSWER_SECONDS, AT_ONCE_SECONDS, SILENT_SECONDS, AgentEntry
 from speedlab.cluster.agent_muster import Muster
+from speedlab.cluster.engine_environment import host_environment
 from speedlab.cluster.errors import ClusterError, name_ranks
 from speedlab.cluster.home import EngineEntry, Home
 from speedlab.cluster.host_specs import Spec
 from speedlab.cluster.hosts import Host, places
-from speedlab.cluster.launchers import host_environment
-from speedlab.cluster.launching import launching_for
+from speedlab.cluster.launching import Launching, launching_for
 from speedlab.cluster.roll_call import RollCall
-from speedlab.cluster.wires import CUT_SIGNAL
 from speedlab.network import Endpoint
 
 _ENGINE_SECONDS = 90.0
@@ -40,7 +40,7 @@ _POLL_SECONDS = 0.02
 def start_agents(
     home: Home,
     client: ipyparallel.Client,
-    spec: Spec,
+    launching: Launching,
     *,
     token: str,
     device: str = "auto",
@@ -48,13 +48,13 @@ def start_agents(
     progress: Callable[[str], None] = lambda words: None,
     cancelled: threading.Event | None = None,
 ) -> Agents:
-    """Start an agent on every host of `spec`; returns when all have registered and their devices are known.
+    """Start an agent on every host of `launching`; returns when all have registered and their devices are known.
 
     `device`: as `choose_devices` takes it; `interface`: of the hosts, over which their ranks meet ("" : the one that
     leads to the controller). `progress` hears what is waited for, such as a place in a queue; `cancelled` ends that.
     Raises ClusterError that names the host and says what to do. Then nothing is left on any host, and no job.
     """
-    agents = Agents(home, Muster(home, client, launching_for(home, spec), token, device, interface))
+    agents = Agents(home, Muster(home, client, launching, token, device, interface))
     try:
         entries = agents._muster.first(progress, cancelled or threading.Event())
         agents.known.update({entry.host.name: entry for entry in entries})
@@ -144,6 +144,7 @@ class Agents:
             environments = self.environments(environment)
             self.set_generation(self._home.generation)
             self._muster.forget_new()
+            self._await_imports([self.host_of(rank).name for rank in wanted], cancelled)
             started: dict[int, dict[str, Any]] = {}
             try:
                 for number, entry in enumerate(self.entries):
@@ -161,6 +162,18 @@ class Agents:
                 ]
                 self.end_engines(begun, patience_seconds=0.0)
                 raise
+
+    def _await_imports(self, hosts: Sequence[str], cancelled: Callable[[], bool]) -> None:
+        """Wait until agents can start engines at once: an agent that waits itself answers nobody."""
+        left = list(dict.fromkeys(hosts))
+        deadline = time.monotonic() + _ENGINE_SECONDS
+        while left := [host for host in left if not self.call(host, agent_tasks.ready)]:
+            if cancelled():
+                raise ClusterError("it was interrupted")
+            if time.monotonic() > deadline:
+                log = self.log(left[0], "nursery", 1500).strip()
+                raise ClusterError(f"{', '.join(left)} did not import torch within {_ENGINE_SECONDS:g} s\n{log}")
+            time.sleep(_POLL_SECONDS)
 
     def environments(self, environment: Mapping[str, str]) -> list[dict[str, str]]:
         """What the engine of each rank finds in its environment, by rank, `environment` included."""
@@ -227,9 +240,11 @@ class Agents:
         """Send a signal to these engines; returns those that were reached."""
         return self._to_engines(engines, agent_tasks.send_signal, number)
 
-    def cut(self, engines: Iterable[EngineEntry]) -> list[EngineEntry]:
-        """Let engines that wait for a peer in native code come back (`wires.py`); returns those that were reached."""
-        return self.signal(engines, CUT_SIGNAL)
+    def signal_at_work(self, at_work: Mapping[EngineEntry, str], number: int) -> list[EngineEntry]:
+        """As `signal`, to engines that work on ipyparallel's message of that id, and to no others; returns those whose
+        agents answer. Waits for none of them longer than a moment: others wait meanwhile."""
+        wanted = {engine: (engine.pid, engine.started, message) for engine, message in at_work.items()}
+        return self._to_engines(wanted, agent_tasks.signal_at_work, number, seconds=AT_ONCE_SECONDS, given=wanted)
 
     def end_engines(self, engines: Iterable[EngineEntry], *, patience_seconds: float) -> list[EngineEntry]:
         """End these engines and what they started; returns those that could not be ended. On hosts that do not answer
@@ -237,9 +252,9 @@ class Agents:
         seconds = ANSWER_SECONDS + patience_seconds
         return self._to_engines(engines, agent_tasks.end_engines, patience_seconds, seconds=seconds)
 
-    def set_generation(self, number: int) -> list[str]:
+    def set_generation(self, number: int, seconds: float = ANSWER_SECONDS) -> list[str]:
         """Ranks that join from now on meet in this generation; returns the hosts that do not answer."""
-        return self.ask_all(agent_tasks.set_generation, number)[1]
+        return self.ask_all(agent_tasks.set_generation, number, seconds=seconds)[1]
 
     def log(self, host: str, name: str, most_bytes: int = 20_000) -> str:
         """The end of a log on a host: 'agent', or 'engine-3' of the engine that was started as rank 3."""
@@ -248,8 +263,14 @@ class Agents:
     # ---- hosts -------------------------------------------------------------------------------------------------------
 
     def silent(self, seconds: float = SILENT_SECONDS, hosts: Iterable[str] | None = None) -> list[str]:
-        """The hosts whose agents do not answer within so many seconds; a supervisor asks once a second."""
+        """The hosts whose agents do not answer within so many seconds."""
         return self.ask_all(agent_tasks.who, seconds=seconds, hosts=self._used if hosts is None else hosts)[1]
+
+    def look_round(self) -> tuple[dict[str, dict[str, str]], list[str]]:
+        """(by host, the doors at which ranks wait to be debugged, by their numbers in the lobby; hosts whose agents do
+        not answer). A supervisor looks once a second."""
+        answers, silent = self.ask_all(agent_tasks.who, seconds=SILENT_SECONDS, hosts=self._used)
+        return {host: who.get("waiting", {}) for host, who in answers.items()}, silent
 
     def why_over(self) -> str | None:
         """Why the hosts were taken away, as by a job's time limit, in a sentence; None where nobody took them."""
@@ -294,13 +315,20 @@ class Agents:
         return self._muster.calls.gather(asked, function, seconds)
 
     def _to_engines(
-        self, engines: Iterable[EngineEntry], function: Callable[..., Any], *more: Any, seconds: float = ANSWER_SECONDS
+        self,
+        engines: Iterable[EngineEntry],
+        function: Callable[..., Any],
+        *more: Any,
+        seconds: float = ANSWER_SECONDS,
+        given: Mapping[EngineEntry, tuple[Any, ...]] | None = None,
     ) -> list[EngineEntry]:
-        """The engines whose process ids came back."""
+        """The engines whose process ids came back. `given`: what the function is told of each, by default its process
+        id and start time."""
         engines = list(engines)
+        told = given or {engine: (engine.pid, engine.started) for engine in engines}
         asked = {}
         for entry in self.known.values():
-            mine = [(engine.pid, engine.started) for engine in engines if engine.host == entry.host.name]
+            mine = [told[engine] for engine in engines if engine.host == entry.host.name]
             if mine and entry.host.name not in self.out_of_reach:
                 asked[entry.host.name] = (entry.engine_id, (mine, *more))
         answers, _ = self._muster.calls.gather(asked, function, seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 
@@ -16,7 +16,7 @@ def run_cell(
     from IPython.core.getipython import get_ipython
 
     shell: Any = get_ipython()
-    with _silent_traceback(shell), interruptible():
+    with _SilentTraceback(shell), interruptible():
         result = shell.run_cell(code, store_history=False)
     error = result.error_before_exec or result.error_in_exec
     if error is not None:
@@ -29,15 +29,21 @@ def run_cell(
     return text
 
 
-@contextlib.contextmanager
-def _silent_traceback(shell: Any) -> Iterator[None]:
-    """Keep the shell from showing and keeping errors: RankError shows them, and a kept traceback would hold tensors."""
-    shown = shell.showtraceback, shell.showsyntaxerror
-    shell.showtraceback = shell.showsyntaxerror = lambda *arguments, **keywords: None
-    try:
-        yield
-    finally:
-        shell.showtraceback, shell.showsyntaxerror = shown
+class _SilentTraceback(contextlib.AbstractContextManager[None]):
+    """Keep the shell from showing and keeping errors: RankError shows them, and a kept traceback would hold tensors.
+    No generator: an engine lets no interrupt into these two functions, and would into what calls a generator."""
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+
+    def __enter__(self) -> None:
+        shell = self._shell
+        self._shown = shell.showtraceback, shell.showsyntaxerror
+        shell.showtraceback = shell.showsyntaxerror = lambda *arguments, **keywords: None
+
+    def __exit__(self, *exception: object) -> None:
+        shell = self._shell
+        shell.showtraceback, shell.showsyntaxerror = self._shown
         for name in ("last_type", "last_value", "last_traceback", "last_exc"):
             if hasattr(sys, name):
                 delattr(sys, name)

@@ -1,8 +1,8 @@
 """Cluster: engines on devices, and what one does with them.
 
 It is a handle: several, in several kernels, may speak to one cluster. Everything that must outlive them is its
-supervisor's (`supervisor/`), which a handle asks; what runs is written in the cluster's folder (`home.py`), so that a
-new kernel finds it.
+supervisor's (`supervisor/`), which a handle asks (`handle.py`); what runs is written in the cluster's folder
+(`home.py`), so that a new kernel finds it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import contextlib
 import html
 import secrets
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,29 +20,24 @@ import speedlab.cluster.ending as ending
 import speedlab.cluster.host_specs as host_specs
 import speedlab.cluster.pretended as pretended
 import speedlab.cluster.processes as processes
-from speedlab.cluster.cells import run_cell
 from speedlab.cluster.devices import choose_devices
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.home import ClusterState, Home, running_clusters
-from speedlab.cluster.kernel_interrupt import is_the_users
-from speedlab.cluster.ranks_output import RanksOutput
+from speedlab.cluster.handle import Handle
+from speedlab.cluster.home import running_clusters
+from speedlab.cluster.remote import run_cell_at
 from speedlab.cluster.results import RankResults
 from speedlab.cluster.runs_of import RunsOf
 from speedlab.cluster.shipping import pack
 from speedlab.cluster.supervisor import messages as m
 from speedlab.cluster.supervisor import spawn
 from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
+from speedlab.cluster.wanted import BACKENDS, Wanted
 from speedlab.config import ConfigError, GivenConfig, config_of
-from speedlab.config.errors import more_in
 from speedlab.hardware import Device
 from speedlab.network import LinkRate
 
 if TYPE_CHECKING:
     from speedlab.cluster.run import Run
-
-BACKENDS = ("shared", "gloo")
-
-_MOST_ASKED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +51,16 @@ class EngineStatus:
     state: str
     """'idle', 'busy', 'frozen' (its process is suspended) or 'dead' (it ended, or stopped answering)."""
     rss_bytes: int
+    host: str = ""
+    """Of a cluster of several hosts: on which one it runs; there `pid` counts."""
+
+    @property
+    def place(self) -> str:
+        """'cpu 0', or 'cpu 0 on gpu-1' where there are several hosts."""
+        return f"{self.device.name} on {self.host}" if self.host else self.device.name
 
 
-class Cluster:
+class Cluster(Handle):
     """One engine per GPU, else 4 on CPU cores; or, if one of that name runs, a handle of it.
 
     `device`: 'cuda', 'cpu', or 'auto'. `backend`: how CPU engines reach each other, 'shared' (memory, the default) or
@@ -93,28 +94,10 @@ class Cluster:
         interface: str = "",
         progress: Callable[[str], object] = print,
     ) -> None:
-        if backend not in (None, *BACKENDS):
-            raise ClusterError(f"backend is {backend!r}; it is {' or '.join(map(repr, BACKENDS))}")
-        self.name = name
-        self._home = Home(name)
-        self._wanted = engines
-        self._wanted_device = device
-        self._wanted_backend = backend
-        self._spec = host_specs.parse(hosts, slurm, mpi)
-        self._wanted_link = pretended.parse(link, on_hosts=self._spec is not None)
+        self._wanted = Wanted.parse(engines, device, backend, link, host_specs.parse(hosts, slurm, mpi))
+        super().__init__(name)
         self._interface, self._given_up = interface, threading.Event()
         self._waiting = spawn.Waiting(progress=progress, given_up=self._given_up.is_set)
-        if self._spec is not None and engines is not None:
-            raise ClusterError(
-                f"engines is {engines}, and hosts say how many each has; leave it out, or write them as 'gpu-1:8'"
-            )
-        self._lock = threading.RLock()
-        self._state: ClusterState | None = None
-        self._stamp = 0
-        self._client: Client | None = None
-        self._unfinished: weakref.WeakValueDictionary[str, RankResults] = weakref.WeakValueDictionary()
-        self.output = RanksOutput(self)
-        """What the ranks write to stdout and stderr."""
         self.runs = RunsOf(self)
         """The runs of this cluster, as its supervisor has them."""
         if start:
@@ -142,7 +125,7 @@ class Cluster:
         with self._lock, self._home.lock():
             state = self._home.read()
             if state is not None and state.running:
-                self._require_same(state)
+                self._wanted.require(state)
                 if self._state is None or self._state.token != state.token or self._lost:
                     self._take(state)
                     self._connect()
@@ -170,7 +153,7 @@ class Cluster:
         state = self._home.read()
         assert state is not None
         try:
-            self._require_same(state)
+            self._wanted.require(state)
         except ClusterError as error:
             self._disconnect(str(error))
             raise
@@ -178,12 +161,13 @@ class Cluster:
         return True
 
     def _start(self) -> None:
-        devices = choose_devices(self._wanted, self._wanted_device) if self._spec is None else []
-        token, backend = secrets.token_hex(16), self._wanted_backend or BACKENDS[0]
+        wanted, token = self._wanted, secrets.token_hex(16)
+        devices = choose_devices(wanted.engines, wanted.device) if wanted.spec is None else []
+        backend = wanted.backend or BACKENDS[0]
         self._home.create(token)
         try:
-            if self._spec is None:
-                link = pretended.between(devices, self._wanted_link)
+            if wanted.spec is None:
+                link = pretended.between(devices, wanted.link)
                 self._client = spawn.start(
                     self._home, token, devices, backend, link, self.output.printed, self._waiting
                 )
@@ -191,8 +175,8 @@ class Cluster:
                 self._client = spawn.start_on_hosts(
                     self._home,
                     token,
-                    self._spec,
-                    device=self._wanted_device,
+                    wanted.spec,
+                    device=wanted.device,
                     backend=backend,
                     interface=self._interface,
                     printed=self.output.printed,
@@ -202,7 +186,7 @@ class Cluster:
             assert state is not None
             self._take(state)
         except BaseException:
-            if self._spec is not None:
+            if wanted.spec is not None:
                 self._give_hosts_back()
             processes.end(processes.marked(token), patience_seconds=0.0)
             self._home.remove()
@@ -221,12 +205,6 @@ class Cluster:
     def directory(self) -> Path:
         """The cluster's own folder, mode 0700; it is removed when the cluster stops."""
         return self._home.path
-
-    @property
-    def running(self) -> bool:
-        """Whether the cluster's controller is alive."""
-        state = self._home.read()
-        return state is not None and state.running
 
     @property
     def size(self) -> int:
@@ -251,15 +229,17 @@ class Cluster:
 
     def status(self) -> list[EngineStatus]:
         """Each rank's engine, as it is now."""
-        devices = self.devices
+        state = self._now()
+        hosts = {engine.rank: engine.host for engine in state.engines}
         return [
             EngineStatus(
                 rank=found.rank,
                 engine_id=found.engine_id,
                 pid=found.pid,
-                device=devices[found.rank],
+                device=state.devices[found.rank],
                 state=found.state,
                 rss_bytes=found.rss_bytes,
+                host=hosts.get(found.rank, ""),
             )
             for found in self._ask(m.Look())
         ]
@@ -279,10 +259,13 @@ class Cluster:
         named = {getattr(function, "__name__", "the function"): function, "its arguments": args} | kwargs
         return self._submit(pack((function, args, kwargs), named), ranks)
 
-    def execute(self, code: str, *, ranks: Iterable[int] | None = None, shown: bool = False) -> RankResults:
+    def execute(
+        self, code: str, *, ranks: Iterable[int] | None = None, shown: bool = False, door: str = ""
+    ) -> RankResults:
         """Run a cell's code in each engine's namespace. The last expression is printed, and its text returned. `shown`:
-        whether `RankResults.sayings` is to tell what ranks print and display in it."""
-        work = pack((run_cell, (code,), {}), {"the cell": code})
+        whether `RankResults.sayings` is to tell what ranks print and display in it; `door`: name of the Door that is
+        served, where `breakpoint()` in it is to stop."""
+        work = pack((run_cell_at, (door, code), {}), {"the cell": code})
         return self._submit(work, ranks, shown=shown)
 
     def train(
@@ -318,7 +301,7 @@ class Cluster:
 
         Raises ConfigError, LayoutError, RunFolderError or ClusterError.
         """
-        from speedlab.cluster.run import start_run
+        from speedlab.cluster.start_run import start_run
 
         if loss is not None and not callable(loss):
             raise ConfigError(
@@ -339,7 +322,8 @@ class Cluster:
            meet: it waits for a peer.
         4. Let the ranks leave their process group: a collective that was cut off makes it unusable.
 
-        A rank that is missing in the answer is inside a long native call or frozen; `restart(rank)` ends it.
+        A rank that is missing in the answer is inside a long native call or frozen; `restart(rank)` ends it. Or its
+        host does not answer, which the output names: it is interrupted once that does, if it still works on the same.
         """
         return self._interrupt(timeout_seconds)
 
@@ -370,7 +354,7 @@ class Cluster:
         was, while a run or a cell is under way, or when there are too few devices.
         """
         self._ask(m.Resize(engines=engines), progress=progress)
-        self._wanted = engines
+        self._wanted = replace(self._wanted, engines=engines)
 
     def check_size(self, engines: int) -> None:
         """Raise ClusterError where `resize` could not give so many engines."""
@@ -388,169 +372,6 @@ class Cluster:
             ending.end_processes(self._home, ending.STOP_PATIENCE_SECONDS)
             self._disconnect("the cluster was stopped")
             self._home.remove()
-
-    def check_controller(self) -> None:
-        """Raise ClusterError when the cluster has ended, so that nobody waits for an answer that cannot come. Where
-        only its supervisor has, a new one takes over."""
-        state = self._state
-        if state is None or not state.running:
-            left = self._home.read()
-            known = left.over if state is not None and left is not None and left.token == state.token else ""
-            reason = known or f"the controller of cluster {self.name!r} has died or was stopped"
-            self._abandon(reason)
-            raise ClusterError(f"{reason}; speedlab.Cluster(name={self.name!r}) starts it anew")
-        if self._lost:
-            self._reconnect()
-
-    # Inside
-
-    def _require_same(self, state: ClusterState) -> None:
-        """Raise ClusterError unless the running cluster is what is asked for."""
-        size, kind = len(state.devices), state.devices[0].kind
-        attach = f"speedlab.Cluster.attach({self.name!r})"
-        what_to_do = f"use it as it is with {attach}, stop it first, or give the new one another name; "
-        what_to_do += more_in("engines")
-        if not host_specs.may_be(self._spec, state.hosts):
-            raise ClusterError(
-                f"cluster {self.name!r} runs on {', '.join(state.hosts) or 'this machine'}, and other hosts were asked "
-                f"for; {what_to_do}"
-            )
-        if self._wanted is not None and self._wanted != size:
-            raise ClusterError(
-                f"cluster {self.name!r} runs with {size} engines, and {self._wanted} were asked for; {what_to_do}"
-            )
-        if self._wanted_device not in ("auto", kind):
-            raise ClusterError(
-                f"cluster {self.name!r} runs on {kind}, and {self._wanted_device} was asked for; {what_to_do}"
-            )
-        if self._wanted_backend not in (None, state.backend):
-            raise ClusterError(
-                f"the engines of cluster {self.name!r} reach each other through {state.backend!r}, and "
-                f"{self._wanted_backend!r} was asked for; {what_to_do}"
-            )
-        if self._wanted_link is not None and str(self._wanted_link) != state.link:
-            raise ClusterError(
-                f"the engines of cluster {self.name!r} {pretended.words(state.link) or 'pretend no link'}, and "
-                f"{self._wanted_link} was asked for; {what_to_do}"
-            )
-
-    # ---- the supervisor ----------------------------------------------------------------------------------------------
-
-    @property
-    def _lost(self) -> bool:
-        return self._client is None or self._client.lost
-
-    def _ask(
-        self, question: m.Question, *, progress: Callable[[str], object] | None = None, seconds: float | None = None
-    ) -> Any:
-        """Ask the supervisor; a new one, where it ends meanwhile. What is asked twice must be the same as once. Raises
-        TimeoutError where it does not answer within `seconds`."""
-        for _ in range(_MOST_ASKED):
-            try:
-                self._now()
-                client = self._client
-                assert client is not None
-                return client.ask(question, progress=progress, seconds=seconds)
-            except SupervisorGoneError:
-                continue
-        raise ClusterError(
-            f"the supervisor of cluster {self.name!r} ended {_MOST_ASKED} times over the same question "
-            f"({type(question).__name__}); its log is {self._home.log / 'supervisor.log'}"
-        )
-
-    def _submit(self, work: bytes, ranks: Iterable[int] | None, *, shown: bool = False) -> RankResults:
-        results = RankResults(self, secrets.token_hex(8), work, shown=shown)
-        self._now()
-        chosen = results.wanted = None if ranks is None else list(ranks)
-        self._hear_of(results)
-        try:
-            results.begun(self._ask(m.Submit(id=results.id, work=work, ranks=chosen, shown=shown)))
-        except KeyboardInterrupt:
-            del self._unfinished[results.id]  # Not asked for again, where the interrupt has cut the connection.
-            if is_the_users():  # Nobody has a handle of it: it must not go on.
-                processes.uninterrupted(results.interrupt)
-            raise
-        return results
-
-    def _hear_of(self, results: RankResults) -> None:
-        self._unfinished[results.id] = results
-        if self._client is not None:
-            self._client.hear_of(results.id, results)
-
-    def _interrupt(self, timeout_seconds: float, *, id: str = "", folder: str = "") -> list[int]:
-        return self._ask(m.Interrupt(id=id, folder=folder, seconds=timeout_seconds))
-
-    def _reconnect(self) -> None:
-        """Connect anew, to a new supervisor where the old one has ended."""
-        with self._lock:
-            if self._lost:
-                with self._home.lock():
-                    self._connect()
-
-    def _connect(self) -> None:
-        """Connect to the supervisor; with the home's lock. Submissions that have not ended are asked for again."""
-        state = self._state
-        assert state is not None
-        self._client = None
-        try:
-            self._client = spawn.connect(self._home, state.token, self.output.printed)
-        except (ClusterError, FileNotFoundError):
-            if state.running:
-                raise
-            # It has ended meanwhile; its logs, which such errors show, have nothing to do with it.
-            raise ClusterError(
-                f"cluster {self.name!r} ended just now; speedlab.Cluster(name={self.name!r}) starts it anew"
-            ) from None
-        self.output.connected()
-        try:
-            for results in [results for results in self._unfinished.values() if not results.done]:
-                self._ask_again(self._client, results)
-        except BaseException:
-            self._client.close()  # Those that were not asked for again are, with the next connection.
-            raise
-
-    def _ask_again(self, client: Client, results: RankResults) -> None:
-        client.hear_of(results.id, results)
-        if known := client.ask(m.Watch(id=results.id, shown=results.shown)):
-            results.begun(known)
-            return
-        # The supervisor had not heard of it, or had not begun with it.
-        wanted = results.ranks or results.wanted
-        try:
-            results.begun(client.ask(m.Submit(id=results.id, work=results.work, ranks=wanted, shown=results.shown)))
-        except ClusterError as error:  # Its engine has died meanwhile: that concerns who waits for it, and no other.
-            results.begun(wanted or range(len(self._state.devices) if self._state is not None else 1))
-            results.abandon(str(error))
-
-    def _take(self, state: ClusterState) -> None:
-        self._state, self._stamp = state, self._home.stamp()
-
-    def _disconnect(self, reason: str) -> None:
-        client, self._client, self._state = self._client, None, None
-        self._abandon(reason)
-        if client is not None:
-            client.close()
-
-    def _abandon(self, reason: str) -> None:
-        for results in list(self._unfinished.values()):
-            results.abandon(reason)
-
-    def _now(self) -> ClusterState:
-        """What runs by now. Raises ClusterError when nothing does."""
-        state = self._state
-        if state is None:
-            raise ClusterError(f"cluster {self.name!r} is not running; cluster.start() starts it")
-        stamp = self._home.stamp()
-        if stamp != self._stamp:
-            found = self._home.read()
-            if found is None or found.token != state.token:
-                raise ClusterError(
-                    f"cluster {self.name!r} was stopped by another handle; "
-                    f"speedlab.Cluster(name={self.name!r}) starts or finds the present one"
-                )
-            self._state, self._stamp, state = found, stamp, found
-        self.check_controller()
-        return state
 
     def __repr__(self) -> str:
         if self._state is None or not self.running:

@@ -7,7 +7,6 @@ import socket
 import subprocess
 
 from speedlab.cluster.agent_launchers import ask_slurm
-from speedlab.cluster.agent_tasks import HEARTBEAT_SECONDS, SILENT_CONTROLLER_SECONDS
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.host_specs import SlurmJob, Spec, SshHosts
 from speedlab.cluster.start import CONTROLLER_ARGUMENTS
@@ -16,10 +15,9 @@ from speedlab.network import address_of, interface_towards
 
 def controller_arguments(address: str, ports: str = "") -> list[str]:
     """Arguments of the controller of a cluster of several hosts: it listens at `address`, on
-    `ports` ("10101-10130"; any that are free without it). A host may be silent for half a minute."""
-    arguments = [a for a in CONTROLLER_ARGUMENTS if not a.startswith(("--ip=", "--location=", "--HeartMonitor.max"))]
+    `ports` ("10101-10130"; any that are free without it)."""
+    arguments = [a for a in CONTROLLER_ARGUMENTS if not a.startswith(("--ip=", "--location="))]
     arguments += [f"--ip={address}", f"--location={address}"]
-    arguments.append(f"--HeartMonitor.max_heartmonitor_misses={round(SILENT_CONTROLLER_SECONDS / HEARTBEAT_SECONDS)}")
     return [*arguments, *([f"--ports={ports}"] if ports else [])]
 
 

@@ -31,7 +31,7 @@ def debug(cluster: Cluster, rank: int, ask: Callable[[str], str] | None = None) 
                 door.close()
                 results.interrupt()
                 raise
-        door.serve()  # Its last words.
+        door.finish()
     try:
         (found,) = results.result()
     except RankError as error:

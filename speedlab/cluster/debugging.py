@@ -13,7 +13,6 @@ import io
 import os
 import pdb
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -49,11 +48,13 @@ def post_mortem(name: str) -> bool:
     if not _kept:
         return False
     error = _kept[0]
-    channel = knock(_folder(), name)
+    why = "that kernel, or the cluster's supervisor, has ended meanwhile"
+    try:
+        channel = knock(_folder(), name)
+    except ClusterError as problem:
+        channel, why = None, str(problem)
     if channel is None:
-        raise ClusterError(
-            f"rank {_rank()} does not reach the notebook, which has to be on the same host for a post-mortem"
-        )
+        raise ClusterError(f"rank {_rank()} does not reach who asked for a post-mortem: {why}. Ask again")
     talk = _Talk(channel)
     try:
         talk.write(f"rank {_rank()}: {RemoteFailure(kind=type(error).__name__, message=_text(error))}\n")
@@ -65,47 +66,24 @@ def post_mortem(name: str) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def breakpoints(name: str) -> Iterator[None]:
-    """Inside, `breakpoint()` stops, where somebody serves the door `name`; else it says so, and goes on."""
-    stops = _Stops(name)
-    before, sys.breakpointhook = sys.breakpointhook, stops.stop
-    try:
-        yield
-    finally:
-        sys.breakpointhook = before
-        stops.close()
-
-
-class _Stops:
-    """The debugger of one cell: made when it stops first."""
+class Breakpoints:
+    """Inside, `breakpoint()` stops, where somebody serves the door `name`; else, and where that is "", it says so, and
+    goes on."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._talk: _Talk | None = None
         self._debugger: _Debugger | None = None
+        """Made when it stops first, as the talk is."""
         self._alone = False
+        self._before: Any = None
 
-    def stop(self, *arguments: object, header: str | None = None, **keywords: object) -> None:
-        """As `breakpoint()` calls it."""
-        if self._alone:
-            return
-        if self._talk is None or self._talk.over:
-            channel = knock(_folder(), self._name)
-            if channel is None:
-                self._alone = True  # To be waited for, and told, once is enough.
-                print(
-                    "breakpoint(): nobody on this host waits for the cell, which goes on; %%ranks --live --wait stops"
-                )
-                return
-            self._talk = _Talk(channel)
-            self._debugger = _Debugger(self._talk)
-        assert self._debugger is not None
-        if header is not None:
-            self._talk.write(f"{header}\n")
-        self._debugger.set_trace(sys._getframe(1))
+    def __enter__(self) -> None:
+        self._before, sys.breakpointhook = sys.breakpointhook, self._stop
 
-    def close(self) -> None:
+    def __exit__(self, *exception: object) -> None:
+        if sys.breakpointhook == self._stop:  # A cell may have set one of its own.
+            sys.breakpointhook = self._before
         if self._talk is None:
             return
         sys.settrace(None)
@@ -115,6 +93,33 @@ class _Stops:
             frame = frame.f_back
         self._talk.close()
         self._debugger = None
+
+    def _stop(self, *arguments: object, header: str | None = None, **keywords: object) -> None:
+        """As `breakpoint()` calls it."""
+        if self._alone:
+            return
+        if self._talk is None or self._talk.over:
+            channel = self._knock()
+            if channel is None:
+                self._alone = True  # To be waited for, and told, once is enough.
+                return
+            self._talk = _Talk(channel)
+            self._debugger = _Debugger(self._talk)
+        assert self._debugger is not None
+        if header is not None:
+            self._talk.write(f"{header}\n")
+        self._debugger.set_trace(sys._getframe(1))
+
+    def _knock(self) -> Channel | None:
+        """Where somebody is to be asked; else it says why not."""
+        try:
+            channel = knock(_folder(), self._name) if self._name else None
+        except ClusterError as problem:
+            print(f"breakpoint(): {problem}, so this cell goes on; run it again to stop there")
+            return None
+        if channel is None:
+            print("breakpoint(): nobody waits for this cell in front of a prompt, so it goes on; with --wait it stops")
+        return channel
 
 
 class _Talk(io.TextIOBase):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import bdb
 import os
 import traceback
 from typing import Any
 
-_TRANSPORT = ("speedlab/cluster/remote.py", "speedlab/cluster/cells.py", "IPython/core/interactiveshell.py")
+_TRANSPORT = (
+    "speedlab/cluster/remote.py",
+    "speedlab/cluster/cells.py",
+    "speedlab/cluster/live_cells.py",
+    "IPython/core/interactiveshell.py",
+)
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -21,6 +27,8 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def _message(error: BaseException) -> str:
+    if isinstance(error, bdb.BdbQuit) and not error.args:
+        return "the debugger was left at its prompt, which ends the cell on this rank"
     try:
         return str(error)
     except Exception as broken:  # A user's exception class may fail to print itself; the rest is worth showing.

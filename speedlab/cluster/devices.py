@@ -13,6 +13,13 @@ CPU_ENGINES = 4
 """How many engines a machine without GPUs gets when nobody says."""
 
 
+def thread_limits(threads: int) -> dict[str, str]:
+    """What libraries read from the environment when they are imported. Ranks that share cores must sleep while they
+    wait: two pools that spin halve each other's bandwidth."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+    return {**dict.fromkeys(names, str(threads)), "OMP_WAIT_POLICY": "passive"}
+
+
 def choose_devices(engines: int | None, device: str) -> list[Device]:
     """Devices by rank: one GPU each, those with most free memory first, or equal shares of the CPU cores.
 

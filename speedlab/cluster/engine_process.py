@@ -1,4 +1,5 @@
-"""The process of one engine: `python -m speedlab.cluster.engine_process`, started by the launchers.
+"""The process of one engine: `python -m speedlab.cluster.engine_process`, started by the launchers, or a fork of a
+process that has imported torch already (`nursery_process.py`).
 
 1. Bind to the device's CPU cores, and start the thread of `wires.py`, before anything else starts threads.
 2. Import torch, while the controller is still starting.
@@ -13,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import speedlab.cluster.processes as processes
 import speedlab.cluster.remote as remote
 import speedlab.cluster.wires as wires
 
@@ -22,9 +24,20 @@ _POLL_SECONDS = 0.02
 
 def main() -> None:
     """Run the engine until it is told to stop."""
+    take_place()
+    remote.preload()
+    serve()
+
+
+def take_place() -> None:
+    """Be the engine of the rank that the environment names; before anything starts threads."""
+    processes.name_engine(int(os.environ["RANK"]))
     remote.bind_to_cores()
     wires.start_cutter()
-    remote.preload()
+
+
+def serve() -> None:
+    """Work for the controller until it says to stop."""
     if not os.environ.get("IPP_CONNECTION_INFO"):
         os.environ["IPP_CONNECTION_INFO"] = wait_for_controller(
             Path(os.environ["IPP_PROFILE_DIR"])

@@ -27,7 +27,7 @@ DIED = "EngineDied"
 """Kind of the failure of a rank whose engine's process ended while it worked."""
 
 _MOST_TRACES = 3
-_IN_WORDS = frozenset({"ConfigError", "LayoutError", "CheckpointError"})
+_IN_WORDS = frozenset({"ConfigError", "LayoutError", "CheckpointError", "BdbQuit"})
 _BARE = frozenset({"Refusal", "Parted"})
 """Kinds whose message says all, so that no traceback is shown; of the second even their own name says nothing to a
 user."""
@@ -135,10 +135,10 @@ class RankError(RuntimeError):
     def _repr_html_(self) -> str:
         traces = "".join(
             f"<details><summary>traceback of {html.escape(name_ranks(ranks))}</summary>"
-            f"<pre>{html.escape(failure.traceback)}</pre></details>"
+            f'<pre style="margin:0">{html.escape(failure.traceback)}</pre></details>'
             for ranks, failure in self._with_traces()
         )
-        return f"<pre>{html.escape(str(self))}</pre>{traces}"
+        return f'<pre style="margin:0">{html.escape(str(self))}</pre>{traces}'
 
     def _lines(self, *, traces: bool) -> list[str]:
         groups = self.groups

@@ -17,22 +17,22 @@ always the default one, so that every kernel, script and terminal of a person fi
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
 import re
 import secrets
 import shutil
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import speedlab.cluster.host_rendezvous as host_rendezvous
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.processes import is_alive
+from speedlab.cluster.locks import hold
+from speedlab.cluster.processes import TOKEN, is_alive
 from speedlab.hardware import Device
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,59}")
@@ -144,6 +144,20 @@ class Home:
         return self.path / "supervisor.lock"
 
     @property
+    def nursery_log(self) -> Path:
+        """What the process prints that engines are forked off."""
+        return self.log / "nursery.log"
+
+    def environment(self, token: str, backend: str, link: str) -> dict[str, str]:
+        """What every process of the cluster finds in its environment."""
+        return {
+            TOKEN: token,
+            "SPEEDLAB_BACKEND": backend,
+            "SPEEDLAB_LINK": link,
+            "SPEEDLAB_SUPERVISOR_LOCK": str(self.supervisor_lock),
+        }
+
+    @property
     def output(self) -> Path:
         """What each rank has printed."""
         return self.path / OUTPUT
@@ -166,7 +180,7 @@ class Home:
         write_private(draft / _HOST, this_host())
         write_private(draft / _TOKEN, token)
         draft.rename(path)  # It says whose it is before another host can see it.
-        self._write_generation(0)
+        host_rendezvous.set_generation(self.rendezvous, 0)
 
     @property
     def token(self) -> str | None:
@@ -200,11 +214,11 @@ class Home:
     @property
     def generation(self) -> int:
         """Number of the process group that ranks join next; `speedlab.comm.join` reads it."""
-        return int((self.rendezvous / "generation").read_text())
+        return host_rendezvous.generation(self.rendezvous)
 
     def next_generation(self) -> None:
         """Ranks that join from now on meet in a new store."""
-        self._write_generation(self.generation + 1)
+        host_rendezvous.next_generation(self.rendezvous)
 
     @contextlib.contextmanager
     def amid(self, what: str) -> Iterator[None]:
@@ -231,27 +245,18 @@ class Home:
             broken.symlink_to(store.name)
             broken.replace(store)
 
-    def _write_generation(self, number: int) -> None:
-        write_private(self.rendezvous / "generation", f"{number}\n")
-
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Only one process at a time starts, restarts or stops this cluster."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        deadline = time.monotonic() + _LOCK_SECONDS
-        descriptor = os.open(self.path.parent / f"{self.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise ClusterError(
-                            f"another process has been starting or stopping cluster {self.name!r} for "
-                            f"{_LOCK_SECONDS:g} s; end that process, or use another name"
-                        ) from None
-                    time.sleep(0.05)
+            descriptor = hold(self.path.parent / f"{self.name}.lock", _LOCK_SECONDS)
+        except TimeoutError:
+            raise ClusterError(
+                f"another process has been starting or stopping cluster {self.name!r} for {_LOCK_SECONDS:g} s; end "
+                "that process, or use another name"
+            ) from None
+        try:
             yield
         finally:
             os.close(descriptor)

@@ -51,6 +51,14 @@ class Launching(Protocol):
         """How many engines host `number` was asked to have; None: one for each of its devices."""
         ...
 
+    def prepare(self) -> None:
+        """What can be done while there is no order yet: no agent is begun on any host. Raises ClusterError."""
+        ...
+
+    def abandon(self) -> None:
+        """There will be no order for what was prepared."""
+        ...
+
     def start(self, order: Order) -> None:
         """Ask for the agents. Raises ClusterError with what to do; then nothing was started."""
         ...
@@ -83,20 +91,34 @@ class Launching(Protocol):
 
 
 class OverSSH:
-    """The first host alone, since what is wrong there is mostly wrong everywhere; then all others at once."""
+    """The first host alone is given its order, since what is wrong there is mostly wrong everywhere; then all others at
+    once. The connections are made before."""
 
     def __init__(self, home: Home, spec: SshHosts) -> None:
         self._home, self._spec = home, spec
         self.names, self.count = spec.names, len(spec.names)
         self.began: list[str] = []
         """Hosts on which something may run."""
+        self._connected: dict[str, AgentSSHLauncher] = {}
+        """Hosts that wait for an order."""
 
     def engines_of(self, number: int) -> int | None:
         return self._spec.engines[number]
 
+    def prepare(self) -> None:
+        for host in self.names[:_AT_ONCE]:
+            self._connected[host] = self._connection(host)
+
+    def abandon(self) -> None:
+        while self._connected:
+            self._connected.popitem()[1].hang_up()
+
     def start(self, order: Order) -> None:
-        self.again(self.names[0], order)
-        problems = self._on_all(self.names[1:], order)
+        try:
+            self.again(self.names[0], order)
+            problems = self._on_all(self.names[1:], order)
+        finally:
+            self.abandon()
         if problems:
             raise ClusterError("\n".join(problems.values()))
 
@@ -118,11 +140,19 @@ class OverSSH:
         return ""
 
     def again(self, host: str, order: Order) -> None:
-        arguments = ["-F", self._spec.config] if self._spec.config else []
-        launcher = AgentSSHLauncher(work_dir=".", profile_dir=str(self._home.path), log=log, ssh_args=arguments)
+        launcher = self._connected.pop(host, None)
+        if launcher is None or not launcher.connects:  # It may have waited longer than the network allows.
+            launcher = self._connection(host)
         if host not in self.began:
             self.began.append(host)
-        launcher.start(host, replace(order, name=host).to_json(), self._spec.python)
+        engines = dict(zip(self.names, self._spec.engines, strict=True)).get(host)
+        launcher.give(replace(order, name=host, engines=engines or 0).to_json())
+
+    def _connection(self, host: str) -> AgentSSHLauncher:
+        arguments = ["-F", self._spec.config] if self._spec.config else []
+        launcher = AgentSSHLauncher(work_dir=".", profile_dir=str(self._home.path), log=log, ssh_args=arguments)
+        launcher.connect(host, self._spec.python)
+        return launcher
 
     def said(self) -> str:
         return ""
@@ -154,13 +184,19 @@ class InSlurm:
         del number
         return self._spec.per_host
 
+    def prepare(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
     def start(self, order: Order) -> None:
         launcher = AgentSlurmLauncher(
             work_dir=str(_agents_folder(self._home)),
             profile_dir=str(self._home.path),
             cluster_id=self._home.name,
             log=log,
-            order_file=_write_order(self._home, order),
+            order_file=_write_order(self._home, self._for_each(order)),
             output_file=str(self._home.log / "slurm.log"),
         )
         self.job = launcher.submit(self._spec)
@@ -201,13 +237,16 @@ class InSlurm:
     def said(self) -> str:
         return _tail(self._home.log / _STEPS_LOG)
 
+    def _for_each(self, order: Order) -> Order:
+        return replace(order, engines=self._spec.per_host or 0)
+
     def why_over(self) -> str | None:
         state, reason = slurm_state(self.job)
         return None if state in _RUNS else self.ended(state, reason)
 
     def again(self, host: str, order: Order) -> None:
         (_agents_folder(self._home) / f"problem-{host}").unlink(missing_ok=True)
-        file = _write_order(self._home, order)
+        file = _write_order(self._home, self._for_each(order))
         self._steps = [step for step in self._steps if step.poll() is None]
         self._steps.append(slurm_step(self._spec, self.job, host, file, str(self._home.log / _STEPS_LOG)))
 
@@ -233,9 +272,17 @@ class UnderMPI:
         self.count = len(spec.names)
         self.pid = 0
         self._ssh = OverSSH(home, SshHosts(names=(), engines=(), python=spec.python))
+        self._alike = (spec.engines[0] or 0) if len(set(spec.engines)) == 1 else 0
+        """How many engines each host has; 0 where they differ, or it is not known here."""
 
     def engines_of(self, number: int) -> int | None:
         return self._spec.engines[number]
+
+    def prepare(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
 
     def start(self, order: Order) -> None:
         launcher = AgentMPILauncher(
@@ -243,7 +290,7 @@ class UnderMPI:
             profile_dir=str(self._home.path),
             cluster_id=self._home.name,
             log=log,
-            order_file=_write_order(self._home, order),
+            order_file=_write_order(self._home, replace(order, engines=self._alike)),
             output_file=str(self._home.log / "mpiexec.log"),
         )
         self.pid = launcher.launch(self._spec)

@@ -54,7 +54,7 @@ class LiveCell:
         except BaseException:
             self._door.close()
             raise
-        self._door.close()
+        self._door.finish()
 
     def ask_nobody(self) -> None:
         """Nobody will wait for it in front of a prompt: `breakpoint()` in it does not stop."""

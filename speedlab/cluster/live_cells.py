@@ -15,14 +15,20 @@ from IPython.core.displaypub import DisplayPublisher
 from IPython.core.getipython import get_ipython
 
 from speedlab.cluster.cells import run_cell
-from speedlab.cluster.debugging import breakpoints
+from speedlab.cluster.debugging import Breakpoints
 from speedlab.cluster.describing import describe
 from speedlab.cluster.sealed import read_sealed, write_sealed
 from speedlab.telemetry.live import MOST_BYTES, Said
 
 
 class LiveCells:
-    """Cells between two steps: `speedlab.engine.run.cells.Cells`."""
+    """Cells between two steps: `speedlab.engine.run.cells.Cells`. `patience`: inside, no rank is late in a collective
+    while a person may think at another one's prompt."""
+
+    def __init__(
+        self, patience: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    ) -> None:
+        self._patience = patience
 
     def take(self, path: Path) -> str:
         code = read_sealed(path, "Run the cell again").decode()
@@ -42,7 +48,7 @@ class LiveCells:
         shell: Any = get_ipython()
         heard = _Heard(shell)
         text, failure = None, None
-        with heard, _with_names(shell.user_ns, names), breakpoints(cell):
+        with heard, _with_names(shell.user_ns, names), Breakpoints(cell), self._patience():
             try:
                 text = run_cell(code, interruptible)
             except BaseException as error:  # Also an interrupt: the run pauses.

@@ -4,7 +4,11 @@ A process is found, checked and ended by that mark, never by its name alone."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -16,10 +20,15 @@ TOKEN = "SPEEDLAB_CLUSTER_TOKEN"
 """Environment variable with the token."""
 
 ENGINE_MODULE = "speedlab.cluster.engine_process"
-"""What an engine's process runs."""
+"""What an engine's process runs, unless it is a fork of the next one."""
+NURSERY_MODULE = "speedlab.cluster.nursery_process"
 SUPERVISOR_MODULE = "speedlab.cluster.supervisor"
 
 _Result = TypeVar("_Result")
+
+_ENGINE_NAME, _NURSERY_NAME, _NANNY_NAME = "sl-rank-", "sl-nursery", "sl-nanny"
+_PR_SET_NAME, _NAME_BYTES = 15, 15
+"""Of prctl(2), and how long the name of a process may be."""
 
 _KILL_SECONDS = 5.0
 _POLL_SECONDS = 0.02
@@ -54,16 +63,21 @@ def is_suspended(pid: int) -> bool:
 
 def marked(token: str) -> list[psutil.Process]:
     """Every process of the cluster with this token, children and their children included."""
-    found: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter():
-        try:
-            if _environment(process).get(TOKEN) == token:
-                found[process.pid] = process
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue  # Gone meanwhile, or somebody else's: not ours either way.
+    found = {process.pid: process for process in _with_mark(token)}
     for process in list(found.values()):
         found.update({child.pid: child for child in descendants(process)})
     return list(found.values())
+
+
+def _with_mark(token: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if _environment(process).get(TOKEN) == token:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # Gone meanwhile, or somebody else's: not ours either way.
+    return found
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
@@ -76,11 +90,64 @@ def _environment(process: psutil.Process) -> dict[str, str]:
     return environment
 
 
+def name_engine(rank: int) -> None:
+    """Let this process be listed as the engine of `rank`: a fork has the command of what it was forked off."""
+    _name(f"{_ENGINE_NAME}{rank}")
+
+
+def name_nursery() -> None:
+    """Let this process be listed as what engines are forked off; its forks have the name until they have their own."""
+    _name(_NURSERY_NAME)
+
+
+def name_nanny() -> None:
+    """Let this process be listed as what watches an engine that it was forked off."""
+    _name(_NANNY_NAME)
+
+
+def _name(name: str) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:_NAME_BYTES], 0, 0, 0)
+
+
 def engines(token: str) -> list[psutil.Process]:
     """The engines' processes of the cluster with this token. Whatever they started is marked as they are; what was
-    forked from one also has its command, and is left out as long as its parent lives."""
-    found = {process.pid: process for process in marked(token) if _command_has(process, ENGINE_MODULE)}
+    forked from one also has its command and name, and is left out as long as its parent lives."""
+    found = {process.pid: process for process in _with_mark(token) if _is_engine(process)}
     return [process for process in found.values() if _parent_of(process) not in found]
+
+
+def rank_of(engine: psutil.Process) -> int | None:
+    """As which rank it was started; None where a program that it runs has taken its name. Raises
+    psutil.NoSuchProcess."""
+    named, _, rank = engine.name().rpartition("-")
+    if named == _ENGINE_NAME[:-1] and rank.isdigit():
+        return int(rank)
+    own = engine.environ().get("RANK")  # It was started by itself, a moment ago.
+    return int(own) if own is not None else None
+
+
+def nurseries(token: str) -> list[psutil.Process]:
+    """What engines of the cluster with this token are forked off, and forks that have not taken their place yet."""
+    found = []
+    for process in _with_mark(token):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name() == _NURSERY_NAME:
+                found.append(process)
+    return found
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    """By its name, or its command and its own session: workers of a DataLoader are in that of the engine that they were
+    forked off, and any program may change the name that it runs under."""
+    try:
+        command = process.cmdline()
+        # In this order: a nanny has its name before it has its session.
+        leads = os.getsid(process.pid) == process.pid
+        is_fork = NURSERY_MODULE in command and process.name() not in (_NURSERY_NAME, _NANNY_NAME)
+        return ENGINE_MODULE in command or (is_fork and leads)
+    except (psutil.NoSuchProcess, psutil.ZombieProcess, ProcessLookupError):
+        return False
 
 
 def of_host(token: str, started_by: Iterable[str]) -> list[psutil.Process]:

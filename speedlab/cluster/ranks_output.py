@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from speedlab.cluster.supervisor import messages as m
 
 if TYPE_CHECKING:
-    from speedlab.cluster.cluster import Cluster
+    from speedlab.cluster.handle import Handle
 
 log = logging.getLogger("speedlab.cluster")
 
@@ -23,7 +23,7 @@ class RanksOutput:
     """What the ranks of a cluster print. `subscribe(callback)`; callbacks come on the thread that hears of the
     supervisor, and must not wait for any answer of it."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Handle) -> None:
         self._cluster = weakref.ref(cluster)
         self._callbacks: list[Printed] = []
 

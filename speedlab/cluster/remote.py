@@ -15,7 +15,9 @@ from types import FrameType
 from typing import Any
 
 import speedlab.cluster.debugging as debugging
+import speedlab.cluster.host_rendezvous as host_rendezvous
 from speedlab.cluster.away import folder_here, origin_of
+from speedlab.cluster.cells import run_cell
 from speedlab.cluster.describing import describe
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.own_model import OWN_MODEL, read_own_model
@@ -25,8 +27,13 @@ from speedlab.config import ConfigError, RunConfig
 FAILED = "__speedlab_failed__"
 """Key that marks an answer of `call` as a failure."""
 
-_WHOLE = frozenset({"init_process_group", "new_group", "destroy_process_group"})
-"""Functions of torch.distributed that have to be left to end."""
+_WHOLE = {
+    os.path.join("distributed", "distributed_c10d.py"): {"init_process_group", "new_group", "destroy_process_group"},
+    os.path.join("comm", "patience.py"): {"__enter__", "__exit__"},
+    os.path.join("cluster", "debugging.py"): {"__enter__", "__exit__"},
+    os.path.join("cluster", "cells.py"): {"__enter__", "__exit__"},
+}
+"""Functions that have to be left to end, by the end of their file's name."""
 
 _LIBRARIES = tuple(
     {
@@ -47,7 +54,7 @@ def call(work: bytes) -> Any:
     """
     of_a_person = True
     try:
-        with _interruptible():
+        with _at_work(), _interruptible():
             names = Globals(_namespace())
             function, arguments, keywords = unpack(work, names)
             if of_a_person := all(function is not known for known in _BESIDE):
@@ -60,6 +67,16 @@ def call(work: bytes) -> Any:
         if of_a_person:
             debugging.keep(error)
         return {FAILED: describe(error)}
+
+
+def _at_work() -> contextlib.AbstractContextManager[None]:
+    """What an agent has to see before it signals this engine, in a cluster of several hosts."""
+    from IPython.core.getipython import get_ipython
+
+    shell: Any = get_ipython()
+    if "SPEEDLAB_STORE" not in os.environ or shell is None:
+        return contextlib.nullcontext()
+    return host_rendezvous.at_work(shell.kernel.get_parent()["header"]["msg_id"])
 
 
 def _packed(result: Any) -> bytes:
@@ -89,8 +106,8 @@ def _interruptible() -> Iterator[None]:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt, but not where half of something would stay behind for ever: half a process group, half a
-    library, half a compiler's registry of types. The cluster sends the signal again, and later breaks what such a
-    function waits for."""
+    library, half a compiler's registry of types, a cell's limits and hooks. The cluster sends the signal again, and
+    later breaks what such a function waits for."""
     while frame is not None:
         if _is_whole(frame):
             return
@@ -104,7 +121,7 @@ def _is_whole(frame: FrameType) -> bool:
     if name == "<module>":  # The engine's own main module is one, too, but nothing imports it.
         imported = frame.f_back is not None and frame.f_back.f_code.co_filename.startswith("<frozen importlib")
         return imported and file.startswith(_LIBRARIES)
-    return (name in _WHOLE and file.endswith("distributed_c10d.py")) or _COMPILER in file
+    return any(name in names and file.endswith(end) for end, names in _WHOLE.items()) or _COMPILER in file
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
@@ -116,8 +133,12 @@ def identify() -> dict[str, int]:
     return {"rank": int(os.environ["RANK"]), "pid": os.getpid()}
 
 
-def reset() -> None:
-    """Leave the process group that an interrupt or a death has broken; the next `speedlab.comm.join()` makes one."""
+def reset(generation: int = 0) -> None:
+    """Leave the process group that an interrupt or a death has broken; the next `speedlab.comm.join()` makes one, in
+    that generation at least: on a host whose agent has just ended nobody else tells it."""
+    if "SPEEDLAB_STORE" in os.environ:
+        with contextlib.suppress(OSError):  # On a full disk, or behind a lock, the agent or a later reset tells it.
+            host_rendezvous.set_generation(Path(os.environ["SPEEDLAB_RENDEZVOUS"]), generation)
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
         return
@@ -160,15 +181,20 @@ def rebind(environment: Mapping[str, str]) -> None:
 
     What this engine holds of runs is given up: the next `advance` builds it anew for the new ranks.
     """
-    import torch
-
     from speedlab.engine.run import held_runs
 
     held_runs.release()
     reset()
     os.environ.update(environment)
     bind_to_cores()
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    use_threads()
+
+
+def use_threads() -> None:
+    """As many as the environment says, in a process whose libraries have read it before."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def preload() -> None:
@@ -209,6 +235,19 @@ def measure_disk(folder: str) -> tuple[float, float]:
     return found.read_bytes_per_second, found.write_bytes_per_second
 
 
+def run_cell_at(door: str, code: str) -> str | None:
+    """As `run_cell`, with `breakpoint()` for whoever serves that door; "" where nobody can be asked. While somebody
+    can, no rank is late in a collective: another one may stand there."""
+    with debugging.Breakpoints(door), _patience() if door else contextlib.nullcontext():
+        return run_cell(code)
+
+
+def _patience() -> contextlib.AbstractContextManager[None]:
+    from speedlab.comm import patience
+
+    return patience()
+
+
 def advance(folder: str) -> str:
     """Carry out the run's control words and train until it pauses, ends or fails; returns the state it is left in."""
     from speedlab.cluster.live_cells import LiveCells
@@ -217,7 +256,7 @@ def advance(folder: str) -> str:
     folder = folder_here(folder)
     file = Path(folder) / OWN_MODEL
     own_model = functools.partial(read_own_model, file) if file.exists() else None
-    return str(go(folder, own_model, cells=LiveCells()))
+    return str(go(folder, own_model, cells=LiveCells(_patience)))
 
 
 def generate(folder: str, prompt: str, tokens: int, *, temperature: float = 0.8, seed: int = 0) -> str:

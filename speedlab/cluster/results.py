@@ -17,7 +17,7 @@ from speedlab.cluster.kernel_interrupt import is_the_users
 from speedlab.cluster.shipping import unpack
 
 if TYPE_CHECKING:
-    from speedlab.cluster.cluster import Cluster
+    from speedlab.cluster.handle import Handle
     from speedlab.cluster.supervisor import messages as m
 
 CHECK_SECONDS = 1.0
@@ -27,7 +27,7 @@ CHECK_SECONDS = 1.0
 class RankResults:
     """Results of one submission by rank: `.result()`, `await`, `.wait(timeout)`, or `.done` to look."""
 
-    def __init__(self, cluster: Cluster, id: str, work: bytes = b"", *, shown: bool = False) -> None:
+    def __init__(self, cluster: Handle, id: str, work: bytes = b"", *, shown: bool = False) -> None:
         """`id`: the submission's; `work`: what it is, for a supervisor that has not heard of it."""
         self.id = id
         self.work = work

@@ -10,10 +10,8 @@ import asyncio
 import html
 import os
 import platform
-import shutil
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,6 @@ import speedlab.cluster.remote as remote
 from speedlab.cluster.errors import ClusterError, RankError
 from speedlab.cluster.export import export_checkpoint
 from speedlab.cluster.failures import Failures
-from speedlab.cluster.given_paths import check_offload_folder, with_absolute_paths
 from speedlab.cluster.going_on import (
     Saved,
     checkpoint_of,
@@ -33,18 +30,17 @@ from speedlab.cluster.going_on import (
 )
 from speedlab.cluster.home import running_clusters
 from speedlab.cluster.kernel_interrupt import is_the_users, noting_interrupts
-from speedlab.cluster.known_runs import RUN_MIME, RunError, refuse_second_run, run_data, saved_step
-from speedlab.cluster.own_model import OWN_MODEL, keep, packed_model
+from speedlab.cluster.known_runs import RUN_MIME, RunError, run_data, saved_step
+from speedlab.cluster.own_model import OWN_MODEL
 from speedlab.cluster.shapes import is_built_in
 from speedlab.cluster.supervisor.messages import Standing
-from speedlab.cluster.trial import try_own_model
 from speedlab.cluster.words import Pending
 from speedlab.config import ConfigError, RunConfig
 from speedlab.display.extras import extras
 from speedlab.planner import stage_blocks
 from speedlab.telemetry.checkpoints import find_checkpoint
 from speedlab.telemetry.feed import Feed
-from speedlab.telemetry.folder import RunFolder, RunFolderError, require_space
+from speedlab.telemetry.folder import RunFolder, RunFolderError
 from speedlab.telemetry.layout_table import LayoutTable, layout_table
 from speedlab.telemetry.placement_table import PlacementTable, placement_of
 from speedlab.telemetry.records import RESTING, Event, RunState, StepRecord
@@ -58,8 +54,6 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.02
 _ENGINE_CHECK_SECONDS = 1.0
-_RECORD_BYTES = 1024
-_SPARE_BYTES = 64 * 2**20
 
 
 class Run:
@@ -346,8 +340,7 @@ class Run:
     def is_settling(self) -> bool:
         """Whether the run has come to rest, and its ranks are about to be free."""
         status = self.feed.status
-        resting = status.state in RESTING and not self.folder.pending(status.command)
-        return resting and self._standing().active
+        return status.state in RESTING and not self.folder.pending(status.command) and self._standing().active
 
     # Views, in a notebook
 
@@ -435,7 +428,7 @@ class Run:
 
     def _where(self) -> str:
         status = self.feed.status
-        text = f": {status.text}" if status.text else ""
+        text = f": {status.told}" if status.told else ""
         return f"run {self.name!r} is {status.state} at step {self.step} of {status.steps}{text}"
 
     def __repr__(self) -> str:
@@ -454,41 +447,3 @@ class Run:
         loss = f" · loss {last.loss:.3f} · {last.tokens_per_second:,.0f} tokens/s" if last is not None else ""
         text = f"step {self.step:,}/{self.feed.status.steps:,}{loss} · {self.state}"
         return f"<b>{html.escape(self.name)}</b> · {html.escape(' · '.join(filter(None, [text, unsaved_text(self)])))}"
-
-
-def start_run(cluster: Cluster, config: RunConfig, **given: Any) -> Run:
-    """Start a new run on all ranks of `cluster`; returns when it has begun.
-
-    `given`: `model`, `loss` and `tp_plan`, as far as the user gave them. Everything that can be wrong is looked for
-    before the run takes its name: raises ConfigError, LayoutError, RunFolderError or ClusterError.
-    """
-    from speedlab.data import check
-
-    layout = config.layout(cluster.size, built_in="model" not in given)
-    config.batch.resolve(layout.data_size)
-    check(config.data)
-    check_offload_folder(config)
-    refuse_second_run(cluster)
-    pids = tuple(status.pid for status in cluster.status())
-    require_space(config.folder, _SPARE_BYTES + config.steps * cluster.size * _RECORD_BYTES)
-    with packed_model(cluster, given) as packed:
-        try_own_model(cluster, config, packed)
-        folder = RunFolder.create(with_absolute_paths(config))
-        try:
-            now = replace(folder.read_status(), cluster=cluster.name, token=cluster.token, rank_pids=pids)
-            folder.write_status(now)
-            keep(packed, folder.path)
-            cluster.runs.begin(folder.path)
-        except BaseException:
-            if not _has_begun(cluster, folder.path):
-                shutil.rmtree(folder.path)  # Nothing has run in it; its name is free again.
-            raise
-    return Run(folder, cluster)
-
-
-def _has_begun(cluster: Cluster, folder: Path) -> bool:
-    """Whether ranks work on it though an interrupt came before that was told."""
-    try:
-        return cluster.runs.standing(folder).active
-    except Exception:
-        return False

@@ -1,11 +1,12 @@
 """Starting processes: a controller with its engines, or engines of a cluster that runs, until they are ready.
 
-Everything starts at once: the engines import torch, which takes most of the time, while the controller comes up.
+Everything starts at once: torch is imported, which takes most of the time, while the controller comes up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import os
@@ -18,20 +19,18 @@ from ipyparallel.serialize.canning import can_map
 
 import speedlab.cluster.processes as processes
 from speedlab.cluster.agent_calls import Calls
+from speedlab.cluster.engine_environment import HEARTBEAT_SECONDS, SILENT_SECONDS, device_fields
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, EngineEntry, Home
-from speedlab.cluster.launchers import DeviceEngineLauncher, DeviceEngineSetLauncher, device_fields
+from speedlab.cluster.launchers import DeviceEngineLauncher, DeviceEngineSetLauncher, Fork
+from speedlab.cluster.nursery import START_SECONDS, Nursery, can_fork
 from speedlab.cluster.roll_call import RollCall
 from speedlab.config.errors import more_in
 from speedlab.hardware import Device
 
-START_SECONDS = 90.0
-"""How long engines may take to become ready; only a first start from a cold disk comes near."""
-
 CONTROLLER_ARGUMENTS = [
-    # A new engine joins with the hub's next heartbeat: this is most of what starting takes by default.
-    "--HeartMonitor.period=200",
-    "--HeartMonitor.max_heartmonitor_misses=60",
+    f"--HeartMonitor.period={round(1000 * HEARTBEAT_SECONDS)}",
+    f"--HeartMonitor.max_heartmonitor_misses={round(SILENT_SECONDS / HEARTBEAT_SECONDS)}",
     # Messages are signed, but any user of this host could read them.
     "--IPController.enable_curve=True",
     "--ip=127.0.0.1",
@@ -50,7 +49,13 @@ log.setLevel(logging.CRITICAL)  # ipyparallel reports every process that ends, a
 
 
 def start_cluster(
-    home: Home, token: str, devices: Sequence[Device], backend: str, link: str, cancelled: Callable[[], bool]
+    home: Home,
+    token: str,
+    devices: Sequence[Device],
+    backend: str,
+    link: str,
+    nursery: Nursery,
+    cancelled: Callable[[], bool],
 ) -> tuple[ClusterState, ipyparallel.Client]:
     """Start a controller and one engine per device; returns when all are ready, torch imported. `link`: what engines
     pretend to have between them.
@@ -60,7 +65,9 @@ def start_cluster(
     """
     client = None
     try:
-        controller_pid, engine_pids = asyncio.run(_launch_all(home, devices, environment(home, token, backend, link)))
+        own = home.environment(token, backend, link)
+        fork = _fork(nursery, devices, cancelled)
+        controller_pid, engine_pids = asyncio.run(_launch_all(home, devices, own, fork))
         client = connect_to(home, controller_pid, token)
         engines = _await_engines(home, client, engine_pids, token, cancelled)
         state = ClusterState(
@@ -82,11 +89,21 @@ def start_cluster(
         raise
 
 
+def _fork(nursery: Nursery, devices: Sequence[Device], cancelled: Callable[[], bool]) -> Fork | None:
+    """How engines of these devices are made, which begins to import torch; None where they are started by
+    themselves."""
+    if not can_fork(device.kind for device in devices):
+        return None
+    nursery.begin(devices[0].threads)
+    return functools.partial(nursery.fork, cancelled=cancelled)
+
+
 def start_engines(
     home: Home,
     state: ClusterState,
     client: ipyparallel.Client,
     ranks: Iterable[int],
+    nursery: Nursery,
     cancelled: Callable[[], bool],
 ) -> tuple[EngineEntry, ...]:
     """Start engines for these ranks of `state.devices`; returns when all are ready.
@@ -94,6 +111,7 @@ def start_engines(
     Raises ClusterError as `start_cluster` does, and once `cancelled()`. Then none of them is left.
     """
     pids: dict[int, int] = {}
+    fork = _fork(nursery, state.devices, cancelled)
 
     async def launch() -> None:
         # Made inside the coroutine, because a launcher takes hold of the loop that runs.
@@ -107,8 +125,9 @@ def start_engines(
                 identifier=str(rank),
                 devices=device_fields(state.devices),
                 rendezvous=str(home.rendezvous),
-                environment=environment(home, state.token, state.backend, state.link),
+                environment=home.environment(state.token, state.backend, state.link),
                 output_file=str(home.log / f"engine-{rank}.log"),
+                fork=fork,
             )
             launcher.start()
             pids[rank] = launcher.pid
@@ -137,17 +156,9 @@ def tree(pid: int, token: str) -> list[Any]:
     return [*found, *(child for process in found for child in processes.descendants(process))]
 
 
-def environment(home: Home, token: str, backend: str, link: str) -> dict[str, str]:
-    """What every process of a cluster finds in its environment."""
-    return {
-        processes.TOKEN: token,
-        "SPEEDLAB_BACKEND": backend,
-        "SPEEDLAB_LINK": link,
-        "SPEEDLAB_SUPERVISOR_LOCK": str(home.supervisor_lock),
-    }
-
-
-async def _launch_all(home: Home, devices: Sequence[Device], environment: dict[str, str]) -> tuple[int, dict[int, int]]:
+async def _launch_all(
+    home: Home, devices: Sequence[Device], environment: dict[str, str], fork: Fork | None
+) -> tuple[int, dict[int, int]]:
     """Start all processes; returns (pid of the controller, pids of the engines by rank)."""
     cluster = ipyparallel.Cluster(
         engines=DeviceEngineSetLauncher,
@@ -164,7 +175,11 @@ async def _launch_all(home: Home, devices: Sequence[Device], environment: dict[s
     )
     await cluster.start_controller(environment=environment)
     await cluster.start_engines(
-        len(devices), devices=device_fields(devices), rendezvous=str(home.rendezvous), environment=dict(environment)
+        len(devices),
+        devices=device_fields(devices),
+        rendezvous=str(home.rendezvous),
+        environment=dict(environment),
+        fork=fork,
     )
     # ipyparallel.Cluster.from_file finds the cluster, too. It is written once, and no more when processes end.
     os.chmod(cluster.cluster_file, 0o600)

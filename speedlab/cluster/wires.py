@@ -19,10 +19,13 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+import speedlab.cluster.host_rendezvous as host_rendezvous
 
 CUT_SIGNAL = signal.SIGUSR2
 
@@ -39,20 +42,23 @@ def _cut_when_told() -> None:
     while True:
         signal.sigwait({CUT_SIGNAL})
         try:
-            cut()
+            cut(host_rendezvous.is_meant)
         except (OSError, psutil.Error, RuntimeError, ValueError) as error:
             # The thread must outlive it: the cluster sends the signal again while the rank does not come back.
             log.warning("connections to the other ranks could not be cut: %s", error)
 
 
-def cut() -> int:
-    """End this process's connections to the other ranks; returns how many."""
+def cut(is_meant: Callable[[], bool] = lambda: True) -> int:
+    """End this process's connections to the other ranks, as long as they are those that were meant; returns how
+    many."""
+    if not is_meant():
+        return 0
     _abort_nccl()
     others = _addresses_of_others()
     count = 0
     for connection in psutil.Process().net_connections("tcp"):
         peer = _address(connection.raddr)
-        if peer in others:
+        if peer in others and is_meant():
             count += _shut_down(connection.fd, peer)
     return count
 

@@ -5,9 +5,11 @@ from speedlab.comm.codecs import Blocks, Codec
 from speedlab.comm.coded import CodedGathers, CodedSums, hosts_of
 from speedlab.comm.copies import HostCopies
 from speedlab.comm.errors import MeetingFailed, PeerLost
-from speedlab.comm.group import Group, Rotation
+from speedlab.comm.group import Group
+from speedlab.comm.patience import patience
 from speedlab.comm.pretended import own_line
 from speedlab.comm.rails import Rails
+from speedlab.comm.rotation import Rotation
 from speedlab.comm.traffic import BufferMeter, Traffic
 from speedlab.comm.transfer import Transfer
 from speedlab.comm.world import World, check_peers, join, leave
@@ -33,4 +35,5 @@ __all__ = [
     "join",
     "leave",
     "own_line",
+    "patience",
 ]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,39 +14,21 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from speedlab.comm.errors import PeerLost, reason_of, tells_of_lost_peer
+from speedlab.comm.lending import LentBuffers
+from speedlab.comm.limits import wait_for
 from speedlab.comm.pretended import own_line
 from speedlab.comm.rails import Rails, places_of
+from speedlab.comm.rotation import Rotation, begin
 from speedlab.comm.traffic import Traffic
 from speedlab.comm.transfer import Transfer
 from speedlab.comm.transports.choose import Link, choose, link_of
-from speedlab.comm.transports.exchange import exchange, rounds_often, sum_of_slices
+from speedlab.comm.transports.exchange import exchange, rounds_often, scatter_sum_wide, sum_wide
 from speedlab.comm.transports.torch_own import Transport, gather_whole, scatter_sum
 from speedlab.comm.wires import Wires, wires
 from speedlab.comm.world import check_peers
 
 _INSIDE, _ACROSS = "inside", "across"
 """Channels of a group's hosts and rails."""
-
-_BUFFERS = 2
-"""Buffers of one kind that a pass uses: one is filled while the other is reduced and read by peers."""
-
-
-class Rotation:
-    """What comes from the rank before, while this rank's own goes to the next."""
-
-    def __init__(self, received: Tensor, transfer: Transfer, open_ones: dict[Rotation, int]) -> None:
-        """`open_ones`: those that nobody has waited for, each with how many others it is to outlive."""
-        self._received, self._transfer, self._open = received, transfer, open_ones
-
-    def wait(self) -> Tensor:
-        """What came."""
-        self._transfer.wait()
-        del self._open[self]
-        for other in list(self._open):
-            self._open[other] -= 1
-            if self._open[other] < 0:
-                del self._open[other]
-        return self._received
 
 
 class Group:
@@ -67,10 +49,7 @@ class Group:
         self.device = device
         self.traffic = traffic
         self._channel = channel
-        self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        """Buffers that were given back, by size and dtype, the one that was first given back first."""
-        self._made: Counter[tuple[int, torch.dtype]] = Counter()
-        """How many buffers of each kind there are."""
+        self._buffers = LentBuffers(traffic.buffers)
         self._line = own_line()
         self.reconnect()
 
@@ -144,40 +123,24 @@ class Group:
 
     def borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer (numel,) for a reduction; waits for the peers when all of its kind are still being read."""
-        key = numel, dtype
-        idle = self._idle.setdefault(key, [])
-        if not idle or self._made[key] < _BUFFERS:
-            buffer = self.empty(numel, dtype)
-            self._made[key] += 1
-            self.traffic.buffers.add(buffer.nbytes)
-            return buffer
-        buffer = idle.pop(0)
-        self.wait_until_read(buffer)
-        return buffer
+        return self._buffers.borrow(numel, dtype, empty=self.empty, wait_until_read=self.wait_until_read)
 
     def give_back(self, buffer: Tensor) -> None:
         """End the use of a borrowed buffer; its reduction, if there was one, has ended on this rank."""
-        self._idle[buffer.numel(), buffer.dtype].append(buffer)
+        self._buffers.give_back(buffer)
 
     @property
     def idle_buffers(self) -> list[Tensor]:
         """Those that were given back: between two steps, all there are."""
-        return [buffer for buffers in self._idle.values() for buffer in buffers]
+        return self._buffers.idle
 
     def trim_buffers(self) -> None:
         """Free what was given back beyond the buffers of each kind that a pass uses in turn."""
-        for key, idle in self._idle.items():
-            surplus = idle[_BUFFERS:]
-            self.traffic.buffers.add(-sum(buffer.nbytes for buffer in surplus))
-            self._made[key] -= len(surplus)
-            del idle[_BUFFERS:]
+        self._buffers.trim()
 
     def drop_buffers(self) -> None:
         """Free what was given back."""
-        for key, idle in self._idle.items():
-            self.traffic.buffers.add(-sum(buffer.nbytes for buffer in idle))
-            self._made[key] -= len(idle)
-            idle.clear()
+        self._buffers.drop()
 
     @property
     def ordered(self) -> bool:
@@ -261,23 +224,11 @@ class Group:
         """The sum over ranks of any `tensor`, in a new one, with the same bits on all ranks. Waits on CPUs."""
         total = tensor.clone(memory_format=torch.contiguous_format)
         if self.size > 1 and total.numel() > 0:
-            summed = self._sum_wide if self._rounds_often(total) else self._sum_as_it_is
+            summed = sum_wide if self._rounds_often(total) else dist.all_reduce
             nbytes = 2 * (self.size - 1) * total.nbytes // self.size
-            self._started(lambda: summed(total), total.device, "all_reduce", nbytes).wait()
+            finish = partial(summed, total, group=self._wires.group)
+            self._started(finish, total.device, "all_reduce", nbytes).wait()
         return total
-
-    def _sum_as_it_is(self, total: Tensor) -> None:
-        dist.all_reduce(total, group=self._wires.group)
-
-    def _sum_wide(self, total: Tensor) -> None:
-        """In float32, at the bytes of a sum in the tensor's own dtype: each rank sums a slice, then all gather them."""
-        flat = total.view(-1)
-        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self.size))
-        received = torch.empty_like(padded)
-        exchange(received, padded, self._wires.group)
-        own = sum_of_slices(received, self.size).to(total.dtype)
-        gather_whole(padded.view(torch.uint8), own.view(torch.uint8), group=self._wires.group)
-        flat.copy_(padded[: flat.numel()])
 
     def sum_scalars(self, values: Tensor) -> Tensor:
         """The sum over ranks of a few numbers `values` (k,), in a new tensor on the same device. Waits on CPUs."""
@@ -305,19 +256,11 @@ class Group:
         slices = torch.stack(tensor.chunk(self.size, dim))
         own = torch.empty_like(slices[0])
         if own.numel() > 0:
-            summed = self._scatter_wide if self._rounds_often(slices) else self._scatter_as_it_is
+            summed = scatter_sum_wide if self._rounds_often(slices) else scatter_sum
             nbytes = (self.size - 1) * own.nbytes
-            self._started(lambda: summed(own, slices), own.device, "reduce_scatter", nbytes).wait()
+            finish = partial(summed, own.view(-1), slices.view(-1), group=self._wires.group)
+            self._started(finish, own.device, "reduce_scatter", nbytes).wait()
         return own
-
-    def _scatter_as_it_is(self, own: Tensor, slices: Tensor) -> None:
-        scatter_sum(own.view(-1), slices.view(-1), group=self._wires.group)
-
-    def _scatter_wide(self, own: Tensor, slices: Tensor) -> None:
-        """In float32, at the bytes of a reduction in the tensor's own dtype."""
-        received = torch.empty_like(slices)
-        exchange(received, slices, self._wires.group)
-        own.view(-1).copy_(sum_of_slices(received, self.size))
 
     def _rounds_often(self, tensor: Tensor) -> bool:
         """Whether torch's own sum over the ranks would be rounded after each of several narrow terms."""
@@ -345,7 +288,7 @@ class Group:
             group = self._wires.group
             work = group.send([tensor], peer, tag) if self._line is None else self._line.send(group, tensor, peer, tag)
         # The memory lives until then.
-        finish = lambda: (work.wait(), tensor)  # noqa: E731  # one expression
+        finish = lambda: (wait_for(work, tensor), tensor)  # noqa: E731  # one expression
         return self._started(finish, tensor.device, "send", tensor.nbytes, over=work.is_completed, booked=True)
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Transfer:
@@ -353,7 +296,7 @@ class Group:
         with self._explained():
             group, line = self._wires.group, self._line
             work = group.recv([tensor], peer, tag) if line is None else line.receive(group, tensor, peer, tag)
-        return self._started(work.wait, tensor.device)
+        return self._started(lambda: wait_for(work, tensor), tensor.device)
 
     def take_tags(self, count: int) -> int:
         """The first of `count` tags in a row, the same on all ranks that take equally many."""
@@ -374,22 +317,11 @@ class Group:
         out, received = (each.view(-1).view(torch.uint8) for each in (sent.contiguous(), into))
         to, source = (self.index + places) % self.size, (self.index - places) % self.size
         with self._explained():
-            works = self._exchanged(out, to, received, source, tag)
-        finish = lambda: ([work.wait() for work in works], out)  # noqa: E731  # one expression
+            works = begin(out, to, received, source, tag, self._wires.group)
+        finish = lambda: ([wait_for(work, out) for work in works], out)  # noqa: E731  # one expression
         rotation = Rotation(into, self._started(finish, sent.device, "send", sent.nbytes), self._rotations)
         self._rotations[rotation] = 2 * self.size
         return rotation
-
-    def _exchanged(self, out: Tensor, to: int, received: Tensor, source: int, tag: int) -> list[Any]:
-        """What was started of a message to one rank and another from one; empty ones are none."""
-        group = self._wires.group
-        if out.device.type == "cpu":
-            works = [group.recv([received], source, tag)] if received.numel() else []
-            return [*works, group.send([out], to, tag)] if out.numel() else works
-        # Both at once: one after the other, a circle of ranks would wait for itself.
-        both = (dist.isend, out, to), (dist.irecv, received, source)
-        operations = [dist.P2POp(op, each, group=group, group_peer=peer) for op, each, peer in both if each.numel()]
-        return dist.batch_isend_irecv(operations) if operations else []
 
     def exchange(self, slices: Tensor) -> Tensor:
         """Slice k of `slices` (n, …) goes to rank k; slice k of what is returned comes from it. Waits on CPUs."""

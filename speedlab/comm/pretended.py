@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedlab.comm.limits import wait_for
 from speedlab.network import LinkRate
 
 LINK = "SPEEDLAB_LINK"
@@ -95,9 +96,9 @@ class Message:
     works: list[Any]
     there: Callable[[], float]
 
-    def wait(self) -> None:
+    def wait(self, timeout: Any = None) -> None:
         for work in self.works:
-            work.wait()
+            wait_for(work)
         self.line.wait_until(self.there())
 
     def is_completed(self) -> bool:

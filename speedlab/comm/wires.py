@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from speedlab.comm.limits import limit_of_a_group
 from speedlab.comm.over_hosts import STORE, bound_silence
 
 
@@ -47,7 +48,7 @@ def wires(channel: str, ranks: tuple[int, ...]) -> Wires:
     if known is None or not dist.is_initialized():
         # Only members meet, so that an axis of the layout can make its groups side by side. torch then names a group
         # after its ranks and after how many this process has: every rank must make equally many.
-        known = Wires(dist.new_group(list(ranks), use_local_synchronization=True))
+        known = Wires(dist.new_group(list(ranks), timeout=limit_of_a_group(), use_local_synchronization=True))
         if STORE in os.environ:
             bound_silence()
         _wires[channel, ranks] = known

@@ -20,14 +20,12 @@ import torch.distributed.nn.functional
 from torch.distributed import distributed_c10d
 
 from cuda_ops.warm import warm_up
+from speedlab.comm.limits import TIMEOUT_SECONDS, limit_seconds
 from speedlab.comm.over_hosts import STORE, bound_silence, meet
 from speedlab.comm.shared import BACKEND, leave_all, register
 from speedlab.comm.watch import Watch
 from speedlab.comm.wires import forget_wires
 from speedlab.network import Endpoint
-
-TIMEOUT_SECONDS = 300.0
-"""How long a collective waits for its peers before it fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +53,7 @@ def join(
 
     Raises MeetingFailed where ranks of several hosts cannot meet, with the hosts, the port and the direction.
     """
+    timeout_seconds = limit_seconds(timeout_seconds)
     timeout = datetime.timedelta(seconds=timeout_seconds)
     device = torch.device(device) if device is not None else own_device()
     if device.type == "cuda":
@@ -172,4 +171,6 @@ def _engines_store(folder: Path, rank: int, size: int, timeout_seconds: float) -
     place = os.environ.get(STORE)
     if place:
         return meet(Endpoint.parse(place), rank, size, name, timeout_seconds)
-    return dist.FileStore(str(folder / name), size)
+    store = dist.FileStore(str(folder / name), size)
+    store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
+    return store

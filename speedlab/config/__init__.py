@@ -15,18 +15,15 @@ from speedlab.config.parts import (
     DataConfig,
     EvalConfig,
     OffloadConfig,
-    OptimizerConfig,
-    OptimizerName,
-    OuterConfig,
     ParallelConfig,
     PrecisionConfig,
     RecoverConfig,
-    ScheduleConfig,
     TelemetryConfig,
     ZeroConfig,
 )
 from speedlab.config.run import RunConfig
 from speedlab.config.text import annotated_yaml
+from speedlab.config.updates import OptimizerConfig, OptimizerName, OuterConfig, ScheduleConfig
 
 __all__ = [
     "MODEL_PRESETS",

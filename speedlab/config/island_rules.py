@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from speedlab.config.parts import OffloadConfig, OptimizerConfig, OuterConfig
+from speedlab.config.parts import OffloadConfig
+from speedlab.config.updates import OptimizerConfig, OuterConfig
 
 
 def island_problems(

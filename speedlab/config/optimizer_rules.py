@@ -3,7 +3,8 @@ The planner asks as much as RunConfig does."""
 
 from __future__ import annotations
 
-from speedlab.config.parts import OffloadConfig, OptimizerConfig
+from speedlab.config.parts import OffloadConfig
+from speedlab.config.updates import OptimizerConfig
 
 
 def optimizer_problems(

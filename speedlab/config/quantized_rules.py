@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speedlab.config.parts import OffloadConfig, OptimizerConfig, ZeroConfig
+from speedlab.config.parts import OffloadConfig, ZeroConfig
+from speedlab.config.updates import OptimizerConfig
 
 
 def quantized_problems(

@@ -28,17 +28,15 @@ from speedlab.config.parts import (
     DataConfig,
     EvalConfig,
     OffloadConfig,
-    OptimizerConfig,
-    OuterConfig,
     ParallelConfig,
     PrecisionConfig,
     RecoverConfig,
-    ScheduleConfig,
     TelemetryConfig,
     ZeroConfig,
 )
 from speedlab.config.quantized_rules import quantized_problems
 from speedlab.config.text import is_yaml, read, yaml_text
+from speedlab.config.updates import OptimizerConfig, OuterConfig, ScheduleConfig
 from speedlab.layout import Layout
 
 SHORT_FORMS: dict[str, tuple[str, type | tuple[type, ...]]] = {

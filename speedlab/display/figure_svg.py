@@ -25,6 +25,8 @@ _LEFT, _RIGHT, _TOP, _BELOW = 62, 62, 52, 74
 _LEGEND_LINE, _NOTE_LINE = 17, 13
 _LETTER = 6.3
 """Pixels of a letter of the small text, about."""
+_BROAD = 0.6
+"""Width of a bold letter, about, as a share of its size."""
 _DASHES = {"dot": "2 3", "dash": "6 4"}
 _NO_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
@@ -40,12 +42,45 @@ def figures_svg(figures: Sequence[Figure], *, title: str) -> str:
             x, y, width, height = number % 2 * _WIDTH, _HEAD + number // 2 * _HEIGHT, _WIDTH, _HEIGHT
         parts.append(f'<g transform="translate({x} {y})">{_Panel(figure, width, height, wide=wide).drawn()}</g>')
     width = 2 * _WIDTH
+    head = f'<text x="14" y="26" font-size="{_size(title, width):.3g}" font-weight="600">{_text(title)}</text>'
+    return _document(head + "".join(parts), width, bottom, title)
+
+
+def figure_svg(figure: Figure) -> str | None:
+    """One figure by itself, without words that are a trace; None where it is of a kind that is not drawn here."""
+    layout = figure["layout"]
+    data = [trace for trace in figure["data"] if trace.get("mode") != "text"]
+    if not _is_drawn(data, layout):
+        return None
+    panel = _Panel({"data": data, "layout": layout}, _WIDTH, _HEIGHT, wide="ticktext" in layout["yaxis"])
+    return _document(panel.drawn(), _WIDTH, _HEIGHT, plain_text(layout["title"]["text"]))
+
+
+def _is_drawn(data: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> bool:
+    """Not: axes of powers, or with two names a place; bars that lie, but for lanes; curves over names."""
+    x, y = (layout[axis].get("type", "linear") for axis in ("xaxis", "yaxis"))
+    if x not in ("linear", "category") or y != "linear":
+        return False
+    for trace in data:
+        places = np.asarray(trace["x"])
+        lies = trace.get("orientation") == "h" and "base" not in trace
+        fits = trace["type"] == "bar" if x == "category" else places.dtype.kind in "fiu"
+        if lies or places.ndim != 1 or not fits:
+            return False
+    return True
+
+
+def _document(inner: str, width: int, height: int, title: str) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom}" width="{width}" height="{bottom}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label="{_text(title)}" font-family="system-ui, sans-serif" font-size="11" fill="{PAPER_INK}">'
-        f'<rect width="{width}" height="{bottom}" fill="white"/>'
-        f'<text x="14" y="26" font-size="15" font-weight="600">{_text(title)}</text>{"".join(parts)}</svg>'
+        f'<rect width="{width}" height="{height}" fill="white"/>{inner}</svg>'
     )
+
+
+def _size(title: str, width: int) -> float:
+    """Of the title's letters: a long one is smaller, since its end tells the run's state."""
+    return max(8.0, min(15.0, (width - 28) / (_BROAD * max(1, len(title)))))
 
 
 def plain_text(markup: str) -> str:
@@ -150,8 +185,8 @@ class _Panel:
             labels = [(self._x(i), _cut(name, max(3, room))) for i, name in enumerate(self._names)]
         else:
             labels = [(self._x(value), f"{value:,g}") for value in self._x.ticks(6)]
-            title = self._layout["xaxis"].get("title", {}).get("text", "")
-            labels.append((self._right + 24, plain_text(title)))
+            title = plain_text(self._layout["xaxis"].get("title", {}).get("text", ""))
+            labels.append((min(self._right + 24, self._width - 4 - _LETTER * len(title) / 2), title))
         parts += [_words(x, self._floor + 16, text, "middle") for x, text in labels]
         return "".join(parts)
 

@@ -1,7 +1,8 @@
 """The engine: one rank's part in a training step of a model under any layout, with DeepSpeed's call names.
 
 A thin door: `step/step.py` says where a step stands, `step/drivers.py` computes it, `step/looking.py` measures it,
-`checkpoint/` writes and reads its state, `deepspeed_names.py` has what only scripts for DeepSpeed ask for.
+`step/evaluation.py` computes a loss without one, `checkpoint/` writes and reads its state, `deepspeed_names.py` has
+what only scripts for DeepSpeed ask for.
 """
 
 from __future__ import annotations
@@ -18,27 +19,25 @@ from torch import Tensor
 import speedlab.engine.checkpoint as checkpoint
 from speedlab.comm import PeerLost
 from speedlab.engine.build.attention import BlockSparse
-from speedlab.engine.build.kept_inputs import KeptInputs
+from speedlab.engine.build.kept_inputs import kept_inputs_of
 from speedlab.engine.build.placing import residency_of
-from speedlab.engine.build.room import refuse_without_room
+from speedlab.engine.build.room import more_on_disk, refuse_without_room
 from speedlab.engine.build.small_states import prepare_small_states
 from speedlab.engine.build.wrap import BlockWrapper
 from speedlab.engine.deepspeed_names import DeepSpeedNames
 from speedlab.engine.step.clock import PhaseClock
 from speedlab.engine.step.communicating import check_whole_gradients
-from speedlab.engine.step.drivers import Batch, Driver, PipelineStages, WholeModel
+from speedlab.engine.step.drivers import Batch, Driver, driver_of
 from speedlab.engine.step.errors import NonFiniteError, name_module
+from speedlab.engine.step.evaluation import mean_loss
 from speedlab.engine.step.looking import Looking
 from speedlab.engine.step.losses import LossFunction
 from speedlab.engine.step.memory import release_freed_memory, settle_allocator, suit_allocator
 from speedlab.engine.step.random_streams import RandomStreams
-from speedlab.engine.step.same_data import SAME, SameData
 from speedlab.engine.step.step import Step
 from speedlab.engine.step.totals import Totals
 from speedlab.engine.step.whole import remember_parts, whole_state
-from speedlab.models.gpt import FeedForward
 from speedlab.parallel.zero import forget, remember
-from speedlab.placement import Residency, Where
 from speedlab.telemetry.checkpoints import numbered_name
 from speedlab.telemetry.records import Ledger, Span
 
@@ -63,28 +62,13 @@ class Engine(DeepSpeedNames):
         self.clock = PhaseClock(self.traffic, device)
         streams = RandomStreams(config.seed, device)
         self._step = Step(self, streams, accumulation=self.batch.accumulation, around_update=self._around_update)
-        checkpointing = config.activation.checkpointing
-        self._driver: Driver
-        if self.layout.pp == 1:
-            self._driver = WholeModel(self, self._step, self.clock, dtype=self.dtype, loss=loss)
-        else:
-            # Where a block computes its forward anew or is compiled, either half of a backward would do all of it.
-            modules = (module for zero in self.zeros for module in zero.module.modules())
-            tiled = any(isinstance(module, FeedForward) and module.tile is not None for module in modules)
-            self._driver = PipelineStages(
-                self,
-                self._step,
-                self.clock,
-                dtype=self.dtype,
-                split_backward=not (checkpointing != "none" or config.compile or tiled),
-                context=self.model_parts[0].context,
-            )
+        self._driver: Driver = driver_of(self, self._step, self.clock, loss)
         self._wrapper = BlockWrapper(
             self.zeros,
-            checkpointing=checkpointing,
+            checkpointing=config.activation.checkpointing,
             compile=config.compile,
             device=device,
-            inputs=self._kept_inputs(),
+            inputs=kept_inputs_of(config, self.mesh, self.stores),
         )
         self._streams = streams
         for part in self.model_parts:
@@ -98,16 +82,6 @@ class Engine(DeepSpeedNames):
         self._looking = Looking(self, outside_bytes=outside_bytes)
         self._settled = not config.offload.used
         """Whether lasting memory has its place, as far as somebody cares."""
-
-    def _kept_inputs(self) -> KeptInputs | None:
-        """How inputs of checkpointed blocks wait; None where they stay as they are."""
-        config = self.config
-        # Under sequence parallelism each tensor rank has its own tokens of them.
-        cut = config.activation.partition_inputs and self.layout.tp > 1 and not config.parallel.sequence
-        away = config.offload.activations == "host"
-        if not (cut or away):
-            return None
-        return KeptInputs(ranks=self.mesh["tp"] if cut else None, stores=self.stores if away else None)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -205,31 +179,11 @@ class Engine(DeepSpeedNames):
         Raises ValueError where ranks of one data index were given different ones."""
         self._step.refuse_after_cut()
         self.finish_update()
-        modes = [(module, module.training) for part in self.modules for module in part.modules()]
-        self.eval()
-        losses: list[Tensor] = []
-        data = SameData(self.mesh, compare_first=False)
-        try:
-            for batch in batches:
-                data.look(batch)
-                with self._guard():
-                    losses += self._driver.evaluate(batch)
-        finally:
-            for module, mode in modes:
-                module.training = mode
-        counted = losses if self.mesh.counts_losses else []
-        vector = torch.zeros(3, dtype=torch.float64, device=self.world.device)
-        if counted:
-            vector[0], vector[1] = torch.stack([loss.double() for loss in counted]).sum(), len(counted)
-        difference = data.take()
-        if difference is not None:
-            vector[2] = difference
-        loss_sum, count, differing = self.everyone.sum_scalars(vector.cpu()).tolist()  # The one wait for the device.
-        if difference is not None and differing != SAME:
-            raise data.error()
-        if not count:
-            raise ValueError("evaluate: no micro-batch was given; give at least one")
-        return loss_sum / count
+        return mean_loss(batches, self._loss_of, modules=self.modules, mesh=self.mesh)
+
+    def _loss_of(self, batch: Batch) -> list[Tensor]:
+        with self._guard():
+            return self._driver.evaluate(batch)
 
     def finish_update(self) -> None:
         if self.partitioned_optimizer.late and not self._step.under_way:
@@ -307,7 +261,9 @@ class Engine(DeepSpeedNames):
         prepare_small_states(config, self.world.device)
         self.finish_update()  # It may make states, which count.
         self.tell_of_writes_apart()
-        refuse_without_room(self._more_on_disk(wanted), self.stores, self.everyone)
+        moments = [len(self.partitioned_optimizer.states_of(flat)) for flat in self.flats if flat.trainable]
+        more = more_on_disk(self.placement, wanted, dp=self.group.size, moments=max(moments, default=0))
+        refuse_without_room(more, self.stores, self.everyone)
         for part in self.zeros:
             part.place(wanted)
         self.partitioned_optimizer.move(before)
@@ -319,17 +275,6 @@ class Engine(DeepSpeedNames):
         self.config = self.config.model_copy(update={"offload": config.offload})
         release_freed_memory(self.world.device)
         self._looking.start_anew()
-
-    def _more_on_disk(self, wanted: Residency) -> int:
-        """Bytes that this rank will have on disk beyond what it has there."""
-        moments = max(
-            (len(self.partitioned_optimizer.states_of(flat)) for flat in self.flats if flat.trainable), default=0
-        )
-        needed, had = (
-            table.bytes_at(Where.DISK, dp=self.group.size, moments=moments)
-            for table in (self.placement.moved(wanted), self.placement)
-        )
-        return max(0, needed - had)
 
     def make_one(self) -> None:
         """As of `TrainingState`. Raises RuntimeError inside a step, and where an update was cut off."""
@@ -453,6 +398,7 @@ class Engine(DeepSpeedNames):
         parted = self._become_one() if keep_parameters else None
         self.islands.give_up()
         self.partitioned_optimizer.settle()
+        self.tell_of_early_writes()
         untold = self.partitioned_optimizer.untold
         self._streams.detach()
         self._wrapper.undo()

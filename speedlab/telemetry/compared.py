@@ -212,7 +212,7 @@ def told(looks: Sequence[Look]) -> dict[str, Any]:
                 "colours": list(COLOURS[number]),
                 "state": str(look.status.state),
                 "mark": STATE_MARKS[look.status.state],
-                "problem": look.problem,
+                "problem": look.problem or look.status.unread,
                 "text": look.status.text,
             }
             for number, look in enumerate(looks)

@@ -12,9 +12,9 @@ array. On a websocket they are one binary frame (speedlab_server/drawing.py), in
     {"part": "marks", "shapes": [...], "annotations": [...]}                 events on every step axis
     {"part": "head", "text": …, "state": …, "mark": …, "note": …}            the header line
 
-Bars come at most three times a second, of many ranks once, and those of memory when a ledger has changed; what kernels
-and collectives cost at most once. The pipeline's timeline, a "figure" of its own where there is a pipeline, comes at
-most once a second, of the newest step or of the one that a person points at.
+Bars come at most three times a second, of many ranks every other second, and those of memory when a ledger has changed;
+what kernels and collectives cost as seldom. The pipeline's timeline, a "figure" of its own where there is a pipeline,
+comes at most once a second, of the newest step or of the one that a person points at.
 
 `seq` counts up by one, so that a page knows when it has missed something and waits for the next keyframe. "states" of a
 keyframe says whether to begin with the model states alone (None while nothing is known). `speedlab_server.messages` has
@@ -65,7 +65,8 @@ SERVED = "SPEEDLAB_SERVED"
 _HELDOUT_TRACE = 3
 _MOST_HELDOUT = POINTS // 2
 _PIPELINE_SECONDS = 1.0
-_COSTS_SECONDS = 1.0
+_COSTS_SECONDS = 2.0
+"""They are means over the last steps."""
 
 Message = tuple[dict[str, Any], list[bytes]]
 """Plain data, and the buffers it points to."""
@@ -132,6 +133,8 @@ class Drawing:
         self._memory: tuple[object, ...] = ()
         """What the bars of memory were drawn from."""
         self._bars_sent = float("-inf")
+        self._others_sent = -1
+        """How much had come of other ranks by then."""
         self._head: dict[str, str] = {}
         self._smoothing = SMOOTHING
         self._costs: tuple[dict[str, bytes], float] = ({}, float("-inf"))
@@ -222,7 +225,12 @@ class Drawing:
 
     @property
     def _bars_are_due(self) -> bool:
-        return self._clock() - self._bars_sent >= bars_seconds(len(self.history.latest))
+        """Ranks are drawn together: as soon as the others' news are there, which a feed that leads brings as often as
+        bars are drawn, and with the lowest one's alone half as often."""
+        ranks, waited = len(self.history.latest), self._clock() - self._bars_sent
+        if ranks == 1:
+            return waited >= bars_seconds(ranks)
+        return waited >= bars_seconds(ranks) * (0.75 if self.history.others_news != self._others_sent else 2)
 
     @property
     def _shown(self) -> list[str]:
@@ -247,9 +255,9 @@ class Drawing:
             parts.append(extension(name, list(range(len(values))), values, buffers))
 
     def _tick_heldout(self, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
-        x, y = heldout_values(self.history)
-        if len(x) == self._heldout:
+        if len(self.history.heldout) == self._heldout:
             return
+        x, y = heldout_values(self.history)
         if len(x) < self._heldout or len(x) > _MOST_HELDOUT:
             append_figure("loss", self._curve_spec("loss", closed=False), parts, buffers)
         elif not any(part["part"] == "figure" and part["figure"] == "loss" for part in parts):
@@ -260,7 +268,7 @@ class Drawing:
     def _tick_bars(self, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
         if not self._bars_are_due or self.history.latest == self._latest:
             return
-        self._bars_sent = self._clock()
+        self._bars_sent, self._others_sent = self._clock(), self.history.others_news
         self._latest = dict(self.history.latest)
         before, self._memory = self._memory, self._memory_now()
         for name, spec in self._bar_figures(but=_OF_MEMORY if before == self._memory else frozenset()).items():

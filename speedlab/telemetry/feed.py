@@ -18,12 +18,12 @@ _STREAM_FRESH_SECONDS = 2.0
 _SWEEP_SECONDS = 0.5
 _LOOK_AROUND_SECONDS = 1.0
 _FEW_RANKS = 16
-_FEW_SECONDS, _MANY_SECONDS = 0.3, 1.0
+_FEW_SECONDS, _MANY_SECONDS = 0.3, 2.0
 
 
 def bars_seconds(ranks: int) -> float:
-    """How often what is drawn of every rank is drawn: no eye follows bars faster, and of many ranks only the least, the
-    middle and the most are shown. It is made of all ranks' records, which costs most of a look at a run."""
+    """How often what is drawn of every rank is looked at and drawn: no eye follows bars faster, and of many ranks only
+    the least, the middle and the most are shown. It takes all ranks' records, ten times the work of another look."""
     return _FEW_SECONDS if ranks <= _FEW_RANKS else _MANY_SECONDS
 
 
@@ -35,10 +35,12 @@ class Feed:
        read from the file; an earlier one is known.
     3. The files themselves are looked at in every poll while the stream is silent, and twice a second otherwise.
     4. Of a rank the end of its file is read, and all of it when somebody asks for more than its newest records.
+    5. Who leads (`poll`) hears the lowest rank's stream alone, and other ranks' files are looked at as often as their
+       bars are drawn, the folder for new ranks with them.
 
     `events` only grow (a new list when the file was replaced by a shorter one, or a poll was interrupted). `version`
     counts the polls that found something, for several readers of one feed. `problem` is the last thing that could not
-    be read; while that is the status, the last one stays, and its text says so. Any thread may poll, and ask for
+    be read; while that is the status, the last one stays, and its `unread` says why. Any thread may poll, and ask for
     records.
     """
 
@@ -48,6 +50,8 @@ class Feed:
         self.events: list[Event] = []
         self.status = Status()
         self.version = 0
+        self.others = 0
+        """Counts up whenever something may have come of other ranks than the lowest."""
         self.problem = ""
         self._lock = threading.RLock()
         self._damaged_events = 0
@@ -63,7 +67,7 @@ class Feed:
         """Take in what is new; True when there was something. Takes some 30 µs when there is not; never waits.
 
         `files` looks into the files whatever the stream says: after a run has ended, everything is there. `leading`
-        looks into those of other ranks than the lowest less often, for who draws its steps ten times a second.
+        looks for what is new of other ranks than the lowest less often, for who draws its steps ten times a second.
         """
         with self._lock:
             try:
@@ -71,6 +75,7 @@ class Feed:
             except BaseException:
                 # An interrupt may have come between reading lines and keeping them: read everything again next time.
                 self.records, self.events, self._damaged_events = {}, [], 0
+                self.others += 1
                 self._event_tail = Tail(self.folder.path / "events.jsonl")
                 self._last_look = float("-inf")
                 raise
@@ -82,23 +87,19 @@ class Feed:
         before, news = self.status, self._read_status()
         # A change of status ends something: whatever led to it has been written. A new step alone does not.
         files |= news and replace(self.status, step=before.step, updated=before.updated) != before
-        news |= self._look_around(now)
-        news |= self._drain_stream(now)
+        others = files or not leading or now - self._last_others >= bars_seconds(len(self.records))
+        if others or not self.records:
+            news |= self._look_around(now)
+        news |= self._drain_stream(now, leading)
         news |= self._read_events()
         quiet = now - self._last_message > _STREAM_FRESH_SECONDS
-        if files or quiet or now - self._last_sweep > _SWEEP_SECONDS:
+        if files or quiet or now - self._last_sweep > _SWEEP_SECONDS or (others and leading):
             self._last_sweep = now
-            for records in self._due(now, files or not leading):
+            self._last_others = now if others else self._last_others
+            self.others += others
+            for records in list(self.records.values())[: None if others else 1]:
                 news |= records.read()
         return news
-
-    def _due(self, now: float, all_of_them: bool) -> list[RankRecords]:
-        """Whose files are to be looked at now."""
-        ranks = list(self.records.values())
-        if not all_of_them and now - self._last_others < bars_seconds(len(ranks)):
-            return ranks[:1]
-        self._last_others = now
-        return ranks
 
     def close(self) -> None:
         """Leave the stream; records and events stay, and poll() goes on from the files."""
@@ -129,7 +130,7 @@ class Feed:
             status = self.folder.read_status()
         except (OSError, RunFolderError) as error:
             self.problem = str(error)
-            seen, status = None, replace(self.status, text=f"{error}; its state is the one that was read before")
+            seen, status = None, replace(self.status, unread=f"{error}; its state is the one that was read before")
         self._status_seen = seen
         changed, self.status = status != self.status, status
         return changed
@@ -154,11 +155,15 @@ class Feed:
         path = self.folder.path / "records" / f"rank-{rank}.jsonl"
         found = RankRecords(path, rank, self._lock, self._say_damaged)
         self.records = dict(sorted({**self.records, rank: found}.items()))
+        self.others += 1
         return found.read()
 
-    def _drain_stream(self, now: float) -> bool:
+    def _drain_stream(self, now: float, leading: bool) -> bool:
         news = False
-        for message in self._subscriber.receive() if self._subscriber is not None else ():
+        if self._subscriber is None:
+            return news
+        self._subscriber.hear(min(self.records, default=0) if leading else None)
+        for message in self._subscriber.receive():
             self._last_message = now
             news |= self._take(message)
         return news
@@ -169,6 +174,7 @@ class Feed:
             return False
         gap = message.start > source.position or not message.line.endswith(b"\n")
         if isinstance(source, RankRecords):
+            self.others += message.rank != min(self.records)
             return source.read() if gap else source.take(message.line)
         if gap:
             return self._read_events()

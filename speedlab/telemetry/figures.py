@@ -97,15 +97,15 @@ def header(history: History, *, name: str, status: Status, now: float | None = N
     if lead.length:
         speed = median(lead.column("tokens_per_second")[-RECENT_STEPS:].tolist())
         parts.append(f"{count_text(speed)} tokens/s{_predicted_text(history, speed)}")
-        share = history.share_of_peak(lead.column("flops_per_second")[-RECENT_STEPS:])
+        share = history.share_of_peak(median(lead.column("flops_per_second")[-RECENT_STEPS:].tolist()))
         if share is not None:
-            parts.append(f"{median(share.tolist()) * 100:.2g} % of peak")
+            parts.append(f"{share * 100:.2g} % of peak")
         heldout = f" (held-out {history.heldout[-1][1]:.2f})" if history.heldout else ""
         parts.append(f"loss {lead.smoothed[-1]:.2f}{heldout}")
-        newest = history.latest[min(history.latest)]
+        newest = history.latest[history.lead_rank]
         parts.append(f"ZeRO stage {newest.zero_stage}{_exchange_text(newest)}")
-    note = status.text or ("" if now is None else _silence(history, status, now))
-    engines = len(status.rank_pids) or len(history.ranks)
+    note = status.told or ("" if now is None else _silence(history, status, now))
+    engines = len(status.rank_pids) or len(history.latest)
     link = history.pretended_link
     parts.append(f"{engines} engine{'' if engines == 1 else 's'}{f' over a pretended link of {link}' if link else ''}")
     return Header(text=" · ".join(parts), state=str(status.state), mark=STATE_MARKS[status.state], note=note)
@@ -133,17 +133,19 @@ def _exchange_text(record: StepRecord) -> str:
 
 
 def _predicted_text(history: History, measured: float) -> str:
-    """' (predicted 14.6 k, +69%)': how far the prediction lies above what was measured; '' where there is none."""
+    """' (predicted 14.6 k, 69 % more than measured)'; '' where nothing is predicted."""
     if history.predicted is None:
         return ""
     now = float(history.predicted.tokens_per_second(history.lead.column("step")[-1:])[0])
-    return f" (predicted {count_text(now)}, {error_text(now, measured)})"
+    return f" (predicted {', '.join(filter(None, (count_text(now), error_text(now, measured))))})"
 
 
 def _silence(history: History, status: Status, now: float) -> str:
     """The progress of steps is the only honest watchdog: a rank that hangs in a collective still looks alive."""
     if status.state is not RunState.RUNNING or not history.latest:
         return ""
+    if now - history.latest[history.lead_rank].time < _SILENT_SECONDS:
+        return ""  # Most looks: the others are not asked.
     usual = median(history.lead.column("seconds")[-RECENT_STEPS:].tolist())
     told = [record.time for record in history.latest.values()] + [event.time for event in history.events[-1:]]
     silent = now - max(told)

@@ -55,7 +55,8 @@ class Status:
 
     `cluster` is the name of the cluster whose engines hold it and `token` which cluster of that name; `rank_pids` are
     the engines' process ids by rank, for people; `command` is the number of the last control word carried out;
-    `updated` is in seconds since the epoch and is filled in when the status is written.
+    `updated` is in seconds since the epoch and is filled in when the status is written. `unread` is never written: why
+    what is here could not be read anew.
     """
 
     state: RunState = RunState.STARTING
@@ -67,6 +68,12 @@ class Status:
     command: int = 0
     text: str = ""
     updated: float = 0.0
+    unread: str = ""
+
+    @property
+    def told(self) -> str:
+        """What the run says of its state, and beside it what keeps that from being read."""
+        return " · ".join(filter(None, (self.text, self.unread)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,7 +414,8 @@ def _next_name(parent: Path, name: str) -> str:
 
 
 def _status_json(status: Status) -> str:
-    return json.dumps(asdict(status), separators=(",", ":"))
+    written = {name: value for name, value in asdict(status).items() if name != "unread"}
+    return json.dumps(written, separators=(",", ":"))
 
 
 def _word_path(control: Path, number: int) -> Path:

@@ -156,8 +156,9 @@ def _add_prediction(
             outline = {**ink_line(i - 0.4, i + 0.4, predicted[rank] / size, "solid"), "type": "rect", "y0": 0}
             layout["shapes"].append(outline)
     most = max(held, key=lambda rank: held[rank])
-    error = error_text(predicted[most], held[most])
-    text = f"□ predicted {bytes_text(predicted[most])}, measured {bytes_text(held[most])} ({error})"
+    text = f"□ predicted {bytes_text(predicted[most])}"
+    if error := error_text(predicted[most], held[most]):
+        text += f", {error} ({bytes_text(held[most])})"
     layout["annotations"].append({**_above(text), "yshift": _LINE_PIXELS})
     layout["margin"] |= {"t": layout["margin"]["t"] + _LINE_PIXELS}
 

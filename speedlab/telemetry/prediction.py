@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,5 +78,12 @@ def prediction_of(config: RunConfig, events: Sequence[Event], devices: Sequence[
 
 
 def error_text(predicted: float, measured: float) -> str:
-    """'+3%': how far the prediction lies above what was measured; '' where nothing was."""
-    return f"{predicted / measured - 1:+.0%}" if measured > 0 else ""
+    """'3 % more than measured', '4.5 times what was measured': how far the prediction lies from that; '' where nothing
+    was, or what is no number."""
+    times = predicted / measured if measured > 0 else math.nan
+    if not math.isfinite(times):
+        return ""
+    off = round(100 * (times - 1))
+    if off >= 100:
+        return f"{times:.2g} times what was measured" if times < 99 else f"{times:,.0f} times what was measured"
+    return f"{abs(off)} % {'more' if off > 0 else 'less'} than measured" if off else "as measured"

@@ -79,12 +79,12 @@ class RankRecords(Sequence[StepRecord]):
             self._forget_newest()
             self._earlier = False
             self.changes += 1
-        return sum(self._add(line) for line in lines) > 0
+        return self._add(lines)
 
     def take(self, line: bytes) -> bool:
         """Take in a line that starts at `position`; True when it may be a record."""
         self._tail.position += len(line)
-        return self._add(line)
+        return self._add([line])
 
     @property
     def heldout_loss(self) -> float | None:
@@ -188,15 +188,16 @@ class RankRecords(Sequence[StepRecord]):
         self._lines.clear()
         self._last = None
 
-    def _add(self, line: bytes) -> bool:
-        self.changes += 1
-        if self._columns is not None:
-            return self._append(self._columns, line)
-        if len(self._lines) == NEWEST:
+    def _add(self, lines: Sequence[bytes]) -> bool:
+        """Take in what follows; True when there may be a record in it."""
+        self.changes += len(lines)
+        if (columns := self._columns) is not None:
+            return sum(self._append(columns, line) for line in lines) > 0
+        if len(self._lines) + len(lines) > NEWEST:
             self._earlier = True
             self._newest.clear()  # Not next to each other any more.
-        self._lines.append(line)
-        return True
+        self._lines.extend(lines)
+        return bool(lines)
 
     def _append(self, columns: Columns, line: bytes) -> bool:
         record = self._parse(line)

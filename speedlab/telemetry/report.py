@@ -49,7 +49,7 @@ def report_html(feed: Feed, table_rows: Sequence[Mapping[str, Any]] = ()) -> str
     history = History.of(feed.records, feed.events)
     head = header(history, name=feed.folder.name, status=feed.status)
     plots = figures(history)
-    text = feed.status.text
+    text = feed.status.told
     parts = {
         "name": escape(feed.folder.name),
         "header": escape(head.text.partition(" · ")[2]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,8 @@ SMOOTHINGS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
 
 _AT_ONCE = 512
 """Records that are made at a time."""
+
+_Numbers = TypeVar("_Numbers", float, np.ndarray)
 
 _COLUMNS = (
     "step",
@@ -84,7 +86,10 @@ class _Smoothing:
                     total = total * self._share + value * (1 - self._share)
                     weight = weight * self._share + (1 - self._share)
                 rows.append((total, weight, total / weight if weight > 0 else np.nan))
-            self._rows[:, known:length] = np.array(rows).T
+            if len(rows) == 1:  # A step more: no array has to be made.
+                self._rows[0, known], self._rows[1, known], self._rows[2, known] = rows[0]
+            else:
+                self._rows[:, known:length] = np.array(rows).T
             self._known = length
         return self._rows[2, :length]
 
@@ -125,7 +130,8 @@ class Series:
 
     def smoothed_by(self, share: float, name: str = "loss") -> np.ndarray:
         """(length,) a column smoothed by one of SMOOTHINGS; what was smoothed before is kept."""
-        smoothing = self._smoothings.setdefault((name, share), _Smoothing(share))
+        if (smoothing := self._smoothings.get((name, share))) is None:
+            smoothing = self._smoothings[name, share] = _Smoothing(share)
         return smoothing.of(self.column(name))
 
     def _cut(self, length: int) -> None:
@@ -202,6 +208,8 @@ class History:
         self._events_of: tuple[Sequence[Event], int] = ((), 0)
         """Those they were taken from, and how many these were: they only grow, or are others."""
         self._size: int | None = None
+        self._started_of: tuple[list[Event] | None, Mapping[str, Any]] = None, {}
+        """The events, and what was found in them."""
         self._heldout: list[tuple[int, float]] = []
         self._heldout_of: tuple[list[Event], list[tuple[int, float]], int] = [], [], 0
         """The events, and the points of the lowest rank and their number, which those were made of."""
@@ -209,6 +217,8 @@ class History:
         self._waited_for_places = False
         self._taken: dict[int, tuple[Sequence[StepRecord], int | None]] = {}
         """By rank the records it was updated from, and how often these had changed by then."""
+        self.others_news = 0
+        """Counts up when something has come of other ranks than the lowest."""
         self.predicted: Prediction | None = None
         """What the planner said, where somebody asked it."""
 
@@ -218,12 +228,17 @@ class History:
         history.update(records, events)
         return history
 
-    def update(self, records: Mapping[int, Sequence[StepRecord]], events: Sequence[Event]) -> bool:
-        """Take in what is new. True when earlier steps of the leading rank were replaced."""
+    def update(
+        self, records: Mapping[int, Sequence[StepRecord]], events: Sequence[Event], *, leading: bool = False
+    ) -> bool:
+        """Take in what is new; `leading`: of other ranks than the lowest that is nothing. True when earlier steps of
+        the leading rank were replaced."""
         self.records = records
-        new = self._new(records)
+        lowest = {self.lead_rank: records[self.lead_rank]} if self.lead_rank in records else {}
+        new = self._new(lowest if leading else records)
         self.latest |= {rank: entries[-1] for rank, entries in sorted(new.items()) if entries}
         lead = min(self.latest, default=0)
+        self.others_news += any(rank != lead for rank in new)
         if lead != self.lead_rank:
             self.lead_rank, self.lead = lead, Series()
         rewritten = self.lead.update(records.get(lead, ()))
@@ -244,10 +259,10 @@ class History:
         """Those of `records` in which something may have changed; what cannot tell may have."""
         found = {}
         for rank, entries in records.items():
-            state = entries, getattr(entries, "changes", None)
-            known = self._taken.get(rank)
-            if known is None or state[1] is None or known[0] is not entries or known[1] != state[1]:
-                self._taken[rank], found[rank] = state, entries
+            changes = getattr(entries, "changes", None)
+            known, count = self._taken.get(rank, (None, None))
+            if known is not entries or changes is None or changes != count:
+                self._taken[rank], found[rank] = (entries, changes), entries
         return found
 
     def most_bytes(self, name: str) -> int:
@@ -282,7 +297,10 @@ class History:
     @property
     def _started(self) -> Mapping[str, Any]:
         """What the newest event tells that says what the run is made of; empty before there is one."""
-        return next((event.details for event in reversed(self.events) if event.kind == "started"), {})
+        if self._started_of[0] is not self.events:
+            found = next((event.details for event in reversed(self.events) if event.kind == "started"), {})
+            self._started_of = self.events, found
+        return self._started_of[1]
 
     @property
     def pretended_link(self) -> str:
@@ -294,12 +312,12 @@ class History:
         hosts = self._started.get("hosts")
         return str(hosts[rank]) if isinstance(hosts, list) and 0 <= rank < len(hosts) else ""
 
-    def share_of_peak(self, flops_per_second: np.ndarray) -> np.ndarray | None:
+    def share_of_peak(self, flops_per_second: _Numbers) -> _Numbers | None:
         """What one rank computes as a share (0 to 1) of what a large matmul reaches on it; None where not measured."""
         peak = self._started.get("peak_flops")  # summed over the ranks
-        if not isinstance(peak, int | float) or not peak > 0 or not self.ranks:
+        if not isinstance(peak, int | float) or not peak > 0 or not self.latest:
             return None
-        return flops_per_second * len(self.ranks) / peak
+        return flops_per_second * len(self.latest) / peak
 
 
 def _world_size(events: Sequence[Event]) -> int | None:

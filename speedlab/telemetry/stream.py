@@ -31,6 +31,8 @@ LINE_LIMIT_BYTES = 2**20
 """No line of a record file is longer."""
 
 _HEADER = struct.Struct("!cIQ")
+_TOPIC = struct.Struct("!cI")
+"""How a header begins: what a client may choose by."""
 _KEY_FILE_LIMIT_BYTES = 4096
 _QUEUED_MESSAGES = 64
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
@@ -195,8 +197,10 @@ class Subscriber:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._connected: dict[str, _Address] = {}
+        self._rank: int | None = None
         self._socket = zmq.Context.instance().socket(zmq.SUB)
-        self._socket.set(zmq.SUBSCRIBE, b"")
+        for topic in _topics(None):
+            self._socket.set(zmq.SUBSCRIBE, topic)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.MAXMSGSIZE, LINE_LIMIT_BYTES)
         self._socket.set(zmq.RECONNECT_IVL, 200)
@@ -226,8 +230,20 @@ class Subscriber:
             self._socket.connect(address.address)
             self._connected[name] = address
 
+    def hear(self, rank: int | None) -> None:
+        """Of records only those of `rank`: the others' are not sent here any more. None hears all, as at first."""
+        if rank == self._rank:
+            return
+        for topic in _topics(rank):
+            self._socket.set(zmq.SUBSCRIBE, topic)
+        for topic in _topics(self._rank):
+            self._socket.set(zmq.UNSUBSCRIBE, topic)
+        self._rank = rank
+
     def receive(self, limit: int = 10_000) -> Iterator[Message]:
         """What has arrived, at most `limit` messages; never waits."""
+        if not self._connected:  # Nothing comes, and the question takes longer than all else where nothing is new.
+            return
         for _ in range(limit):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -238,6 +254,11 @@ class Subscriber:
 
     def close(self) -> None:
         self._close()
+
+
+def _topics(rank: int | None) -> tuple[bytes, ...]:
+    """What messages begin with: events and the records of `rank`, or all."""
+    return (b"",) if rank is None else (b"e", _TOPIC.pack(b"r", rank))
 
 
 def _read_address(path: Path) -> _Address | None:

@@ -40,7 +40,7 @@ class Tail:
             self.position, self.restarted = 0, True
         self._size_seen = size
         lines: list[bytes] = []
-        stop = self.position + self.BUDGET_BYTES
+        stop = min(self.position + self.BUDGET_BYTES, size)
         # Without a buffered file, which asks the system twice as often: a tick reads those of all ranks.
         file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -52,7 +52,11 @@ class Tail:
                     break
                 lines += self._split(data, end or len(data))
             else:
-                self._size_seen = -1  # There is more: do not take this size as read.
+                if self.position < size:
+                    self._size_seen = -1  # There is more: do not take this size as read.
+        except OSError as error:
+            error.filename = self._path  # What is read from a descriptor does not tell whose it is.
+            raise
         finally:
             os.close(file)
         return lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lab_page import START, STOP, TRAIN, Notebook, goes_on, picture
+from lab_page import START, STOP, TRAIN, Notebook, goes_on, picture, serious_problems
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
 
@@ -15,6 +15,15 @@ run.resume()
 run.wait_until(run.step + 1, timeout=60)
 os.kill(run.folder.read_status().rank_pids[1], signal.SIGKILL)
 run.wait(60)"""
+LIVE = """%%ranks --live
+import os, sys
+from IPython.display import SVG, display
+print("a batch of", tuple(batch[0].shape), "on rank", os.environ["RANK"])
+print("look here", file=sys.stderr)
+display(SVG('<svg xmlns="http://www.w3.org/2000/svg" width="40" height="20"><rect width="40" height="20"/></svg>'))
+assert os.environ["RANK"] == "0", "only here"
+"""
+LIVE_OUTPUT = ".jp-RenderedHTMLCommon:has(.speedlab-ranks-note)"
 BLOCK = "import pathlib, time\nwhile not pathlib.Path('go').exists():\n    time.sleep(0.02)"
 
 
@@ -137,9 +146,15 @@ def open_panel(page: Any) -> None:
 
 @pytest.mark.usefixtures("_engines_end")
 def test_by_keyboard_alone_a_run_is_trained_paused_reshaped_and_stopped_in_both_themes(page: Any, lab: Any) -> None:
-    notebook = Notebook(page, lab, "keys.ipynb", [START, TRAIN.replace("NAME", "by-keys")])
+    notebook = Notebook(page, lab, "keys.ipynb", [START, TRAIN.replace("NAME", "by-keys"), LIVE])
     notebook.run(0)
     assert "Error" not in "".join(notebook.run(1).all_inner_texts())
+    said = notebook.run(2).locator(LIVE_OUTPUT)
+    said.get_by_text("rank 1 failed after step").wait_for()
+    said.get_by_text("traceback of rank 1").click()
+    assert "speedlab/" not in said.inner_text()  # Its own frames are nobody's business.
+    picture(said, "live-cell-light")
+    assert serious_problems(page, LIVE_OUTPUT) == []
     page.keyboard.press("Escape")
     panel = page.locator(".sl-panel-widget")
     item = panel.locator(".sl-item", has=page.locator(".sl-name").get_by_text("by-keys", exact=True))
@@ -161,6 +176,8 @@ def test_by_keyboard_alone_a_run_is_trained_paused_reshaped_and_stopped_in_both_
 
     command(page, "Use Theme: JupyterLab Dark")
     page.locator('body[data-jp-theme-light="false"]').wait_for(state="attached")
+    picture(said, "live-cell-dark")
+    assert serious_problems(page, LIVE_OUTPUT) == []
     open_panel(page)
     item.wait_for()
     by_keys(page, "by-keys\n")

@@ -9,11 +9,6 @@ from lab_page import START, STOP, TRAIN, Notebook, goes_on, step_of
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
 
-WIDGET = """\
-from speedlab.telemetry.feed import Feed
-from speedlab_notebook.dashboard import Dashboard
-Dashboard(Feed(run.folder), name="widget")"""
-
 
 def numbers(dash: Any, figure: str) -> dict[str, list[float]]:
     """A table of the dashboard: the first cell of each row -> its numbers."""
@@ -123,7 +118,7 @@ def test_the_dashboard_goes_on_while_a_cell_blocks_after_a_reload_and_after_a_re
     broken: list[str] = []
     page.on("pageerror", lambda error: broken.append(str(error)))
     block = "import pathlib, time\nwhile not pathlib.Path('go').exists():\n    time.sleep(0.02)"
-    cells = [START, TRAIN.replace("NAME", "going-on"), "%speedlab dash", block, WIDGET]
+    cells = [START, TRAIN.replace("NAME", "going-on"), "%speedlab dash", block, "run.dashboard()"]
     notebook = Notebook(page, lab, "going_on.ipynb", [*cells, "%load_ext speedlab\n%speedlab attach", STOP])
     notebook.run(0)
     assert "Error" not in "".join(notebook.run(1).all_inner_texts())
@@ -147,10 +142,13 @@ def test_the_dashboard_goes_on_while_a_cell_blocks_after_a_reload_and_after_a_re
     first, last = dash.locator('[data-plot="loss"]').evaluate("plot => [plot.data[0].x[0], plot.data[0].x.at(-1)]")
     assert 1 <= first < last / 5
 
-    # The same as a widget, for places whose server draws nothing.
+    # The same as a widget, at once, where the server draws nothing: it has no extension, and knows of no run.
+    ways = "**/speedlab/api/runs/*"
+    page.route(ways, lambda route: route.fulfill(status=404))
     widget = notebook.run(4).locator(".speedlab-dash")
     widget.locator('[data-plot="loss"] .scatterlayer .trace').first.wait_for(state="attached")
     goes_on(page, widget)
+    page.unroute(ways)
 
     notebook.restart_kernel()
     goes_on(page, dash)

@@ -66,6 +66,8 @@ def open_panel(page: Any, lab: Any, *, theme: str = "Light") -> Any:
     # The status bar may be the first to want something.
     with page.expect_websocket(lambda socket: socket.url.endswith("/speedlab/api/live")) as socket:
         page.goto(f"{lab.url}/lab?token={lab.token}&reset")
+        # JupyterLab gives its launcher the focus some time after the page is there: keys before that go astray.
+        page.wait_for_function("document.activeElement.closest('.jp-Launcher') !== null")
         page.locator(PANEL_TAB).click()
     page.locator(".sl-row").first.wait_for()
     page.locator(f'body[data-jp-theme-light="{str(theme == "Light").lower()}"]').wait_for(state="attached")

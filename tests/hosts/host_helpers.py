@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import ipyparallel
@@ -18,15 +19,29 @@ import speedlab.cluster.processes as processes
 import speedlab.cluster.start as start
 from speedlab.bench.lab import Lab
 from speedlab.bench.lab.daemons import missing_for
+from speedlab.cluster import Cluster
 from speedlab.cluster.agents import Agents, start_agents
 from speedlab.cluster.controller_place import controller_address, controller_arguments
 from speedlab.cluster.home import EngineEntry, Home
-from speedlab.cluster.host_specs import Spec
+from speedlab.cluster.host_specs import Spec, parse_hosts
+from speedlab.cluster.launching import launching_for
 from speedlab.config import RunConfig
 
 SECONDS = 90
 """For whatever may take its time on a machine that does other work as well."""
 STEPS = 30
+
+
+@contextlib.contextmanager
+def cluster_over(lab: Lab, settings: Path, name: str, *hosts: str) -> Iterator[Cluster]:
+    """Over hosts of the laboratory, which are mended before it is stopped."""
+    made = Cluster(hosts=parse_hosts(hosts, config=str(settings)), name=name, device="cpu")
+    try:
+        yield made
+    finally:
+        for host in lab.hosts:
+            host.mend()
+        made.stop()
 
 
 def config(place: Path, name: str, **changes: object) -> RunConfig:
@@ -101,19 +116,20 @@ class Login:
             raise
 
     def start_agents(self, **options: object) -> Agents:
-        return start_agents(self.home, self.client, self.spec, token=self.token, device="cpu", **options)  # type: ignore[arg-type]  # of the test
+        launching = launching_for(self.home, self.spec)
+        return start_agents(self.home, self.client, launching, token=self.token, device="cpu", **options)  # type: ignore[arg-type]  # of the test
 
     def start_engines(self, agents: Agents, ranks: list[int] | None = None) -> tuple[EngineEntry, ...]:
         return agents.start_engines({processes.TOKEN: self.token, "SPEEDLAB_BACKEND": "shared"}, ranks)
 
     def left(self) -> list[str]:
-        """What runs of this cluster on the hosts: 'host-a: python -m …'."""
+        """What runs of this cluster on the hosts: 'host-a: sl-rank-0, python -m …'."""
         found = []
         for host in self.lab.hosts:
             for process in host.processes():
                 try:
                     if process.environ().get(processes.TOKEN) == self.token:
-                        found.append(f"{host.name}: {' '.join(process.cmdline())}")
+                        found.append(f"{host.name}: {process.name()}, {' '.join(process.cmdline())}")
                 except psutil.NoSuchProcess:
                     continue
         return found

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from host_helpers import SECONDS, await_true, config
+from host_helpers import SECONDS, await_true, cluster_over, config
 
 from speedlab.bench.host_loss import lose_a_host
 from speedlab.bench.lab import Lab
 from speedlab.cluster import Cluster, RankError
-from speedlab.cluster.host_specs import parse_hosts
 from speedlab.telemetry.records import RunState
 
 NAMED_SECONDS = 15.0
@@ -22,11 +21,8 @@ NAMED_SECONDS = 15.0
 
 @pytest.fixture
 def cluster(settings: Path, lab: Lab) -> Iterator[Cluster]:
-    made = Cluster(hosts=parse_hosts(["host-a:2", "host-b:2"], config=str(settings)), name="goes", device="cpu")
-    yield made
-    for host in lab.hosts:
-        host.mend()
-    made.stop()
+    with cluster_over(lab, settings, "goes", "host-a:2", "host-b:2") as made:
+        yield made
 
 
 @pytest.mark.timeout(240)

@@ -55,13 +55,14 @@ def test_work_and_training_over_hosts_equal_one_hosts(cluster: Cluster, tmp_path
     ]
     statuses = cluster.status()
     assert [status.state for status in statuses] == ["idle"] * 4
+    assert [status.place.partition(" on ")[2] for status in statuses] == ["host-a", "host-a", "host-b", "host-b"]
     assert all(status.rss_bytes > 50 * 2**20 for status in statuses)
-    run = cluster.train(config(tmp_path, "over", parallel={"tp": 2}))
+    run = cluster.train(config(tmp_path, "over", steps=10, parallel={"tp": 2}))
     assert run.wait(SECONDS) is RunState.FINISHED
     assert run.errors == []
     here = Cluster(4, name="here", device="cpu")
     try:
-        alone = here.train(config(tmp_path, "here", parallel={"tp": 2}))
+        alone = here.train(config(tmp_path, "here", steps=10, parallel={"tp": 2}))
         assert alone.wait(SECONDS) is RunState.FINISHED
     finally:
         here.stop()
@@ -91,7 +92,14 @@ def mpi_request(lab: Lab, settings: Path, folder: Path) -> tuple[dict[str, Any],
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("way", "request_of"), [("slurm", slurm_request), ("mpi", mpi_request)], ids=["slurm", "mpi"])
+@pytest.mark.parametrize(
+    ("way", "request_of"),
+    [
+        pytest.param("slurm", slurm_request, id="slurm"),
+        # Its agents come, go and come back in test_agents.py.
+        pytest.param("mpi", mpi_request, id="mpi", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_cluster_of_a_scheduler_trains_and_gives_its_hosts_back(
     lab: Lab, settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, request_of: Any
 ) -> None:

@@ -23,7 +23,7 @@ SECONDS = 240
 """For what takes ten on a quiet machine."""
 NAMED_SECONDS = 2.0
 """A link that is down for less makes no host count as lost."""
-STEPS, FIRST_SAVE = 300, 20
+STEPS, FIRST_SAVE = 120, 20
 # Each stage on its host: without one of them there is no layout, and the run waits until it is back.
 CHANGES = {
     "steps": STEPS,

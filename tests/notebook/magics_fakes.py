@@ -18,6 +18,7 @@ from speedlab_notebook import load_ipython_extension, unload_ipython_extension
 from traitlets.config import Config
 
 from speedlab.cluster import ClusterError, EngineStatus, RankError, RemoteFailure
+from speedlab.cluster.debug_line import door_path
 from speedlab.config import RunConfig
 from speedlab.hardware import Device
 from speedlab.network import LinkRate
@@ -99,6 +100,8 @@ class FakeCluster:
         self.directory = Path.cwd()
         self.engine_states = ["idle", "idle"]
         self.executed: list[tuple[str, Any]] = []
+        self.doors: list[str] = []
+        """Of each cell that was executed, "" where nobody serves one."""
         self.results = FakeResults([0, 1])
         self.interrupts = 0
         self.interrupted: list[int] = [0, 1]
@@ -121,8 +124,10 @@ class FakeCluster:
             for rank, state in enumerate(self.engine_states)
         ]
 
-    def execute(self, code: str, *, ranks: list[int] | None = None, shown: bool = False) -> FakeResults:
+    def execute(self, code: str, *, ranks: list[int] | None = None, shown: bool = False, door: str = "") -> FakeResults:
         assert shown
+        assert not door or door_path(self.directory, door).exists()
+        self.doors.append(door)
         if ranks and max(ranks) > 1:
             raise ClusterError(f"ranks {ranks} were asked for; cluster {self.name!r} has ranks 0–1")
         self.executed.append((code, ranks))

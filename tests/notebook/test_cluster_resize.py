@@ -28,7 +28,7 @@ SECONDS = 60
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Modules here come before those that are installed, in engines that are started later."""
+    """Modules here come before those that are installed, in what engines are forked off from `import_anew` on."""
     return tmp_path_factory.mktemp("broken")
 
 
@@ -42,7 +42,7 @@ def started(tmp_path_factory: pytest.TempPathFactory, broken: Path) -> Iterator[
         everything: list[psutil.Process] = []
         try:
             yield cluster
-            everything = processes.marked(psutil.Process(cluster.status()[0].pid).environ()[processes.TOKEN])
+            everything = processes.marked(token_of(cluster))
         finally:
             cluster.stop()
             assert [process.pid for process in everything if not is_gone(process.pid)] == []
@@ -60,6 +60,15 @@ def cluster(started: Cluster) -> Cluster:
 
 def pids(cluster: Cluster) -> list[int]:
     return [status.pid for status in cluster.status()]
+
+
+def import_anew(token: str) -> None:
+    """The next engine is forked off another process, which has to import everything."""
+    processes.end(processes.nurseries(token), patience_seconds=0.0)
+
+
+def token_of(cluster: Cluster) -> str:
+    return psutil.Process(pids(cluster)[0]).environ()[processes.TOKEN]
 
 
 def bound_threads() -> list[list[int]]:
@@ -116,8 +125,9 @@ def test_what_cannot_be_resized_stays_as_it_is(cluster: Cluster, broken: Path) -
     cluster.interrupt()
     wait_for(lambda: busy.done)
 
-    (broken / "torch.py").write_text("raise SystemExit(3)")
-    with pytest.raises(ClusterError, match=r"the engine of rank [23] ended before it was ready"):
+    (broken / "torch.py").write_text("raise SystemExit('no such library')")
+    import_anew(token_of(cluster))
+    with pytest.raises(ClusterError, match=r"(?s)ended before they were ready.*no such library"):
         cluster.resize(4, progress=lambda line: None)
     (broken / "torch.py").unlink()
     assert pids(cluster) == first
@@ -125,9 +135,9 @@ def test_what_cannot_be_resized_stays_as_it_is(cluster: Cluster, broken: Path) -
 
 
 def test_an_interrupt_while_engines_start_leaves_the_cluster(cluster: Cluster, broken: Path) -> None:
-    first = pids(cluster)
-    token = psutil.Process(first[0]).environ()[processes.TOKEN]
-    before = {process.pid for process in processes.marked(token)}
+    token = token_of(cluster)
+    import_anew(token)
+    before = {process.pid for process in processes.marked(token) if not is_gone(process.pid)}
 
     (broken / "torch.py").write_text(f"open({str(broken / 'begun')!r}, 'w'); import time; time.sleep(60)")
 

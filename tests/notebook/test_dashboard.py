@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import itertools
 import json
@@ -18,12 +19,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import anywidget
 import numpy as np
 import pytest
 from IPython.core.formatters import DisplayFormatter
+from ipywidgets.widgets.widget import _remove_buffers
 from speedlab_notebook import dashboard as module
-from speedlab_notebook.dashboard import Dashboard, PlotlyBundle, show
+from speedlab_notebook import to_pages
+from speedlab_notebook.dashboard import Dashboard, show
 from speedlab_notebook.static_picture import WIDGET_MIME, StaticPicture
+from speedlab_notebook.to_pages import PlotlyBundle
 
 from speedlab.cluster import Run
 from speedlab.cluster.known_runs import RUN_MIME, run_id
@@ -82,7 +87,7 @@ class Page:
     @classmethod
     def of(cls, view: Dashboard) -> Page:
         """As the widget's state has it."""
-        return cls(view.keyframe["message"], view.keyframe["buffers"])
+        return cls(view.keyframe["message"], list(map(base64.b64decode, view.keyframe["buffers"])))
 
     def take(self, message: dict[str, Any], buffers: list[bytes]) -> int:
         """Apply a tick; returns its size in bytes."""
@@ -231,6 +236,36 @@ def test_bars_of_memory_come_when_a_ledger_has_changed():
     assert sent(4, less) == ["ranks"]
     whole = Page(*Drawing(History.of(records), name="sample").keyframe(RUNNING))
     assert comparable(page.figures) == comparable(whole.figures)
+
+
+class Counted(list):
+    """Records that tell, as a feed's do, how many have come."""
+
+    @property
+    def changes(self) -> int:
+        return len(self)
+
+
+def test_bars_of_ranks_come_when_all_of_them_have_news_and_else_half_as_often():
+    history, records, now = History(), {rank: Counted([record(1, rank)]) for rank in range(20)}, [100.0]
+    history.update(records, [])
+    drawing = Drawing(history, name="sample", clock=lambda: now[0])
+    drawing.keyframe(RUNNING)
+
+    def bars_come(seconds: float, *ranks: int) -> bool:
+        now[0] += seconds
+        for rank in ranks:
+            records[rank].append(record(records[rank][-1].step + 1, rank))
+        history.update(records, [])
+        message = drawing.tick(RUNNING)
+        return message is not None and any(part.get("figure") == "ranks" for part in message[0]["parts"])
+
+    assert bars_come(0.1, *range(20))
+    assert not bars_come(1.4, *range(20))
+    assert bars_come(0.2, 0)  # The others' news are from before.
+    assert not bars_come(3.9, 0)
+    assert bars_come(0.1, 0, 19)
+    assert bars_come(4.1, 0)
 
 
 def test_nothing_new_is_not_sent():
@@ -397,10 +432,13 @@ def test_records_reach_the_page_from_a_thread_while_the_main_one_is_busy(source,
     view, sent = shown
     page = Page.of(view)
     source.write(4, 5)
-    eventually(lambda: sent)  # This thread never gives the kernel's loop a chance.
-    for message, buffers in list(sent):
-        page.take(message, buffers)
-    assert page.figures["loss"]["data"][0]["x"].tolist() == [1, 2, 3, 4, 5]
+
+    def steps() -> list[int]:
+        while sent:  # The first thing sent may tell of a tick that came before the records.
+            page.take(*sent.pop(0))
+        return page.figures["loss"]["data"][0]["x"].tolist()
+
+    eventually(lambda: steps() == [1, 2, 3, 4, 5])  # This thread never gives the kernel's loop a chance.
 
 
 def test_keyframes_come_by_themselves_for_a_page_that_missed_a_tick(source, shown, monkeypatch):
@@ -525,9 +563,27 @@ def test_plotly_is_held_once_whatever_the_number_of_dashboards(source, shown):
     other = Dashboard(Feed(source.folder), name="sample")
     try:
         assert other.bundle is view.bundle is PlotlyBundle.shared()
-        assert b"plotly.js" in gzip.decompress(view.bundle.source)
+        assert b"plotly.js" in gzip.decompress(base64.b64decode(view.bundle.source))
     finally:
         other.close()
+
+
+def test_nothing_that_a_kernel_sends_is_binary_as_gateways_of_jupyter_pass_that_on_to_nobody(source, monkeypatch):
+    source.write(1, 2)
+    sent = []
+    monkeypatch.setattr(anywidget.AnyWidget, "send", lambda self, told, buffers=None: sent.append((told, buffers)))
+    view = Dashboard(Feed(source.folder), name="sample")
+    try:
+        for widget in (view, view.bundle):
+            assert _remove_buffers(widget.get_state())[2] == []
+        source.write(3)
+        changes, buffers = eventually(lambda: sent and sent[-1])
+    finally:
+        view.close()
+    assert buffers is None
+    page = Page.of(view)
+    page.take(changes, list(map(base64.b64decode, changes["buffers_as_text"])))
+    assert page.figures["loss"]["data"][0]["x"].tolist() == [1, 2, 3]
 
 
 def test_what_cannot_be_drawn_is_told_and_tried_again(source, shown, monkeypatch, caplog):
@@ -594,7 +650,7 @@ def test_a_served_kernel_reads_no_record_until_a_widget_speaks(source, served, m
 
 
 def test_a_widget_that_is_not_built_says_how_it_is(source, monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "_BUILT", tmp_path)
+    monkeypatch.setattr(to_pages, "_BUILT", tmp_path)
     with pytest.raises(FileNotFoundError, match="run `make pages`"):
         Dashboard(Feed(source.folder), name="sample")
 

@@ -285,6 +285,66 @@ def test_the_debugger_stops_in_a_live_cell_and_looks_at_what_failed(
     assert "'x' is no rank" in str(shell.run_cell("%speedlab debug x").error_in_exec)
 
 
+PLAIN = """%%ranks
+import os, torch, torch.distributed as dist, speedlab.comm
+speedlab.comm.join()
+here = torch.full((1,), float(os.environ["RANK"]) + 1)
+breakpoint()
+dist.all_reduce(here)
+here.item()
+"""
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_plain_cell_stops_at_its_breakpoint_and_the_cluster_stays_usable(
+    shell: InteractiveShell,
+    display: CapturingDisplayPublisher,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines: list[Any] = []
+    prompts: list[str] = []
+    by_rank: dict[str, list[str]] = {}
+
+    def person(prompt: str) -> str:
+        """On a slow machine prompts of two ranks may alternate: what `by_rank` has is for each."""
+        prompts.append(prompt)
+        line = by_rank[prompt].pop(0) if by_rank else lines.pop(0)
+        if line is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return line
+
+    monkeypatch.setattr("builtins.input", person)
+    by_rank.update({f"rank {rank} (Pdb) ": ["p here.item() * 10", "c"] for rank in (0, 1)})
+    run(shell, PLAIN)
+    assert "ranks 0–1: 3.0\n" in display.outputs[-1]["data"]["text/plain"]
+    assert {"10.0", "20.0"} <= set(capsys.readouterr().out.splitlines())
+    assert sorted(prompts) == sorted(["rank 0 (Pdb) ", "rank 1 (Pdb) "] * 2)
+    by_rank.clear()
+
+    # Who leaves the first ends the cell there; the other one, which waits for it, is released.
+    for leave in ("q", KeyboardInterrupt):
+        lines[:], prompts[:] = [leave, "c"], []
+        failed = shell.run_cell(PLAIN).error_in_exec
+        assert isinstance(failed, RankError)
+        assert failed.by_rank[int(prompts[0][5])].kind == "BdbQuit"
+        assert "BdbQuit: the debugger was left at its prompt" in failed._render_traceback_()[1]
+        assert lines == []
+    lines[:] = ["c", "c"]
+    run(shell, PLAIN)
+    assert "ranks 0–1: 3.0\n" in display.outputs[-1]["data"]["text/plain"]
+
+    # Where nobody is in front of a prompt it goes on: a function of an earlier cell may stop.
+    run(shell, "%%ranks --wait\ndef stopping(number):\n    breakpoint()\n    return number")
+    run(shell, "%%ranks\nstopping(41) + 1")
+    said = final_text(display.outputs)
+    assert "nobody waits for this cell in front of a prompt" in said
+    assert "ranks 0–1: 42\n" in said
+    by_rank.update({f"rank {rank} (Pdb) ": ["!number = 6", "c"] for rank in (0, 1)})
+    run(shell, "%%ranks --wait\nstopping(41) + 1")
+    assert "ranks 0–1: 7\n" in display.outputs[-1]["data"]["text/plain"]
+
+
 @pytest.mark.usefixtures("display")
 def test_without_a_run_there_are_no_steps_to_be_between(shell: InteractiveShell) -> None:
     error = shell.run_cell("%%ranks --live\n1").error_in_exec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ def test_a_cell_returns_at_once_and_its_output_comes_into_its_display(notebook: 
     cluster, messages = FakeCluster(), notebook.messages
     assert notebook.run("%%ranks\nprint('hello')\n") == ""
     assert cluster.executed == [("print('hello')\n", None)]
+    assert cluster.doors == [""]
     first = notebook.display.outputs[0]
     assert first["data"]["text/plain"] == "ranks 0–1 running"
 
@@ -82,8 +84,10 @@ def test_a_cell_that_fails_shows_its_rank_error(notebook: Notebook) -> None:
     assert "rank 1 failed after" in notebook.last()
 
 
-def test_waiting_raises_the_rank_error(notebook: Notebook) -> None:
+@pytest.mark.parametrize("asks", [True, False], ids=["a person", "a notebook that runs by itself"])
+def test_waiting_raises_the_rank_error(notebook: Notebook, asks: bool) -> None:
     cluster, messages = FakeCluster(), notebook.messages
+    notebook.shell.kernel = SimpleNamespace(_allow_stdin=asks)
     threading.Thread(target=lambda: (wait_for(lambda: cluster.executed), end())).start()
 
     def end() -> None:
@@ -96,9 +100,26 @@ def test_waiting_raises_the_rank_error(notebook: Notebook) -> None:
     assert error.by_rank[0].message == "no"
     assert "rank 0: before" in notebook.last("text/plain")
     assert "RankError" not in notebook.last()  # It is raised, so it is not shown twice.
+    assert (cluster.doors != [""]) is asks  # The ranks were told where somebody can be asked, if so,
+    assert list(cluster.directory.glob("debug-*.sock")) == []  # and nobody is any more.
 
 
-def test_an_interrupt_while_waiting_reaches_the_ranks(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("code", "says_so"),
+    [
+        ("breakpoint()", True),
+        ("def f(x):\n    breakpoint(header='<here>')\n%time f(1)", True),
+        ("await f(breakpoint())", True),
+        ("# breakpoint()\nprint('breakpoint()')", False),
+        ("!grep 'breakpoint()' *.py", False),
+        ("breakpoint(", False),
+    ],
+)
+def test_a_cell_that_says_breakpoint_waits(code: str, says_so: bool) -> None:
+    assert ranks_cell.stops(code) is says_so
+
+
+def test_an_interrupt_while_waiting_reaches_the_ranks(notebook: Notebook) -> None:
     cluster, messages = FakeCluster(), notebook.messages
     cluster.results = FakeResults([0, 1], messages)
     cell = ranks_cell.RanksCell(
@@ -107,14 +128,12 @@ def test_an_interrupt_while_waiting_reaches_the_ranks(notebook: Notebook, monkey
         ranks_view.TerminalView("running"),
     )
 
-    def interrupted(timeout: float) -> None:
+    def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
     cell.start()
-    with monkeypatch.context() as patch:
-        patch.setattr(cell._thread, "join", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            cell.wait()
+    with pytest.raises(KeyboardInterrupt):
+        cell.wait(SimpleNamespace(serve=interrupted))  # type: ignore[arg-type]  # as much of a door as is asked
     assert (cluster.results.interrupts, cluster.interrupts) == (1, 0)  # This cell, and nothing else.
     cluster.results.finish()
     messages.idle(0, 1)

@@ -14,7 +14,7 @@ from speedlab.config import RunConfig
 from speedlab.layout import LayoutError
 
 SIZE = 4
-STEPS = 30
+STEPS = 20
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +81,8 @@ def test_through_many_layouts(cluster: Cluster, plain: list[float], tmp_path: Pa
         assert event.details["through"] == ("in place" if changes.keys() == {"zero"} else "memory")
         assert_told(run)
         step = run.step
-        run.advance(3).wait(60)
-        run.wait_until(step + 3, timeout=60)
+        run.advance(2).wait(60)
+        run.wait_until(step + 2, timeout=60)
     run.resume().wait(60)
     run.wait(120)
     assert losses(run) == pytest.approx(plain, rel=1e-5)

@@ -22,8 +22,8 @@ from cluster_helpers import is_gone, small_run, sum_over_ranks, wait_for
 
 from speedlab.cluster import Cluster, ClusterError, RankError, Run, processes, remote
 from speedlab.cluster.devices import devices_for
+from speedlab.cluster.engine_environment import device_fields, rank_environment
 from speedlab.cluster.home import Home
-from speedlab.cluster.launchers import device_fields, rank_environment
 from speedlab.cluster.supervisor import messages as m
 from speedlab.config import RunConfig
 from speedlab.telemetry.records import RunState
@@ -32,8 +32,10 @@ NAME = "test-supervised"
 SECONDS = 240
 """For what takes some on a quiet machine."""
 pytestmark = pytest.mark.timeout(3 * SECONDS)
-STEPS = 200
+STEPS = 140
 EVERY = 20
+LATEST = 2 * EVERY
+"""Step before which something is killed: a hundred are left, and the run does not end before what follows."""
 MOMENTS = [
     pytest.param(moment, marks=[] if moment < most_by_default else pytest.mark.nightly)
     for most_by_default in [1]
@@ -103,8 +105,8 @@ def supervisor_of(cluster: Cluster) -> psutil.Process:
 
 
 def at_a_random_step(run: Run, moment: int) -> int:
-    """Wait until a step that is drawn, with enough of them left that the run does not end before what follows."""
-    step = random.Random(moment).randint(EVERY + 2, STEPS // 2)
+    """Wait until a step that is drawn."""
+    step = random.Random(moment).randint(EVERY + 2, LATEST)
     run.wait_until(step, SECONDS)
     return step
 
@@ -212,7 +214,7 @@ os.kill(os.getpid(), 9)
 def test_a_kernel_killed_while_a_rank_fails_loses_nothing(
     cluster: Cluster, tmp_path: Path, undisturbed: dict[int, float], moment: int
 ) -> None:
-    step = random.Random(moment).randint(EVERY + 2, STEPS // 2)
+    step = random.Random(moment).randint(EVERY + 2, LATEST)
     code = KERNEL.format(tests=str(Path(__file__).parent), name=NAME, folder=str(tmp_path), step=step, seconds=SECONDS)
     kernel = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=False
@@ -388,8 +390,8 @@ for one in results:
 """
 
 
-def test_two_notebooks_that_submit_at_once_make_one_order(cluster: Cluster) -> None:
-    count = 500
+@pytest.mark.parametrize("count", [150, pytest.param(500, marks=pytest.mark.nightly)])
+def test_two_notebooks_that_submit_at_once_make_one_order(cluster: Cluster, count: int) -> None:
     cluster.execute("order = []").result(SECONDS)
     notebooks = [
         subprocess.Popen([sys.executable, "-c", SUBMITTER.format(name=NAME, who=who, count=count)])

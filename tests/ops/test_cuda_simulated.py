@@ -13,7 +13,16 @@ from cuda_ops import gpu
 
 
 @pytest.mark.skipif(not gpu.available(), reason="numba-cuda is not installed")
-@pytest.mark.parametrize("part", ["updates", "grad_stats", "onebit", "blockquant", "blockwise8", "stochastic"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "updates",
+        "onebit",
+        "blockquant",
+        # What these kernels are made of is in those above.
+        *(pytest.param(part, marks=pytest.mark.nightly) for part in ("grad_stats", "blockwise8", "stochastic")),
+    ],
+)
 def test_in_the_simulator(part) -> None:
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("cuda_simulated.py")), part],

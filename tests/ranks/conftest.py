@@ -20,36 +20,53 @@ Check = Callable[..., None]
 """`check(pool, cases, allowed, timeout=…)`: see the fixture."""
 
 
+class Pools:
+    """One for each world size and backend."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, str, str], Pool] = {}
+
+    def of(self, size: int, backend: str = "shared", hosts: str = "") -> Pool:
+        key = size, backend, hosts
+        if key not in self._made:
+            self._made[key] = Pool(*key)
+        return self._made[key]
+
+    def rest(self) -> None:
+        for pool in self._made.values():
+            pool.rest()
+
+    def close(self) -> None:
+        for pool in self._made.values():
+            pool.close()
+
+
 @pytest.fixture(scope="session")
-def pool_of() -> Iterator[PoolOf]:
+def pools() -> Iterator[Pools]:
+    made = Pools()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def pool_of(pools: Pools) -> PoolOf:
     """`pool_of(size, backend="shared", hosts="")`: the pool of so many ranks."""
-    yield from _pools()
+    return pools.of
 
 
 @pytest.fixture(scope="module")
 def compiling_pool_of() -> Iterator[PoolOf]:
     """As `pool_of`, for a module whose ranks load torch's compiler: it stays in a process, with its memory."""
-    yield from _pools()
-
-
-def _pools() -> Iterator[PoolOf]:
-    pools: dict[tuple[int, str, str], Pool] = {}
-
-    def of(size: int, backend: str = "shared", hosts: str = "") -> Pool:
-        key = size, backend, hosts
-        if key not in pools:
-            pools[key] = Pool(*key)
-        return pools[key]
-
-    yield of
-    for pool in pools.values():
-        pool.close()
+    made = Pools()
+    yield made.of
+    made.close()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_world_outlives_its_module() -> Iterator[None]:
-    """An engine that a test has made in its own process has joined a world of one."""
+def no_world_outlives_its_module(pools: Pools) -> Iterator[None]:
+    """Pools' groups, and the world of one that an engine has joined which a test has made in its own process."""
     yield
+    pools.rest()
     if "speedlab.comm" in sys.modules:
         sys.modules["speedlab.comm"].leave()
 

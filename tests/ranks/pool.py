@@ -93,6 +93,7 @@ class Pool:
         self._generation = 0
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
+        self._used = False
 
     @property
     def pids(self) -> list[int]:
@@ -106,6 +107,7 @@ class Pool:
         name = getattr(function, "__qualname__", repr(function))
         if not self._processes:
             self._spawn()
+        self._used = True
         replies = self._ask(name, timeout, function, *args, **kwargs)
         failures = {rank: reply for rank, reply in replies.items() if isinstance(reply, Failure)}
         if not failures:
@@ -122,6 +124,13 @@ class Pool:
         replies = self._ask("joining a new group", START_TIMEOUT_SECONDS, _join, self._next_store())
         if any(isinstance(reply, Failure) for reply in replies.values()):
             self._kill(stacks=False)
+
+    def rest(self) -> None:
+        """Let go of the groups that functions have made for layouts: a thread of each wakes a hundred times a second,
+        in every process."""
+        if self._used and self._processes:
+            self.new_group()
+        self._used = False
 
     def close(self) -> None:
         """End the processes and remove the stores."""
@@ -269,7 +278,23 @@ def _serve(rank: int, size: int, backend: str, host: str, connection: Connection
 
 def _call(payload: bytes) -> Any:
     function, args, kwargs = pickle.loads(payload)
+    _freeze_modules()
     return function(*args, **kwargs)
+
+
+def _freeze_modules() -> None:
+    """Modules stay: where some are new, collections look at none of them any more, and `initialize` collects. Before a
+    call, because only then is everything of the last one garbage: frozen in a circle, its connections would stay open.
+    """
+    if sys.modules.keys() <= _frozen:
+        return
+    gc.collect()
+    gc.freeze()
+    _frozen.update(sys.modules)
+
+
+_frozen = set[str]()
+"""Names of modules that were there at the last freeze."""
 
 
 def _attempt(work: Callable[[], Any]) -> bytes:
@@ -290,8 +315,7 @@ def _start(store: Path) -> None:
     import torch._dynamo  # The first optimizer step would import it, in the middle of a test.
 
     assert torch._dynamo is not None
-    gc.collect()
-    gc.freeze()  # Modules stay; collections in the tests then look at the tests' objects only.
+    _freeze_modules()
 
 
 def _join(store: Path) -> None:

@@ -22,6 +22,7 @@ from ranks.conftest import Check, PoolOf
 from ranks.layout_cases import LayoutCase, train_layouts
 from ranks.loops import Case, adamw, engine_for, engine_step, problems, sgd, train_cases, train_plain, worst_update
 from ranks.pool import Pool
+from ranks.small_steps import warnings_of
 from ranks.test_communicating import PlainSums
 from ranks.test_modules import MODULES
 from ranks.test_parity import BFLOAT16, FLOAT32
@@ -249,19 +250,53 @@ def test_what_a_look_past_the_engine_would_miss_is_refused() -> None:
             engine_step(engine, Case(), step)
         with pytest.raises(RuntimeError, match=r"module.state_dict\(\): the last update is still under way"):
             engine.module.state_dict()
-        engine.eval()
-        with torch.no_grad(), pytest.raises(RuntimeError, match="a forward without gradients: the last update"):
-            engine.module(*models.tokens(0, 0))
-        engine.train()
+        for training in (False, True):
+            engine.train(training)
+            with torch.no_grad(), pytest.raises(RuntimeError, match="a forward without gradients: the last update"):
+                engine.module(*models.tokens(0, 0))
         engine.finish_update()
         engine.module.state_dict()
-        engine_step(engine, Case(), 2)
+
+
+def write_too_early(writers: list[int]) -> tuple[list[str], list[str], list[float]]:
+    """What a rank is told when these ones write under an update that is late: by steps, and by what makes it the
+    parameters'. Then a parameter, and that behind a write in its time."""
+    case = Case(offload=HOST, optimizer=adamw)
+    with engine_for(case) as engine, warnings_of("speedlab.engine") as told:
+        for step in range(2):
+            engine_step(engine, case, step)
+        first, second, *_ = engine.module.parameters()
+        if engine.world.rank in writers:
+            with torch.no_grad():
+                first.add_(1.0)
+            second.data = torch.zeros_like(second)
+        refused: list[str] = []
+        for _ in range(2 if writers else 0):
+            engine.backward(engine(*models.tokens(3, engine.world.rank)))
+            try:
+                engine.step()
+            except RuntimeError as error:
+                refused.append(str(error))
+        engine.finish_update()
+        found = [float(each.detach().double().sum()) for each in (first, second)]
         with torch.no_grad():
-            next(engine.module.parameters()).add_(1.0)
-        loss = engine(*models.tokens(3, 0))
-        engine.backward(loss)
-        with pytest.raises(RuntimeError, match=r"was changed while an update of it is under way"):
-            engine.step()
+            first.fill_(7.0)
+        engine_step(engine, case, 2)
+        engine.finish_update()
+        return refused, told, [*found, float((first.detach() - 7.0).abs().max())]
+
+
+def test_what_is_written_under_a_late_update_is_refused_on_all_ranks_and_behind_it_kept(two: Pool) -> None:
+    (refused, told, found), (others, theirs, theirs_found) = two.run(write_too_early, [0])
+    _, _, plain = two.run(write_too_early, [])[0]
+    said = "changed while an update was under way (offload.delayed_update), whose values come in its place"
+    assert [text.partition(":")[2].partition(";")[0] for text in refused] == [
+        f" embedding.weight and 1 more: {said}"
+    ] * 2
+    assert [text.partition(";")[0] for text in others] == [f"step: a parameter on another rank: {said}"] * 2
+    assert ([text.partition(";")[0] for text in told], theirs) == ([f"embedding.weight and 1 more: {said}"], [])
+    assert found == theirs_found == plain
+    assert 0 < found[2] < 0.1
 
 
 def test_a_step_that_overflows_ends_with_the_update_before_it() -> None:

@@ -23,13 +23,14 @@ from speedlab.bench.planner_cases import grid
 from speedlab.engine.checkpoint import CheckpointError
 
 FREEZE, STEPS = 3, 7
-COEFF_BETA, FACTORS, THRESHOLD = 0.5, (0.5, 1.5), 0.1
+COEFF_BETA, FACTORS, THRESHOLD, FLOOR = 0.5, (0.5, 1.5), 0.1, 0.2
 
 
 def configuration(stage: int, *, compression: str = "signs", accumulation: int = 1, **more: Any) -> dict[str, Any]:
     optimizer = {"name": "onebit_lamb", "lr": LR, "freeze_step": FREEZE, "compression": compression}
     optimizer |= {"max_coeff": MOST, "min_coeff": LEAST, "coeff_beta": COEFF_BETA, "factor_threshold": THRESHOLD}
-    optimizer |= {"factor_min": FACTORS[0], "factor_max": FACTORS[1], "eps": EPS} | more.pop("optimizer", {})
+    optimizer |= {"factor_min": FACTORS[0], "factor_max": FACTORS[1], "variance_floor": FLOOR, "eps": EPS}
+    optimizer |= more.pop("optimizer", {})
     return {
         "zero": {"stage": stage},
         "optimizer": optimizer,
@@ -115,7 +116,7 @@ def by_hand(places: int) -> tuple[list[float], dict[str, Tensor], dict[str, dict
                 p.sub_(LR * ratio * update)
                 if step + 1 == FREEZE:
                     v[name] /= second
-                    own["floor"] = (0.1 * float(v[name].sqrt().mean())) ** 2
+                    own["floor"] = (FLOOR * float(v[name].sqrt().mean())) ** 2
                     v[name].clamp_(min=own["floor"])
                     v[name][v[name] == 0] = math.inf
                     w[name].copy_(v[name])

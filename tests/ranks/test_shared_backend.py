@@ -915,6 +915,8 @@ def use_groups(count: int) -> dict[str, int]:
     """Make, use and destroy so many groups; then what this process still holds of them."""
     rank, ranks = place()
     n = len(ranks)
+    dist.barrier()
+    before = set(threading.enumerate())
     for k in range(count):
         with new_group(ranks) as group:
             dist.all_reduce(torch.zeros(100_000), group=group)
@@ -927,7 +929,7 @@ def use_groups(count: int) -> dict[str, int]:
                 group.leave()
             dist.barrier()
     del group, work
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - before:
         if thread.name.startswith("shared memory"):
             thread.join(10)
     gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
 import threading
@@ -15,7 +16,7 @@ import pytest
 import speedlab_server.messages as m
 import websocket
 from server_helpers import JupyterServer
-from speedlab_server.drawing import Easel, frame_of
+from speedlab_server.drawing import Easel, Painter, frame_of
 from speedlab_server.registry import Registry
 from telemetry_samples import make_event, make_folder, make_record
 from test_server import add_lines, add_records, make_run, of
@@ -236,3 +237,92 @@ def test_a_long_run_of_many_ranks_opens_and_ticks_within_its_limits(tmp_path: Pa
         assert time.monotonic() < deadline
         found = easel.look(m.Draw())
     assert len(b"".join(each for each in found if isinstance(each, bytes))) < 2_000  # Ten a second: 20 KB/s.
+
+
+def test_what_is_not_new_is_not_drawn_again_and_its_reader_is_seldom_asked_for(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    folder = make_folder(tmp_path / "runs", "still")
+    add_lines(folder.path / "records" / "rank-0.jsonl", [make_record(1, 0).to_json()])
+    folder.write_status(Status(state=RunState.RUNNING, step=1, steps=9))
+    now, asked, drawn = [100.0], [], []
+    monkeypatch.setattr("speedlab_server.drawing.time.monotonic", lambda: now[0])
+    registry = Registry(str(tmp_path))
+    registry.runs()
+    reader = registry.reader(run_id(folder.path))
+    monkeypatch.setattr(registry, "reader", lambda id: asked.append(now[0]) or reader)
+    monkeypatch.setattr(reader, "draw", lambda draw, real=reader.draw: drawn.append(now[0]) or real(draw))
+    easel = Easel(registry, reader.id)
+
+    def look(seconds: float, wanted: m.Draw | None = None) -> bool:
+        """Whether a look after so long gives the page something."""
+        now[0] = round(now[0] + seconds, 3)
+        return bool(easel.look(wanted or m.Draw()))
+
+    assert [look(0), look(0.1), look(0.1), look(0.1)] == [True, False, False, False]
+    assert drawn == [100.0, 100.3]  # How long a run is silent is told, too.
+    assert look(0.1, m.Draw(smoothing=0.5))
+    add_lines(folder.path / "records" / "rank-0.jsonl", [make_record(2, 0).to_json()])
+    assert look(0.1, m.Draw(smoothing=0.5))
+    assert drawn == [100.0, 100.3, 100.4, 100.5]
+    assert asked == [100.0, 100.5]
+
+
+class Pictures:
+    """An easel that has something whenever it is looked at, until there is no more; what is no picture is raised."""
+
+    wait_seconds = 0.0
+
+    def __init__(self, *pictures: bytes | BaseException) -> None:
+        self._pictures = list(pictures)
+        self.wishes: list[bool] = []
+        self.threads: set[int] = set()
+
+    def look(self, wanted: m.Draw) -> list[bytes | m.Problem]:
+        self.threads.add(threading.get_ident())
+        if not self._pictures:
+            return []
+        self.wishes.append(wanted.keyframe)
+        picture = self._pictures.pop(0)
+        if isinstance(picture, BaseException):
+            raise picture
+        return [picture]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # One look fails, as it should.
+def test_a_page_that_has_not_taken_a_frame_gets_the_next_one_later_and_a_hidden_one_has_no_thread(monkeypatch) -> None:
+    monkeypatch.setattr("speedlab_server.drawing.TICK_SECONDS", 0.01)
+    easel, sent = Pictures(b"1", b"2", MemoryError(), b"3"), []
+
+    def threads() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if each.name == "speedlab-drawing"]
+
+    async def page() -> None:
+        async with asyncio.timeout(20):
+            taking = asyncio.get_running_loop().create_future()
+
+            def send(found: list[bytes | m.Problem]) -> asyncio.Future[Any]:
+                sent.extend(found)
+                return taking
+
+            painter = Painter(easel, send)
+            painter.ask(m.Draw(keyframe=True))
+            painter.ask(m.Draw())
+            while not sent:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            assert (sent, easel.wishes) == ([b"1"], [True])  # Ten looks later it is still under way.
+            assert len(threads()) == 1
+            taking.set_result(None)
+            while threads():  # The second frame, and the look that fails.
+                await asyncio.sleep(0.01)
+            assert (sent, easel.wishes) == ([b"1", b"2"], [True, False, False])
+            painter.ask(m.Draw())
+            while len(sent) < 3:
+                await asyncio.sleep(0.01)
+            painter.ask(m.Draw(watching=False))
+            while threads():
+                await asyncio.sleep(0.01)
+            assert sent == [b"1", b"2", b"3"]
+
+    asyncio.run(page())
+    assert len(easel.threads) <= 2

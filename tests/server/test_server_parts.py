@@ -19,10 +19,10 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from speedlab_server import cluster_words, clusters, live_output
+from speedlab_server import cluster_words, clusters, live, live_output, reader, registry
 from speedlab_server import messages as m
 from speedlab_server.clusters import MOST_WORDS, Clusters
-from speedlab_server.live import Hub, Page
+from speedlab_server.live import Hub, Page, Watched
 from speedlab_server.live_output import WatchedOutput
 from speedlab_server.output import MOST_BYTES, MOST_RANKS, files_of, output_of
 from speedlab_server.places import OWN, Place, Pythons, candidates, place_of
@@ -36,7 +36,8 @@ from speedlab.cluster import home
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.known_runs import note_seen, run_id, seen_runs
 from speedlab.cluster.supervisor import messages as asked
-from speedlab.telemetry.folder import RunFolderError
+from speedlab.telemetry.folder import RunFolderError, Status
+from speedlab.telemetry.records import RunState
 
 ROOT = Path(__file__).parents[2]
 
@@ -179,11 +180,40 @@ def test_what_may_not_be_read_says_so_and_hides_no_other_run(monkeypatch: pytest
         assert runs["runs"] == f"{root}/runs/config.json {denied}"
 
 
+def test_a_status_that_cannot_be_read_stands_beside_what_the_run_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setattr(registry, "_LIST_SECONDS", 0.0)
+    monkeypatch.setattr(reader, "_FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(live, "_LISTS_SECONDS", 0.0)  # Its cluster is looked up in each look.
+    folder = make_folder(tmp_path / "runs")
+    folder.write_status(Status(state=RunState.PAUSED, step=3, steps=9, text="out of memory on rank 1"))
+    runs = Registry(str(tmp_path))
+    page = Watched(m.Watch(id=run_id(folder.path), parts=["status"]))
+
+    def looked() -> list[m.RunSummary | None]:
+        news = page.news(cast(Any, SimpleNamespace(registry=runs)))
+        assert news is not None
+        assert news.problem is None
+        return [news.status, *runs.runs()]
+
+    said = "paused", 3, "out of memory on rank 1", ""
+    assert [(run.state, run.step, run.text, run.problem) for run in looked() if run] == [said, said]
+    (folder.path / "status.json").write_text("{}")
+    told_of, listed = (run for run in looked() if run)
+    assert (told_of.state, told_of.step, told_of.text) == said[:3]
+    assert (listed.state, listed.text) == ("damaged", said[2])
+    assert all("status.json: is not the status of a run" in run.problem for run in (told_of, listed))
+    runs.reader(told_of.id).close()
+
+
 @pytest.mark.parametrize(
     ("answer", "state", "text"),
     [
         (asked.Refused(call=0, kind="ClusterError", text="speaks version 2"), "starting", "speaks version 2"),
         ({"type": "Progress", "call": 1, "text": 5}, "starting", "they come from different versions of SpeedLab; stop"),
+        (asked.Progress(call=0, text=""), "starting", ""),
         ({"type": "Sung", "text": 5}, "ended", "it did not come up"),
     ],
 )
@@ -194,8 +224,10 @@ def test_a_supervisor_of_another_version_says_so_in_its_own_row(
 
     def speak() -> None:
         connection, _ = listening.accept()
-        with connection:
-            connection.recv(1 << 16)  # Its greeting: who closes before that is one that has ended.
+        with connection, connection.makefile("rb") as heard:
+            # Its greeting, whole, which comes in two pieces: who closes before that is one that has ended.
+            (size,) = struct.unpack("!Q", heard.read(8))
+            heard.read(size)
             data = msgspec.msgpack.encode(answer)
             connection.sendall(struct.pack("!Q", len(data)) + data)
 
@@ -208,6 +240,7 @@ def test_a_supervisor_of_another_version_says_so_in_its_own_row(
         speaker.join(10)
     assert told_of.state == state
     assert text in told_of.text
+    assert bool(text) == bool(told_of.text)  # One that begins, and waits for nothing yet, has no words.
 
 
 # ---- what pages watch ------------------------------------------------------------------------------------------------

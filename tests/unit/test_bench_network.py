@@ -25,6 +25,7 @@ def found(**changes: Any) -> Found:
         "bytes_share": 1 / 30,
         "step_speed": 9.0,
         "step_speed_range": (8.5, 9.5),
+        "run_bytes_share": 1 / 6,
         "run_speed": 3.0,
         "wire_seconds": 0.4,
         "goal": Goal(bytes_share=1 / 28, step_speed=8, run_speed=3.5, loss_within=SEED_NOISE),
@@ -71,6 +72,7 @@ def test_goals_are_told_where_a_row_can_speak_of_them() -> None:
     gigabit, unshaped = (found(link=link, goal=Goal(gigabit_share=0.9)) for link in ("1 Gbit/s", "unshaped"))
     assert list(reached(gigabit, {}, [gigabit, unshaped])) == ["of unshaped ≥ 0.9: yes"]
     assert list(reached(gigabit, {}, [replace(unshaped, step_seconds=0.4)])) == ["of unshaped ≥ 0.9: no"]
+    assert list(reached(found(goal=Goal(run_bytes_share=1 / 60)), {})) == ["run's bytes ≤ 1/60: no"]
     strict = Goal(loss_within=0.005)
     assert list(reached(found(goal=strict), losses)) == ["loss ≤ +0.50%: no"]
 
@@ -83,6 +85,7 @@ def test_the_table_says_what_limits_a_step() -> None:
     assert limits == ["the link, 80%", "the link, 80%", "computing, link 20%", "computing"]
     assert [line["bytes of plain"] for line in cells[:2]] == ["1", "1/30"]
     assert (cells[1]["step speed (range)"], cells[1]["end to end"]) == ("9.00 (8.50..9.50)", "3.00")
+    assert [line["bytes of a run"] for line in cells[:2]] == ["1", "1/6"]
     assert (cells[0]["goal: reached"], cells[3]["goal: reached"]) == ("–", "bytes ≤ 1/28: yes")
 
 

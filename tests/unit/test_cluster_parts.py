@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ import psutil
 import pytest
 
 from speedlab import hardware
-from speedlab.cluster import processes, remote
+from speedlab.cluster import host_rendezvous, locks, processes, remote
 from speedlab.cluster.cluster import Cluster
 from speedlab.cluster.devices import choose_devices
+from speedlab.cluster.engine_environment import device_fields, rank_environment
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, EngineEntry, Home, running_clusters
-from speedlab.cluster.launchers import DeviceEngineSetLauncher, device_fields, rank_environment
+from speedlab.cluster.launchers import DeviceEngineSetLauncher
 from speedlab.cluster.shipping import pack, unpack
 from speedlab.cluster.supervisor.hands import Here
 from speedlab.hardware import Device
@@ -130,6 +132,31 @@ def test_state_is_private_and_comes_back_equal() -> None:
     assert home.read() is None
 
 
+def test_generations_only_grow_whoever_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Home("box")
+    home.create("token")
+
+    def count_on() -> None:
+        for _ in range(10):
+            home.next_generation()
+
+    def hear_of_one() -> None:  # As an engine does, of one that may be past by then.
+        for back in range(10):
+            host_rendezvous.set_generation(home.rendezvous, max(0, home.generation - back))
+
+    with ThreadPoolExecutor(5) as threads:
+        for done in [threads.submit(work) for work in (count_on, count_on, hear_of_one, count_on, hear_of_one)]:
+            done.result(20)
+    assert home.generation == 30
+    monkeypatch.setattr(host_rendezvous, "_LOCK_SECONDS", 0.05)
+    held = locks.hold(home.rendezvous / "generation.lock", 0.0)
+    with pytest.raises(TimeoutError, match=r"generation.lock: another process has held it for 0.05 s"):
+        home.next_generation()
+    os.close(held)
+    home.next_generation()
+    assert home.generation == 31
+
+
 def test_a_home_that_two_hosts_share_keeps_the_clusters_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     def on(host: str) -> Home:
         monkeypatch.setattr(platform, "node", lambda: host)
@@ -191,8 +218,8 @@ def test_processes_that_have_the_numbers_of_a_cluster_after_a_restart_of_everyth
         assert running_clusters() == []
         with pytest.raises(ClusterError, match="cluster 'box' does not run"):
             Cluster.attach("box")
-        hands = Here(home, None, TOKEN)  # type: ignore[arg-type]  # it is asked nothing
-        hands.interrupt([engine])
+        hands = Here(home, None, TOKEN, None)  # type: ignore[arg-type]  # it is asked nothing
+        assert hands.interrupt({engine: "a message"}) == []
         assert [look.alive for look in hands.look([engine])] == [False]
         assert hands.end([engine], lambda gone: None) == []
         Cluster(name="box", start=False).stop()

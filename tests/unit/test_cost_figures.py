@@ -82,7 +82,7 @@ def test_memory_over_the_time_of_the_newest_step_that_was_marked() -> None:
     assert costs({"memory": marks[:1]}, sent_bytes={}) == {}, "one moment is no course"
 
 
-def test_a_page_gets_costs_once_a_second_and_loses_those_that_nobody_pays_for() -> None:
+def test_a_page_gets_costs_every_other_second_and_loses_those_that_nobody_pays_for() -> None:
     now, records = [0.0], {0: [make_record(1)]}
     history = History.of(records)
     drawing = Drawing(history, name="costs", clock=lambda: now[0])
@@ -98,12 +98,12 @@ def test_a_page_gets_costs_once_a_second_and_loses_those_that_nobody_pays_for() 
 
     assert "communication" in parts(2)
     assert parts(3, sent_bytes={"all_gather": 4096}) == []
-    now[0] = 1.1
+    now[0] = 2.1
     assert parts(4, sent_bytes={"all_gather": 4096}) == ["communication"]
     records[0].clear()
     for step in range(5, 30):
         records[0].append(make_record(step, sent_bytes={}))
-    now[0] = 2.2
+    now[0] = 4.2
     parts(30, sent_bytes={})
     told = parts(31, sent_bytes={})
     assert told[0] == "Keyframe"

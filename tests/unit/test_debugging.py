@@ -1,46 +1,93 @@
-"""The debugger of ranks, in one process: what is kept, the door, a post-mortem, breakpoints of a cell."""
+"""The debugger of ranks, in one process: what is kept, the door, a post-mortem, breakpoints of a cell; the same for a
+rank on another host, over its agent and the supervisor."""
 
 from __future__ import annotations
 
 import gc
+import re
+import signal
+import struct
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from person import Person
 
 import speedlab.cluster.debug_line as debug_line
 import speedlab.cluster.debugging as debugging
 from speedlab.cluster import remote
-from speedlab.cluster.debug_line import Door, door_path
+from speedlab.cluster.agent_lobby import MOST_BYTES, Given, Lobby, Said
+from speedlab.cluster.debug_line import Door, Greeting, Words, door_path, lobby_path
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.shipping import pack
+from speedlab.cluster.supervisor.channel import connect, listen
+from speedlab.cluster.supervisor.debug_relay import Relay
+
+
+class Far:
+    """The way of a rank on another host: what its agent and the supervisor do, the controller's calls left out."""
+
+    def __init__(self, cluster: Path, host: Path) -> None:
+        self.lobby = Lobby(host)
+        self.relay = Relay(cluster, self.exchange)
+        self.answers = True
+        self.most_bytes = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def exchange(self, host: str, given: Mapping[str, Given]) -> dict[str, Said]:
+        if not self.answers:
+            raise ClusterError(f"{host} does not answer")
+        said = self.lobby.exchange(given)
+        self.most_bytes = max([self.most_bytes, *(len(data) for data, _ in said.values())])
+        return said
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.01):
+            self.relay.hear({"host-b": self.lobby.waiting()})
+
+    def close(self) -> None:
+        """Sessions that there are end."""
+        self._over.set()
+        self._thread.join()
+        self.lobby.end_forgotten(0.0)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The cluster's, in which a rank of this host is, too."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("SPEEDLAB_RENDEZVOUS", str(tmp_path / "rendezvous"))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # As in a kernel; what ranks run here changes it.
     yield tmp_path
+    signal.signal(signal.SIGINT, before)
     debugging.forget()
 
 
-class Person:
-    """Says the lines in their order; after them an interrupt, or whatever stands there as an exception."""
+@pytest.fixture
+def far(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Far]:
+    """The rank is on another host."""
+    host = folder / "host-b"
+    host.mkdir()
+    monkeypatch.setenv("SPEEDLAB_RENDEZVOUS", str(host / "rendezvous"))
+    made = Far(folder, host)
+    yield made
+    made.close()
 
-    def __init__(self, *lines: str | type[BaseException]) -> None:
-        self.lines = list(lines)
-        self.prompts: list[str] = []
 
-    def __call__(self, prompt: str) -> str:
-        self.prompts.append(prompt)
-        line = self.lines.pop(0)
-        if isinstance(line, str):
-            return line
-        raise line
+@pytest.fixture(params=["here", "far"])
+def either(request: pytest.FixtureRequest, folder: Path) -> Path:
+    """The cluster's folder; the rank is on this host, or on another one."""
+    if request.param == "far":
+        request.getfixturevalue("far")
+    return folder
 
 
 def on_a_rank(folder: Path, person: Person, work: Callable[[], Any]) -> Any:
@@ -77,7 +124,8 @@ def failing_call() -> dict[str, Any]:
     return remote.call(pack((fail, (1,), {}), {}))
 
 
-def test_a_post_mortem_has_the_frames_of_what_was_raised_last(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_post_mortem_has_the_frames_of_what_was_raised_last(either: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = either
     assert on_a_rank(folder, Person(), lambda: debugging.post_mortem("name")) is False
     on_a_rank(folder, Person(), failing_call_quietly)
     person = Person(
@@ -121,7 +169,7 @@ def test_what_is_kept_is_freed_before_the_next_work_begins(folder: Path) -> None
 
 def stopping() -> list[int]:
     counts = [1]
-    with debugging.breakpoints("name"):
+    with debugging.Breakpoints("name"):
         breakpoint()
         counts.append(2)
         counts.append(3)
@@ -129,8 +177,8 @@ def stopping() -> list[int]:
     return counts
 
 
-def test_breakpoints_stop_until_the_person_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hook = sys.breakpointhook
+def test_breakpoints_stop_until_the_person_goes_on(either: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, hook = either, sys.breakpointhook
     person = Person("p counts", "n", "p counts", "!counts[0] = 5", "c", "p len(counts)", "c")
     assert on_a_rank(folder, person, stopping) == [5, 2, 3]
     said = capsys.readouterr().out
@@ -140,18 +188,162 @@ def test_breakpoints_stop_until_the_person_goes_on(folder: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("end", ["q", KeyboardInterrupt, EOFError])
-def test_who_leaves_the_debugger_ends_the_cell(folder: Path, end: Any) -> None:
-    assert type(on_a_rank(folder, Person("p 1", end), stopping)).__name__ == "BdbQuit"
+def test_who_leaves_the_debugger_ends_the_cell(either: Path, end: Any) -> None:
+    assert type(on_a_rank(either, Person("p 1", end), stopping)).__name__ == "BdbQuit"
 
 
 def test_nobody_at_the_door_stops_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    either: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder = either
     monkeypatch.setattr(debug_line, "GREET_SECONDS", 0.05)
+    monkeypatch.setattr(debug_line, "FAR_GREET_SECONDS", 0.5)
     assert stopping() == [1, 2, 3]
     with Door(folder, "name", ask=Person()):  # Open, but nobody serves it.
         assert stopping() == [1, 2, 3]
-    assert capsys.readouterr().out.count("nobody on this host waits for the cell, which goes on") == 2
+    nobody, silent = capsys.readouterr().out.splitlines()
+    assert "nobody waits for this cell in front of a prompt" in nobody
+    assert re.search("(the kernel with the prompt has not|no prompt has) answered within 0.0?5 s", silent)
     failing_call_quietly()
-    with pytest.raises(ClusterError, match="rank 1 does not reach the notebook"):
+    with pytest.raises(ClusterError, match="rank 1 does not reach who asked"):
         debugging.post_mortem("name")
+
+
+def test_a_rank_whose_line_fails_is_told_so(
+    folder: Path, far: Far, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far.close()  # The supervisor asks no more, after which the agent lets those go about whom nobody has asked.
+
+    def forget() -> None:
+        wait_for(lambda: bool(far.lobby.waiting()), 20)
+        far.lobby.end_forgotten(0.0)
+
+    thread = threading.Thread(target=forget, daemon=True)
+    thread.start()
+    assert stopping() == [1, 2, 3]
+    thread.join()
+    listen(lobby_path(folder / "host-b")).close()  # The agent has ended.
+    assert stopping() == [1, 2, 3]
+    assert capsys.readouterr().out.splitlines() == [
+        f"breakpoint(): {what}, so this cell goes on; run it again to stop there"
+        for what in (
+            "the line to the prompt, over the agent of this host, has broken (the connection was closed)",
+            "the agent of this host, over which a prompt is reached, has ended ([Errno 111] Connection refused)",
+        )
+    ]
+    failing_call_quietly()
+    with pytest.raises(ClusterError, match="rank 1 does not reach who asked for a post-mortem: the agent of this host"):
+        debugging.post_mortem("name")
+
+
+def test_half_a_message_of_one_rank_keeps_no_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank that was suspended amid it."""
+    data = msgspec.msgpack.encode(Words(text="at last\n"))
+    framed = struct.pack("!Q", len(data)) + data
+    ended: list[list[int]] = []
+    thread = threading.Thread(target=lambda: ended.append(stopping()), daemon=True)
+    with Door(folder, "name", ask=Person("c", "c")) as door:
+        half = connect(door_path(folder, "name"), Greeting)
+        for end in (3, 11):  # Amid the length, and amid what follows it.
+            half.connection.sendall(framed[:end])
+            framed = framed[end:]
+            door.serve()
+        thread.start()
+        deadline = time.monotonic() + 20
+        while thread.is_alive():
+            door.serve(0.01)
+            assert time.monotonic() < deadline
+        assert ended == [[1, 2, 3]]
+        assert "at last" not in capsys.readouterr().out
+        half.connection.sendall(framed)
+        door.serve()
+        assert capsys.readouterr().out == "at last\n"
+        half.close()
+
+
+def test_what_is_said_may_be_of_any_length(either: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Longer than a socket, or an agent, keeps of it."""
+    count = 3 * MOST_BYTES
+    # What `!` prints would go to whichever of the two is at work: both are threads of this process.
+    person = Person(f"!counts.append('{'a' * count}')", f"p 'b' * {count}", "!counts.append(len(counts[1]))", "c", "c")
+    stopped = on_a_rank(either, person, stopping)
+    assert (len(stopped[1]), stopped[2]) == (count, count)
+    assert "b" * count in capsys.readouterr().out
+
+
+def rank_of_its_own(number: int) -> str:
+    with debugging.Breakpoints("name"):
+        breakpoint()
+    return f"rank {number} went on"
+
+
+def test_ranks_that_stop_together_are_taken_one_after_the_other(either: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a person thinks about the first: the others are greeted meanwhile, and wait."""
+    monkeypatch.setattr(debug_line, "GREET_SECONDS", 0.5)
+    monkeypatch.setattr(debug_line, "FAR_GREET_SECONDS", 0.5)
+    ended: list[str] = []
+    asked: list[tuple[int, int]] = []
+    inside: list[int] = []
+    ranks = [
+        threading.Thread(target=lambda number=number: ended.append(rank_of_its_own(number)), daemon=True)
+        for number in range(3)
+    ]
+
+    def person(prompt: str) -> str:
+        asked.append((len(inside), len(ended)))
+        inside.append(1)
+        if len(asked) == 1:
+            for thread in ranks[1:]:
+                thread.start()
+            wait_for(lambda: len(door._inside) == 3, 10)
+            assert not ended  # Nobody went on for want of a greeting.
+        inside.pop()
+        return "c"
+
+    with Door(either, "name", ask=person) as door:
+        ranks[0].start()
+        deadline = time.monotonic() + 20
+        while any(thread.is_alive() for thread in ranks) or len(asked) < 3:
+            door.serve(0.01)
+            assert time.monotonic() < deadline
+    assert sorted(ended) == [f"rank {number} went on" for number in range(3)]
+    assert [at_once for at_once, _ in asked] == [0, 0, 0]
+
+
+def wait_for(check: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("lost", ["agent", "supervisor"])
+def test_a_host_that_goes_ends_the_session_on_both_sides(
+    folder: Path, far: Far, lost: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose() -> None:
+        if lost == "agent":
+            far.answers = False  # From now on; the rank hears it from its agent, which nobody asks any more.
+        else:
+            far.close()
+
+    ended: list[BaseException] = []
+
+    def rank() -> None:
+        try:
+            stopping()
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=rank, daemon=True)
+    with Door(folder, "name", ask=Person(lose)) as door:
+        thread.start()
+        deadline = time.monotonic() + 20
+        while "out of reach" not in (said := capsys.readouterr().out):
+            door.serve(0.01)
+            assert time.monotonic() < deadline
+    assert "\nthe rank is out of reach, which ends its session\n" in said
+    assert thread.is_alive() is (lost == "agent")
+    far.lobby.end_forgotten(0.0)
+    thread.join(10)
+    assert [type(error).__name__ for error in ended] == ["BdbQuit"]

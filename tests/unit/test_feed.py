@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from telemetry_samples import eventually, make_event, make_folder, make_record
 
 from speedlab.telemetry import rank_records
 from speedlab.telemetry.feed import Feed, bars_seconds
+from speedlab.telemetry.figures import header
 from speedlab.telemetry.folder import Status
 from speedlab.telemetry.rank_records import NEWEST, RankRecords
 from speedlab.telemetry.records import RECORDS, RunState, Span
@@ -181,6 +183,13 @@ def test_who_draws_the_leading_ranks_steps_looks_at_others_less_often(folder, mo
     assert newest(Status(state=RunState.PAUSED, step=2)) == [3, 3, 3]
     append(folder, 2, line(4, 2))
     assert newest(leading=False) == [3, 3, 4]
+    append(folder, 3, line(4, 3))
+    assert newest() == [3, 3, 4]
+    now += bars_seconds(3)
+    assert newest() == [3, 3, 4, 4]
+    fresh = History()
+    fresh.update({}, [make_event("started", 0)], leading=True)  # Events come before the first record.
+    assert (len(fresh.events), fresh.latest) == (1, {})
 
 
 def test_who_asks_for_the_last_record_alone_has_one_line_read(folder, monkeypatch):
@@ -228,6 +237,8 @@ def test_damaged_events_and_status_are_reported_and_the_last_good_status_stays(f
     feed.poll()
     good = make_event("paused", 3).to_json().encode()
     (folder.path / "events.jsonl").write_bytes(b'{"kind": 1, "step": 2, "time": 3}\n' + good + b"\n")
+    folder.write_status(Status(state=RunState.STARTING, text="its engines come back"))
+    feed.poll()
     (folder.path / "status.json").write_text("{}")
     feed.poll()
     assert [event.kind for event in feed.events] == ["paused"]
@@ -235,12 +246,22 @@ def test_damaged_events_and_status_are_reported_and_the_last_good_status_stays(f
     assert feed.status.state is RunState.STARTING
     assert not feed.poll()
     assert "status.json" in feed.problem
-    assert "is not the status of a run: '' is not a valid RunState; its state is the one that was read before" in (
-        feed.status.text
-    )
-    folder.write_status(Status(state=RunState.PAUSED, step=3))
+    why = "is not the status of a run: '' is not a valid RunState; its state is the one that was read before"
+    assert feed.status.text == "its engines come back"
+    assert feed.status.unread.endswith(why)
+    note = header(History.of(feed.records, feed.events), name="a", status=feed.status).note
+    assert note == f"its engines come back · {folder.path / 'status.json'}: {why}"
+    folder.write_status(replace(feed.status, state=RunState.PAUSED, step=3, text=""))
+    assert "unread" not in (folder.path / "status.json").read_text()
     assert feed.poll()
-    assert (feed.status.state, feed.status.text) == (RunState.PAUSED, "")
+    assert (feed.status.state, feed.status.told) == (RunState.PAUSED, "")
+
+
+def test_what_cannot_be_read_is_named(folder):
+    (folder.path / "events.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError) as caught:
+        Feed(folder).poll()
+    assert caught.value.filename == str(folder.path / "events.jsonl")
 
 
 def test_a_file_replaced_by_a_shorter_one_is_read_anew(folder):

@@ -98,10 +98,10 @@ def test_prediction_is_an_outline_in_the_readers_colour_with_its_error():
     made.predicted = Prediction(memory=[rank, rank], speeds=((0, 4096.0),))
     layout = memory_figure(made)["layout"]
     assert [(shape["y0"], shape["y1"], shape["name"]) for shape in layout["shapes"]] == [(0, 4, "ink")] * 2
-    assert layout["annotations"][-1]["text"] == "□ predicted 4.0 MiB, measured 5.0 MiB (-20%)"
+    assert layout["annotations"][-1]["text"] == "□ predicted 4.0 MiB, 20 % less than measured (5.0 MiB)"
     states = states_figure(made)["layout"]
     assert [shape["y1"] for shape in states["shapes"]] == [3, 3]
-    assert "(-25%)" in states["annotations"][0]["text"]
+    assert states["annotations"][0]["text"] == "□ predicted 3.0 MiB, 25 % less than measured (4.0 MiB)"
 
 
 def test_predicted_speed_is_a_line_that_follows_changes_of_shape_and_tells_its_error():
@@ -110,7 +110,7 @@ def test_predicted_speed_is_a_line_that_follows_changes_of_shape_and_tells_its_e
     trace = throughput_figure(made)["data"][1]
     assert trace["y"].tolist() == [4096.0] * 5 + [16384.0] * 5
     told = header(made, name="sample", status=Status(state=RunState.RUNNING, step=10, steps=40)).text
-    assert "8.19 k tokens/s (predicted 16.4 k, +100%)" in told  # Measured: 4,096 tokens in 0.5 s.
+    assert "8.19 k tokens/s (predicted 16.4 k, 2 times what was measured)" in told  # Measured: 4,096 tokens in 0.5 s.
     assert "(not yet calibrated)" in trace["hovertemplate"]
 
 

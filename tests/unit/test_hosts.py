@@ -6,13 +6,15 @@ import json
 import os
 import socket
 import subprocess
+import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from telemetry_samples import make_folder
+from telemetry_samples import eventually, make_folder
 
 import speedlab.cluster.host_specs as host_specs
 import speedlab.network as network
@@ -20,6 +22,7 @@ from speedlab.cluster.agent import Order, own_versions, problem_here
 from speedlab.cluster.agent_launchers import slurm_script, slurm_step, ssh_problem
 from speedlab.cluster.agent_muster import check_equal
 from speedlab.cluster.controller_place import controller_arguments
+from speedlab.cluster.engine_environment import host_environment
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, EngineEntry, Home
 from speedlab.cluster.host_specs import (
@@ -33,8 +36,7 @@ from speedlab.cluster.host_specs import (
     parse_hosts,
 )
 from speedlab.cluster.hosts import Host, places
-from speedlab.cluster.launchers import host_environment
-from speedlab.cluster.launching import InSlurm
+from speedlab.cluster.launching import InSlurm, OverSSH
 from speedlab.cluster.supervisor.hands_on_hosts import OnHosts, found_on_hosts
 from speedlab.hardware import cpu_devices
 from speedlab.network import Endpoint, try_to_reach
@@ -255,7 +257,7 @@ def test_a_damaged_file_of_agents_is_named(tmp_path: Path, monkeypatch: pytest.M
         (255, "me@g: Permission denied (publickey).", "g refuses the key"),
         (255, "Host key verification failed.", "g is not known to be g"),
         (255, "ssh: connect to host g port 22: Connection timed out", "g cannot be reached by ssh"),
-        (127, "sh: 1: /py: not found", "g has no /py (sh: 1: /py: not found)"),
+        (127, "sh: 1: /py: not found", "g has no /py (sh: 1: /py: not found); install it at that path, or name"),
         (1, "/py: No module named 'speedlab'", "g: /py says No module named 'speedlab'; install SpeedLab there"),
         (1, "", "g did not start an agent: status 1"),
     ],
@@ -392,3 +394,57 @@ def test_a_line_of_hosts() -> None:
     asked = host_specs.parse(hosts=["gpu-1", "gpu-2:4"])
     assert asked is not None
     assert host_specs.engines_asked(asked) is None
+
+
+PRETENDED_SSH = """#!{python}
+import pathlib, subprocess, sys
+proxy = subprocess.Popen(["sleep", "30"])  # It outlives an ssh that is killed, and holds its pipes.
+folder, host = pathlib.Path({folder!r}), sys.argv[sys.argv.index("--") - 1]
+(folder / f"{{host}} connected").touch()
+order = sys.stdin.read()
+proxy.kill()
+if order:
+    (folder / f"{{host}} ordered").write_text(order)
+    wrong = host == "a" and (folder / "wrong").exists()
+    print('{{"problem": "a is not as it should be"}}' if wrong else '{{"pid": 7}}')
+(folder / f"{{host}} left").touch()
+"""
+
+
+def test_all_hosts_are_connected_to_and_the_first_one_looks_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text(PRETENDED_SSH.format(python=sys.executable, folder=str(tmp_path)))
+    ssh.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    order = Order(cluster="c", token="t", connection={}, controller="")
+
+    def told(word: str) -> list[str]:
+        return sorted(file.name.partition(" ")[0] for file in tmp_path.glob(f"* {word}"))
+
+    def connect() -> OverSSH:
+        launching = OverSSH(Home("c", tmp_path), SshHosts(names=("a", "b", "c"), engines=(1, 2, None)))
+        launching.prepare()
+        eventually(lambda: told("connected") == ["a", "b", "c"])
+        assert told("ordered") == []
+        return launching
+
+    began = time.monotonic()
+    connect().abandon()
+    assert time.monotonic() < began + 20
+    (tmp_path / "wrong").touch()
+    launching = connect()
+    with pytest.raises(ClusterError, match=r"^a is not as it should be$"):
+        launching.start(order)
+    assert (told("ordered"), launching.began) == (["a"], ["a"]), "nothing was begun on the others"
+    assert told("left") == ["a"], "they were left without a word"
+    for file in [tmp_path / "wrong", *tmp_path.glob("a *")]:
+        file.unlink()
+
+    launching = connect()
+    launching.start(order)
+    given = [Order.from_json((tmp_path / f"{host} ordered").read_text()) for host in "abc"]
+    assert [(each.name, each.engines) for each in given] == [("a", 1), ("b", 2), ("c", 0)]
+    assert launching.stop(order, ["a", "b"]) == []
+    assert Order.from_json((tmp_path / "c ordered").read_text()).end

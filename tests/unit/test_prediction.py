@@ -10,7 +10,7 @@ from speedlab.hardware import Device
 from speedlab.planner import calibration_store, parameter_count
 from speedlab.planner.here import hardware_here
 from speedlab.planner.setup import Setup
-from speedlab.telemetry.prediction import prediction_of
+from speedlab.telemetry.prediction import error_text, prediction_of
 
 DEVICE = Device(
     kind="cpu",
@@ -60,3 +60,23 @@ def test_what_is_not_known_is_not_predicted() -> None:
     assert prediction_of(CONFIG, [started()], []) is None
     assert prediction_of(CONFIG, [started(parameters=7)], [DEVICE] * 4) is None  # Somebody's own model.
     assert prediction_of(CONFIG, [started(dtype=None)], [DEVICE] * 4) is None
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "text"),
+    [
+        (120, 100, "20 % more than measured"),
+        (80, 100, "20 % less than measured"),
+        (199, 100, "99 % more than measured"),
+        (200, 100, "2 times what was measured"),
+        (351, 100, "3.5 times what was measured"),
+        (150_000, 100, "1,500 times what was measured"),
+        (100.4, 100, "as measured"),
+        (99.6, 100, "as measured"),
+        (100, 0, ""),
+        (100, float("nan"), ""),
+        (float("inf"), 100, ""),
+    ],
+)
+def test_an_error_is_told_in_words(predicted: float, measured: float, text: str) -> None:
+    assert error_text(predicted, measured) == text

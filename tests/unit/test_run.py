@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from telemetry_samples import eventually, make_event, make_record
@@ -30,14 +31,15 @@ from speedlab.cluster.going_on import resume_arguments
 from speedlab.cluster.known_runs import RunError, remembered_runs
 from speedlab.cluster.own_model import OWN_MODEL, read_own_model
 from speedlab.cluster.reattach import attach
-from speedlab.cluster.run import Run, start_run
+from speedlab.cluster.run import Run
+from speedlab.cluster.start_run import start_run
 from speedlab.cluster.supervisor import recovery
 from speedlab.cluster.supervisor.holds import Hold
 from speedlab.cluster.supervisor.runs import Runs
 from speedlab.config import ConfigError, RunConfig
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner import parameter_count
-from speedlab.telemetry.folder import Command, RunFolder, RunFolderError, Status
+from speedlab.telemetry.folder import UNSUPERVISED, Command, RunFolder, RunFolderError, Status
 from speedlab.telemetry.records import Ledger, RunState
 from speedlab.telemetry.writer import RecordWriter
 
@@ -1336,3 +1338,42 @@ def test_it_says_where_it_stands_and_escapes_what_it_says(make, engines):
 def test_the_room_exports_the_handle():
     assert speedlab.cluster.Run is Run
     assert speedlab.cluster.attach is attach
+
+
+@pytest.mark.parametrize("trouble", ["dead", "unsubmitted", "unknown", "held"])
+def test_a_run_that_does_not_go_on_after_a_takeover_says_so_in_its_status(make, engines, monkeypatch, trouble):
+    """It has paused for want of a supervisor, and its text promises that it goes on."""
+    run = make(steps=3)
+    run.wait(10)
+    path = run.folder.path
+    eventually(lambda: not engines.runs.standing(path).active)
+    status = run.folder.read_status()
+    run.folder.write_status(replace(status, state=RunState.PAUSED, step=2, text=UNSUPERVISED))
+    with monkeypatch.context() as patch:
+        if trouble == "dead":
+            engines.dead, expected = {1}, "brings an engine back"
+        elif trouble == "held":  # What goes wrong comes with the end of the hold.
+            engines.runs.runs.hold(path, Hold.of("mine", os.getpid()), 0.0)
+            expected = "brings an engine back"
+        elif trouble == "unsubmitted":
+            patch.setattr(engines, "submit", mock.Mock(side_effect=OSError("no space left")))
+            expected = "no space left"
+        else:
+            patch.setattr(RunFolder, "require_known", mock.Mock(side_effect=RunFolderError("of a later version")))
+            expected = "of a later version"
+        engines.runs = LocalRuns(engines)
+        engines.runs.runs.take_over()
+        if trouble == "held":
+            engines.dead = {1}
+            engines.runs.runs.let_go(path, "mine")
+    status = run.folder.read_status()
+    assert status.state is RunState.PAUSED
+    assert status.text.startswith("the supervisor ended, and under the next one the run could not go on: ")
+    assert expected in status.text
+    assert status.text.endswith("run.resume() goes on once that is mended")
+    assert run.folder.pending(status.command) == [], "nothing is carried out much later"
+    with pytest.raises((ClusterError, RunFolderError), match=expected):
+        run.wait(10)
+    engines.dead = set()
+    assert run.resume().wait(10).kind == "resumed"
+    assert run.wait(10) is RunState.FINISHED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import stat
@@ -227,6 +228,35 @@ def test_an_event_comes_at_once_and_behind_the_step_it_belongs_to(tmp_path, conn
     found = receive(subscriber, lambda found: len(found) >= 3)
     assert [(message.kind, message.start) for message in found] == [(b"r", 0), (b"r", 9), (b"e", 7)]
     publisher.close()
+
+
+def test_who_draws_one_rank_hears_its_records_and_all_events(tmp_path, connect):
+    publishers = [Publisher(tmp_path, rank, hz=1000) for rank in (0, 1)]
+    subscriber = connect(publishers[0], tmp_path)
+    connect(publishers[1], tmp_path)
+    numbers = itertools.count(1)
+
+    def heard() -> set[int]:
+        """Ranks whose records come, of those that each sends before an event."""
+        number, found = next(numbers), []
+        for rank, publisher in enumerate(publishers):
+            publisher.send(Message(b"r", rank, number, b"line"))
+            publisher.send(Message(b"e", rank, number, b"event"))
+
+        def events_came() -> bool:
+            found.extend(message for message in subscriber.receive() if message.start == number)
+            return [message.kind for message in found].count(b"e") == len(publishers)
+
+        eventually(events_came)
+        return {message.rank for message in found if message.kind == b"r"}
+
+    assert heard() == {0, 1}
+    subscriber.hear(0)
+    eventually(lambda: heard() == {0})  # Who sends is told a moment later.
+    subscriber.hear(None)
+    eventually(lambda: heard() == {0, 1})
+    for publisher in publishers:
+        publisher.close()
 
 
 def test_close_sends_what_was_held_back(tmp_path, connect):

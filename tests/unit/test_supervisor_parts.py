@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -23,15 +24,15 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from ipyparallel.error import NoEnginesRegistered, RemoteError
+from ipyparallel.error import NoEnginesRegistered, RemoteError, TaskAborted
 from telemetry_samples import eventually
 
-from speedlab.cluster import processes, remote
+from speedlab.cluster import agent_tasks, host_rendezvous, processes, remote
 from speedlab.cluster.agent_calls import send_to
 from speedlab.cluster.errors import ClusterError, RankError
 from speedlab.cluster.home import EngineEntry
 from speedlab.cluster.known_runs import remembered_runs
-from speedlab.cluster.shipping import pack
+from speedlab.cluster.shipping import pack, unpack
 from speedlab.cluster.supervisor import messages as m
 from speedlab.cluster.supervisor.adopted import Adopted
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, connect, listen
@@ -44,6 +45,7 @@ from speedlab.cluster.supervisor.lost_hosts import LostHosts
 from speedlab.cluster.supervisor.recovery import Count
 from speedlab.cluster.supervisor.server import Server
 from speedlab.cluster.supervisor.submissions import Line, Submission
+from speedlab.cluster.supervisor.unreached import Unreached
 
 
 class FakeEngines:
@@ -170,7 +172,107 @@ def engines_of(line: Line, client: object) -> Engines:
     entries = [EngineEntry(rank=rank, pid=0, engine_id=10 + rank) for rank in range(2)]
     made.state, made.client, made.line = SimpleNamespace(name="c", engines=entries), client, line  # type: ignore[assignment]
     made._lost = LostHosts()
+    made.home = SimpleNamespace(generation=7)  # type: ignore[assignment]
     return made
+
+
+class HandsOnHosts:
+    """Of two hosts, with a rank each. One's agent does not answer until it is back."""
+
+    def __init__(self) -> None:
+        self.silent = True
+        self.signals: list[tuple[int, str]] = []
+        """(rank, the message that it is to work on), of those that were reached."""
+        self.cuts: list[int] = []
+        """Ranks, of those that were reached."""
+
+    def interrupt(self, at_work: dict[EngineEntry, str]) -> list[EngineEntry]:
+        away = [engine for engine in at_work if engine.rank == 1 and self.silent]
+        self.signals += [(engine.rank, message) for engine, message in at_work.items() if engine not in away]
+        return away
+
+    def cut(self, at_work: dict[EngineEntry, str]) -> list[EngineEntry]:
+        away = [engine for engine in at_work if engine.rank == 1 and self.silent]
+        self.cuts += [engine.rank for engine in at_work if engine not in away]
+        return away
+
+    def next_generation(self, *, at_once: bool = False) -> None:
+        assert at_once, "an interrupt waits for no agent"
+
+
+def test_an_interrupt_waits_for_no_host_and_reaches_it_later_if_it_still_works_on_the_same(
+    line: Line, engines: FakeEngines
+) -> None:
+    hands, told = HandsOnHosts(), []
+    made = engines_of(line, SimpleNamespace(ids=[10, 11]))
+    made.hands, made._interrupting = hands, threading.Lock()  # type: ignore[assignment]
+    made.state.engines[1] = EngineEntry(rank=1, pid=0, engine_id=11, host="host-b")  # type: ignore[index]
+    made.home.amid = lambda what: contextlib.nullcontext()  # type: ignore[method-assign]
+    made.output = SimpleNamespace(on_lines=lambda *said: told.append(said))  # type: ignore[assignment]
+    made._unreached = Unreached(line, hands)  # type: ignore[arg-type]
+    work = line.add(Submission(b"a cell of both", [0, 1]))
+    eventually(lambda: all(work.messages.get(rank) for rank in (0, 1)))
+
+    def first_ends() -> None:
+        eventually(lambda: hands.signals)
+        engines.answer(0, TaskAborted())
+        engines.answer(0, pack(None, {}))  # It leaves its group.
+
+    ending = threading.Thread(target=first_ends)
+    ending.start()
+    began = time.monotonic()
+    assert made.interrupt(None, seconds=0.6) == [0]
+    ending.join(10)
+    assert time.monotonic() - began < 5
+    assert set(hands.signals) == {(0, work.messages[0])}
+    assert told == [
+        (
+            [1],
+            "stderr",
+            "host-b: no agent answers there, so rank 1 does not hear the interrupt; once one answers, it is sent if it "
+            "still works on the same\n",
+        )
+    ]
+    made.interrupt_those_back()  # Nobody is back.
+    hands.silent, hands.signals, hands.cuts = False, [], []
+    made.interrupt_those_back()
+    assert hands.signals == [(1, work.messages[1])]
+    made.interrupt_those_back()
+    assert (len(hands.signals), hands.cuts) == (2, [1]), "again, while it works on the same"
+
+    # One that has gone on meanwhile is left alone. What it does first is to leave its group, in the present generation.
+    made._unreached.note({1: work}, made.state)
+    engines.answer(1, pack(None, {}))
+    eventually(lambda: len(engines.sent) == 4)
+    leaves, arguments, _ = unpack(engines.sent[-1][1])
+    assert (engines.sent[-1][0], leaves, arguments) == (1, remote.reset, (7,))
+    made.interrupt_those_back()
+    assert len(hands.signals) == 2
+
+
+def test_an_agent_signals_no_other_work_than_what_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The word may have waited for its host to be back."""
+    rendezvous = tmp_path / "rendezvous"
+    rendezvous.mkdir()
+    monkeypatch.setenv(processes.TOKEN, "token-of-an-agent")
+    monkeypatch.setenv("SPEEDLAB_RENDEZVOUS", str(rendezvous))
+    monkeypatch.setattr(agent_tasks, "_folder", tmp_path)
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    monkeypatch.setattr(agent_tasks, "_known", lambda wanted: [psutil.Process(pid) for pid, _ in wanted])
+    try:
+        for works, meant, signals in (("a", "a", 1), ("b", "a", 0), ("", "a", 0), ("", "", 0)):
+            with host_rendezvous.at_work(works) if works else contextlib.nullcontext():
+                assert agent_tasks.signal_at_work([(os.getpid(), 0.0, meant)], signal.SIGUSR2) == [os.getpid()]
+                assert host_rendezvous.is_meant() is (works == meant == "a")
+            assert (works, meant, len(heard)) == (works, meant, signals)
+            heard.clear()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert [file.name for file in rendezvous.iterdir()] == [f"meant-{os.getpid()}"]
+    for number, kept in ((2, "2\n"), (1, "2\n"), (3, "3\n")):  # One that comes late counts nothing back.
+        host_rendezvous.set_generation(rendezvous, number)
+        assert (rendezvous / "generation").read_text() == kept
 
 
 def test_an_engine_that_dies_while_ranks_leave_their_group_stops_nobody(line: Line, engines: FakeEngines) -> None:
@@ -470,23 +572,53 @@ def test_what_was_taken_up_late_is_followed_to_its_end(line: Line, engines: Fake
     line.close()
 
 
+NAMED = """
+import os, time, speedlab.cluster.processes as processes
+processes.{0}
+if os.fork() == 0:  # As a DataLoader's worker.
+    processes._name("pt_data_worker")
+else:
+    print("named", flush=True)
+time.sleep(60)
+"""
+
+
 def test_what_takes_over_ends_only_engines_that_nobody_counts() -> None:
-    """Found by the cluster's token; a program that a cell has left is no engine, nor is what an engine forked."""
+    """Found by the cluster's token; a program that a cell has left is no engine, nor is what an engine forked. What
+    engines are forked off goes first: it could fork another one."""
     environment = {**os.environ, processes.TOKEN: "token-of-this-test"}
     command = [sys.executable, "-c", "import os, time; os.fork(); time.sleep(60)"]
     counted, unknown = (subprocess.Popen([*command, processes.ENGINE_MODULE], env=environment) for _ in range(2))
     other = subprocess.Popen(command, env=environment)
+    named = [
+        subprocess.Popen(
+            [sys.executable, "-c", NAMED.format(own), processes.NURSERY_MODULE],
+            env=environment,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        for own in ("name_nursery()", "name_engine(7)", "name_engine(7); processes._name('my-program')", "name_nanny()")
+    ]
+    nursery, forked, renamed, nanny = named
     try:
-        eventually(lambda: len(processes.marked("token-of-this-test")) == 6)
-        hands = Here(SimpleNamespace(), SimpleNamespace(), "token-of-this-test")  # type: ignore[arg-type]  # not asked
-        assert hands.end_unknown([EngineEntry(rank=0, pid=counted.pid, engine_id=0)]) == [unknown.pid]
+        for process in named:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"named\n"
+        eventually(lambda: len(processes.marked("token-of-this-test")) == 14)
+        assert [processes.rank_of(psutil.Process(process.pid)) for process in (forked, renamed)] == [7, None]
+        hands = Here(SimpleNamespace(), SimpleNamespace(), "token-of-this-test", None)  # type: ignore[arg-type]  # not asked
+        unknowns = hands.end_unknown([EngineEntry(rank=0, pid=counted.pid, engine_id=0)])
+        assert sorted(unknowns) == sorted([unknown.pid, forked.pid, renamed.pid])
+        assert nursery.wait(10) == -signal.SIGKILL
         left = [p for p in processes.marked("token-of-this-test") if p.status() != psutil.STATUS_ZOMBIE]
-        assert len(left) == 4
-        assert {counted.pid, other.pid} <= {process.pid for process in left}
+        assert len(left) == 7, "two of each, and what the nursery had forked"
+        assert {counted.pid, other.pid, nanny.pid} <= {process.pid for process in left}
     finally:
         processes.end(processes.marked("token-of-this-test"), patience_seconds=0.0)
-        for process in (counted, unknown, other):
+        for process in (counted, unknown, other, *named):
             process.wait(10)
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 # ---- the channel -----------------------------------------------------------------------------------------------------

@@ -55,6 +55,26 @@ describe('how busy ranks are', () => {
   });
 });
 
+test('of several hosts each has a line of its own above its ranks, as text', () => {
+  const row = new ClusterRow('a', {} as never);
+  document.body.append(row.node);
+  const ranks = [makeRank(0, { host: 'gpu-07' }), makeRank(1, { host: HOSTILE[0]! }), makeRank(2, { host: 'gpu-07' })];
+  const detail = { ranks, memory: [], problem: '' } as unknown as ClusterItem['detail'];
+  const lines = () =>
+    [...row.node.querySelectorAll('tbody tr')].map(line => [...line.children].map(at => at.textContent));
+  row.update({ cluster: makeCluster(), open: true, detail, problem: '', note: undefined });
+  expect(lines()).toEqual([
+    ['gpu-07'],
+    ['0, 2', 'cpu', 'busy', '1\u00a0B'],
+    [HOSTILE[0]],
+    ['1', 'cpu', 'busy', '1\u00a0B']
+  ]);
+  expect(row.node.querySelectorAll('tbody:last-of-type th[scope=rowgroup][colspan="4"]')).toHaveLength(1);
+  detail!.ranks = ranks.slice(0, 1);
+  row.update({ cluster: makeCluster(), open: true, detail, problem: '', note: undefined });
+  expect(lines()).toEqual([['0', 'cpu', 'busy', '1\u00a0B']]);
+});
+
 class Told {
   readonly asked: string[] = [];
   readonly questions: Question[] = [];

@@ -3,7 +3,11 @@ import type { IStateDB } from '@jupyterlab/statedb';
 import { Chips } from '../src/compare/chips';
 import { hiddenIn } from '../src/compare/hidden';
 import { figureOf } from '../src/compare/shown';
+import { CompareView } from '../src/compare/view';
 import { Figures } from '../src/dashboard/figures';
+import type { Layout, Trace } from '../src/dashboard/figures';
+import type { Plotly } from '../src/dashboard/plotly';
+import type { Taker } from '../src/dashboard/source';
 import type { Compared, ComparedRun, Comparison } from '../src/messages';
 import { HOSTILE } from './samples';
 
@@ -131,4 +135,53 @@ test('a comparison comes whole at first, then what stands beside its figures', (
   const part = { ...compared, part: 'compared' as const, note: '3 other settings are the same' };
   figures.take({ type: 'Changes', version: 1, seq: 5, parts: [part], buffers: [] }, []);
   expect([figures.seq, figures.compared?.note]).toEqual([5, '3 other settings are the same']);
+});
+
+test('where all runs are hidden every figure says so, and a picture too, until one is shown again', async () => {
+  jest.useFakeTimers();
+  const drawn: Record<string, { text: string[]; axes: unknown }> = {};
+  const told = ({ annotations, xaxis }: Layout) => ({
+    text: annotations.map(note => note.text),
+    axes: xaxis['visible']
+  });
+  const pictured: string[][] = [];
+  const plotly: Plotly = {
+    react: (place, _, made) => Promise.resolve(void (drawn[place.dataset['plot']!] = told(made))),
+    purge: () => {},
+    toImage: ({ layout: made }) => {
+      pictured.push(told(made).text);
+      return Promise.resolve('data:image/svg+xml,%3Csvg%20xmlns=%22http://www.w3.org/2000/svg%22/%3E');
+    },
+    Plots: { resize: () => undefined }
+  };
+  let taker: Taker | undefined;
+  const source = { start: (view: Taker) => void (taker = view), ask: () => {}, close: () => {} };
+  const view = new CompareView(source, () => Promise.resolve(plotly));
+  document.body.replaceChildren(view.node);
+  const compared: Compared = { runs, facts: [], settings: [], note: '' };
+  const listed = ({ data }: { data: readonly Pick<Trace, 'x' | 'y'>[] }) => ({
+    data: data.map(trace => ({ ...trace, x: [...trace.x], y: [...trace.y] })),
+    layout
+  });
+  const figures = { loss: listed(curves), throughput: listed(curves), memory: listed(bars), anatomy: listed(bars) };
+  taker!.onMessage({ type: 'Comparison', version: 1, seq: 1, figures, compared, buffers: [] }, []);
+  const draws = () => jest.advanceTimersByTimeAsync(250); // At most five times a second.
+  await draws();
+  expect(drawn['loss']).toEqual({ text: ['◆', '◆', '◆'], axes: true });
+  for (const chip of document.querySelectorAll<HTMLButtonElement>('.sl-chip')) chip.click();
+  await draws();
+  const hidden = { text: ['all runs are hidden'], axes: false };
+  expect(drawn).toEqual({ loss: hidden, throughput: hidden, memory: hidden, anatomy: hidden });
+  expect(document.querySelector('.sl-all')!.textContent).toBe('Show all 3');
+  const saved = jest.fn<string, [Blob]>(() => 'blob:here');
+  Object.assign(URL, { createObjectURL: saved, revokeObjectURL: () => {} });
+  jest.spyOn(HTMLAnchorElement.prototype, 'click').mockImplementation(() => {});
+  document.querySelector<HTMLButtonElement>('.sl-tools button[title*="SVG"]')!.click();
+  await draws();
+  expect([pictured, saved.mock.calls.length]).toEqual([Array(4).fill(['all runs are hidden']), 1]);
+  document.querySelectorAll<HTMLButtonElement>('.sl-chip')[1]!.click();
+  await draws();
+  expect(drawn['loss']).toEqual({ text: ['◆'], axes: true });
+  view.dispose();
+  jest.useRealTimers();
 });

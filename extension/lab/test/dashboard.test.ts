@@ -6,7 +6,7 @@ Object.assign(globalThis, { TextDecoder, TextEncoder });
 import { inked, isDark } from '../src/dashboard/colours';
 import { Controls } from '../src/dashboard/controls';
 import { Figures, harmless, plainText, readFrame } from '../src/dashboard/figures';
-import type { Buffer } from '../src/dashboard/figures';
+import type { Buffer, Drawn } from '../src/dashboard/figures';
 import { ModelSource } from '../src/dashboard/modelSource';
 import type { Model } from '../src/dashboard/modelSource';
 import { TableView, tableOf } from '../src/dashboard/tables';
@@ -228,6 +228,7 @@ describe('a kernel that is restarted', () => {
   let sent: unknown[] = [];
   let problems: string[] = [];
   let taken: number[] = [];
+  let numbers: ArrayBuffer[] = [];
 
   function sourceOf(bundle: string | null): ModelSource {
     sent = [];
@@ -241,7 +242,12 @@ describe('a kernel that is restarted', () => {
       widget_manager: { get_model: id => Promise.resolve({ ...model, comm_live: id !== 'dead' }) }
     };
     const source = new ModelSource(model, 'v');
-    source.start({ onMessage: ({ seq }) => void taken.push(seq), onProblem: text => void problems.push(text) });
+    numbers = [];
+    const onMessage = ({ seq }: Drawn, buffers: Buffer[]) => {
+      taken.push(seq);
+      numbers.push(...(buffers as ArrayBuffer[]));
+    };
+    source.start({ onMessage, onProblem: text => void problems.push(text) });
     return source;
   }
 
@@ -258,11 +264,20 @@ describe('a kernel that is restarted', () => {
 
   it('while it lives, is heard for all views until it draws for one alone', () => {
     const source = sourceOf(null);
-    const hear = handlers.get('msg:custom') as (message: unknown, buffers: Buffer[]) => void;
+    const hear = handlers.get('msg:custom') as (message: unknown) => void;
     const own = (view: string, seq: number) => ({ type: 'OwnDrawing', version: 1, view, drawn: changes(seq) });
     for (const message of [changes(1), own('other', 2), own('v', 3), changes(4), own('other', 5), own('v', 6)])
-      hear(message, []);
+      hear(message);
     expect(taken).toEqual([1, 3, 6]);
+    source.close();
+  });
+
+  it('sends numbers as text', () => {
+    const source = sourceOf(null);
+    const hear = handlers.get('msg:custom') as (message: unknown) => void;
+    hear({ ...changes(1), buffers_as_text: [btoa('\0\0\x80\x3f'), btoa('\0\0\0\x40')] });
+    hear(changes(2));
+    expect(numbers.map(each => [...new Float32Array(each)])).toEqual([[1], [2]]);
     source.close();
   });
 

@@ -330,9 +330,12 @@ test('of many ranks the lowest, the median and the highest; negative remainders 
 test('ranks alike are one line, told apart by host where there are several', () => {
   open();
   const ranks = page.detail.ranks.map((rank, index) => ({ ...rank, state: 'idle', host: index ? 'b' : 'a' }));
-  expect(alike(ranks).map(group => [group.device, group.ranks.length])).toEqual([
-    ['cpu · a', 1],
-    ['cpu · b', 2]
+  expect(alike(ranks).map(group => [group.host, group.device, group.ranks.length])).toEqual([
+    ['a', 'cpu', 1],
+    ['b', 'cpu', 2]
+  ]);
+  expect(alike(ranks.map(rank => ({ ...rank, host: 'b' }))).map(group => [group.host, group.ranks.length])).toEqual([
+    ['', 3]
   ]);
 });
 

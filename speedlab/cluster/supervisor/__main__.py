@@ -5,19 +5,18 @@ Its environment holds the cluster's token; what it is to start comes as JSON on 
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import json
 import logging
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import Home
+from speedlab.cluster.locks import hold
 from speedlab.cluster.processes import TOKEN
 from speedlab.cluster.supervisor.channel import listen
 
@@ -36,6 +35,7 @@ def main() -> None:
     lock = _locked(home.supervisor_lock)
     listening = listen(home.supervisor_socket)
     asked = json.load(sys.stdin)
+    begin = _what_was_asked(home, asked)
 
     # What follows imports ipyparallel, which takes a while: clients can already connect, and wait.
     from speedlab.cluster.supervisor.server import Server
@@ -44,7 +44,7 @@ def main() -> None:
     supervisor = Supervisor(home, os.environ[TOKEN])
     server = Server(listening, supervisor)
     try:
-        supervisor.serve(server, _what_was_asked(home, asked))
+        supervisor.serve(server, begin)
     except ClusterError as error:
         logging.getLogger("speedlab.supervisor").error("%s", error)
         sys.exit(1)
@@ -53,32 +53,34 @@ def main() -> None:
 
 
 def _what_was_asked(home: Home, asked: dict[str, Any] | None) -> Begin:
-    from speedlab.cluster.supervisor.supervisor import find, start_here
+    from speedlab.cluster.nursery import Nursery, can_fork
     from speedlab.hardware import Device
 
     token = os.environ[TOKEN]
     if asked is None:
+        from speedlab.cluster.supervisor.supervisor import find
+
         return find(home)
     if "spec" in asked:
         from speedlab.cluster.supervisor.hands_on_hosts import start_on_hosts
 
         return functools.partial(start_on_hosts, home, token, asked)
     devices = [Device(**{**device, "cores": tuple(device["cores"])}) for device in asked["devices"]]
-    return start_here(home, token, devices, asked["backend"], asked["link"])
+    environment = home.environment(token, asked["backend"], asked["link"])
+    nursery = Nursery({**os.environ, **environment}, home.nursery_log)
+    if can_fork(device.kind for device in devices):
+        nursery.begin(devices[0].threads)  # It imports torch while this process imports ipyparallel.
+    from speedlab.cluster.supervisor.supervisor import start_here
+
+    return start_here(home, token, devices, asked["backend"], asked["link"], nursery)
 
 
 def _locked(path: Path) -> int:
-    """The lock that says that a supervisor is there; it is the system's, and goes with this process."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                sys.exit(f"{path}: the cluster has a supervisor")
-            time.sleep(0.02)
+    """The lock that says that a supervisor is there; it goes with this process."""
+    try:
+        return hold(path, _LOCK_SECONDS)
+    except TimeoutError:
+        sys.exit(f"{path}: the cluster has a supervisor")
 
 
 if __name__ == "__main__":

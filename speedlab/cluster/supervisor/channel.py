@@ -9,6 +9,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ class Channel:
         self._socket = connection
         self._decoder = msgspec.msgpack.Decoder(receives)
         self._sending = threading.Lock()
+        self._coming = bytearray(_LENGTH.size)
+        self._got = 0
+        """How much of `_coming` is there: a length, or, once it was `_announced`, the message after it."""
+        self._announced = False
 
     def send(self, message: Message) -> None:
         """Raises ChannelClosedError."""
@@ -79,10 +84,39 @@ class Channel:
     def receive(self) -> Any:
         """The next message. Raises ChannelClosedError at the end, and for what is no message of this protocol;
         UnfitMessageError for one with fields of the wrong kind, after which others may come."""
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        while not self._read_on():
+            pass
+        return self._decoded()
+
+    def receive_within(self, seconds: float) -> Any | None:
+        """As `receive`; None where the next message is not there whole after `seconds`: what has come of it is kept."""
+        deadline = time.monotonic() + seconds
+        while self.ready(max(0.0, deadline - time.monotonic())):
+            if self._read_on():
+                return self._decoded()
+        return None
+
+    def _read_on(self) -> bool:
+        """Take in what comes next; whether a message is whole now."""
+        try:
+            more = self._socket.recv_into(memoryview(self._coming)[self._got :])
+        except OSError as error:
+            raise ChannelClosedError(str(error)) from None
+        if more == 0:
+            raise ChannelClosedError("the connection was closed")
+        self._got += more
+        if self._got < len(self._coming):
+            return False
+        if self._announced:
+            return True
+        (length,) = _LENGTH.unpack(self._coming)
         if length > _MOST_BYTES:
             raise ChannelClosedError(f"a message of {length} bytes was announced")
-        data = self._exactly(length)
+        self._coming, self._got, self._announced = bytearray(length), 0, True
+        return length == 0
+
+    def _decoded(self) -> Any:
+        data, self._coming, self._got, self._announced = self._coming, bytearray(_LENGTH.size), 0, False
         try:
             return self._decoder.decode(data)
         except msgspec.ValidationError as error:
@@ -92,23 +126,15 @@ class Channel:
         except msgspec.DecodeError as error:
             raise ChannelClosedError(f"what came is no message: {error}") from None
 
+    @property
+    def connection(self) -> socket.socket:
+        """The connection, for who only passes on what comes from now on."""
+        return self._socket
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-    def _exactly(self, count: int) -> bytearray:
-        data = bytearray(count)
-        view, got = memoryview(data), 0
-        while got < count:
-            try:
-                more = self._socket.recv_into(view[got:])
-            except OSError as error:
-                raise ChannelClosedError(str(error)) from None
-            if more == 0:
-                raise ChannelClosedError("the connection was closed")
-            got += more
-        return data
 
 
 def _call_in(data: bytearray) -> int | None:
@@ -140,10 +166,12 @@ def short_path(path: Path) -> Any:
         os.close(descriptor)
 
 
-def connect(path: Path, receives: Any) -> Channel:
-    """A channel to whoever listens at `path`. Raises OSError when nobody does."""
+def connect(path: Path, receives: Any, *, waits: bool = True) -> Channel:
+    """A channel to whoever listens at `path`. Raises OSError when nobody does. `waits`: False for one whose connection
+    never waits, and is not made where too many wait there to be let in."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        connection.setblocking(waits)
         with short_path(path) as address:
             connection.connect(address)
     except BaseException:

@@ -23,13 +23,14 @@ from speedlab.cluster.errors import DIED, ClusterError, RankError, name_ranks
 from speedlab.cluster.home import INTERRUPTING, ClusterState, EngineEntry, Home
 from speedlab.cluster.shipping import pack
 from speedlab.cluster.supervisor.adopted import Adopted
-from speedlab.cluster.supervisor.hands import Hands, Process
+from speedlab.cluster.supervisor.hands import AtWork, Hands, Process
 from speedlab.cluster.supervisor.journal import FileJournal
 from speedlab.cluster.supervisor.lost_hosts import LostHosts
 from speedlab.cluster.supervisor.messages import RankStatus
 from speedlab.cluster.supervisor.output import Output
 from speedlab.cluster.supervisor.resizing import Resize
 from speedlab.cluster.supervisor.submissions import Line, Submission
+from speedlab.cluster.supervisor.unreached import Unreached, at_work
 
 if TYPE_CHECKING:
     from ipyparallel import Client
@@ -72,6 +73,7 @@ class Engines:
         journal = FileJournal(home.path / "submissions.jsonl")
         self.line = Line(self._send, journal, self._release_in_a_while)
         self.output = Output(start.read_connection(home), self._rank_by_id.get, len(state.devices), home.output)
+        self._unreached = Unreached(self.line, hands)
         self._count(state)
         with self._after_an_interrupt():
             self.adopted = Adopted(self.line, client, state, journal)
@@ -231,44 +233,60 @@ class Engines:
                     self._stop(working, seconds)
                     return sorted(alive - self.line.working().keys())
                 with self.home.amid(INTERRUPTING):
-                    still = self._stop(working, seconds)
+                    still, unreached = self._stop(working, seconds)
                     # Not all ranks may have joined the group, or the same one: they meet again where none has been.
-                    self.hands.next_generation()
-                    self.reset(sorted(alive - still))
+                    self.hands.next_generation(at_once=True)
+                    self.reset(sorted((alive - still) | unreached))
             return sorted(alive - self.line.working().keys())
 
-    def _stop(self, working: dict[int, Submission], seconds: float) -> set[int]:
-        """Signal what these ranks work on; returns those that still work on it after `seconds`."""
+    def _stop(self, working: dict[int, Submission], seconds: float) -> tuple[set[int], set[int]]:
+        """Signal what these ranks work on; returns those that still work on it after `seconds`, and those of them that
+        cannot be reached now."""
         begun = time.monotonic()
         deadline, signal_at = begun + seconds, begun
         lost = set(self.lost_ranks)
         # Who waits for a rank on a host that is lost has no step that could end.
         in_vain = any(lost & one.failures.keys() for one in working.values())
         cut_at = begun + (0.0 if in_vain else min(CUT_SECONDS, 0.7 * seconds))
-        still = set(working)
+        still, unreached = set(working), set[int]()
+
+        def signal(hands: Callable[[AtWork], list[EngineEntry]]) -> None:
+            at = at_work(self.state, {rank: working[rank] for rank in still})
+            unreached.clear()
+            unreached.update(engine.rank for engine in hands(at))
+
         while still and time.monotonic() < deadline:
             if time.monotonic() >= signal_at:
                 signal_at = time.monotonic() + RESEND_SECONDS
-                self.hands.interrupt([self.state.engines[rank] for rank in still])
+                signal(self.hands.interrupt)
             if time.monotonic() >= cut_at:
                 cut_at = time.monotonic() + RESEND_SECONDS
-                self.hands.cut([self.state.engines[rank] for rank in still])
+                signal(self.hands.cut)
             time.sleep(_POLL_SECONDS)
             now = self.line.working()
             still = {rank for rank in still if now.get(rank) is working[rank]}
-        return still
+        unreached &= still
+        if told := self._unreached.note({rank: working[rank] for rank in unreached}, self.state):
+            self.output.on_lines(sorted(unreached), "stderr", told)
+        return still, unreached
+
+    def interrupt_those_back(self) -> None:
+        """Interrupt ranks that an interrupt could not reach, and now does; those that still work on the same."""
+        self._unreached.try_again(self.state)
 
     def reset(self, ranks: list[int]) -> None:
-        """Let ranks leave their process group, before whatever waits for them; waits for those that are idle."""
+        """Let ranks leave their process group, before whatever waits for them, and meet in the present generation next;
+        waits for those that are idle."""
         ranks = [rank for rank in ranks if self.reaches(self.state.engines[rank])]
         if not ranks:
             return
-        at_work = self.line.working()
-        resets = self._add(remote.reset, (), ranks, first=True)  # One that dies just now is no reason to stop here.
+        working = self.line.working()
+        # One that dies just now is no reason to stop here.
+        resets = self._add(remote.reset, (self.home.generation,), ranks, first=True)
         deadline = time.monotonic() + _RESET_SECONDS
-        while set(resets.unfinished) - at_work.keys() and time.monotonic() < deadline:
+        while set(resets.unfinished) - working.keys() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-        for rank in sorted(set(resets.unfinished) - at_work.keys()):
+        for rank in sorted(set(resets.unfinished) - working.keys()):
             log.warning("rank %d does not leave its process group; cluster.restart(%d) brings it back", rank, rank)
         for rank, failure in resets.failures.items():
             log.warning("rank %d could not leave its process group: %s", rank, failure)

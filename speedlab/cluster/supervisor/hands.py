@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -17,14 +17,15 @@ import psutil
 import speedlab.cluster.processes as processes
 import speedlab.cluster.start as start
 from speedlab.cluster.devices import devices_for
+from speedlab.cluster.engine_environment import device_fields, rank_environment
 from speedlab.cluster.home import ClusterState, EngineEntry, Home
-from speedlab.cluster.launchers import device_fields, rank_environment
 from speedlab.cluster.loads import Load, Loads
 from speedlab.cluster.wires import CUT_SIGNAL
 
 if TYPE_CHECKING:
     from ipyparallel import Client
 
+    from speedlab.cluster.nursery import Nursery
     from speedlab.cluster.supervisor.wire import Wire
     from speedlab.telemetry.folder import RunFolder
 
@@ -47,6 +48,10 @@ class Plan(NamedTuple):
     """New rank of each engine that stays, by its rank now."""
 
 
+AtWork = Mapping[EngineEntry, str]
+"""Engines, each with ipyparallel's id of the message that it works on."""
+
+
 class Hands(Protocol):
     """Engines' processes of one cluster. Methods may be called from any thread."""
 
@@ -60,12 +65,12 @@ class Hands(Protocol):
         """Each engine's process."""
         ...
 
-    def interrupt(self, engines: Iterable[EngineEntry]) -> None:
-        """SIGINT to each."""
+    def interrupt(self, at_work: AtWork) -> list[EngineEntry]:
+        """SIGINT to each that works on this; returns those that cannot be reached now."""
         ...
 
-    def cut(self, engines: Iterable[EngineEntry]) -> None:
-        """Let those come back that wait for a peer in native code."""
+    def cut(self, at_work: AtWork) -> list[EngineEntry]:
+        """Let those come back that wait for a peer in native code; returns as `interrupt` does."""
         ...
 
     def end(self, engines: Sequence[EngineEntry], gone: Callable[[EngineEntry], object]) -> list[EngineEntry]:
@@ -73,8 +78,9 @@ class Hands(Protocol):
         process has ended, before what it started is."""
         ...
 
-    def next_generation(self) -> None:
-        """Ranks that join from now on meet in a new store."""
+    def next_generation(self, *, at_once: bool = False) -> None:
+        """Ranks that join from now on meet in a new store. `at_once`: no agent is started anew for that; whoever asks
+        tells the ranks (`remote.reset`)."""
         ...
 
     def plan(self, state: ClusterState, size: int) -> Plan:
@@ -115,24 +121,24 @@ class Hands(Protocol):
 class Here:
     """Engines on this host."""
 
-    def __init__(self, home: Home, client: Client, token: str) -> None:
-        self._home, self._client, self._token = home, client, token
+    def __init__(self, home: Home, client: Client, token: str, nursery: Nursery) -> None:
+        self._home, self._client, self._token, self._nursery = home, client, token, nursery
         self._loads = Loads()
 
     def start(
         self, state: ClusterState, ranks: Iterable[int], cancelled: Callable[[], bool]
     ) -> tuple[EngineEntry, ...]:
-        return start.start_engines(self._home, state, self._client, ranks, cancelled)
+        return start.start_engines(self._home, state, self._client, ranks, self._nursery, cancelled)
 
     def look(self, engines: Sequence[EngineEntry]) -> list[Process]:
         return [self._look(engine) for engine in engines]
 
-    def interrupt(self, engines: Iterable[EngineEntry]) -> None:
-        self._signal(engines, signal.SIGINT)
+    def interrupt(self, at_work: AtWork) -> list[EngineEntry]:
+        return self._signal(at_work, signal.SIGINT)
 
-    def cut(self, engines: Iterable[EngineEntry]) -> None:
+    def cut(self, at_work: AtWork) -> list[EngineEntry]:
         self._home.break_stores()
-        self._signal(engines, CUT_SIGNAL)
+        return self._signal(at_work, CUT_SIGNAL)
 
     def end(self, engines: Sequence[EngineEntry], gone: Callable[[EngineEntry], object]) -> list[EngineEntry]:
         trees = {engine: start.tree(engine.pid, self._token) for engine in engines}
@@ -147,13 +153,14 @@ class Here:
     def end_unknown(self, engines: Sequence[EngineEntry]) -> list[int]:
         """End engines that are none of these: an earlier supervisor died while it started or ended them. Returns their
         process ids."""
+        processes.end(processes.nurseries(self._token), patience_seconds=0.0)  # At first: it could fork another one.
         known = {engine.pid for engine in engines}
         unknown = [process.pid for process in processes.engines(self._token) if process.pid not in known]
         trees = [process for pid in unknown for process in start.tree(pid, self._token)]
         processes.end(trees, patience_seconds=0.0)
         return unknown
 
-    def next_generation(self) -> None:
+    def next_generation(self, *, at_once: bool = False) -> None:
         self._home.next_generation()
 
     def plan(self, state: ClusterState, size: int) -> Plan:
@@ -183,11 +190,12 @@ class Here:
     def stop(self) -> None:
         """Who stops the cluster ends its processes by their token."""
 
-    def _signal(self, engines: Iterable[EngineEntry], number: signal.Signals) -> None:
+    def _signal(self, engines: Iterable[EngineEntry], number: signal.Signals) -> list[EngineEntry]:
         for engine in engines:
             if processes.is_alive(engine.pid, self._token):
                 with contextlib.suppress(ProcessLookupError):  # It ended in between.
                     os.kill(engine.pid, number)
+        return []
 
     def _look(self, engine: EngineEntry) -> Process:
         if processes.is_alive(engine.pid, self._token):

@@ -19,14 +19,19 @@ import speedlab.cluster.agent_tasks as agent_tasks
 import speedlab.cluster.host_specs as host_specs
 import speedlab.cluster.processes as processes
 import speedlab.cluster.start as start
+from speedlab.cluster.agent_calls import AT_ONCE_SECONDS
+from speedlab.cluster.agent_lobby import Given, Said
 from speedlab.cluster.agents import Agents, start_agents
 from speedlab.cluster.controller_place import controller_address, controller_arguments
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, EngineEntry, Home, this_host, write_private
 from speedlab.cluster.hosts import Host, hosts_for, places
+from speedlab.cluster.launching import launching_for
 from speedlab.cluster.loads import Load
-from speedlab.cluster.supervisor.hands import Plan, Process
+from speedlab.cluster.supervisor.debug_relay import Relay
+from speedlab.cluster.supervisor.hands import AtWork, Plan, Process
 from speedlab.cluster.supervisor.wire import Wire, wire_for
+from speedlab.cluster.wires import CUT_SIGNAL
 from speedlab.network import Endpoint, try_to_reach
 from speedlab.telemetry.folder import RunFolder
 
@@ -41,6 +46,8 @@ _PROBED_PORT = 1
 _PROBE_SECONDS = 0.5
 _MOST_PROBED = 32
 _LOOK_SECONDS = 2.0
+_EXCHANGE_SECONDS = 4.0
+"""An agent that is silent for so long ends the sessions of ranks that are debugged on its host."""
 _FOLDER_SECONDS = 5.0
 """An agent that is asked of a run's folder for the first time imports what it needs for that."""
 _SILENT_ROUNDS = 3
@@ -65,6 +72,7 @@ class OnHosts:
         """Hosts that were left out when they were lost, and answer."""
         self._seen: set[tuple[Path, tuple[str, ...]]] = set()
         """Folders of runs that all of these hosts share."""
+        self._relay = Relay(home.path, self._exchange)
         self._bringing = threading.Lock()
         """Held while an agent is started anew."""
 
@@ -112,11 +120,15 @@ class OnHosts:
         # An agent that ended has taken no engine with it; whether they live, the controller knows.
         return Process(engine.host in silent and engine.host not in self._lost, False, 0)
 
-    def interrupt(self, engines: Iterable[EngineEntry]) -> None:
-        self._agents.signal(engines, signal.SIGINT)
+    def interrupt(self, at_work: AtWork) -> list[EngineEntry]:
+        return self._signal(at_work, signal.SIGINT)
 
-    def cut(self, engines: Iterable[EngineEntry]) -> None:
-        self._agents.cut(engines)
+    def cut(self, at_work: AtWork) -> list[EngineEntry]:
+        return self._signal(at_work, CUT_SIGNAL)
+
+    def _signal(self, at_work: AtWork, number: int) -> list[EngineEntry]:
+        reached = self._agents.signal_at_work(at_work, number)
+        return [engine for engine in at_work if engine not in reached]
 
     def end(self, engines: Sequence[EngineEntry], gone: Callable[[EngineEntry], object]) -> list[EngineEntry]:
         """Those on hosts that are lost end by themselves, half a minute after the host was cut off."""
@@ -129,8 +141,11 @@ class OnHosts:
         looks = self.look(within)
         return [engine for engine, look in zip(within, looks, strict=True) if look.alive]
 
-    def next_generation(self) -> None:
+    def next_generation(self, *, at_once: bool = False) -> None:
         self._home.next_generation()
+        if at_once:
+            self._agents.set_generation(self._home.generation, AT_ONCE_SECONDS)
+            return
         for host in self._agents.set_generation(self._home.generation):
             try:
                 self._bring_ended([host])  # Else ranks there would wait for the others where these have been.
@@ -192,7 +207,8 @@ class OnHosts:
     def lost(self) -> dict[str, str]:
         """A host whose agent alone has ended is not lost, unless the agent cannot be started anew: nothing can be done
         to its engines then."""
-        silent = self._agents.silent()
+        waiting, silent = self._agents.look_round()
+        self._relay.hear(waiting)
         there = self._there(silent)
         self._agentless = {host: why for host, why in self._agentless.items() if host in there}
         self._silent = {host: self._silent.get(host, 0) + 1 for host in there}
@@ -206,6 +222,11 @@ class OnHosts:
         self._agents.out_of_reach = set(lost)
         self._were_lost.update(lost)
         return self._lost
+
+    def _exchange(self, host: str, given: Mapping[str, Given]) -> dict[str, Said]:
+        if host in self._agents.out_of_reach:
+            raise ClusterError(f"{host} is lost")
+        return self._agents.call(host, agent_tasks.exchange, given, seconds=_EXCHANGE_SECONDS)
 
     def back(self) -> list[str]:
         away = {name for name in self._agents.aside if name in self._were_lost}
@@ -262,13 +283,19 @@ def start_on_hosts(
     spec = host_specs.of_fields(asked["spec"])
     environment = {processes.TOKEN: token}
     arguments = controller_arguments(controller_address(spec, asked["interface"]))
-    controller_pid = asyncio.run(start.launch_controller(home, environment, arguments))
-    client, agents = start.connect_to(home, controller_pid, token), None
+    launching = launching_for(home, spec)
+    try:
+        launching.prepare()  # Hosts are connected to while the controller starts.
+        controller_pid = asyncio.run(start.launch_controller(home, environment, arguments))
+        client, agents = start.connect_to(home, controller_pid, token), None
+    except BaseException:
+        launching.abandon()
+        raise
     try:
         agents = start_agents(
             home,
             client,
-            spec,
+            launching,
             token=token,
             device=asked["device"],
             interface=asked["interface"],

@@ -41,6 +41,7 @@ log = logging.getLogger("speedlab.supervisor")
 
 _HOLD_POLL_SECONDS = 0.02
 _TEXT_LIMIT = 2000
+_WAY_ON = "; run.resume() goes on once that is mended"
 
 
 class Runs:
@@ -148,12 +149,14 @@ class Runs:
         with self._lock:
             self._holds.take_over()
         for path in paths:
-            try:
-                with self._turn:
+            with self._turn:
+                try:
                     if RunFolder(path).read_status().token == self._ranks.token:
                         self._of(path).take_over()
-            except Exception as error:  # A full disk, a damaged folder: the cluster and its other runs go on.
-                log.warning("run %s is not looked after: %s", path, error)
+                except Exception as error:  # A full disk, a damaged folder: the cluster and its other runs go on.
+                    log.warning("run %s is not looked after: %s", path, error)
+                    with contextlib.suppress(Exception):  # What tells of it may be what is damaged.
+                        self._of(path).left_behind(error)
 
     def settle(self, seconds: float) -> bool:
         """Wait until what has happened to the runs is written down; False when that took longer than `seconds`."""
@@ -268,7 +271,7 @@ class Run:
         try:
             self.attend()
         except (ClusterError, RunFolderError) as trouble:
-            self.trouble = trouble
+            self._in_vain(trouble)
 
     def standing(self) -> Standing:
         """Called by anybody."""
@@ -312,6 +315,23 @@ class Run:
         """It cannot be brought back: words that wait for it are not carried out, and whoever asks is told why."""
         self.trouble = trouble
         self._drop_waiting(self.folder.read_status())
+
+    def left_behind(self, trouble: Exception) -> None:
+        """It was to go on under this supervisor, and cannot. Nobody has asked, so the status tells of it."""
+        self.trouble = trouble
+        status = self.folder.read_status()
+        unfinished = status.state in (RunState.PAUSED, RunState.FAILED) and status.token == self._ranks.token
+        if unfinished and self.task is None:
+            before = "" if status.text in ("", UNSUPERVISED) else f"{status.text}\n"
+            text = f"{before}the supervisor ended, and under the next one the run could not go on: {trouble}"
+            text = f"{text[: _TEXT_LIMIT - len(_WAY_ON)]}{_WAY_ON}"
+            self._drop_waiting(replace(status, text=text))
+
+    def _in_vain(self, trouble: Exception) -> None:
+        """A word could not be carried out for which nobody waits any more."""
+        self.trouble = trouble
+        if self.folder.read_status().text == UNSUPERVISED:  # That promises that it goes on.
+            self.left_behind(trouble)
 
     def _go_on(self) -> None:
         """Attend to words, the one included that a run waits for which has paused for want of a supervisor."""
@@ -378,6 +398,8 @@ class Run:
                         self._go_on()
                 except Exception as trouble:
                     self.trouble = trouble
+                    with contextlib.suppress(Exception):  # The status may be what cannot be read.
+                        self._in_vain(trouble)
 
     def _account_for(self, error: RankError | None, submission: str) -> None:
         """Keep the error and see that the status tells of it; drop what nobody will carry out."""

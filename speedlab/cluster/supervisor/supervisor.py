@@ -21,6 +21,7 @@ import speedlab.cluster.processes as processes
 import speedlab.cluster.start as start
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, Home
+from speedlab.cluster.nursery import Nursery
 from speedlab.cluster.supervisor import messages as m
 from speedlab.cluster.supervisor.engines import Engines
 from speedlab.cluster.supervisor.hands import Hands, Here
@@ -211,6 +212,7 @@ class Supervisor:
         while not self._ended.wait(_WATCH_SECONDS) and not self._stopping:
             try:
                 lost = self._look_at_hosts()
+                self.engines.interrupt_those_back()
                 for host in self.engines.hands.back():
                     ranks = [engine.rank for engine in self.engines.state.engines]
                     self._printed(ranks, "stderr", f"{host} answers again: run.reshape(engines=…) takes it in\n")
@@ -243,12 +245,12 @@ class Supervisor:
         self.end()
 
 
-def start_here(home: Home, token: str, devices: Sequence[Device], backend: str, link: str) -> Begin:
+def start_here(home: Home, token: str, devices: Sequence[Device], backend: str, link: str, nursery: Nursery) -> Begin:
     """Start engines on this host; `link`: what they pretend to have between them."""
 
     def begin(progress: Callable[[str], None], cancelled: threading.Event) -> Begun:
-        state, client = start.start_cluster(home, token, devices, backend, link, cancelled.is_set)
-        return state, client, Here(home, client, token)
+        state, client = start.start_cluster(home, token, devices, backend, link, nursery, cancelled.is_set)
+        return state, client, Here(home, client, token, nursery)
 
     return begin
 
@@ -262,7 +264,9 @@ def find(home: Home) -> Begin:
             raise ClusterError(f"cluster {home.name!r} does not run")
         client = start.connect(home, state)
         if not state.hosts:
-            hands = Here(home, client, state.token)
+            environment = home.environment(state.token, state.backend, state.link)
+            nursery = Nursery({**os.environ, **environment}, home.nursery_log)
+            hands = Here(home, client, state.token, nursery)
             if unknown := hands.end_unknown(state.engines):
                 log.info("engines that nobody counted were ended: processes %s", unknown)
             return state, client, hands

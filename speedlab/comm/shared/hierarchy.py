@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from cuda_ops.reduce import reduce
 from speedlab.comm.errors import PeerLost, reason_of, tells_of_lost_peer
+from speedlab.comm.limits import wait_for
 from speedlab.comm.shared.rounds import PAIRWISE, Rounds
 
 
@@ -59,6 +61,11 @@ class Hierarchy:
     @property
     def _leads(self) -> bool:
         return self._place == 0
+
+    def limit(self, seconds: float) -> None:
+        """How long collectives from now on wait for peers of other hosts."""
+        if self._between is not None:
+            self._between._set_default_timeout(timedelta(seconds=seconds))
 
     def leave(self) -> None:
         """Close the connections to other hosts: leaders that wait for this one fail at once."""
@@ -166,7 +173,7 @@ class Hierarchy:
                 if host != self._host and sent[host].numel():
                     works.append(gloo.send([_bytes(sent[host])], host, 0))
             for work in works:
-                work.wait()
+                wait_for(work)
 
     def _gloo(self) -> Any:
         if self._between is None:

@@ -68,6 +68,10 @@ class StagedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802
         return BACKEND
 
+    def limit(self, seconds: float) -> None:
+        """How long collectives from now on wait for peers of this host."""
+        self.meeting.timeout_seconds = seconds
+
     def leave(self) -> None:
         """Take part no more: peers that wait for this rank fail at once."""
         self._worker.stop()
@@ -302,6 +306,10 @@ class SpanningGroup(StagedGroup):
     def hosts(self) -> list[list[int]]:
         """The ranks of each host (indices in the group)."""
         return self._hierarchy.hosts
+
+    def limit(self, seconds: float) -> None:
+        super().limit(seconds)
+        self._hierarchy.limit(seconds)
 
     def leave(self) -> None:
         super().leave()

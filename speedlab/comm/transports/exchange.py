@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from speedlab.comm.transports.torch_own import Finish, Transport
+from speedlab.comm.transports.torch_own import Finish, Transport, gather_whole
 
 
 class Exchanging(Transport):
@@ -51,3 +51,23 @@ def rounds_often(dtype: torch.dtype, terms: int) -> bool:
 def sum_of_slices(received: Tensor, size: int) -> Tensor:
     """The sum (m,) float32 of what `size` ranks sent, `received` (size × m,), in rank order."""
     return received.view(size, -1).sum(0, dtype=torch.float32)
+
+
+def sum_wide(total: Tensor, *, group: Any) -> None:
+    """Sum `total` over the ranks of `group`, in place and in float32, at the bytes of a sum in the tensor's own dtype:
+    each rank sums a slice, then all gather them."""
+    flat, size = total.view(-1), group.size()
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % size))
+    received = torch.empty_like(padded)
+    exchange(received, padded, group)
+    own = sum_of_slices(received, size).to(total.dtype)
+    gather_whole(padded.view(torch.uint8), own.view(torch.uint8), group=group)
+    flat.copy_(padded[: flat.numel()])
+
+
+def scatter_sum_wide(own: Tensor, slices: Tensor, *, group: Any) -> None:
+    """Fill `own` (m,) with the sum in float32 of what the ranks have for this one in their `slices` (n × m,), at the
+    bytes of a reduction in the tensor's own dtype."""
+    received = torch.empty_like(slices)
+    exchange(received, slices, group)
+    own.copy_(sum_of_slices(received, group.size()))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cuda_ops.reduce import reduce
+from speedlab.comm.limits import wait_for
 from speedlab.comm.traffic import BufferMeter
 from speedlab.comm.transports.torch_own import Finish, Transport
 from speedlab.comm.wires import Wires
@@ -40,7 +41,7 @@ class GlooPeers(Transport):
     def wait_until_all_read(self) -> None:
         sends, self._sends = self._sends, []
         for work in sends:
-            work.wait()
+            wait_for(work)
 
     def withdraw(self) -> None:
         """The sends are kept, not cancelled: a slower rank may still need them to come to the same break. Their tags
@@ -63,7 +64,7 @@ class GlooPeers(Transport):
 
         def finish() -> None:
             for work in works:
-                work.wait()
+                wait_for(work)
 
         return finish
 
@@ -78,7 +79,7 @@ class GlooPeers(Transport):
 
         def finish() -> None:
             for work in works:
-                work.wait()
+                wait_for(work)
             reduce([*received[: self.index], own, *received[self.index :]], into, accumulate=accumulate)
             self._buffers.add(-received.nbytes)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from speedlab.engine.step.fused import FusedOptimizer, LooksAtParameters
 from speedlab.engine.step.losses import LossFunction, check_loss
 from speedlab.engine.step.meeting import kept_by_islands
 from speedlab.engine.step.memory import PeakMemory, suit_allocator
+from speedlab.engine.step.model_part import ModelPart
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.engine.step.precision import LossScale, compute_dtype
 from speedlab.layout import Layout
@@ -101,36 +103,10 @@ def initialize(
     batch = config.batch.resolve(layout.data_size)
     if isinstance(model, nn.Module):
         check_attention(model, config.model.attention)
-    prepare_small_states(config, world.device)
-    if optimizer is None:
-        prepare_optimizer(config, world.device)
-    sparse = config.model.attention.kind == "block_sparse" or config.data.documents == "separate"
-    if sparse and world.device.type == "cpu":
-        warm.warm_up(lambda line: print(line, flush=True), steps=warm.SPARSE)
+    _prepare_kernels(config, optimizer, world.device)
     epochs = _epochs(training_data, batch, layout, world.rank, config.seed)
-    attention = BlockSparse(config.model.attention)
-    try:
-        engine = _build(
-            model,
-            optimizer,
-            lr_scheduler,
-            config,
-            world,
-            loss=loss,
-            units=units,
-            tp_plan=tp_plan,
-            batch=batch,
-            attention=attention,
-        )
-    except BaseException:
-        attention.undo()
-        raise
-    if isinstance(engine.scheduler, ReduceLROnPlateau):
-        engine.destroy()
-        raise ConfigError(
-            "lr_scheduler: ReduceLROnPlateau.step takes a metric, which engine.step does not have; leave lr_scheduler "
-            "out, make it of the returned optimizer and step it yourself"
-        )
+    engine = _build(model, optimizer, lr_scheduler, config, world, loss=loss, units=units, tp_plan=tp_plan, batch=batch)
+    _refuse_plateau(engine)
     for module in engine.modules:
         _engines[module] = weakref.ref(engine)
     engine.epochs = epochs
@@ -149,7 +125,6 @@ def _build(
     units: UnitChoice | None,
     tp_plan: Mapping[str, str] | None,
     batch: Batch,
-    attention: BlockSparse,
 ) -> Engine:
     """The model's parts on this rank, the optimizer over their flats, and the engine over both. Collective."""
     layout, dtype = config.layout(world.size, built_in=False), compute_dtype(config.precision, world.device)
@@ -157,32 +132,58 @@ def _build(
     outside_bytes = PeakMemory.resident()
     if isinstance(model, nn.Module):
         _take_back(model)
-    model = attention.within(model)
-    traffic = Traffic()
-    mesh = Mesh(layout, world, traffic)
-    _check_islands(mesh, config)
-    plans = plan_model_parts(model, config, layout, world, mesh.everyone, dtype, tp_plan)
-    recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer)
-    _check_communicating(recipe.kind, config, mesh)
-    _check_masters(recipe.kind, [plan.module for plan in plans], mesh)
-    stores = Stores(away_folder(config), rank=world.rank, traffic=traffic, device=world.device)
-    parts = [
-        build_model_part(
-            plan,
-            config,
-            mesh,
-            tp_plan=tp_plan,
-            units=units,
-            groups=recipe.group_of,
-            compute_dtype=dtype,
-            accumulation=batch.accumulation,
-            kept=kept_by(recipe.kind) or kept_by_islands(config.outer, layout.islands),
-            left_to_optimizer=kept_by(recipe.kind) is not None,
+    attention = BlockSparse(config.model.attention)
+    with ExitStack() as on_failure:
+        on_failure.callback(attention.undo)
+        model = attention.within(model)
+        traffic = Traffic()
+        mesh = Mesh(layout, world, traffic)
+        _check_islands(mesh, config)
+        plans = plan_model_parts(model, config, layout, world, mesh.everyone, dtype, tp_plan)
+        recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer)
+        _check_communicating(recipe.kind, config, mesh)
+        _check_masters(recipe.kind, [plan.module for plan in plans], mesh)
+        stores = Stores(away_folder(config), rank=world.rank, traffic=traffic, device=world.device)
+        parts = [
+            build_model_part(
+                plan,
+                config,
+                mesh,
+                tp_plan=tp_plan,
+                units=units,
+                groups=recipe.group_of,
+                compute_dtype=dtype,
+                accumulation=batch.accumulation,
+                kept=kept_by(recipe.kind) or kept_by_islands(config.outer, layout.islands),
+                left_to_optimizer=kept_by(recipe.kind) is not None,
+                stores=stores,
+                moments=config.optimizer.moments if optimizer is None else 2,
+            )
+            for plan in plans
+        ]
+        partitioned = _partitioned(recipe, parts, mesh)
+        engine = Engine(
+            parts,
+            optimizer=partitioned,
+            scheduler=_scheduler(lr_scheduler, optimizer, config, partitioned.inner),
+            config=config,
+            batch=batch,
+            world=world,
+            mesh=mesh,
+            traffic=traffic,
             stores=stores,
-            moments=config.optimizer.moments if optimizer is None else 2,
+            loss_scale=LossScale(config.precision, dtype),
+            dtype=dtype,
+            outside_bytes=outside_bytes,
+            loss=loss,
+            attention=attention,
         )
-        for plan in plans
-    ]
+        on_failure.pop_all()
+    return engine
+
+
+def _partitioned(recipe: Recipe, parts: Sequence[ModelPart], mesh: Mesh) -> PartitionedOptimizer:
+    """The optimizer over the flats of all parts. Collective."""
     partitioned = PartitionedOptimizer(
         [flat for part in parts for flat in part.zero.flats],
         Placement.joined(part.zero.placement for part in parts),
@@ -192,22 +193,7 @@ def _build(
         apart=issubclass(recipe.kind, LooksAtParameters),
     )
     partitioned.prepare()
-    return Engine(
-        parts,
-        optimizer=partitioned,
-        scheduler=_scheduler(lr_scheduler, optimizer, config, partitioned.inner),
-        config=config,
-        batch=batch,
-        world=world,
-        mesh=mesh,
-        traffic=traffic,
-        stores=stores,
-        loss_scale=LossScale(config.precision, dtype),
-        dtype=dtype,
-        outside_bytes=outside_bytes,
-        loss=loss,
-        attention=attention,
-    )
+    return partitioned
 
 
 def _config(config: GivenConfig | None) -> RunConfig:
@@ -218,6 +204,16 @@ def _config(config: GivenConfig | None) -> RunConfig:
     named = config_of({} if config is None else config)
     unasked = {"clip_norm": None, "schedule": ScheduleConfig(kind="constant", warmup_steps=0)}
     return named.model_copy(update={key: value for key, value in unasked.items() if key not in named.model_fields_set})
+
+
+def _prepare_kernels(config: RunConfig, optimizer: OptimizerChoice, device: torch.device) -> None:
+    """Compile what this configuration needs beyond what every run does; ConfigError where there is no kernel for it."""
+    prepare_small_states(config, device)
+    if optimizer is None:
+        prepare_optimizer(config, device)
+    sparse = config.model.attention.kind == "block_sparse" or config.data.documents == "separate"
+    if sparse and device.type == "cpu":
+        warm.warm_up(lambda line: print(line, flush=True), steps=warm.SPARSE)
 
 
 def _check_islands(mesh: Mesh, config: RunConfig) -> None:
@@ -291,6 +287,16 @@ def _scheduler(choice: Any, optimizer_choice: OptimizerChoice, config: RunConfig
         return make_schedule(config.schedule, optimizer, config.steps) if optimizer_choice is None else None
     made = not isinstance(choice, type) and hasattr(choice, "step")
     return choice if made else choice(optimizer)
+
+
+def _refuse_plateau(engine: Engine) -> None:
+    """Raises ConfigError, and ends the engine, where its scheduler cannot be stepped by `engine.step`."""
+    if isinstance(engine.scheduler, ReduceLROnPlateau):
+        engine.destroy()
+        raise ConfigError(
+            "lr_scheduler: ReduceLROnPlateau.step takes a metric, which engine.step does not have; leave lr_scheduler "
+            "out, make it of the returned optimizer and step it yourself"
+        )
 
 
 def _epochs(data: Dataset[Any] | None, batch: Batch, layout: Layout, rank: int, seed: int) -> Epochs | None:

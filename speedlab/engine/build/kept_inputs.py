@@ -20,8 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from speedlab.comm import Group
-from speedlab.config import ConfigError
+from speedlab.config import ConfigError, RunConfig
 from speedlab.offload import Stores
+from speedlab.parallel.mesh import Mesh
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes."""
@@ -99,6 +100,16 @@ class KeptInputs:
             return here
         assert self._ranks is not None  # They cut it.
         return self._ranks.gather_along(here, 0)[: packed.shape.numel()].view(packed.shape)
+
+
+def kept_inputs_of(config: RunConfig, mesh: Mesh, stores: Stores) -> KeptInputs | None:
+    """How inputs of checkpointed blocks wait under this configuration; None where they stay as they are."""
+    # Under sequence parallelism each tensor rank has its own tokens of them.
+    cut = config.activation.partition_inputs and mesh.layout.tp > 1 and not config.parallel.sequence
+    away = config.offload.activations == "host"
+    if not (cut or away):
+        return None
+    return KeptInputs(ranks=mesh["tp"] if cut else None, stores=stores if away else None)
 
 
 def _place(tensor: Tensor) -> tuple[int, torch.Size]:

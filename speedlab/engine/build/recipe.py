@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from speedlab.engine.step.onebit import OneBitAdam
 from speedlab.engine.step.onebit_lamb import OneBitLamb
 from speedlab.engine.step.own_optimizers import Lion, UncorrectedAdamW
 from speedlab.engine.step.segments import has_kernels
+from speedlab.engine.step.sends_signs import SendsSigns
 from speedlab.engine.step.zero_one import ZeroOneAdam
 
 _NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "Lamb")
@@ -24,6 +26,21 @@ _NOT_ARGUMENTS = {"name", "in_backward"}
 """What a configuration says of an optimizer that is no argument of its class."""
 
 OptimizerChoice = type[Optimizer] | Callable[..., Optimizer] | Optimizer | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chosen:
+    """What the caller's choice comes to."""
+
+    kind: type[Optimizer]
+    groups: list[dict[str, Any]]
+    """Over the model's parameters."""
+    make: Callable[[list[dict[str, Any]], bool], Optimizer] | None = None
+    """Makes it of groups over segments, and may take a fused class where it is told so."""
+    instance: Optimizer | None = None
+    """What has no `make` is this one, with segments in the place of parameters."""
+    is_theirs: bool = False
+    """Whether the user has the instance, too."""
 
 
 class Recipe:
@@ -37,73 +54,25 @@ class Recipe:
         trainable = [p for model in models for p in model.parameters() if p.requires_grad]
         if not trainable:
             raise ConfigError("model: no parameter is to be trained; set requires_grad of those that shall be")
-        self._instance: Optimizer | None = None
-        self._is_theirs = False
-        self._make: Callable[[list[dict[str, Any]], bool], Optimizer]
         if choice is None:
-            matrices = [p for p in trainable if p.ndim >= 2]
-            others = [p for p in trainable if p.ndim < 2]
-            groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-            groups = [group for group in groups if group["params"]]
-            kind: type[Optimizer] = _kind_of(config)
-            options = config.model_dump(exclude=_NOT_ARGUMENTS)
-            self._make = lambda segments, fusible: _construct(kind, segments, options, fusible)
+            chosen = _of_config(trainable, config)
         elif isinstance(choice, type):
-            kind = choice
-            groups = [{"params": trainable}]
-            # The class's own defaults hold for what the configuration does not name.
-            named = config.model_dump(include=config.model_fields_set - _NOT_ARGUMENTS)
-            _refuse_unknown(choice, named)
-            self._make = lambda segments, fusible: _construct(choice, segments, named, fusible)
+            chosen = _of_class(choice, trainable, config)
         else:
-            instance = choice if isinstance(choice, Optimizer) else choice(trainable)
-            if not isinstance(instance, Optimizer):
-                raise ConfigError(
-                    f"optimizer: the callable returned {type(instance).__name__}, not a torch.optim.Optimizer"
-                )
-            if instance.state and (isinstance(choice, Optimizer) or _has_stepped(instance)):
-                raise ConfigError(
-                    "optimizer: it already has state; initialise first, and load state through load_checkpoint. One "
-                    "that has state from its making on, as Adagrad, is given as a class, or a callable that makes it"
-                )
-            # Frozen ones, which torch's optimizers leave alone, are in nobody's flats that train.
             frozen = {id(p) for model in models for p in model.parameters() if not p.requires_grad}
-            groups = [
-                {**group, "params": [p for p in group["params"] if id(p) not in frozen]}
-                for group in instance.param_groups
-            ]
-            kind = type(instance)
-            if instance.state:
-                # As Adagrad's: what it holds of whole parameters is made anew, for the partitions.
-                given = {key: value for key, value in instance.param_groups[0].items() if key != "params"}
-                given = {key: value for key, value in given.items() if _takes(kind, key)}
-                self._make = lambda segments, fusible: kind(segments, **given)
-            else:
-                self._instance, self._is_theirs = instance, isinstance(choice, Optimizer)
-        self.kind = kind
+            chosen = _of_instance(choice, trainable, frozen)
+        self._make, self._instance, self._is_theirs = chosen.make, chosen.instance, chosen.is_theirs
+        self.kind = chosen.kind
         """Class of the optimizer."""
-        name = kind.__name__
-        if name in _NOT_ELEMENTWISE and not issubclass(kind, LooksAtParameters):
+        name = self.kind.__name__
+        if name in _NOT_ELEMENTWISE and not issubclass(self.kind, LooksAtParameters):
             raise ConfigError(
                 f"optimizer: {name} does not update each element by itself, so its states cannot be partitioned; use "
                 f"AdamW or SGD"
             )
-        known = {id(p) for p in trainable}
-        strangers = sum(id(p) not in known for group in groups for p in group["params"])
-        if strangers:
-            raise ConfigError(
-                f"optimizer: {strangers} of its parameters are not in this rank's part of the model; build it from "
-                f"model.parameters(), or under a pipeline give a class or a callable instead"
-            )
-        self.group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
-        self._options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        left_out = len(known) - len(self.group_of)
-        if left_out:
-            # torch would silently never train them; as parameters of no group they are trained by nobody here either.
-            raise ConfigError(
-                f"optimizer: {left_out} trainable parameters are in none of its groups; add them or set "
-                f"requires_grad=False"
-            )
+        self.group_of = _numbers_of_groups(chosen.groups, trainable)
+        """By id of a parameter."""
+        self._options = [{key: value for key, value in group.items() if key != "params"} for group in chosen.groups]
 
     @property
     def group_count(self) -> int:
@@ -115,14 +84,93 @@ class Recipe:
         what a callable made may be replaced by our fused class of the same kind."""
         groups = [{"params": tensors, **options} for tensors, options in zip(segments, self._options, strict=True)]
         fusible = all(has_kernels(tensor) for tensors in segments for tensor in tensors)
-        if self._instance is None:
+        if self._make is not None:
             return self._make(groups, fusible)
+        assert self._instance is not None  # See `_Chosen`.
         fused = fused_kind(type(self._instance), self._options) if fusible and not self._is_theirs else None
         if fused is not None:
             return fused(groups)
         for group, tensors in zip(self._instance.param_groups, segments, strict=True):
             group["params"] = tensors
         return self._instance
+
+
+def _of_config(trainable: list[nn.Parameter], config: OptimizerConfig) -> _Chosen:
+    """The optimizer that the configuration describes, without decay of what is no matrix."""
+    matrices = [p for p in trainable if p.ndim >= 2]
+    others = [p for p in trainable if p.ndim < 2]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    kind = _kind_of(config)
+    options = _options_of(kind, config, set(OptimizerConfig.model_fields))
+    return _Chosen(
+        kind=kind,
+        groups=[group for group in groups if group["params"]],
+        make=lambda segments, fusible: _construct(kind, segments, options, fusible),
+    )
+
+
+def _of_class(kind: type[Optimizer], trainable: list[nn.Parameter], config: OptimizerConfig) -> _Chosen:
+    """One of the user's class, whose own defaults hold for what the configuration does not name; one that sends signs
+    has the configuration's."""
+    named = _options_of(kind, config, config.model_fields_set)
+    _refuse_unknown(kind, named)
+    return _Chosen(
+        kind=kind,
+        groups=[{"params": trainable}],
+        make=lambda segments, fusible: _construct(kind, segments, named, fusible),
+    )
+
+
+def _options_of(kind: type[Optimizer], config: OptimizerConfig, named: set[str]) -> dict[str, Any]:
+    """What a class may be given of a configuration: those settings that are `named`, or all in one."""
+    if issubclass(kind, SendsSigns):
+        return {"settings": config}
+    return config.model_dump(include=named - _NOT_ARGUMENTS)
+
+
+def _of_instance(
+    choice: Optimizer | Callable[..., Optimizer], trainable: list[nn.Parameter], frozen: Collection[int]
+) -> _Chosen:
+    """The user's instance, or what a callable makes of the parameters. `frozen`: ids of those that are not trained,
+    which torch's optimizers leave alone, and which are in nobody's flats that train."""
+    instance = choice if isinstance(choice, Optimizer) else choice(trainable)
+    if not isinstance(instance, Optimizer):
+        raise ConfigError(f"optimizer: the callable returned {type(instance).__name__}, not a torch.optim.Optimizer")
+    if instance.state and (isinstance(choice, Optimizer) or _has_stepped(instance)):
+        raise ConfigError(
+            "optimizer: it already has state; initialise first, and load state through load_checkpoint. One "
+            "that has state from its making on, as Adagrad, is given as a class, or a callable that makes it"
+        )
+    kind = type(instance)
+    groups = [
+        {**group, "params": [p for p in group["params"] if id(p) not in frozen]} for group in instance.param_groups
+    ]
+    if not instance.state:
+        return _Chosen(kind=kind, groups=groups, instance=instance, is_theirs=isinstance(choice, Optimizer))
+    # As Adagrad's: what it holds of whole parameters is made anew, for the partitions.
+    options = {key: value for key, value in instance.param_groups[0].items() if key != "params"}
+    given = {key: value for key, value in options.items() if _takes(kind, key)}
+    return _Chosen(kind=kind, groups=groups, make=lambda segments, fusible: kind(segments, **given))
+
+
+def _numbers_of_groups(groups: list[dict[str, Any]], trainable: list[nn.Parameter]) -> dict[int, int]:
+    """The group of each parameter, by its id. Raises ConfigError where groups have others than the model's, or not all
+    of these."""
+    known = {id(p) for p in trainable}
+    strangers = sum(id(p) not in known for group in groups for p in group["params"])
+    if strangers:
+        raise ConfigError(
+            f"optimizer: {strangers} of its parameters are not in this rank's part of the model; build it from "
+            f"model.parameters(), or under a pipeline give a class or a callable instead"
+        )
+    group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+    left_out = len(known) - len(group_of)
+    if left_out:
+        # torch would silently never train them; as parameters of no group they are trained by nobody here either.
+        raise ConfigError(
+            f"optimizer: {left_out} trainable parameters are in none of its groups; add them or set requires_grad=False"
+        )
+    return group_of
 
 
 def _kind_of(config: OptimizerConfig) -> type[Optimizer]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from speedlab.comm import Group
 from speedlab.config import ConfigError, RunConfig
 from speedlab.offload import OffloadError, Stores
-from speedlab.placement import Where
+from speedlab.placement import Placement, Residency, Where
 
 
 def away_folder(config: RunConfig) -> Path:
@@ -16,6 +16,13 @@ def away_folder(config: RunConfig) -> Path:
     if config.offload.folder is not None:
         return config.offload.folder.expanduser()
     return config.folder if config.folder.is_dir() else Path.cwd()
+
+
+def more_on_disk(placement: Placement, wanted: Residency, *, dp: int, moments: int) -> int:
+    """Bytes that this rank will have on disk, where states are placed as `wanted`, beyond what it has there.
+    `moments`: how many an element has."""
+    needed, had = (table.bytes_at(Where.DISK, dp=dp, moments=moments) for table in (placement.moved(wanted), placement))
+    return max(0, needed - had)
 
 
 def refuse_without_room(needed: int, stores: Stores, everyone: Group) -> None:

@@ -26,7 +26,7 @@ from speedlab.engine.checkpoint.random_state import restore_random
 from speedlab.engine.checkpoint.verify import newest_good, sound_manifest
 from speedlab.engine.checkpoint.write import finish_saving
 from speedlab.engine.step.communicating import Communicating
-from speedlab.engine.step.optimizer import Scalars
+from speedlab.engine.step.optimizer_states import Scalars
 from speedlab.engine.step.state import TrainingState
 from speedlab.parallel.zero import Flat, Slot
 from speedlab.telemetry.checkpoints import CheckpointError, Place, find_checkpoint

@@ -17,6 +17,7 @@ from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.step import Step
 from speedlab.layout import LayoutError
 from speedlab.models.documents import check_documents, check_positions
+from speedlab.models.gpt import FeedForward
 from speedlab.models.hugging_face import packing_problem
 from speedlab.parallel.context import ContextParallel
 from speedlab.parallel.pipeline import Pipeline, StageModule
@@ -272,6 +273,24 @@ class PipelineStages:
 
     def reconnect(self) -> None:
         self._pipeline.reconnect()
+
+
+def driver_of(state: TrainingState, step: Step, clock: PhaseClock, loss: LossFunction | None) -> Driver:
+    """What computes under this layout. `loss`: the user's; None takes what the forward gives."""
+    if state.layout.pp == 1:
+        return WholeModel(state, step, clock, dtype=state.dtype, loss=loss)
+    # Where a block computes its forward anew or is compiled, either half of a backward would do all of it.
+    modules = (module for part in state.modules for module in part.modules())
+    tiled = any(isinstance(module, FeedForward) and module.tile is not None for module in modules)
+    config = state.config
+    return PipelineStages(
+        state,
+        step,
+        clock,
+        dtype=state.dtype,
+        split_backward=not (config.activation.checkpointing != "none" or config.compile or tiled),
+        context=state.model_parts[0].context,
+    )
 
 
 def _running_statistics(module: nn.Module) -> list[Tensor]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cuda_ops.adam_frozen import adam_frozen
 from speedlab.comm import Group
+from speedlab.config import OptimizerConfig
 from speedlab.engine.step.communicating import Exchanged
 from speedlab.engine.step.fused import Given
 from speedlab.engine.step.lamb import Lamb
@@ -39,44 +40,11 @@ class OneBitLamb(TwoPhases, Lamb):
     needs: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq_fresh"})
     """States beside LAMB's without which it cannot go on."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        bias_correction: bool = True,
-        freeze_step: int | None = None,
-        steady: float = 0.96,
-        compression: str = "signs",
-        variance_floor: float = 0.1,
-        angle_every_steps: int = 0,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        coeff_beta: float = 0.9,
-        factor_max: float = 4.0,
-        factor_min: float = 0.5,
-        factor_threshold: float = 0.1,
-    ) -> None:
-        """As `TwoPhases` and `Lamb` have it, and what is named above."""
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            bias_correction=bias_correction,
-            freeze_step=freeze_step,
-            steady=steady,
-            compression=compression,
-            variance_floor=variance_floor,
-            angle_every_steps=angle_every_steps,
-        )
-        self._bounds = min_coeff, max_coeff
-        self._coeff_beta, self._threshold = coeff_beta, factor_threshold
-        self._factors = factor_min, factor_max
+    def __init__(self, params: Any, settings: OptimizerConfig) -> None:
+        super().__init__(params, settings)
+        self._bounds = settings.min_coeff, settings.max_coeff
+        self._coeff_beta, self._threshold = settings.coeff_beta, settings.factor_threshold
+        self._factors = settings.factor_min, settings.factor_max
         self._looks: list[list[float]] = []
         """Of each parameter in a compressed step: squares of u, of the whole update, and the largest ratio."""
         self._scales: dict[Gradient, list[float]] = {}

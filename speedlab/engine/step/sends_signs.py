@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from speedlab.comm.signs import SignMeans
+from speedlab.config import OptimizerConfig
 from speedlab.engine.step.communicating import Exchanged
 from speedlab.engine.step.errors import NonFiniteError
 from speedlab.engine.step.fused import FusedAdamW
@@ -29,27 +30,15 @@ class SendsSigns(FusedAdamW):
     worker: ClassVar[str]
     """Which of `kept` a rank's own error is in."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        *,
-        bias_correction: bool,
-        compression: str,
-        variance_floor: float,
-        angle_every_steps: int,
-    ) -> None:
-        """Without `bias_correction` 1 stands for the factors 1 - betaᵗ. `angle_every_steps`: between two looks at what
-        compression changes of an update; 0: never. Raises ValueError where groups have betas of their own, which one
-        exchange for all cannot have."""
-        super().__init__(params, lr, betas, eps, weight_decay)
-        if any(tuple(group["betas"]) != tuple(betas) for group in self.param_groups):
+    def __init__(self, params: Any, settings: OptimizerConfig) -> None:
+        """Groups of `params` may have a weight decay and a rate of their own. Raises ValueError where they have betas,
+        which one exchange for all cannot have."""
+        betas = settings.betas
+        super().__init__(params, settings.lr, betas, settings.eps, settings.weight_decay)
+        if any(tuple(group["betas"]) != betas for group in self.param_groups):
             raise ValueError(f"betas: all groups of {type(self).__name__} have the same, {betas}; set it for all")
-        self._corrects, self._floor = bias_correction, variance_floor
-        self._signs, self._angle_every = compression == "signs", angle_every_steps
+        self._corrects, self._floor = settings.bias_correction, settings.variance_floor
+        self._signs, self._angle_every = settings.compression == "signs", settings.angle_every_steps
         self._wires: SignMeans | None = None
         self._told: dict[str, float | Tensor] = {}
 

@@ -190,12 +190,31 @@ class TrainingState:
         looks at them does by itself. Inside a step nothing happens: it sees what the step sees.
 
         Collective of all ranks where there is such an update; the step behind it uses the newest parameters. Raises
-        what the update failed with.
+        what the update failed with. What the caller has written into parameters meanwhile is lost, and told of.
         """
         if self.partitioned_optimizer.late and not self.updating:  # A step that was cut off stays so.
             self.before_change()
             self.apply_late()
             self.updating = False
+
+    def written_too_early(self) -> list[str]:
+        """Parameters that the caller has written into while an update of them is under way: its values come in the
+        place of these."""
+        flats = self.partitioned_optimizer.flats if self.partitioned_optimizer.late else ()
+        return [name for flat in flats for name in flat.written()]
+
+    def words_of_early_writes(self) -> str:
+        """What to say of them; on a rank that has none, of those of others."""
+        names = _first_of(self.written_too_early()) or "a parameter on another rank"
+        return (
+            f"{names}: changed while an update was under way (offload.delayed_update), whose values come in its place; "
+            "call engine.finish_update() on all ranks before such a change"
+        )
+
+    def tell_of_early_writes(self) -> None:
+        """Warn of them where they are lost. (Not refused: only the ranks that were written on know.)"""
+        if self.written_too_early():
+            log.warning("%s", self.words_of_early_writes())
 
     def apply_late(self) -> None:
         """Make an update that is late, if there is one, the parameters'; `updating` from then on. Collective."""
@@ -223,12 +242,10 @@ class TrainingState:
         written = [name for flat in self.partitioned_optimizer.flats for name in flat.written()]
         if new := [name for name in written if name not in self._told_apart]:
             self._told_apart.update(new)
-            more = f" and {len(new) - 1} more" if len(new) > 1 else ""
             log.warning(
-                "%s%s: written into between two exchanges of %s, the next of which loses it; call engine.make_one() "
+                "%s: written into between two exchanges of %s, the next of which loses it; call engine.make_one() "
                 "on all ranks before such a write",
-                new[0],
-                more,
+                _first_of(new),
                 type(self.optimizer).__name__,
             )
 
@@ -236,6 +253,13 @@ class TrainingState:
         """Parameters are about to change, by an update or a load: nothing of a pass before may live on, nor an update
         that is under way. Collective."""
         self.partitioned_optimizer.settle()
+        self.tell_of_early_writes()
         self.tell_of_writes_apart()
         for zero in self.zeros:
             zero.before_change()
+
+
+def _first_of(names: Sequence[str]) -> str:
+    """The first one, and how many more there are."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more}" if names else ""

@@ -159,6 +159,8 @@ class Step:
                 self.totals = totals = self._sum_totals(signals)  # 2
                 if not totals.same_data:
                     raise self.data.error()
+                if totals.written:
+                    raise RuntimeError(f"step: {state.words_of_early_writes()}")
                 if not totals.finite:
                     self._overflow()  # 3
                     return False
@@ -247,6 +249,7 @@ class Step:
             signals=signals,
             island=(state.islands.index, state.layout.islands),
             unused=unused,
+            written=len(state.written_too_early()),
             difference=self.data.take(),
         )
 

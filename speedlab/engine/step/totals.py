@@ -31,6 +31,8 @@ class Totals:
     """Whether the gradient is, in every island."""
     unused: int
     """Of how many of their parameters the ranks together got no gradient."""
+    written: int
+    """How many of them were changed too early, over all ranks: `TrainingState.written_too_early`."""
     same_data: bool
     """Whether ranks that compute one batch together were given the same."""
 
@@ -44,14 +46,15 @@ def sum_totals(
     signals: Sequence[float],
     island: tuple[int, int],
     unused: int,
+    written: int,
     difference: Tensor | None,
 ) -> Totals:
     """`losses`: of this rank's micro-batches, as far as they count; `squares`: the sum over its own elements of the
     gradient, which is `scale` times too large; `island`: this rank's, and of how many, each with a gradient of its own;
-    `unused`: of how many parameters it got no gradient; `difference`: as `SameData.take` gives it."""
+    `unused`, `written`: as of `Totals`, on this rank; `difference`: as `SameData.take` gives it."""
     device = squares.device
     # What the host knows goes to the device in one copy, which does not wait.
-    known = torch.tensor([len(losses), unused, *signals], dtype=torch.float64).to(device, non_blocking=True)
+    known = torch.tensor([len(losses), unused, written, *signals], dtype=torch.float64).to(device, non_blocking=True)
     zero = torch.zeros_like(squares)
     loss = torch.stack([loss.double() for loss in losses]).sum() if losses else zero
     own_island, islands = island
@@ -64,7 +67,7 @@ def sum_totals(
     own = vector.cpu()
     check_peers()  # Where a peer has left, what should have come over the device never did.
     every = everyone.sum_scalars(own).tolist()
-    totals, (loss_sum, differing, count, left_alone, *summed) = every[:islands], every[islands:]
+    totals, (loss_sum, differing, count, left_alone, too_early, *summed) = every[:islands], every[islands:]
     total = totals[own_island]
     return Totals(
         loss=loss_sum / max(1.0, count),
@@ -72,6 +75,7 @@ def sum_totals(
         signals=tuple(summed),
         finite=math.isfinite(sum(totals)),
         unused=int(left_alone),
+        written=int(too_early),
         same_data=difference is None or differing == SAME,
     )
 

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from speedlab.comm import Group
+from speedlab.config import OptimizerConfig
 from speedlab.engine.step.communicating import Exchanged
 from speedlab.engine.step.sends_signs import SERVER_ERROR, SendsSigns
 from speedlab.placement import Holders, Home
@@ -41,34 +42,9 @@ class TwoPhases(SendsSigns):
     }
     worker: ClassVar[str] = CARRIED
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        bias_correction: bool = True,
-        freeze_step: int | None = None,
-        steady: float = 0.96,
-        compression: str = "signs",
-        variance_floor: float = 0.1,
-        angle_every_steps: int = 0,
-    ) -> None:
-        """As `SendsSigns` has it. The warm-up ends after `freeze_step` updates, or when the variance is `steady`."""
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            bias_correction=bias_correction,
-            compression=compression,
-            variance_floor=variance_floor,
-            angle_every_steps=angle_every_steps,
-        )
-        self._freeze_step, self._steady = freeze_step, steady
+    def __init__(self, params: Any, settings: OptimizerConfig) -> None:
+        super().__init__(params, settings)
+        self._freeze_step, self._steady = settings.freeze_step, settings.steady
         self.begin_anew()
 
     # ---- the phase ---------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from cuda_ops.adam_frozen import adam_frozen
 from speedlab.comm import Group
+from speedlab.config import OptimizerConfig
 from speedlab.engine.step.communicating import Exchanged
 from speedlab.engine.step.fused import Given
 from speedlab.engine.step.sends_signs import SERVER_ERROR, SendsSigns, whole_terms
@@ -54,40 +55,13 @@ class ZeroOneAdam(SendsSigns):
     }
     worker: ClassVar[str] = TO_SEND
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        bias_correction: bool = True,
-        freeze_step: int | None = None,
-        compression: str = "signs",
-        variance_floor: float = 0.1,
-        angle_every_steps: int = 0,
-        variance_doubling: int = 16,
-        local_doubling: int = 1000,
-        max_local_steps: int = 16,
-    ) -> None:
-        """As `SendsSigns` and `Steps` have it."""
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            bias_correction=bias_correction,
-            compression=compression,
-            variance_floor=variance_floor,
-            angle_every_steps=angle_every_steps,
-        )
+    def __init__(self, params: Any, settings: OptimizerConfig) -> None:
+        super().__init__(params, settings)
         self._steps = Steps(
-            freeze_step=freeze_step,
-            variance_doubling=variance_doubling,
-            local_doubling=local_doubling,
-            max_local_steps=max_local_steps,
+            freeze_step=settings.freeze_step,
+            variance_doubling=settings.variance_doubling,
+            local_doubling=settings.local_doubling,
+            max_local_steps=settings.max_local_steps,
         )
         self._alone = False
         """Whether there is no other rank; known from the first exchange on."""

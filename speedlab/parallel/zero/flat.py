@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +13,9 @@ from cuda_ops.stochastic import round_stochastically
 from speedlab.comm import CodedGathers, Group, Transfer
 from speedlab.layout import padded_numel, partition_range
 from speedlab.offload import AwayState, Coming, Kept, Stores, visit
-from speedlab.parallel.zero.gradient import Gradient
+from speedlab.parallel.zero.flat_states import FlatStates
+from speedlab.parallel.zero.gradient import Gradient, gradient_of
+from speedlab.parallel.zero.shown import Shown
 from speedlab.parallel.zero.slot import Slot, lay_out
 from speedlab.parallel.zero.ways import CODECS, Secondary, TakenBySecondary, Waited, Ways
 from speedlab.placement import EIGHT_BITS, Holders, Residency, Row, Where
@@ -38,8 +39,8 @@ class Flat:
     own for moments); `shard`, `master` and moments then have values during a visit only.
 
     Parameters are views of `full`, whose Storage stays the same object when it is released and gathered again: tensors
-    that autograd saved (a transposed weight, say) then see the gathered values. A released parameter shows NaN in its
-    true shape, because torch would read memory that is not there.
+    that autograd saved (a transposed weight, say) then see the gathered values. What a released parameter shows is in
+    `Shown`.
     """
 
     def __init__(
@@ -60,84 +61,76 @@ class Flat:
 
         Rank 0's values count. Collective.
         """
-        first = rows[0]
+        first, group = rows[0], ways.gather
         self.name, self.trainable = name, first.trainable
         self._form = first.states["parameter"].form
-        self.dtype = dtype = _dtype(self._form)
+        self.dtype = dtype = getattr(torch, self._form)
         self._narrow = trainable_in_low_precision(dtype) and self.trainable
         self._rounded = self._narrow and "master" not in first.states
         """Whether there are no masters beside the parameters, which are rounded stochastically."""
         self._coded = self.trainable and first.states["moments"].form == EIGHT_BITS
         """Whether moments are kept in blocks of 8 bits."""
-        self.gather_group, self._ways, self._stores = ways.gather, ways, stores
-        gather_group = ways.gather
-        self.away: dict[str, AwayState] = {}
-        self.buffers = gather_group.traffic.buffers
+        self.gather_group, self._ways, self._stores = group, ways, stores
+        self.buffers = group.traffic.buffers
         self.parameters: list[nn.Parameter] = [parameters[row.name] for row in rows]
         step = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
         self.slots: list[Slot] = lay_out(rows, [parameter.shape for parameter in self.parameters], step)
         self.numel = self.slots[-1].offset + self.slots[-1].numel
-        self.padded = padded_numel(self.numel, gather_group.size * (CODES if self._coded else step))
-        self.start, self.end = partition_range(self.padded, gather_group.size, gather_group.index)
+        self.padded = padded_numel(self.numel, group.size * (CODES if self._coded else step))
+        self.start, self.end = partition_range(self.padded, group.size, group.index)
+        self.states = FlatStates(stores, group, padded=self.padded, coded=self._coded)
+        """Where its states lie."""
         self.full = self._new_full()
         self._coming: Coming | None = None
         """Whose tensor `full` is, where parameters come."""
         self.master: Tensor = self.full
-        if self._narrow:
-            # Made from the values given, before they are rounded to the compute dtype.
-            self.master = torch.zeros(self.padded, dtype=torch.float32, device=gather_group.device)
-        # What a released parameter shows: its true shape, and in the place of values NaN, in the memory of one element.
-        nothing = torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=gather_group.device)
-        self._placeholders = [nothing.expand(slot.shape) for slot in self.slots]
-        for parameter, slot in zip(self.parameters, self.slots, strict=True):
-            with torch.no_grad():
-                self.master[slot.range].view(slot.shape).copy_(parameter)
-        (alike or gather_group).broadcast(self.master)
-        if self._narrow:
-            self.full.copy_(self.master)
+        self._take_values(alike or group)
         self._sent = ""
         """As what it is gathered, where that is a codec's."""
         self.gathering = ways.gathering(self._sent)
         self.secondary: Secondary | None = None
         """A second partition, where parameters have one."""
-        self._shown: list[Tensor] = []
-        """What parameters are views of: of `full`, or placeholders."""
-        self._show(self._views)
-        self._versions = [parameter._version for parameter in self.parameters]
-        """How often each was written to in place; by the caller, as nothing here writes to parameters."""
+        self._shown = Shown(self.parameters, self.slots, dtype, group.device)
+        self._shown.show_whole(self.full)
+        self._shown.count_from_now()
         self.shard = self.full[self.start : self.end]
         self.gradient: Gradient | None = None
         """None when the flat does not train."""
         if self.trainable:
-            self.gradient = Gradient(
-                self.slots,
-                padded=self.padded,
-                partition=(self.start, self.end),
-                dtype=_dtype(first.states["gradient"].form),
-                ways=ways,
-                summed_first=_summed_first(rows, self.slots, axes),
-                kept={
-                    state: torch.zeros(
-                        home.holders.share(self.padded, gather_group.size),
-                        dtype=_dtype(home.form),
-                        device=gather_group.device,
-                    )
-                    for state, home in first.states.items()
-                    if home.holders.optimizers
-                },
+            self.gradient = gradient_of(
+                rows, self.slots, padded=self.padded, partition=(self.start, self.end), ways=ways, axes=axes
             )
-        self.residency = Residency.of_stage(0, 1)
         self.ahead = False
         """Whether masters are, or become, an update newer than the parameters."""
+
+    def _take_values(self, alike: Group) -> None:
+        """The parameters' values, as the group's first rank has them, are the masters' and those of `full`."""
+        if self._narrow:
+            # Made from the values given, before they are rounded to the compute dtype.
+            self.master = torch.zeros(self.padded, dtype=torch.float32, device=self.gather_group.device)
+        for parameter, slot in zip(self.parameters, self.slots, strict=True):
+            with torch.no_grad():
+                self.master[slot.range].view(slot.shape).copy_(parameter)
+        alike.broadcast(self.master)
+        if self._narrow:
+            self.full.copy_(self.master)
 
     # ---- residency ---------------------------------------------------------------------------------------------------
 
     @property
+    def residency(self) -> Residency:
+        """Where its states are now."""
+        return self.states.residency
+
+    @property
     def state_range(self) -> tuple[int, int]:
         """[start, end) of the flat for which this rank holds master weights and moments."""
-        if self.residency.optimizer_states is Holders.PARTITIONED:
-            return self.start, self.end
-        return 0, self.padded
+        return self.states.range
+
+    @property
+    def away(self) -> dict[str, AwayState]:
+        """What does not lie on the device, or is coded there, by name."""
+        return self.states.away
 
     @property
     def own_master(self) -> Tensor:
@@ -175,7 +168,7 @@ class Flat:
             self._narrow_down(self.shard, 0)
             self.gather_group.all_gather(self.full, self.shard).wait()
         before, had_own = self.residency, self._own_master
-        self.residency = residency
+        self.states.residency = residency
         # What is frozen and stays on every rank travels once, as it is.
         travels = self.trainable or residency.parameters_come
         self._sent = residency.sent_as("parameter", self._form) if travels else ""
@@ -183,18 +176,20 @@ class Flat:
         if (before.parameters, before.parameters_at) != (residency.parameters, residency.parameters_at):  # 1
             self._place_parameters(before)
         if self._rounded:  # 2
-            self.master = self._widened()
+            narrow = self.narrow
+            assert narrow is not None  # A master is something else, see `_own_master`.
+            self.master = self.states.widen(narrow)
         elif self._own_master:
             low, high = self.state_range
             if had_own:
-                self.master = self.moved("master", self.master, before)
+                self.master = self.states.moved("master", self.master, before)
             else:  # It has the parameters' values, which are this rank's part where they come.
                 with visit([self.away["parameter"]] if "parameter" in self.away else []):
                     values = self.shard if residency.parameters_come else self.full[low:high]
-                    self.master = self._put("master", values)
+                    self.master = self.states.put("master", values)
         else:
             if had_own:
-                self._drop("master")
+                self.states.drop("master")
             partitioned = residency.optimizer_states is Holders.PARTITIONED
             self.master = self.shard if partitioned or residency.parameters_come else self.full
         if self.gradient is not None:
@@ -212,7 +207,7 @@ class Flat:
         old = self.away.get("parameter")
         with visit([] if old is None else [old]):
             if self.residency.parameters_come:
-                self.shard = self._put("parameter", self.shard)
+                self.shard = self.states.put("parameter", self.shard)
                 if not before.parameters_come:
                     # Not where peers read it: its Storage must be one that can be emptied and filled.
                     self._coming = self._stores.pages.room(self.padded, self.dtype, self.gather_group.device)
@@ -225,84 +220,15 @@ class Flat:
                     self.full.copy_(self.shard)
                 self.shard = self.full[self.start : self.end]
         if old is not None:
-            self._drop("parameter", old)
+            self.states.drop("parameter", old)
         self.secondary = None
         if self.residency.secondary_ranks:
             assert self._ways.secondary is not None  # Made where the configuration asks for it.
             self.secondary = Secondary(self._ways.secondary, self.padded, self.dtype)
-        self._show(self._placeholders if self.residency.parameters_come else self._views)
-
-    def moved(self, name: str, state: Tensor, before: Residency) -> Tensor:
-        """A state over the `state_range` of `before`, where it was then, as one over the present range (cut, gathered
-        or as it was), where it is now. Collective when it comes together."""
-        was, now = before.optimizer_states, self.residency.optimizer_states
-        if was is now and before.states_at is self.residency.states_at:
-            return state
-        old = self.away.get(name)
-        with visit([old] if old is not None else []):
-            if was is now:
-                moved = state
-            elif now is Holders.PARTITIONED:
-                moved = state[self.start : self.end]
-            else:
-                moved = torch.empty(self.padded, dtype=state.dtype, device=state.device)
-                self.gather_group.all_gather(moved, state).wait()
-            own = self._put(name, moved)
-        if old is not None:
-            self._drop(name, old)
-        return own
-
-    def comes(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether a state of this name and dtype has values during a visit only."""
-        return self.residency.place_of(name) is not Where.DEVICE or self._is_coded(name, dtype)
-
-    def room(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A new state over the present `state_range`, zeros, where optimizer states lie."""
-        low, high = self.state_range
-        if not self.comes(name, dtype):
-            return torch.zeros(high - low, dtype=dtype, device=self.gather_group.device)
-        return self._keep(name, high - low, dtype).tensor
-
-    def _keep(self, name: str, numel: int, dtype: torch.dtype) -> AwayState:
-        """Room for a state that comes."""
-        where = self.residency.place_of(name)
-
-        def keep() -> Kept:
-            if self._is_coded(name, dtype):
-                return self._stores.eight_bits(name, numel, where)
-            return self._stores.of(where).keep(numel, dtype)
-
-        self.away[name] = AwayState(keep)
-        return self.away[name]
-
-    def _is_coded(self, name: str, dtype: torch.dtype) -> bool:
-        return self._coded and name not in ("parameter", "master") and dtype is torch.float32
-
-    def _widened(self) -> Tensor:
-        """What stands for the masters of parameters that have none."""
-        narrow = self.narrow
-        assert narrow is not None  # A master is something else, see `_own_master`.
-        kept = self._stores.widened(narrow, self.residency.states_at)
-        self.away["master"] = AwayState(lambda: kept)
-        return self.away["master"].tensor
-
-    def _put(self, name: str, values: Tensor) -> Tensor:
-        """`values` of a state in memory of their own, where the residency has it."""
-        if self.comes(name, values.dtype):
-            state = self._keep(name, values.numel(), values.dtype)
-            state.kept.write(values.contiguous()).wait()
-            return state.tensor
-        if name == "parameter":  # Where peers read it.
-            return self.gather_group.empty(values.numel(), values.dtype).copy_(values)
-        return torch.empty_like(values, device=self.gather_group.device).copy_(values)
-
-    def _drop(self, name: str, state: AwayState | None = None) -> None:
-        """Give up what lay away: a `state` that has gone elsewhere, or the present one of that name."""
-        state = state or self.away.get(name)
-        if state is not None:
-            state.kept.drop()
-            if self.away.get(name) is state:
-                del self.away[name]
+        if self.residency.parameters_come:
+            self._shown.show_nothing()
+        else:
+            self._shown.show_whole(self.full)
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 
@@ -312,7 +238,7 @@ class Flat:
         self.take_changes()
         assert self._coming is not None  # Parameters come.
         self._coming.come()
-        self._show(self._views)
+        self._shown.show_whole(self.full)
         self.buffers.add(self.full.nbytes)
         try:
             away, secondary = self.away.get("parameter"), self.secondary
@@ -357,7 +283,7 @@ class Flat:
     def release(self) -> None:
         """Free `full`; only the partition stays. Parameters that come only."""
         self.buffers.add(-self.full.nbytes)
-        self._show(self._placeholders)
+        self._shown.show_nothing()
         assert self._coming is not None  # Parameters come.
         self._coming.go()
 
@@ -365,57 +291,45 @@ class Flat:
         """Memory for the whole, in which peers may read this rank's slice."""
         return self.gather_group.empty(self.padded, self.dtype).zero_()
 
-    @property
-    def _views(self) -> list[Tensor]:
-        return [self.full[slot.range].view(slot.shape) for slot in self.slots]
-
-    def _show(self, values: list[Tensor]) -> None:
-        self._shown = values
-        for parameter, value in zip(self.parameters, values, strict=True):
-            parameter.data = value
-
     @torch.no_grad()
     def take_changes(self) -> None:
         """What the caller has written into parameters, or put in their place (`.data`), are their values from now on,
         the masters' too. Call before masters are read.
 
-        Writes through `parameter.data` to values narrower than their masters cannot be seen, and are lost.
+        Writes through `parameter.data` to values narrower than their masters cannot be seen, and are lost, as all are
+        while an update is under way (`ahead`).
         Raises RuntimeError for a partitioned parameter, where the values were written to nowhere.
         """
         replaced, changed = False, list[tuple[slice, Tensor]]()
         for index, (parameter, slot) in enumerate(zip(self.parameters, self.slots, strict=True)):
-            if not self._is_written(index):
+            if not self._shown.is_written(index):
                 continue
-            moved = not _is_same(parameter, self._shown[index])
-            self._versions[index] = parameter._version  # It is told once: whoever destroys the engine then can.
-            if self.ahead:
-                raise RuntimeError(
-                    f"{slot.name} was changed while an update of it is under way (offload.delayed_update), which would "
-                    "be lost; call engine.finish_update() on all ranks before"
-                )
-            if self.residency.parameters_come:
-                lies = "partitioned" if self.residency.parameters is Holders.PARTITIONED else "away from the device"
-                raise RuntimeError(
-                    f"{slot.name} was changed while it is {lies}, where the change has no effect; change it before "
-                    "initialize, or at a ZeRO stage below 3"
-                )
-            here = slice(slot.offset, slot.offset + slot.numel)
-            value, replaced = parameter.detach().reshape(-1), replaced or moved
+            moved = self._shown.is_replaced(index)
+            self._shown.told(index)  # Once: whoever destroys the engine then can.
+            self._refuse_change(slot.name)
+            replaced = replaced or moved
+            if self.ahead:  # Values that come take its place, of which `TrainingState` tells.
+                continue
+            value = parameter.detach().reshape(-1)
             if moved:
-                self.full[here].copy_(value)
-            changed.append((here, value))
+                self.full[slot.range].copy_(value)
+            changed.append((slot.range, value))
         if self._own_master and changed:
             self._change_masters(changed)
         if replaced:
-            self._show(self._views)
+            self._shown.show_whole(self.full)
+
+    def _refuse_change(self, name: str) -> None:
+        if self.residency.parameters_come:
+            lies = "partitioned" if self.residency.parameters is Holders.PARTITIONED else "away from the device"
+            raise RuntimeError(
+                f"{name} was changed while it is {lies}, where the change has no effect; change it before initialize, "
+                "or at a ZeRO stage below 3"
+            )
 
     def written(self) -> list[str]:
         """Names of the parameters that `take_changes` would take."""
-        return [slot.name for index, slot in enumerate(self.slots) if self._is_written(index)]
-
-    def _is_written(self, index: int) -> bool:
-        parameter = self.parameters[index]
-        return parameter._version != self._versions[index] or not _is_same(parameter, self._shown[index])
+        return [slot.name for index, slot in enumerate(self.slots) if self._shown.is_written(index)]
 
     def _change_masters(self, changed: Sequence[tuple[slice, Tensor]]) -> None:
         """Elements that show something else than the value they are given take it, the others keep all their bits."""
@@ -466,7 +380,7 @@ class Flat:
     def give_back(self) -> None:
         """Give every parameter memory of its own with its whole master value. Collective where they are partitioned."""
         whole = self.whole_master()
-        self._show([whole[slot.range].view(slot.shape).clone() for slot in self.slots])
+        self._shown.show([whole[slot.range].view(slot.shape).clone() for slot in self.slots])
 
     @property
     def narrow(self) -> Tensor | None:
@@ -513,18 +427,6 @@ class Flat:
         return narrow if narrow is not None and narrow.device == self.master.device else None
 
 
-def _summed_first(
-    rows: Sequence[Row], slots: Sequence[Slot], axes: Mapping[str, Group]
-) -> dict[tuple[Group, ...], list[Slot]]:
-    """Groups over which terms of a gradient are summed before the reduction of its flat, and whose."""
-    found: dict[tuple[Group, ...], list[Slot]] = {}
-    for row, slot in zip(rows, slots, strict=True):
-        groups = tuple(axes[axis] for axis in row.summed_over[:-1])
-        if groups:
-            found.setdefault(groups, []).append(slot)
-    return found
-
-
 class ReadThenGathered:
     """A gather whose own shard has to come from its place first."""
 
@@ -535,19 +437,6 @@ class ReadThenGathered:
         self.reading.wait()
         if self._flat.gather_group.size > 1:
             self._flat.gathering.all_gather(self._flat.full, self._own).wait()
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether both stand at the same place of the same memory."""
-    return (
-        one.untyped_storage()._cdata == other.untyped_storage()._cdata
-        and one.storage_offset() == other.storage_offset()
-        and one.dtype is other.dtype
-    )
-
-
-def _dtype(form: str) -> torch.dtype:
-    return getattr(torch, form)
 
 
 def trainable_in_low_precision(dtype: torch.dtype) -> bool:

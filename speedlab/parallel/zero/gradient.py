@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from speedlab.layout import padded_numel
 from speedlab.offload import AwayState, Stores
 from speedlab.parallel.zero.slot import Slot
 from speedlab.parallel.zero.ways import Waited, Ways
-from speedlab.placement import Holders, Residency, Where
+from speedlab.placement import Holders, Residency, Row, Where
 
 
 class Gradient:
@@ -289,6 +289,40 @@ class Gradient:
         if self._borrowed is not None:
             self.group.give_back(self._borrowed)
             self.own = self._borrowed = None
+
+
+def gradient_of(
+    rows: Sequence[Row],
+    slots: Sequence[Slot],
+    *,
+    padded: int,
+    partition: tuple[int, int],
+    ways: Ways,
+    axes: Mapping[str, Group],
+) -> Gradient:
+    """The gradient of a flat that has these rows of the placement table in these slots, with zeros in what is kept
+    beside it. `axes`: the groups by the names in the rows' `summed_over`; the rest as of `Gradient`."""
+    states, group = rows[0].states, ways.gather
+    summed_first: dict[tuple[Group, ...], list[Slot]] = {}
+    for row, slot in zip(rows, slots, strict=True):
+        groups = tuple(axes[axis] for axis in row.summed_over[:-1])
+        if groups:
+            summed_first.setdefault(groups, []).append(slot)
+    return Gradient(
+        slots,
+        padded=padded,
+        partition=partition,
+        dtype=getattr(torch, states["gradient"].form),
+        ways=ways,
+        summed_first=summed_first,
+        kept={
+            state: torch.zeros(
+                home.holders.share(padded, group.size), dtype=getattr(torch, home.form), device=group.device
+            )
+            for state, home in states.items()
+            if home.holders.optimizers
+        },
+    )
 
 
 def used_by_any(gradients: Sequence[Gradient], also: Group | None = None) -> list[list[bool]]:

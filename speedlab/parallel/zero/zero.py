@@ -202,7 +202,7 @@ class Zero:
         # Whoever entered below the root has left a pass open, which the next one ends.
         entered = module is self.module and self.current is Pass.FORWARD
         if entered or (unit is gathers.root and self.current is Pass.IDLE):
-            if not (self.module.training or torch.is_grad_enabled()):
+            if not torch.is_grad_enabled():
                 self.refuse_late("a forward without gradients")
             gathers.begin(Pass.FORWARD)
         gathers.met(unit)

@@ -66,8 +66,9 @@ export class Chips {
     this.chips.forEach(({ button }, number) => {
       const on = !this.hidden.has(number);
       button.setAttribute('aria-pressed', String(on));
-      const problem = this.runs[number]?.problem || this.runs[number]?.text || '';
-      button.title = `${on ? 'Hide' : 'Show'} ${this.runs[number]?.name ?? ''}${problem && `: ${problem}`}`;
+      const { name = '', text = '', problem = '' } = this.runs[number] ?? {};
+      const told = [text, problem].filter(Boolean).join(' · ');
+      button.title = `${on ? 'Hide' : 'Show'} ${name}${told && `: ${told}`}`;
     });
     this.all.hidden = this.hidden.size === 0;
     setText(this.all, `Show all ${this.chips.length}`);

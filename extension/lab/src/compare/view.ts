@@ -153,9 +153,11 @@ export class CompareView implements Taker {
     // On a picture no buttons say whose a curve is.
     for (const { layout } of cards) Object.assign(layout, { showlegend: true, margin: { b: 84, l: 58, r: 20, t: 66 } });
     const names = told.runs.filter((_, number) => !this.chips.hidden.has(number)).map(run => run.name);
+    const { empty } = this;
     try {
       const make = kind === 'png' ? pngPicture : svgPicture;
-      save(await make(this.plotly, { cards, wide: [] }, names.join(' · ')), `comparison.${kind}`);
+      const title = names.join(' · ') || (empty ?? '');
+      save(await make(this.plotly, { cards, wide: [], ...(empty && { empty }) }, title), `comparison.${kind}`);
     } catch (error) {
       this.onProblem(`The picture could not be made: ${String(error)}`);
     }

@@ -1,5 +1,5 @@
 import { CompareView } from '../compare/view';
-import { bundleId, ModelSource } from './modelSource';
+import { bundleId, bytesOf, ModelSource } from './modelSource';
 import type { Model } from './modelSource';
 import type { Plotly } from './plotly';
 import { DashboardView } from './view';
@@ -27,7 +27,7 @@ async function loadPlotly(model: Model): Promise<Plotly> {
 }
 
 async function unpacked(bundle: Model): Promise<Plotly> {
-  const zipped = bundle.get('source') as BlobPart;
+  const zipped = bytesOf(bundle.get('source') as string);
   const stream = new Blob([zipped]).stream().pipeThrough(new DecompressionStream('gzip'));
   const source = await new Response(stream).blob();
   // A module of a blob, as anywidget's own: no text is evaluated, so that a strict content policy allows it.

@@ -1,6 +1,5 @@
 import { VERSION } from '../messages';
 import type { Changes, Draw, Keyframe, OwnDrawing, Problem, Segment, Tensors } from '../messages';
-import type { Buffer } from './figures';
 import type { Source, Taker, Wish } from './source';
 import type { Part } from './tensors';
 
@@ -15,6 +14,11 @@ export interface Model {
   widget_manager: { get_model(id: string): Promise<Model> };
 }
 
+/** Bytes as kernels send them: Jupyter servers that have their kernels from a gateway fail at binary messages. */
+export function bytesOf(text: string): ArrayBuffer {
+  return Uint8Array.from(atob(text), letter => letter.charCodeAt(0)).buffer;
+}
+
 /** The id of the model that a trait refers to. */
 export function bundleId(reference: string): string {
   return reference.replace('IPY_MODEL_', '');
@@ -26,6 +30,9 @@ const ANSWER_MS = 10_000;
 
 /** A kernel that a view has heard nothing from is told again that it is watched. */
 const ALIVE_MS = 20_000;
+
+/** What a kernel says, with what would be its buffers. */
+type Told = (Changes | OwnDrawing | Problem | Tensors) & { buffers_as_text?: string[] };
 
 /** A run as a kernel draws it, for places whose server does not. */
 export class ModelSource implements Source {
@@ -110,14 +117,15 @@ export class ModelSource implements Source {
   }
 
   private readonly onKeyframe = (): void => {
-    const packed = this.model.get('keyframe') as { message?: Keyframe; buffers?: Buffer[] };
+    const packed = this.model.get('keyframe') as { message?: Keyframe; buffers?: string[] };
     if (!packed.message || this.own) return;
     this.gone = false;
-    this.taker?.onMessage(packed.message, packed.buffers ?? []);
+    this.taker?.onMessage(packed.message, (packed.buffers ?? []).map(bytesOf));
   };
 
-  private readonly onMessage = (message: Changes | OwnDrawing | Problem | Tensors, buffers: Buffer[]): void => {
+  private readonly onMessage = (message: Told): void => {
     this.gone = false;
+    const buffers = (message.buffers_as_text ?? []).map(bytesOf);
     if (message.type === 'Tensors') this.answer(message);
     else if (message.type === 'Problem') this.onProblem(message.text);
     else if (message.type === 'Changes') {

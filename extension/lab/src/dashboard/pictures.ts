@@ -68,7 +68,9 @@ export async function svgPicture(plotly: Plotly, figures: Pictured, title: strin
   const { images, width, height } = await cells(plotly, figures, 'svg');
   const size = { width: String(width), height: String(height) };
   const root = drawn('svg', { ...size, viewBox: `0 0 ${width} ${height}` });
-  const words = drawn('text', { x: '14', y: '28', fill: PAPER.ink, 'font-size': '17', 'font-family': 'sans-serif' });
+  // A long title is smaller: its end tells the run's state.
+  const letters = String(Math.min(17, (width - 28) / (0.6 * Math.max(1, title.length))));
+  const words = drawn('text', { x: '14', y: '28', fill: PAPER.ink, 'font-size': letters, 'font-family': 'sans-serif' });
   words.textContent = title;
   root.append(drawn('rect', { ...size, fill: PAPER.card }), words);
   for (const { uri, x, y } of images) {

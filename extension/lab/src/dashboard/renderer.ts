@@ -7,13 +7,12 @@ import { IStateDB } from '@jupyterlab/statedb';
 import { PanelLayout, Widget } from '@lumino/widgets';
 
 import { ComparedDashboard } from '../compare/widget';
+import { OtherFaces } from './otherFaces';
 import { RunDashboard } from './widget';
 
 export const MIME_TYPE = 'application/vnd.speedlab.run+json';
 /** Before ipywidgets' (-10), which stands in the same output for places without us. */
 const RANK = -20;
-/** What else is in the output, for a run that this server does not know. A widget of a kernel elsewhere may live. */
-const OTHERS = ['application/vnd.jupyter.widget-view+json', 'text/html', 'image/svg+xml', 'text/plain'];
 const GONE = 410;
 
 /** Ids of the run, or of the runs side by side, that an output names. */
@@ -38,18 +37,23 @@ class RunRenderer extends Widget implements IRenderMime.IRenderer {
   async renderModel(model: IRenderMime.IMimeModel): Promise<void> {
     const runs = runsIn(model.data[MIME_TYPE]);
     const run = runs.join(',');
-    // The output was given its picture anew: the dashboard goes on.
-    if (run === this.run) return;
+    // The output was given its picture anew: a dashboard goes on.
+    if (run === this.run) return this.others?.follow(model);
     this.run = run;
     // Of several, each that cannot be read says so in its place: one that is known is enough.
     const known = await Promise.all(runs.map(each => this.ask(each)));
     const status = known.includes(200) ? 200 : Math.max(0, ...known);
     if (this.isDisposed || this.run !== run) return;
     for (const widget of [...(this.layout as PanelLayout).widgets]) widget.dispose();
+    this.others = null;
     const serverSettings = this.settings;
     if (status === 200 && runs.length > 1) this.add(new ComparedDashboard({ runs, serverSettings, state: this.state }));
     else if (status === 200) this.add(new RunDashboard({ run, serverSettings }));
-    else await this.renderOther(model, status === GONE);
+    else {
+      this.others = new OtherFaces(model, this.registry);
+      this.add(this.others);
+      await this.others.render(status === GONE);
+    }
   }
 
   /** What the server says of the run; 0 where it says nothing. */
@@ -62,20 +66,13 @@ class RunRenderer extends Widget implements IRenderMime.IRenderer {
     }
   }
 
-  private async renderOther(model: IRenderMime.IMimeModel, still: boolean): Promise<void> {
-    const others = still ? OTHERS.slice(1) : OTHERS;
-    const type = others.find(other => other in model.data && this.registry.mimeTypes.includes(other));
-    if (!type) return;
-    const renderer = this.registry.createRenderer(type);
-    this.add(renderer);
-    await renderer.renderModel(model);
-  }
-
   private add(widget: Widget): void {
     (this.layout as PanelLayout).addWidget(widget);
   }
 
   private run: string | null = null;
+  /** What is shown where the server does not draw. */
+  private others: OtherFaces | null = null;
 }
 
 /** JupyterLab and Notebook show `%speedlab dash` through their server. */

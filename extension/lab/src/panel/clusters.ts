@@ -80,7 +80,7 @@ export class ClusterRow implements Row<ClusterItem> {
     const text = JSON.stringify(ranks);
     if (text !== this.shown) {
       this.shown = text;
-      this.ranks.replaceChildren(ranksCaption(cluster), ranksHead(), ranksBody(ranks));
+      this.ranks.replaceChildren(ranksCaption(cluster), ranksHead(), ...ranksBodies(ranks));
     }
     this.utilisation.update(ranks);
     this.memory.update(detail?.memory ?? []);
@@ -100,16 +100,26 @@ export class ClusterRow implements Row<ClusterItem> {
   private readonly head: RowHead;
 }
 
+/** Ranks of one kind in one state on one host. */
+interface Alike {
+  ranks: Rank[];
+  /** '' where there is only one. */
+  host: string;
+  device: string;
+  state: string;
+}
+
 /** Ranks of one kind as one line: 'ranks 0–3'. */
-export function alike(ranks: readonly Rank[]): { ranks: Rank[]; device: string; state: string }[] {
-  const groups = new Map<string, { ranks: Rank[]; device: string; state: string }>();
-  const hosts = new Set(ranks.map(rank => rank.host)).size;
+export function alike(ranks: readonly Rank[]): Alike[] {
+  const groups = new Map<string, Alike>();
+  const several = new Set(ranks.map(rank => rank.host)).size > 1;
   for (const rank of ranks) {
-    const kind = rank.device?.kind ?? 'no device known';
-    const device = hosts > 1 && rank.host ? `${kind} · ${rank.host}` : kind;
-    const group = groups.get(`${device}\n${rank.state}`) ?? { ranks: [], device, state: rank.state };
+    const device = rank.device?.kind ?? 'no device known';
+    const host = several ? rank.host : '';
+    const key = [host, device, rank.state].join('\n');
+    const group = groups.get(key) ?? { ranks: [], host, device, state: rank.state };
     group.ranks.push(rank);
-    groups.set(`${device}\n${rank.state}`, group);
+    groups.set(key, group);
   }
   return [...groups.values()];
 }
@@ -133,20 +143,27 @@ function ranksHead(): HTMLElement {
   return element('thead', {}, element('tr', {}, ...names.map(name => element('th', { scope: 'col' }, name))));
 }
 
-function ranksBody(ranks: readonly Rank[]): HTMLElement {
-  const rows = alike(ranks).map(group => {
-    const sizes = group.ranks.map(rank => rank.rss_bytes).filter(bytes => bytes > 0);
-    const size = sizes.length === 0 ? '–' : spanText(Math.min(...sizes), Math.max(...sizes));
-    const names = [...new Set(group.ranks.map(rank => rank.device?.name ?? ''))].filter(Boolean).join(', ');
-    const pids = group.ranks.map(rank => rank.pid).join(', ');
-    return element(
-      'tr',
-      {},
-      element('th', { scope: 'row' }, ranksText(group.ranks.map(rank => rank.rank)).replace(/^ranks? /, '')),
-      element('td', { title: names || null }, group.device),
-      element('td', { class: `sl-state-${group.state.replace(/\W/g, '')}` }, group.state),
-      element('td', { title: `memory of the process; pid ${pids}` }, size)
-    );
+/** A body for each host, whose name has a line of its own: beside numbers it would be broken into letters. */
+function ranksBodies(ranks: readonly Rank[]): HTMLElement[] {
+  const groups = alike(ranks);
+  return [...new Set(groups.map(group => group.host))].map(host => {
+    const rows = groups.filter(group => group.host === host).map(ranksRow);
+    const name = element('th', { class: 'sl-host', scope: 'rowgroup', colspan: '4', title: host }, host);
+    return element('tbody', {}, host !== '' && element('tr', {}, name), ...rows);
   });
-  return element('tbody', {}, ...rows);
+}
+
+function ranksRow({ ranks, device, state }: Alike): HTMLElement {
+  const sizes = ranks.map(rank => rank.rss_bytes).filter(bytes => bytes > 0);
+  const size = sizes.length === 0 ? '–' : spanText(Math.min(...sizes), Math.max(...sizes));
+  const names = [...new Set(ranks.map(rank => rank.device?.name ?? ''))].filter(Boolean).join(', ');
+  const pids = ranks.map(rank => rank.pid).join(', ');
+  return element(
+    'tr',
+    {},
+    element('th', { scope: 'row' }, ranksText(ranks.map(rank => rank.rank)).replace(/^ranks? /, '')),
+    element('td', { title: names || null }, device),
+    element('td', { class: `sl-state-${state.replace(/\W/g, '')}` }, state),
+    element('td', { title: `memory of the process; pid ${pids}` }, size)
+  );
 }

@@ -1,0 +1,77 @@
+"""What a page wants to hear from now on, and what is new of it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from speedlab_server.cluster_messages import ClusterSummary, RankMemory
+from speedlab_server.message import Message, Part
+from speedlab_server.output_messages import Output
+from speedlab_server.run_messages import Events, Records, RunSummary
+
+PARTS = ("status", "records", "events", "memory")
+"""What a page may hear of a run."""
+
+
+class Watch(Part, kw_only=True):
+    """What a page wants to hear of a run, and what it has of it already (see Records and Events)."""
+
+    id: str
+    parts: list[Literal["status", "records", "events", "memory"]]
+    generation: int = 0
+    stride: int = 0
+    after: int = -1
+    events_after: int = 0
+    points: int = 400
+
+
+class WatchOutput(Part, kw_only=True):
+    """What ranks print: those of a cluster, or of the one that holds a run."""
+
+    kind: Literal["clusters", "runs"]
+    id: str
+    after: str = ""
+    """The cursor of what the page has; without one it begins with the end of what there is. Of output that this page
+    watches already it does not count: that goes on where it is, as the page may have more by now than it said."""
+
+
+class Subscribe(Message, kw_only=True):
+    """From a page: what it wants to hear from now on, in the place of what it heard. Hidden, it wants nothing."""
+
+    runs: list[Watch] = []
+    outputs: list[WatchOutput] = []
+    lists: bool = False
+    """Whether it wants the lists of clusters and runs."""
+
+
+class RunNews(Part, kw_only=True):
+    """What is new of a run; null is nothing new."""
+
+    id: str
+    status: RunSummary | None = None
+    records: Records | None = None
+    events: Events | None = None
+    memory: list[RankMemory] | None = None
+    problem: str | None = None
+    """Why there is nothing; empty when there is something again."""
+
+
+class OutputNews(Part, kw_only=True):
+    """What ranks have printed since; null is nothing new."""
+
+    kind: Literal["clusters", "runs"]
+    id: str
+    output: Output | None = None
+    problem: str | None = None
+    """Why nothing comes; empty when something does again."""
+
+
+class Tick(Message, kw_only=True):
+    """To a page: all that is new, at most ten times a second."""
+
+    runs: list[RunNews] = []
+    outputs: list[OutputNews] = []
+    lists_problem: str | None = None
+    """Why the lists cannot be read; null is nothing new, empty that they can be read again."""
+    all_runs: list[RunSummary] | None = None
+    all_clusters: list[ClusterSummary] | None = None

@@ -1,0 +1,154 @@
+"""Runs: what they are, their records and events, the tensors of a rank, and the control words that a page gives."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from speedlab.telemetry.folder import CONTROL_WORDS
+from speedlab.telemetry.records import PHASES
+from speedlab_server.cluster_messages import RankMemory
+from speedlab_server.message import Message, Part
+
+COLUMNS = (
+    "step",
+    "loss_low",
+    "loss_high",
+    "smoothed_loss",
+    "learning_rate",
+    "grad_norm",
+    "tokens_per_second",
+    "flops_per_second",
+    "seconds",
+    *PHASES,
+)
+"""Columns of Records; the phases are seconds of a step."""
+
+PAGE_WORDS = tuple(word for word in CONTROL_WORDS if word != "live")
+"""Control words that a page may give: those that bring no code along."""
+
+RunKind = Literal["starting", "running", "paused", "finished", "stopped", "failed", "damaged"]
+
+
+class RunSummary(Part, kw_only=True):
+    """A run, in a list."""
+
+    id: str
+    name: str
+    state: RunKind
+    step: int = 0
+    steps: int = 0
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    seconds_left: float | None = None
+    cluster: str = ""
+    """Id of the cluster whose engines hold it; empty where these are gone."""
+    engines: int = 0
+    updated: float = 0.0
+    text: str = ""
+    """What the run says of its state."""
+    problem: str = ""
+    """What could not be read, and what to do."""
+
+
+class Runs(Message, kw_only=True):
+    """The runs of this person, the newest first."""
+
+    runs: list[RunSummary]
+
+
+class Run(Message, kw_only=True):
+    """One run."""
+
+    run: RunSummary
+    ranks: list[int]
+    """Those that have records."""
+    config: dict[str, Any]
+    memory: list[RankMemory] = []
+
+
+class Records(Message, kw_only=True):
+    """Step records of a rank in buckets of `stride` steps: a page keeps its first `keep` points and appends these.
+
+    `generation` counts how often steps were computed again; it goes back with the next question, as `stride` and the
+    last step do (`after`). Where one does not fit any more, `keep` is 0 and everything comes anew.
+    """
+
+    run: str
+    rank: int
+    generation: int
+    stride: int
+    keep: int
+    columns: dict[str, list[float | None]]
+    heldout: list[tuple[int, float | None]] = []
+    """(step, held-out loss): all of them, or of very many evenly chosen ones."""
+
+
+class RunEvent(Part, kw_only=True):
+    """Something that happened to a run."""
+
+    kind: str
+    step: int
+    time: float
+    text: str = ""
+    command: int | None = None
+    details: dict[str, Any] = {}
+
+
+class Events(Message, kw_only=True):
+    """Events of a run: a page keeps its first `keep` ones and appends these; there are `total`."""
+
+    run: str
+    keep: int
+    total: int
+    events: list[RunEvent]
+
+
+class TensorRow(Part, kw_only=True):
+    """A state of a parameter, as far as a rank holds it."""
+
+    name: str
+    unit: str
+    state: str
+    """parameter, gradient, master, moments, and what an optimizer keeps by names of its own."""
+    shape: str
+    """Of the rank's own tensor, and of the whole where it is cut."""
+    here: str
+    """Which of its elements are here."""
+    owner: str
+    form: str
+    """As what it is kept, and who holds it."""
+    bytes: int
+
+
+class Tensors(Message, kw_only=True):
+    """The tensors in a segment of the memory bars: what `rank` holds of `category` at `place`, the largest first."""
+
+    rank: int
+    category: str
+    place: str
+    step: int
+    """Whose ledger was measured; -1 where there is none yet."""
+    measured_bytes: int | None
+    """Of the whole segment."""
+    tensor_bytes: int
+    """Of all its tensors."""
+    count: int
+    """Of all its tensors; of very many, `rows` has the largest."""
+    rows: list[TensorRow]
+    text: str
+    """What the tensors do not explain, or why there are none."""
+
+
+class Word(Part, kw_only=True):
+    """What a page asks of a run. Numbers and texts in `arguments` are those of the run's own methods."""
+
+    word: str
+    arguments: dict[str, Any] = {}
+
+
+class WordGiven(Message, kw_only=True):
+    """A control word is on its way; the event whose `command` is `number` answers it."""
+
+    run: str
+    word: str
+    number: int

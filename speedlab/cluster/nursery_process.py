@@ -1,0 +1,111 @@
+"""The process that engines are forked off: `python -m speedlab.cluster.nursery_process DESCRIPTOR`, started by
+`nursery.py`.
+
+1. Import torch and the engine, and say so in a line on the pipe of that descriptor. It starts no thread, touches no
+   device and joins no group: nothing that a fork breaks.
+2. For every line of its input, an order as JSON, fork an engine, and answer with a line: its process id, or why not.
+   Asked for those that have ended, answer with their exit statuses.
+3. End with its input, when whoever started it has ended. Engines live on.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import speedlab.cluster.engine_process as engine_process
+import speedlab.cluster.nanny as nanny
+import speedlab.cluster.processes as processes
+import speedlab.cluster.remote as remote
+
+
+def main() -> None:
+    """Fork engines until the input ends."""
+    processes.name_nursery()
+    answers = int(sys.argv[1])
+    os.set_inheritable(answers, False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    remote.preload()
+    _import_the_rest()
+    gc.collect()
+    gc.freeze()  # What the collector never looks at stays shared with the engines.
+    ended: dict[int, int] = {}
+    signal.signal(signal.SIGCHLD, lambda number, frame: _take_off_the_list(ended))
+    _answer(answers, {"ready": True})
+    for line in sys.stdin.buffer:
+        order = json.loads(line)
+        if "ended" in order:
+            _take_off_the_list(ended)  # The signal of one that has just ended may not have come yet.
+            _answer(answers, {str(pid): status for pid, status in list(ended.items())})
+            continue
+        try:
+            log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            pid = os.fork()
+        except OSError as error:
+            _answer(answers, {"problem": f"{error.filename or 'fork'}: {error.strerror}"})
+            continue
+        if pid == 0:
+            os.close(answers)
+            _become_an_engine(order, log)
+            return  # It ends as any process does, and takes no orders.
+        os.close(log)
+        _answer(answers, {"pid": pid})
+
+
+def _answer(answers: int, answer: dict[str, Any]) -> None:
+    os.write(answers, json.dumps(answer).encode() + b"\n")
+
+
+def _import_the_rest() -> None:
+    """What every engine imports before it is ready."""
+    import ipyparallel.engine.app
+    import ipyparallel.engine.kernel
+    import ipyparallel.engine.nanny
+
+    assert ipyparallel.engine.app
+    assert ipyparallel.engine.kernel
+    assert ipyparallel.engine.nanny
+
+
+def _become_an_engine(order: dict[str, Any], log: int) -> None:
+    """As if `engine_process` had been started with this environment, these arguments and this file for its output."""
+    processes.name_engine(int(order["environment"]["RANK"]))
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, nothing), (1, log), (2, log)):
+        os.dup2(source, target)
+    os.close(nothing)
+    os.close(log)
+    os.environ.update(order["environment"])
+    nanny.fork()
+    sys.argv = ["speedlab-engine", *order["arguments"]]
+    engine_process.take_place()
+    remote.use_threads()
+    _draw_other_numbers()
+    engine_process.serve()
+
+
+def _draw_other_numbers() -> None:
+    """Modules that seed themselves when they are imported would draw the same numbers in every engine; Python's own
+    does so after a fork by itself, and torch always begins with the same seed."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def _take_off_the_list(ended: dict[int, int]) -> None:
+    """Engines that have ended are the system's to forget; `ended`: how, by process id."""
+    try:
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = os.waitstatus_to_exitcode(found[1])
+    except ChildProcessError:
+        return  # None is left.
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""What parameters show: their values in a flat, or placeholders; and whether the caller has written there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from speedlab.parallel.zero.slot import Slot
+
+
+class Shown:
+    """The parameters of one flat, and the tensors that they are views of now.
+
+    A released parameter shows NaN in its true shape, in the memory of one element, because torch would read memory that
+    is not there.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], slots: Sequence[Slot], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._parameters, self._slots = parameters, slots
+        nothing = torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+        self._placeholders = [nothing.expand(slot.shape) for slot in slots]
+        self._values: list[Tensor] = []
+        self._versions: list[int] = []
+        """How often each was written to in place; by the caller, as nothing here writes to parameters."""
+
+    def show(self, values: list[Tensor]) -> None:
+        """Parameters are these, one for each."""
+        self._values = values
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.data = value
+
+    def show_whole(self, whole: Tensor) -> None:
+        """Parameters are views of the `whole` flat."""
+        self.show([whole[slot.range].view(slot.shape) for slot in self._slots])
+
+    def show_nothing(self) -> None:
+        self.show(self._placeholders)
+
+    def count_from_now(self) -> None:
+        """What was written so far is nobody's change."""
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def is_written(self, index: int) -> bool:
+        """Whether the caller has written into this parameter, or put something in its place (`.data`)."""
+        return self._parameters[index]._version != self._versions[index] or self.is_replaced(index)
+
+    def is_replaced(self, index: int) -> bool:
+        return not _is_same(self._parameters[index], self._values[index])
+
+    def told(self, index: int) -> None:
+        """Somebody knows of what was written into this one."""
+        self._versions[index] = self._parameters[index]._version
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether both stand at the same place of the same memory."""
+    return (
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and one.storage_offset() == other.storage_offset()
+        and one.dtype is other.dtype
+    )
