@@ -17,6 +17,7 @@ from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import Home, this_host
 from speedlab.cluster.hosts import Host
 from speedlab.cluster.launching import Launching
+from speedlab.cluster.roll_call import Register
 from speedlab.hardware import Device
 from speedlab.network import Endpoint
 
@@ -42,8 +43,8 @@ class Muster:
         self.calls = Calls(client)
         self.came: dict[str, int] = {}
         """ipyparallel's number of the agent that came last, by host."""
-        self._home, self._client, self._token = home, client, token
-        self._known = set(client.ids)
+        self._home, self._register, self._token = home, Register(client), token
+        self._known = self._register.ids()
         """Numbers that were there before, or were asked who they are."""
 
     def order(self) -> Order:
@@ -91,11 +92,11 @@ class Muster:
 
     def forget_new(self) -> None:
         """Who has registered until now is no agent that is waited for."""
-        self._known |= set(self._client.ids)
+        self._known |= self._register.ids()
 
     def new_ids(self) -> set[int]:
         """Numbers that have registered since they were last asked for."""
-        found = set(self._client.ids) - self._known
+        found = self._register.ids() - self._known
         self._known |= found
         return found
 

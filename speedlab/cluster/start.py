@@ -24,7 +24,7 @@ from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, EngineEntry, Home
 from speedlab.cluster.launchers import DeviceEngineLauncher, DeviceEngineSetLauncher, Fork
 from speedlab.cluster.nursery import START_SECONDS, Nursery, can_fork
-from speedlab.cluster.roll_call import RollCall
+from speedlab.cluster.roll_call import Register, RollCall
 from speedlab.config.errors import more_in
 from speedlab.hardware import Device
 
@@ -234,7 +234,7 @@ def _await_engines(
     cancelled: Callable[[], bool],
 ) -> list[EngineEntry]:
     """Wait until the engine of each of these ranks has answered which rank it is."""
-    roll = RollCall(Calls(client))
+    roll, register = RollCall(Calls(client)), Register(client)
     asked = _busy_elsewhere(home)
     found: dict[int, EngineEntry] = {}
 
@@ -244,7 +244,7 @@ def _await_engines(
         for rank, pid in pids.items():
             if rank not in found and not processes.is_alive(pid, token):
                 raise ClusterError(f"the engine of rank {rank} ended before it was ready\n{_logs(home)}")
-        new = set(client.ids) - asked
+        new = register.ids() - asked
         asked.update(new)
         roll.ask(new)
         for who in roll.answers():

@@ -339,6 +339,8 @@ def test_a_frozen_engine_is_seen_and_replaced(cluster: Cluster) -> None:
     os.kill(frozen, signal.SIGSTOP)
     wait_for(lambda: cluster.status()[3].state == "frozen")
     results = cluster.submit(sum_over_ranks, 1.0)
+    # Taken back before it began, it would leave all four with nothing to do.
+    wait_for(lambda: [status.state for status in cluster.status()] == ["busy", "busy", "busy", "frozen"])
     assert cluster.interrupt() == [0, 1, 2]
     cluster.restart(3)
     assert is_gone(frozen)

@@ -13,7 +13,7 @@ from ipyparallel.error import RemoteError
 from speedlab.cluster.agent_calls import Calls, HostLost
 from speedlab.cluster.agent_muster import Muster
 from speedlab.cluster.home import Home
-from speedlab.cluster.roll_call import RollCall
+from speedlab.cluster.roll_call import Register, RollCall
 
 ENDED = RemoteError("EngineError", "Engine 3 died while running task 'abc'", "", {})
 
@@ -30,8 +30,10 @@ class Engine:
 
     def __init__(self) -> None:
         self.task = Task()
+        self.asked = 0
 
     def apply_async(self, function: Any, *arguments: Any) -> Any:
+        self.asked += 1
         return self.task
 
 
@@ -67,6 +69,55 @@ def test_an_engine_that_ends_while_it_is_asked_is_not_waited_for(engines: dict[i
     engines[4].task.set_result({"rank": 0, "pid": 17})
     assert list(roll.answers()) == [(0, 17, 4)]
     assert list(roll.answers()) == []
+
+
+def test_an_engine_whose_question_was_lost_is_asked_again(
+    engines: dict[int, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    roll = RollCall(calls(engines))
+    roll.ask([4])
+    engines[4].task = Task()  # Nobody ever answers the first one.
+    now += 2.9
+    assert (list(roll.answers()), engines[4].asked) == ([], 1)
+    now += 0.2
+    assert (list(roll.answers()), engines[4].asked) == ([], 2)
+    engines[4].task.set_result({"rank": 0, "pid": 17})
+    assert list(roll.answers()) == [(0, 17, 4)]
+    now += 10.0
+    assert (list(roll.answers()), engines[4].asked) == ([], 2)
+
+
+def test_an_engine_that_registers_while_a_client_connects_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's list was written before, and its word about the engine went out before the client listened."""
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+
+    class Client:
+        _query_stream, _io_loop = object(), SimpleNamespace(add_callback=lambda function, *given: function(*given))
+
+        def __init__(self) -> None:
+            self.ids, self.asked = [3], list[Task]()
+
+        def _send(self, stream: Any, word: str) -> Task:
+            assert (stream, word) == (self._query_stream, "connection_request")
+            self.asked.append(Task())
+            return self.asked[-1]
+
+        def _update_engines(self, engines: dict[int, str]) -> None:
+            self.ids += engines
+
+    client = Client()
+    register = Register(client)  # type: ignore[arg-type]  # of a client it is only this
+    assert (register.ids(), client.asked) == ({3}, [])
+    now += 1.1
+    assert (register.ids(), len(client.asked)) == ({3}, 1)
+    now += 10.0
+    assert (register.ids(), len(client.asked)) == ({3}, 1)  # One question at a time.
+    client.ids = [5]  # The client has heard of 5, and that 3 has gone, since the hub wrote its answer.
+    client.asked[0].set_result({"content": {"engines": {"3": "uuid of 3", "4": "uuid of 4"}}})
+    assert register.ids() == {4, 5}
 
 
 def test_an_engine_that_cannot_answer_is_told(engines: dict[int, Engine]) -> None:

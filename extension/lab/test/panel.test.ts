@@ -317,6 +317,22 @@ test('the loss is drawn, and told in words', async () => {
   ).toBe('M2.0 2.0L238.0 30.0');
 });
 
+test('what stands below a line that is awaited does not move when it comes', async () => {
+  const page = open();
+  await page.hear({ all_runs: [makeRun(), makeRun({ id: 'runs/b', name: 'b', state: 'finished' })] });
+  const [first, second] = document.querySelectorAll<HTMLElement>('.sl-spark');
+  const awaited = [first?.hidden, first?.getAttribute('aria-hidden'), first?.textContent];
+  expect([awaited, second?.hidden]).toEqual([[false, 'true', '\u00a0'], true]);
+  await page.hear({ runs: [makeNews({ records: makeRecords(1, 4), status: makeRun() })] });
+  expect([first?.hidden, first?.getAttribute('aria-hidden')]).toEqual([false, null]);
+  page.view.choose('runs/b');
+  page.view.render();
+  expect(second?.hidden).toBe(false);
+  const over = makeRun({ id: 'runs/b', name: 'b', state: 'finished' });
+  await page.hear({ runs: [makeNews({ id: 'runs/b', records: makeRecords(1, 1), status: over })] });
+  expect(second?.hidden).toBe(true);
+});
+
 test('of many ranks the lowest, the median and the highest; negative remainders are no bars', () => {
   open();
   const many = Array.from({ length: 20 }, (_, rank) => makeMemory(rank, [(rank + 1) * GIB], 30 * GIB));

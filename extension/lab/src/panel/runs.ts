@@ -17,6 +17,8 @@ export interface RunItem {
   chosen: boolean;
   /** To be compared; 'full' where no more can be. */
   ticked: boolean | 'full';
+  /** Whether `data` is asked for. */
+  watched: boolean;
   data: RunData | undefined;
   config: Record<string, unknown> | undefined;
   note: Note | undefined;
@@ -94,7 +96,8 @@ export class RunRow implements Row<RunItem> {
     setAttributes(this.problem.node, { class: `sl-problem${chosen ? '' : ' sl-short'}` });
     const live = isLive(run);
     this.showProgress(run, live && run.steps > 0);
-    this.spark.update(live || chosen ? (data?.records ?? null) : null);
+    const records = live || chosen ? (data?.records ?? null) : null;
+    this.spark.update(records, item.watched && (live || !records));
     setText(this.told, run.text);
     setShown(this.told, run.text !== '' && (chosen || run.state === 'failed'));
     setAttributes(this.told, { class: `sl-told${chosen ? '' : ' sl-one-line'}`, title: chosen ? null : run.text });

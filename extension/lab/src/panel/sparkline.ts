@@ -8,6 +8,8 @@ import { wholeText } from '../format';
 const WIDTH = 240;
 const HEIGHT = 32;
 const MARGIN = 2;
+/** Keeps a line's height. */
+const NO_BREAK_SPACE = '\u00a0';
 
 type Point = readonly [step: number, loss: number];
 
@@ -47,13 +49,22 @@ export class Sparkline {
     this.node = element('div', { class: 'sl-spark', role: 'img', hidden: true }, drawing, this.ends);
   }
 
-  update(records: Records | null): void {
-    if (records === this.shown) return;
+  /** `awaited`: a line is to come, and its place is kept, so that what stands below does not move under a pointer. */
+  update(records: Records | null, awaited = false): void {
+    if (records === this.shown && awaited === this.awaited) return;
     this.shown = records;
+    this.awaited = awaited;
     const points = pointsOf(records);
     const [first, last] = [points[0], points.at(-1)];
-    this.node.hidden = !first || !last || points.length < 2;
-    if (!first || !last || points.length < 2) return;
+    const drawn = first && last && points.length > 1;
+    this.node.hidden = !drawn && !awaited;
+    setAttributes(this.node, { 'aria-hidden': drawn ? null : 'true' });
+    if (!drawn) {
+      setAttributes(this.line, { d: null });
+      setAttributes(this.node, { 'aria-label': null, title: null });
+      this.ends.replaceChildren(NO_BREAK_SPACE);
+      return;
+    }
     setAttributes(this.line, { d: pathOf(points) });
     this.ends.replaceChildren(
       element('span', {}, lossText(first[1])),
@@ -64,6 +75,7 @@ export class Sparkline {
   }
 
   private shown: Records | null = null;
+  private awaited = false;
   private readonly line = svg('path', { class: 'sl-spark-line' });
   private readonly ends = element('div', { class: 'sl-spark-ends', 'aria-hidden': 'true' });
 }

@@ -132,6 +132,7 @@ export class PanelView {
 
   /** Draws now; `later` draws with the next frame. */
   render(): void {
+    this.want();
     const { runs, clusters } = this.live;
     this.trouble.update(this.live.trouble || this.live.listsProblem);
     this.clusterControls.keep(new Set(clusters?.map(cluster => cluster.id)));
@@ -158,21 +159,22 @@ export class PanelView {
     setText(this.found, this.state.search && runs ? `${shown.length} of ${runs.length} runs` : '');
     this.clusterKeys.settle();
     this.runKeys.settle();
-    this.want();
   }
 
   private itemOf(listed: RunSummary, now: number): RunItem {
     const data = this.live.run(listed.id);
     const chosen = listed.id === this.state.chosen;
     // The list is a second old at times; what is watched is newer.
-    const status = this.watched.has(listed.id) ? data?.status : null;
+    const watched = this.watched.has(listed.id);
+    const status = watched ? data?.status : null;
     const run = status ? { ...status, cluster: listed.cluster } : listed;
     const problem = chosen ? (this.problems.get(listed.id) ?? '') : '';
     if (chosen) this.needConfig(listed.id);
     const config = this.configs.get(listed.id);
     const showsMemory = !(this.state.open.includes(run.cluster) && !this.state.folded.includes('Clusters'));
     const ticked = this.state.ticked.includes(run.id) || (this.ticked.length >= MOST_COMPARED && 'full');
-    return { run, chosen, ticked, data, config, note: this.controls.note(listed.id), problem, showsMemory, now };
+    const note = this.controls.note(listed.id);
+    return { run, chosen, ticked, watched, data, config, note, problem, showsMemory, now };
   }
 
   private readonly heard = (_: News) => this.later();
