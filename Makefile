@@ -52,7 +52,7 @@ lab: setup
 
 # Some hundred processes start, and each would compile everything anew where the environment wants no bytecode kept.
 test: setup
-	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 2 $(ARGS)
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 2 --tb=short $(ARGS)
 
 bench: $(PEERS)/.ready
 	@PATH="$(CURDIR)/$(PEERS)/bin:$$PATH" $(PEERS)/bin/python -m speedlab.cli bench $(NAME) $(ARGS)

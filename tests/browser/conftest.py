@@ -11,9 +11,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,14 @@ try:
 except ClusterError as error:
     print(error)
 """
+
+
+_SEEN = """() => {
+    const at = document.activeElement;
+    const parts = [...document.querySelectorAll('.sl-panel-widget, .jp-Dialog, .jp-NotebookPanel')];
+    const text = parts.map(part => part.innerText.slice(0, 1500)).join('\\n--\\n');
+    return `${location.href}\\nthe focus: ${at.tagName} ${at.className} ${at.getAttribute('aria-label')}\\n${text}`;
+}"""
 
 
 @dataclass(frozen=True)
@@ -108,6 +117,19 @@ def _engines_end(lab: Lab) -> Iterator[None]:
     """Whatever the test did, its engines are ended."""
     yield
     subprocess.run([sys.executable, "-c", STOP_ENGINES], env=lab.environment, cwd=lab.folder, timeout=90, check=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """A failure shows what was on the page."""
+    report = yield
+    page = getattr(item, "funcargs", {}).get("page")
+    if page is not None and report.when == "call" and report.failed:
+        try:
+            report.sections.append(("page", page.evaluate(_SEEN)))
+        except Exception as error:
+            report.sections.append(("page", f"it cannot be asked: {error}"))
+    return report
 
 
 @pytest.fixture(scope="module")

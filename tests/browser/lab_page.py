@@ -32,7 +32,7 @@ _SERIOUS = """async included => {
 }"""
 _TRIES = 4
 _LOST_SECONDS = 8.0
-"""Until a cell shows that it runs, at the latest."""
+"""Until a cell shows that it runs, or was interrupted, at the latest."""
 
 
 class Notebook:
@@ -87,6 +87,21 @@ class Notebook:
             if not untouched.count():
                 return cell
         raise AssertionError(f"cell {number} does not begin")
+
+    def interrupt(self, cell: Any) -> None:
+        """By keys, until this cell, which runs, shows it: a kernel that has not begun with a cell hears nothing."""
+        cell.locator(".jp-InputPrompt", has_text="[*]:").wait_for()
+        interrupted = cell.get_by_text("KeyboardInterrupt").first
+        for _ in range(_TRIES):
+            self.page.keyboard.press("Escape")
+            self.page.keyboard.press("i")
+            self.page.keyboard.press("i")
+            deadline = time.monotonic() + _LOST_SECONDS
+            while not interrupted.is_visible() and time.monotonic() < deadline:
+                self.page.wait_for_timeout(50)
+            if interrupted.is_visible():
+                return
+        raise AssertionError("the cell is not interrupted")
 
     def saved_output(self, mime_type: str, text: str = "") -> dict[str, Any]:
         """Save until an output of this MIME type with `text` in it is in the file, at most ten times; returns the

@@ -94,12 +94,7 @@ def test_two_notebooks_share_a_run_its_interrupt_and_the_loss_of_an_engine(page:
         goes_on(other_page, seen)
 
         # An interrupt of the cell that waits interrupts the run, for both.
-        waiting = second.start(2)
-        waiting.locator(".jp-InputPrompt", has_text="[*]:").wait_for()
-        other_page.keyboard.press("Escape")
-        other_page.keyboard.press("i")
-        other_page.keyboard.press("i")
-        waiting.get_by_text("KeyboardInterrupt").first.wait_for()
+        second.interrupt(second.start(2))
         dash.locator(".sl-state", has_text="paused").wait_for()
 
         # An engine is killed: both are told who, and the one that did nothing brings it back.
@@ -132,7 +127,7 @@ def command(page: Any, text: str) -> None:
     page.keyboard.press("Control+Shift+c")
     page.locator(".lm-CommandPalette-input").wait_for()
     page.keyboard.type(text)
-    page.locator(".lm-CommandPalette-item.lm-mod-active").wait_for()
+    page.locator(".lm-CommandPalette-item.lm-mod-active", has_text=text).wait_for()  # It lists as fast as it can.
     page.keyboard.press("Enter")
 
 
@@ -187,6 +182,7 @@ def test_by_keyboard_alone_a_run_is_trained_paused_reshaped_and_stopped_in_both_
     by_keys(page, "Stop")
     page.keyboard.press("Enter")
     page.locator(".jp-Dialog").get_by_text("Stop by-keys?").wait_for()
+    page.locator(".jp-Dialog :focus").wait_for()
     picture(page, "keys-dark")
     by_keys(page, "Stop")
     page.keyboard.press("Enter")
