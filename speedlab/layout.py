@@ -258,10 +258,16 @@ def padded_numel(numel: int, dp: int) -> int:
     return -(-numel // dp) * dp
 
 
-def message_bytes(numel: int, bits: int, block: int = 256) -> int:
-    """Bytes of so many values as integers of `bits` bits, and of a scale in float32 for each `block`, which begins at a
+MESSAGE_BLOCKS = {8: 256, 4: 64}
+"""By the bits of integers that travel: how many values share a scale. What is less than a fourteenth of the largest in
+its block travels as int4 zero, in every step, and is not trained: in blocks of 256 that were so many that a training
+ended up to 5 % above its plain one."""
+
+
+def message_bytes(numel: int, bits: int) -> int:
+    """Bytes of so many values as integers of `bits` bits, and of a scale in float32 for each block, which begins at a
     multiple of its size."""
-    return padded_numel(-(-numel * bits // 8), 4) + 4 * -(-numel // block)
+    return padded_numel(-(-numel * bits // 8), 4) + 4 * -(-numel // MESSAGE_BLOCKS[bits])
 
 
 def partition_range(padded: int, dp: int, index: int) -> tuple[int, int]:

@@ -178,8 +178,8 @@ def bytes_between_hosts(configs: list[dict[str, Any]]) -> list[tuple[int, dict[s
 
 @pytest.mark.parametrize(("size", "hosts", "secondary"), [(2, "ab", 1), (4, "aabb", 2)])
 def test_a_quarter_of_the_bytes_goes_between_hosts(pool_of: PoolOf, size: int, hosts: str, secondary: int) -> None:
-    """The paper's count is .75 of 3 parts of bfloat16, with scales .255; here plain ZeRO-3 sends less than 3 parts,
-    because the root and the last block stay between the passes: of 8 small blocks .27. Of float32 it is half."""
+    """The paper's count is .75 of 3 parts of bfloat16, with scales .263; here plain ZeRO-3 sends less than 3 parts,
+    because the root and the last block stay between the passes: of 8 small blocks .277. Of float32 it is half."""
     configs = []
     for dtype in ("bfloat16", "float32"):
         plain = configuration(3, dtype=dtype)
@@ -188,8 +188,8 @@ def test_a_quarter_of_the_bytes_goes_between_hosts(pool_of: PoolOf, size: int, h
     sent = [sum(done[case][0] for done in by_rank) for case in range(len(configs))]
     shares = sent[1] / sent[0], sent[3] / sent[2]
     print(f"{size} ranks: {sent}: {shares[0]:.4f} of bfloat16, {shares[1]:.4f} of float32")
-    assert 0.255 < shares[0] < 0.275, sent
-    assert 0.127 < shares[1] < 0.138, sent
+    assert 0.263 < shares[0] < 0.283, sent
+    assert 0.131 < shares[1] < 0.142, sent
     told = by_rank[0][1][1]
     assert by_rank[0][0][1] == {}
     if size == 2:  # Else a second partition's values go about inside the host, whole.
