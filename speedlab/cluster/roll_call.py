@@ -26,17 +26,21 @@ class Register:
     def __init__(self, client: ipyparallel.Client) -> None:
         self._client = client
         self._answer: Any = None
-        self._asked = time.monotonic()
+        self._asked = self._looked = time.monotonic()
         self._ever = set(client.ids)
 
     def ids(self) -> set[int]:
         """ipyparallel's numbers of the engines known now. Never waits."""
+        now = time.monotonic()
+        if now > self._looked + _ASK_AGAIN_SECONDS:  # Nobody waited: what it tells may have come and gone meanwhile.
+            self._answer = None
+        self._looked = now
         self._ever |= set(self._client.ids)
         if self._answer is not None and self._answer.done():
             answer, self._answer = self._answer.result(), None
             self._take(answer["content"]["engines"])
-        if self._answer is None and time.monotonic() > self._asked + _ASK_AGAIN_SECONDS:
-            self._asked = time.monotonic()
+        if self._answer is None and now > self._asked + _ASK_AGAIN_SECONDS:
+            self._asked = now
             self._answer = self._client._send(self._client._query_stream, "connection_request")
         return set(self._client.ids)
 
