@@ -41,11 +41,17 @@ CONTROLLER_ARGUMENTS = [
     "--log-level=WARN",
 ]
 
+_FIRST_SECONDS = 30.0
+"""How long engines may take from when the controller answers until they are ready, before all is started anew."""
 _POLL_SECONDS = 0.02
 _LOG_LINES = 12
 
 log = logging.getLogger("speedlab.cluster.ipyparallel")
 log.setLevel(logging.CRITICAL)  # ipyparallel reports every process that ends, also those we end ourselves.
+
+
+class NotReadyError(ClusterError):
+    """Processes run, and are not ready in time."""
 
 
 def start_cluster(
@@ -60,16 +66,38 @@ def start_cluster(
     """Start a controller and one engine per device; returns when all are ready, torch imported. `link`: what engines
     pretend to have between them.
 
+    About one start in a hundred on a busy machine ends with engines that run, have registered, and are never heard of;
+    where nothing is ready in `_FIRST_SECONDS`, everything is started once more.
+
     Raises ClusterError with the end of the logs when a process does not come up, and once `cancelled()`. Then no engine
     is left.
     """
+    try:
+        return _start_cluster(home, token, devices, backend, link, nursery, cancelled, _FIRST_SECONDS)
+    except NotReadyError as error:
+        logging.getLogger("speedlab.supervisor").warning("started once more: %s", error)
+        for kind in ("client", "engine"):  # Who starts now must not read where the controller before listened.
+            home.connection_file(kind).unlink(missing_ok=True)
+        return _start_cluster(home, token, devices, backend, link, nursery, cancelled, START_SECONDS)
+
+
+def _start_cluster(
+    home: Home,
+    token: str,
+    devices: Sequence[Device],
+    backend: str,
+    link: str,
+    nursery: Nursery,
+    cancelled: Callable[[], bool],
+    seconds: float,
+) -> tuple[ClusterState, ipyparallel.Client]:
     client = None
     try:
         own = home.environment(token, backend, link)
         fork = _fork(nursery, devices, cancelled)
         controller_pid, engine_pids = asyncio.run(_launch_all(home, devices, own, fork))
         client = connect_to(home, controller_pid, token)
-        engines = _await_engines(home, client, engine_pids, token, cancelled)
+        engines = _await_engines(home, client, engine_pids, token, cancelled, seconds)
         state = ClusterState(
             name=home.name,
             token=token,
@@ -232,8 +260,10 @@ def _await_engines(
     pids: dict[int, int],
     token: str,
     cancelled: Callable[[], bool],
+    seconds: float = START_SECONDS,
 ) -> list[EngineEntry]:
-    """Wait until the engine of each of these ranks has answered which rank it is."""
+    """Wait until the engine of each of these ranks has answered which rank it is. Raises NotReadyError behind so many
+    seconds."""
     roll, register = RollCall(Calls(client)), Register(client)
     asked = _busy_elsewhere(home)
     found: dict[int, EngineEntry] = {}
@@ -252,7 +282,11 @@ def _await_engines(
                 found[who.rank] = EngineEntry(rank=who.rank, pid=who.pid, engine_id=who.engine_id)
         return [found[rank] for rank in sorted(found)] if len(found) == len(pids) else None
 
-    return _poll(ready, START_SECONDS, lambda: f"only ranks {sorted(found)} of {sorted(pids)} are ready\n{_logs(home)}")
+    def late() -> str:
+        counted = f"the controller counts engines {sorted(register.ids())}"
+        return f"only ranks {sorted(found)} of {sorted(pids)} are ready, and {counted}\n{_logs(home)}"
+
+    return _poll(ready, seconds, late)
 
 
 def _busy_elsewhere(home: Home) -> set[int]:
@@ -265,7 +299,7 @@ def _poll(check: Callable[[], Any], seconds: float, what: Callable[[], str]) -> 
     deadline = time.monotonic() + seconds
     while (answer := check()) is None:
         if time.monotonic() > deadline:
-            raise ClusterError(f"after {seconds:g} s {what()}")
+            raise NotReadyError(f"after {seconds:g} s {what()}")
         time.sleep(_POLL_SECONDS)
     return answer
 

@@ -176,7 +176,7 @@ def test_who_draws_the_leading_ranks_steps_looks_at_others_less_often(folder, mo
         append(folder, rank, line(2, rank))
     now += 0.1
     assert newest(Status(state=RunState.RUNNING, step=2)) == [2, 1, 1]  # The status has nothing but another step.
-    now += bars_seconds(3)
+    now += 1.01 * bars_seconds(3)  # Sums of floats are rounded.
     assert newest() == [2, 2, 2]
     for rank in range(3):
         append(folder, rank, line(3, rank))
@@ -187,7 +187,7 @@ def test_who_draws_the_leading_ranks_steps_looks_at_others_less_often(folder, mo
     later = time.time_ns() + 10**9  # The clock of files is coarse: the folder might not seem to have changed.
     os.utime(folder.path / "records", ns=(later, later))
     assert newest() == [3, 3, 4]
-    now += bars_seconds(3)
+    now += 1.01 * bars_seconds(3)  # Sums of floats are rounded.
     assert newest() == [3, 3, 4, 4]
     fresh = History()
     fresh.update({}, [make_event("started", 0)], leading=True)  # Events come before the first record.
