@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import errno
+import random
 import re
 import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 CONNECT_SECONDS = 5.0
 """How long a port of another host may take to answer. On a working network it is milliseconds."""
+
+RESERVED_PORTS = 31
+"""How many ports `reserved_ports` reserves."""
+_LOWEST_PORT = 20_000
+"""Ports below belong to services that people start by hand."""
+_KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_KERNEL_PORTS_BEGIN = 32_768
+"""Where they begin where the kernel does not say so: elsewhere they begin higher."""
+_BLOCKS_TRIED = 100
 
 _REFUSED = frozenset({errno.ECONNREFUSED, errno.ECONNRESET})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM})
@@ -88,6 +101,53 @@ def listen(address: str, port: int = 0) -> socket.socket:
     """A socket that listens on that address alone; port 0 takes any that is free. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=512)
+
+
+@contextmanager
+def reserved_ports() -> Iterator[Sequence[int]]:
+    """RESERVED_PORTS ports on which nothing of this host listens, for processes that will before the block is left.
+
+    A port that the kernel gives whoever binds port 0 is given to the next one as soon as it is let go of. These are
+    outside the range that the kernel gives from, and who reserves ports here, too, gets other ones. Where that range
+    leaves no room they are the kernel's.
+    """
+    size = 1 + RESERVED_PORTS  # In front of each block a port that stays bound.
+    blocks = range(_LOWEST_PORT, _kernel_ports_begin() - size + 1, size)
+    for first in random.sample(blocks, min(len(blocks), _BLOCKS_TRIED)):
+        with ExitStack() as guard, ExitStack() as probes:
+            try:
+                guard.enter_context(_bound(first))
+                for port in range(first + 1, first + size):
+                    probes.enter_context(_bound(port))
+            except OSError:
+                continue
+            probes.close()
+            yield range(first + 1, first + size)
+            return
+    with ExitStack() as probes:
+        given = [probes.enter_context(_bound(0)).getsockname()[1] for _ in range(RESERVED_PORTS)]
+    yield given
+
+
+def _kernel_ports_begin() -> int:
+    with suppress(OSError, ValueError):
+        return int(_KERNEL_PORTS.read_text().split()[0])
+    return _KERNEL_PORTS_BEGIN
+
+
+def _bound(port: int) -> socket.socket:
+    """A socket that has that port at all addresses, and does not listen. Raises OSError where another one has it at
+    any."""
+    both = socket.has_dualstack_ipv6()
+    found = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
+    try:
+        if both:
+            found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        found.bind(("::" if both else "", port))
+    except BaseException:
+        found.close()
+        raise
+    return found
 
 
 def try_to_reach(place: Endpoint, own_host: str, seconds: float = CONNECT_SECONDS) -> OSError | None:

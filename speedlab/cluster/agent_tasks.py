@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -38,7 +38,7 @@ from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.loads import Load, Loads
 from speedlab.cluster.nursery import Nursery, can_fork
 from speedlab.hardware import Device
-from speedlab.network import Endpoint, address_of, interface_towards
+from speedlab.network import Endpoint, address_of, interface_towards, reserved_ports
 
 HOST = "SPEEDLAB_AGENT_HOST"
 CONTROLLER = "SPEEDLAB_AGENT_CONTROLLER"
@@ -183,10 +183,10 @@ def ready() -> bool:
     return _nursery is None or _nursery.ready(_threads)
 
 
-def free_port(address: str) -> int:
-    """A port of this address that nobody listens on at this moment."""
-    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
-        return server.getsockname()[1]
+def free_port() -> int:
+    """A port of this host that nobody listens on, nor is likely to before a rank does."""
+    with reserved_ports() as ports:
+        return random.choice(ports)
 
 
 def set_generation(number: int) -> None:

@@ -1,7 +1,6 @@
 """The agents of a cluster, from the side of its supervisor: start them, ask them, let them start and end engines.
 
     spec = host_specs.parse(hosts=["gpu-1:8", "gpu-2:8"])
-    address = controller_address(spec)           # of controller_place.py: its controller_arguments(address) as well
     launching = launching_for(home, spec)        # of launching.py; its `prepare` may have been called
     agents = start_agents(home, client, launching, token=token)
     engines = agents.start_engines(environment)
@@ -179,7 +178,7 @@ class Agents:
         """What the engine of each rank finds in its environment, by rank, `environment` included."""
         first = self.entries[0].host
         if first.name not in self.stores:
-            port = self.call(first.name, agent_tasks.free_port, first.address)
+            port = self.call(first.name, agent_tasks.free_port)
             self.stores[first.name] = Endpoint(host=first.name, address=first.address, port=port)
         store = self.stores[first.name]
         return [

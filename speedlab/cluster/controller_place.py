@@ -9,16 +9,7 @@ import subprocess
 from speedlab.cluster.agent_launchers import ask_slurm
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.host_specs import SlurmJob, Spec, SshHosts
-from speedlab.cluster.start import CONTROLLER_ARGUMENTS
 from speedlab.network import address_of, interface_towards
-
-
-def controller_arguments(address: str, ports: str = "") -> list[str]:
-    """Arguments of the controller of a cluster of several hosts: it listens at `address`, on
-    `ports` ("10101-10130"; any that are free without it)."""
-    arguments = [a for a in CONTROLLER_ARGUMENTS if not a.startswith(("--ip=", "--location="))]
-    arguments += [f"--ip={address}", f"--location={address}"]
-    return [*arguments, *([f"--ports={ports}"] if ports else [])]
 
 
 def controller_address(spec: Spec, interface: str = "") -> str:

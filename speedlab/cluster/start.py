@@ -27,22 +27,9 @@ from speedlab.cluster.nursery import START_SECONDS, Nursery, can_fork
 from speedlab.cluster.roll_call import Register, RollCall
 from speedlab.config.errors import more_in
 from speedlab.hardware import Device
+from speedlab.network import reserved_ports
 
-CONTROLLER_ARGUMENTS = [
-    f"--HeartMonitor.period={round(1000 * HEARTBEAT_SECONDS)}",
-    f"--HeartMonitor.max_heartmonitor_misses={round(SILENT_SECONDS / HEARTBEAT_SECONDS)}",
-    # Messages are signed, but any user of this host could read them.
-    "--IPController.enable_curve=True",
-    "--ip=127.0.0.1",
-    # Otherwise the host's name, which a client tries to resolve.
-    "--location=127.0.0.1",
-    # Schedulers as threads of one process, not as eight processes.
-    "--usethreads",
-    "--log-level=WARN",
-]
-
-_FIRST_SECONDS = 30.0
-"""How long engines may take from when the controller answers until they are ready, before all is started anew."""
+LOCALHOST = "127.0.0.1"
 _POLL_SECONDS = 0.02
 _LOG_LINES = 12
 
@@ -50,8 +37,22 @@ log = logging.getLogger("speedlab.cluster.ipyparallel")
 log.setLevel(logging.CRITICAL)  # ipyparallel reports every process that ends, also those we end ourselves.
 
 
-class NotReadyError(ClusterError):
-    """Processes run, and are not ready in time."""
+def controller_arguments(address: str, ports: Iterable[int]) -> list[str]:
+    """Arguments of a controller that listens at `address`, on the first of `ports`, some twenty. They must be free
+    until it does: where the port of a scheduler is taken, its thread ends, and the controller goes on without it."""
+    return [
+        f"--HeartMonitor.period={round(1000 * HEARTBEAT_SECONDS)}",
+        f"--HeartMonitor.max_heartmonitor_misses={round(SILENT_SECONDS / HEARTBEAT_SECONDS)}",
+        # Messages are signed, but any user of this host could read them.
+        "--IPController.enable_curve=True",
+        f"--ip={address}",
+        # Otherwise the host's name, which a client tries to resolve.
+        f"--location={address}",
+        f"--ports={','.join(map(str, ports))}",
+        # Schedulers as threads of one process, not as eight processes.
+        "--usethreads",
+        "--log-level=WARN",
+    ]
 
 
 def start_cluster(
@@ -66,38 +67,17 @@ def start_cluster(
     """Start a controller and one engine per device; returns when all are ready, torch imported. `link`: what engines
     pretend to have between them.
 
-    About one start in a hundred on a busy machine ends with engines that run, have registered, and are never heard of;
-    where nothing is ready in `_FIRST_SECONDS`, everything is started once more.
-
     Raises ClusterError with the end of the logs when a process does not come up, and once `cancelled()`. Then no engine
     is left.
     """
-    try:
-        return _start_cluster(home, token, devices, backend, link, nursery, cancelled, _FIRST_SECONDS)
-    except NotReadyError as error:
-        logging.getLogger("speedlab.supervisor").warning("started once more: %s", error)
-        for kind in ("client", "engine"):  # Who starts now must not read where the controller before listened.
-            home.connection_file(kind).unlink(missing_ok=True)
-        return _start_cluster(home, token, devices, backend, link, nursery, cancelled, START_SECONDS)
-
-
-def _start_cluster(
-    home: Home,
-    token: str,
-    devices: Sequence[Device],
-    backend: str,
-    link: str,
-    nursery: Nursery,
-    cancelled: Callable[[], bool],
-    seconds: float,
-) -> tuple[ClusterState, ipyparallel.Client]:
     client = None
     try:
         own = home.environment(token, backend, link)
         fork = _fork(nursery, devices, cancelled)
-        controller_pid, engine_pids = asyncio.run(_launch_all(home, devices, own, fork))
-        client = connect_to(home, controller_pid, token)
-        engines = _await_engines(home, client, engine_pids, token, cancelled, seconds)
+        with reserved_ports() as ports:
+            controller_pid, engine_pids = asyncio.run(_launch_all(home, devices, own, fork, ports))
+            client = connect_to(home, controller_pid, token)
+            engines = _await_engines(home, client, engine_pids, token, cancelled)
         state = ClusterState(
             name=home.name,
             token=token,
@@ -185,7 +165,7 @@ def tree(pid: int, token: str) -> list[Any]:
 
 
 async def _launch_all(
-    home: Home, devices: Sequence[Device], environment: dict[str, str], fork: Fork | None
+    home: Home, devices: Sequence[Device], environment: dict[str, str], fork: Fork | None, ports: Iterable[int]
 ) -> tuple[int, dict[int, int]]:
     """Start all processes; returns (pid of the controller, pids of the engines by rank)."""
     cluster = ipyparallel.Cluster(
@@ -194,7 +174,7 @@ async def _launch_all(
         cluster_id=home.name,
         n=len(devices),
         delay=0,
-        controller_args=CONTROLLER_ARGUMENTS,
+        controller_args=controller_arguments(LOCALHOST, ports),
         send_engines_connection_env=False,
         shutdown_atexit=False,
         load_profile=False,
@@ -217,12 +197,12 @@ async def _launch_all(
     return pid, {int(identifier): launcher.pid for identifier, launcher in launchers.items()}
 
 
-async def launch_controller(home: Home, environment: dict[str, str], arguments: Sequence[str]) -> int:
-    """Start a controller alone; returns its process id."""
+async def launch_controller(home: Home, environment: dict[str, str], address: str, ports: Iterable[int]) -> int:
+    """Start a controller alone, which listens as `controller_arguments` has it; returns its process id."""
     cluster = ipyparallel.Cluster(
         profile_dir=str(home.path),
         cluster_id=home.name,
-        controller_args=list(arguments),
+        controller_args=controller_arguments(address, ports),
         send_engines_connection_env=False,
         shutdown_atexit=False,
         load_profile=False,
@@ -260,10 +240,8 @@ def _await_engines(
     pids: dict[int, int],
     token: str,
     cancelled: Callable[[], bool],
-    seconds: float = START_SECONDS,
 ) -> list[EngineEntry]:
-    """Wait until the engine of each of these ranks has answered which rank it is. Raises NotReadyError behind so many
-    seconds."""
+    """Wait until the engine of each of these ranks has answered which rank it is."""
     roll, register = RollCall(Calls(client)), Register(client)
     asked = _busy_elsewhere(home)
     found: dict[int, EngineEntry] = {}
@@ -286,7 +264,7 @@ def _await_engines(
         counted = f"the controller counts engines {sorted(register.ids())}"
         return f"only ranks {sorted(found)} of {sorted(pids)} are ready, and {counted}\n{_logs(home)}"
 
-    return _poll(ready, seconds, late)
+    return _poll(ready, START_SECONDS, late)
 
 
 def _busy_elsewhere(home: Home) -> set[int]:
@@ -299,7 +277,7 @@ def _poll(check: Callable[[], Any], seconds: float, what: Callable[[], str]) -> 
     deadline = time.monotonic() + seconds
     while (answer := check()) is None:
         if time.monotonic() > deadline:
-            raise NotReadyError(f"after {seconds:g} s {what()}")
+            raise ClusterError(f"after {seconds:g} s {what()}")
         time.sleep(_POLL_SECONDS)
     return answer
 

@@ -21,11 +21,12 @@ from speedlab.bench.lab import Lab
 from speedlab.bench.lab.daemons import missing_for
 from speedlab.cluster import Cluster
 from speedlab.cluster.agents import Agents, start_agents
-from speedlab.cluster.controller_place import controller_address, controller_arguments
+from speedlab.cluster.controller_place import controller_address
 from speedlab.cluster.home import EngineEntry, Home
 from speedlab.cluster.host_specs import Spec, parse_hosts
 from speedlab.cluster.launching import launching_for
 from speedlab.config import RunConfig
+from speedlab.network import reserved_ports
 
 SECONDS = 90
 """For whatever may take its time on a machine that does other work as well."""
@@ -105,15 +106,14 @@ class Login:
         }
         self.address = controller_address(spec)
         command = [sys.executable, "-m", "ipyparallel.controller", f"--profile-dir={self.home.path}"]
-        with (self.home.log / "controller.log").open("w") as log:
-            self.controller = subprocess.Popen(
-                [*command, *controller_arguments(self.address)], env=environment, stdout=log, stderr=log
-            )
-        try:
-            self.client: ipyparallel.Client = start.connect_to(self.home, self.controller.pid, self.token)
-        except BaseException:
-            self.end_controller()
-            raise
+        with reserved_ports() as ports, (self.home.log / "controller.log").open("w") as log:
+            command += start.controller_arguments(self.address, ports)
+            self.controller = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            try:
+                self.client: ipyparallel.Client = start.connect_to(self.home, self.controller.pid, self.token)
+            except BaseException:
+                self.end_controller()
+                raise
 
     def start_agents(self, **options: object) -> Agents:
         launching = launching_for(self.home, self.spec)

@@ -21,7 +21,6 @@ import speedlab.network as network
 from speedlab.cluster.agent import Order, own_versions, problem_here
 from speedlab.cluster.agent_launchers import slurm_script, slurm_step, ssh_problem
 from speedlab.cluster.agent_muster import check_equal
-from speedlab.cluster.controller_place import controller_arguments
 from speedlab.cluster.engine_environment import host_environment
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, EngineEntry, Home
@@ -37,6 +36,7 @@ from speedlab.cluster.host_specs import (
 )
 from speedlab.cluster.hosts import Host, places
 from speedlab.cluster.launching import InSlurm, OverSSH
+from speedlab.cluster.start import controller_arguments
 from speedlab.cluster.supervisor.hands_on_hosts import OnHosts, found_on_hosts
 from speedlab.hardware import cpu_devices
 from speedlab.network import Endpoint, try_to_reach
@@ -267,12 +267,12 @@ def test_what_ssh_says_becomes_a_sentence(status: int, said: str, expected: str)
 
 
 def test_the_controller_is_encrypted_and_listens_where_hosts_reach_it() -> None:
-    arguments = controller_arguments("10.0.0.7", "10101-10130")
+    arguments = controller_arguments("10.0.0.7", range(10101, 10104))
     assert "--IPController.enable_curve=True" in arguments
     assert [a for a in arguments if a.startswith(("--ip", "--location", "--ports"))] == [
         "--ip=10.0.0.7",
         "--location=10.0.0.7",
-        "--ports=10101-10130",
+        "--ports=10101,10102,10103",
     ]
     assert not [a for a in arguments if "127.0.0.1" in a]
 

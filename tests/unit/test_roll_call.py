@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 from ipyparallel.error import RemoteError
 
-import speedlab.cluster.start as start
 from speedlab.cluster.agent_calls import Calls, HostLost
 from speedlab.cluster.agent_muster import Muster
-from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import Home
-from speedlab.cluster.nursery import Nursery
 from speedlab.cluster.roll_call import Register, RollCall
 
 ENDED = RemoteError("EngineError", "Engine 3 died while running task 'abc'", "", {})
@@ -172,23 +169,3 @@ def test_an_agent_that_ends_before_it_answers_is_a_lost_host(engines: dict[int, 
     engines[3].task.set_exception(ENDED)
     with pytest.raises(HostLost, match="gpu-2 is lost: its agent has ended"):
         calls(engines).ask(3, "gpu-2", int)
-
-
-def test_a_start_of_which_nothing_is_heard_is_made_once_more(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    home.create("token")
-    tries: list[float] = []
-
-    def fails(*arguments: Any) -> Any:
-        tries.append(arguments[-1])
-        for kind in ("client", "engine"):
-            assert not home.connection_file(kind).exists()
-            home.connection_file(kind).write_text("{}")
-        raise start.NotReadyError("only ranks [] of [0] are ready")
-
-    monkeypatch.setattr(start, "_start_cluster", fails)
-    with pytest.raises(start.NotReadyError):
-        start.start_cluster(home, "token", [], "", "", Nursery({}, home.nursery_log), lambda: False)
-    assert tries == [start._FIRST_SECONDS, start.START_SECONDS]
-    monkeypatch.setattr(start, "_start_cluster", lambda *_: (_ for _ in ()).throw(ClusterError("it was interrupted")))
-    with pytest.raises(ClusterError, match="interrupted"):
-        start.start_cluster(home, "token", [], "", "", Nursery({}, home.nursery_log), lambda: False)

@@ -22,7 +22,7 @@ import speedlab.cluster.start as start
 from speedlab.cluster.agent_calls import AT_ONCE_SECONDS
 from speedlab.cluster.agent_lobby import Given, Said
 from speedlab.cluster.agents import Agents, start_agents
-from speedlab.cluster.controller_place import controller_address, controller_arguments
+from speedlab.cluster.controller_place import controller_address
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, EngineEntry, Home, this_host, write_private
 from speedlab.cluster.hosts import Host, hosts_for, places
@@ -32,7 +32,7 @@ from speedlab.cluster.supervisor.debug_relay import Relay
 from speedlab.cluster.supervisor.hands import AtWork, Plan, Process
 from speedlab.cluster.supervisor.wire import Wire, wire_for
 from speedlab.cluster.wires import CUT_SIGNAL
-from speedlab.network import Endpoint, try_to_reach
+from speedlab.network import Endpoint, reserved_ports, try_to_reach
 from speedlab.telemetry.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -282,47 +282,50 @@ def start_on_hosts(
     """
     spec = host_specs.of_fields(asked["spec"])
     environment = {processes.TOKEN: token}
-    arguments = controller_arguments(controller_address(spec, asked["interface"]))
+    address = controller_address(spec, asked["interface"])
     launching = launching_for(home, spec)
-    try:
-        launching.prepare()  # Hosts are connected to while the controller starts.
-        controller_pid = asyncio.run(start.launch_controller(home, environment, arguments))
-        client, agents = start.connect_to(home, controller_pid, token), None
-    except BaseException:
-        launching.abandon()
-        raise
-    try:
-        agents = start_agents(
-            home,
-            client,
-            launching,
-            token=token,
-            device=asked["device"],
-            interface=asked["interface"],
-            progress=progress,
-            cancelled=cancelled,
-        )
-        progress("starting engines")
-        hands = OnHosts(home, agents, token, asked["backend"], asked["spec"])
-        engines = agents.start_engines(hands._environment, cancelled=cancelled.is_set)
-        state = ClusterState(
-            name=home.name,
-            token=token,
-            controller_pid=controller_pid,
-            started=time.time(),
-            devices=tuple(device for host in agents.hosts for device in host.devices),
-            engines=engines,
-            backend=asked["backend"],
-            hosts=tuple(host.name for host in agents.hosts),
-        )
-        hands.write()
-        home.write(state)
-    except BaseException:
-        if agents is not None:
-            agents.end()
-        client.close(linger=0)
-        processes.end([found for found in processes.marked(token) if found.pid != os.getpid()], patience_seconds=0.0)
-        raise
+    with reserved_ports() as ports:
+        try:
+            launching.prepare()  # Hosts are connected to while the controller starts.
+            controller_pid = asyncio.run(start.launch_controller(home, environment, address, ports))
+            client, agents = start.connect_to(home, controller_pid, token), None
+        except BaseException:
+            launching.abandon()
+            raise
+        try:
+            agents = start_agents(
+                home,
+                client,
+                launching,
+                token=token,
+                device=asked["device"],
+                interface=asked["interface"],
+                progress=progress,
+                cancelled=cancelled,
+            )
+            progress("starting engines")
+            hands = OnHosts(home, agents, token, asked["backend"], asked["spec"])
+            engines = agents.start_engines(hands._environment, cancelled=cancelled.is_set)
+            state = ClusterState(
+                name=home.name,
+                token=token,
+                controller_pid=controller_pid,
+                started=time.time(),
+                devices=tuple(device for host in agents.hosts for device in host.devices),
+                engines=engines,
+                backend=asked["backend"],
+                hosts=tuple(host.name for host in agents.hosts),
+            )
+            hands.write()
+            home.write(state)
+        except BaseException:
+            if agents is not None:
+                agents.end()
+            client.close(linger=0)
+            processes.end(
+                [found for found in processes.marked(token) if found.pid != os.getpid()], patience_seconds=0.0
+            )
+            raise
     return state, client, hands
 
 
