@@ -11,10 +11,12 @@ from typing import Any
 import psutil
 import pytest
 from host_helpers import SECONDS, await_true, config, needs
+from person import Person
 
 from speedlab.bench.lab import Lab
 from speedlab.bench.lab.daemons import mpi_environment, start_slurm
-from speedlab.cluster import Cluster, ClusterError
+from speedlab.cluster import Cluster, ClusterError, RankError
+from speedlab.cluster.debugger import debug
 from speedlab.cluster.host_specs import parse_hosts
 from speedlab.cluster.processes import TOKEN
 from speedlab.telemetry.records import RunState
@@ -101,7 +103,13 @@ def mpi_request(lab: Lab, settings: Path, folder: Path) -> tuple[dict[str, Any],
     ],
 )
 def test_a_cluster_of_a_scheduler_trains_and_gives_its_hosts_back(
-    lab: Lab, settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, request_of: Any
+    lab: Lab,
+    settings: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    way: str,
+    request_of: Any,
 ) -> None:
     needs(way)
     given, environment = request_of(lab, settings, tmp_path)
@@ -118,6 +126,18 @@ def test_a_cluster_of_a_scheduler_trains_and_gives_its_hosts_back(
             ("host-b", "0", "2"),
             ("host-b", "1", "2"),
         ]
+        with pytest.raises(RankError, match="KeyError"):
+            made.execute("value = {'a': 3}\nvalue['b']", ranks=[3]).result(SECONDS)
+        debug(made, 3, Person("p value['a'] + 4", "q"))
+        assert "\n7\n" in capsys.readouterr().out
+        # A cell between two steps, which stops in the debugger on the other host while the rest waits.
+        run = made.train(config(tmp_path, f"{way}-live", steps=100_000))
+        monkeypatch.setattr("builtins.input", person := Person("p engine.global_step >= 0", "c"))
+        cell = run.live("import os\nif os.environ['RANK'] == '2': breakpoint()\nos.environ['SPEEDLAB_HOST']")
+        assert cell.wait(SECONDS) == {0: "'host-a'", 1: "'host-a'", 2: "'host-b'", 3: "'host-b'"}
+        assert person.prompts == ["rank 2 (Pdb) "] * 2
+        assert "True\n" in capsys.readouterr().out
+        run.stop().wait(SECONDS)
         run = made.train(config(tmp_path, way, steps=3))
         assert run.wait(SECONDS) is RunState.FINISHED
         assert [record.step for record in run.records()] == [1, 2, 3]
