@@ -129,6 +129,12 @@ def reserved_ports() -> Iterator[Sequence[int]]:
     yield given
 
 
+def free_port() -> int:
+    """One on which nothing of this host listens, nor is likely to before a process that is started now does."""
+    with reserved_ports() as ports:
+        return random.choice(ports)
+
+
 def _kernel_ports_begin() -> int:
     with suppress(OSError, ValueError):
         return int(_KERNEL_PORTS.read_text().split()[0])

@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from speedlab.network import free_port
 
 CELLS = (
     "%load_ext speedlab\n%speedlab start",
@@ -104,9 +105,7 @@ def _lab(root: Path) -> Iterator[str]:
     (root / "first.ipynb").write_text(json.dumps(notebook))
     own = {f"JUPYTER_{kind}_DIR": str(root / f".{kind.lower()}") for kind in ("RUNTIME", "CONFIG")}
     environment = {**os.environ, **own, "IPYTHONDIR": str(root / ".ipython")}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     token = secrets.token_hex(16)
     command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
     command += [f"--port={port}", f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import random
 import shutil
 import signal
 import subprocess
@@ -38,7 +37,7 @@ from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.loads import Load, Loads
 from speedlab.cluster.nursery import Nursery, can_fork
 from speedlab.hardware import Device
-from speedlab.network import Endpoint, address_of, interface_towards, reserved_ports
+from speedlab.network import Endpoint, address_of, interface_towards
 
 HOST = "SPEEDLAB_AGENT_HOST"
 CONTROLLER = "SPEEDLAB_AGENT_CONTROLLER"
@@ -181,12 +180,6 @@ def ready() -> bool:
     """Whether engines can be started without a wait in which this agent would answer nobody. Raises ClusterError where
     what they are forked off has ended over its imports."""
     return _nursery is None or _nursery.ready(_threads)
-
-
-def free_port() -> int:
-    """A port of this host that nobody listens on, nor is likely to before a rank does."""
-    with reserved_ports() as ports:
-        return random.choice(ports)
 
 
 def set_generation(number: int) -> None:

@@ -30,7 +30,7 @@ from speedlab.cluster.host_specs import Spec
 from speedlab.cluster.hosts import Host, places
 from speedlab.cluster.launching import Launching, launching_for
 from speedlab.cluster.roll_call import RollCall
-from speedlab.network import Endpoint
+from speedlab.network import Endpoint, free_port
 
 _ENGINE_SECONDS = 90.0
 _POLL_SECONDS = 0.02
@@ -178,7 +178,7 @@ class Agents:
         """What the engine of each rank finds in its environment, by rank, `environment` included."""
         first = self.entries[0].host
         if first.name not in self.stores:
-            port = self.call(first.name, agent_tasks.free_port)
+            port = self.call(first.name, free_port)
             self.stores[first.name] = Endpoint(host=first.name, address=first.address, port=port)
         store = self.stores[first.name]
         return [

@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from speedlab.network import free_port
 
 _CHROMIUM_FLAGS = [
     "--no-sandbox",
@@ -76,7 +77,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     (settings / "notification.jupyterlab-settings").write_text(
         json.dumps({"fetchNews": "false", "checkForUpdates": False})
     )
-    port, token = _free_port(), secrets.token_hex(16)
+    port, token = free_port(), secrets.token_hex(16)
     log = (root / "lab.log").open("w")
     server = subprocess.Popen(
         [
@@ -160,12 +161,6 @@ def _own_pages(root: Path) -> Path:
     folder.mkdir()
     (folder / "speedlab").symlink_to(Path(__file__).parents[2] / "extension" / "lab" / "labextension")
     return folder
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:

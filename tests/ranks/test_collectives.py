@@ -16,6 +16,7 @@ from ranks.conftest import GLOO, PoolOf, on_both_backends
 from ranks.pool import Pool
 from speedlab.comm import Group, PeerLost, Traffic, join, leave
 from speedlab.comm.transports.exchange import Exchanging
+from speedlab.network import free_port
 
 SIZES = [0, 1, 5, 1000]
 """Elements of a shard."""
@@ -369,12 +370,7 @@ def join_as_torchrun(port: int) -> tuple[int, int]:
 
 
 def test_ranks_join_under_torchrun(two: Pool) -> None:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    results = two.run(join_as_torchrun, port, timeout=40)
+    results = two.run(join_as_torchrun, free_port(), timeout=40)
     two.new_group()
     assert results == [(0, 2), (1, 2)]
 
