@@ -18,11 +18,10 @@ CONNECT_SECONDS = 5.0
 
 RESERVED_PORTS = 31
 """How many ports `reserved_ports` reserves."""
-_LOWEST_PORT = 20_000
-"""Ports below belong to services that people start by hand."""
+_LOWEST_PORT, _END_PORT = 20_000, 30_000
+"""Ports below belong to services that people start by hand; from 30,000 on Kubernetes redirects those of its nodes, and
+no socket tells."""
 _KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_KERNEL_PORTS_BEGIN = 32_768
-"""Where they begin where the kernel does not say so: elsewhere they begin higher."""
 _BLOCKS_TRIED = 100
 
 _REFUSED = frozenset({errno.ECONNREFUSED, errno.ECONNRESET})
@@ -112,7 +111,7 @@ def reserved_ports() -> Iterator[Sequence[int]]:
     leaves no room they are the kernel's.
     """
     size = 1 + RESERVED_PORTS  # In front of each block a port that stays bound.
-    blocks = range(_LOWEST_PORT, _kernel_ports_begin() - size + 1, size)
+    blocks = range(_LOWEST_PORT, min(_END_PORT, _kernel_ports_begin()) - size + 1, size)
     for first in random.sample(blocks, min(len(blocks), _BLOCKS_TRIED)):
         with ExitStack() as guard, ExitStack() as probes:
             try:
@@ -138,7 +137,7 @@ def free_port() -> int:
 def _kernel_ports_begin() -> int:
     with suppress(OSError, ValueError):
         return int(_KERNEL_PORTS.read_text().split()[0])
-    return _KERNEL_PORTS_BEGIN
+    return _END_PORT  # Where the kernel does not say so, they begin higher.
 
 
 def _bound(port: int) -> socket.socket:
