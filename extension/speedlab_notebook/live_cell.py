@@ -33,10 +33,8 @@ def live_cell(
             "%%ranks without --live runs it now"
         )
     run = Run(runs[-1], cluster)
-    live = run.live(code, ranks)
+    live = run.live(code, ranks, asks=wait and can_ask(shell))
     view = view_in(shell, f"this cell runs behind the step that run {run.name!r} is computing")
-    if not (wait and can_ask(shell)):
-        live.ask_nobody()
     if wait:
         try:
             live.wait_until_done()

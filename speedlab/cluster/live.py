@@ -56,16 +56,12 @@ class LiveCell:
             raise
         self._door.finish()
 
-    def ask_nobody(self) -> None:
-        """Nobody will wait for it in front of a prompt: `breakpoint()` in it does not stop."""
-        self._door.close()
-
     def _served(self) -> Event | None:
         self._door.serve()
         return self.pending.look()
 
     def __await__(self) -> Generator[Any, None, dict[int, str | None]]:
-        self.ask_nobody()  # A prompt would hold up what else the event loop does.
+        self._door.close()  # A prompt would hold up what else the event loop does.
         yield from self.pending.__await__()
         return self._texts()
 
@@ -98,9 +94,9 @@ def _read(path: Path) -> bytes:
     return read_sealed(path, "Run the cell again")
 
 
-def post_live(run: Run, code: str, ranks: Iterable[int] | None) -> LiveCell:
-    """Leave the cell in the run's folder and tell the ranks. Raises SyntaxError for code that is none, and RunError
-    where the run has no engines."""
+def post_live(run: Run, code: str, ranks: Iterable[int] | None, *, asks: bool) -> LiveCell:
+    """Leave the cell in the run's folder and tell the ranks; see `Run.live`. Raises SyntaxError for code that is none,
+    and RunError where the run has no engines."""
     run.check_can("live")
     compile(_as_python(code), "<live cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     cell = secrets.token_hex(8)
@@ -110,7 +106,10 @@ def post_live(run: Run, code: str, ranks: Iterable[int] | None) -> LiveCell:
     door = Door(run.cluster.directory, cell)
     try:
         write_sealed(path, code.encode())
-        return LiveCell(run._post("live", cell=cell, ranks=None if ranks is None else list(ranks)), run, cell, door)
+        if not asks:
+            door.close()
+        arguments = {"cell": cell, "ranks": None if ranks is None else list(ranks), "asks": asks}
+        return LiveCell(run._post("live", **arguments), run, cell, door)
     except BaseException:
         door.close()
         path.unlink(missing_ok=True)

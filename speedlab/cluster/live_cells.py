@@ -22,8 +22,8 @@ from speedlab.telemetry.live import MOST_BYTES, Said
 
 
 class LiveCells:
-    """Cells between two steps: `speedlab.engine.run.cells.Cells`. `patience`: inside, no rank is late in a collective
-    while a person may think at another one's prompt."""
+    """Cells between two steps: `speedlab.engine.run.cells.Cells`. `patience`: inside, no rank is late in a collective,
+    for cells in which a person may think at another one's prompt."""
 
     def __init__(
         self, patience: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
@@ -41,14 +41,15 @@ class LiveCells:
     def run(
         self,
         code: str,
-        cell: str,
+        door: str,
         names: Mapping[str, Any],
         interruptible: Callable[[], contextlib.AbstractContextManager[object]],
     ) -> Said:
         shell: Any = get_ipython()
         heard = _Heard(shell)
         text, failure = None, None
-        with heard, _with_names(shell.user_ns, names), Breakpoints(cell), self._patience():
+        patience = self._patience() if door else contextlib.nullcontext()
+        with heard, _with_names(shell.user_ns, names), Breakpoints(door), patience:
             try:
                 text = run_cell(code, interruptible)
             except BaseException as error:  # Also an interrupt: the run pauses.

@@ -212,19 +212,20 @@ class Run:
         """Write a checkpoint to `checkpoints/<tag>`, 'step-000200' when no tag is given."""
         return self._post("save", tag=tag)
 
-    def live(self, code: str, ranks: Iterable[int] | None = None) -> LiveCell:
+    def live(self, code: str, ranks: Iterable[int] | None = None, *, asks: bool = True) -> LiveCell:
         """Run a cell between two steps on ranks, or on all, beside what they train: it finds `engine`, `model` and
         `batch`, the micro-batch that its rank takes next. `.wait()` gives its last expression's text by rank.
 
         Collectives in it, as those of a partitioned model's forward, need all ranks. An exception ends the cell, not
         the run. Afterwards gradients and random numbers are what they would have been without it; what it changes on
         purpose stays, and has to be changed on all ranks. Ranks without the cell wait for it, however long. Answers
-        that nobody takes (by `.wait()`, `await` or `.said()`) are kept of the last 16 cells. Raises SyntaxError,
-        RunError or ClusterError.
+        that nobody takes (by `.wait()`, `await` or `.said()`) are kept of the last 16 cells. `asks`: `breakpoint()` in
+        it stops and asks whoever waits for it, by `.wait()`; while it may, no rank is late in a collective, and without
+        it a rank that others do not meet fails there as in any cell. Raises SyntaxError, RunError or ClusterError.
         """
         from speedlab.cluster.live import post_live
 
-        return post_live(self, code, ranks)
+        return post_live(self, code, ranks, asks=asks)
 
     def reshape(self, *, engines: int | None = None, **changes: Any) -> Pending:
         """Change the ZeRO stage, the layout, or how a pipeline works, between two steps; no state is lost.

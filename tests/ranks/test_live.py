@@ -46,7 +46,7 @@ class PlainCells:
     def run(
         self,
         code: str,
-        cell: str,
+        door: str,
         names: Mapping[str, Any],
         interruptible: Callable[[], AbstractContextManager[object]],
     ) -> Said:

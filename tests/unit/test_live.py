@@ -68,6 +68,20 @@ def test_a_long_result_or_error_is_cut(folder: Path, monkeypatch: pytest.MonkeyP
         assert told == f"{long[:MOST_BYTES]}\n… 1,000 characters are left out"
 
 
+@pytest.mark.parametrize(("door", "times"), [("one", 1), ("", 0)])
+def test_collectives_have_their_limit_where_nobody_can_be_asked(
+    door: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: Any = nullcontext()
+    heard.messages = []
+    monkeypatch.setattr(live_cells, "_Heard", lambda shell: heard)
+    monkeypatch.setattr(live_cells, "get_ipython", lambda: SimpleNamespace(user_ns={}))
+    monkeypatch.setattr(live_cells, "run_cell", lambda *arguments: None)
+    lifted: list[int] = []
+    LiveCells(lambda: lifted.append(1) or nullcontext()).run("", door, {}, nullcontext)
+    assert len(lifted) == times
+
+
 def test_what_ranks_said_is_taken_once(folder: Path) -> None:
     said = Said([["stream", {"name": "stdout", "text": "hello"}]], None, None)
     write_said(folder, "one", [None, said], Path.write_bytes)

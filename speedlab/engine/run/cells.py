@@ -24,10 +24,10 @@ class Cells(Protocol):
     def run(
         self,
         code: str,
-        cell: str,
+        door: str,
         names: Mapping[str, Any],
         interruptible: Callable[[], AbstractContextManager[object]],
     ) -> Said:
         """Run it, with `names` before those that it finds, inside `interruptible()`, where an interrupt raises. Nothing
-        that is raised comes out. `cell`: which one it is, for who waits for it."""
+        that is raised comes out. `door`: where a person waits who can be asked; "" where nobody does."""
         ...

@@ -50,8 +50,9 @@ class CutOff(BaseException):
         """Ranks on which the cell has failed, as far as this one knows."""
 
 
-def run_between_steps(training: Training, code: str, name: str, ranks: Collection[int]) -> list[int]:
+def run_between_steps(training: Training, code: str, name: str, ranks: Collection[int], *, asks: bool) -> list[int]:
     """Run a cell on `ranks` and write what they said beside it; returns the ranks on which it failed. Collective.
+    `asks`: whether a person waits for it, whom it can ask.
 
     Raises CutOff, on all ranks, when it was interrupted.
     """
@@ -59,7 +60,7 @@ def run_between_steps(training: Training, code: str, name: str, ranks: Collectio
     training.engine.finish_update()  # Parameters are those of the step that was done.
     board = Board(f"cell/{name}")
     with training.interruption.held():
-        said = _look(training, code, name) if rank in ranks else None
+        said = _look(training, code, name if asks else "") if rank in ranks else None
         end = _end_of(said, interrupted=training.interruption.asked)
         board.leave(end)
         if end is _End.FAILED:
@@ -86,14 +87,14 @@ def _cut_off(training: Training, name: str, said: Said | None, *, alone: bool) -
     return CutOff(failed)
 
 
-def _look(training: Training, code: str, name: str) -> Said:
+def _look(training: Training, code: str, door: str) -> Said:
     """Run the cell on this rank. Nothing comes out of it."""
     assert training.cells is not None
     try:
         with _left_as_it_was(training):
             with training.interruption.at_once():  # Its batch may be long in coming.
                 names = _names(training)
-            return training.cells.run(code, name, names, training.interruption.at_once)
+            return training.cells.run(code, door, names, training.interruption.at_once)
     except (Exception, KeyboardInterrupt) as error:  # What it finds was not there in time, or not to be put back.
         return Said([], None, {"kind": type(error).__name__, "message": str(error)})
 

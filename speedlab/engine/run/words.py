@@ -207,7 +207,7 @@ def _save(training: Training, tag: str | None = None) -> Action:
     return save
 
 
-def _live(training: Training, cell: str, ranks: list[int] | None = None) -> Action:
+def _live(training: Training, cell: str, ranks: list[int] | None = None, asks: bool = False) -> Action:
     """Run a cell that lies in the run folder, on `ranks` or on all; see `run_between_steps`."""
     size = training.world.size
     where = range(size) if ranks is None else ranks
@@ -221,7 +221,7 @@ def _live(training: Training, cell: str, ranks: list[int] | None = None) -> Acti
         raise ConfigError(f"there is no rank {missing[0]}; the run has ranks 0 to {size - 1}")
 
     def look() -> Answer:
-        failed = run_between_steps(training, training.control.share(code), cell, where)
+        failed = run_between_steps(training, training.control.share(code), cell, where, asks=asks)
         return Answer("looked", f"a cell on {len(set(where))} of {size} ranks", {"cell": cell, "failed": failed})
 
     return look
@@ -281,6 +281,6 @@ WORDS: dict[str, Word] = {
     "stop": Word(plan=_stop, arguments={}),
     "save": Word(plan=_save, arguments={"tag": _TAG}),
     "reshape": Word(plan=_reshape, arguments={name: _CHANGE.get(name, _whole(1)) for name in CHANGES}, changes=True),
-    "live": Word(plan=_live, arguments={"cell": _CELL, "ranks": _RANKS}),
+    "live": Word(plan=_live, arguments={"cell": _CELL, "ranks": _RANKS, "asks": _SWITCH}),
 }
 """Of `telemetry.folder.CONTROL_WORDS`, each."""
