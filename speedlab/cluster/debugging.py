@@ -24,7 +24,9 @@ from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError
 _kept: list[BaseException] = []
 """What this rank raised last, while it is kept."""
 
-_SKIPPED = ("IPython.*", "traitlets.*", "contextlib", "asyncio.*", "codeop", "speedlab.cluster.*")
+_CALLED_BACK = ("weakref", "_weakrefset")
+"""Modules whose frames the interpreter calls wherever it frees something; what is raised there is lost, a quit too."""
+_SKIPPED = ("IPython.*", "traitlets.*", "contextlib", "asyncio.*", "codeop", "speedlab.cluster.*", *_CALLED_BACK)
 """Modules between a cell's statements, into which nobody wants to step."""
 _ABOVE = ("speedlab/cluster/remote.py", "speedlab/cluster/cells.py")
 _SHELL = "IPython/core/interactiveshell.py"

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 import pytest
@@ -192,6 +193,19 @@ def test_who_leaves_the_debugger_ends_the_cell(either: Path, end: Any) -> None:
     assert type(on_a_rank(either, Person("p 1", end), stopping)).__name__ == "BdbQuit"
 
 
+def test_it_never_stops_where_the_interpreter_calls(folder: Path) -> None:
+    """What is raised in the callback of a weak reference is lost, and with it the end of the cell."""
+    things = [TooDeepError()]
+    known = WeakSet(things)
+
+    def forgetting() -> int:
+        with debugging.Breakpoints("name"):
+            breakpoint() or things.clear()
+            return len(known)
+
+    assert type(on_a_rank(folder, Person("q"), forgetting)).__name__ == "BdbQuit"
+
+
 def test_nobody_at_the_door_stops_nothing(
     either: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,7 +357,32 @@ def test_a_host_that_goes_ends_the_session_on_both_sides(
             door.serve(0.01)
             assert time.monotonic() < deadline
     assert "\nthe rank is out of reach, which ends its session\n" in said
+    if lost == "supervisor":
+        thread.join(20)
     assert thread.is_alive() is (lost == "agent")
     far.lobby.end_forgotten(0.0)
     thread.join(10)
     assert [type(error).__name__ for error in ended] == ["BdbQuit"]
+
+
+def test_more_ranks_than_a_door_holds_wait_to_be_let_in(folder: Path) -> None:
+    """Those who were told that nobody waits would go on, and the others wait for them in the next collective."""
+    ranks = {str(number): "name" for number in range(100)}
+    ended: list[str] = []
+    greeted: set[str] = set()
+    heard = threading.Condition()
+
+    def exchange(host: str, given: Mapping[str, Given]) -> dict[str, Said]:
+        with heard:
+            ended.extend(number for number, (_, over, _) in given.items() if over)
+            greeted.update(number for number, (data, _, _) in given.items() if data)
+            heard.notify_all()
+            return {number: (b"", len(greeted) == len(ranks) or bool(ended)) for number in given}
+
+    with Door(folder, "name") as door:
+        Relay(folder, exchange).hear({"host-b": ranks})
+        deadline = time.monotonic() + 20
+        while len(greeted) < len(ranks) and not ended and time.monotonic() < deadline:
+            door.serve(0.01)
+    assert ended == []
+    assert greeted == ranks.keys()

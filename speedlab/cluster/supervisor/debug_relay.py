@@ -19,7 +19,7 @@ from pathlib import Path
 
 from speedlab.cluster.agent_lobby import MOST_BYTES, Given, Said
 from speedlab.cluster.debug_line import door_path
-from speedlab.cluster.supervisor.channel import connect
+from speedlab.cluster.supervisor.channel import Channel, connect
 from speedlab.cluster.supervisor.messages import Message
 
 log = logging.getLogger("speedlab.supervisor")
@@ -85,18 +85,24 @@ class _Session:
 
     def __init__(self, folder: Path, door: str) -> None:
         self.over = False
+        self._door = door_path(folder, door)
         self._unsent = b""
         self._ended = self._told = self._rank_ended = False
         """Whether the person's side has ended, the agent was told so, and the rank's side has ended."""
-        self._channel = None
+        self._channel: Channel | None = None
+        self._connect()
+
+    def _connect(self) -> None:
         try:
-            self._channel = connect(door_path(folder, door), Message, waits=False)  # Others are watched on this thread.
+            self._channel = connect(self._door, Message, waits=False)  # Others are watched on this thread.
+        except BlockingIOError:
+            pass  # Too many wait there to be let in: it is tried again.
         except (OSError, ValueError):
             self._ended = True
 
     @property
     def connection(self) -> socket.socket | None:
-        """None where nobody is there any more."""
+        """None where nobody is there yet, or any more."""
         return self._channel.connection if self._channel is not None and not self._ended else None
 
     @property
@@ -107,6 +113,8 @@ class _Session:
     def given(self) -> Given:
         """What the person has said, for the agent."""
         data = b""
+        if self._channel is None and not self._ended:
+            self._connect()
         if (connection := self.connection) is not None:
             try:
                 data = connection.recv(MOST_BYTES)
