@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from speedlab.cluster.debug_line import Knock, Nobody, lobby_path
-from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, listen
+from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, UnfitMessageError, listen
 
 MOST_BYTES = 2**20
 """That are kept of what a rank says, until they are taken: then it waits."""
@@ -135,7 +135,10 @@ class Lobby:
             except OSError:  # For example: this process has too many files open at the moment.
                 time.sleep(_AGAIN_SECONDS)
                 continue
-            threading.Thread(target=self._take_in, args=(connection,), name="speedlab-lobby", daemon=True).start()
+            try:
+                threading.Thread(target=self._take_in, args=(connection,), name="speedlab-lobby", daemon=True).start()
+            except RuntimeError:  # There can be no more threads; whoever it was goes on.
+                connection.close()
 
     def _take_in(self, connection: socket.socket) -> None:
         channel = Channel(connection, Knock)
@@ -144,8 +147,8 @@ class Lobby:
             door = channel.receive().door
             connection.settimeout(None)
             caller = Caller(channel, door)
-        except (ChannelClosedError, RuntimeError):  # It is no rank of this version; or there can be no more threads.
-            channel.close()
+        except (ChannelClosedError, UnfitMessageError, RuntimeError):
+            channel.close()  # It is no rank of this version; or there can be no more threads.
             return
         with self._lock:
             self._callers[secrets.token_hex(8)] = caller

@@ -119,7 +119,8 @@ def _listen() -> None:
     while True:
         time.sleep(_HEARD_SECONDS)
         if time.monotonic() - _heard > SUPERVISOR_SECONDS:
-            _unsupervised().touch(mode=0o600)
+            with suppress(OSError):  # The folder may have gone, or be full; it is tried again.
+                _unsupervised().touch(mode=0o600)
         if _lobby is not None:
             _lobby.end_forgotten(SUPERVISOR_SECONDS)
 
@@ -192,12 +193,12 @@ def start_engines(
 ) -> dict[int, dict[str, Any]]:
     """Start the engine of each rank with its environment, and end others that run here, but for those to `keep`.
     Returns process id and start time by rank."""
+    if not ready():  # Before anything is ended.
+        raise ClusterError("what engines are forked off has just ended, and imports torch again; ask once more")
     folder = own_folder()
     kept = {process.pid for process in _known(keep)}
     end_engines([(each["pid"], each["started"]) for each in _engine_processes() if each["pid"] not in kept], 0.0)
     arguments = [f"--profile-dir={folder}", *ENGINE_ARGUMENTS, misses(SILENT_SECONDS)]
-    if not ready():
-        raise ClusterError("what engines are forked off has just ended, and imports torch again; ask once more")
     started: dict[int, dict[str, Any]] = {}
     try:
         for rank, environment in environments.items():
@@ -305,7 +306,8 @@ def send_signal(wanted: Sequence[tuple[int, float]], number: int) -> list[int]:
 
 def signal_at_work(wanted: Sequence[tuple[int, float, str]], number: int) -> list[int]:
     """As `send_signal`, to those that work on ipyparallel's message of that id: this may be asked long before the host
-    is back that has to do it. Returns the process ids of all that run."""
+    is back that has to do it. Returns the process ids of all: one that has ended hears no more, and is not to be
+    waited for."""
     running = _known([(pid, started) for pid, started, _ in wanted])
     messages = {pid: message for pid, _, message in wanted}
     place = own_folder() / "rendezvous"
@@ -314,7 +316,7 @@ def signal_at_work(wanted: Sequence[tuple[int, float, str]], number: int) -> lis
             host_rendezvous.mean(place, process.pid, messages[process.pid])
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-    return [process.pid for process in running]
+    return [pid for pid, _, _ in wanted]
 
 
 def end_engines(wanted: Sequence[tuple[int, float]] | None, patience_seconds: float) -> list[int]:

@@ -12,6 +12,7 @@ Every call may come from any thread, and returns, or raises HostLost, within its
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -149,6 +150,7 @@ class Agents:
                 for number, entry in enumerate(self.entries):
                     mine = {rank: environments[rank] for rank in wanted if places(self.hosts)[rank].host == number}
                     if mine:
+                        self._await_imports([entry.host.name], cancelled)  # What was installed since is imported anew.
                         kept = [(engine.pid, engine.started) for engine in keep if engine.host == entry.host.name]
                         started |= self.call(entry.host.name, agent_tasks.start_engines, mine, kept)
                 return self._await_engines(started, cancelled)
@@ -220,11 +222,14 @@ class Agents:
         return tuple(found[rank] for rank in sorted(found))
 
     def _raise_ended(self, ranks: Sequence[int], started: Mapping[int, Mapping[str, Any]]) -> None:
-        running = {(each["host"], each["pid"]) for each in self.engines() if each["running"]}
-        ended = [rank for rank in ranks if (self.host_of(rank).name, started[rank]["pid"]) not in running]
+        known = {(each["host"], each["pid"]): each for each in self.engines()}
+        found = {rank: known.get((self.host_of(rank).name, started[rank]["pid"])) for rank in ranks}
+        ended = [rank for rank, each in found.items() if each is None or not each["running"]]
         if ended:
             where = ", ".join(dict.fromkeys(self.host_of(rank).name for rank in ended))
-            raise ClusterError(f"{name_ranks(ended)} on {where} ended before being ready\n{self._logs(ended)}")
+            statuses = {each["exit"] for rank in ended if (each := found[rank]) is not None}
+            how = f", {_ending(statuses.pop())}" if len(statuses) == 1 and None not in statuses else ""
+            raise ClusterError(f"{name_ranks(ended)} on {where} ended before being ready{how}\n{self._logs(ended)}")
 
     def _logs(self, ranks: Sequence[int]) -> str:
         tails = {rank: self.log(self.host_of(rank).name, f"engine-{rank}", 1500).strip() for rank in ranks[:3]}
@@ -359,3 +364,11 @@ class Agents:
         agents.use(fields["used"])
         agents.stores = {store.host: store for store in map(Endpoint.parse, fields["stores"])}
         return agents
+
+
+def _ending(status: int) -> str:
+    """How a process has ended, in words; `status` as subprocess has it."""
+    if status >= 0:
+        return f"with status {status}"
+    killer = ", as the system does where memory has run out" if -status == signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-status).name}{killer}"

@@ -64,6 +64,9 @@ class Nursery:
         self._log_begins = 0
         self._begun_for: tuple[object, ...] = ()
         self._ended: dict[int, int] = {}
+        self._number = 0
+        """Of the last question; its answer has it, too. One that came too late, or while a question was given up, is
+        none of the next."""
         self._lock = threading.Lock()
 
     def begin(self, threads: int) -> None:
@@ -90,7 +93,8 @@ class Nursery:
             if self._process is None or self._process.poll() is not None:
                 self._begin(int(environment["OMP_NUM_THREADS"]))
             self._await_imports(cancelled)
-            answer = self._ask(order, self._seconds)
+            if (answer := self._ask(order, self._seconds)) is None:
+                raise self._gave_up(f"what engines are forked off does not answer within {self._seconds:g} s")
         if "pid" not in answer:
             raise ClusterError(f"no engine of rank {environment['RANK']} could be started: {answer.get('problem')}")
         return answer["pid"]
@@ -101,8 +105,8 @@ class Nursery:
         with self._lock:
             if self._process is not None and self._ready and self._process.poll() is None:
                 with suppress(ClusterError):
-                    answer = self._ask({"ended": True}, _LOOK_SECONDS)
-                    self._ended.update({int(pid): status for pid, status in answer.items()})
+                    answer = self._ask({"ended": True}, _LOOK_SECONDS) or {"ended": {}}  # It may be suspended.
+                    self._ended.update({int(pid): status for pid, status in answer["ended"].items()})
             return dict(self._ended)
 
     def close(self) -> None:
@@ -115,8 +119,7 @@ class Nursery:
         if self._process is not None and self._process.poll() is None and self._begun_for == wanted:
             return
         self._end()
-        self._begun_for = wanted
-        self._answers, theirs = os.pipe()
+        answers, theirs = os.pipe()
         try:
             with self._log.open("ab") as log:
                 self._log_begins = log.tell()
@@ -129,8 +132,12 @@ class Nursery:
                     pass_fds=[theirs],
                     start_new_session=True,
                 )
+        except OSError as error:
+            os.close(answers)
+            raise ClusterError(f"what engines are forked off cannot be started: {error}") from None
         finally:
             os.close(theirs)
+        self._answers, self._begun_for = answers, wanted
 
     def _await_imports(self, cancelled: Callable[[], bool]) -> None:
         """Nothing is ordered before: what is not ordered need not be called off."""
@@ -150,18 +157,21 @@ class Nursery:
             self._ready = True
         return self._ready
 
-    def _ask(self, order: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer of a process that is ready. Raises ClusterError where none comes; then the process is ended."""
+    def _ask(self, order: Mapping[str, Any], seconds: float) -> dict[str, Any] | None:
+        """The answer of a process that is ready; None where none comes in time. Raises ClusterError where the process
+        has ended."""
         assert self._process is not None
         assert self._process.stdin is not None
+        self._number += 1
         with suppress(BrokenPipeError):  # It has ended: there is no answer, either.
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.write(json.dumps({**order, "number": self._number}).encode() + b"\n")
             self._process.stdin.flush()
         deadline = time.monotonic() + seconds
-        while (line := self._line(_POLL_SECONDS)) is None:
-            if time.monotonic() > deadline:
-                raise self._gave_up(f"what engines are forked off does not answer within {seconds:g} s")
-        return json.loads(line)
+        while time.monotonic() < deadline:
+            line = self._line(_POLL_SECONDS)
+            if line is not None and (answer := json.loads(line))["number"] == self._number:
+                return answer
+        return None
 
     def _line(self, seconds: float) -> bytes | None:
         """What the process says next; None where nothing whole came within so many seconds. Raises ClusterError where
@@ -173,7 +183,8 @@ class Nursery:
             if not part:
                 assert self._process is not None
                 status = self._process.wait()
-                raise self._gave_up(f"what engines are forked off ended before they were ready, with status {status}")
+                when = "has ended" if self._ready else "ended before they were ready"
+                raise self._gave_up(f"what engines are forked off {when}, with status {status}")
             self._read += part
         line, end, rest = self._read.partition(b"\n")
         if not end:

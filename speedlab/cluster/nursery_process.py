@@ -4,7 +4,7 @@
 1. Import torch and the engine, and say so in a line on the pipe of that descriptor. It starts no thread, touches no
    device and joins no group: nothing that a fork breaks.
 2. For every line of its input, an order as JSON, fork an engine, and answer with a line: its process id, or why not.
-   Asked for those that have ended, answer with their exit statuses.
+   Asked for those that have ended, answer with their exit statuses. An answer has the number of its order.
 3. End with its input, when whoever started it has ended. Engines live on.
 """
 
@@ -38,22 +38,26 @@ def main() -> None:
     _answer(answers, {"ready": True})
     for line in sys.stdin.buffer:
         order = json.loads(line)
+        number = {"number": order["number"]}
         if "ended" in order:
             _take_off_the_list(ended)  # The signal of one that has just ended may not have come yet.
-            _answer(answers, {str(pid): status for pid, status in list(ended.items())})
+            _answer(answers, {**number, "ended": dict(list(ended.items()))})
             continue
+        log = -1
         try:
             log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             pid = os.fork()
         except OSError as error:
-            _answer(answers, {"problem": f"{error.filename or 'fork'}: {error.strerror}"})
+            if log >= 0:
+                os.close(log)
+            _answer(answers, {**number, "problem": f"{error.filename or 'fork'}: {error.strerror}"})
             continue
         if pid == 0:
             os.close(answers)
             _become_an_engine(order, log)
             return  # It ends as any process does, and takes no orders.
         os.close(log)
-        _answer(answers, {"pid": pid})
+        _answer(answers, {**number, "pid": pid})
 
 
 def _answer(answers: int, answer: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import speedlab.cluster.debugging as debugging
 import speedlab.cluster.host_rendezvous as host_rendezvous
+import speedlab.cluster.processes as processes
 from speedlab.cluster.away import folder_here, origin_of
 from speedlab.cluster.cells import run_cell
 from speedlab.cluster.describing import describe
@@ -186,6 +187,7 @@ def rebind(environment: Mapping[str, str]) -> None:
     held_runs.release()
     reset()
     os.environ.update(environment)
+    processes.name_engine(int(os.environ["RANK"]))
     bind_to_cores()
     use_threads()
 

@@ -28,6 +28,8 @@ _LETTER = 6.3
 _BROAD = 0.6
 """Width of a bold letter, about, as a share of its size."""
 _DASHES = {"dot": "2 3", "dash": "6 4"}
+_BARE: Mapping[str, Any] = {"title": {"text": ""}, "xaxis": {}, "yaxis": {}, "shapes": (), "annotations": ()}
+"""What a layout may leave out."""
 _NO_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 
@@ -48,7 +50,7 @@ def figures_svg(figures: Sequence[Figure], *, title: str) -> str:
 
 def figure_svg(figure: Figure) -> str | None:
     """One figure by itself, without words that are a trace; None where it is of a kind that is not drawn here."""
-    layout = figure["layout"]
+    layout = {**_BARE, **figure["layout"]}
     data = [trace for trace in figure["data"] if trace.get("mode") != "text"]
     if not _is_drawn(data, layout):
         return None

@@ -24,7 +24,7 @@ import speedlab.cluster.debug_line as debug_line
 import speedlab.cluster.debugging as debugging
 from speedlab.cluster import remote
 from speedlab.cluster.agent_lobby import MOST_BYTES, Given, Lobby, Said
-from speedlab.cluster.debug_line import Door, Greeting, Words, door_path, lobby_path
+from speedlab.cluster.debug_line import Door, Greeting, Knock, Words, door_path, lobby_path
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.shipping import pack
 from speedlab.cluster.supervisor.channel import connect, listen
@@ -386,3 +386,31 @@ def test_more_ranks_than_a_door_holds_wait_to_be_let_in(folder: Path) -> None:
             door.serve(0.01)
     assert ended == []
     assert greeted == ranks.keys()
+
+
+def test_a_lobby_outlives_what_it_cannot_take_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every rank that knocks on this host from then on would wait, and be told that its line is silent."""
+    lobby = Lobby(folder)
+    strangers = []
+    start, refused = threading.Thread.start, []
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if thread.name == "speedlab-lobby" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    for said in (b"", b"\x00" * 7 + b"\x01\xc0"):  # Nothing, as there is no thread that would hear it; no Knock.
+        strangers.append(connect(lobby_path(folder), Words))
+        strangers[-1].connection.sendall(said)
+        assert strangers[-1].connection.recv(1) == b""
+    channel = connect(lobby_path(folder), Words)
+    channel.send(Knock(door="name"))
+    deadline = time.monotonic() + 20
+    while list(lobby.waiting().values()) != ["name"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for each in (*strangers, channel):
+        each.close()
+    lobby.end_forgotten(0.0)

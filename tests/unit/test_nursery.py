@@ -24,16 +24,19 @@ for line in sys.stdin:
     order = json.loads(line)
     match order.get("arguments"):
         case None:
-            answer = {"7": -9, "8": 1}
+            answer = {"ended": {"7": -9, "8": 1}}
         case ["end"]:
             sys.exit("no more")
         case ["wait"]:
             time.sleep(600)
+        case ["late"]:
+            time.sleep(1)
+            answer = {"pid": -1}
         case ["cannot"]:
             answer = {"problem": "fork: no room"}
         case _:
             answer = {"pid": os.getpid()}
-    text = json.dumps(answer) + "\\n"
+    text = json.dumps({**answer, "number": order["number"]}) + "\\n"
     for part in (text[:3], text[3:]):
         os.write(answers, part.encode())
 """
@@ -83,7 +86,7 @@ def test_one_process_forks_all_and_another_one_follows_it(nursery: Nursery, tmp_
 
 def test_what_it_says_last_is_told_and_nothing_is_done_late(nursery: Nursery, tmp_path: Path) -> None:
     pid = nursery.fork(RANK, [], "log", never)
-    with pytest.raises(ClusterError, match=r"(?s)ended before they were ready.*it was here.*no more"):
+    with pytest.raises(ClusterError, match=r"(?s)has ended, with status 1.*it was here.*no more"):
         nursery.fork(RANK, ["end"], "log", never)
     process = psutil.Process(nursery.fork(RANK, [], "log", never))
     assert process.pid != pid
@@ -95,6 +98,34 @@ def test_what_it_says_last_is_told_and_nothing_is_done_late(nursery: Nursery, tm
     with pytest.raises(ClusterError, match=r"(?s)does not answer within 0.5 s.*it was here"):
         late.fork(RANK, ["wait"], "log", never)
     late.close()
+
+
+def test_a_late_answer_is_no_other_question_s(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is interrupted over a question has asked it, and a process that is suspended for a second has not ended."""
+    process = psutil.Process(nursery.fork(RANK, [], "log", never))
+    with monkeypatch.context() as patch:
+        patch.setattr(nursery, "_line", lambda seconds: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            nursery.fork(RANK, ["late"], "log", never)
+    assert nursery.fork(RANK, [], "log", never) == process.pid
+    monkeypatch.setattr(nursery_file, "_LOOK_SECONDS", 0.05)
+    process.suspend()
+    assert nursery.ended() == {}
+    process.resume()
+    assert process.is_running()
+    assert nursery.fork(RANK, [], "log", never) == process.pid
+    monkeypatch.setattr(nursery_file, "_LOOK_SECONDS", 10.0)
+    assert nursery.ended() == {7: -9, 8: 1}
+
+
+def test_what_cannot_be_started_leaves_nothing_open(tmp_path: Path) -> None:
+    """Its log is in a folder that is gone."""
+    nursery = Nursery({**os.environ}, tmp_path / "gone" / "nursery.log", 60.0)
+    before = psutil.Process().num_fds()
+    for _ in range(3):
+        with pytest.raises(ClusterError, match=r"cannot be started: .*No such file"):
+            nursery.begin(3)
+    assert psutil.Process().num_fds() == before
 
 
 def test_another_number_of_threads_and_what_was_installed_are_imported_anew(

@@ -267,6 +267,9 @@ def test_an_agent_signals_no_other_work_than_what_was_meant(tmp_path: Path, monk
                 assert host_rendezvous.is_meant() is (works == meant == "a")
             assert (works, meant, len(heard)) == (works, meant, signals)
             heard.clear()
+        # One that has ended is no rank that its agent does not reach.
+        monkeypatch.setattr(agent_tasks, "_known", lambda wanted: [])
+        assert agent_tasks.signal_at_work([(7, 0.0, "a")], signal.SIGUSR2) == [7]
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert [file.name for file in rendezvous.iterdir()] == [f"meant-{os.getpid()}"]

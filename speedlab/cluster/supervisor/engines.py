@@ -332,7 +332,7 @@ class Engines:
         ):  # Who met others before all have left would meet them in another group.
             ranks = self._lost.with_its_host(self.state, self.existing(ranks))
             self.end([self.state.engines[rank] for rank in ranks])
-            with ThreadPoolExecutor(1) as meanwhile:  # Importing torch takes longer than to interrupt the others.
+            with ThreadPoolExecutor(1) as meanwhile:  # Engines that are no forks import torch meanwhile.
                 started = meanwhile.submit(self.start, self.state, ranks)
                 self.interrupt()
                 self.hands.next_generation()

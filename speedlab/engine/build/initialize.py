@@ -72,8 +72,8 @@ def initialize(
         model: a module with equal parameters on all ranks (rank 0's count), or a callable that makes one. The callable
             runs under the meta device, and parameters are made unit by unit: use it for models that do not fit whole.
         optimizer: an elementwise torch optimizer as class (with the arguments that `config.optimizer` names, and else
-            the class's own defaults), as callable of the list of trainable parameters, or as an instance over them;
-            None makes the one that the configuration describes.
+            the class's own defaults; one that sends signs, as 1-bit Adam's, has all of it), as callable of the list of
+            trainable parameters, or as an instance over them; None makes the one that the configuration describes.
         training_data: a dataset with a length and items by number; the returned loader gives each rank its share in
             micro-batches, each epoch in an order of its own. After `engine.load_checkpoint` it goes on behind the items
             that the checkpoint had trained on, under any layout.
