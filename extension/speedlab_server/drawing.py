@@ -102,7 +102,7 @@ class Easel:
             reader = self._reader = self._registry.reader(self._id)
             self._reader_due = now + READER_SECONDS
         known, self._drawn = self._drawn, (reader.look(), wanted)
-        if known == self._drawn and now < self._draw_due:
+        if known == self._drawn and now < self._draw_due and not wanted.keyframe:
             return None
         self._draw_due = now + STILL_SECONDS
 
@@ -150,8 +150,8 @@ class Painter:
             wanted.keyframe |= self._wanted.keyframe
             self._wanted = wanted
             if wanted.watching and not self._works:
-                self._works = True
                 threading.Thread(target=self._work, name="speedlab-drawing", daemon=True).start()
+                self._works = True
         self._asked.set()
 
     def _work(self) -> None:

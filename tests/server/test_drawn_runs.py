@@ -265,6 +265,8 @@ def test_what_is_not_new_is_not_drawn_again_and_its_reader_is_seldom_asked_for(t
     assert look(0.1, m.Draw(smoothing=0.5))
     assert drawn == [100.0, 100.3, 100.4, 100.5]
     assert asked == [100.0, 100.5]
+    whole = m.Draw(smoothing=0.5, keyframe=True)
+    assert [look(0.05, whole), look(0.05, whole)] == [True, True]  # Whoever asks for all of it twice gets it twice.
 
 
 class Pictures:

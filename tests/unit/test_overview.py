@@ -87,6 +87,7 @@ def test_every_figure_of_a_run_is_drawn_by_itself_or_left_to_plotly() -> None:
     assert "run" in str(figure_svg({"data": [{**bar, "x": ["run"]}, words], "layout": named}))
     assert figure_svg({"data": [{**bar, "x": [["run"], ["host"]]}], "layout": layout}) is None
     assert figure_svg({"data": [{**words, "mode": "lines"}], "layout": named}) is None
+    assert "<svg" in str(figure_svg({"data": [{**bar, "x": [1.0]}], "layout": {}}))  # A layout may leave out all.
 
 
 def test_one_figure_is_drawn_by_itself_unless_its_axes_are_of_powers() -> None:

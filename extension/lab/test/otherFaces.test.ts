@@ -120,7 +120,9 @@ test('a picture that stands still says why, and follows what its kernel leaves b
   await Promise.all([faces.follow(paused), faces.follow(finished)]);
   expect(texts(faces)).toEqual(['+text/html: finished', `+${STILL}`]);
   own[WIDGET] = () => new Waiting(Promise.resolve(new Widget()));
-  await turn();
+  await turn(); // It looks less often by now.
+  expect(texts(faces)).not.toEqual(['+']);
+  await jest.advanceTimersByTimeAsync(2000);
   expect(texts(faces)).toEqual(['+']);
   faces.dispose();
   expect(jest.getTimerCount()).toBe(0);

@@ -5,8 +5,9 @@ import { Panel, Widget } from '@lumino/widgets';
 const WIDGET = 'application/vnd.jupyter.widget-view+json';
 /** What stays in a saved document, the best first. */
 const STILL = ['text/html', 'image/svg+xml', 'text/plain'];
-/** Between two looks for the kernel of a document that is being opened. */
+/** Between two looks for the kernel of a document that is being opened, and of one that may never have one. */
 const LOOK_MS = 250;
+const SELDOM_MS = 2000;
 /** After which a picture in whose place no widget has come says why it does not move. */
 const PATIENCE_MS = 5000;
 
@@ -61,8 +62,11 @@ export class OtherFaces extends Panel {
     if (!type) return;
     const before = this.picture;
     const fresh = (this.picture = this.made(this.application, type));
-    await fresh.renderModel(this.model);
-    before?.dispose();
+    try {
+      await fresh.renderModel(this.model);
+    } finally {
+      before?.dispose();
+    }
   }
 
   private explain(text: string): void {
@@ -78,7 +82,7 @@ export class OtherFaces extends Panel {
     const own = this.documents();
     const bound = own?.getFactory(WIDGET);
     if (own && bound && bound !== this.application.getFactory(WIDGET)) void this.showWidget(own);
-    else this.timer = setTimeout(() => this.lookForKernel(), LOOK_MS);
+    else this.timer = setTimeout(() => this.lookForKernel(), this.why ? SELDOM_MS : LOOK_MS);
   }
 
   /** The registry of the document that this stands in. */
