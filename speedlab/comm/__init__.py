@@ -6,7 +6,7 @@ from speedlab.comm.coded import CodedGathers, CodedSums, hosts_of
 from speedlab.comm.copies import HostCopies
 from speedlab.comm.errors import MeetingFailed, PeerLost
 from speedlab.comm.group import Group
-from speedlab.comm.patience import patience
+from speedlab.comm.lifted_limits import patience
 from speedlab.comm.pretended import own_line
 from speedlab.comm.rails import Rails
 from speedlab.comm.rotation import Rotation

@@ -20,9 +20,9 @@ from torch.distributed import distributed_c10d
 from ranks.pool import COLLECTIVE_TIMEOUT_SECONDS, Pool
 from speedlab.cluster import remote
 from speedlab.comm import Group, Traffic, join, leave, patience
+from speedlab.comm.lifted_limits import _limit as set_limit
+from speedlab.comm.lifted_limits import _limit_of
 from speedlab.comm.limits import GROUP_TIMEOUT_SECONDS, PATIENT_SECONDS, TIMEOUT_SECONDS, wait_for
-from speedlab.comm.patience import _limit as set_limit
-from speedlab.comm.patience import _limit_of
 from speedlab.comm.wires import wires
 
 LIMIT_SECONDS = 0.3
