@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import speedlab
 from cuda_ops.adam_frozen import adam_frozen
@@ -19,7 +19,7 @@ from ranks.conftest import PoolOf
 from ranks.pool import Pool
 from ranks.runs import as_engine, new_run
 from ranks.small_steps import batch, engine_of, refusal_of_one_stage, step_of
-from ranks.tensor_models import gpt, group_of_all
+from ranks.tensor_models import gpt, group_of_all, shaken
 from speedlab.bench.planner import compare, measure
 from speedlab.bench.planner_cases import grid
 from speedlab.comm import PeerLost
@@ -383,6 +383,11 @@ def test_another_layout_goes_on_with_the_mean_of_the_errors(pool_of: PoolOf, tmp
             torch.testing.assert_close(own, mean)
         assert losses == pytest.approx(saved[0][0], rel=2e-3)
         assert told["compressed"] == 1.0
+    alone = configuration(0, accumulation=4, optimizer={"angle_every_steps": 1})
+    for losses, kept, _, told in pool_of(1).run(go_on, alone, folder, steps):
+        assert losses == pytest.approx(saved[0][0], rel=2e-3)
+        assert all(error.any() for error in kept["server_error"])
+        assert told["angle"] == pytest.approx(0, abs=1e-3), "nothing is compressed, and no error waits for ever"
     tensor = configuration(0, parallel={"tp": 2}, accumulation=2)
     for losses, _, _, told in pool_of(4).run(go_on, tensor, folder, steps):
         assert losses == pytest.approx(saved[0][0], rel=2e-3)
@@ -425,6 +430,103 @@ def test_what_is_kept_is_in_the_ledger_and_a_change_of_stage_moves_nothing(two: 
         assert told["states"]["server_error"]["holders"] == "a part each"
         assert told["unmoved"]
     assert found[0]["loss"] == found[1]["loss"]
+
+
+# ---- what nobody uses ------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Of which some data uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.seldom = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, seldom: bool) -> Tensor:
+        found = self.always(x)
+        return (found + self.seldom(x) if seldom else found).square().mean()
+
+
+USED = [True, True, True, True, False, False, True, False, True, True]
+
+
+def branches() -> nn.Module:
+    return shaken(Branches)
+
+
+def through_branches(engine: Any, step: int) -> None:
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(step))
+    engine.backward(engine(x, USED[step]))
+    engine.step()
+
+
+def stands_still(name: str, compression: str, stage: int) -> tuple[list[bool], float]:
+    """Whether in each step all that the optimizer has of the seldom branch stayed, and how far it is in the end from
+    that of the other engine whose steps were those alone that use it (as far as nothing else tells them apart)."""
+    optimizer = {"name": name, "compression": compression, "lr": 1e-2}
+    config = configuration(stage, optimizer=optimizer, schedule={"kind": "constant", "warmup_steps": 0}, clip_norm=None)
+    engine = speedlab.initialize(model=branches(), config=config)[0]
+    try:
+        stayed, before = list[bool](), list[Tensor]()
+        for step in range(len(USED)):
+            through_branches(engine, step)
+            after = seldom_of(engine)
+            stayed.append(len(before) == len(after) and all(a.equal(b) for a, b in zip(before, after, strict=True)))
+            before = after
+        own = dict(engine.state_dict())
+    finally:
+        engine.destroy()
+    return stayed, float((own["seldom.weight"] - by_used_steps()["seldom.weight"]).abs().max())
+
+
+def seldom_of(engine: Any) -> list[Tensor]:
+    """Parameters, moments and errors of the seldom branch, as far as this rank has them."""
+    found = []
+    for flat in engine.partitioned_optimizer.flats:
+        start, end = flat.gradient.own_range
+        low, high = flat.state_range
+        states = [(low, high, state) for state in engine.partitioned_optimizer.states_of(flat).values()]
+        states += [(0, flat.padded, flat.gradient.kept["carried"])] if engine.optimizer.communicates else []
+        states += [(start, end, flat.gradient.kept["server_error"]), (low, high, flat.master)]
+        for slot in flat.slots:
+            for first, last, state in states if slot.name.startswith("seldom") else ():
+                place = slice(max(slot.offset, first) - first, max(0, min(slot.offset + slot.numel, last) - first))
+                found.append(state[place].clone())
+    return found
+
+
+def by_used_steps() -> dict[str, Tensor]:
+    """1-bit Adam that loses nothing, written out for whole parameters."""
+    model = branches()
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
+    counts = dict.fromkeys(moments, 0)
+    for step, seldom in enumerate(USED):
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(step))
+        model.zero_grad()
+        model(x, seldom).backward()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if p.grad is None:
+                    continue
+                m, v = moments[name]
+                counts[name] += 1
+                m.lerp_(p.grad, 1 - BETAS[0])
+                if step < FREEZE:
+                    v.mul_(BETAS[1]).addcmul_(p.grad, p.grad, value=1 - BETAS[1])
+                root = (v / (1 - BETAS[1] ** min(counts[name], FREEZE))).sqrt() + EPS
+                p.sub_(1e-2 * (m / (1 - BETAS[0] ** counts[name]) / root + (DECAY * p if p.ndim > 1 else 0.0)))
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(("name", "compression"), [("onebit_adam", "none"), ("onebit_adam", "signs"), ("onebit_lamb", "signs")])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_nobody_uses_in_a_compressed_step_stands_still(
+    two: Pool, name: str, compression: str, stage: int
+) -> None:
+    for stayed, off in two.run(stands_still, name, compression, stage):
+        assert stayed == [not used for used in USED]
+        if compression == "none":
+            assert off <= 1e-6, "some units in the last place"
 
 
 def refuse(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> str:
