@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -432,6 +433,47 @@ def test_what_is_kept_is_in_the_ledger_and_a_change_of_stage_moves_nothing(two: 
     assert found[0]["loss"] == found[1]["loss"]
 
 
+def thaw(folder: str, parallel: dict[str, int]) -> tuple[list[str], list[float], bool]:
+    """What a load tells that trains a norm which the checkpoint's run did not, in whose last stage of a pipeline it is;
+    whether the first step behind it is compressed, and whether the norm moves in a warm-up that begins."""
+    config = configuration(1, parallel=parallel)
+    for trained in (False, True):
+        model = gpt(tied=False)
+        model.norm.weight.requires_grad_(trained)
+        engine = speedlab.initialize(model=model, config=config)[0]
+        try:
+            if not trained:
+                for step in range(FREEZE + 1):
+                    step_of(engine, step)
+                engine.save_checkpoint(folder, "one")
+                continue
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                engine.load_checkpoint(folder, "one")
+            before = engine.state_dict()["norm.weight"].clone()
+            compressed = []
+            for step in range(FREEZE + 1, 2 * FREEZE + 2):
+                step_of(engine, step)
+                compressed.append(engine.optimizer.told()["compressed"])
+            moved = not engine.state_dict()["norm.weight"].equal(before)
+            return [str(each.message) for each in told if each.category is UserWarning], compressed, moved
+        finally:
+            engine.destroy()
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize("parallel", [{}, {"pp": 2}], ids=str)
+def test_what_was_not_trained_when_it_was_saved_has_a_warm_up(
+    two: Pool, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    for told, compressed, moved in two.run(thaw, str(tmp_path), parallel):
+        (sentence,) = told
+        assert "norm.weight was not trained when the checkpoint was written, so that it has not all of" in sentence
+        assert "OneBitAdam, which begins as on the first step" in sentence
+        assert compressed == [0.0] * FREEZE + [1.0]
+        assert moved
+
+
 # ---- what nobody uses ------------------------------------------------------------------------------------------------
 
 
@@ -486,7 +528,7 @@ def seldom_of(engine: Any) -> list[Tensor]:
         start, end = flat.gradient.own_range
         low, high = flat.state_range
         states = [(low, high, state) for state in engine.partitioned_optimizer.states_of(flat).values()]
-        states += [(0, flat.padded, flat.gradient.kept["carried"])] if engine.optimizer.communicates else []
+        states += [(0, flat.padded, flat.gradient.kept[engine.optimizer.worker])] if engine.optimizer.communicates else []
         states += [(start, end, flat.gradient.kept["server_error"]), (low, high, flat.master)]
         for slot in flat.slots:
             for first, last, state in states if slot.name.startswith("seldom") else ():
