@@ -321,6 +321,34 @@ def test_sent_and_kept_are_what_was_given(two: Pool) -> None:
         )
 
 
+def rest(at: slice, steps: int) -> tuple[list[float], list[float], list[float]]:
+    """Of each step: the loss, the largest momentum, and how far parameters went; the learning rate is 0 for a while."""
+    with engine_of(configuration()) as engine:
+        losses, momenta, ways = [], [], []
+        for step in range(steps):
+            for group in engine.optimizer.param_groups:
+                group["lr"] = 0.0 if step in range(steps)[at] else LR
+            before = [flat.master.clone() for flat in engine.flats]
+            losses.append(step_of(engine, step))
+            states = [engine.partitioned_optimizer.states_of(flat)["exp_avg"] for flat in engine.flats]
+            momenta.append(max(float(state.abs().max()) for state in states))
+            moved = [(flat.master - old).abs().max() for flat, old in zip(engine.flats, before, strict=True)]
+            ways.append(float(torch.stack(moved).max()))
+        return losses, momenta, ways
+
+
+@pytest.mark.parametrize("first", [6, 7, 8, 9])
+def test_a_learning_rate_of_nothing_leaves_no_momentum_that_is_none(two: Pool, first: int) -> None:
+    """Between two exchanges, at one, and over several: what is kept is worth as much as the rate."""
+    at = slice(first, first + 5)
+    plain, usual, _ = two.run(rest, slice(0), 20)[0]
+    for losses, momenta, ways in two.run(rest, at, 20):
+        assert max(momenta) <= 2 * max(usual)
+        assert max(losses) <= max(plain) + 0.2
+        exchanges = [step for step in range(*at.indices(20)) if (KINDS + "NNSNNNS")[step] == "S"]
+        assert all(ways[step] <= 1e-6 for step in range(exchanges[0] + 1, at.stop)), "nothing moves by nothing"
+
+
 def spoil(kind: str, steps: int) -> Any:
     """A step whose gradient is not finite, or whose exchange is cut off behind its first message."""
     with engine_of(configuration()) as engine:

@@ -90,10 +90,7 @@ class SendsSigns(FusedAdamW):
         still."""
         found = []
         for gradient, slot in ((each.gradient, each.gradient.slots[index]) for each in flats for index in each.unused):
-            start, end = gradient.own_range
-            low, high = max(slot.offset, start), min(slot.offset + slot.numel, end)
-            served = slice(low - start, max(low, high) - start)
-            for name, place in ((self.worker, slot.range), (SERVER_ERROR, served)):
+            for name, place in ((self.worker, slot.range), (SERVER_ERROR, served(gradient, slot.range))):
                 found.append((gradient, name, place, gradient.kept[name][place].clone()))
         return found
 
@@ -204,6 +201,13 @@ def whole_terms(gradient: Gradient) -> Tensor:
     """This rank's own terms, over the whole flat."""
     assert gradient.own is not None  # `check_whole_gradients`.
     return gradient.own
+
+
+def served(gradient: Gradient, place: slice) -> slice:
+    """The part of a place in the flat that this rank serves, in its partition."""
+    start, end = gradient.own_range
+    low, high = max(place.start, start), min(place.stop, end)
+    return slice(low - start, max(low, high) - start)
 
 
 def _square(tensor: Tensor) -> Tensor:

@@ -18,6 +18,9 @@ The variance is floored as 1-bit Adam's is (`_raise_to_floor`) behind each WHOLE
 no gradient yet has no rate. A parameter that nobody used in steps of 2 is one whose gradient is 0: signs of it travel
 anyway, and its anchor would wait. Of one rank all is exact, and nothing is ever sent.
 
+What is missed is worth as much as the rates at which it was summed: where they fall to a _FAR-th or less, an error of
+before would be all of u, and u / Σ rate no momentum; so errors then fall with them, and rise again (`_revalue`).
+
 Between two exchanges a rank keeps its error plus uᵢ ("to_send", the whole flat) and the error of the mean that it
 serves ("server_error"). Whoever wants one model of all ranks ends the interval (`meet`).
 """
@@ -36,7 +39,7 @@ from speedlab.comm import Group
 from speedlab.config import OptimizerConfig
 from speedlab.engine.step.communicating import Exchanged
 from speedlab.engine.step.fused import Given
-from speedlab.engine.step.sends_signs import SERVER_ERROR, SendsSigns, whole_terms
+from speedlab.engine.step.sends_signs import SERVER_ERROR, SendsSigns, served, whole_terms
 from speedlab.engine.step.zero_one_steps import Kind, Steps
 from speedlab.placement import Holders, Home
 
@@ -44,6 +47,9 @@ TO_SEND = "to_send"
 
 _LEAST_RATE = 1e-12
 """For a learning rate of 0, by which no sum of momenta could be divided again. It moves no float32."""
+
+_FAR = 16.0
+"""How many times a rate may be another than those at which errors were made, before they follow it."""
 
 
 class ZeroOneAdam(SendsSigns):
@@ -129,6 +135,8 @@ class ZeroOneAdam(SendsSigns):
         self._alone = size == 1
         self._told = {"compressed": 1.0}
         group_of = self._group_of()
+        if not self._alone:
+            self._revalue(flats)
         for each in flats:
             terms = whole_terms(each.gradient)
             for segment, here in _places(each):
@@ -147,6 +155,23 @@ class ZeroOneAdam(SendsSigns):
             self._mean(flats, 1.0, 0.0)
         elif self._signs:
             self._tell_bytes(flats, sent=False)
+
+    def _revalue(self, flats: Sequence[Exchanged]) -> None:
+        """Where an interval begins at a rate far from those of the last one, errors follow it, by powers of two: nothing
+        is rounded."""
+        group_of = self._group_of()
+        for each in flats:
+            kept = each.gradient.kept
+            for segment, here in _places(each):
+                state = self.state.get(segment) or _UNBORN
+                # Checkpoints of before have no "worth".
+                before, now = float(state.get("worth", 0.0)), self._rates(state, group_of[segment], ahead=1)[0]
+                if float(state["rates"]) or not before or 1 / _FAR < now / before < _FAR:
+                    continue
+                factor = 2.0 ** round(math.log2(now / before))
+                for error in (kept[TO_SEND][here], kept[SERVER_ERROR][served(each.gradient, here)]):
+                    error.mul_(factor)
+                self.state[segment]["worth"] = _number(now)
 
     @torch.no_grad()
     def meet(self, flats: Sequence[Exchanged]) -> None:
@@ -178,6 +203,7 @@ class ZeroOneAdam(SendsSigns):
         if "variance_step" not in state:
             state["variance_step"] = state["step"].clone()  # As many as AdamW's, whose states these may have been.
             _begin_interval(state)
+            state["worth"] = _number(0.0)  # The largest rate of the last interval.
         if born:
             if self._steps.freeze_step is not None:
                 state["anchor"] = torch.zeros_like(segment)
@@ -215,6 +241,7 @@ class ZeroOneAdam(SendsSigns):
         own, share, total = self._rates(state, group)
         first = not float(state["rates"])
         state["rates"], state["share"] = _number(total), _number(share)
+        state["worth"] = _number(own if first else max(own, float(state["worth"])))
         if self._kind is Kind.NOTHING:
             if first:
                 state["anchor"].copy_(segment)
