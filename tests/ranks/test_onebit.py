@@ -503,8 +503,8 @@ def through_branches(engine: Any, step: int) -> None:
 
 
 def stands_still(name: str, compression: str, stage: int) -> tuple[list[bool], float]:
-    """Whether in each step all that the optimizer has of the seldom branch stayed, and how far it is in the end from
-    that of the other engine whose steps were those alone that use it (as far as nothing else tells them apart)."""
+    """Whether in each step all that the optimizer has of the seldom branch stayed, and how far that is in the end from
+    what `by_used_steps` has."""
     optimizer = {"name": name, "compression": compression, "lr": 1e-2}
     config = configuration(stage, optimizer=optimizer, schedule={"kind": "constant", "warmup_steps": 0}, clip_norm=None)
     engine = speedlab.initialize(model=branches(), config=config)[0]
@@ -528,7 +528,8 @@ def seldom_of(engine: Any) -> list[Tensor]:
         start, end = flat.gradient.own_range
         low, high = flat.state_range
         states = [(low, high, state) for state in engine.partitioned_optimizer.states_of(flat).values()]
-        states += [(0, flat.padded, flat.gradient.kept[engine.optimizer.worker])] if engine.optimizer.communicates else []
+        if engine.optimizer.communicates:
+            states.append((0, flat.padded, flat.gradient.kept[engine.optimizer.worker]))
         states += [(start, end, flat.gradient.kept["server_error"]), (low, high, flat.master)]
         for slot in flat.slots:
             for first, last, state in states if slot.name.startswith("seldom") else ():
@@ -560,11 +561,11 @@ def by_used_steps() -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize(("name", "compression"), [("onebit_adam", "none"), ("onebit_adam", "signs"), ("onebit_lamb", "signs")])
+@pytest.mark.parametrize(
+    ("name", "compression"), [("onebit_adam", "none"), ("onebit_adam", "signs"), ("onebit_lamb", "signs")]
+)
 @pytest.mark.parametrize("stage", [0, 1])
-def test_what_nobody_uses_in_a_compressed_step_stands_still(
-    two: Pool, name: str, compression: str, stage: int
-) -> None:
+def test_what_nobody_uses_in_a_compressed_step_stands_still(two: Pool, name: str, compression: str, stage: int) -> None:
     for stayed, off in two.run(stands_still, name, compression, stage):
         assert stayed == [not used for used in USED]
         if compression == "none":
