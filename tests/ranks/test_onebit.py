@@ -635,6 +635,26 @@ def test_a_run_tells_of_its_phases_once(two: Pool, tmp_path: Path, name: str) ->
     assert told == events
 
 
+def test_a_step_that_is_skipped_has_sent_nothing(two: Pool, tmp_path: Path) -> None:
+    precision = {"dtype": "float16", "initial_loss_scale": 2.0**15, "loss_scale_window": 1}
+    run = new_run(tmp_path, steps=12, zero=0, optimizer={"name": "onebit_adam", "freeze_step": 3}, precision=precision)
+    try:
+        assert two.run(advanced, run, timeout=60) == ["finished", "finished"]
+    finally:
+        two.new_group()
+    lines = (Path(run) / "records" / "rank-0.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if record["exchange"].get("compressed")]
+    skipped = [b["step"] == a["step"] for a, b in zip(records, records[1:], strict=False)]
+    assert any(skipped)
+    assert not all(skipped)
+    for record, was_skipped in zip(records[1:], skipped, strict=True):
+        exchange, sent = record["exchange"], record["sent_bytes"]
+        assert exchange["sent_bytes"] == sent.get("all_to_all", 0) + sent.get("all_gather", 0)
+        assert ("error_norm" in exchange) == (not was_skipped)
+        assert exchange["float32_bytes"] > 0
+    assert len([event for event in RunFolder(run).read_events() if event.kind == "compressed"]) == 1
+
+
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "bfloat16"), (1, "float32")])
 def test_the_plan_is_what_the_ledger_measures(two: Pool, stage: int, dtype: str) -> None:
     case = next(case for case in grid() if case.ranks == 2 and "dp 2" in case.name and "zero 1" in case.name)
