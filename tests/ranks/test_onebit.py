@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -644,7 +645,7 @@ def test_a_step_that_is_skipped_has_sent_nothing(two: Pool, tmp_path: Path) -> N
         two.new_group()
     lines = (Path(run) / "records" / "rank-0.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["exchange"].get("compressed")]
-    skipped = [b["step"] == a["step"] for a, b in zip(records, records[1:], strict=False)]
+    skipped = [b["step"] == a["step"] for a, b in pairwise(records)]
     assert any(skipped)
     assert not all(skipped)
     for record, was_skipped in zip(records[1:], skipped, strict=True):
