@@ -26,7 +26,7 @@ from speedlab.planner.plan_figure import found_html, plan_figure, plan_html
 from speedlab.planner.plan_table import PlanTable, found_text, plan_table, plan_text
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search import Candidate, Dtype, Target, fast_dtype, search
-from speedlab.planner.search_space import FREE, Fixed, islands_problem
+from speedlab.planner.search_space import FREE, Fixed, islands_problem, quantized_hosts_problem
 from speedlab.planner.setup import ModelShape, Setup, context_problems, state_problems
 from speedlab.planner.shapes import check_shape, kv_heads, shape_parameters
 from speedlab.planner.timing import StepTime
@@ -274,6 +274,8 @@ def plan_setup(setup: Setup, hardware: Hardware, *, tokens: float | None = None)
     """The plan of a set-up as it is. Raises as `plan` does."""
     check_parallel(setup)
     if problem := islands_problem(hardware.machines, setup.layout.islands, setup.layout.world_size):
+        raise LayoutError(problem)
+    if problem := quantized_hosts_problem(hardware.machines, setup):
         raise LayoutError(problem)
     return Plan(setup=setup, hardware=hardware, memory=hardware.memory(setup), time=hardware.time(setup), tokens=tokens)
 
