@@ -267,15 +267,17 @@ def plan(
             asked = Layout(tp=tp, pp=pp, cp=cp, islands=islands)
             raise LayoutError(f"{error}{_what_works(on, machines.world_size, asked)}") from None
         setup = on(layout)
-    return plan_setup(setup, hardware, tokens=tokens)
+    made = plan_setup(setup, hardware, tokens=tokens)
+    # Not in `plan_setup`: a panel shows what a configuration would hold while it is still being set right.
+    if problem := quantized_hosts_problem(machines, setup):
+        raise LayoutError(problem)
+    return made
 
 
 def plan_setup(setup: Setup, hardware: Hardware, *, tokens: float | None = None) -> Plan:
     """The plan of a set-up as it is. Raises as `plan` does."""
     check_parallel(setup)
     if problem := islands_problem(hardware.machines, setup.layout.islands, setup.layout.world_size):
-        raise LayoutError(problem)
-    if problem := quantized_hosts_problem(hardware.machines, setup):
         raise LayoutError(problem)
     return Plan(setup=setup, hardware=hardware, memory=hardware.memory(setup), time=hardware.time(setup), tokens=tokens)
 
