@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import math
 import random
 import re
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
 import psutil
@@ -46,7 +48,7 @@ class LinkRate:
     def parse(cls, text: str) -> LinkRate:
         """'1 Gbit/s 1 ms', '100 Mbit/s'. Raises ValueError, with the rule and an example, for anything else."""
         found = _LINK.fullmatch(text.strip()) if isinstance(text, str) else None
-        if found is None or not float(found["rate"]):
+        if found is None or not 0 < float(found["rate"]) < math.inf or float(found["latency"] or 0) == math.inf:
             raise ValueError(
                 f"link {text!r} cannot be read; write a bandwidth above 0 in bit/s, kbit/s, Mbit/s or Gbit/s, and "
                 "behind it a latency in us, ms or s if there is one: '1 Gbit/s 1 ms'"
@@ -59,15 +61,20 @@ class LinkRate:
     def __str__(self) -> str:
         """As `parse` reads it."""
         prefix = next((p for p in ("G", "M", "k") if self.bits_per_second >= _PREFIXES[p]), "")
-        rate = f"{self.bits_per_second / _PREFIXES[prefix]:.12g} {prefix}bit/s"
+        rate = f"{_plain(self.bits_per_second / _PREFIXES[prefix])} {prefix}bit/s"
         if not self.latency_seconds:
             return rate
         unit = next((u for u in ("s", "ms") if self.latency_seconds >= _UNITS[u]), "us")
-        return f"{rate} {self.latency_seconds / _UNITS[unit]:.12g} {unit}"
+        return f"{rate} {_plain(self.latency_seconds / _UNITS[unit])} {unit}"
 
     def seconds(self, nbytes: float) -> float:
         """Until `nbytes` have left this end of the link; the latency comes on top."""
         return 8 * nbytes / self.bits_per_second
+
+
+def _plain(number: float) -> str:
+    """To 12 digits, without an exponent."""
+    return f"{Decimal(f'{number:.12g}'):f}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,7 +164,7 @@ def _plus_plus(keys: Keys, stage: int) -> None:
         if keys.has(path) and stage != 3:
             keys.ignore(path, f"it acts at ZeRO stage 3, and the stage is {stage}")
         elif (value := keys.take(path, kind, field)) is not None:
-            keys.honour(path, field, None if kind is whole and value <= 1 else value)
+            keys.honour(path, field, None if kind is whole and value in (0, 1) else value)
 
 
 def _buckets(keys: Keys, stage: int) -> None:

@@ -24,10 +24,10 @@ def as_deepspeed(config: RunConfig) -> dict[str, Any]:
     They cannot say: model (but its attention under the patterns fixed, longformer and bigbird), data, seed, dp, islands
     and how they meet, the pipeline's schedule and cut, sequence parallelism, evaluation, checkpoints, offload at ZeRO
     stage 0, masters that are left out, moments in 8 bits, the update in backward, or late by a step, selective
-    recomputation, and of 1-bit Adam more than when its warm-up ends (after a fifth of the steps where the variance
-    would say so). That blocks are computed again is said as of a pipeline, also where there is none. Of states on disk
-    they name a folder, the one of all runs where none is given. The dtype 'auto' is written as bf16. A warm-up of 0
-    steps before a falling rate is written as 1, the least that DeepSpeed takes.
+    recomputation, ZeRO++ at stages 1 and 2, and of 1-bit Adam more than when its warm-up ends (after a fifth of the
+    steps where the variance would say so). That blocks are computed again is said as of a pipeline, also where there is
+    none. Of states on disk they name a folder, the one of all runs where none is given. The dtype 'auto' is written as
+    bf16. A warm-up of 0 steps before a falling rate is written as 1, the least that DeepSpeed takes.
     """
     written: dict[str, Any] = {
         **_batch(config),

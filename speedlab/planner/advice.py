@@ -40,8 +40,8 @@ def exchange_advice(setup: Setup, hardware: Hardware, time: StepTime) -> str:
     run = 1 / (_WARM_UP + (1 - _WARM_UP) / gain)
     whole = "; at stage 1 parameters still travel whole, at stage 0 nothing does" if stage else ""
     return (
-        f"compressed steps are {gain:.2g} times as fast as {plain}'s here, a run with a warm-up of {_WARM_UP:.0%} "
-        f"{run:.2g} times{whole}"
+        f"compressed steps are {_times(gain)} times as fast as {plain}'s here, a run with a warm-up of {_WARM_UP:.0%} "
+        f"{_times(run)} times{whole}"
     )
 
 
@@ -55,7 +55,7 @@ def _islands_advice(setup: Setup, hardware: Hardware, time: StepTime) -> str:
             f"on these links plain data parallelism takes {1e3 * usual:,.1f} ms a step, islands that meet every "
             f"{every} steps {1e3 * time.step_seconds:,.1f} ms: one gradient for all trains better; take islands 1"
         )
-    made = f"{gain:.{0 if gain >= 10 else 1}f}"
+    made = _times(gain)
     return f"islands that meet every {every} steps make {made} steps in the time of one with plain data parallelism"
 
 
@@ -69,4 +69,8 @@ def _quantized(setup: Setup, hardware: Hardware, time: StepTime) -> str:
             f"on these links plain ZeRO is as fast ({1e3 * usual:,.1f} ms, with {setup.zero.switches} {1e3 * own:,.1f} "
             "ms), and nothing is rounded; leave ZeRO++'s switches off"
         )
-    return f"steps are {usual / own:.2g} times as fast as plain ZeRO's here, with {setup.zero.switches}"
+    return f"steps are {_times(usual / own)} times as fast as plain ZeRO's here, with {setup.zero.switches}"
+
+
+def _times(gain: float) -> str:
+    return f"{gain:,.{0 if gain >= 10 else 1}f}"

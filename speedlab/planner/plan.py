@@ -26,7 +26,7 @@ from speedlab.planner.plan_figure import found_html, plan_figure, plan_html
 from speedlab.planner.plan_table import PlanTable, found_text, plan_table, plan_text
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search import Candidate, Dtype, Target, fast_dtype, search
-from speedlab.planner.search_space import FREE, Fixed, islands_problem
+from speedlab.planner.search_space import FREE, Fixed, islands_problem, quantized_hosts_problem
 from speedlab.planner.setup import ModelShape, Setup, context_problems, state_problems
 from speedlab.planner.shapes import check_shape, kv_heads, shape_parameters
 from speedlab.planner.timing import StepTime
@@ -267,7 +267,11 @@ def plan(
             asked = Layout(tp=tp, pp=pp, cp=cp, islands=islands)
             raise LayoutError(f"{error}{_what_works(on, machines.world_size, asked)}") from None
         setup = on(layout)
-    return plan_setup(setup, hardware, tokens=tokens)
+    made = plan_setup(setup, hardware, tokens=tokens)
+    # Not in `plan_setup`: a panel shows what a configuration would hold while it is still being set right.
+    if problem := quantized_hosts_problem(machines, setup):
+        raise LayoutError(problem)
+    return made
 
 
 def plan_setup(setup: Setup, hardware: Hardware, *, tokens: float | None = None) -> Plan:

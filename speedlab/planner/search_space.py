@@ -3,13 +3,15 @@ that this engine has. What is fixed is left as it is. No torch."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from speedlab.config import OffloadConfig, OptimizerConfig, ParallelConfig
 from speedlab.config.island_rules import host_problem
-from speedlab.layout import Layout
+from speedlab.config.quantized_rules import secondary_problem, unequal_problem
+from speedlab.layout import REPLICATED, Layout
 from speedlab.planner.away import offload_words
 from speedlab.planner.devices import Machines
 from speedlab.planner.setup import Checkpointing, ModelShape, Setup, can_be_cut, state_problems
@@ -238,3 +240,19 @@ def islands_problem(machines: Machines, islands: int, ranks: int) -> str | None:
     if islands == 1:
         return None
     return host_problem(islands, [str(rank // machines.per_host) for rank in range(ranks)])
+
+
+def quantized_hosts_problem(machines: Machines, setup: Setup) -> str | None:
+    """What stands against ZeRO++'s switches that look at hosts, as the engine will say it; None for nothing."""
+    layout = setup.layout
+    if layout.replicas == 1 or not (setup.quantized_gradients or setup.secondary_partition):
+        return None
+    for rank in range(layout.world_size):
+        own = layout.coordinates(rank)
+        if any(own[axis] for axis in REPLICATED):
+            continue  # Not the first of its group.
+        group = layout.peers(rank, *REPLICATED)
+        counts = list(Counter(peer // machines.per_host for peer in group).values())
+        if problem := unequal_problem(counts) or secondary_problem(setup.secondary_partition, counts[0]):
+            return problem
+    return None

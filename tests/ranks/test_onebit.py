@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import speedlab
 from cuda_ops.adam_frozen import adam_frozen
@@ -19,7 +21,7 @@ from ranks.conftest import PoolOf
 from ranks.pool import Pool
 from ranks.runs import as_engine, new_run
 from ranks.small_steps import batch, engine_of, refusal_of_one_stage, step_of
-from ranks.tensor_models import gpt, group_of_all
+from ranks.tensor_models import gpt, group_of_all, shaken
 from speedlab.bench.planner import compare, measure
 from speedlab.bench.planner_cases import grid
 from speedlab.comm import PeerLost
@@ -383,6 +385,11 @@ def test_another_layout_goes_on_with_the_mean_of_the_errors(pool_of: PoolOf, tmp
             torch.testing.assert_close(own, mean)
         assert losses == pytest.approx(saved[0][0], rel=2e-3)
         assert told["compressed"] == 1.0
+    alone = configuration(0, accumulation=4, optimizer={"angle_every_steps": 1})
+    for losses, kept, _, told in pool_of(1).run(go_on, alone, folder, steps):
+        assert losses == pytest.approx(saved[0][0], rel=2e-3)
+        assert all(error.any() for error in kept["server_error"])
+        assert told["angle"] == pytest.approx(0, abs=1e-3), "nothing is compressed, and no error waits for ever"
     tensor = configuration(0, parallel={"tp": 2}, accumulation=2)
     for losses, _, _, told in pool_of(4).run(go_on, tensor, folder, steps):
         assert losses == pytest.approx(saved[0][0], rel=2e-3)
@@ -425,6 +432,145 @@ def test_what_is_kept_is_in_the_ledger_and_a_change_of_stage_moves_nothing(two: 
         assert told["states"]["server_error"]["holders"] == "a part each"
         assert told["unmoved"]
     assert found[0]["loss"] == found[1]["loss"]
+
+
+def thaw(folder: str, parallel: dict[str, int]) -> tuple[list[str], list[float], bool]:
+    """What a load tells that trains a norm which the checkpoint's run did not, in whose last stage of a pipeline it is;
+    whether the first step behind it is compressed, and whether the norm moves in a warm-up that begins."""
+    config = configuration(1, parallel=parallel)
+    for trained in (False, True):
+        model = gpt(tied=False)
+        model.norm.weight.requires_grad_(trained)
+        engine = speedlab.initialize(model=model, config=config)[0]
+        try:
+            if not trained:
+                for step in range(FREEZE + 1):
+                    step_of(engine, step)
+                engine.save_checkpoint(folder, "one")
+                continue
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                engine.load_checkpoint(folder, "one")
+            before = engine.state_dict()["norm.weight"].clone()
+            compressed = []
+            for step in range(FREEZE + 1, 2 * FREEZE + 2):
+                step_of(engine, step)
+                compressed.append(engine.optimizer.told()["compressed"])
+            moved = not engine.state_dict()["norm.weight"].equal(before)
+            return [str(each.message) for each in told if each.category is UserWarning], compressed, moved
+        finally:
+            engine.destroy()
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize("parallel", [{}, {"pp": 2}], ids=str)
+def test_what_was_not_trained_when_it_was_saved_has_a_warm_up(
+    two: Pool, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    for told, compressed, moved in two.run(thaw, str(tmp_path), parallel):
+        (sentence,) = told
+        assert "norm.weight was not trained when the checkpoint was written, so that it has not all of" in sentence
+        assert "OneBitAdam, which begins as on the first step" in sentence
+        assert compressed == [0.0] * FREEZE + [1.0]
+        assert moved
+
+
+# ---- what nobody uses ------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Of which some data uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.seldom = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, seldom: bool) -> Tensor:
+        found = self.always(x)
+        return (found + self.seldom(x) if seldom else found).square().mean()
+
+
+USED = [True, True, True, True, False, False, True, False, True, True]
+
+
+def branches() -> nn.Module:
+    return shaken(Branches)
+
+
+def through_branches(engine: Any, step: int) -> None:
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(step))
+    engine.backward(engine(x, USED[step]))
+    engine.step()
+
+
+def stands_still(name: str, compression: str, stage: int) -> tuple[list[bool], float]:
+    """Whether in each step all that the optimizer has of the seldom branch stayed, and how far that is in the end from
+    what `by_used_steps` has."""
+    optimizer = {"name": name, "compression": compression, "lr": 1e-2}
+    config = configuration(stage, optimizer=optimizer, schedule={"kind": "constant", "warmup_steps": 0}, clip_norm=None)
+    engine = speedlab.initialize(model=branches(), config=config)[0]
+    try:
+        stayed, before = list[bool](), list[Tensor]()
+        for step in range(len(USED)):
+            through_branches(engine, step)
+            after = seldom_of(engine)
+            stayed.append(len(before) == len(after) and all(a.equal(b) for a, b in zip(before, after, strict=True)))
+            before = after
+        own = dict(engine.state_dict())
+    finally:
+        engine.destroy()
+    return stayed, float((own["seldom.weight"] - by_used_steps()["seldom.weight"]).abs().max())
+
+
+def seldom_of(engine: Any) -> list[Tensor]:
+    """Parameters, moments and errors of the seldom branch, as far as this rank has them."""
+    found = []
+    for flat in engine.partitioned_optimizer.flats:
+        start, end = flat.gradient.own_range
+        low, high = flat.state_range
+        states = [(low, high, state) for state in engine.partitioned_optimizer.states_of(flat).values()]
+        if engine.optimizer.communicates:
+            states.append((0, flat.padded, flat.gradient.kept[engine.optimizer.worker]))
+        states += [(start, end, flat.gradient.kept["server_error"]), (low, high, flat.master)]
+        for slot in flat.slots:
+            for first, last, state in states if slot.name.startswith("seldom") else ():
+                place = slice(max(slot.offset, first) - first, max(0, min(slot.offset + slot.numel, last) - first))
+                found.append(state[place].clone())
+    return found
+
+
+def by_used_steps() -> dict[str, Tensor]:
+    """1-bit Adam that loses nothing, written out for whole parameters."""
+    model = branches()
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
+    counts = dict.fromkeys(moments, 0)
+    for step, seldom in enumerate(USED):
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(step))
+        model.zero_grad()
+        model(x, seldom).backward()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if p.grad is None:
+                    continue
+                m, v = moments[name]
+                counts[name] += 1
+                m.lerp_(p.grad, 1 - BETAS[0])
+                if step < FREEZE:
+                    v.mul_(BETAS[1]).addcmul_(p.grad, p.grad, value=1 - BETAS[1])
+                root = (v / (1 - BETAS[1] ** min(counts[name], FREEZE))).sqrt() + EPS
+                p.sub_(1e-2 * (m / (1 - BETAS[0] ** counts[name]) / root + (DECAY * p if p.ndim > 1 else 0.0)))
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "compression"), [("onebit_adam", "none"), ("onebit_adam", "signs"), ("onebit_lamb", "signs")]
+)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_nobody_uses_in_a_compressed_step_stands_still(two: Pool, name: str, compression: str, stage: int) -> None:
+    for stayed, off in two.run(stands_still, name, compression, stage):
+        assert stayed == [not used for used in USED]
+        if compression == "none":
+            assert off <= 1e-6, "some units in the last place"
 
 
 def refuse(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> str:
@@ -488,6 +634,26 @@ def test_a_run_tells_of_its_phases_once(two: Pool, tmp_path: Path, name: str) ->
     assert [json.loads(line)["exchange"]["compressed"] for line in lines] == [float(each) for each in compressed]
     told = {event.step: event.text for event in RunFolder(run).read_events() if event.kind == "compressed"}
     assert told == events
+
+
+def test_a_step_that_is_skipped_has_sent_nothing(two: Pool, tmp_path: Path) -> None:
+    precision = {"dtype": "float16", "initial_loss_scale": 2.0**15, "loss_scale_window": 1}
+    run = new_run(tmp_path, steps=12, zero=0, optimizer={"name": "onebit_adam", "freeze_step": 3}, precision=precision)
+    try:
+        assert two.run(advanced, run, timeout=60) == ["finished", "finished"]
+    finally:
+        two.new_group()
+    lines = (Path(run) / "records" / "rank-0.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if record["exchange"].get("compressed")]
+    skipped = [b["step"] == a["step"] for a, b in pairwise(records)]
+    assert any(skipped)
+    assert not all(skipped)
+    for record, was_skipped in zip(records[1:], skipped, strict=True):
+        exchange, sent = record["exchange"], record["sent_bytes"]
+        assert exchange["sent_bytes"] == sent.get("all_to_all", 0) + sent.get("all_gather", 0)
+        assert ("error_norm" in exchange) == (not was_skipped)
+        assert exchange["float32_bytes"] > 0
+    assert len([event for event in RunFolder(run).read_events() if event.kind == "compressed"]) == 1
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "bfloat16"), (1, "float32")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -72,6 +73,25 @@ def test_a_save_that_is_under_way_when_the_next_is_due_is_told_too(world: Pool, 
     assert world.run(with_saves_longer_than_a_step, run) == ["finished"] * 2
     assert [event.text for event in events(run, "checkpoint")] == ["step-000001", "step-000002", "step-000003"]
     assert [path.name for path in (Path(run) / "checkpoints").iterdir()] == ["step-000003"]
+
+
+def advance_as_engine(run: str) -> str:
+    with as_engine(run):
+        return advance(run)
+
+
+def test_behind_a_step_that_is_skipped_nothing_is_due_again(world: Pool, tmp_path: Path) -> None:
+    precision = {"dtype": "float16", "initial_loss_scale": 2.0**17, "loss_scale_window": 1}
+    due = {"checkpoint": {"every_steps": 2, "keep": 9}, "eval": {"every_steps": 2}}
+    run = new_run(tmp_path, steps=6, precision=precision, **due)
+    assert world.run(advance_as_engine, run) == ["finished"] * 2
+    lines = (Path(run) / "records" / "rank-0.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    steps = [record["step"] for record in records]
+    assert any(step % 2 == 0 and steps.count(step) > 1 for step in steps), "a step was skipped where something was due"
+    assert [record["step"] for record in records if record["heldout_loss"] is not None] == [2, 4, 6]
+    assert [event.text for event in events(run, "checkpoint")] == ["step-000002", "step-000004", "step-000006"]
+    assert events(run, "warning") == []
 
 
 def where_old_ones_cannot_be_removed(run: str) -> str:

@@ -321,6 +321,61 @@ def test_sent_and_kept_are_what_was_given(two: Pool) -> None:
         )
 
 
+def at_rates(rate: float, steps: int) -> tuple[float, float, float]:
+    """How far norms went at a rate of their own, all others, and the largest momentum."""
+    with engine_of(configuration(optimizer={"angle_every_steps": 1, "weight_decay": DECAY})) as engine:
+        before = {name: value.clone() for name, value in engine.state_dict().items()}
+        for step in range(steps):
+            for group in engine.optimizer.param_groups:
+                group["lr"] = LR if group["weight_decay"] else rate
+            step_of(engine, step)
+            assert engine.optimizer.told().get("angle", 0) < 90
+        states = [engine.partitioned_optimizer.states_of(flat)["exp_avg"] for flat in engine.flats]
+        momentum = max(float(state.abs().max()) for state in states)
+        engine.make_one()
+        ways = {name: float((value - before[name]).abs().max()) for name, value in engine.state_dict().items()}
+        norms = {name for name in ways if "norm" in name}
+        return max(ways[name] for name in norms), max(ways[name] for name in ways.keys() - norms), momentum
+
+
+def test_a_group_goes_at_its_own_rate(two: Pool) -> None:
+    """Though signs of a chunk have one magnitude."""
+    usual, others, largest = two.run(at_rates, LR, STEPS)[0]
+    for share in (1e-2, 0.0):
+        for own, theirs, momentum in two.run(at_rates, share * LR, STEPS):
+            assert own <= 2 * share * usual
+            assert theirs == pytest.approx(others, rel=0.2)
+            assert momentum <= 2 * largest
+
+
+def rest(at: slice, steps: int) -> tuple[list[float], list[float], list[float]]:
+    """Of each step: the loss, the largest momentum, and how far parameters went; the learning rate is 0 for a while."""
+    with engine_of(configuration()) as engine:
+        losses, momenta, ways = [], [], []
+        for step in range(steps):
+            for group in engine.optimizer.param_groups:
+                group["lr"] = 0.0 if step in range(steps)[at] else LR
+            before = [flat.master.clone() for flat in engine.flats]
+            losses.append(step_of(engine, step))
+            states = [engine.partitioned_optimizer.states_of(flat)["exp_avg"] for flat in engine.flats]
+            momenta.append(max(float(state.abs().max()) for state in states))
+            moved = [(flat.master - old).abs().max() for flat, old in zip(engine.flats, before, strict=True)]
+            ways.append(float(torch.stack(moved).max()))
+        return losses, momenta, ways
+
+
+@pytest.mark.parametrize("first", [6, 7, 8, 9])
+def test_a_learning_rate_of_nothing_leaves_no_momentum_that_is_none(two: Pool, first: int) -> None:
+    """Between two exchanges, at one, and over several: what is kept is worth as much as the rate."""
+    at = slice(first, first + 5)
+    plain, usual, _ = two.run(rest, slice(0), 20)[0]
+    for losses, momenta, ways in two.run(rest, at, 20):
+        assert max(momenta) <= 2 * max(usual)
+        assert max(losses) <= max(plain) + 0.2
+        exchanges = [step for step in range(*at.indices(20)) if (KINDS + "NNSNNNS")[step] == "S"]
+        assert all(ways[step] <= 1e-6 for step in range(exchanges[0] + 1, at.stop)), "nothing moves by nothing"
+
+
 def spoil(kind: str, steps: int) -> Any:
     """A step whose gradient is not finite, or whose exchange is cut off behind its first message."""
     with engine_of(configuration()) as engine:

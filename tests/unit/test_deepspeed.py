@@ -313,6 +313,9 @@ def test_zero_plus_plus_is_honoured_at_stage_3_and_acts_at_no_other(stage) -> No
     assert again.zero == zero
     none = RunConfig.from_deepspeed({**BATCH, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1}})
     assert none.zero.secondary_partition is None
+    if acts:
+        with pytest.raises(ConfigError, match="zero_hpz_partition_size: Input should be greater than or equal to 1"):
+            RunConfig.from_deepspeed({**BATCH, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": -4}})
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

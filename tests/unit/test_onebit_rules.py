@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +114,8 @@ def test_the_plan_counts_feedback_and_signs_and_advises() -> None:
     assert zero_one.time.parts["data parallel"] == pytest.approx(slow.time.parts["data parallel"] / 4)
     assert zero_one.heaviest.optimizer_moments == 1.5 * slow.heaviest.optimizer_moments, "an anchor"
     assert "times as fast as adamw's here" in zero_one.advice
+    many = plan(config.replace(optimizer=seldom | {"max_local_steps": 16}), "2x8 H100 eth-1").advice
+    assert re.match(r"compressed steps are \d{3} times as fast", many)
     assert plan(config.replace(optimizer="zero_one_adam"), "2x1 H100 eth-1").heaviest == slow.heaviest
     alone = plan(config, "1 H100")
     assert "exchanges nothing" in alone.advice

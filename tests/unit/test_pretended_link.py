@@ -31,6 +31,8 @@ def own_ipython_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (" 100Mbit/s ", 1e8, 0.0, "100 Mbit/s"),
         ("2500 Mbit/s  0.05 ms", 2.5e9, 5e-5, "2.5 Gbit/s 50 us"),
         ("500 bit/s 2 s", 500.0, 2.0, "500 bit/s 2 s"),
+        ("0.00001 bit/s 0.00001 us", 1e-5, 1e-11, "0.00001 bit/s 0.00001 us"),
+        ("4000000000000 Gbit/s", 4e21, 0.0, "4000000000000 Gbit/s"),
     ],
 )
 def test_a_link_is_read_and_written(text: str, bits: float, seconds: float, shown: str) -> None:
@@ -41,7 +43,9 @@ def test_a_link_is_read_and_written(text: str, bits: float, seconds: float, show
     assert str(LinkRate.parse(shown)) == shown
 
 
-@pytest.mark.parametrize("text", ["", "fast", "1 GB/s", "0 Gbit/s", "-1 Gbit/s", "1 Gbit/s 1", "1 ms", 5])
+@pytest.mark.parametrize(
+    "text", ["", "fast", "1 GB/s", "0 Gbit/s", "-1 Gbit/s", "1 Gbit/s 1", "1 ms", 5, "9" * 400 + " bit/s"]
+)
 def test_what_is_no_link_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ClusterError, match=r"cannot be read; write a bandwidth above 0 .*: '1 Gbit/s 1 ms'"):
         Cluster(link=text, start=False)

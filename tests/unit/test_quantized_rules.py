@@ -9,6 +9,7 @@ import pytest
 
 from speedlab.config import ConfigError, RunConfig
 from speedlab.config.quantized_rules import secondary_problem, unequal_problem
+from speedlab.layout import LayoutError
 from speedlab.placement import INT4, INT8, Holders, Residency, homes
 from speedlab.planner.plan import plan
 
@@ -94,5 +95,8 @@ def test_the_plan_counts_bytes_and_memory_and_advises() -> None:
     four = plan(config.replace(zero=ALL), "4x4 H100 eth-1").time.parts["data parallel"]
     plainly = plan(config, "4x4 H100 eth-1").time.parts["data parallel"]
     assert four < 0.5 * plainly
+    for size, machines in ((3, "2x8 H100 eth-1"), (16, "2x8 H100 eth-1"), (8, "2x4 H100 eth-1")):
+        with pytest.raises(LayoutError, match=rf"secondary_partition {size} does not divide the [48] data-parallel"):
+            plan(config.replace(zero={"stage": 3, "secondary_partition": size}), machines)
     with pytest.raises(ValueError, match=r"secondary_partition 1 needs zero.stage 3"):
         plan(replace(slow.setup, zero_stage=2), "2x1 H100 eth-1")

@@ -9,7 +9,7 @@ partition (`Holders.OWN_PART`: the error of the mean that a rank serves, an anch
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from speedlab.engine.checkpoint.files import Files
 from speedlab.engine.checkpoint.pieces import Stretch
+from speedlab.engine.step.communicating import Communicating, keeps_now
+from speedlab.engine.step.islands import Islands
 from speedlab.engine.step.state import TrainingState
 from speedlab.parallel.zero import Flat, Slot
 from speedlab.placement import Holders
@@ -25,21 +27,43 @@ from speedlab.placement import Holders
 @torch.no_grad()
 def load_kept(engine: TrainingState, files: Files, manifest: dict[str, Any]) -> None:
     """Fill what is kept, where the optimizer's groups, loaded before, say that it sums gradients itself, or where there
-    are islands. Where the checkpoint has not all of it, that begins anew, and is told."""
+    are islands. Where the checkpoint has not all of it, that begins anew, and is told. Collective."""
     keeper = engine.keeper
-    if keeper is None:
-        return
-    stored, entries = manifest.get("kept", {}), manifest["parameters"]
+    if keeper is not None:
+        if missing := _missing(engine, keeper, manifest):
+            warnings.warn(f"{missing}, which begins as on the first step", UserWarning, stacklevel=2)
+            engine.begin_anew()
+        else:
+            _load(engine, keeper, files, manifest)
+    if isinstance(engine.optimizer, Communicating) and not keeps_now(engine.optimizer):
+        for flat in engine.partitioned_optimizer.flats:
+            begin_at_zero(engine.partitioned_optimizer.states_of(flat))
+
+
+def begin_at_zero(states: Mapping[str, Tensor]) -> None:
+    """A variance that was frozen is infinite where there was no gradient, and would be for ever where it is updated."""
+    for name, state in states.items():
+        if name.startswith("exp_avg_sq"):  # 1-bit LAMB has two.
+            state.masked_fill_(state.isinf(), 0.0)
+
+
+def _missing(engine: TrainingState, keeper: Islands | Communicating, manifest: dict[str, Any]) -> str:
+    """What a checkpoint has not of what `keeper` goes on from, the same on all ranks. Collective."""
+    stored, entries, name = manifest.get("kept", {}), manifest["parameters"], type(keeper).__name__
     trained = {name for name, entry in entries.items() if entry["trainable"]}
     if any(stored.get(kind, {}).keys() != trained for kind in keeper.kept):
-        warnings.warn(
-            f"the checkpoint has not all of {type(keeper).__name__} ({', '.join(keeper.kept)}; it has "
-            f"{', '.join(stored) or 'nothing of it'}), which begins as on the first step",
-            UserWarning,
-            stacklevel=2,
-        )
-        engine.begin_anew()
-        return
+        has = ", ".join(stored) or "nothing of it"
+        return f"the checkpoint has not all of {name} ({', '.join(keeper.kept)}; it has {has})"
+    own = [slot.name for flat in engine.partitioned_optimizer.flats for slot in flat.slots if slot.name not in trained]
+    new = sorted({name for each in engine.everyone.collect(own) for name in each})
+    if not new:
+        return ""
+    more = f" and {len(new) - 1} more were" if len(new) > 1 else " was"
+    return f"{new[0]}{more} not trained when the checkpoint was written, so that it has not all of {name}"
+
+
+def _load(engine: TrainingState, keeper: Islands | Communicating, files: Files, manifest: dict[str, Any]) -> None:
+    stored, entries = manifest["kept"], manifest["parameters"]
     for flat in engine.flats:
         for kind, state in ({} if flat.gradient is None else flat.gradient.kept).items():
             holders = engine.placement.flats[flat.name][0].states[kind].holders

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from speedlab.engine.checkpoint.agree import all_or_none
 from speedlab.engine.checkpoint.files import Files
-from speedlab.engine.checkpoint.kept import load_kept
+from speedlab.engine.checkpoint.kept import begin_at_zero, load_kept
 from speedlab.engine.checkpoint.pieces import Stretch, blocks, copy_blocks
 from speedlab.engine.checkpoint.random_state import restore_random
 from speedlab.engine.checkpoint.verify import newest_good, sound_manifest
@@ -124,7 +124,7 @@ def _load_flats(engine: TrainingState, files: Files, manifest: dict[str, Any]) -
     states: dict[str, dict[str, Tensor]] = {}
     scalars: dict[str, Scalars] = {}
     entries = manifest["parameters"]
-    goes_on = isinstance(engine.optimizer, Communicating) and _same_groups(engine, manifest)
+    may_freeze = isinstance(engine.optimizer, Communicating)  # What it is to have then, `load_kept` knows.
     for flat in engine.flats:
         kinds = sorted({kind for slot in flat.slots for kind in entries[slot.name]["states"]} - {"master"})
         with _replacing(engine, flat):
@@ -137,8 +137,8 @@ def _load_flats(engine: TrainingState, files: Files, manifest: dict[str, Any]) -
                         files.copy(entry, kind, stretch, state[place])
                     else:
                         state[place].zero_()  # It had no history yet when this was saved.
-            if not goes_on and "exp_avg_sq" in own:  # A frozen variance is infinite where there was no gradient.
-                own["exp_avg_sq"].masked_fill_(own["exp_avg_sq"].isinf(), 0.0)
+            if not may_freeze:
+                begin_at_zero(own)
         if flat.trainable:
             states[flat.name] = own
             # What has no moments was never updated.

@@ -47,11 +47,13 @@ class Loop:
         if interrupted:
             training.interruption.heard()  # The run stops behind this step; what is due before may take its time.
         done = engine.global_step
-        self._reporter.record(costs, heldout=self._evaluate_if_due(done), traced=traced)
+        updated = done > step  # Else it was skipped, and what is due at this number is done.
+        self._reporter.record(costs, heldout=self._evaluate_if_due(done) if updated else None, traced=traced)
         if slow := self._slow_disk.after_step(training.config.offload, costs):
             self._reporter.event("warning", slow)
         self.report_saving()
-        self._save_if_due(done)
+        if updated:
+            self._save_if_due(done)
         self._end_of_step(done, interrupted=interrupted > 0, unsupervised=unsupervised > 0)
         return word > 0
 

@@ -69,6 +69,8 @@ class Reporter:
         assert engine.totals is not None
         assert self._writer is not None
         told = engine.partitioned_optimizer.told() | engine.islands.told()
+        if not engine.totals.finite:
+            told = _nothing_sent(told)
         self._tell_of_phase(told)
         tokens = training.batch.global_size * training.config.data.sequence_length
         self._writer.write(
@@ -198,3 +200,9 @@ def _bubble(training: Training) -> float:
         chunks=parallel.stages_per_rank,
         micro_batches=training.batch.accumulation,
     )
+
+
+def _nothing_sent(told: Mapping[str, float]) -> dict[str, float]:
+    """Of a step that was skipped, because a gradient overflowed in float16; `told`: of the last one that was not."""
+    stays = ("compressed", "steps_to_exchange", "steps_to_meeting", "float32_bytes")
+    return {name: told[name] if name in stays else 0.0 for name in told if name in (*stays, "sent_bytes", "met")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -24,6 +24,8 @@ class Exchanged:
     """Whether the state range is the whole flat, rather than this rank's partition."""
     segments: Sequence[tuple[int, Tensor]]
     """The first slot of each segment that the optimizer has of it, and the segment."""
+    unused: Collection[int] = ()
+    """Slots that nobody used in this step, which are not updated: what is kept of them stays."""
 
 
 @runtime_checkable

@@ -26,8 +26,13 @@ from speedlab.config import OptimizerConfig
 from speedlab.engine.step.communicating import Exchanged
 from speedlab.engine.step.fused import Given
 from speedlab.engine.step.lamb import Lamb
-from speedlab.engine.step.two_phases import CARRIED, TwoPhases
+from speedlab.engine.step.sends_signs import SERVER_ERROR
+from speedlab.engine.step.two_phases import TwoPhases
 from speedlab.parallel.zero import Gradient
+from speedlab.placement import Holders, Home
+
+SCALED = "carried_scaled"
+"""What 1-bit Adam calls "carried" (`two_phases`), times each parameter's scale: neither can go on from the other's."""
 
 _BORN: Mapping[str, float] = {"coeff": 0.0, "factor": 1.0, "scale": 1.0, "floor": 0.0}
 """Numbers of a parameter, in its state, before its first update; `factor`: f of the last step, `floor`: the least v."""
@@ -36,6 +41,11 @@ _BORN: Mapping[str, float] = {"coeff": 0.0, "factor": 1.0, "scale": 1.0, "floor"
 class OneBitLamb(TwoPhases, Lamb):
     """LAMB whose momenta travel as signs once the variance is frozen."""
 
+    kept: ClassVar[Mapping[str, Home]] = {
+        SCALED: Home(holders=Holders.OWN, form="float32"),
+        SERVER_ERROR: Home(holders=Holders.OWN_PART, form="float32"),
+    }
+    worker: ClassVar[str] = SCALED
     sums: ClassVar[int] = 3
     needs: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq_fresh"})
     """States beside LAMB's without which it cannot go on."""
@@ -77,7 +87,7 @@ class OneBitLamb(TwoPhases, Lamb):
                     state["scale"].fill_(scales[index])
         for each, scales in zip(flats, self._scales_of(flats), strict=True):
             for slot, scale in zip(each.gradient.slots, scales, strict=True):
-                each.gradient.kept[CARRIED][slot.range].mul_(scale)
+                each.gradient.kept[self.worker][slot.range].mul_(scale)
 
     @staticmethod
     def _root_mean_squares(each: Exchanged) -> list[float]:

@@ -118,13 +118,13 @@ class PartitionedOptimizer:
             self.inner.prepare(self._exchanged())
 
     @torch.no_grad()
-    def exchange(self, factor: float) -> float:
+    def exchange(self, factor: float, unused: Mapping[str, Collection[int]] | None = None) -> float:
         """Where the inner optimizer sums gradients itself, let it do so, `factor` in it; the factor that is left for
-        `step`. Nothing has changed when it raises. Collective."""
+        `step`, which has the same `unused`. Nothing has changed when it raises. Collective."""
         if not sums_itself(self.inner):
             return factor
         assert isinstance(self.inner, Communicating)  # See `sums_itself`.
-        self.inner.exchange(self._exchanged(), factor)
+        self.inner.exchange(self._exchanged(unused), factor)
         return 1.0
 
     @torch.no_grad()
@@ -148,13 +148,15 @@ class PartitionedOptimizer:
         """What an optimizer that may sum gradients itself says of the last step's exchange; {} of others."""
         return self.inner.told() if isinstance(self.inner, Communicating) else {}
 
-    def _exchanged(self) -> list[Exchanged]:
+    def _exchanged(self, unused: Mapping[str, Collection[int]] | None = None) -> list[Exchanged]:
+        unused = unused or {}
         return [
             Exchanged(
                 gradient,
                 self._states.of(flat),
                 flat.state_range == (0, flat.padded),
                 [(segment.first, segment.master) for segment in self._states.segments[flat.name]],
+                unused.get(flat.name, ()),
             )
             for flat, gradient in zip(self.flats, self.gradients, strict=True)
         ]

@@ -76,11 +76,23 @@ class SendsSigns(FusedAdamW):
         meant = [self._meant(each, term, factor) for each, term in zip(flats, terms, strict=True)] if due else []
         with_signs = self._signs and group.size > 1
         exchange = self._through_signs if with_signs else self._as_they_are
+        stays = self._kept_of_unused(flats)
         self._told["error_norm"] = exchange(gradients, terms, factor, share)
+        for gradient, name, place, values in stays:
+            gradient.kept[name][place] = values
         if with_signs:
             self._tell_bytes(flats, sent=True)
         if due:
             self._told["angle"] = _angle(flats, meant, self._update_of)
+
+    def _kept_of_unused(self, flats: Sequence[Exchanged]) -> list[tuple[Gradient, str, slice, Tensor]]:
+        """What is kept of parameters that nobody used, and where: their momenta travel with all others', and stand
+        still."""
+        found = []
+        for gradient, slot in ((each.gradient, each.gradient.slots[index]) for each in flats for index in each.unused):
+            for name, place in ((self.worker, slot.range), (SERVER_ERROR, served(gradient, slot.range))):
+                found.append((gradient, name, place, gradient.kept[name][place].clone()))
+        return found
 
     def _wires_of(self, gradients: Sequence[Gradient]) -> SignMeans:
         if self._wires is None:
@@ -127,12 +139,15 @@ class SendsSigns(FusedAdamW):
         group = gradients[0].group
         for gradient, term in zip(gradients, terms, strict=True):
             term.mul_(factor).add_(gradient.kept[self.worker])
+            # Of exchanges of signs before, as of more ranks.
+            term[slice(*gradient.own_range)].add_(gradient.kept[SERVER_ERROR], alpha=group.size)
         for term in terms if group.size > 1 else ():
             group.all_reduce(term).wait()
             group.wait_until_read(term)
             term.div_(group.size)
         for gradient, moment in zip(gradients, terms, strict=True):
             torch.mul(moment, share, out=gradient.kept[self.worker])
+            gradient.kept[SERVER_ERROR].zero_()
         return torch.zeros((), dtype=torch.float64, device=group.device)
 
     # ---- the variance ------------------------------------------------------------------------------------------------
@@ -186,6 +201,13 @@ def whole_terms(gradient: Gradient) -> Tensor:
     """This rank's own terms, over the whole flat."""
     assert gradient.own is not None  # `check_whole_gradients`.
     return gradient.own
+
+
+def served(gradient: Gradient, place: slice) -> slice:
+    """The part of a place in the flat that this rank serves, in its partition."""
+    start, end = gradient.own_range
+    low, high = max(place.start, start), min(place.stop, end)
+    return slice(low - start, max(low, high) - start)
 
 
 def _square(tensor: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ class Step:
                 state.islands.before_update()
                 # Ctrl-C may cut an exchange off when some of what it keeps is new; what it raises leaves all as it was.
                 state.updating = state.updating or sums_itself(state.optimizer)
-                factor = state.partitioned_optimizer.exchange(self._factor(totals, clip_norm))
+                factor = state.partitioned_optimizer.exchange(self._factor(totals, clip_norm), unused)
             except Exception:
                 state.updating = self._in_backward and state.updating
                 self.reset()

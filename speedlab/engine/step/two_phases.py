@@ -98,7 +98,7 @@ class TwoPhases(SendsSigns):
             gradient = each.gradient
             variance = each.moments.get("exp_avg_sq")
             floors = self._raise_to_floor(each, variance)
-            carried = gradient.kept[CARRIED]
+            carried = gradient.kept[self.worker]
             moment = each.moments.get("exp_avg")
             if each.whole:
                 carried.copy_(torch.zeros_like(carried) if moment is None else moment)

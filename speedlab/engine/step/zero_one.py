@@ -18,6 +18,11 @@ The variance is floored as 1-bit Adam's is (`_raise_to_floor`) behind each WHOLE
 no gradient yet has no rate. A parameter that nobody used in steps of 2 is one whose gradient is 0: signs of it travel
 anyway, and its anchor would wait. Of one rank all is exact, and nothing is ever sent.
 
+What is missed is worth as much as the rates at which it was summed: where they fall to a _FAR-th or less, an error of
+before would be all of u, and u / Σ rate no momentum; so errors then fall with them, and rise again (`_revalue`).
+Elements of a chunk have one magnitude: u of parameters whose Σ rate is that far below others' is lifted to theirs while
+it travels (`_exchange_sums`).
+
 Between two exchanges a rank keeps its error plus uᵢ ("to_send", the whole flat) and the error of the mean that it
 serves ("server_error"). Whoever wants one model of all ranks ends the interval (`meet`).
 """
@@ -36,14 +41,19 @@ from speedlab.comm import Group
 from speedlab.config import OptimizerConfig
 from speedlab.engine.step.communicating import Exchanged
 from speedlab.engine.step.fused import Given
-from speedlab.engine.step.sends_signs import SERVER_ERROR, SendsSigns, whole_terms
+from speedlab.engine.step.sends_signs import SERVER_ERROR, SendsSigns, served, whole_terms
 from speedlab.engine.step.zero_one_steps import Kind, Steps
+from speedlab.parallel.zero import Gradient
 from speedlab.placement import Holders, Home
 
 TO_SEND = "to_send"
 
 _LEAST_RATE = 1e-12
 """For a learning rate of 0, by which no sum of momenta could be divided again. It moves no float32."""
+
+_FAR = 16.0
+"""How many times a rate may be another than those at which errors were made, before they follow it, or than those of
+other parameters in one message."""
 
 
 class ZeroOneAdam(SendsSigns):
@@ -67,6 +77,8 @@ class ZeroOneAdam(SendsSigns):
         """Whether there is no other rank; known from the first exchange on."""
         self._to_send: dict[Tensor, Tensor] = {}
         """Of each segment, where it is summed, in the present step."""
+        self._lifted: list[tuple[Gradient, slice, float]] = []
+        """What travels times a factor in the present exchange."""
         self.apart = False
         self.begin_anew()
 
@@ -129,6 +141,8 @@ class ZeroOneAdam(SendsSigns):
         self._alone = size == 1
         self._told = {"compressed": 1.0}
         group_of = self._group_of()
+        if not self._alone:
+            self._revalue(flats)
         for each in flats:
             terms = whole_terms(each.gradient)
             for segment, here in _places(each):
@@ -144,9 +158,51 @@ class ZeroOneAdam(SendsSigns):
         if self._steps.freeze_step is not None and step > self._steps.freeze_step:
             self._told["steps_to_exchange"] = self._steps.to_exchange(step)
         if self._kind is Kind.SIGNS:  # 3
-            self._mean(flats, 1.0, 0.0)
+            states = {segment: self.state.get(segment) or _UNBORN for segment in group_of}
+            self._exchange_sums(flats, {s: self._rates(own, group_of[s], ahead=1)[2] for s, own in states.items()})
         elif self._signs:
             self._tell_bytes(flats, sent=False)
+
+    def _revalue(self, flats: Sequence[Exchanged]) -> None:
+        """Where an interval begins at a rate far from those of the last one, errors follow it, by powers of two, which
+        round nothing."""
+        group_of = self._group_of()
+        for each in flats:
+            kept = each.gradient.kept
+            for segment, here in _places(each):
+                state = self.state.get(segment) or _UNBORN
+                # Checkpoints of before have no "worth".
+                before, now = float(state.get("worth", 0.0)), self._rates(state, group_of[segment], ahead=1)[0]
+                if float(state["rates"]) or not before or 1 / _FAR < now / before < _FAR:
+                    continue
+                factor = 2.0 ** round(math.log2(now / before))
+                for error in (kept[TO_SEND][here], kept[SERVER_ERROR][served(each.gradient, here)]):
+                    error.mul_(factor)
+                self.state[segment]["worth"] = _number(now)
+
+    def _exchange_sums(self, flats: Sequence[Exchanged], rates: Mapping[Tensor, float], *, look: bool = True) -> None:
+        """The mean of what stands in `gradient.own` and is to be sent; `rates`: their sum for each segment.
+        Collective."""
+        largest = max(rates.values(), default=0.0)
+        far = {each: 2.0 ** round(math.log2(largest / own)) for each, own in rates.items() if largest > _FAR * own}
+        self._lifted = [
+            (each.gradient, here, far[segment]) for each in flats for segment, here in _places(each) if segment in far
+        ]
+        for gradient, here, factor in self._lifted:
+            _lift(gradient, here, factor)
+        try:
+            self._mean(flats, 1.0, 0.0, look=look)
+        finally:
+            for gradient, here, factor in self._lifted:
+                _lift(gradient, here, 1 / factor)
+            self._lifted = []
+
+    def _update_of(self, each: Exchanged, moment: Tensor) -> Tensor:
+        direction = super()._update_of(each, moment)
+        for gradient, here, factor in self._lifted:
+            if gradient is each.gradient:
+                direction[here].div_(factor)
+        return direction
 
     @torch.no_grad()
     def meet(self, flats: Sequence[Exchanged]) -> None:
@@ -158,8 +214,8 @@ class ZeroOneAdam(SendsSigns):
         for each in flats:
             each.gradient.group.wait_until_all_read()  # What is written over now.
             whole_terms(each.gradient).zero_()
-        self._mean(flats, 1.0, 0.0, look=False)
         group_of = self._group_of()
+        self._exchange_sums(flats, {segment: float(self.state[segment]["rates"]) for segment in group_of}, look=False)
         for each in flats:
             terms = whole_terms(each.gradient)
             for segment, here in _places(each):
@@ -178,6 +234,7 @@ class ZeroOneAdam(SendsSigns):
         if "variance_step" not in state:
             state["variance_step"] = state["step"].clone()  # As many as AdamW's, whose states these may have been.
             _begin_interval(state)
+            state["worth"] = _number(0.0)  # The largest rate of the last interval.
         if born:
             if self._steps.freeze_step is not None:
                 state["anchor"] = torch.zeros_like(segment)
@@ -215,6 +272,7 @@ class ZeroOneAdam(SendsSigns):
         own, share, total = self._rates(state, group)
         first = not float(state["rates"])
         state["rates"], state["share"] = _number(total), _number(share)
+        state["worth"] = _number(own if first else max(own, float(state["worth"])))
         if self._kind is Kind.NOTHING:
             if first:
                 state["anchor"].copy_(segment)
@@ -289,6 +347,16 @@ def _places(each: Exchanged) -> list[tuple[Tensor, slice]]:
     assert each.whole  # `check_whole_gradients`.
     starts = [(each.gradient.slots[first].offset, segment) for first, segment in each.segments]
     return [(segment, slice(start, start + segment.numel())) for start, segment in starts]
+
+
+def _lift(gradient: Gradient, here: slice, factor: float) -> None:
+    """Multiply what is exchanged, and kept, by a power of two."""
+    for tensor in (
+        whole_terms(gradient)[here],
+        gradient.kept[TO_SEND][here],
+        gradient.kept[SERVER_ERROR][served(gradient, here)],
+    ):
+        tensor.mul_(factor)
 
 
 def _begin_interval(state: dict[str, Tensor]) -> None:
