@@ -45,11 +45,16 @@ class OptimizerStates:
         """Slots before which a flat is cut, because their histories differ, or may."""
         self.segments = {flat.name: cut(flat, self._begins[flat.name]) for flat in flats}
         """By name of a flat."""
+        self._build = build
         self.inner = build(self._by_group())
+        self._begins_with_states = bool(self.inner.state)
+        """Whether the optimizer has states from its making on, as Adagrad, and makes none later."""
         self._states: dict[str, dict[str, Tensor]] = {flat.name: {} for flat in flats}
         """For each flat, its elementwise states (name → tensor over the flat's state range)."""
         self._adopted: set[Tensor] = set()
         """Masters of segments whose elementwise states are views of those."""
+        if self._begins_with_states:
+            self.adopt_anew()
 
     def _always(self, flat: Flat) -> set[int]:
         """Slots before which a flat is cut whatever their histories are."""
@@ -213,6 +218,17 @@ class OptimizerStates:
                 for key, whole in self._states[flat.name].items():
                     state[key] = whole[segment.start - base : segment.end - base]
                 self._adopted.add(segment.master)
+        if self._begins_with_states:
+            self._begin_without_history()
+
+    def _begin_without_history(self) -> None:
+        """Give segments without states those with which the optimizer begins."""
+        every = [segment.master for segments in self.segments.values() for segment in segments]
+        without = [master for master in every if master not in self.inner.state]
+        if without:
+            begun = self._build(self._by_group()).state
+            self.inner.state.update({master: begun[master] for master in without})
+            self.adopt_anew()
 
     def moved(self, before: Residency) -> tuple[dict[str, dict[str, Tensor]], dict[str, Scalars]]:
         """What `rebuild` takes, after flats were placed elsewhere; `before` is where they were. Collective when states
