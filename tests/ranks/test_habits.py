@@ -199,6 +199,80 @@ def test_state_that_the_optimizer_is_given(two: Pool, tmp_path: Path) -> None:
     assert two.run(norms_after_a_load, tmp_path / "b", True) == expected
 
 
+class Momentum(Optimizer):
+    """Gives its state another tensor in each step, instead of writing into the one that is there."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["sum"] = state.get("sum", 0.0) * 0.9 + p.grad
+                p -= group["lr"] * state["sum"]
+
+
+def norms_over_a_load(optimizer: Any, folder: Path, cleared: bool, loaded: bool) -> list[float]:
+    """Of steps; between them states may be cleared, and what is saved then loaded and moved."""
+    engine = engine_of(net(), 1, optimizer=optimizer)
+    try:
+        for step in range(3):
+            train(engine, step)
+            if cleared and step == 1:
+                engine.optimizer.state.clear()
+        if loaded:
+            engine.save_checkpoint(folder, "three")
+            train(engine, 3)
+            engine.load_checkpoint(folder, "three")
+            engine.reshape(zero=3)
+        return [train(engine, 3), train(engine, 4)]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize(("optimizer", "cleared"), [(Momentum, False), (sgd, True), (adam, True)])
+def test_states_that_the_optimizer_makes_anew(two: Pool, tmp_path: Path, optimizer: Any, cleared: bool) -> None:
+    """Checkpoints and changes of stage have those that it uses, not those that it had at first."""
+    expected = two.run(norms_over_a_load, optimizer, tmp_path, cleared, False)
+    assert two.run(norms_over_a_load, optimizer, tmp_path, cleared, True) == expected
+
+
+def halving(parameters: Any) -> Optimizer:
+    """With a hook that halves the rate before each step."""
+    optimizer = sgd(parameters)
+
+    def halve(stepped: Optimizer, *_: Any) -> None:
+        for group in stepped.param_groups:
+            group["lr"] /= 2
+
+    optimizer.register_step_pre_hook(halve)
+    return optimizer
+
+
+def scheduled(parameters: Any) -> Optimizer:
+    """With a scheduler that a hook steps."""
+    optimizer = sgd(parameters)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    return optimizer
+
+
+def rates(optimizer: Any) -> list[float]:
+    engine = engine_of(net(), 1, optimizer=optimizer)
+    try:
+        return [engine.get_lr()[0] for step in range(3) if train(engine, step)]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize("optimizer", [halving, scheduled])
+def test_what_hangs_on_the_optimizer_of_a_callable(two: Pool, optimizer: Any) -> None:
+    """It is not left behind on an object that another one takes the place of."""
+    assert two.run(rates, optimizer) == [[0.025, 0.0125, 0.00625]] * 2
+
+
 # ---- interrupts ------------------------------------------------------------------------------------------------------
 
 
@@ -441,16 +515,23 @@ def refusals() -> list[str]:
     engine_of(model, 3)  # Dropped without destroy().
     with pytest.raises(speedlab.ConfigError) as told:
         engine_of(model, 3)
+    said.append(str(told.value))
+    model = net()
+    other = torch.optim.lr_scheduler.StepLR(sgd(model.parameters()), step_size=1)
+    for choice in (sgd, torch.optim.SGD, sgd(model.parameters()), None):
+        with pytest.raises(speedlab.ConfigError) as told:
+            speedlab.initialize(model=model, optimizer=choice, lr_scheduler=other, config={"batch": {"micro_size": 6}})
     return [*said, str(told.value)]
 
 
 def test_models_that_would_train_wrongly_are_refused(two: Pool) -> None:
-    for complex_one, shared, frozen, plateau, dropped in two.run(refusals, timeout=60):
+    for complex_one, shared, frozen, plateau, dropped, others in two.run(refusals, timeout=60):
         assert complex_one.startswith("model: turn is torch.complex64")
         assert shared.startswith("model: blocks.0.up.weight and blocks.1.up.weight are two parameters in the same")
         assert frozen.startswith("model: no parameter is to be trained")
         assert plateau.startswith("lr_scheduler: ReduceLROnPlateau.step takes a metric")
         assert "an engine that partitioned it was dropped" in dropped
+        assert others.startswith("lr_scheduler: it was made of another optimizer than the one that will train")
 
 
 def changes_too_late() -> list[str]:
@@ -466,6 +547,11 @@ def changes_too_late() -> list[str]:
         train(engine, 0)
     said.append(str(told.value))
     model.first.requires_grad_(False)
+    last, model.last = model.last, nn.Linear(WIDTH, 1)
+    with pytest.raises(RuntimeError) as told:
+        train(engine, 0)
+    said.append(str(told.value))
+    model.last = last
     engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     with pytest.raises(RuntimeError) as told:
         train(engine, 0)
@@ -489,9 +575,10 @@ def first_norm() -> float:
 
 
 def test_what_is_changed_too_late_is_refused(two: Pool) -> None:
-    for state, unfrozen, group in two.run(changes_too_late, timeout=60):
+    for state, unfrozen, replaced, group in two.run(changes_too_late, timeout=60):
         assert "engine.state_dict() or engine.module_state_dict()" in state
         assert unfrozen.startswith("first.weight was frozen at initialize and requires a gradient now")
+        assert replaced.startswith("last.weight is another parameter than at initialize, or was added since")
         assert group.startswith("optimizer: it has 2 groups of parameters, and had 1 at initialize")
 
 

@@ -141,6 +141,7 @@ def _build(
         _check_islands(mesh, config)
         plans = plan_model_parts(model, config, layout, world, mesh.everyone, dtype, tp_plan)
         recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer)
+        _check_scheduler(lr_scheduler, recipe.instance)
         _check_communicating(recipe.kind, config, mesh)
         _check_masters(recipe.kind, [plan.module for plan in plans], mesh)
         stores = Stores(away_folder(config), rank=world.rank, traffic=traffic, device=world.device)
@@ -287,6 +288,17 @@ def _scheduler(choice: Any, optimizer_choice: OptimizerChoice, config: RunConfig
         return make_schedule(config.schedule, optimizer, config.steps) if optimizer_choice is None else None
     made = not isinstance(choice, type) and hasattr(choice, "step")
     return choice if made else choice(optimizer)
+
+
+def _check_scheduler(choice: Any, instance: Optimizer | None) -> None:
+    """Raises ConfigError for a scheduler of another optimizer than the one that will train. `instance`: this one, where
+    the user's own object trains."""
+    its = None if isinstance(choice, type) else getattr(choice, "optimizer", None)
+    if isinstance(its, Optimizer) and its is not instance:
+        raise ConfigError(
+            "lr_scheduler: it was made of another optimizer than the one that will train, whose rate would never "
+            "change; give its optimizer as optimizer, too, or give a callable that makes the scheduler of an optimizer"
+        )
 
 
 def _refuse_plateau(engine: Engine) -> None:
