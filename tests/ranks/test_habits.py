@@ -3,10 +3,12 @@ in words."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ import speedlab
 from ranks import models
 from ranks.conftest import PoolOf
 from ranks.pool import Pool
+from speedlab.comm.transports.in_place import InPlace
 
 STAGES = [0, 1, 2, 3]
 WIDTH = models.WIDTH
@@ -412,6 +415,45 @@ def test_parameters_changed_by_hand(two: Pool, tmp_path: Path, stage: int, dtype
             assert found[name][inside].equal(before[inside])
             assert found[name][~inside].equal(limit * before[~inside].sign())
         assert found["seen"].equal(found["saved"].to(getattr(torch, dtype)).float())
+
+
+def written_at_once(stage: int, after: str, folder: Path) -> dict[str, Tensor]:
+    """This rank's parameters, into which it wrote as soon as they had changed, where rank 1 was slow to read those of
+    rank 0."""
+    engine, written, copy_now = engine_of(model := net(), stage), folder / after / "written", InPlace._copy
+
+    def copy_late(transport: InPlace, full: Tensor, number: int) -> None:
+        with contextlib.suppress(TimeoutError):
+            models.wait_until(written.exists, seconds=0.2)
+        copy_now(transport, full, number)
+
+    try:
+        train(engine, 0)
+        saved = engine.save_checkpoint(folder / after, "one")
+        if after == "reshape":
+            engine.reshape(zero=3)
+        with mock.patch.object(InPlace, "_copy", copy_late if dist.get_rank() else copy_now):
+            if after == "step":
+                train(engine, 1)
+            elif after == "load":
+                engine.load_checkpoint(saved)
+            else:
+                engine.reshape(zero=stage)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+            if dist.get_rank() == 0:
+                written.touch()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize(("stage", "after"), [(1, "step"), (2, "step"), (2, "load"), (2, "reshape")])
+def test_a_rank_that_writes_while_another_still_reads(two: Pool, tmp_path: Path, stage: int, after: str) -> None:
+    """What peers take of this rank's parameters is what they were before."""
+    ours, theirs = two.run(written_at_once, stage, after, tmp_path)
+    assert all(ours[name].equal(theirs[name]) for name in ours)
 
 
 def change_partitioned() -> str:

@@ -1,5 +1,5 @@
-"""Losses that differentiate the model before `engine.backward` does: right where parameters stay, refused in words where
-nobody would gather them for it (they would be read where they were released)."""
+"""Losses that differentiate the model before `engine.backward` does: right where parameters stay, refused in words
+where nobody would gather them for it (they would be read where they were released)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -69,11 +68,11 @@ def functional(model: Any, x: Tensor) -> Tensor:
 
 
 def mapped(model: Any, x: Tensor) -> Tensor:
-    return torch.func.vmap(lambda x: model(x))(x).square().mean()
+    return torch.func.vmap(model)(x).square().mean()
 
 
 def forward_mode(model: Any, x: Tensor) -> Tensor:
-    return torch.func.jvp(lambda x: model(x), (x,), (torch.ones_like(x),))[1].square().mean()
+    return torch.func.jvp(model, (x,), (torch.ones_like(x),))[1].square().mean()
 
 
 def plain(model: Any, x: Tensor) -> Tensor:
@@ -97,7 +96,7 @@ def by_hand(losses: list[Loss], block: type[nn.Module]) -> dict[str, Tensor]:
     optimizer = sgd(model.parameters())
     for step, loss in enumerate(losses):
         optimizer.zero_grad()
-        (sum(loss(model, points(step, index)) for index in range(2)) / 2).backward()
+        torch.stack([loss(model, points(step, index)) for index in range(2)]).mean().backward()
         optimizer.step()
     return model.state_dict()
 

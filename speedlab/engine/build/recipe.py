@@ -203,9 +203,7 @@ def _has_stepped(optimizer: Optimizer) -> bool:
 
 def _is_hung_on(optimizer: Optimizer) -> bool:
     """Whether hooks, or a scheduler, which wraps its `step`, would stay behind on it."""
-    hooks = [
-        value for name, value in vars(optimizer).items() if name.startswith("_optimizer_") and name.endswith("hooks")
-    ]
+    hooks = [value for name, value in vars(optimizer).items() if name.endswith("_hooks")]
     return any(hooks) or "step" in vars(optimizer)
 
 

@@ -127,9 +127,8 @@ class OptimizerStates:
             own = self.inner.state.get(segment.master, {})
             given = self._adopted.setdefault(segment.master, {}) if own else {}
             # One that is not what it was given is new: it was cleared, or its optimizer makes it anew each time.
-            for key in [
-                key for key, value in own.items() if value is not given.get(key) and elementwise(value, segment)
-            ]:
+            new = [key for key, value in own.items() if value is not given.get(key)]
+            for key in [key for key in new if elementwise(own[key], segment)]:
                 comes = flat.states.comes(key, own[key].dtype)
                 if key not in states and segment.master.shape == flat.master.shape and not comes:
                     states[key] = given[key] = own[key]  # It is the whole already.

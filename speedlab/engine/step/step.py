@@ -184,6 +184,7 @@ class Step:
                 zero.learn_order()
             self.reset()  # 5
             state.islands.stepped(state.global_step + 1)
+            state.wait_until_read()
         state.global_step += 1
         state.loss_scale.update(overflow=False)
         state.updating = False
@@ -278,4 +279,5 @@ class Step:
         if state.partitioned_optimizer.late:
             state.before_change()
             state.apply_late()
+            state.wait_until_read()
             state.updating = False

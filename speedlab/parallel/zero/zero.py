@@ -42,7 +42,6 @@ from speedlab.parallel.zero.walk import tensors_of
 from speedlab.parallel.zero.ways import Ways
 from speedlab.placement import Placement, Residency
 
-
 _ONLY_IN_BACKWARD = (
     "where they are partitioned (ZeRO stage 3) or away from the device, only engine.backward brings them together "
     "again. Use a stage below 3 for such a loss, in place by engine.reshape(zero=2)"
