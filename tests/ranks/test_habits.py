@@ -563,16 +563,25 @@ def refusals() -> list[str]:
     for choice in (sgd, torch.optim.SGD, sgd(model.parameters()), None):
         with pytest.raises(speedlab.ConfigError) as told:
             speedlab.initialize(model=model, optimizer=choice, lr_scheduler=other, config={"batch": {"micro_size": 6}})
-    return [*said, str(told.value)]
+    said.append(str(told.value))
+    for given in ([{"params": model.parameters(), "lr": 0.1}], model.blocks.parameters()):
+        with pytest.raises(speedlab.ConfigError) as told:
+            speedlab.initialize(model=model, model_parameters=given, config={"batch": {"micro_size": 6}})
+        said.append(str(told.value))
+    for given in (filter(lambda p: p.requires_grad, model.parameters()), model.named_parameters()):
+        speedlab.initialize(model=model, model_parameters=given, config={"batch": {"micro_size": 6}})[0].destroy()
+    return said
 
 
 def test_models_that_would_train_wrongly_are_refused(two: Pool) -> None:
-    for complex_one, shared, frozen, plateau, dropped, others in two.run(refusals, timeout=60):
+    for complex_one, shared, frozen, plateau, dropped, others, options, left_out in two.run(refusals, timeout=60):
         assert complex_one.startswith("model: turn is torch.complex64")
         assert shared.startswith("model: blocks.0.up.weight and blocks.1.up.weight are two parameters in the same")
         assert frozen.startswith("model: no parameter is to be trained")
         assert plateau.startswith("lr_scheduler: ReduceLROnPlateau.step takes a metric")
         assert "an engine that partitioned it was dropped" in dropped
+        assert options.startswith("model_parameters: groups have lr of their own")
+        assert left_out.startswith("model_parameters: first.weight is not in them (4 in all)")
         assert others.startswith("lr_scheduler: it was made of another optimizer than the one that will train")
 
 
