@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 import speedlab
 from ranks import models
@@ -142,3 +143,39 @@ def test_a_block_that_differentiates_itself(two: Pool, stage: int) -> None:
     for apart, refused in two.run(farthest, stage, [plain, plain, plain], Descending, timeout=40):
         assert apart < 2e-5
         assert refused == []
+
+
+def decayed(model: Any, x: Tensor) -> Tensor:
+    return plain(model, x) + 0.01 * torch.stack([p.square().sum() for p in model.module.parameters()]).sum()
+
+
+def checkpointed(model: Any, x: Tensor) -> Tensor:
+    return checkpoint(model, x, use_reentrant=False).square().mean()
+
+
+def train(engine: Any, loss: Loss) -> bool:
+    engine.backward(loss(engine, points(0, 0)))
+    return engine.step()
+
+
+def told_of(loss: Loss) -> str:
+    """What an engine says of the loss; it trains on afterwards."""
+    config = {"zero": {"stage": 3, "bucket_bytes": 1}, "precision": "float32", "batch": {"micro_size": 6}}
+    engine = speedlab.initialize(model=models.seeded(Net), optimizer=sgd, config=config)[0]
+    try:
+        train(engine, loss)
+    except (RuntimeError, FloatingPointError) as error:
+        assert train(engine, plain)
+        return str(error)
+    finally:
+        engine.destroy(keep_parameters=False)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [(decayed, "A loss that reads parameters itself"), (checkpointed, "was called inside engine.backward")],
+)
+def test_losses_that_are_told_why(two: Pool, loss: Loss, words: str) -> None:
+    for told in two.run(told_of, loss, timeout=30):
+        assert words in told

@@ -220,7 +220,7 @@ def _check_model_parameters(model: nn.Module, given: Any) -> None:
     options = sorted({key for group in groups for key in group} - {"params", "name"})
     if options:
         raise ConfigError(
-            f"model_parameters: groups have {', '.join(options)} of their own, which the configuration's optimizer does "
+            f"model_parameters: groups have {', '.join(options)} of their own, which the configured optimizer does "
             "not take; give optimizer=f, where f(parameters) makes one of such groups, or an optimizer of them"
         )
     lists = [group["params"] for group in groups] or [given]

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
@@ -447,4 +448,4 @@ class Zero:
 def _is_transformed() -> bool:
     """Whether tensors are now those of torch.func (grad, vmap, jvp, …) or of forward-mode differentiation, whose graphs
     no hook on an output sees."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
