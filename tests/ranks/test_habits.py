@@ -3,10 +3,12 @@ in words."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ import speedlab
 from ranks import models
 from ranks.conftest import PoolOf
 from ranks.pool import Pool
+from speedlab.comm.transports.in_place import InPlace
 
 STAGES = [0, 1, 2, 3]
 WIDTH = models.WIDTH
@@ -199,6 +202,80 @@ def test_state_that_the_optimizer_is_given(two: Pool, tmp_path: Path) -> None:
     assert two.run(norms_after_a_load, tmp_path / "b", True) == expected
 
 
+class Momentum(Optimizer):
+    """Gives its state another tensor in each step, instead of writing into the one that is there."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["sum"] = state.get("sum", 0.0) * 0.9 + p.grad
+                p -= group["lr"] * state["sum"]
+
+
+def norms_over_a_load(optimizer: Any, folder: Path, cleared: bool, loaded: bool) -> list[float]:
+    """Of steps; between them states may be cleared, and what is saved then loaded and moved."""
+    engine = engine_of(net(), 1, optimizer=optimizer)
+    try:
+        for step in range(3):
+            train(engine, step)
+            if cleared and step == 1:
+                engine.optimizer.state.clear()
+        if loaded:
+            engine.save_checkpoint(folder, "three")
+            train(engine, 3)
+            engine.load_checkpoint(folder, "three")
+            engine.reshape(zero=3)
+        return [train(engine, 3), train(engine, 4)]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize(("optimizer", "cleared"), [(Momentum, False), (sgd, True), (adam, True)])
+def test_states_that_the_optimizer_makes_anew(two: Pool, tmp_path: Path, optimizer: Any, cleared: bool) -> None:
+    """Checkpoints and changes of stage have those that it uses, not those that it had at first."""
+    expected = two.run(norms_over_a_load, optimizer, tmp_path, cleared, False)
+    assert two.run(norms_over_a_load, optimizer, tmp_path, cleared, True) == expected
+
+
+def halving(parameters: Any) -> Optimizer:
+    """With a hook that halves the rate before each step."""
+    optimizer = sgd(parameters)
+
+    def halve(stepped: Optimizer, *_: Any) -> None:
+        for group in stepped.param_groups:
+            group["lr"] /= 2
+
+    optimizer.register_step_pre_hook(halve)
+    return optimizer
+
+
+def scheduled(parameters: Any) -> Optimizer:
+    """With a scheduler that a hook steps."""
+    optimizer = sgd(parameters)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    return optimizer
+
+
+def rates(optimizer: Any) -> list[float]:
+    engine = engine_of(net(), 1, optimizer=optimizer)
+    try:
+        return [engine.get_lr()[0] for step in range(3) if train(engine, step)]
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize("optimizer", [halving, scheduled])
+def test_what_hangs_on_the_optimizer_of_a_callable(two: Pool, optimizer: Any) -> None:
+    """It is not left behind on an object that another one takes the place of."""
+    assert two.run(rates, optimizer) == [[0.025, 0.0125, 0.00625]] * 2
+
+
 # ---- interrupts ------------------------------------------------------------------------------------------------------
 
 
@@ -340,6 +417,45 @@ def test_parameters_changed_by_hand(two: Pool, tmp_path: Path, stage: int, dtype
         assert found["seen"].equal(found["saved"].to(getattr(torch, dtype)).float())
 
 
+def written_at_once(stage: int, after: str, folder: Path) -> dict[str, Tensor]:
+    """This rank's parameters, into which it wrote as soon as they had changed, where rank 1 was slow to read those of
+    rank 0."""
+    engine, written, copy_now = engine_of(model := net(), stage), folder / after / "written", InPlace._copy
+
+    def copy_late(transport: InPlace, full: Tensor, number: int) -> None:
+        with contextlib.suppress(TimeoutError):
+            models.wait_until(written.exists, seconds=0.2)
+        copy_now(transport, full, number)
+
+    try:
+        train(engine, 0)
+        saved = engine.save_checkpoint(folder / after, "one")
+        if after == "reshape":
+            engine.reshape(zero=3)
+        with mock.patch.object(InPlace, "_copy", copy_late if dist.get_rank() else copy_now):
+            if after == "step":
+                train(engine, 1)
+            elif after == "load":
+                engine.load_checkpoint(saved)
+            else:
+                engine.reshape(zero=stage)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+            if dist.get_rank() == 0:
+                written.touch()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize(("stage", "after"), [(1, "step"), (2, "step"), (2, "load"), (2, "reshape")])
+def test_a_rank_that_writes_while_another_still_reads(two: Pool, tmp_path: Path, stage: int, after: str) -> None:
+    """What peers take of this rank's parameters is what they were before."""
+    ours, theirs = two.run(written_at_once, stage, after, tmp_path)
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+
+
 def change_partitioned() -> str:
     engine = engine_of(model := net(), 3)
     try:
@@ -441,16 +557,32 @@ def refusals() -> list[str]:
     engine_of(model, 3)  # Dropped without destroy().
     with pytest.raises(speedlab.ConfigError) as told:
         engine_of(model, 3)
-    return [*said, str(told.value)]
+    said.append(str(told.value))
+    model = net()
+    other = torch.optim.lr_scheduler.StepLR(sgd(model.parameters()), step_size=1)
+    for choice in (sgd, torch.optim.SGD, sgd(model.parameters()), None):
+        with pytest.raises(speedlab.ConfigError) as told:
+            speedlab.initialize(model=model, optimizer=choice, lr_scheduler=other, config={"batch": {"micro_size": 6}})
+    said.append(str(told.value))
+    for given in ([{"params": model.parameters(), "lr": 0.1}], model.blocks.parameters()):
+        with pytest.raises(speedlab.ConfigError) as told:
+            speedlab.initialize(model=model, model_parameters=given, config={"batch": {"micro_size": 6}})
+        said.append(str(told.value))
+    for given in (filter(lambda p: p.requires_grad, model.parameters()), model.named_parameters()):
+        speedlab.initialize(model=model, model_parameters=given, config={"batch": {"micro_size": 6}})[0].destroy()
+    return said
 
 
 def test_models_that_would_train_wrongly_are_refused(two: Pool) -> None:
-    for complex_one, shared, frozen, plateau, dropped in two.run(refusals, timeout=60):
+    for complex_one, shared, frozen, plateau, dropped, others, options, left_out in two.run(refusals, timeout=60):
         assert complex_one.startswith("model: turn is torch.complex64")
         assert shared.startswith("model: blocks.0.up.weight and blocks.1.up.weight are two parameters in the same")
         assert frozen.startswith("model: no parameter is to be trained")
         assert plateau.startswith("lr_scheduler: ReduceLROnPlateau.step takes a metric")
         assert "an engine that partitioned it was dropped" in dropped
+        assert options.startswith("model_parameters: groups have lr of their own")
+        assert left_out.startswith("model_parameters: first.weight is not in them (4 in all)")
+        assert others.startswith("lr_scheduler: it was made of another optimizer than the one that will train")
 
 
 def changes_too_late() -> list[str]:
@@ -466,6 +598,11 @@ def changes_too_late() -> list[str]:
         train(engine, 0)
     said.append(str(told.value))
     model.first.requires_grad_(False)
+    last, model.last = model.last, nn.Linear(WIDTH, 1)
+    with pytest.raises(RuntimeError) as told:
+        train(engine, 0)
+    said.append(str(told.value))
+    model.last = last
     engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     with pytest.raises(RuntimeError) as told:
         train(engine, 0)
@@ -489,9 +626,10 @@ def first_norm() -> float:
 
 
 def test_what_is_changed_too_late_is_refused(two: Pool) -> None:
-    for state, unfrozen, group in two.run(changes_too_late, timeout=60):
+    for state, unfrozen, replaced, group in two.run(changes_too_late, timeout=60):
         assert "engine.state_dict() or engine.module_state_dict()" in state
         assert unfrozen.startswith("first.weight was frozen at initialize and requires a gradient now")
+        assert replaced.startswith("last.weight is another parameter than at initialize, or was added since")
         assert group.startswith("optimizer: it has 2 groups of parameters, and had 1 at initialize")
 
 

@@ -6,6 +6,7 @@ import inspect
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from ranks import models
 from ranks.loops import (
     Case,
     Trajectory,
+    engine_for,
     engine_step,
     finish,
     problems,
@@ -27,6 +29,7 @@ from ranks.loops import (
 )
 from ranks.pool import Pool
 from ranks.test_parity import FLOAT32, STAGES
+from speedlab.engine.checkpoint.read import take_whole
 
 at_every_stage = pytest.mark.parametrize("stage", STAGES)
 
@@ -139,6 +142,34 @@ def test_optimizer_forms_with_a_scheduler(two: Pool, stage: int, form: str) -> N
         assert same, "the instance and its scheduler are the objects that the user made"
         assert ours == rates
     assert len({rate[0] for rate in rates}) == 3
+
+
+def train_with_states_from_the_beginning(case: Case, folder: str) -> Trajectory:
+    """Before the first step the stage is changed and a checkpoint is written, which is loaded behind two steps more;
+    weights alone are then taken, with which the optimizer begins anew, and taken back by another load."""
+    path = Trajectory()
+    with engine_for(case) as engine:
+        engine.reshape(zero=(case.stage + 1) % 4)
+        saved = engine.save_checkpoint(folder, "first")
+        for step in range(2):
+            engine_step(engine, case, step)
+        weights = engine.state_dict()
+        take_whole(engine, lambda name, _: weights[name])
+        engine_step(engine, case, 2)
+        engine.load_checkpoint(saved)
+        for step in range(case.steps):
+            path.losses.append(engine_step(engine, case, step))
+            path.norms.append(engine.global_grad_norm)
+        finish(path, engine)
+    return path
+
+
+@at_every_stage
+@pytest.mark.parametrize("build", [models.never_uses_middle, models.skips_by_data])
+def test_states_that_are_there_before_the_first_step(two: Pool, plain, tmp_path: Path, stage: int, build: Any) -> None:
+    """Adagrad makes them when it is made, and never again: also of parameters that nobody uses in the first step."""
+    case = Case(stage=stage, build=build, optimizer=adagrad_groups, steps=4, whole=False)
+    assert_same(two.run(train_with_states_from_the_beginning, case, str(tmp_path), timeout=30), plain(case, 2))
 
 
 OPTIMIZER_CONFIG = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.2, "momentum": 0.7}

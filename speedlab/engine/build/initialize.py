@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
@@ -68,7 +68,9 @@ def initialize(
     """Wrap any module for training on all ranks of the world. Collective: every rank calls it with the same arguments.
 
     Args:
-        args: ignored; it stands where DeepSpeed's signature has it. Likewise `model_parameters`.
+        args: ignored; it stands where DeepSpeed's signature has it.
+        model_parameters: as DeepSpeed's, what the configuration's optimizer trains: all that requires a gradient, and
+            without options of groups, which the caller's own optimizer has.
         model: a module with equal parameters on all ranks (rank 0's count), or a callable that makes one. The callable
             runs under the meta device, and parameters are made unit by unit: use it for models that do not fit whole.
         optimizer: an elementwise torch optimizer as class (with the arguments that `config.optimizer` names, and else
@@ -100,6 +102,8 @@ def initialize(
     world = join(device)
     layout = config.layout(world.size, built_in=False)
     check_loss(loss, layout)
+    if isinstance(model, nn.Module) and (optimizer is None or isinstance(optimizer, type)):
+        _check_model_parameters(model, model_parameters)
     batch = config.batch.resolve(layout.data_size)
     if isinstance(model, nn.Module):
         check_attention(model, config.model.attention)
@@ -141,6 +145,7 @@ def _build(
         _check_islands(mesh, config)
         plans = plan_model_parts(model, config, layout, world, mesh.everyone, dtype, tp_plan)
         recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer)
+        _check_scheduler(lr_scheduler, recipe.instance)
         _check_communicating(recipe.kind, config, mesh)
         _check_masters(recipe.kind, [plan.module for plan in plans], mesh)
         stores = Stores(away_folder(config), rank=world.rank, traffic=traffic, device=world.device)
@@ -204,6 +209,29 @@ def _config(config: GivenConfig | None) -> RunConfig:
     named = config_of({} if config is None else config)
     unasked = {"clip_norm": None, "schedule": ScheduleConfig(kind="constant", warmup_steps=0)}
     return named.model_copy(update={key: value for key, value in unasked.items() if key not in named.model_fields_set})
+
+
+def _check_model_parameters(model: nn.Module, given: Any) -> None:
+    """Raises ConfigError for `model_parameters` that ask for more than to train all parameters of the model."""
+    if given is None:
+        return
+    given = list(given)
+    groups = [each for each in given if isinstance(each, Mapping)]
+    options = sorted({key for group in groups for key in group} - {"params", "name"})
+    if options:
+        raise ConfigError(
+            f"model_parameters: groups have {', '.join(options)} of their own, which the configured optimizer does "
+            "not take; give optimizer=f, where f(parameters) makes one of such groups, or an optimizer of them"
+        )
+    lists = [group["params"] for group in groups] or [given]
+    every = (p for each in lists for p in ([each] if isinstance(each, Tensor) else each))
+    asked = {id(p[1] if isinstance(p, tuple) else p) for p in every}  # Pairs are those of named_parameters().
+    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in asked]
+    if left_out:
+        raise ConfigError(
+            f"model_parameters: {left_out[0]} is not in them ({len(left_out)} in all), and would be trained all the "
+            "same; set requires_grad=False of what shall not be"
+        )
 
 
 def _prepare_kernels(config: RunConfig, optimizer: OptimizerChoice, device: torch.device) -> None:
@@ -287,6 +315,17 @@ def _scheduler(choice: Any, optimizer_choice: OptimizerChoice, config: RunConfig
         return make_schedule(config.schedule, optimizer, config.steps) if optimizer_choice is None else None
     made = not isinstance(choice, type) and hasattr(choice, "step")
     return choice if made else choice(optimizer)
+
+
+def _check_scheduler(choice: Any, instance: Optimizer | None) -> None:
+    """Raises ConfigError for a scheduler of another optimizer than the one that will train. `instance`: this one, where
+    the user's own object trains."""
+    its = None if isinstance(choice, type) else getattr(choice, "optimizer", None)
+    if isinstance(its, Optimizer) and its is not instance:
+        raise ConfigError(
+            "lr_scheduler: it was made of another optimizer than the one that will train, whose rate would never "
+            "change; give its optimizer as optimizer, too, or give a callable that makes the scheduler of an optimizer"
+        )
 
 
 def _refuse_plateau(engine: Engine) -> None:

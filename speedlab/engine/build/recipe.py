@@ -61,7 +61,7 @@ class Recipe:
         else:
             frozen = {id(p) for model in models for p in model.parameters() if not p.requires_grad}
             chosen = _of_instance(choice, trainable, frozen)
-        self._make, self._instance, self._is_theirs = chosen.make, chosen.instance, chosen.is_theirs
+        self._make, self.instance, self._is_theirs = chosen.make, chosen.instance, chosen.is_theirs
         self.kind = chosen.kind
         """Class of the optimizer."""
         name = self.kind.__name__
@@ -81,18 +81,19 @@ class Recipe:
 
     def build(self, segments: list[list[Tensor]]) -> Optimizer:
         """The optimizer over `segments` (a list for each group). An instance that the user made stays the same object;
-        what a callable made may be replaced by our fused class of the same kind."""
+        what a callable made may be replaced by our fused class of the same kind, unless something hangs on it."""
         groups = [{"params": tensors, **options} for tensors, options in zip(segments, self._options, strict=True)]
         fusible = all(has_kernels(tensor) for tensors in segments for tensor in tensors)
         if self._make is not None:
             return self._make(groups, fusible)
-        assert self._instance is not None  # See `_Chosen`.
-        fused = fused_kind(type(self._instance), self._options) if fusible and not self._is_theirs else None
+        assert self.instance is not None  # See `_Chosen`.
+        replaceable = fusible and not self._is_theirs and not _is_hung_on(self.instance)
+        fused = fused_kind(type(self.instance), self._options) if replaceable else None
         if fused is not None:
             return fused(groups)
-        for group, tensors in zip(self._instance.param_groups, segments, strict=True):
+        for group, tensors in zip(self.instance.param_groups, segments, strict=True):
             group["params"] = tensors
-        return self._instance
+        return self.instance
 
 
 def _of_config(trainable: list[nn.Parameter], config: OptimizerConfig) -> _Chosen:
@@ -198,6 +199,12 @@ def _construct(
 def _has_stepped(optimizer: Optimizer) -> bool:
     """Whether its state is more than what it began with; where that cannot be seen it counts as more."""
     return any("step" not in state or float(state["step"]) > 0 for state in optimizer.state.values())
+
+
+def _is_hung_on(optimizer: Optimizer) -> bool:
+    """Whether hooks, or a scheduler, which wraps its `step`, would stay behind on it."""
+    hooks = [value for name, value in vars(optimizer).items() if name.endswith("_hooks")]
+    return any(hooks) or "step" in vars(optimizer)
 
 
 def _takes(kind: Callable[..., Optimizer], key: str) -> bool:

@@ -95,6 +95,7 @@ def take_whole(
             counts[flat.name] = {slot.name: dict(scalars or {}) if moments else None for slot in flat.slots}
     engine.partitioned_optimizer.rebuild(states, counts)
     engine.begin_anew()
+    engine.wait_until_read()
 
 
 @contextmanager
@@ -148,6 +149,7 @@ def _load_flats(engine: TrainingState, files: Files, manifest: dict[str, Any]) -
             }
     engine.partitioned_optimizer.rebuild(states, scalars)
     engine.begin_anew()
+    engine.wait_until_read()
     if not _same_groups(engine, manifest):
         warnings.warn(
             f"the checkpoint's optimizer has {len(manifest['groups'])} groups of parameters and this one has "

@@ -101,7 +101,11 @@ class WholeModel:
         due = self._step.sync and (self._step.at_boundary or self._zero.residency.gradients_go)
         with self._clock.phase("backward"):
             self._zero.begin_backward(sync=due)
-            (loss * self._step.scale).backward()
+            self._step.in_backward = True
+            try:
+                (loss * self._step.scale).backward()
+            finally:
+                self._step.in_backward = False
             self._zero.end_backward()
         self._step.ended_backward([loss])
 

@@ -45,11 +45,16 @@ class OptimizerStates:
         """Slots before which a flat is cut, because their histories differ, or may."""
         self.segments = {flat.name: cut(flat, self._begins[flat.name]) for flat in flats}
         """By name of a flat."""
+        self._build = build
         self.inner = build(self._by_group())
+        self._begins_with_states = bool(self.inner.state)
+        """Whether the optimizer has states from its making on, as Adagrad, and makes none later."""
         self._states: dict[str, dict[str, Tensor]] = {flat.name: {} for flat in flats}
         """For each flat, its elementwise states (name → tensor over the flat's state range)."""
-        self._adopted: set[Tensor] = set()
-        """Masters of segments whose elementwise states are views of those."""
+        self._adopted: dict[Tensor, dict[str, Tensor]] = {}
+        """Views of those that the optimizer was given, by name, for masters of segments."""
+        if self._begins_with_states:
+            self.adopt_anew()
 
     def _always(self, flat: Flat) -> set[int]:
         """Slots before which a flat is cut whatever their histories are."""
@@ -120,18 +125,18 @@ class OptimizerStates:
         states, base = self._states[flat.name], flat.state_range[0]
         for segment in self.segments[flat.name]:
             own = self.inner.state.get(segment.master, {})
-            if segment.master in self._adopted or not own:
-                continue
-            self._adopted.add(segment.master)
-            for key in [key for key, value in own.items() if elementwise(value, segment)]:
+            given = self._adopted.setdefault(segment.master, {}) if own else {}
+            # One that is not what it was given is new: it was cleared, or its optimizer makes it anew each time.
+            new = [key for key, value in own.items() if value is not given.get(key)]
+            for key in [key for key in new if elementwise(own[key], segment)]:
                 comes = flat.states.comes(key, own[key].dtype)
                 if key not in states and segment.master.shape == flat.master.shape and not comes:
-                    states[key] = own[key]  # It is the whole already.
+                    states[key] = given[key] = own[key]  # It is the whole already.
                     continue
                 if key not in states:
                     states[key] = self.new_state(flat, key, own[key].dtype)
                 here = states[key][segment.start - base : segment.end - base]
-                own[key] = here.copy_(own[key])
+                own[key] = given[key] = here.copy_(own[key])
 
     @staticmethod
     def new_state(flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
@@ -194,7 +199,7 @@ class OptimizerStates:
         for flat in flats:
             for segment in self.segments[flat.name]:
                 self.inner.state.pop(segment.master, None)
-                self._adopted.discard(segment.master)
+                self._adopted.pop(segment.master, None)
             self.segments[flat.name] = cut(flat, self._begins[flat.name])
         for group, tensors in zip(self.inner.param_groups, self._by_group(), strict=True):
             group["params"] = tensors
@@ -210,9 +215,23 @@ class OptimizerStates:
                 device = step_device(self.inner, options, segment.master)
                 # Made where it is needed: nothing is copied, and nothing waits.
                 state.update({key: torch.full((), value, device=device) for key, value in history.items()})
-                for key, whole in self._states[flat.name].items():
-                    state[key] = whole[segment.start - base : segment.end - base]
-                self._adopted.add(segment.master)
+                given = {
+                    key: whole[segment.start - base : segment.end - base]
+                    for key, whole in self._states[flat.name].items()
+                }
+                state.update(given)
+                self._adopted[segment.master] = given
+        if self._begins_with_states:
+            self._begin_without_history()
+
+    def _begin_without_history(self) -> None:
+        """Give segments without states those with which the optimizer begins."""
+        every = [segment.master for segments in self.segments.values() for segment in segments]
+        without = [master for master in every if master not in self.inner.state]
+        if without:
+            begun = self._build(self._by_group()).state
+            self.inner.state.update({master: begun[master] for master in without})
+            self.adopt_anew()
 
     def moved(self, before: Residency) -> tuple[dict[str, dict[str, Tensor]], dict[str, Scalars]]:
         """What `rebuild` takes, after flats were placed elsewhere; `before` is where they were. Collective when states

@@ -149,6 +149,7 @@ class TrainingState:
             else:
                 self.before_change()
                 self.partitioned_optimizer.meet()
+            self.wait_until_read()
             self.updating = False
 
     @property
@@ -195,6 +196,7 @@ class TrainingState:
         if self.partitioned_optimizer.late and not self.updating:  # A step that was cut off stays so.
             self.before_change()
             self.apply_late()
+            self.wait_until_read()
             self.updating = False
 
     def written_too_early(self) -> list[str]:
@@ -248,6 +250,12 @@ class TrainingState:
                 _first_of(new),
                 type(self.optimizer).__name__,
             )
+
+    def wait_until_read(self) -> None:
+        """After a change of parameters: until no peer reads this rank's any more, into which the caller may write at
+        once. Collective."""
+        for zero in self.zeros:
+            zero.gathers.wait_until_all_read()
 
     def before_change(self) -> None:
         """Parameters are about to change, by an update or a load: nothing of a pass before may live on, nor an update

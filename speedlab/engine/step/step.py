@@ -51,6 +51,8 @@ class Step:
         self.data = SameData(state.mesh)
         """What the micro-batches of the present step were made of."""
         self._losses: list[Tensor] = []
+        self.in_backward = False
+        """Whether a backward is on its way."""
         self._fed = False
         """Whether a backward of the present step has ended."""
         self.only_looked_at = False
@@ -82,7 +84,12 @@ class Step:
         return self.micro_step > 0 or self._fed
 
     def refuse_after_cut(self) -> None:
-        """Raises RuntimeError where an update or a backward was cut off in the middle."""
+        """Raises RuntimeError where an update or a backward was cut off in the middle, and inside a backward."""
+        if self.in_backward:
+            raise RuntimeError(
+                "the engine was called inside engine.backward, as by torch.utils.checkpoint around it; checkpoint "
+                "engine.module, or its blocks, instead"
+            )
         # What is updated in backward is between its end and that of the step as it should be.
         if self._state.updating and not (self._in_backward and self._fed):
             number = self._state.partitioned_optimizer.late or self._state.global_step + 1
@@ -184,6 +191,7 @@ class Step:
                 zero.learn_order()
             self.reset()  # 5
             state.islands.stepped(state.global_step + 1)
+            state.wait_until_read()
         state.global_step += 1
         state.loss_scale.update(overflow=False)
         state.updating = False
@@ -278,4 +286,5 @@ class Step:
         if state.partitioned_optimizer.late:
             state.before_change()
             state.apply_late()
+            state.wait_until_read()
             state.updating = False

@@ -82,6 +82,7 @@ def sum_totals(
 
 def find_non_finite(everyone: Group, losses: Sequence[Tensor], flats: Iterable[Flat], *, step: int) -> NonFiniteError:
     """The error that says in which losses and gradients of step `step` it was. Collective."""
+    flats = list(flats)
     # Ranges of the partitions do not overlap, so every bad element is named by the rank that owns it.
     tensors = [name for flat in flats for name in _non_finite_slots(flat)]
     ranks, reports = _whose_loss(everyone, losses, tensors[:5])
@@ -90,7 +91,7 @@ def find_non_finite(everyone: Group, losses: Sequence[Tensor], flats: Iterable[F
     what = f"the gradient is not finite in {', '.join(names[:3])}" + (" and others" if len(names) > 3 else "")
     return NonFiniteError(
         f"step {step}: {where}; {what}. The update was not made: parameters are those of step {step - 1}. "
-        f"Lower optimizer.lr, set clip_norm, or go back to a checkpoint; {more_in('loss')}",
+        f"Lower optimizer.lr, set clip_norm, or go back to a checkpoint{_read_elsewhere(flats)}; {more_in('loss')}",
         step=step,
         ranks=ranks,
         tensors=names,
@@ -115,6 +116,16 @@ def _whose_loss(everyone: Group, losses: Sequence[Tensor], tensors: list[str]) -
     reports = everyone.collect({"loss": own, "tensors": tensors})
     ranks = [rank for rank, report in zip(everyone.ranks, reports, strict=True) if report["loss"]]
     return ranks, [report["tensors"] for report in reports]
+
+
+def _read_elsewhere(flats: Sequence[Flat]) -> str:
+    """What else it may be, where parameters come and go."""
+    if not any(flat.residency.parameters_come for flat in flats):
+        return ""
+    return (
+        ". A loss that reads parameters itself (a penalty on weights, a part of a block called alone) reads NaN where "
+        "they are partitioned: use a stage below 3 for it"
+    )
 
 
 def _where(ranks: Sequence[int]) -> str:

@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -40,6 +42,11 @@ from speedlab.parallel.zero.units import UnitPlan
 from speedlab.parallel.zero.walk import tensors_of
 from speedlab.parallel.zero.ways import Ways
 from speedlab.placement import Placement, Residency
+
+_ONLY_IN_BACKWARD = (
+    "where they are partitioned (ZeRO stage 3) or away from the device, only engine.backward brings them together "
+    "again. Use a stage below 3 for such a loss, in place by engine.reshape(zero=2)"
+)
 
 
 class Zero:
@@ -199,6 +206,11 @@ class Zero:
 
     def _before_forward(self, unit: Unit, module: nn.Module, inputs: Any) -> None:
         gathers = self.gathers
+        if self.parameters_come and torch.is_grad_enabled() and _is_transformed():
+            raise RuntimeError(
+                f"{unit.name}: a forward inside torch.func or forward-mode differentiation keeps graphs that nobody "
+                f"gathers its parameters for; {_ONLY_IN_BACKWARD}"
+            )
         # Whoever entered below the root has left a pass open, which the next one ends.
         entered = module is self.module and self.current is Pass.FORWARD
         if entered or (unit is gathers.root and self.current is Pass.IDLE):
@@ -217,6 +229,9 @@ class Zero:
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._before_backward, unit, self._version))
+                    if self.parameters_come and tensor.grad_fn is not None:
+                        # Not on the tensor, whose own gradient somebody may want who goes no further.
+                        tensor.grad_fn.register_prehook(partial(self._refuse_elsewhere, unit))
         if self.current is Pass.BACKWARD:
             return  # Recomputation inside backward: the parameters are needed at once.
         if unit is self.gathers.root:
@@ -229,7 +244,15 @@ class Zero:
     def begin_backward(self, *, sync: bool) -> None:
         """Call before `loss.backward()`. Without `sync` the gradients stay with each rank.
 
-        Raises RuntimeError where a frozen parameter shall be trained now."""
+        Raises RuntimeError where a frozen parameter shall be trained now, or one that came after initialize."""
+        known = {id(parameter) for flat in self.flats for parameter in flat.parameters}
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise RuntimeError(
+                    f"{name} is another parameter than at initialize, or was added since, and would not be trained; "
+                    "write new values into the old one (parameter.copy_, load_state_dict without assign=True), or call "
+                    "initialize again"
+                )
         for flat in self.flats:
             for slot, parameter in zip(flat.slots, flat.parameters, strict=True):
                 if parameter.requires_grad and not flat.trainable:
@@ -248,6 +271,14 @@ class Zero:
             )
         if self.current is Pass.BACKWARD:
             self.gathers.require(unit)  # 3
+
+    def _refuse_elsewhere(self, unit: Unit, gradients: Any) -> None:
+        """Raises RuntimeError where a graph of the unit is gone through that would read what was released."""
+        if self.current is not Pass.BACKWARD and unit.gathers is None:
+            raise RuntimeError(
+                f"{unit.name}: a gradient was asked for outside engine.backward (by torch.autograd.grad, say), and its "
+                f"parameters are not here; {_ONLY_IN_BACKWARD}"
+            )
 
     def _receive(self, unit: Unit, flat: Flat, index: int, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -412,3 +443,9 @@ class Zero:
         self.gathers.place(residency)
         for unit in self.units:
             unit.gathers = None
+
+
+def _is_transformed() -> bool:
+    """Whether tensors are now those of torch.func (grad, vmap, jvp, …) or of forward-mode differentiation, whose graphs
+    no hook on an output sees."""
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
