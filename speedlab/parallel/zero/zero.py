@@ -245,14 +245,8 @@ class Zero:
         """Call before `loss.backward()`. Without `sync` the gradients stay with each rank.
 
         Raises RuntimeError where a frozen parameter shall be trained now, or one that came after initialize."""
-        known = {id(parameter) for flat in self.flats for parameter in flat.parameters}
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known:
-                raise RuntimeError(
-                    f"{name} is another parameter than at initialize, or was added since, and would not be trained; "
-                    "write new values into the old one (parameter.copy_, load_state_dict without assign=True), or call "
-                    "initialize again"
-                )
+        if sync:  # Once a step: all modules are walked through.
+            self._refuse_others()
         for flat in self.flats:
             for slot, parameter in zip(flat.slots, flat.parameters, strict=True):
                 if parameter.requires_grad and not flat.trainable:
@@ -262,6 +256,17 @@ class Zero:
                     )
         self.reductions.begin(sync=sync)
         self.gathers.begin(Pass.BACKWARD)
+
+    def _refuse_others(self) -> None:
+        """Raises RuntimeError for a parameter that the engine does not know."""
+        known = {id(parameter) for flat in self.flats for parameter in flat.parameters}
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise RuntimeError(
+                    f"{name} is another parameter than at initialize, or was added since, and would not be trained; "
+                    "write new values into the old one (parameter.copy_, load_state_dict without assign=True), or call "
+                    "initialize again"
+                )
 
     def _before_backward(self, unit: Unit, version: int, gradient: Tensor) -> None:
         if version != self._version:
