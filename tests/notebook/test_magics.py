@@ -69,6 +69,8 @@ print(*sorted({"torch", "numba", "plotly", "ipyparallel", "ipywidgets", "anywidg
         ("start --engines --name x", "--engines needs a value"),
         ("start --engines 0", "'0' is not a whole number of at least 1"),
         ("start --engines=two", "'two' is not a whole number"),
+        ("layout --rank -1", "--rank needs a value"),
+        ("layout --rank=-1", "'-1' is not a whole number of at least 0"),
         ("start --device gpu", "unknown value 'gpu'; the nearest is 'cpu'"),
         ("stop --yes=1", "--yes is a switch and takes no value"),
         ("status here", "%speedlab status takes no 'here'"),
@@ -87,6 +89,7 @@ def test_lines_are_read() -> None:
     assert command is not None
     assert (command.name, arguments) == ("start", {"engines": 4, "name": "my cluster", "device": "cpu"})
     assert commands.parse("config quickstart --json")[1] == {"run": "quickstart", "json": True}
+    assert commands.parse("layout --parameters --rank 0")[1] == {"parameters": True, "rank": 0}  # Ranks begin with 0.
     # README and the design write comments behind magics, and IPython leaves them in the line.
     assert commands.parse("start --engines 4   # it's one engine per GPU")[1] == {"engines": 4}
     assert commands.parse("trace --output a#1.json")[1] == {"output": "a#1.json"}

@@ -138,6 +138,13 @@ def test_the_cell_returns_at_once_and_cells_do_not_mix(
 
 
 @pytest.mark.usefixtures("patient")
+def test_a_cell_may_await(shell: InteractiveShell, display: CapturingDisplayPublisher) -> None:
+    code = "import asyncio\nasync def f():\n    await asyncio.sleep(0.01)\n    return 42\n"
+    run(shell, f"%%ranks --wait\n{code}await asyncio.gather(f(), f())")
+    assert final_text(display.outputs).splitlines()[:-1] == ["ranks 0–1: [42, 42]"]
+
+
+@pytest.mark.usefixtures("patient")
 def test_pictures_and_tables_of_ranks(shell: InteractiveShell, display: CapturingDisplayPublisher) -> None:
     run(
         shell,
@@ -281,7 +288,7 @@ def test_the_debugger_stops_in_a_live_cell_and_looks_at_what_failed(
     with pytest.raises(RankError):
         run(shell, "%%ranks 1 --wait\nvalue = {'a': 3}\nvalue['b']")
     assert "\n7\n" in says("%speedlab debug 1", "p value['a'] + 4", "q")
-    assert "ranks [7] were asked for" in str(shell.run_cell("%speedlab debug 7").error_in_exec)
+    assert "there is no rank 7;" in str(shell.run_cell("%speedlab debug 7").error_in_exec)
     assert "'x' is no rank" in str(shell.run_cell("%speedlab debug x").error_in_exec)
 
 

@@ -38,6 +38,8 @@ def test_ranks_are_read(line: str, expected: Any) -> None:
         ("two", "'two' is neither a rank nor a span of ranks"),
         ("3-1", "the span 3-1 runs backwards; 1-3 is the same ranks"),
         ("-1", "unknown option '-1'"),
+        ("0-99999999", "0-99999999 are 100,000,000 ranks; no cluster has so many"),
+        ("99999999999", "'99999999999' is neither a rank nor a span of ranks"),
     ],
 )
 def test_what_is_wrong_in_ranks_is_named(line: str, complaint: str) -> None:
@@ -113,10 +115,21 @@ def test_waiting_raises_the_rank_error(notebook: Notebook, asks: bool) -> None:
         ("# breakpoint()\nprint('breakpoint()')", False),
         ("!grep 'breakpoint()' *.py", False),
         ("breakpoint(", False),
+        ("breakpoint()\0", False),
     ],
 )
 def test_a_cell_that_says_breakpoint_waits(code: str, says_so: bool) -> None:
     assert ranks_cell.stops(code) is says_so
+
+
+@pytest.mark.parametrize("code", ["x = [1,", "'''x", "%%bash\necho it's (", "1 +", "1\0"])
+def test_code_that_is_not_complete_or_no_python_is_left_to_the_ranks(notebook: Notebook, code: str) -> None:
+    cluster = FakeCluster()
+    notebook.run(f"%%ranks\n{code}")
+    assert cluster.executed == [(f"{code}\n", None)]
+    cluster.results.finish()
+    notebook.messages.idle(0, 1)
+    wait_for(cell_is_over)
 
 
 def test_an_interrupt_while_waiting_reaches_the_ranks(notebook: Notebook) -> None:
@@ -176,7 +189,7 @@ def test_a_cell_ends_when_the_controller_dies(notebook: Notebook, monkeypatch: p
 def test_ranks_that_do_not_exist_are_refused(notebook: Notebook) -> None:
     FakeCluster()
     error = notebook.error("%%ranks 7\nx")
-    assert str(error) == "ranks [7] were asked for; cluster 'default' has ranks 0–1"
+    assert str(error) == "there is no rank 7; cluster 'default' has ranks 0–1"
 
 
 def test_in_a_terminal_lines_are_printed_as_they_come(notebook: Notebook) -> None:
