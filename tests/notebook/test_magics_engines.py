@@ -149,7 +149,9 @@ def test_pictures_and_tables_of_ranks(shell: InteractiveShell, display: Capturin
     run(
         shell,
         "%%ranks\n"
-        "from IPython.display import HTML, Image, display\n"
+        "from IPython.display import HTML, Image, clear_output, display\n"
+        "print('gone')\n"
+        "clear_output(wait=True)\n"
         "print('before')\n"
         "display(Image(data=b'\\x89PNG\\r\\n\\x1a\\nrest', format='png'))\n"
         "HTML('<table><tr><td>cell</td></tr></table>')",
@@ -166,7 +168,9 @@ def test_pictures_and_tables_of_ranks(shell: InteractiveShell, display: Capturin
 
 
 LIVE = """%%ranks --live --wait
-from IPython.display import HTML, Image, display
+from IPython.display import HTML, Image, clear_output, display
+print('gone', end='')
+clear_output(wait=True)
 print(tuple(batch[0].shape), len(list(model.parameters())) > 0)
 display(HTML('<b>drawn</b>'), Image(data=b'\\x89PNG\\r\\n\\x1a\\nrest', format='png'))
 engine.global_step"""

@@ -222,7 +222,7 @@ def bundle(**data: str) -> dict[str, Any]:
 def test_displays_keep_their_place_and_are_folded() -> None:
     transcript = Transcript([0, 1])
     for rank in (0, 1):
-        transcript.feed(rank, "stream", stream("before\n"), 0.0)
+        transcript.feed(rank, "stream", stream("before"), 0.0)  # The line has no end.
         transcript.feed(rank, "display_data", bundle(text_plain="a plot", text_html="<p>plot</p>"), 0.0)
         transcript.feed(rank, "stream", stream(f"after {rank}\n"), 0.0)
     transcript.drain(1.0)
@@ -256,6 +256,32 @@ def test_a_display_is_updated_in_its_place() -> None:
     transcript.feed(0, "update_display_data", {**first, "data": {"text/plain": "99 %"}}, 1.0)
     transcript.drain(2.0)
     assert transcript.text() == "rank 0: 99 %\nrank 0: line"
+
+
+def test_a_rank_clears_what_it_has_said() -> None:
+    transcript = Transcript([0, 1])
+    for rank in (0, 1):
+        transcript.feed(rank, "stream", stream("epoch 1\n"), 0.0)
+        transcript.feed(rank, "display_data", bundle(text_plain="a plot"), 0.0)
+    transcript.drain(1.0)
+    transcript.feed(0, "clear_output", {"wait": False}, 1.0)
+    transcript.drain(2.0)
+    assert transcript.text() == "rank 1: epoch 1\nrank 1: a plot"
+    transcript.feed(1, "clear_output", {"wait": True}, 2.0)
+    transcript.drain(3.0)
+    assert transcript.text() == "rank 1: epoch 1\nrank 1: a plot"  # Until there is something in its place.
+    for rank in (0, 1):
+        transcript.feed(rank, "stream", stream("epoch 2\n"), 3.0)
+    assert transcript.drain(4.0) == [([0, 1], "epoch 2\n")]
+    assert transcript.text() == "ranks 0–1: epoch 2"
+    # One after the other, as in a loop that prints where it is, with and without an end of the line.
+    for end in ("\n", ""):
+        for epoch in range(3, 6):
+            for rank in (0, 1):
+                transcript.feed(rank, "clear_output", {"wait": True}, 4.0)
+                transcript.feed(rank, "stream", stream(f"epoch {epoch}{end}"), 4.0)
+        transcript.drain(5.0, everything=True)
+        assert transcript.text() == "ranks 0–1: epoch 5"
 
 
 def test_a_carriage_return_overwrites_its_line() -> None:
