@@ -229,6 +229,26 @@ def test_stop_asks_for_yes_while_a_run_has_not_ended(notebook: Notebook) -> None
     assert not cluster.running
 
 
+@pytest.mark.parametrize("status", ['{"state"', "[]", None], ids=["no JSON", "no object", "none"])
+def test_a_damaged_run_beside_others_stops_no_command(notebook: Notebook, status: str | None) -> None:
+    cluster = FakeCluster()
+    make_run(cluster, "quickstart", RunState.PAUSED)
+    file = make_run(cluster, "damaged", RunState.FINISHED).path / "status.json"
+    remember_run(cluster, file.parent)
+    file.unlink() if status is None else file.write_text(status)
+    notebook.run("%speedlab status")
+    assert "run 'quickstart' is paused at step 12 of 200" in notebook.last("text/plain")
+    assert "run 'quickstart' is paused" in str(notebook.error("%speedlab stop"))
+    notebook.run("%speedlab stop --yes")
+    assert not cluster.running
+
+
+def test_a_file_that_cannot_be_written_is_told_without_a_traceback(notebook: Notebook) -> None:
+    report = make_run(FakeCluster(), "quickstart", RunState.FINISHED).path / "report.html"
+    report.mkdir()
+    assert str(notebook.error("%speedlab report quickstart")) == f"{report}: Is a directory"
+
+
 def test_interrupt_names_the_ranks_that_go_on(notebook: Notebook) -> None:
     cluster = FakeCluster()
     cluster.interrupted = [0]
