@@ -115,7 +115,7 @@ def stops(code: str) -> bool:
 def _ends_quietly(code: str) -> bool:
     """Whether a semicolon at its end says that the result is not to be shown."""
     try:
-        return DisplayHook.semicolon_at_end_of_expression(code)
+        return bool(DisplayHook.semicolon_at_end_of_expression(code))
     except (SyntaxError, tokenize.TokenError):  # Not to its end, or no Python, as behind %%bash; the ranks run it.
         return False
 

@@ -145,6 +145,15 @@ def test_a_cell_may_await(shell: InteractiveShell, display: CapturingDisplayPubl
 
 
 @pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("bars", ["tqdm.auto", "tqdm.notebook", "tqdm"])
+def test_progress_bars_go_to_their_end(shell: InteractiveShell, display: CapturingDisplayPublisher, bars: str) -> None:
+    pytest.importorskip("tqdm")
+    run(shell, f"%%ranks 0 --wait\nfrom {bars} import tqdm\nfor _ in tqdm(range(3), disable=False):\n    pass")
+    line, _ = final_text(display.outputs).splitlines()
+    assert re.fullmatch(r"rank 0: 100%\|█+\| 3/3 \[.*\]", line)
+
+
+@pytest.mark.usefixtures("patient")
 def test_pictures_and_tables_of_ranks(shell: InteractiveShell, display: CapturingDisplayPublisher) -> None:
     run(
         shell,
@@ -198,6 +207,9 @@ def test_a_live_cell_runs_between_two_steps_and_the_run_goes_on(
     small_run.wait_until(after + 2, timeout=60)
     with pytest.raises(SyntaxError):
         small_run.live("1 +")
+    error = shell.run_cell("%%ranks --live\nx = [1,").error_in_exec
+    assert str(error).endswith("    x = [1,\n        ^\nSyntaxError: '[' was never closed")
+    assert error._render_traceback_() == [f"CommandError: {error}"]
     small_run.stop().wait(20)
     assert small_run.errors == []
 

@@ -167,7 +167,8 @@ class Engines:
         chosen = known if ranks is None else list(dict.fromkeys(ranks))
         unknown = [rank for rank in chosen if rank not in known]
         if unknown or not chosen:
-            wanted = f"there is no {name_ranks(unknown)}" if unknown else "no rank is named"
+            are = "is" if len(unknown) == 1 else "are"
+            wanted = f"there {are} no {name_ranks(unknown)}" if unknown else "no rank is named"
             raise ClusterError(f"{wanted}; cluster {self.state.name!r} has {name_ranks(known)}")
         return chosen
 
