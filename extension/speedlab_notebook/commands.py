@@ -34,7 +34,8 @@ class Option:
     description: str
     value: str = ""
     number: bool = False
-    """Whether the value is a whole number, at least 1."""
+    """Whether the value is a whole number, at least `least`."""
+    least: int = 1
     choices: tuple[str, ...] = ()
 
     @property
@@ -239,7 +240,7 @@ COMMANDS: Mapping[str, Command] = {
             example="%speedlab layout --parameters",
             options=(
                 Option(name="parameters", description="a row for each parameter: who holds its states, where, as what"),
-                Option(name="rank", value="N", number=True, description="whose parameters; 0 when left out"),
+                Option(name="rank", value="N", number=True, least=0, description="whose parameters; 0 when left out"),
             ),
             takes="run",
         ),
@@ -329,8 +330,10 @@ def _value(command: Command, option: Option, text: str) -> str | int:
         raise UsageError(f"%speedlab {command.name} {option.flag}: {unknown('value', text, option.choices)}")
     if not option.number:
         return text
-    if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"%speedlab {command.name} {option.flag}: {text!r} is not a whole number of at least 1")
+    if not text.isdecimal() or int(text) < option.least:
+        raise UsageError(
+            f"%speedlab {command.name} {option.flag}: {text!r} is not a whole number of at least {option.least}"
+        )
     return int(text)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,11 @@ def live_cell(
             "%%ranks without --live runs it now"
         )
     run = Run(runs[-1], cluster)
-    live = run.live(code, ranks, asks=wait and can_ask(shell))
+    try:
+        live = run.live(code, ranks, asks=wait and can_ask(shell))
+    except (SyntaxError, ValueError) as error:  # ValueError: of a null character, before Python 3.12.
+        told = "".join(traceback.format_exception_only(error)).rstrip()
+        raise ClusterError(f"no rank was given this cell, which is no Python\n{told}") from None
     view = view_in(shell, f"this cell runs behind the step that run {run.name!r} is computing")
     if wait:
         try:

@@ -131,6 +131,10 @@ def _short_errors() -> Iterator[None]:
         MissingExtraError,
     ) as error:
         raise CommandError(with_more(error)) from error
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise CommandError(f"{error.filename2 or error.filename}: {error.strerror}") from error
 
 
 @contextmanager

@@ -225,7 +225,7 @@ class Panel(widgets.VBox):
         """The line below the tabs: whether it fits, how fast it is, the batch; or what is wrong."""
         self._disk.measure_if_wanted()
         if self.problems or self.config is None or self.prediction is None:
-            self.summary_text = f"cannot run: {'; '.join(text for _, text in self.problems)}"
+            self.summary_text = f"cannot run: {'; '.join(self._naming_its_field(*told) for told in self.problems)}"
             self._view.show_line(self._view.summary, self.summary_text, kind="problem", strong="cannot run")
             return
         known = not self._elsewhere
@@ -233,6 +233,13 @@ class Panel(widgets.VBox):
         fits, parts = summary_parts(self.config, self.prediction, self.devices, self.batch_text, advice, known=known)
         self.summary_text = " · ".join([self._engines_text(), *parts])
         self._view.show_line(self._view.summary, self.summary_text, strong=fits)
+
+    def _naming_its_field(self, path: str, text: str) -> str:
+        """What is wrong, away from the field that it is told beside, whose tab may be closed."""
+        field = self.fields.get(path)
+        if field is None or any(name in text for name in (field.label, path.rpartition(".")[2])):
+            return text
+        return f"{field.label}: {text}"
 
     @property
     def _elsewhere(self) -> bool:

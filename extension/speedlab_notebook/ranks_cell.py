@@ -16,6 +16,7 @@ import re
 import secrets
 import threading
 import time
+import tokenize
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,8 +43,9 @@ LAST_WORDS_SECONDS = 1.0
 
 _BYTES_PER_SECOND = 2e6
 _CHECK_SECONDS = 1.0
-_SPAN = re.compile(r"(\d+)(?:[-–](\d+))?")
-
+_SPAN = re.compile(r"(\d{1,9})(?:[-–](\d{1,9}))?")
+_MOST_RANKS = 2**16
+"""More than any cluster has: a slip of the hand must not fill the kernel's memory."""
 
 OPTIONS = ("--live", "--wait")
 
@@ -71,6 +73,8 @@ def parse(line: str) -> Line:
             first, last = int(span[1]), int(span[2] or span[1])
             if last < first:
                 raise UsageError(f"%%ranks: the span {word} runs backwards; {last}-{first} is the same ranks")
+            if last - first >= _MOST_RANKS:
+                raise UsageError(f"%%ranks: {word} are {last - first + 1:,} ranks; no cluster has so many")
             ranks += range(first, last + 1)
     return Line(list(dict.fromkeys(ranks)) or None, "--live" in asked, "--wait" in asked)
 
@@ -82,7 +86,7 @@ def ranks_cell(shell: InteractiveShell, line: str, code: str) -> None:
 
     asked = parse(line)
     cluster = cluster_at_hand(shell)
-    quiet = DisplayHook.semicolon_at_end_of_expression(code)
+    quiet = _ends_quietly(code)
     wait = asked.wait or stops(code)
     if asked.live:
         live_cell(shell, cluster, code, ranks=asked.ranks, wait=wait, shows_result=not quiet)
@@ -102,10 +106,18 @@ def stops(code: str) -> bool:
     """Whether the cell itself calls `breakpoint()`: then somebody wants to be asked."""
     try:
         tree = ast.parse(TransformerManager().transform_cell(code))
-    except SyntaxError:
+    except (SyntaxError, ValueError):  # ValueError: of a null character, before Python 3.12.
         return False  # The ranks say so.
     called = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
     return any(isinstance(function, ast.Name) and function.id == "breakpoint" for function in called)
+
+
+def _ends_quietly(code: str) -> bool:
+    """Whether a semicolon at its end says that the result is not to be shown."""
+    try:
+        return bool(DisplayHook.semicolon_at_end_of_expression(code))
+    except (SyntaxError, tokenize.TokenError):  # Not to its end, or no Python, as behind %%bash; the ranks run it.
+        return False
 
 
 def _why_it_waits(cluster: Cluster, ranks: Collection[int] | None) -> str:

@@ -17,7 +17,7 @@ MOST_LINES = 1000
 """Lines kept for a cell; the oldest are left out beyond that, and the display says how many."""
 MOST_DISPLAYS = 50
 
-_DISPLAY = "display"
+_DISPLAY, _CLEAR = "display", "clear"
 _PLAIN = "text/plain"
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _ROW = "display:flex;align-items:flex-start"
@@ -41,7 +41,7 @@ class Transcript:
     """Feed it what each rank says; read it as `text()` or `html()`. The clock is an argument.
 
     A display travels through the same LineFolder as a line of JSON. So it keeps its place among the lines, and the same
-    display on several ranks is one.
+    display on several ranks is one. So does `clear_output`, which takes away what its rank has said before it.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -49,9 +49,12 @@ class Transcript:
         self._entries: list[_Entry] = []
         self._left_out = 0
         self._printed: dict[int, str] = {}
+        self._to_clear: set[int] = set()
+        """Ranks whose output goes as soon as they say something else."""
 
     def feed(self, rank: int, kind: str, content: Mapping[str, Any], now: float) -> None:
-        """Take the `content` of one message of a rank: a stream, a display, its update, or the cell's result.
+        """Take the `content` of one message of a rank: a stream, a display, its update, the cell's result, or that what
+        it has said is to be cleared.
 
         The engine prints the text of a result as well. A result that is text only is left to that; of one that is more
         (a table, a plot) the printed text is left out.
@@ -67,6 +70,9 @@ class Transcript:
                 self._printed[rank] = f"{data.get(_PLAIN, '')}\n"
         elif kind in ("display_data", "update_display_data"):
             self._feed_display(rank, content, now, update=kind == "update_display_data")
+        elif kind == "clear_output":
+            self._folder.end_line(rank)
+            self._folder.feed(rank, _CLEAR, f"{json.dumps(bool(content.get('wait')))}\n", now)
 
     def _feed_display(self, rank: int, content: Mapping[str, Any], now: float, *, update: bool = False) -> None:
         message = {
@@ -75,6 +81,7 @@ class Transcript:
             "display_id": content.get("transient", {}).get("display_id"),
             "update": update,
         }
+        self._folder.end_line(rank)
         self._folder.feed(rank, _DISPLAY, json.dumps(message, sort_keys=True) + "\n", now)
 
     def _without_result(self, rank: int, text: str) -> str:
@@ -90,6 +97,12 @@ class Transcript:
         """Take over what is due. Returns it as (ranks, text), for a terminal."""
         came = []
         for ranks, stream, text in self._folder.drain(now, everything=everything):
+            if stream == _CLEAR:
+                self._to_clear.update(ranks)
+                if "false" in text:
+                    self._clear(ranks)
+                continue
+            self._clear(self._to_clear.intersection(ranks))
             if stream == _DISPLAY:
                 for line in text.splitlines():
                     came.append((ranks, self._show(ranks, json.loads(line))))
@@ -119,6 +132,14 @@ class Transcript:
                 f'<div style="{_ROW}"><div style="{_LABEL}">{html.escape(name_ranks(entry.ranks))}</div>{body}</div>'
             )
         return "".join(rows)
+
+    def _clear(self, ranks: Iterable[int]) -> None:
+        """Take away what these ranks have said; what others said as well stays theirs."""
+        cleared = set(ranks)
+        self._to_clear -= cleared
+        for entry in self._entries:
+            entry.ranks = [rank for rank in entry.ranks if rank not in cleared]
+        self._entries = [entry for entry in self._entries if entry.ranks]
 
     def _write(self, ranks: list[int], stream: str, text: str) -> None:
         last = self._entries[-1] if self._entries else None

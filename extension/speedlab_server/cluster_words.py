@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import speedlab.cluster.ending as ending
 import speedlab_server.messages as m
+from speedlab.cluster.devices import MOST_ENGINES
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, Home
 from speedlab.cluster.host_specs import of_line, parse, words_of_line
@@ -20,8 +21,6 @@ from speedlab_server.problems import QuestionError, UnknownError
 if TYPE_CHECKING:
     from speedlab_server.places import Place
     from speedlab_server.starts import Starts
-
-MOST_ENGINES = 1024
 
 _FOR: dict[str, tuple[m.ClusterKind, ...]] = {
     "cancel": ("starting",),

@@ -56,6 +56,8 @@ RESOURCE = "speedlab"
 VERSION_HEADER = "X-SpeedLab-Version"
 _SETTING = "speedlab_server"
 _MOST_WORD_BYTES = 2**14
+_MOST_DIGITS = 15
+"""Of a number: a page's own numbers, which are doubles, have no more."""
 
 _Asked = TypeVar("_Asked", bound=m.Part)
 
@@ -133,9 +135,12 @@ class Handler(APIHandler):
         """A whole number of the question. Raises QuestionError."""
         text = self.get_query_argument(name, "")
         try:
-            return int(text) if text and len(text) < 16 else otherwise
+            if len(text) > _MOST_DIGITS:
+                raise ValueError
+            return int(text) if text else otherwise
         except ValueError:
-            raise QuestionError(f"{name}: {text[:32]!r} is no whole number") from None
+            what = f"no whole number of at most {_MOST_DIGITS} digits"
+            raise QuestionError(f"{name}: {text[:32]!r} is {what}") from None
 
     def asked(self, kind: type[_Asked], what: str, example: str) -> _Asked:
         """What the page has sent. Raises QuestionError."""

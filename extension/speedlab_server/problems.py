@@ -8,6 +8,7 @@ from speedlab.cluster.supervisor.client import SupervisorGoneError
 from speedlab.config import ConfigError
 from speedlab.display.guides import NoGuideError
 from speedlab.layout import LayoutError
+from speedlab.telemetry.checkpoints import CheckpointError
 from speedlab.telemetry.folder import RunFolderError
 
 
@@ -35,7 +36,7 @@ _STATUS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], int], ...] =
     (SupervisorGoneError, 503),
     (TimeoutError, 504),
     (RunFolderError, 422),
-    ((ClusterError, RunError, ConfigError, LayoutError, ValueError, TypeError), 409),
+    ((ClusterError, RunError, CheckpointError, ConfigError, LayoutError, ValueError, TypeError), 409),
 )
 """The first that fits. What is left of ValueError and TypeError comes from what was asked of a run: it was refused."""
 

@@ -110,9 +110,9 @@ def begin(file: Path | None, *, detach: bool) -> int:
     except OSError as error:
         print(f"{platform.node()} does not see {file} ({error.strerror}); the home folder must be shared", flush=True)
         return 3
-    if not text and file is None:  # The one who connected has gone away without an order.
-        return 3
     if not text:
+        if file is None:  # The one who connected has gone away without an order.
+            return 3
         problem = f"{platform.node()} sees {file} empty; its home folder is behind that of the machine that wrote it"
         print(problem, flush=True)
         (file.parent / f"problem-{platform.node()}").write_text(problem)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 
@@ -13,9 +14,12 @@ def run_cell(
 ) -> str | None:
     """Run a cell in this engine's namespace. Prints the last expression, as a notebook would, and returns its text.
     What is the user's in it runs inside `interruptible()`."""
+    from IPython.core.async_helpers import _asyncio_runner
     from IPython.core.getipython import get_ipython
 
     shell: Any = get_ipython()
+    if shell.loop_runner is _asyncio_runner:  # Not where the person has chosen another, by %autoawait.
+        shell.loop_runner = _run_aside
     with _SilentTraceback(shell), interruptible():
         result = shell.run_cell(code, store_history=False)
     error = result.error_before_exec or result.error_in_exec
@@ -27,6 +31,17 @@ def run_cell(
     text = formats.get("text/plain", repr(result.result))
     print(text)
     return text
+
+
+def _run_aside(cell: Coroutine[Any, Any, Any]) -> Any:
+    """Run a cell that awaits, on a loop of its own: the engine's is running, and waits for this cell."""
+    engines_loop = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+            return runner.run(cell)
+    finally:
+        asyncio._set_running_loop(engines_loop)
 
 
 class _SilentTraceback(contextlib.AbstractContextManager[None]):

@@ -11,6 +11,8 @@ from speedlab.hardware import Device
 
 CPU_ENGINES = 4
 """How many engines a machine without GPUs gets when nobody says."""
+MOST_ENGINES = 1024
+"""Of one machine."""
 
 
 def thread_limits(threads: int) -> dict[str, str]:
@@ -29,6 +31,8 @@ def choose_devices(engines: int | None, device: str) -> list[Device]:
         raise ClusterError(f"device is {device!r}; 'auto', 'cuda' and 'cpu' are known")
     if engines is not None and engines < 1:
         raise ClusterError(f"a cluster of {engines} engines was asked for; it needs at least 1")
+    if engines is not None and engines > MOST_ENGINES:
+        raise ClusterError(f"{engines} engines were asked for; one machine starts at most {MOST_ENGINES}")
     gpus = [] if device == "cpu" else hardware.cuda_devices()
     if device == "cuda" and not gpus:
         raise ClusterError(

@@ -17,6 +17,7 @@ from pathlib import Path
 import speedlab.cluster.processes as processes
 import speedlab.cluster.remote as remote
 import speedlab.cluster.wires as wires
+from speedlab.cluster.text_bars import use_text_bars
 
 _CONTROLLER_SECONDS = 60.0
 _POLL_SECONDS = 0.02
@@ -47,6 +48,7 @@ def serve() -> None:
     from ipyparallel.engine.app import IPEngine
 
     leave_interrupts_to_tasks()
+    use_text_bars()
     IPEngine.launch_instance()
 
 

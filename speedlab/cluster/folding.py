@@ -64,6 +64,11 @@ class LineFolder:
             queue.popleft()
             self._left_out[rank] = self._left_out.get(rank, 0) + 1
 
+    def end_line(self, rank: int) -> None:
+        """What `rank` has begun to write is not gone on with: what comes next stands behind it."""
+        for key in [key for key in self._partial if key[0] == rank]:
+            self._queues.setdefault(rank, deque()).append(self._partial.pop(key))
+
     def drain(self, now: float, *, everything: bool = False) -> list[tuple[list[int], str, str]]:
         """What is due, as (ranks, stream, text) in order; neighbours of the same ranks and stream are one entry."""
         self._give_up_on_partial_lines(now, everything)

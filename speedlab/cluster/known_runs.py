@@ -102,7 +102,7 @@ def remembered_folders(cluster: Given) -> list[RunFolder]:
 
 
 def known_folders(cluster: Given) -> list[RunFolder]:
-    """The runs this cluster was given and those in ./runs."""
+    """The runs this cluster was given and those in ./runs, but for those that cannot be read."""
     return _opened([*remembered_runs(cluster), *(path.resolve() for path in find_runs("runs"))])
 
 
@@ -110,9 +110,11 @@ def _opened(paths: list[Path]) -> list[RunFolder]:
     folders = []
     for path in dict.fromkeys(paths):
         try:
-            folders.append(RunFolder(path))
-        except RunFolderError:
-            continue  # Removed since, or damaged: it is not the run that is looked for.
+            folder = RunFolder(path)
+            folder.read_status()  # Who asks for these folders looks at their statuses.
+        except (RunFolderError, PermissionError):
+            continue  # Removed since, damaged or another person's: it is not the run that is looked for.
+        folders.append(folder)
     return folders
 
 

@@ -151,3 +151,6 @@ class _Publisher(DisplayPublisher):
         kind = "update_display_data" if update else "display_data"
         content = {"data": dict(data), "metadata": dict(metadata or {}), "transient": dict(transient or {})}
         self._heard.take(kind, content)
+
+    def clear_output(self, wait: bool = False) -> None:
+        self._heard.take("clear_output", {"wait": wait})

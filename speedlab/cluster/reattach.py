@@ -37,7 +37,8 @@ def attach(name: str | os.PathLike[str] | None = None) -> Run:
 
 def folder_named(name: str | os.PathLike[str], parent: Path = Path("runs")) -> RunFolder:
     """The run folder at the path `name`, or of that name in `parent` or among the runs of a running cluster."""
-    for path in (Path(name), parent / name):
+    places = (Path(name), parent / name)
+    for path in places:
         if (path / "config.json").is_file():
             return RunFolder(path)
     try:
@@ -46,5 +47,8 @@ def folder_named(name: str | os.PathLike[str], parent: Path = Path("runs")) -> R
         known = []
     for path in known:
         if path.name == str(name) and path.is_dir():
+            return RunFolder(path)
+    for path in places:
+        if path.is_dir() and path != Path(path.name):  # A folder of runs has it: it says what it lacks.
             return RunFolder(path)
     raise RunError(f"there is no run {str(name)!r}; runs in {find_runs_text(parent.resolve())}")

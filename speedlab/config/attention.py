@@ -17,6 +17,7 @@ _HEAD_MULTIPLE, _LEAST_HEAD, _LARGEST_HEAD = 8, 16, 256
 
 HEADS_THAT_FIT = f"heads of a multiple of {_HEAD_MULTIPLE} elements from {_LEAST_HEAD} to {_LARGEST_HEAD}"
 
+_MOST_BLOCKS = 2**18
 _NAMED = 3
 """How many numbers that would work an error names."""
 
@@ -173,6 +174,14 @@ def attention_problems(
             )
         )
     needed = -(-context // attention.block)
+    if needed > _MOST_BLOCKS:
+        problems.append(
+            (
+                "attention.block",
+                f"context {context} in blocks of {attention.block} are {needed:,} blocks; at most {_MOST_BLOCKS:,} are "
+                f"looked through: set context to at most {_MOST_BLOCKS * attention.block}, or take larger blocks",
+            )
+        )
     if attention.mask is not None and len(attention.mask) < needed:
         reach = len(attention.mask) * attention.block
         problems.append(

@@ -12,6 +12,7 @@ from speedlab.config.attention import AttentionConfig, attention_problems
 from speedlab.config.errors import ConfigError
 from speedlab.config.part import Part
 from speedlab.config.presets import MODELS
+from speedlab.config.shape import MOST_LAYERS
 
 MODEL_PRESETS: dict[str, dict[str, Any]] = {
     name: preset.of_config() for name, preset in MODELS.items() if preset.built_in
@@ -20,6 +21,8 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
 
 _TINY = MODEL_PRESETS["gpt-tiny"]
 
+_MOST_HIDDEN = 2**20
+
 
 class ModelConfig(Part):
     """The built-in GPT: a preset, of which any field may be changed."""
@@ -27,8 +30,10 @@ class ModelConfig(Part):
     preset: str = Field(
         default="gpt-tiny", description=f"Size preset: {', '.join(MODEL_PRESETS)}; the first is for CPUs"
     )
-    layers: int = Field(default=_TINY["layers"], ge=1, description="Number of transformer blocks")
-    hidden: int = Field(default=_TINY["hidden"], ge=1, description="Width of the residual stream, elements")
+    layers: int = Field(default=_TINY["layers"], ge=1, le=MOST_LAYERS, description="Number of transformer blocks")
+    hidden: int = Field(
+        default=_TINY["hidden"], ge=1, le=_MOST_HIDDEN, description="Width of the residual stream, elements"
+    )
     heads: int = Field(default=_TINY["heads"], ge=1, description="Attention heads; must divide hidden")
     ffn_hidden: int = Field(
         default=_TINY["ffn_hidden"], ge=1, description="Width inside the feed-forward layer, elements"

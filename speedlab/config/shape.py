@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 Bias = Literal["norms", "attention in", "attention out", "feed-forward", "head"]
 """Where a transformer may have biases; 'attention in' is queries, keys and values, 'feed-forward' both ways."""
 
+MOST_LAYERS = 10_000
+"""Ten times the deepest that was published (arXiv:2203.00555). Whoever predicts something of a model looks at each of
+them: a slip of the hand must not keep a panel or a plan busy for ever."""
+
 BIASES: frozenset[Bias] = frozenset({"norms", "attention in", "attention out", "feed-forward"})
 """Those of a GPT that has any."""
 
@@ -70,6 +74,10 @@ class ModelShape:
     """Whether head and loss are computed a few tokens at a time, so that logits are never whole."""
     assumed: tuple[str, ...] = field(default=(), compare=False)
     """What was left open by whoever described the model, and taken as usual."""
+
+    def __post_init__(self) -> None:
+        if self.depth > MOST_LAYERS:
+            raise ValueError(f"{self.name} has {self.depth:,} layers; at most {MOST_LAYERS:,} are planned")
 
     @property
     def depth(self) -> int:

@@ -41,6 +41,18 @@ def test_what_queries_see_is_drawn_in_cells_plans_and_the_panel(page, lab) -> No
     row = seen.locator("rect").last
     assert "queries 16,128 to 16,383" in row.locator("title").text_content()
     picture(panel, "seen-panel")
+    panel.get_by_role("tab", name="Export").click()
+    text = panel.locator("textarea")
+    text.wait_for()
+    assert text.evaluate("text => text.scrollWidth > text.clientWidth")  # Its lines are long, and scroll inside it,
+    beyond = "panel => panel.getBoundingClientRect().right - panel.closest('.jp-Cell').getBoundingClientRect().right"
+    assert panel.evaluate(beyond) <= 0  # and the panel stays as wide as its cell.
+    panel.get_by_role("tab", name="Model & data").click()
+    page.set_viewport_size({"width": 900, "height": 1700})
+    page.wait_for_function("document.querySelector('.speedlab-panel').clientWidth < 500")
+    assert panel.evaluate("panel => panel.scrollWidth - panel.clientWidth") <= 0
+    assert panel.evaluate(beyond) <= 0
+    page.set_viewport_size({"width": 1500, "height": 1700})
     if os.environ.get("SPEEDLAB_PICTURES"):
         page.get_by_text("Settings", exact=True).first.click()
         page.get_by_text("Theme", exact=True).first.hover()

@@ -19,6 +19,7 @@ from traitlets.config import Config
 
 from speedlab.cluster import ClusterError, EngineStatus, RankError, RemoteFailure
 from speedlab.cluster.debug_line import door_path
+from speedlab.cluster.errors import name_ranks
 from speedlab.config import RunConfig
 from speedlab.hardware import Device
 from speedlab.network import LinkRate
@@ -129,7 +130,7 @@ class FakeCluster:
         assert not door or door_path(self.directory, door).exists()
         self.doors.append(door)
         if ranks and max(ranks) > 1:
-            raise ClusterError(f"ranks {ranks} were asked for; cluster {self.name!r} has ranks 0–1")
+            raise ClusterError(f"there is no {name_ranks(ranks)}; cluster {self.name!r} has ranks 0–1")
         self.executed.append((code, ranks))
         self.results = FakeResults(ranks or [0, 1], FakeCluster.messages)
         return self.results

@@ -69,6 +69,8 @@ print(*sorted({"torch", "numba", "plotly", "ipyparallel", "ipywidgets", "anywidg
         ("start --engines --name x", "--engines needs a value"),
         ("start --engines 0", "'0' is not a whole number of at least 1"),
         ("start --engines=two", "'two' is not a whole number"),
+        ("layout --rank -1", "--rank needs a value"),
+        ("layout --rank=-1", "'-1' is not a whole number of at least 0"),
         ("start --device gpu", "unknown value 'gpu'; the nearest is 'cpu'"),
         ("stop --yes=1", "--yes is a switch and takes no value"),
         ("status here", "%speedlab status takes no 'here'"),
@@ -87,6 +89,7 @@ def test_lines_are_read() -> None:
     assert command is not None
     assert (command.name, arguments) == ("start", {"engines": 4, "name": "my cluster", "device": "cpu"})
     assert commands.parse("config quickstart --json")[1] == {"run": "quickstart", "json": True}
+    assert commands.parse("layout --parameters --rank 0")[1] == {"parameters": True, "rank": 0}  # Ranks begin with 0.
     # README and the design write comments behind magics, and IPython leaves them in the line.
     assert commands.parse("start --engines 4   # it's one engine per GPU")[1] == {"engines": 4}
     assert commands.parse("trace --output a#1.json")[1] == {"output": "a#1.json"}
@@ -224,6 +227,26 @@ def test_stop_asks_for_yes_while_a_run_has_not_ended(notebook: Notebook) -> None
     folder.write_status(replace(folder.read_status(), state=RunState.FINISHED))
     notebook.run("%speedlab stop")
     assert not cluster.running
+
+
+@pytest.mark.parametrize("status", ['{"state"', "[]", None], ids=["no JSON", "no object", "none"])
+def test_a_damaged_run_beside_others_stops_no_command(notebook: Notebook, status: str | None) -> None:
+    cluster = FakeCluster()
+    make_run(cluster, "quickstart", RunState.PAUSED)
+    file = make_run(cluster, "damaged", RunState.FINISHED).path / "status.json"
+    remember_run(cluster, file.parent)
+    file.unlink() if status is None else file.write_text(status)
+    notebook.run("%speedlab status")
+    assert "run 'quickstart' is paused at step 12 of 200" in notebook.last("text/plain")
+    assert "run 'quickstart' is paused" in str(notebook.error("%speedlab stop"))
+    notebook.run("%speedlab stop --yes")
+    assert not cluster.running
+
+
+def test_a_file_that_cannot_be_written_is_told_without_a_traceback(notebook: Notebook) -> None:
+    report = make_run(FakeCluster(), "quickstart", RunState.FINISHED).path / "report.html"
+    report.mkdir()
+    assert str(notebook.error("%speedlab report quickstart")) == f"{report}: Is a directory"
 
 
 def test_interrupt_names_the_ranks_that_go_on(notebook: Notebook) -> None:

@@ -138,11 +138,29 @@ def test_the_cell_returns_at_once_and_cells_do_not_mix(
 
 
 @pytest.mark.usefixtures("patient")
+def test_a_cell_may_await(shell: InteractiveShell, display: CapturingDisplayPublisher) -> None:
+    code = "import asyncio\nasync def f():\n    await asyncio.sleep(0.01)\n    return 42\n"
+    run(shell, f"%%ranks --wait\n{code}await asyncio.gather(f(), f())")
+    assert final_text(display.outputs).splitlines()[:-1] == ["ranks 0–1: [42, 42]"]
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("bars", ["tqdm.auto", "tqdm.notebook", "tqdm"])
+def test_progress_bars_go_to_their_end(shell: InteractiveShell, display: CapturingDisplayPublisher, bars: str) -> None:
+    pytest.importorskip("tqdm")
+    run(shell, f"%%ranks 0 --wait\nfrom {bars} import tqdm\nfor _ in tqdm(range(3), disable=False):\n    pass")
+    line, _ = final_text(display.outputs).splitlines()
+    assert re.fullmatch(r"rank 0: 100%\|█+\| 3/3 \[.*\]", line)
+
+
+@pytest.mark.usefixtures("patient")
 def test_pictures_and_tables_of_ranks(shell: InteractiveShell, display: CapturingDisplayPublisher) -> None:
     run(
         shell,
         "%%ranks\n"
-        "from IPython.display import HTML, Image, display\n"
+        "from IPython.display import HTML, Image, clear_output, display\n"
+        "print('gone')\n"
+        "clear_output(wait=True)\n"
         "print('before')\n"
         "display(Image(data=b'\\x89PNG\\r\\n\\x1a\\nrest', format='png'))\n"
         "HTML('<table><tr><td>cell</td></tr></table>')",
@@ -159,7 +177,9 @@ def test_pictures_and_tables_of_ranks(shell: InteractiveShell, display: Capturin
 
 
 LIVE = """%%ranks --live --wait
-from IPython.display import HTML, Image, display
+from IPython.display import HTML, Image, clear_output, display
+print('gone', end='')
+clear_output(wait=True)
 print(tuple(batch[0].shape), len(list(model.parameters())) > 0)
 display(HTML('<b>drawn</b>'), Image(data=b'\\x89PNG\\r\\n\\x1a\\nrest', format='png'))
 engine.global_step"""
@@ -187,6 +207,9 @@ def test_a_live_cell_runs_between_two_steps_and_the_run_goes_on(
     small_run.wait_until(after + 2, timeout=60)
     with pytest.raises(SyntaxError):
         small_run.live("1 +")
+    error = shell.run_cell("%%ranks --live\nx = [1,").error_in_exec
+    assert str(error).endswith("    x = [1,\n        ^\nSyntaxError: '[' was never closed")
+    assert error._render_traceback_() == [f"CommandError: {error}"]
     small_run.stop().wait(20)
     assert small_run.errors == []
 
@@ -281,7 +304,7 @@ def test_the_debugger_stops_in_a_live_cell_and_looks_at_what_failed(
     with pytest.raises(RankError):
         run(shell, "%%ranks 1 --wait\nvalue = {'a': 3}\nvalue['b']")
     assert "\n7\n" in says("%speedlab debug 1", "p value['a'] + 4", "q")
-    assert "ranks [7] were asked for" in str(shell.run_cell("%speedlab debug 7").error_in_exec)
+    assert "there is no rank 7;" in str(shell.run_cell("%speedlab debug 7").error_in_exec)
     assert "'x' is no rank" in str(shell.run_cell("%speedlab debug x").error_in_exec)
 
 

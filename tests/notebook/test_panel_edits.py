@@ -94,6 +94,8 @@ def test_a_change_tells_memory_speed_and_placement_before_and_after(panel: Panel
     assert "optimizer moments: 1/2 a rank → 1/2 a rank, disk" in panel.effect_text
     put(panel, "model.heads", 5)
     assert panel.effect_text == "it cannot run like that; Undo takes the change back"
+    put(panel, "model.dropout", 2)  # Its rule does not say what it is about, and its tab may be closed.
+    assert "dropout: Input should be less than 1 (got 2.0)" in panel.summary_text
 
 
 def test_each_difference_to_the_run_is_marked_live_or_restart_beside_its_field(panel: Panel) -> None:

@@ -38,6 +38,8 @@ def test_ranks_are_read(line: str, expected: Any) -> None:
         ("two", "'two' is neither a rank nor a span of ranks"),
         ("3-1", "the span 3-1 runs backwards; 1-3 is the same ranks"),
         ("-1", "unknown option '-1'"),
+        ("0-99999999", "0-99999999 are 100,000,000 ranks; no cluster has so many"),
+        ("99999999999", "'99999999999' is neither a rank nor a span of ranks"),
     ],
 )
 def test_what_is_wrong_in_ranks_is_named(line: str, complaint: str) -> None:
@@ -113,10 +115,21 @@ def test_waiting_raises_the_rank_error(notebook: Notebook, asks: bool) -> None:
         ("# breakpoint()\nprint('breakpoint()')", False),
         ("!grep 'breakpoint()' *.py", False),
         ("breakpoint(", False),
+        ("breakpoint()\0", False),
     ],
 )
 def test_a_cell_that_says_breakpoint_waits(code: str, says_so: bool) -> None:
     assert ranks_cell.stops(code) is says_so
+
+
+@pytest.mark.parametrize("code", ["x = [1,", "'''x", "%%bash\necho it's (", "1 +", "1\0"])
+def test_code_that_is_not_complete_or_no_python_is_left_to_the_ranks(notebook: Notebook, code: str) -> None:
+    cluster = FakeCluster()
+    notebook.run(f"%%ranks\n{code}")
+    assert cluster.executed == [(f"{code}\n", None)]
+    cluster.results.finish()
+    notebook.messages.idle(0, 1)
+    wait_for(cell_is_over)
 
 
 def test_an_interrupt_while_waiting_reaches_the_ranks(notebook: Notebook) -> None:
@@ -176,7 +189,7 @@ def test_a_cell_ends_when_the_controller_dies(notebook: Notebook, monkeypatch: p
 def test_ranks_that_do_not_exist_are_refused(notebook: Notebook) -> None:
     FakeCluster()
     error = notebook.error("%%ranks 7\nx")
-    assert str(error) == "ranks [7] were asked for; cluster 'default' has ranks 0–1"
+    assert str(error) == "there is no rank 7; cluster 'default' has ranks 0–1"
 
 
 def test_in_a_terminal_lines_are_printed_as_they_come(notebook: Notebook) -> None:
@@ -209,7 +222,7 @@ def bundle(**data: str) -> dict[str, Any]:
 def test_displays_keep_their_place_and_are_folded() -> None:
     transcript = Transcript([0, 1])
     for rank in (0, 1):
-        transcript.feed(rank, "stream", stream("before\n"), 0.0)
+        transcript.feed(rank, "stream", stream("before"), 0.0)  # The line has no end.
         transcript.feed(rank, "display_data", bundle(text_plain="a plot", text_html="<p>plot</p>"), 0.0)
         transcript.feed(rank, "stream", stream(f"after {rank}\n"), 0.0)
     transcript.drain(1.0)
@@ -243,6 +256,32 @@ def test_a_display_is_updated_in_its_place() -> None:
     transcript.feed(0, "update_display_data", {**first, "data": {"text/plain": "99 %"}}, 1.0)
     transcript.drain(2.0)
     assert transcript.text() == "rank 0: 99 %\nrank 0: line"
+
+
+def test_a_rank_clears_what_it_has_said() -> None:
+    transcript = Transcript([0, 1])
+    for rank in (0, 1):
+        transcript.feed(rank, "stream", stream("epoch 1\n"), 0.0)
+        transcript.feed(rank, "display_data", bundle(text_plain="a plot"), 0.0)
+    transcript.drain(1.0)
+    transcript.feed(0, "clear_output", {"wait": False}, 1.0)
+    transcript.drain(2.0)
+    assert transcript.text() == "rank 1: epoch 1\nrank 1: a plot"
+    transcript.feed(1, "clear_output", {"wait": True}, 2.0)
+    transcript.drain(3.0)
+    assert transcript.text() == "rank 1: epoch 1\nrank 1: a plot"  # Until there is something in its place.
+    for rank in (0, 1):
+        transcript.feed(rank, "stream", stream("epoch 2\n"), 3.0)
+    assert transcript.drain(4.0) == [([0, 1], "epoch 2\n")]
+    assert transcript.text() == "ranks 0–1: epoch 2"
+    # One after the other, as in a loop that prints where it is, with and without an end of the line.
+    for end in ("\n", ""):
+        for epoch in range(3, 6):
+            for rank in (0, 1):
+                transcript.feed(rank, "clear_output", {"wait": True}, 4.0)
+                transcript.feed(rank, "stream", stream(f"epoch {epoch}{end}"), 4.0)
+        transcript.drain(5.0, everything=True)
+        assert transcript.text() == "ranks 0–1: epoch 5"
 
 
 def test_a_carriage_return_overwrites_its_line() -> None:

@@ -183,9 +183,16 @@ def test_steps_that_are_computed_again_replace_those_before(server: JupyterServe
 
 def test_questions_that_make_no_sense(server: JupyterServer) -> None:
     folder = make_run(server, "senseless", 2)
-    for way, said in (("records?after=x", "'x' is no whole number"), ("records?rank=7", "ranks that have: 0, 1")):
+    for way, said in (
+        ("records?after=x", "'x' is no whole number"),
+        ("records?rank=1e3", "'1e3' is no whole number"),
+        (f"records?rank={10**18}", f"'{10**18}' is no whole number of at most 15 digits"),
+        (f"events?after={'9' * 5000}", "is no whole number of at most 15 digits"),
+    ):
         status, answer = server.ask(f"{of(folder)}/{way}")
-        assert (status, said in answer["text"]) == (400 if "after" in way else 404, True)
+        assert (status, said in answer["text"]) == (400, True)
+    status, answer = server.ask(f"{of(folder)}/records?rank=7")
+    assert (status, "ranks that have: 0, 1" in answer["text"]) == (404, True)
     _, answer = server.ask(f"{of(folder)}/records?points=100000000&after=-99")
     assert answer["columns"]["step"] == [1, 2]
     status, answer = server.ask("clusters", headers={"X-SpeedLab-Version": "9"})
@@ -218,6 +225,9 @@ def test_a_word_to_a_run_without_engines_is_refused_with_the_way_on(server: Jupy
     status, answer = server.ask(f"{of(folder)}/words", {"word": "pause"})
     assert status == 409
     assert "has no engines here and cannot pause" in answer["text"]
+    status, answer = server.ask(f"{of(folder)}/words", {"word": "resume", "arguments": {"step": 4}})
+    assert status == 409
+    assert "holds no checkpoint of step 4" in answer["text"]
     assert not list((folder.path / "control").iterdir())
     status, answer = server.ask(f"{of(folder)}/output")
     assert (status, "was stopped" in answer["text"]) == (410, True)

@@ -72,6 +72,8 @@ def test_one_engine_per_gpu_else_four_on_the_cpu(monkeypatch: pytest.MonkeyPatch
 def test_impossible_clusters_are_refused_before_anything_starts() -> None:
     with pytest.raises(ClusterError, match="0 engines"):
         Cluster(0, name="none", device="cpu")
+    with pytest.raises(ClusterError, match="100000000 engines were asked for; one machine starts at most 1024"):
+        Cluster(10**8, name="none", device="cpu")
     with pytest.raises(ClusterError, match="device is 'tpu'"):
         Cluster(1, name="none", device="tpu")
     with pytest.raises(ClusterError, match=r"'\.\./x' cannot name a cluster"):

@@ -137,6 +137,14 @@ def test_each_part_knows_its_own_keys_only(field) -> None:
         ({"optimizer": {"betas": (0.9, 1.0)}}, "optimizer.betas: Input should be less than 1 (got 1.0)"),
         ({"model": "gpt3"}, "model.preset: unknown model preset 'gpt3'; nearest: 'gpt2'; known: gpt-tiny, "),
         ({"model": {"preset": ["gpt2"]}}, "model.preset: unknown model preset ['gpt2']; "),
+        # What is predicted of a model looks at each layer, and at each block of a sparse context.
+        ({"model": {"layers": 2**53}}, f"model.layers: Input should be less than or equal to 10000 (got {2**53})"),
+        ({"model": {"hidden": 2**40}}, f"model.hidden: Input should be less than or equal to 1048576 (got {2**40})"),
+        (
+            {"model": {"context": 2**40, "attention": {"kind": "block_sparse"}}},
+            "model.attention.block: context 1099511627776 in blocks of 64 are 17,179,869,184 blocks; at most 262,144 "
+            "are looked through: set context to at most 16777216, or take larger blocks",
+        ),
         ({"model": {"heads": 5}}, "model: hidden 192 does not divide by heads 5; heads 4 would work"),
         (
             {"model": {"hidden": 9, "heads": 3}},

@@ -225,6 +225,7 @@ UNDECLARED = {
     "jupyter_core": "comes with jupyter-server",
     "nbformat": "comes with nbclient",
     "websocket": "comes with jupyter-server",
+    "tqdm": "replaced by its own bars of text, where a person's code in an engine imports it",
     "deepspeed": "a peer in benchmarks, where a person has it installed",
 }
 """Third-party packages that may be imported although pyproject.toml does not name them, and why."""

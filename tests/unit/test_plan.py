@@ -150,6 +150,10 @@ def test_a_page_shows_a_plan_without_scripts_and_escaped() -> None:
         (["gpt2", "--seq", "2048", "--machines", "8 H100"], "gpt2 has learned 1,024 positions"),
         (["--layers", "24", "--machines", "8 H100"], "add --hidden, --heads"),
         (
+            ["--layers", "9" * 18, "--hidden", "64", "--heads", "2", "--machines", "8 H100"],
+            "999,999,999,999,999,999 layers; at most 10,000 are planned",
+        ),
+        (
             ["gpt2", "--machines", "8 H100", "--pp", "8", "--schedule", "interleaved"],
             "8 × 2 stages a rank: gpt2 has 12",
         ),

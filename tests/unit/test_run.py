@@ -28,7 +28,7 @@ import speedlab.cluster
 from speedlab.cluster import going_on, remote
 from speedlab.cluster.errors import DIED, ClusterError, RankError, RemoteFailure
 from speedlab.cluster.going_on import resume_arguments
-from speedlab.cluster.known_runs import RunError, remembered_runs
+from speedlab.cluster.known_runs import RunError, remember_run, remembered_runs
 from speedlab.cluster.own_model import OWN_MODEL, read_own_model
 from speedlab.cluster.reattach import attach
 from speedlab.cluster.run import Run
@@ -1123,6 +1123,23 @@ def test_attach_finds_the_run_that_is_training_with_its_whole_history(make, engi
     with pytest.raises(RunError, match="there is no run 'never'"):
         attach("never")
     again.feed.close()
+
+
+def test_a_damaged_run_hides_no_other_and_says_what_it_lacks(make, engines, monkeypatch):
+    good, bad = make(name="good", steps=3), RunFolder.create(RunConfig(name="bad")).path
+    remember_run(engines, bad)
+    good.wait(10)
+    (bad / "status.json").write_text("{")
+    assert attach().name == "good"
+    for name in ("bad", "runs/bad", bad):
+        with pytest.raises(RunFolderError, match=r"status\.json: is not valid JSON"):
+            attach(name)
+    (bad / "config.json").unlink()
+    for name in ("bad", "runs/bad", bad):
+        with pytest.raises(RunFolderError, match=r"runs/bad is no run folder: it has no config\.json; .*good"):
+            attach(name)
+    with pytest.raises(RunError, match="there is no run 'runs'"):  # A folder beside them is none, either.
+        attach("runs")
 
 
 def test_a_run_without_engines_is_there_to_look_at(make, engines, monkeypatch):

@@ -167,9 +167,9 @@ class Engines:
         chosen = known if ranks is None else list(dict.fromkeys(ranks))
         unknown = [rank for rank in chosen if rank not in known]
         if unknown or not chosen:
-            raise ClusterError(
-                f"ranks {unknown or chosen} were asked for; cluster {self.state.name!r} has {name_ranks(known)}"
-            )
+            are = "is" if len(unknown) == 1 else "are"
+            wanted = f"there {are} no {name_ranks(unknown)}" if unknown else "no rank is named"
+            raise ClusterError(f"{wanted}; cluster {self.state.name!r} has {name_ranks(known)}")
         return chosen
 
     def living(self, ranks: Iterable[int] | None) -> list[int]:
