@@ -564,7 +564,7 @@ def refusals() -> list[str]:
         with pytest.raises(speedlab.ConfigError) as told:
             speedlab.initialize(model=model, optimizer=choice, lr_scheduler=other, config={"batch": {"micro_size": 6}})
     said.append(str(told.value))
-    for given in ([{"params": model.parameters(), "lr": 0.1}], model.blocks.parameters()):
+    for given in ([{"params": model.parameters(), "rate": 0.1}], model.blocks.parameters()):
         with pytest.raises(speedlab.ConfigError) as told:
             speedlab.initialize(model=model, model_parameters=given, config={"batch": {"micro_size": 6}})
         said.append(str(told.value))
@@ -580,9 +580,40 @@ def test_models_that_would_train_wrongly_are_refused(two: Pool) -> None:
         assert frozen.startswith("model: no parameter is to be trained")
         assert plateau.startswith("lr_scheduler: ReduceLROnPlateau.step takes a metric")
         assert "an engine that partitioned it was dropped" in dropped
-        assert options.startswith("model_parameters: groups have lr of their own")
+        assert options.startswith("optimizer.rate: AdamW takes no rate; it takes lr, betas")
         assert left_out.startswith("model_parameters: first.weight is not in them (4 in all)")
         assert others.startswith("lr_scheduler: it was made of another optimizer than the one that will train")
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """As scripts for Hugging Face's models give them to DeepSpeed."""
+    vectors = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    matrices = [p for name, p in model.named_parameters() if not name.endswith("bias")]
+    return [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0, "lr": 0.02}]
+
+
+def trained_in_groups(stage: int, name: str) -> list[float]:
+    """The sum of each parameter after some steps, less that of a plain loop."""
+    plain, model = net(), net()
+    options = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-2}  # Gradients of nearly nothing decide nothing.
+    optimizer = torch.optim.AdamW(groups_of(plain), **options)
+    ranks = dist.get_world_size()
+    config = {"optimizer": {"name": name, **options}, "zero": {"stage": stage}}
+    config |= {"precision": "float32", "batch": {"micro_size": 6}}
+    engine = speedlab.initialize(model=model, model_parameters=groups_of(model), config=config)[0]
+    for step in range(4):
+        sum(plain(models.points(step, rank)[0]) / ranks for rank in range(ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        train(engine, step)
+    engine.destroy()
+    return [float((a - b).detach().abs().max()) for a, b in zip(plain.parameters(), model.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize(("stage", "name"), [(0, "adamw"), (1, "onebit_adam"), (2, "adamw"), (3, "adamw")])
+def test_groups_of_deepspeeds_model_parameters_have_their_options(two: Pool, stage: int, name: str) -> None:
+    for far in two.run(trained_in_groups, stage, name):
+        assert max(far) < 2e-5
 
 
 def changes_too_late() -> list[str]:

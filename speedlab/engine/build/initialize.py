@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
@@ -22,6 +22,7 @@ from speedlab.config import ConfigError, GivenConfig, OuterConfig, RunConfig, Sc
 from speedlab.config.batch import Batch
 from speedlab.config.island_rules import host_problem
 from speedlab.data import Epochs
+from speedlab.engine.build.asked_groups import Groups, asked_groups
 from speedlab.engine.build.attention import BlockSparse, check_attention
 from speedlab.engine.build.model_parts import build_model_part, plan_model_parts
 from speedlab.engine.build.placing import residency_of
@@ -69,8 +70,8 @@ def initialize(
 
     Args:
         args: ignored; it stands where DeepSpeed's signature has it.
-        model_parameters: as DeepSpeed's, what the configuration's optimizer trains: all that requires a gradient, and
-            without options of groups, which the caller's own optimizer has.
+        model_parameters: as DeepSpeed's, for an optimizer that is made here: all that requires a gradient, or groups of
+            it with options of their own.
         model: a module with equal parameters on all ranks (rank 0's count), or a callable that makes one. The callable
             runs under the meta device, and parameters are made unit by unit: use it for models that do not fit whole.
         optimizer: an elementwise torch optimizer as class (with the arguments that `config.optimizer` names, and else
@@ -102,14 +103,16 @@ def initialize(
     world = join(device)
     layout = config.layout(world.size, built_in=False)
     check_loss(loss, layout)
+    groups = None
     if isinstance(model, nn.Module) and (optimizer is None or isinstance(optimizer, type)):
-        _check_model_parameters(model, model_parameters)
+        groups = asked_groups(model, model_parameters)
     batch = config.batch.resolve(layout.data_size)
     if isinstance(model, nn.Module):
         check_attention(model, config.model.attention)
     _prepare_kernels(config, optimizer, world.device)
     epochs = _epochs(training_data, batch, layout, world.rank, config.seed)
-    engine = _build(model, optimizer, lr_scheduler, config, world, loss=loss, units=units, tp_plan=tp_plan, batch=batch)
+    parts = {"loss": loss, "units": units, "tp_plan": tp_plan, "batch": batch, "groups": groups}
+    engine = _build(model, optimizer, lr_scheduler, config, world, **parts)
     _refuse_plateau(engine)
     for module in engine.modules:
         _engines[module] = weakref.ref(engine)
@@ -129,6 +132,7 @@ def _build(
     units: UnitChoice | None,
     tp_plan: Mapping[str, str] | None,
     batch: Batch,
+    groups: Groups | None,
 ) -> Engine:
     """The model's parts on this rank, the optimizer over their flats, and the engine over both. Collective."""
     layout, dtype = config.layout(world.size, built_in=False), compute_dtype(config.precision, world.device)
@@ -144,7 +148,7 @@ def _build(
         mesh = Mesh(layout, world, traffic)
         _check_islands(mesh, config)
         plans = plan_model_parts(model, config, layout, world, mesh.everyone, dtype, tp_plan)
-        recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer)
+        recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer, groups)
         _check_scheduler(lr_scheduler, recipe.instance)
         _check_communicating(recipe.kind, config, mesh)
         _check_masters(recipe.kind, [plan.module for plan in plans], mesh)
@@ -209,29 +213,6 @@ def _config(config: GivenConfig | None) -> RunConfig:
     named = config_of({} if config is None else config)
     unasked = {"clip_norm": None, "schedule": ScheduleConfig(kind="constant", warmup_steps=0)}
     return named.model_copy(update={key: value for key, value in unasked.items() if key not in named.model_fields_set})
-
-
-def _check_model_parameters(model: nn.Module, given: Any) -> None:
-    """Raises ConfigError for `model_parameters` that ask for more than to train all parameters of the model."""
-    if given is None:
-        return
-    given = list(given)
-    groups = [each for each in given if isinstance(each, Mapping)]
-    options = sorted({key for group in groups for key in group} - {"params", "name"})
-    if options:
-        raise ConfigError(
-            f"model_parameters: groups have {', '.join(options)} of their own, which the configured optimizer does "
-            "not take; give optimizer=f, where f(parameters) makes one of such groups, or an optimizer of them"
-        )
-    lists = [group["params"] for group in groups] or [given]
-    every = (p for each in lists for p in ([each] if isinstance(each, Tensor) else each))
-    asked = {id(p[1] if isinstance(p, tuple) else p) for p in every}  # Pairs are those of named_parameters().
-    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in asked]
-    if left_out:
-        raise ConfigError(
-            f"model_parameters: {left_out[0]} is not in them ({len(left_out)} in all), and would be trained all the "
-            "same; set requires_grad=False of what shall not be"
-        )
 
 
 def _prepare_kernels(config: RunConfig, optimizer: OptimizerChoice, device: torch.device) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from speedlab.config import ConfigError, OptimizerConfig
-from speedlab.engine.step.fused import LooksAtParameters, fused_kind
+from speedlab.engine.build.asked_groups import Groups
+from speedlab.engine.step.fused import FusedAdamW, LooksAtParameters, fused_kind
 from speedlab.engine.step.lamb import Lamb
 from speedlab.engine.step.onebit import OneBitAdam
 from speedlab.engine.step.onebit_lamb import OneBitLamb
@@ -49,15 +50,22 @@ class Recipe:
     Nothing but ids of parameters is kept of the model, so that a model on meta can be materialised in between.
     """
 
-    def __init__(self, choice: OptimizerChoice, models: Sequence[nn.Module], config: OptimizerConfig) -> None:
-        """`models`: the pipeline stages of this rank, or the whole model."""
+    def __init__(
+        self,
+        choice: OptimizerChoice,
+        models: Sequence[nn.Module],
+        config: OptimizerConfig,
+        groups: Groups | None = None,
+    ) -> None:
+        """`models`: the pipeline stages of this rank, or the whole model. `groups`: of the whole model's parameters,
+        for an optimizer that is made here; None are the usual ones."""
         trainable = [p for model in models for p in model.parameters() if p.requires_grad]
         if not trainable:
             raise ConfigError("model: no parameter is to be trained; set requires_grad of those that shall be")
         if choice is None:
-            chosen = _of_config(trainable, config)
+            chosen = _of_config(trainable, config, groups)
         elif isinstance(choice, type):
-            chosen = _of_class(choice, trainable, config)
+            chosen = _of_class(choice, trainable, config, groups)
         else:
             frozen = {id(p) for model in models for p in model.parameters() if not p.requires_grad}
             chosen = _of_instance(choice, trainable, frozen)
@@ -96,12 +104,15 @@ class Recipe:
         return self.instance
 
 
-def _of_config(trainable: list[nn.Parameter], config: OptimizerConfig) -> _Chosen:
-    """The optimizer that the configuration describes, without decay of what is no matrix."""
-    matrices = [p for p in trainable if p.ndim >= 2]
-    others = [p for p in trainable if p.ndim < 2]
-    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+def _of_config(trainable: list[nn.Parameter], config: OptimizerConfig, groups: Groups | None) -> _Chosen:
+    """The optimizer that the configuration describes; without `groups`, without decay of what is no matrix."""
     kind = _kind_of(config)
+    if groups is None:
+        matrices = [p for p in trainable if p.ndim >= 2]
+        others = [p for p in trainable if p.ndim < 2]
+        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    else:
+        groups = _within(groups, kind, trainable)
     options = _options_of(kind, config, set(OptimizerConfig.model_fields))
     return _Chosen(
         kind=kind,
@@ -110,16 +121,27 @@ def _of_config(trainable: list[nn.Parameter], config: OptimizerConfig) -> _Chose
     )
 
 
-def _of_class(kind: type[Optimizer], trainable: list[nn.Parameter], config: OptimizerConfig) -> _Chosen:
+def _of_class(
+    kind: type[Optimizer], trainable: list[nn.Parameter], config: OptimizerConfig, groups: Groups | None
+) -> _Chosen:
     """One of the user's class, whose own defaults hold for what the configuration does not name; one that sends signs
     has the configuration's."""
     named = _options_of(kind, config, config.model_fields_set)
     _refuse_unknown(kind, named)
     return _Chosen(
         kind=kind,
-        groups=[{"params": trainable}],
+        groups=[{"params": trainable}] if groups is None else _within(groups, kind, trainable),
         make=lambda segments, fusible: _construct(kind, segments, named, fusible),
     )
+
+
+def _within(groups: Groups, kind: type[Optimizer], trainable: list[nn.Parameter]) -> Groups:
+    """What of the caller's groups this rank trains. Raises ConfigError for an option that the class has not."""
+    takes = FusedAdamW if issubclass(kind, SendsSigns) else kind
+    for group in groups:
+        _refuse_unknown(takes, group.keys() - {"params"})
+    known = {id(p) for p in trainable}
+    return [{**group, "params": [p for p in group["params"] if id(p) in known]} for group in groups]
 
 
 def _options_of(kind: type[Optimizer], config: OptimizerConfig, named: set[str]) -> dict[str, Any]:
