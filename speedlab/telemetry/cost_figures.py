@@ -73,7 +73,7 @@ def _communication_figure(history: History, recent: Sequence[StepRecord]) -> Fig
     scaled = {name: {link: count / size for link, count in parts.items()} for name, parts in sent.items()}
     links = list(dict.fromkeys(link for parts in sent.values() for link in parts))
     colours = {link: _LINK_COLOURS[i % len(_LINK_COLOURS)] for i, link in enumerate(sorted(links))}
-    title = f"communication of a step by collective and link, rank {history.lead_rank}"
+    title = f"communication of a step, rank {history.lead_rank}"
     return _figure(title, unit, lanes, scaled, colours, lambda _, link: link, lambda value: bytes_text(value * size))
 
 

@@ -48,7 +48,7 @@ class Feed:
         self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
         self.records: dict[int, RankRecords] = {}
         self.events: list[Event] = []
-        self.status = Status()
+        self._status = Status()
         self.version = 0
         self.others = 0
         """Counts up whenever something may have come of other ranks than the lowest."""
@@ -84,9 +84,9 @@ class Feed:
 
     def _poll(self, now: float, files: bool, leading: bool) -> bool:
         # The status first: the events it counts are in their file by then, and are read below.
-        before, news = self.status, self._read_status()
+        before, news = self._status, self._read_status()
         # A change of status ends something: whatever led to it has been written. A new step alone does not.
-        files |= news and replace(self.status, step=before.step, updated=before.updated) != before
+        files |= news and replace(self._status, step=before.step, updated=before.updated) != before
         others = files or not leading or now - self._last_others >= bars_seconds(len(self.records))
         if others or not self.records:
             news |= self._look_around(now)
@@ -107,6 +107,15 @@ class Feed:
             if self._subscriber is not None:
                 self._subscriber.close()
                 self._subscriber = None
+
+    @property
+    def status(self) -> Status:
+        """The run's; its `unread` also tells of lines that are damaged."""
+        if not (lines := self.damaged_lines):
+            return self._status
+        what = "1 line" if lines == 1 else f"{lines:,} lines"
+        damaged = f"its records and events have {what} that cannot be read and are passed over"
+        return replace(self._status, unread=" · ".join(filter(None, (self._status.unread, damaged))))
 
     @property
     def damaged_lines(self) -> int:
@@ -130,9 +139,9 @@ class Feed:
             status = self.folder.read_status()
         except (OSError, RunFolderError) as error:
             self.problem = str(error)
-            seen, status = None, replace(self.status, unread=f"{error}; its state is the one that was read before")
+            seen, status = None, replace(self._status, unread=f"{error}; its state is the one that was read before")
         self._status_seen = seen
-        changed, self.status = status != self.status, status
+        changed, self._status = status != self._status, status
         return changed
 
     def _look_around(self, now: float) -> bool:

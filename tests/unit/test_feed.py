@@ -83,6 +83,9 @@ def test_a_cut_line_that_the_next_writer_removed_is_never_seen(folder):
     feed.close()
 
 
+ONE_LINE = "its records and events have 1 line that cannot be read and are passed over"
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -109,6 +112,7 @@ def test_a_damaged_line_is_counted_and_the_next_ones_are_read(folder, bad):
     feed.poll()
     assert steps(feed) == [1, 2]
     assert feed.damaged_lines == 1
+    assert feed.status.told == ONE_LINE
     assert "rank 0" in feed.problem
 
 
@@ -250,9 +254,9 @@ def test_damaged_events_and_status_are_reported_and_the_last_good_status_stays(f
     assert "status.json" in feed.problem
     why = "is not the status of a run: '' is not a valid RunState; its state is the one that was read before"
     assert feed.status.text == "its engines come back"
-    assert feed.status.unread.endswith(why)
+    assert feed.status.unread.endswith(f"{why} · {ONE_LINE}")
     note = header(History.of(feed.records, feed.events), name="a", status=feed.status).note
-    assert note == f"its engines come back · {folder.path / 'status.json'}: {why}"
+    assert note == f"its engines come back · {folder.path / 'status.json'}: {why} · {ONE_LINE}"
     folder.write_status(replace(feed.status, state=RunState.PAUSED, step=3, text=""))
     assert "unread" not in (folder.path / "status.json").read_text()
     assert feed.poll()

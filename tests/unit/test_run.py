@@ -520,7 +520,7 @@ def test_a_folder_removed_under_a_run_is_reported(make, engines):
     engines.free_running = True
     with pytest.raises(RunFolderError, match=r"status\.json: is missing"):
         run.wait(10)
-    run.feed.status = replace(run.feed.status, state=RunState.STOPPED)  # There is nothing left to stop.
+    run.feed._status = replace(run.feed.status, state=RunState.STOPPED)  # There is nothing left to stop.
 
 
 def test_a_cluster_that_dies_under_a_run_ends_the_wait(make, engines):
