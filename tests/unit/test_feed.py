@@ -260,7 +260,7 @@ def test_damaged_events_and_status_are_reported_and_the_last_good_status_stays(f
     folder.write_status(replace(feed.status, state=RunState.PAUSED, step=3, text=""))
     assert "unread" not in (folder.path / "status.json").read_text()
     assert feed.poll()
-    assert (feed.status.state, feed.status.told) == (RunState.PAUSED, "")
+    assert (feed.status.state, feed.status.told) == (RunState.PAUSED, ONE_LINE)
 
 
 def test_what_cannot_be_read_is_named(folder):
