@@ -264,7 +264,7 @@ class Zero:
             if parameter.requires_grad and id(parameter) not in known:
                 raise RuntimeError(
                     f"{name} is another parameter than at initialize, or was added since, and would not be trained; "
-                    "write new values into the old one (parameter.copy_, load_state_dict without assign=True), or call "
+                    "write new values into the old one (parameter.copy_, or load_state_dict as it is), or call "
                     "initialize again"
                 )
 
