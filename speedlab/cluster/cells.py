@@ -18,6 +18,7 @@ def run_cell(
     from IPython.core.getipython import get_ipython
 
     shell: Any = get_ipython()
+    shell.ask_exit = _stay
     if shell.loop_runner is _asyncio_runner:  # Not where the person has chosen another, by %autoawait.
         shell.loop_runner = _run_aside
     with _SilentTraceback(shell), interruptible():
@@ -31,6 +32,11 @@ def run_cell(
     text = formats.get("text/plain", repr(result.result))
     print(text)
     return text
+
+
+def _stay() -> None:
+    """In the place of what `exit()` and `quit()` do to a kernel, which would take its run and its tensors along."""
+    print("an engine does not end from a cell; %speedlab stop ends all of them", file=sys.stderr)
 
 
 def _run_aside(cell: Coroutine[Any, Any, Any]) -> Any:

@@ -30,9 +30,11 @@ def count_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """'12.3 ms', '1.24 s', '3 min 5 s'."""
+    """'12.3 ms', '1.24 s', '3 min 5 s', '26 h 3 min'."""
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"
-    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -229,6 +230,9 @@ def test_engines_survive_what_would_end_a_script(cluster: Cluster) -> None:
         cluster.submit(exit, 3).result()
     with pytest.raises(RankError, match=r"what it returned \(a lock\) cannot be sent back: cannot pickle"):
         cluster.submit(threading.Lock).result()
+    for word in ("exit()", "quit", "exit(3)"):
+        with contextlib.suppress(RankError):
+            cluster.execute(word).result()
     assert cluster.submit(abs, -2).result() == [2] * SIZE
     with pytest.raises(ClusterError, match=r"there is no rank 9; .* has ranks 0–3"):
         cluster.submit(abs, 1, ranks=[0, 9])

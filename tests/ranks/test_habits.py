@@ -542,7 +542,7 @@ def all_frozen() -> nn.Module:
 def refusals() -> list[str]:
     """What `initialize` says of models and schedulers that it cannot train as they are."""
     said = []
-    for model in (Complex(), one_memory(), all_frozen()):
+    for model in (Complex(), one_memory(), all_frozen(), nn.Sequential(nn.Embedding(9, WIDTH, max_norm=1.0))):
         with pytest.raises(speedlab.ConfigError) as told:
             engine_of(model, 1)
         said.append(str(told.value))
@@ -574,10 +574,13 @@ def refusals() -> list[str]:
 
 
 def test_models_that_would_train_wrongly_are_refused(two: Pool) -> None:
-    for complex_one, shared, frozen, plateau, dropped, others, options, left_out in two.run(refusals, timeout=60):
+    for complex_one, shared, frozen, rescaled, plateau, dropped, others, options, left_out in two.run(
+        refusals, timeout=60
+    ):
         assert complex_one.startswith("model: turn is torch.complex64")
         assert shared.startswith("model: blocks.0.up.weight and blocks.1.up.weight are two parameters in the same")
         assert frozen.startswith("model: no parameter is to be trained")
+        assert rescaled.startswith("model: 0 has max_norm 1.0, by which a forward rescales the rows that it reads")
         assert plateau.startswith("lr_scheduler: ReduceLROnPlateau.step takes a metric")
         assert "an engine that partitioned it was dropped" in dropped
         assert options.startswith("optimizer.rate: AdamW takes no rate; it takes lr, betas")

@@ -339,6 +339,8 @@ def test_header_of_a_run_without_records():
         (seconds_text(0.0123), "12.3 ms"),
         (seconds_text(1.24), "1.24 s"),
         (seconds_text(185), "3 min 5 s"),
+        (seconds_text(3599.9), "59 min 59 s"),
+        (seconds_text(93_785), "26 h 3 min"),
     ],
 )
 def test_numbers_as_text(text, expected):

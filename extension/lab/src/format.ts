@@ -38,11 +38,13 @@ export function countText(count: number): string {
   return digitsText(count);
 }
 
-/** '12.3 ms', '1.24 s', '3 min 5 s'. */
+/** '12.3 ms', '1.24 s', '3 min 5 s', '26 h 3 min'. */
 export function secondsText(seconds: number): string {
   if (seconds < 1) return `${digitsText(seconds * 1000)} ms`;
   if (seconds < 60) return `${digitsText(seconds)} s`;
-  return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
+  const minutes = Math.floor(seconds / 60);
+  if (minutes < 60) return `${minutes} min ${Math.floor(seconds % 60)} s`;
+  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 /** What a person still waits, no finer than it is known: '40 s left', '3 min left', '2 h 5 min left', '3 days left'. */

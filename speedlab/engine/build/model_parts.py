@@ -65,11 +65,11 @@ def plan_model_parts(
     """
     if layout.pp == 1:
         model = _make(source)
-        check_parameters(model)
+        check_parameters(model, layout.data_size)
         return [ModelPartPlan(index=0, module=model)]
     count = layout.pp * config.parallel.stages_per_rank
     model = _make(source)
-    check_parameters(model)
+    check_parameters(model, layout.data_size)
     try:
         if tp_plan is not None:
             check_plan(model, tp_plan)  # Of what names nothing in one stage only the whole model can tell.

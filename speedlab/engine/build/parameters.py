@@ -7,8 +7,16 @@ from torch import nn
 from speedlab.config import ConfigError
 
 
-def check_parameters(module: nn.Module) -> None:
-    """Raises ConfigError for parameters that this engine would train wrongly."""
+def check_parameters(module: nn.Module, data_size: int) -> None:
+    """Raises ConfigError for parameters that this engine would train wrongly. `data_size`: of how many shares of the
+    batch each rank sees one."""
+    for name, part in module.named_modules() if data_size > 1 else ():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise ConfigError(
+                f"model: {name or type(part).__name__} has max_norm {part.max_norm}, by which a forward rescales the "
+                "rows that it reads, so that ranks with other data would have other parameters; make it without, and "
+                "rescale its weight behind each step, all rows alike"
+            )
     at: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.is_complex():
