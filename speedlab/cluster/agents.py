@@ -371,4 +371,4 @@ def _ending(status: int) -> str:
     if status >= 0:
         return f"with status {status}"
     killer = ", as the system does where memory has run out" if -status == signal.SIGKILL else ""
-    return f"killed by {signal.Signals(-status).name}{killer}"
+    return f"killed by signal {-status}, {signal.strsignal(-status) or 'which has no name'}{killer}"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from telemetry_samples import eventually, make_folder
 
+import speedlab.cluster.agents as agents
 import speedlab.cluster.host_specs as host_specs
 import speedlab.network as network
 from speedlab.cluster.agent import Order, own_versions, problem_here
@@ -278,6 +279,19 @@ def test_the_controller_is_encrypted_and_listens_where_hosts_reach_it() -> None:
 
 
 # ---- who runs where --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "how"),
+    [
+        (3, "with status 3"),
+        (-11, "killed by signal 11, Segmentation fault"),
+        (-9, "killed by signal 9, Killed, as the system does where memory has run out"),
+        (-40, "killed by signal 40, Real-time signal 6"),
+    ],
+)
+def test_how_an_engine_has_ended_is_told(status: int, how: str) -> None:
+    assert agents._ending(status) == how
 
 
 def test_ranks_go_through_the_hosts_in_order() -> None:

@@ -27,8 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -37,16 +35,12 @@ from speedlab.offload import Stores
 from speedlab.parallel.zero.flat import Flat
 from speedlab.parallel.zero.gathers import Gathers
 from speedlab.parallel.zero.reductions import Reductions, default_in_flight
+from speedlab.parallel.zero.refusals import refuse_gradient_elsewhere, refuse_other_parameters, refuse_transforms
 from speedlab.parallel.zero.unit import Pass, Unit
 from speedlab.parallel.zero.units import UnitPlan
 from speedlab.parallel.zero.walk import tensors_of
 from speedlab.parallel.zero.ways import Ways
 from speedlab.placement import Placement, Residency
-
-_ONLY_IN_BACKWARD = (
-    "where they are partitioned (ZeRO stage 3) or away from the device, only engine.backward brings them together "
-    "again. Use a stage below 3 for such a loss, in place by engine.reshape(zero=2)"
-)
 
 
 class Zero:
@@ -206,11 +200,8 @@ class Zero:
 
     def _before_forward(self, unit: Unit, module: nn.Module, inputs: Any) -> None:
         gathers = self.gathers
-        if self.parameters_come and torch.is_grad_enabled() and _is_transformed():
-            raise RuntimeError(
-                f"{unit.name}: a forward inside torch.func or forward-mode differentiation keeps graphs that nobody "
-                f"gathers its parameters for; {_ONLY_IN_BACKWARD}"
-            )
+        if self.parameters_come and torch.is_grad_enabled():
+            refuse_transforms(unit.name)
         # Whoever entered below the root has left a pass open, which the next one ends.
         entered = module is self.module and self.current is Pass.FORWARD
         if entered or (unit is gathers.root and self.current is Pass.IDLE):
@@ -246,7 +237,7 @@ class Zero:
 
         Raises RuntimeError where a frozen parameter shall be trained now, or one that came after initialize."""
         if sync:  # Once a step: all modules are walked through.
-            self._refuse_others()
+            refuse_other_parameters(self.module, self.flats)
         for flat in self.flats:
             for slot, parameter in zip(flat.slots, flat.parameters, strict=True):
                 if parameter.requires_grad and not flat.trainable:
@@ -256,17 +247,6 @@ class Zero:
                     )
         self.reductions.begin(sync=sync)
         self.gathers.begin(Pass.BACKWARD)
-
-    def _refuse_others(self) -> None:
-        """Raises RuntimeError for a parameter that the engine does not know."""
-        known = {id(parameter) for flat in self.flats for parameter in flat.parameters}
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known:
-                raise RuntimeError(
-                    f"{name} is another parameter than at initialize, or was added since, and would not be trained; "
-                    "write new values into the old one (parameter.copy_, or load_state_dict as it is), or call "
-                    "initialize again"
-                )
 
     def _before_backward(self, unit: Unit, version: int, gradient: Tensor) -> None:
         if version != self._version:
@@ -280,10 +260,7 @@ class Zero:
     def _refuse_elsewhere(self, unit: Unit, gradients: Any) -> None:
         """Raises RuntimeError where a graph of the unit is gone through that would read what was released."""
         if self.current is not Pass.BACKWARD and unit.gathers is None:
-            raise RuntimeError(
-                f"{unit.name}: a gradient was asked for outside engine.backward (by torch.autograd.grad, say), and its "
-                f"parameters are not here; {_ONLY_IN_BACKWARD}"
-            )
+            refuse_gradient_elsewhere(unit.name)
 
     def _receive(self, unit: Unit, flat: Flat, index: int, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -448,9 +425,3 @@ class Zero:
         self.gathers.place(residency)
         for unit in self.units:
             unit.gathers = None
-
-
-def _is_transformed() -> bool:
-    """Whether tensors are now those of torch.func (grad, vmap, jvp, …) or of forward-mode differentiation, whose graphs
-    no hook on an output sees."""
-    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
