@@ -54,10 +54,12 @@ def cancel_start(home: Home) -> None:
         ) from None
     try:
         channel.send(m.Hello())
-        channel.send(m.Cancel(call=0))
         deadline = time.monotonic() + CANCEL_SECONDS
-        while isinstance(answer := _next(channel, deadline), m.Progress):
-            continue
+        answer = _next(channel, deadline)
+        if isinstance(answer, m.Progress):  # Not before: one that refuses the greeting reads nothing behind it.
+            channel.send(m.Cancel(call=0))
+        while isinstance(answer, m.Progress):
+            answer = _next(channel, deadline)
         if isinstance(answer, m.Welcome):
             raise ClusterError(f"cluster {home.name!r} has just become ready; stop it instead")
         if isinstance(answer, m.Refused) and isinstance(error := error_of(answer), OtherVersionError):

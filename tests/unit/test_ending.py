@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import threading
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import speedlab.cluster.ending as ending
 import speedlab.cluster.home as homes
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import ClusterState, Home, known_clusters
-from speedlab.cluster.supervisor.channel import listen
+from speedlab.cluster.supervisor.channel import Channel, listen
+from speedlab.cluster.supervisor.client import Client, StartGivenUpError
+from speedlab.cluster.supervisor.messages import Cancel, Message
 from speedlab.cluster.supervisor.server import Server
 
 
@@ -74,6 +77,17 @@ def test_a_start_whose_supervisor_is_of_another_version_is_left_alone(
 ) -> None:
     """What it has begun on hosts, as a job in a queue, nobody else would give back."""
     monkeypatch.setattr("speedlab.cluster.supervisor.messages.VERSION", 2)
+    send = Channel.send
+
+    def slow(channel: Channel, message: Message) -> None:
+        """A word behind the greeting comes when the supervisor has refused that and left."""
+        if isinstance(message, Cancel):
+            look = select.poll()
+            look.register(channel.connection, select.POLLRDHUP)
+            assert look.poll(10_000)
+        send(channel, message)
+
+    monkeypatch.setattr(Channel, "send", slow)
     server = served(home, supervisor := WaitingSupervisor())
     try:
         with pytest.raises(ClusterError, match=r"^the cluster's supervisor speaks version 2 .*, and this client 1: "):
@@ -81,6 +95,21 @@ def test_a_start_whose_supervisor_is_of_another_version_is_left_alone(
     finally:
         server.close()
     assert (supervisor.cancelled.is_set(), home.path.exists()) == (False, True)
+
+
+def test_a_start_is_given_up_even_where_its_supervisor_ends_in_that_moment(home: Home) -> None:
+    server = served(home, WaitingSupervisor())
+
+    def given_up() -> bool:
+        for client in server.clients:
+            client.close()
+        return True
+
+    try:
+        with pytest.raises(StartGivenUpError):  # Not as if it had died: then another one would be started.
+            Client(home.supervisor_socket, lambda ranks, stream, text: None, given_up=given_up)
+    finally:
+        server.close()
 
 
 def test_what_nobody_starts_is_removed_and_what_runs_is_not(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,10 +121,10 @@ class Client:
         try:
             return answer.result(seconds)
         except KeyboardInterrupt:
-            if isinstance(question, m.Resize | m.Hold):
-                self._channel.send(m.Cancel(call=question.call))
-            if isinstance(question, m.Resize):  # Whoever goes on behind the interrupt finds one state or the other.
-                with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # The supervisor may have ended; the interrupt is what counts.
+                if isinstance(question, m.Resize | m.Hold):
+                    self._channel.send(m.Cancel(call=question.call))
+                if isinstance(question, m.Resize):  # Whoever goes on behind it finds one state or the other.
                     answer.result(_CANCEL_SECONDS)
             raise
 
@@ -143,9 +143,10 @@ class Client:
                         progress(said)
             except (KeyboardInterrupt, StartGivenUpError):
                 # Only the supervisor knows what has begun on other hosts, and gives it back.
-                self._channel.send(m.Cancel(call=0))
-                while isinstance(self._hear(), m.Progress):
-                    continue
+                with contextlib.suppress(ChannelClosedError):  # It may have ended in this moment.
+                    self._channel.send(m.Cancel(call=0))
+                    while isinstance(self._hear(), m.Progress):
+                        continue
                 raise
         except ChannelClosedError as error:
             raise SupervisorGoneError(str(error)) from None
