@@ -170,8 +170,9 @@ def test_what_cannot_be_drawn_is_told_and_tried_again(server: JupyterServer) -> 
     told, _ = page.receive()
     assert told["type"] == "Problem"
     assert "is not valid JSON" in told["text"]
-    (folder.path / "config.json").write_text(config)
-    (folder.path / "status.json").write_text(status)
+    for name, text in (("config.json", config), ("status.json", status)):
+        (folder.path / "whole").write_text(text)  # A look may come at any moment: a file is whole or not there.
+        (folder.path / "whole").rename(folder.path / name)
     assert page.receive()[0] == {"type": "Problem", "version": 1, "text": ""}
     assert page.receive()[0]["type"] == "Keyframe"
     page.close()
