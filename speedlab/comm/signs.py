@@ -9,6 +9,9 @@
 Of any number of tensors there are two messages: on slow networks each one costs. Over n ranks an element costs
 2 (n - 1) / n bits where a float32 costs 2 (n - 1) / n words, and a chunk a word.
 
+1 and 2 up to the mean are `reduce`, 2 from there and 3 are `spread`; between them a rank may make something else of the
+mean that it has.
+
 Where hosts have several ranks each (`Group.rails`), the "ranks" above are hosts: what is given and kept is summed
 exactly inside a host, through its memory, each of its ranks exchanges the slices of its rail with its peers on other
 hosts, and the messages are gathered inside the host. So hosts send each other what they would with one rank each.
@@ -63,11 +66,9 @@ class SignPiece:
 
 
 @dataclass(frozen=True)
-class Means:
-    """What all ranks have after an exchange, and what each has to keep once it is used."""
+class Spread:
+    """What all ranks have of tensors whose slices each of them has sent as signs: the same bits."""
 
-    server_errors: list[Tensor]
-    """Of this rank's slice of each tensor; new ones."""
     _messages: Tensor
     _pieces: list[SignPiece]
 
@@ -78,12 +79,19 @@ class Means:
         return bool(torch.stack(sums).isfinite().all()) if sums else True
 
     def take(self, number: int, given: Tensor, worker: Tensor, *, share: float) -> Tensor:
-        """Of tensor `number`, what was `given` to the exchange becomes the mean (n × m,), the same bits on all ranks,
-        and what `worker` keeps this rank's new error plus a `share` of the mean. The sum of squares of that error, in
+        """Of tensor `number`, what signs missed of what was `given` to be reduced becomes what was spread (n × m,), and
+        what `worker` keeps that error plus a `share` of what was spread. The sum of squares of the error, in
         float64."""
         piece = self._pieces[number]
         signs, magnitudes = piece.signs(self._messages), piece.magnitudes(self._messages)
         return onebit_take(signs, magnitudes, given, worker, share=share, chunk=CHUNK).sum(dtype=torch.float64)
+
+    def decode(self, number: int, out: Tensor) -> None:
+        """Tensor `number` into `out` (n × m,)."""
+        piece = self._pieces[number]
+        signs, magnitudes = piece.signs(self._messages), piece.magnitudes(self._messages)
+        for k, values in enumerate(out.view(len(signs), -1)):
+            onebit_average(signs[k : k + 1], magnitudes[k : k + 1], values, chunk=CHUNK)
 
 
 class SignMeans:
@@ -107,7 +115,7 @@ class SignMeans:
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank sends in one exchange; of hosts with several ranks, to other hosts."""
+        """What a rank sends to have tensors reduced and spread; of hosts with several ranks, to other hosts."""
         return 2 * (self._across.size - 1) * self._bytes
 
     @property
@@ -121,14 +129,11 @@ class SignMeans:
         rails = self._group.rails()
         return self._group if rails is None else rails.across
 
-    def exchange(
-        self, given: Sequence[Tensor], worker: Sequence[Tensor], server: Sequence[Tensor], *, factor: float = 1.0
-    ) -> Means:
-        """The means over the ranks of `factor` · `given` + `worker`, this rank's (n × m,) float32 of each tensor.
-        Collective.
+    def reduce(self, given: Sequence[Tensor], worker: Sequence[Tensor], *, factor: float = 1.0) -> list[Tensor]:
+        """Of the means over the ranks of `factor` · `given` + `worker`, this rank's (n × m,) float32 of each tensor, the
+        slices (m,) that it serves. Collective.
 
-        `worker` and `server` (m,), what was kept, stay as they are, whatever is raised: the new server's errors are in
-        what is returned, and the new worker's take the place of what was given.
+        What was kept, `worker`, stays as it is, whatever is raised: the new errors take the place of what was given.
         """
         rails = self._group.rails()
         slices = range(self._group.size)
@@ -145,19 +150,28 @@ class SignMeans:
                     piece.put(message, *onebit_pack(None, own[k], factor=1 / rails.inside.size, chunk=CHUNK))
                     own[k].mul_(rails.inside.size)
         received = self._across.exchange(sent)
-        answer = torch.zeros(self._bytes, dtype=torch.uint8, device=self._group.device)
-        errors = []
-        for piece, kept in zip(self._pieces, server, strict=True):  # 2
-            mean = torch.empty_like(kept)
+        means = []
+        for piece in self._pieces:  # 2
+            mean = torch.empty(piece.numel, dtype=torch.float32, device=self._group.device)
             onebit_average(piece.signs(received), piece.magnitudes(received), mean, chunk=CHUNK)
-            piece.put(answer, *onebit_pack(kept, mean, chunk=CHUNK))
-            errors.append(mean)
-        messages = self._across.gather_along(answer, 0).view(len(slices), -1)  # 3
+            means.append(mean)
+        return means
+
+    def spread(self, values: Sequence[Tensor], server: Sequence[Tensor] | None = None) -> Spread:
+        """Send the slices (m,) that this rank serves, plus what was kept of them, to all. Collective.
+
+        `server` (m,) stays as it is, whatever is raised: the new errors take the place of `values`.
+        """
+        rails = self._group.rails()
+        answer = torch.zeros(self._bytes, dtype=torch.uint8, device=self._group.device)
+        for number, (piece, own) in enumerate(zip(self._pieces, values, strict=True)):
+            piece.put(answer, *onebit_pack(None if server is None else server[number], own, chunk=CHUNK))
+        messages = self._across.gather_along(answer, 0).view(self._across.size, -1)  # 3
         if rails is not None:
             every = rails.inside.gather_along(messages, 0)
             messages = torch.empty_like(every)
             messages[[k for ranks in rails.places for k in ranks]] = every
-        return Means(errors, messages, self._pieces)
+        return Spread(messages, self._pieces)
 
     def _sum_inside(
         self, rails: Rails[Group], given: Sequence[Tensor], worker: Sequence[Tensor], factor: float

@@ -320,15 +320,19 @@ def conserved(seed: int) -> float:
     server = [torch.randn(n // group.size, generator=shared) for n in sizes]
     before = [own + kept for own, kept in zip(given, worker, strict=True)]
     wires = SignMeans(group, sizes)
-    means = wires.exchange(given, worker, server)
+    errors = wires.reduce(given, worker)
+    means = wires.spread(errors, server)
     worst = 0.0
     for k, n in enumerate(sizes):
         sent = group.sum((before[k] - given[k]).double()) / group.size  # What workers sent, in the mean.
         missed = float(given[k].double().square().sum())
         out, kept = given[k], torch.empty(n)
+        decoded = torch.empty(n)
+        means.decode(k, decoded)
         assert float(means.take(k, out, kept, share=0.0)) == pytest.approx(missed, rel=1e-5)
+        assert decoded.equal(out)
         own = slice(group.index * (n // group.size), (group.index + 1) * (n // group.size))
-        lost = sent[own] + server[k] - (out[own].double() + means.server_errors[k])
+        lost = sent[own] + server[k] - (out[own].double() + errors[k])
         worst = max(worst, float(lost.abs().max() / before[k].abs().max()))
     return worst
 

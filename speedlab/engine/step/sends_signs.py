@@ -112,19 +112,14 @@ class SendsSigns(FusedAdamW):
         group = gradients[0].group
         worker = [gradient.kept[self.worker] for gradient in gradients]
         server = [gradient.kept[SERVER_ERROR] for gradient in gradients]
-        means = self._wires_of(gradients).exchange(terms, worker, server, factor=factor)
+        wires = self._wires_of(gradients)
+        errors = wires.reduce(terms, worker, factor=factor)
+        means = wires.spread(errors, server)
         if not means.finite:  # It waits for the device, as nothing that is not a number ever leaves a feedback.
-            step = self._updates + 1
-            raise NonFiniteError(
-                f"step {step}: a momentum is not finite. The update was not made: parameters and error feedback are "
-                f"those of step {step - 1}. Lower optimizer.lr, or go back to a checkpoint",
-                step=step,
-                ranks=[],
-                tensors=[],
-            )
+            raise self._not_finite()
         squares = torch.zeros((), dtype=torch.float64, device=group.device)
         for number, (term, kept) in enumerate(zip(terms, worker, strict=True)):
-            gradient, served = gradients[number], means.server_errors[number]
+            gradient, served = gradients[number], errors[number]
             # Signs of what is no parameter's are errors that no checkpoint would have.
             gradient.zero_gaps(term)
             gradient.zero_gaps(served, gradient.own_range[0])
@@ -133,6 +128,16 @@ class SendsSigns(FusedAdamW):
             gradient.zero_gaps(term)
             gradient.zero_gaps(kept)
         return squares.sqrt()
+
+    def _not_finite(self) -> NonFiniteError:
+        step = self._updates + 1
+        return NonFiniteError(
+            f"step {step}: a momentum is not finite. The update was not made: parameters and error feedback are "
+            f"those of step {step - 1}. Lower optimizer.lr, or go back to a checkpoint",
+            step=step,
+            ranks=[],
+            tensors=[],
+        )
 
     def _as_they_are(self, gradients: list[Gradient], terms: list[Tensor], factor: float, share: float) -> Tensor:
         """The same without compression: nothing is missed."""
