@@ -130,8 +130,8 @@ class SignMeans:
         return self._group if rails is None else rails.across
 
     def reduce(self, given: Sequence[Tensor], worker: Sequence[Tensor], *, factor: float = 1.0) -> list[Tensor]:
-        """Of the means over the ranks of `factor` · `given` + `worker`, this rank's (n × m,) float32 of each tensor, the
-        slices (m,) that it serves. Collective.
+        """The slices (m,) that this rank serves of the means over the ranks of `factor` · `given` + `worker`, this
+        rank's (n × m,) float32 of each tensor. Collective.
 
         What was kept, `worker`, stays as it is, whatever is raised: the new errors take the place of what was given.
         """

@@ -266,7 +266,7 @@ class Engine(DeepSpeedNames):
         refuse_without_room(more, self.stores, self.everyone)
         for part in self.zeros:
             part.place(wanted)
-        self.partitioned_optimizer.move(before)
+        self.partitioned_optimizer.move(before, wanted)
         self.stores.flush()
         self.stores.close_empty()
         suit_allocator(self.world.device, sparing=config.offload.used)

@@ -26,6 +26,11 @@ class Exchanged:
     """The first slot of each segment that the optimizer has of it, and the segment."""
     unused: Collection[int] = ()
     """Slots that nobody used in this step, which are not updated: what is kept of them stays."""
+    masters: Tensor | None = None
+    """Over the state range; None where they lie away, or are made of the parameters for each use."""
+    parameters: Tensor | None = None
+    """The whole flat in the compute dtype, where every rank has it between two uses, as it is: what changes it on all
+    ranks alike, and the masters, need not send it. Else None."""
 
 
 @runtime_checkable
@@ -99,6 +104,25 @@ class StepsApart(Communicating, Protocol):
     def meet(self, flats: Sequence[Exchanged]) -> None:
         """Between two steps: make masters and states those of all ranks, by an exchange that comes early.
         Collective."""
+        ...
+
+
+@runtime_checkable
+class Publishes(Communicating, Protocol):
+    """One that may bring the changes of partitioned masters to the parameters of all ranks, in place of a gather."""
+
+    @property
+    def publishes(self) -> bool:
+        """Whether it does so in the present step; asked behind its exchange."""
+        ...
+
+    def restage(self, flats: Sequence[Exchanged], *, partitioned: bool) -> None:
+        """Before an exchange, and before `updated`: whether states are partitioned, on every rank alike.
+        Collective."""
+        ...
+
+    def publish(self, flats: Sequence[Exchanged], number: int) -> None:
+        """Update `number` has changed the masters: change parameters. Collective."""
         ...
 
 

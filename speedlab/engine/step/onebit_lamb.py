@@ -120,8 +120,17 @@ class OneBitLamb(TwoPhases, Lamb):
 
     # ---- the exchange ------------------------------------------------------------------------------------------------
 
-    def _weigh(self, flats: Sequence[Exchanged]) -> None:
+    def _learn_weights(self, flats: Sequence[Exchanged]) -> None:
         self._scales = {each.gradient: own for each, own in zip(flats, self._scales_of(flats), strict=True)}
+
+    def _lasting(self, each: Exchanged) -> Tensor:
+        lasting = super()._lasting(each)
+        for number, here in _parts(each):
+            lasting[here].mul_(self._scales[each.gradient][number])
+        return lasting
+
+    def _weigh(self, flats: Sequence[Exchanged]) -> None:
+        self._learn_weights(flats)
         for gradient, scales in self._scales.items():
             assert gradient.own is not None  # `check_whole_gradients`.
             for slot, scale in zip(gradient.slots, scales, strict=True):

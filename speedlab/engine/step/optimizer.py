@@ -19,7 +19,14 @@ from torch.optim import Optimizer
 
 from cuda_ops.grad_stats import grad_stats
 from speedlab.comm import Group
-from speedlab.engine.step.communicating import Communicating, Exchanged, Prepares, StepsApart, sums_itself
+from speedlab.engine.step.communicating import (
+    Communicating,
+    Exchanged,
+    Prepares,
+    Publishes,
+    StepsApart,
+    sums_itself,
+)
 from speedlab.engine.step.late import LateUpdate, Twin
 from speedlab.engine.step.optimizer_states import OptimizerStates, Scalars
 from speedlab.engine.step.parameter_sums import ParameterSums
@@ -28,7 +35,7 @@ from speedlab.engine.step.update import Update
 from speedlab.engine.step.visits import publishing
 from speedlab.parallel.zero import Flat, Gradient
 from speedlab.parallel.zero.ways import Waited
-from speedlab.placement import Placement, Residency
+from speedlab.placement import Holders, Placement, Residency
 
 
 class PartitionedOptimizer:
@@ -48,6 +55,8 @@ class PartitionedOptimizer:
         inner optimizer of the segments of each of its groups; `apart`: each segment is of one parameter."""
         self.flats = [flat for flat in flats if flat.gradient is not None]
         self._gradients = {flat.name: flat.gradient for flat in flats if flat.gradient is not None}
+        self._partitioned = placement.residency.optimizer_states is Holders.PARTITIONED
+        """Whether states are, on every rank; a rank may have no flats that tell."""
         self._others = {row.name for row in placement.rows if not row.answers}
         """Parameters that other tensor or pipeline ranks count."""
         self._sums = ParameterSums(self.flats, placement, axes)
@@ -124,14 +133,20 @@ class PartitionedOptimizer:
         if not sums_itself(self.inner):
             return factor
         assert isinstance(self.inner, Communicating)  # See `sums_itself`.
-        self.inner.exchange(self._exchanged(unused), factor)
+        flats = self._exchanged(unused)
+        if isinstance(self.inner, Publishes):
+            self.inner.restage(flats, partitioned=self._partitioned)
+        self.inner.exchange(flats, factor)
         return 1.0
 
     @torch.no_grad()
     def tell_updated(self, everyone: Group) -> None:
         """Tell an optimizer that may sum gradients itself that an update was made. Collective over all ranks."""
         if isinstance(self.inner, Communicating):
-            self.inner.updated(self._exchanged(), everyone)
+            flats = self._exchanged()
+            if isinstance(self.inner, Publishes):
+                self.inner.restage(flats, partitioned=self._partitioned)
+            self.inner.updated(flats, everyone)
 
     @torch.no_grad()
     def meet(self) -> None:
@@ -157,6 +172,8 @@ class PartitionedOptimizer:
                 flat.state_range == (0, flat.padded),
                 [(segment.first, segment.master) for segment in self._states.segments[flat.name]],
                 unused.get(flat.name, ()),
+                flat.master if flat.masters_stay else None,
+                flat.full if flat.masters_stay and flat.parameters_stay else None,
             )
             for flat, gradient in zip(self.flats, self.gradients, strict=True)
         ]
@@ -181,15 +198,22 @@ class PartitionedOptimizer:
         """
         unused = unused or {}
         self._begin(unused, number)
-        self._update = self._update_by(self.inner, self.flats if flats is None else flats, ahead)
+        publishes = isinstance(self.inner, Publishes) and sums_itself(self.inner) and self.inner.publishes
+        every = self.flats if flats is None else flats
+        self._update = self._update_by(self.inner, every, ahead, publishes=not publishes)
         for work in self._update.make(factor, unused):
             work.wait()
+        if publishes:
+            assert isinstance(self.inner, Publishes)  # See above.
+            self.inner.publish(self._exchanged(unused), number)
 
     def _begin(self, unused: Mapping[str, Collection[int]], number: int) -> None:
         self._number = number
         self._states.cut_out(unused)
 
-    def _update_by(self, optimizer: Optimizer, flats: Sequence[Flat], ahead: Flat | None) -> Update:
+    def _update_by(
+        self, optimizer: Optimizer, flats: Sequence[Flat], ahead: Flat | None, *, publishes: bool = True
+    ) -> Update:
         return Update(
             self._states,
             self._gradients,
@@ -198,6 +222,7 @@ class PartitionedOptimizer:
             number=self._number,
             flats=flats,
             ahead=ahead,
+            publishes=publishes,
         )
 
     # ---- an update beside the next step ------------------------------------------------------------------------------
@@ -320,9 +345,10 @@ class PartitionedOptimizer:
         self._give_late_up()
         self._states.rebuild(flat_states, scalars)
 
-    def move(self, before: Residency) -> None:
+    def move(self, before: Residency, after: Residency) -> None:
         """Follow flats that were placed elsewhere; `before` is where they were. Collective when states come
         together."""
+        self._partitioned = after.optimizer_states is Holders.PARTITIONED
         self.rebuild(*self._states.moved(before))
 
 

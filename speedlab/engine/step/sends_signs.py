@@ -5,12 +5,13 @@ of signs and what was meant."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from speedlab.comm import Group
 from speedlab.comm.signs import SignMeans
 from speedlab.config import OptimizerConfig
 from speedlab.engine.step.communicating import Exchanged
@@ -20,6 +21,9 @@ from speedlab.parallel.zero import Gradient
 from speedlab.placement import Home
 
 SERVER_ERROR = "server_error"
+
+Stays = tuple[Gradient, str, slice, Tensor]
+"""What is kept beside a gradient, by name, and some of its values."""
 
 
 class SendsSigns(FusedAdamW):
@@ -77,15 +81,16 @@ class SendsSigns(FusedAdamW):
         with_signs = self._signs and group.size > 1
         exchange = self._through_signs if with_signs else self._as_they_are
         stays = self._kept_of_unused(flats)
-        self._told["error_norm"] = exchange(gradients, terms, factor, share)
-        for gradient, name, place, values in stays:
-            gradient.kept[name][place] = values
+        self._told["error_norm"] = exchange(flats, terms, factor, share)
+        put_back(stays)
         if with_signs:
             self._tell_bytes(flats, sent=True)
         if due:
-            self._told["angle"] = _angle(flats, meant, self._update_of)
+            made = [self._update_of(each, each.gradient.update) for each in flats]
+            wanted = [self._update_of(each, moment) for each, moment in zip(flats, meant, strict=True)]
+            self._told["angle"] = angle_between(made, wanted, None if flats[0].whole else group)
 
-    def _kept_of_unused(self, flats: Sequence[Exchanged]) -> list[tuple[Gradient, str, slice, Tensor]]:
+    def _kept_of_unused(self, flats: Sequence[Exchanged]) -> list[Stays]:
         """What is kept of parameters that nobody used, and where: their momenta travel with all others', and stand
         still."""
         found = []
@@ -104,11 +109,12 @@ class SendsSigns(FusedAdamW):
         wires = self._wires_of([each.gradient for each in flats])
         self._told |= {
             "sent_bytes": wires.sent_bytes if sent else 0.0,
-            "float32_bytes": wires.float32_bytes // (1 if flats[0].whole else 2),
+            "float32_bytes": wires.float32_bytes,
         }
 
-    def _through_signs(self, gradients: list[Gradient], terms: list[Tensor], factor: float, share: float) -> Tensor:
+    def _through_signs(self, flats: Sequence[Exchanged], terms: list[Tensor], factor: float, share: float) -> Tensor:
         """The norm of this rank's errors."""
+        gradients = [each.gradient for each in flats]
         group = gradients[0].group
         worker = [gradient.kept[self.worker] for gradient in gradients]
         server = [gradient.kept[SERVER_ERROR] for gradient in gradients]
@@ -123,7 +129,7 @@ class SendsSigns(FusedAdamW):
             # Signs of what is no parameter's are errors that no checkpoint would have.
             gradient.zero_gaps(term)
             gradient.zero_gaps(served, gradient.own_range[0])
-            squares += _square(served) + means.take(number, term, kept, share=share)
+            squares += square(served) + means.take(number, term, kept, share=share)
             gradient.kept[SERVER_ERROR] = served
             gradient.zero_gaps(term)
             gradient.zero_gaps(kept)
@@ -139,17 +145,15 @@ class SendsSigns(FusedAdamW):
             tensors=[],
         )
 
-    def _as_they_are(self, gradients: list[Gradient], terms: list[Tensor], factor: float, share: float) -> Tensor:
+    def _as_they_are(self, flats: Sequence[Exchanged], terms: list[Tensor], factor: float, share: float) -> Tensor:
         """The same without compression: nothing is missed."""
+        gradients = [each.gradient for each in flats]
         group = gradients[0].group
         for gradient, term in zip(gradients, terms, strict=True):
             term.mul_(factor).add_(gradient.kept[self.worker])
             # Of exchanges of signs before, as of more ranks.
             term[slice(*gradient.own_range)].add_(gradient.kept[SERVER_ERROR], alpha=group.size)
-        for term in terms if group.size > 1 else ():
-            group.all_reduce(term).wait()
-            group.wait_until_read(term)
-            term.div_(group.size)
+        take_means(group, terms)
         for gradient, moment in zip(gradients, terms, strict=True):
             torch.mul(moment, share, out=gradient.kept[self.worker])
             gradient.kept[SERVER_ERROR].zero_()
@@ -195,11 +199,28 @@ class SendsSigns(FusedAdamW):
         if group.size > 1:
             whole = group.sum(mean)
             mean = whole.div_(group.size)
-        mean[low:high] += gradient.kept[SERVER_ERROR]
+        mean[low:high] += self._added_by_owner(each)
         if not each.whole:
             return mean[low:high]
         group.all_gather(mean, mean[low:high].clone()).wait()
         return mean
+
+    def _added_by_owner(self, each: Exchanged) -> Tensor:
+        """To the mean of the slice that this rank serves."""
+        return each.gradient.kept[SERVER_ERROR]
+
+
+def put_back(stays: Sequence[Stays]) -> None:
+    for gradient, name, place, values in stays:
+        gradient.kept[name][place] = values
+
+
+def take_means(group: Group, terms: Sequence[Tensor]) -> None:
+    """Over the ranks, in place. Collective."""
+    for term in terms if group.size > 1 else ():
+        group.all_reduce(term).wait()
+        group.wait_until_read(term)
+        term.div_(group.size)
 
 
 def whole_terms(gradient: Gradient) -> Tensor:
@@ -215,20 +236,17 @@ def served(gradient: Gradient, place: slice) -> slice:
     return slice(low - start, max(low, high) - start)
 
 
-def _square(tensor: Tensor) -> Tensor:
+def square(tensor: Tensor) -> Tensor:
+    """Of its norm, float64."""
     return torch.linalg.vector_norm(tensor).double().square()
 
 
-def _angle(
-    flats: Sequence[Exchanged], meant: Sequence[Tensor], update_of: Callable[[Exchanged, Tensor], Tensor]
-) -> float:
-    """Degrees between the update that is made and the one of the momenta that are `meant`, over the dp ranks.
-    Collective."""
-    group = flats[0].gradient.group
-    sums = torch.zeros(3, dtype=torch.float64, device=group.device)
-    for each, moment in zip(flats, meant, strict=True):
-        made, wanted = update_of(each, each.gradient.update).double(), update_of(each, moment).double()
-        sums += torch.stack([made @ wanted, made @ made, wanted @ wanted])
-    both, of_made, of_wanted = (sums if flats[0].whole else group.sum(sums)).tolist()
+def angle_between(made: Sequence[Tensor], wanted: Sequence[Tensor], group: Group | None) -> float:
+    """Degrees between two directions, of each of which there are parts here; over the ranks of `group`, where they have
+    others. Collective."""
+    sums = torch.zeros(3, dtype=torch.float64, device=made[0].device)
+    for one, other in zip((each.double() for each in made), (each.double() for each in wanted), strict=True):
+        sums += torch.stack([one @ other, one @ one, other @ other])
+    both, of_made, of_wanted = (sums if group is None else group.sum(sums)).tolist()
     lengths = math.sqrt(of_made * of_wanted)
     return math.degrees(math.acos(max(-1.0, min(1.0, both / lengths)))) if lengths else 0.0

@@ -12,7 +12,8 @@ a variance that stays as it is. What is made of them is the optimizer's (`onebit
    Nothing is clipped: the norm of the sum is known to nobody. Of one rank, and with compression "none", m is exact.
 
 Between two steps a rank keeps its own error plus beta1 m ("carried", the whole flat), which is all that the next
-exchange wants of both, and the error of the mean that it serves ("server_error", its partition).
+exchange wants of both, and the error of the mean that it serves ("server_error", its partition). Where states are
+partitioned, 3 is another one and so is what is kept: `to_owners`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ import torch
 from speedlab.comm import Group
 from speedlab.config import OptimizerConfig
 from speedlab.engine.step.communicating import Exchanged
-from speedlab.engine.step.sends_signs import SERVER_ERROR, SendsSigns
+from speedlab.engine.step.sends_signs import SERVER_ERROR
+from speedlab.engine.step.to_owners import ToOwners
 from speedlab.placement import Holders, Home
 
 CARRIED = "carried"
 
 
-class TwoPhases(SendsSigns):
+class TwoPhases(ToOwners):
     """An optimizer whose momenta travel as signs once the variance is frozen. The phase is in each of `param_groups`,
     so that checkpoints have it: `updates` so far, `frozen_at` (None: warm-up), and `variance` and `rate` of the last
     look."""
@@ -56,7 +58,7 @@ class TwoPhases(SendsSigns):
 
     def begin_anew(self) -> None:
         """The warm-up begins."""
-        self._phase(updates=0, frozen_at=None, variance=None, rate=None)
+        self._phase(updates=0, frozen_at=None, variance=None, rate=None, partitioned=False)
 
     def updated(self, flats: Sequence[Exchanged], everyone: Group) -> None:
         """Count an update, and freeze the variance where the warm-up is over."""
@@ -98,15 +100,9 @@ class TwoPhases(SendsSigns):
             gradient = each.gradient
             variance = each.moments.get("exp_avg_sq")
             floors = self._raise_to_floor(each, variance)
-            carried = gradient.kept[self.worker]
-            moment = each.moments.get("exp_avg")
-            if each.whole:
-                carried.copy_(torch.zeros_like(carried) if moment is None else moment)
-            else:
-                low, high = gradient.own_range
-                own = carried.new_zeros(high - low) if moment is None else moment.contiguous()
-                gradient.group.all_gather(carried, own).wait()
-            carried.mul_(beta1)
+            carried, moment = gradient.kept[self.worker].zero_(), each.moments.get("exp_avg")
+            if each.whole and moment is not None:
+                torch.mul(moment, beta1, out=carried)
             gradient.kept[SERVER_ERROR].zero_()
             self._frozen(each, floors)
 
@@ -123,7 +119,8 @@ class TwoPhases(SendsSigns):
         beta1 = self.param_groups[0]["betas"][0]
         self._weigh(flats)
         self._told = {"compressed": 1.0}
-        self._mean(flats, (1 - beta1) * factor * flats[0].gradient.group.size, beta1)
+        self._mean(flats, (1 - beta1) * factor * flats[0].gradient.group.size, beta1 if flats[0].whole else 0.0)
+        self._add_missed(flats)
 
     def _weigh(self, flats: Sequence[Exchanged]) -> None:
         """Before an exchange: change the terms of gradients as momenta are changed while they travel. Collective."""

@@ -34,13 +34,14 @@ class Update:
         number: int,
         flats: Sequence[Flat],
         ahead: Flat | None,
+        publishes: bool,
     ) -> None:
         """`gradients`: by names of flats. `optimizer`: what makes it, the inner one of `states`, or the same with the
         options of the step whose update it is. `number`: how many there were before. `flats`: those that are updated;
-        `ahead`: the one that the next update begins with."""
+        `ahead`: the one that the next update begins with. `publishes`: whether parameters follow masters at all."""
         self._states, self._gradients, self._sums = states, gradients, sums
         self._optimizer, self._number, self._flats, self._ahead = optimizer, number, flats, ahead
-        self._stepping = False
+        self._stepping, self._publishes = False, publishes
 
     def steps(self, optimizer: Optimizer) -> bool:
         """Whether the step of this optimizer that is under way is this update's."""
@@ -66,7 +67,7 @@ class Update:
 
     def _published(self, flat: Flat, *, copied: bool = False) -> list[Waited]:
         """The parameters of an updated flat, on their way to the other ranks; an update beside a step sends nothing."""
-        work = None if flat.ahead else flat.publish(copied=copied, update=self._number)
+        work = None if flat.ahead or not self._publishes else flat.publish(copied=copied, update=self._number)
         return [] if work is None else [work]
 
     # ---- fused -------------------------------------------------------------------------------------------------------
