@@ -48,10 +48,10 @@ def _problems_of_sums(
     optimizer: OptimizerConfig, stage: int, offload: OffloadConfig, masters: str, moments: str
 ) -> list[str]:
     name = f"optimizer.name '{optimizer.name}'"
-    or_one = "" if optimizer.name == "zero_one_adam" else ", or to 1, where parameters still travel whole"
+    or_one = "" if optimizer.name == "zero_one_adam" else " or 1"
     problems = {
-        f"{name} needs whole gradients on every rank, and zero.stage {stage} partitions them; set zero.stage to 0, "
-        f"where signs are all that travels{or_one}": stage > 1,
+        f"{name} needs whole gradients on every rank, and zero.stage {stage} partitions them; set zero.stage to "
+        f"0{or_one}": stage > 1,
         f"{name} keeps its error feedback and states on the device, and offload.optimizer is {offload.optimizer!r}; "
         f"set offload.optimizer to 'none', or optimizer.name to '{optimizer.plain}'": offload.optimizer != "none",
         f"{name} freezes a variance in float32, and precision.moments is {moments!r}; set precision.moments to "

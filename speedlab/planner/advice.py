@@ -31,17 +31,16 @@ def exchange_advice(setup: Setup, hardware: Hardware, time: StepTime) -> str:
     if setup.layout.replicas == 1:
         return f"one data-parallel rank exchanges nothing: {name} freezes its variance for nothing; take {plain}"
     usual = hardware.time(replace(setup, optimizer=OptimizerConfig(name=plain))).step_seconds
-    gain, stage = usual / time.step_seconds, setup.zero_stage
+    gain = usual / time.step_seconds
     if gain < _LEAST_GAIN:
         return (
             f"on these links {plain}'s steps take {1e3 * usual:,.1f} ms, compressed ones "
             f"{1e3 * time.step_seconds:,.1f} ms: compression costs more than it saves; take {plain}"
         )
     run = 1 / (_WARM_UP + (1 - _WARM_UP) / gain)
-    whole = "; at stage 1 parameters still travel whole, at stage 0 nothing does" if stage else ""
     return (
         f"compressed steps are {_times(gain)} times as fast as {plain}'s here, a run with a warm-up of {_WARM_UP:.0%} "
-        f"{_times(run)} times{whole}"
+        f"{_times(run)} times"
     )
 
 

@@ -250,8 +250,7 @@ def _data_parallel(
     units = max(blocks_by_rank(setup)) + 1
     sending = Sending(setup=setup, groups=groups, memory_bytes=rates.memory_bytes, elements=held, units=units)
     if setup.optimizer.sums_itself:  # In its update, behind all backwards: one message there, one back.
-        signs = 2 * dp.gather(held * _SIGN_BYTES) / setup.optimizer.exchange_every
-        return signs + (sending.parameters() if setup.zero_stage else 0.0), 0.0
+        return 2 * dp.gather(held * _SIGN_BYTES) / setup.optimizer.exchange_every, 0.0
     if setup.zero_stage == 0:
         gradients, parameters = dp.all_reduce(held * summed), 0.0
     else:

@@ -24,13 +24,12 @@ class Exchanged:
     """Whether the state range is the whole flat, rather than this rank's partition."""
     segments: Sequence[tuple[int, Tensor]]
     """The first slot of each segment that the optimizer has of it, and the segment."""
+    masters: Tensor
+    """Over the state range, on the device: nothing that communicates goes with others (`config.optimizer_rules`)."""
+    parameters: Tensor
+    """The whole flat, in the compute dtype; it may be the masters' memory."""
     unused: Collection[int] = ()
     """Slots that nobody used in this step, which are not updated: what is kept of them stays."""
-    masters: Tensor | None = None
-    """Over the state range; None where they lie away, or are made of the parameters for each use."""
-    parameters: Tensor | None = None
-    """The whole flat in the compute dtype, where every rank has it between two uses, as it is: what changes it on all
-    ranks alike, and the masters, need not send it. Else None."""
 
 
 @runtime_checkable

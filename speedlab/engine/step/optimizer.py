@@ -171,9 +171,9 @@ class PartitionedOptimizer:
                 self._states.of(flat),
                 flat.state_range == (0, flat.padded),
                 [(segment.first, segment.master) for segment in self._states.segments[flat.name]],
+                flat.master,
+                flat.full,
                 unused.get(flat.name, ()),
-                flat.master if flat.masters_stay else None,
-                flat.full if flat.masters_stay and flat.parameters_stay else None,
             )
             for flat, gradient in zip(self.flats, self.gradients, strict=True)
         ]

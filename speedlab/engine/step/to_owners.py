@@ -15,8 +15,6 @@ chunk have one magnitude, so what nothing updates (an infinite variance) moves b
 
 With whole states a rank keeps beta1 · momentum in its error, and the server's error is one of a momentum. `restage`
 makes one of the other where a run goes on with other partitions.
-
-Where parameters come with each use, or travel as other codes, they do so here, and only 1 and 2 are made of signs.
 """
 
 from __future__ import annotations
@@ -103,7 +101,7 @@ class ToOwners(SendsSigns):
         missed = torch.empty_like(gradient.kept[self.worker])
         gradient.group.all_gather(missed, gradient.kept[SERVER_ERROR]).wait()
         for index, slot in enumerate(gradient.slots):
-            if each.masters is not None and index not in each.unused:
+            if index not in each.unused:
                 each.masters[slot.range].add_(missed[slot.range])
 
     # ---- gradients to owners -----------------------------------------------------------------------------------------
@@ -146,24 +144,20 @@ class ToOwners(SendsSigns):
     def _added_by_owner(self, each: Exchanged) -> Tensor:
         return super()._added_by_owner(each) if each.whole else self._lasting(each)
 
-    def _tell_bytes(self, flats: Sequence[Exchanged], *, sent: bool) -> None:
-        super()._tell_bytes(flats, sent=sent)
-        if not flats[0].whole and not _all_move(flats):  # Then parameters travel as they would without compression.
-            self._told |= {name: self._told[name] / 2 for name in ("sent_bytes", "float32_bytes")}
-
     # ---- changes from them -------------------------------------------------------------------------------------------
 
     def _add_missed(self, flats: Sequence[Exchanged]) -> None:
         """Where states are partitioned: r is in the masters while they are updated (2)."""
-        self.publishes = not flats[0].whole and self._signs and _all_move(flats)
-        self._before_update = [_masters(each).clone() for each in flats] if self.publishes else []
-        for each in flats if not flats[0].whole else ():
+        partitioned = not flats[0].whole
+        self.publishes = partitioned and self._signs
+        self._before_update = [each.masters.clone() for each in flats] if self.publishes else []
+        for each in flats if partitioned else ():
             missed = each.gradient.kept[SERVER_ERROR]
             for index, slot in enumerate(each.gradient.slots):
                 here = served(each.gradient, slot.range)
-                if each.masters is not None and index not in each.unused:
+                if index not in each.unused:
                     each.masters[here].add_(missed[here])
-                    if not self.publishes:
+                    if not self.publishes:  # Whole masters travel.
                         missed[here].zero_()
 
     @torch.no_grad()
@@ -172,12 +166,12 @@ class ToOwners(SendsSigns):
         parameters are (3). Collective."""
         befores, self._before_update = self._before_update, []
         wires = self._wires_of([each.gradient for each in flats])
-        moves = wires.spread([_masters(each) - before for each, before in zip(flats, befores, strict=True)])
+        moves = wires.spread([each.masters - before for each, before in zip(flats, befores, strict=True)])
         stays = self._kept_of_unused(flats)
         made, wanted = list[Tensor](), list[Tensor]()
         squares = torch.zeros((), dtype=torch.float64, device=flats[0].gradient.group.device)
         for number_of_flat, (each, before) in enumerate(zip(flats, befores, strict=True)):
-            masters, missed = _masters(each), each.gradient.kept[SERVER_ERROR]
+            masters, missed = each.masters, each.gradient.kept[SERVER_ERROR]
             missed.copy_(masters)
             if "angle" in self._told:
                 wanted.append(missed - before)
@@ -196,8 +190,7 @@ class ToOwners(SendsSigns):
 
 def _move(each: Exchanged, before: Tensor, decode: Callable[[Tensor], None], number: int) -> None:
     """Parameters are moved by what is decoded, from where this rank's were `before` the update; masters follow."""
-    gradient, parameters, masters = each.gradient, each.parameters, _masters(each)
-    assert parameters is not None  # `_all_move`.
+    gradient, parameters = each.gradient, each.parameters
     move = whole_terms(gradient)
     decode(move)
     gradient.zero_gaps(move)
@@ -211,14 +204,4 @@ def _move(each: Exchanged, before: Tensor, decode: Callable[[Tensor], None], num
         round_stochastically(move, parameters, seed=seed, step=number, offset=0)
     else:
         parameters += move
-    masters.copy_(parameters[own])
-
-
-def _masters(each: Exchanged) -> Tensor:
-    assert each.masters is not None  # `_all_move`.
-    return each.masters
-
-
-def _all_move(flats: Sequence[Exchanged]) -> bool:
-    """Whether all parameters can be moved where they are."""
-    return all(each.parameters is not None for each in flats)
+    each.masters.copy_(parameters[own])

@@ -145,16 +145,6 @@ class Flat:
         return not at_home or self._rounded or self._coded
 
     @property
-    def masters_stay(self) -> bool:
-        """Whether masters are there without a visit."""
-        return not self._rounded and not self._master_away
-
-    @property
-    def parameters_stay(self) -> bool:
-        """Whether every rank has all parameters between two uses, and these are the masters', in their dtype."""
-        return not self.residency.parameters_come and not self.rounded
-
-    @property
     def gathered(self) -> bool:
         """Whether `full` holds memory now."""
         return self._coming is None or self._coming.here
