@@ -13,7 +13,7 @@ import platform
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import speedlab.cluster.remote as remote
 from speedlab.cluster.errors import ClusterError, RankError
@@ -199,10 +199,10 @@ class Run:
         self.cluster = cluster
 
     def advance(self, n: int = 1) -> Pending:
-        """Compute `n` more steps, then pause. Raises ValueError for less than one."""
-        if n < 1:
-            raise ValueError(f"advance({n}): a run only goes forward; n is at least 1")
-        return self._post("step", n=n)
+        """Compute `n` more steps, then pause. Raises ValueError for less than one, and for what is no number of steps."""
+        if not isinstance(n, SupportsIndex) or n.__index__() < 1:
+            raise ValueError(f"advance({n!r}): a run only goes forward, by whole steps; n is an int, at least 1")
+        return self._post("step", n=n.__index__())
 
     def stop(self) -> Pending:
         """End the run after the step that is being computed."""

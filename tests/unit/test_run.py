@@ -381,8 +381,9 @@ def test_a_run_advances_by_one_step_at_least(make):
     run = make(steps=4)
     run.wait(10)
     assert run.step == 4
-    with pytest.raises(ValueError, match="at least 1"):
-        run.advance(0)
+    for wrong in (0, 1.0, "1"):
+        with pytest.raises(ValueError, match=r"advance\(.*\): .* at least 1"):
+            run.advance(wrong)
 
 
 def test_words_return_at_once_and_answers_can_be_awaited(make, engines):
