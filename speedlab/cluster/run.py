@@ -199,7 +199,7 @@ class Run:
         self.cluster = cluster
 
     def advance(self, n: int = 1) -> Pending:
-        """Compute `n` more steps, then pause. Raises ValueError for less than one, and for what is no number of steps."""
+        """Compute `n` more steps, then pause. Raises ValueError for anything but a whole number of at least 1."""
         if not isinstance(n, SupportsIndex) or n.__index__() < 1:
             raise ValueError(f"advance({n!r}): a run only goes forward, by whole steps; n is an int, at least 1")
         return self._post("step", n=n.__index__())

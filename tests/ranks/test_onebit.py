@@ -145,7 +145,7 @@ def by_hand(
                 sent /= workers
                 m[k] = m[k] if owned else sent
             if owned:
-                m[k] = sent + BETAS[0] * m[k]
+                m[k] = sent.add(m[k], alpha=BETAS[0])
             shown = masters[k].clone()
             if owned and compress:
                 masters[k] += server[k]

@@ -123,11 +123,13 @@ class OneBitLamb(TwoPhases, Lamb):
     def _learn_weights(self, flats: Sequence[Exchanged]) -> None:
         self._scales = {each.gradient: own for each, own in zip(flats, self._scales_of(flats), strict=True)}
 
-    def _lasting(self, each: Exchanged) -> Tensor:
-        lasting = super()._lasting(each)
-        for number, here in _parts(each):
-            lasting[here].mul_(self._scales[each.gradient][number])
-        return lasting
+    def _add_lasting(self, each: Exchanged, values: Tensor) -> Tensor:
+        beta1 = self.param_groups[0]["betas"][0]
+        if "exp_avg" in each.moments:
+            moment, scales = each.moments["exp_avg"], self._scales[each.gradient]
+            for number, here in _parts(each):
+                values[here].add_(moment[here], alpha=beta1 * scales[number])
+        return values
 
     def _weigh(self, flats: Sequence[Exchanged]) -> None:
         self._learn_weights(flats)

@@ -199,15 +199,15 @@ class SendsSigns(FusedAdamW):
         if group.size > 1:
             whole = group.sum(mean)
             mean = whole.div_(group.size)
-        mean[low:high] += self._added_by_owner(each)
+        self._add_by_owner(each, mean[low:high])
         if not each.whole:
             return mean[low:high]
         group.all_gather(mean, mean[low:high].clone()).wait()
         return mean
 
-    def _added_by_owner(self, each: Exchanged) -> Tensor:
+    def _add_by_owner(self, each: Exchanged, mean: Tensor) -> None:
         """To the mean of the slice that this rank serves."""
-        return each.gradient.kept[SERVER_ERROR]
+        mean.add_(each.gradient.kept[SERVER_ERROR])
 
 
 def put_back(stays: Sequence[Stays]) -> None:

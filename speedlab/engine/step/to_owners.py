@@ -64,13 +64,10 @@ class ToOwners(SendsSigns):
     def _learn_weights(self, flats: Sequence[Exchanged]) -> None:
         """Before momenta are asked for: by what they are multiplied while they travel. Collective."""
 
-    def _lasting(self, each: Exchanged) -> Tensor:
-        """What the next momentum has of the last one, over the state range, as it travels; a new tensor."""
+    def _add_lasting(self, each: Exchanged, values: Tensor) -> Tensor:
+        """Plus what the next momentum has of the last one, over the state range and as it travels, in place."""
         moment = each.moments.get("exp_avg")
-        if moment is None:
-            low, high = (0, whole_terms(each.gradient).numel()) if each.whole else each.gradient.own_range
-            return torch.zeros(high - low, device=each.gradient.group.device)
-        return moment * self.param_groups[0]["betas"][0]
+        return values if moment is None else values.add_(moment, alpha=self.param_groups[0]["betas"][0])
 
     # ---- partitions that change --------------------------------------------------------------------------------------
 
@@ -90,14 +87,14 @@ class ToOwners(SendsSigns):
         gradient = each.gradient
         errors, own = gradient.kept[self.worker], slice(*gradient.own_range)
         lasting = torch.empty_like(errors)
-        gradient.group.all_gather(lasting, self._lasting(each)).wait()
+        gradient.group.all_gather(lasting, self._add_lasting(each, torch.zeros_like(errors[own]))).wait()
         errors.sub_(lasting)
         errors[own].add_(gradient.kept[SERVER_ERROR], alpha=gradient.group.size)
 
     def _carry_momenta(self, each: Exchanged) -> None:
         """Errors plus momenta; what changes have missed is the masters'."""
         gradient = each.gradient
-        gradient.kept[self.worker].add_(self._lasting(each))
+        self._add_lasting(each, gradient.kept[self.worker])
         missed = torch.empty_like(gradient.kept[self.worker])
         gradient.group.all_gather(missed, gradient.kept[SERVER_ERROR]).wait()
         for index, slot in enumerate(gradient.slots):
@@ -120,13 +117,13 @@ class ToOwners(SendsSigns):
             each.gradient.zero_gaps(mean, each.gradient.own_range[0])
             kept.copy_(term)
             squares += square(term)
-            term[slice(*each.gradient.own_range)] = mean.add_(self._lasting(each))
+            term[slice(*each.gradient.own_range)] = self._add_lasting(each, mean)
         return squares.sqrt()
 
     def _refuse_non_finite(self, gradient: Gradient, means: Sequence[Tensor]) -> None:
         """On all ranks, where one of them serves something that is not finite. It waits for the device."""
-        finite = torch.stack([mean.isfinite().all() for mean in means]).all()
-        if gradient.group.sum((~finite).float()[None]).item():
+        broken = ~torch.stack([mean.sum() for mean in means]).isfinite()  # One pass, where each element's flag is two.
+        if gradient.group.sum(broken.any().float()[None]).item():
             raise self._not_finite()
 
     def _as_they_are(self, flats: Sequence[Exchanged], terms: list[Tensor], factor: float, share: float) -> Tensor:
@@ -138,11 +135,14 @@ class ToOwners(SendsSigns):
         take_means(flats[0].gradient.group, terms)
         for each, term in zip(flats, terms, strict=True):
             each.gradient.kept[self.worker].zero_()
-            term[slice(*each.gradient.own_range)] += self._lasting(each)
+            self._add_lasting(each, term[slice(*each.gradient.own_range)])
         return torch.zeros((), dtype=torch.float64, device=flats[0].gradient.group.device)
 
-    def _added_by_owner(self, each: Exchanged) -> Tensor:
-        return super()._added_by_owner(each) if each.whole else self._lasting(each)
+    def _add_by_owner(self, each: Exchanged, mean: Tensor) -> None:
+        if each.whole:
+            super()._add_by_owner(each, mean)
+        else:
+            self._add_lasting(each, mean)
 
     # ---- changes from them -------------------------------------------------------------------------------------------
 
