@@ -286,16 +286,16 @@ def errors_of(engine: Any) -> dict[str, list[Tensor]]:
     return {name: [each[name].clone() for each in kept] for name in kept[0]}
 
 
-def spoil(kind: str) -> Any:
-    """A step whose gradient is not finite, or whose exchange is cut off behind its first message."""
-    with engine_of(configuration(0)) as engine:
+def spoil(kind: str, stage: int) -> Any:
+    """A step whose gradient is not finite, or whose exchange is cut off, at stage 0 behind its first message."""
+    with engine_of(configuration(stage)) as engine:
         for step in range(FREEZE + 1):
             step_of(engine, step)
         before, parameters = errors_of(engine), engine.state_dict()
         first = next(iter(engine.module.parameters()))
         group = engine.partitioned_optimizer.gradients[0].group
         if kind == "lost":
-            group.gather_along = _lost
+            setattr(group, "exchange" if stage else "gather_along", _lost)
         elif kind == "large":  # Finite gradients, whose mean magnitude is not.
             first.register_hook(lambda grad: torch.full_like(grad, 1e38))
         elif engine.world.rank == 1:  # On one rank: all of them have to refuse it.
@@ -315,12 +315,33 @@ def _lost(*_: Any) -> Tensor:
     raise PeerLost("rank 1 left")
 
 
+@pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("kind", ["nan", "inf", "large", "lost"])
-def test_what_fails_leaves_feedback_and_parameters_as_they_were(two: Pool, kind: str) -> None:
-    for error, as_before, step in two.run(spoil, kind):
+def test_what_fails_leaves_feedback_and_parameters_as_they_were(two: Pool, kind: str, stage: int) -> None:
+    for error, as_before, step in two.run(spoil, kind, stage):
         assert ("rank 1 left" if kind == "lost" else "not finite") in error
         assert as_before
         assert step == FREEZE + 1
+
+
+def lose_changes() -> list[str]:
+    """What a step tells whose second message is cut off, behind the update of partitioned masters, and the next one."""
+    with engine_of(configuration(1)) as engine:
+        for step in range(FREEZE + 1):
+            step_of(engine, step)
+        engine.partitioned_optimizer.gradients[0].group.gather_along = _lost
+        told = []
+        for step in range(FREEZE + 1, FREEZE + 3):
+            with pytest.raises((PeerLost, RuntimeError)) as error:
+                step_of(engine, step)
+            told.append(str(error.value))
+        return told
+
+
+def test_an_update_whose_changes_are_lost_is_told_as_cut_off(two: Pool) -> None:
+    for first, second in two.run(lose_changes):
+        assert "rank 1 left" in first
+        assert "was cut off and has changed some parameters only; go back with load_checkpoint" in second
 
 
 def conserved(seed: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from cuda_ops import gpu, warm
+from cuda_ops import gpu, stochastic, warm
 from speedlab.config import ConfigError, RunConfig
 
 
@@ -28,6 +28,8 @@ def prepare_optimizer(config: RunConfig, device: torch.device) -> None:
     """The same of signs, where the optimizer sends them, and of updates that look at whole parameters."""
     optimizer = config.optimizer
     steps = (*(warm.SIGNS if optimizer.sums_itself else ()), *(warm.LAYERWISE if optimizer.looks_at_parameters else ()))
+    if optimizer.sums_itself and config.zero.stage:  # Narrow parameters are rounded as they move.
+        steps += (stochastic.warm,)
     if not steps:
         return
     if device.type == "cuda" and not gpu.available():

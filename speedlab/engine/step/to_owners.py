@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ops.stochastic import round_stochastically
+from cuda_ops import stochastic
 from speedlab.config import OptimizerConfig
 from speedlab.engine.step.communicating import Exchanged
 from speedlab.engine.step.sends_signs import (
@@ -58,6 +58,13 @@ class ToOwners(SendsSigns):
     def communicates(self) -> bool:
         """Whether momenta are compressed in the next step."""
         raise NotImplementedError
+
+    def prepare(self, flats: Sequence[Exchanged]) -> None:
+        """As of `SendsSigns`; narrow parameters are rounded as they move."""
+        super().prepare(flats)
+        for each in flats:
+            if not each.whole and each.parameters.device.type == "cpu":
+                stochastic.warm(each.parameters.dtype)
 
     # ---- momenta while they travel -----------------------------------------------------------------------------------
 
@@ -201,7 +208,7 @@ def _move(each: Exchanged, before: Tensor, decode: Callable[[Tensor], None], num
     if parameters.dtype is torch.bfloat16:
         move += parameters
         seed = zlib.crc32(gradient.slots[0].name.encode())
-        round_stochastically(move, parameters, seed=seed, step=number, offset=0)
+        stochastic.round_stochastically(move, parameters, seed=seed, step=number, offset=0)
     else:
         parameters += move
     each.masters.copy_(parameters[own])
