@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,34 @@ def names(page: Any) -> list[str]:
 
 def names_in_order(page: Any) -> list[str]:
     return page.locator(".sl-row .sl-name").all_text_contents()
+
+
+@pytest.fixture
+def own_settings(lab: Any) -> Iterator[Path]:
+    file = lab.folder.parent / "config/lab/user-settings/speedlab/plugin.jupyterlab-settings"
+    file.parent.mkdir(exist_ok=True)
+    yield file
+    file.unlink()
+
+
+@pytest.mark.usefixtures("runs")
+def test_settings_that_do_not_fit_are_told_in_place(page: Any, lab: Any, own_settings: Path) -> None:
+    own_settings.write_text(json.dumps({"side": "top", "outputLines": "many", "foldOutput": False}))
+    open_panel(page, lab)
+    told = page.locator(".sl-panel-widget").get_by_text("Settings of SpeedLab: ").inner_text()
+    assert 'side is "top", which is not left or right; left is used' in told
+    assert 'outputLines is "many", which is not a number from 100 to 20000; 2000 is used' in told
+    assert "foldOutput" not in told
+    page.get_by_role("menuitem", name="Settings", exact=True).click()
+    page.get_by_text("Settings Editor").first.click()
+    page.locator(".jp-PluginList-entry", has_text="SpeedLab").first.click()
+    lines = page.locator('.jp-SettingsPanel input[id$="outputLines"]')
+    with page.expect_response(lambda response: response.request.method == "PUT" and "speedlab" in response.url):
+        lines.fill("1500")
+    own_settings.write_text(own_settings.read_text().replace('"top"', '"left"'))
+    open_panel(page, lab)
+    assert '"outputLines": 1500' in own_settings.read_text(), "a number, as the field's"
+    assert page.get_by_text("Settings of SpeedLab: ").count() == 0
 
 
 def test_runs_are_found_looked_at_and_remembered_without_a_kernel(page: Any, lab: Any, runs: Path) -> None:

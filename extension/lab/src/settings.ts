@@ -1,5 +1,6 @@
-// The person's settings. What does not fit is told, and the defaults are used in its place. The schema has types only:
-// what does not fit it, Jupyter's server leaves out without a word to the page.
+// The person's settings. What does not fit is told, and the defaults are used in its place. The schema allows every
+// type, the right one first, of which the editor's fields are made: what does not fit it, Jupyter's server leaves out,
+// with all that stands beside it, and tells nobody.
 
 export interface Settings {
   side: 'left' | 'right';
