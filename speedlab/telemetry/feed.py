@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from dataclasses import replace
+from operator import attrgetter
 
 from speedlab.telemetry.folder import RunFolder, RunFolderError, Status
 from speedlab.telemetry.rank_records import RankRecords
@@ -97,8 +98,8 @@ class Feed:
             self._last_sweep = now
             self._last_others = now if others else self._last_others
             self.others += others
-            for records in list(self.records.values())[: None if others else 1]:
-                news |= records.read()
+            for number, records in enumerate(list(self.records.values())[: None if others else 1]):
+                news |= records.read(newest=leading and number > 0)
         return news
 
     def close(self) -> None:
@@ -120,7 +121,7 @@ class Feed:
     @property
     def damaged_lines(self) -> int:
         """Lines that are no records or events, of those that were read."""
-        return self._damaged_events + sum(records.damaged_lines for records in self.records.values())
+        return self._damaged_events + sum(map(_DAMAGED_LINES, self.records.values()))
 
     @property
     def last(self) -> StepRecord | None:
@@ -215,6 +216,7 @@ class Feed:
 
 
 _NUMBERS = (int, float)
+_DAMAGED_LINES = attrgetter("damaged_lines")
 
 
 def _check_event(event: Event) -> None:

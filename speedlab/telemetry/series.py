@@ -46,6 +46,7 @@ _COLUMNS = (
     "grad_norm",
     *PHASES,
 )
+_ROWS = {name: row for row, name in enumerate(_COLUMNS)}
 
 
 def total_bytes(ledger: Ledger) -> int:
@@ -121,7 +122,7 @@ class Series:
 
     def column(self, name: str) -> np.ndarray:
         """(length,) values of a column; times in seconds."""
-        return self._data[_COLUMNS.index(name), : self.length]
+        return self._data[_ROWS[name], : self.length]
 
     @property
     def smoothed(self) -> np.ndarray:
@@ -242,7 +243,7 @@ class History:
         if lead != self.lead_rank:
             self.lead_rank, self.lead = lead, Series()
         rewritten = self.lead.update(records.get(lead, ()))
-        for record in [self.latest[rank] for rank in new if rank in self.latest]:
+        for record in [self.latest[rank] for rank in new if rank in self.latest and rank != lead]:
             self._waited_for_places |= record.phases.get("offload", 0.0) > 0
             for name, held in MOST.items():
                 self._most_bytes[name] = max(self._most_bytes[name], held(record.ledger))
