@@ -98,8 +98,8 @@ class Feed:
             self._last_sweep = now
             self._last_others = now if others else self._last_others
             self.others += others
-            for number, records in enumerate(list(self.records.values())[: None if others else 1]):
-                news |= records.read(newest=leading and number > 0)
+            for records in list(self.records.values())[: None if others else 1]:
+                news |= records.read()
         return news
 
     def close(self) -> None:

@@ -21,9 +21,6 @@ from speedlab.telemetry.tail import Tail
 NEWEST = 32
 """So many of the newest records are at hand without reading the file from its start."""
 
-_LAST_BYTES = 1 << 12
-"""In which a file's last record is found: most are of one to two thousand bytes."""
-
 
 def last_recorded(folder: Path, rank: int) -> int | None:
     """The step that a rank of the run in `folder` has recorded last; None where it has recorded none."""
@@ -74,13 +71,9 @@ class RankRecords(Sequence[StepRecord]):
         """Where the first line that was not read starts in the file, bytes."""
         return self._tail.position
 
-    def read(self, *, newest: bool = False) -> bool:
-        """Take in what is new in the file; True when there was something. `newest`: who asks wants the last record
-        alone; what is before it is read when somebody asks for it."""
-        lines = self._tail.read(_LAST_BYTES if newest and self._columns is None else None)
-        if self._tail.skipped:
-            self._forget_newest()
-            self._earlier = True
+    def read(self) -> bool:
+        """Take in what is new in the file; True when there was something."""
+        lines = self._tail.read()
         if self._tail.restarted:
             self._columns, self.damaged_lines = None if self._columns is None else Columns(self.rank), 0
             self._forget_newest()

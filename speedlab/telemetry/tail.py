@@ -22,16 +22,13 @@ class Tail:
         """Where the first line that was not read starts, bytes."""
         self.restarted = False
         """Whether the last read began at the start again, because the file had become shorter."""
-        self.skipped = False
-        """Whether the last read passed over lines."""
         self._path, self._end = str(path), end
         self._size_seen = 0
         self._in_long_line = False
 
-    def read(self, newest: int | None = None) -> list[bytes]:
-        """Lines that were completed since the last call; of a huge file, at most 64 MiB at once. `newest`: of more
-        bytes than that only the lines that begin in the last so many, where there are any."""
-        self.restarted = self.skipped = False
+    def read(self) -> list[bytes]:
+        """Lines that were completed since the last call; of a huge file, at most 64 MiB at once."""
+        self.restarted = False
         try:
             size = os.stat(self._path).st_size
         except FileNotFoundError:
@@ -43,12 +40,10 @@ class Tail:
             self.position, self.restarted = 0, True
         self._size_seen = size
         lines: list[bytes] = []
+        stop = min(self.position + self.BUDGET_BYTES, size)
         # Without a buffered file, which asks the system twice as often: a tick reads those of all ranks.
         file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if newest is not None and size - self.position > newest:
-                self._skip_to(file, size - newest, newest)
-            stop = min(self.position + self.BUDGET_BYTES, size)
             while self.position < stop:
                 if not (data := os.pread(file, min(LINE_LIMIT_BYTES, size - self.position), self.position)):
                     break
@@ -65,12 +60,6 @@ class Tail:
         finally:
             os.close(file)
         return lines
-
-    def _skip_to(self, file: int, start: int, newest: int) -> None:
-        """Go to the first line that begins behind `start`, unless that is where the file ends."""
-        data = os.pread(file, newest, start)
-        if 0 < (first := data.find(b"\n") + 1) < data.rfind(b"\n") + 1:
-            self.position, self.skipped, self._in_long_line = start + first, True, False
 
     def skip(self, lines: int) -> None:
         """Go to where the last so many complete lines start, or more of them, without reading what is before."""

@@ -213,49 +213,6 @@ def test_who_asks_for_the_last_record_alone_has_one_line_read(folder, monkeypatc
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_who_leads_passes_over_what_others_wrote_before_their_last_record(folder, asked):
-    """However many lines come between two looks, damaged, half a line, or longer than a look is."""
-    random_numbers = random.Random(2)
-    feed, model, step, cut = Feed(folder), [], 0, b""
-    append(folder, 0, line(1))
-    for _ in range(150):
-        data, cut = cut, b""
-        for _ in range(random_numbers.randrange(12)):
-            step = max(1, step - random_numbers.randrange(20)) if random_numbers.random() < 0.05 else step + 1
-            steps_known = [known for known in model if known < step]
-            record = make_record(step, 1)
-            if random_numbers.random() < 0.1:
-                record = replace(record, timeline=[Span("F", 0, 0, 0.0, 0.1)] * 400)
-            data += record.to_json().encode() + b"\n" + (b"{}\n" if random_numbers.random() < 0.1 else b"")
-            model = [*steps_known, step]
-        if random_numbers.random() < 0.3:
-            data, cut = data[:-1], data[-1:]
-        append(folder, 1, data)
-        feed.poll(files=True, leading=True)
-        if not cut and model:
-            records = feed.records[1]
-            assert records[-1].step == model[-1]
-            if asked:
-                assert ([record.step for record in records], len(records)) == (model, len(model))
-    append(folder, 1, cut)
-    feed.poll(files=True, leading=True)
-    assert steps(feed, 1) == model
-
-
-def test_who_leads_reads_little_of_what_others_wrote(folder, monkeypatch):
-    for rank in range(2):
-        append(folder, rank, line(1, rank))
-    feed = Feed(folder)
-    feed.poll()
-    append(folder, 1, b"".join(line(step, 1) for step in range(2, 3000)))
-    read, pread = [], os.pread
-    monkeypatch.setattr(os, "pread", lambda file, size, start: read.append(size) or pread(file, size, start))
-    feed.poll(files=True, leading=True)
-    assert (feed.records[1][-1].step, sum(read) < 3 * 4096) == (2999, True)
-    assert steps(feed, 1) == list(range(1, 3000))
-
-
-@pytest.mark.parametrize("asked", [False, True])
 def test_records_are_those_that_count_however_they_came_and_whenever_somebody_asks(folder, asked):
     """Steps that go on, go back to a checkpoint, lines that are damaged, a file that begins anew."""
     random_numbers = random.Random(1)
