@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -344,6 +346,144 @@ def test_an_update_whose_changes_are_lost_is_told_as_cut_off(two: Pool) -> None:
         assert "was cut off and has changed some parameters only; go back with load_checkpoint" in second
 
 
+def fail_behind_a_change_of_stage(stage: int, calls: int | None) -> tuple[bool, bool]:
+    """Whether all is as it was where the exchange behind a change of stage loses a peer at its n-th gather (None: it
+    does not), and what a next try gives is what a run gives that lost none."""
+    found = []
+    for lost in (None, calls):
+        with engine_of(configuration(stage)) as engine:
+            for step in range(FREEZE + 2):
+                step_of(engine, step)
+            engine.reshape(zero=1 - stage)
+            before, parameters = errors_of(engine), {name: each.clone() for name, each in engine.state_dict().items()}
+            kept = True
+            if lost is not None:
+                with _losing(engine.partitioned_optimizer.gradients[0].group, lost), pytest.raises(PeerLost):
+                    step_of(engine, FREEZE + 2)
+                after, now = errors_of(engine), engine.state_dict()
+                kept = all(a.equal(b) for name in before for a, b in zip(before[name], after[name], strict=True))
+                kept &= all(value.equal(now[name]) for name, value in parameters.items())
+            losses = [step_of(engine, step) for step in range(FREEZE + 2, FREEZE + 4)]
+            found.append((kept, losses, engine.state_dict()))
+    (_, expected, state), (kept, losses, again) = found
+    return kept, losses == expected and all(value.equal(again[name]) for name, value in state.items())
+
+
+@contextmanager
+def _losing(group: Any, calls: int) -> Iterator[None]:
+    """Its `calls`-th gather, of whatever kind, loses a peer."""
+    made = 0
+
+    def counted(function: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal made
+            made += 1
+            return _lost() if made == calls else function(*arguments, **named)
+
+        return call
+
+    names = ("all_gather", "gather_along")
+    for name in names:
+        setattr(group, name, counted(getattr(group, name)))
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(group, name)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_change_of_stage_that_fails_changes_nothing(two: Pool, stage: int, calls: int) -> None:
+    for kept, same in two.run(fail_behind_a_change_of_stage, stage, calls):
+        assert kept
+        assert same
+
+
+def lose_the_angle() -> tuple[bool, bool]:
+    """Whether errors and parameters are as they were where the look at the angle loses a peer."""
+    with engine_of(configuration(1, optimizer={"angle_every_steps": 1})) as engine:
+        for step in range(FREEZE + 1):
+            step_of(engine, step)
+        before, parameters = errors_of(engine), engine.state_dict()
+        group, made = engine.partitioned_optimizer.gradients[0].group, 0
+        whole = group.sum
+
+        def sum_(tensor: Tensor) -> Tensor:
+            nonlocal made
+            made += tensor.shape == (3,) and tensor.dtype is torch.float64
+            return _lost() if made else whole(tensor)
+
+        group.sum = sum_
+        with pytest.raises(PeerLost):
+            step_of(engine, FREEZE + 1)
+        del group.sum
+        after, now = errors_of(engine), engine.state_dict()
+        same = all(a.equal(b) for name in before for a, b in zip(before[name], after[name], strict=True))
+        return same, all(value.equal(now[name]) for name, value in parameters.items())
+
+
+def test_a_look_at_the_angle_that_fails_leaves_feedback_as_it_was(two: Pool) -> None:
+    assert two.run(lose_the_angle) == [(True, True)] * 2
+
+
+def overflow_on_some(stage: int, parallel: str) -> tuple[str, int]:
+    """What a step tells of finite gradients whose sums are not, on one rank of a pipeline or a tensor."""
+    with engine_of(configuration(stage, parallel={parallel: 2})) as engine:
+        for step in range(FREEZE + 1):
+            step_of(engine, step)
+        if engine.mesh[parallel].index == 0:
+            names = [(name, each) for module in engine.modules for name, each in module.named_parameters()]
+            next(each for name, each in names if "qkv" in name).register_hook(lambda grad: torch.full_like(grad, 1e38))
+        with pytest.raises(NonFiniteError) as error:
+            step_of(engine, FREEZE + 1)
+        return str(error.value), engine.global_step
+
+
+@pytest.mark.parametrize("parallel", ["tp", "pp"])
+def test_all_ranks_refuse_what_is_not_finite_where_some_sum_it(pool_of: PoolOf, parallel: str) -> None:
+    for stage in (0, 1):
+        for told, step in pool_of(4).run(overflow_on_some, stage, parallel):
+            assert "the gradient's norm is" in told
+            assert "is not finite where it is summed. The update was not made" in told
+            assert step == FREEZE + 1
+
+
+class Masked(nn.Module):
+    """With an infinite parameter, as masks of attention have, next to finite ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.mask = nn.Linear(16, 16), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight(x).view(-1, 2, 8) + 0 * self.mask.nan_to_num(neginf=0.0)).square().mean()
+
+
+def move_an_infinity() -> tuple[str, int]:
+    model = shaken(Masked)
+    with torch.no_grad():
+        model.mask[3] = -math.inf
+    config = configuration(1, optimizer={"weight_decay": 0.0}, **AS_IT_IS)
+    engine = speedlab.initialize(model=model, config=config)[0]
+    try:
+        for step in range(FREEZE + 1):
+            engine.backward(engine(torch.randn(2, 16, generator=torch.Generator().manual_seed(step))))
+            if step < FREEZE:
+                engine.step()
+        with pytest.raises(NonFiniteError) as error:
+            engine.step()
+        return str(error.value), sum(int(flat.full.isnan().sum()) for flat in engine.flats)
+    finally:
+        engine.destroy()
+
+
+def test_a_change_that_is_not_finite_is_told_before_parameters_move(two: Pool) -> None:
+    for told, spoiled in two.run(move_an_infinity):
+        assert f"step {FREEZE + 1}: a parameter, or what the update has moved it by, is not finite" in told
+        assert spoiled == 0
+
+
 def conserved(seed: int) -> float:
     """Given + kept - (sent + kept), over what was given, of one exchange of random sizes and magnitudes."""
     group, draw = group_of_all(), torch.Generator().manual_seed(seed)
@@ -539,7 +679,9 @@ class Branches(nn.Module):
         return (found + self.seldom(x) if seldom else found).square().mean()
 
 
-USED = [True, True, True, True, False, False, True, False, True, True]
+USED = [True, True, True, False, True, False, False, True, False, True, True]
+
+AS_IT_IS: dict[str, Any] = {"schedule": {"kind": "constant", "warmup_steps": 0}, "clip_norm": None}
 
 
 def branches() -> nn.Module:
@@ -547,16 +689,16 @@ def branches() -> nn.Module:
 
 
 def through_branches(engine: Any, step: int) -> None:
-    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(step))
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(step)).to(engine.module.always.weight.dtype)
     engine.backward(engine(x, USED[step]))
     engine.step()
 
 
-def stands_still(name: str, compression: str, stage: int) -> tuple[list[bool], float]:
+def stands_still(name: str, compression: str, stage: int, dtype: str) -> tuple[list[bool], float]:
     """Whether in each step all that the optimizer has of the seldom branch stayed, and how far that is in the end from
     what `by_used_steps` has."""
     optimizer = {"name": name, "compression": compression, "lr": 1e-2}
-    config = configuration(stage, optimizer=optimizer, schedule={"kind": "constant", "warmup_steps": 0}, clip_norm=None)
+    config = configuration(stage, optimizer=optimizer, **AS_IT_IS) | {"precision": {"dtype": dtype}}
     engine = speedlab.initialize(model=branches(), config=config)[0]
     try:
         stayed, before = list[bool](), list[Tensor]()
@@ -612,14 +754,112 @@ def by_used_steps() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "compression"), [("onebit_adam", "none"), ("onebit_adam", "signs"), ("onebit_lamb", "signs")]
+    ("name", "compression", "dtype"),
+    [
+        ("onebit_adam", "none", "float32"),
+        ("onebit_adam", "signs", "float32"),
+        ("onebit_adam", "signs", "bfloat16"),
+        ("onebit_lamb", "signs", "float32"),
+    ],
 )
 @pytest.mark.parametrize("stage", [0, 1])
-def test_what_nobody_uses_in_a_compressed_step_stands_still(two: Pool, name: str, compression: str, stage: int) -> None:
-    for stayed, off in two.run(stands_still, name, compression, stage):
+def test_what_nobody_uses_in_a_compressed_step_stands_still(
+    two: Pool, name: str, compression: str, dtype: str, stage: int
+) -> None:
+    for stayed, off in two.run(stands_still, name, compression, stage, dtype):
         assert stayed == [not used for used in USED]
         if compression == "none":
             assert off <= 1e-6, "some units in the last place"
+
+
+def with_what_is_missed(compressed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Of the seldom branch: parameters plus what changes have missed before partitions go, and parameters behind a step
+    that does not use it."""
+    engine = speedlab.initialize(model=branches(), config=configuration(1, optimizer={"lr": 1e-2}, **AS_IT_IS))[0]
+    try:
+        for _ in range(FREEZE + compressed):
+            through_branches(engine, 0)
+        expected = {}
+        for flat in engine.flats:
+            missed = torch.empty(flat.padded)
+            flat.gradient.group.all_gather(missed, flat.gradient.kept["server_error"]).wait()
+            for slot in flat.slots:
+                if slot.name.startswith("seldom"):
+                    expected[slot.name] = (flat.full + missed)[slot.range].view(slot.shape)
+        engine.reshape(zero=0)
+        through_branches(engine, USED.index(False))
+        return expected, {name: engine.state_dict()[name] for name in expected}
+    finally:
+        engine.destroy()
+
+
+def test_masters_that_are_whole_take_what_changes_have_missed_whoever_is_used(two: Pool) -> None:
+    for expected, found in two.run(with_what_is_missed, 2):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-7)
+
+
+# ---- rates, and what somebody else writes ----------------------------------------------------------------------------
+
+
+class TwoLayers(nn.Module):
+    """Whose parameters share chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(32, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.high(torch.relu(self.low(x))) - y).square().mean()
+
+
+def moved_at(rate: float, stage: int, dtype: str = "float32") -> tuple[float, Tensor]:
+    """How far parameters of a layer have moved whose rate is this beside one of 1e-3, and where they are."""
+    model = shaken(TwoLayers)
+    optimizer = {"lr": 1e-3, "weight_decay": 0.0, "variance_floor": 0.3, "freeze_step": 10}
+    config = configuration(stage, optimizer=optimizer, **AS_IT_IS) | {"precision": {"dtype": dtype}}
+    groups = [{"params": list(model.low.parameters()), "lr": rate}, {"params": list(model.high.parameters())}]
+    engine = speedlab.initialize(model=model, model_parameters=groups, config=config)[0]
+    try:
+        start = engine.state_dict()["low.weight"].clone()
+        for step in range(40):
+            draw = torch.Generator().manual_seed(10 * step + engine.mesh.data_index)
+            x, y = (torch.randn(2, width, generator=draw).to(getattr(torch, dtype)) for width in (32, 8))
+            engine.backward(engine(x, y))
+            engine.step()
+        found = engine.state_dict()["low.weight"]
+        return float((found - start).abs().max()), found
+    finally:
+        engine.destroy()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_at_a_rate_of_0_nothing_moves_beside_what_does(two: Pool, dtype: str) -> None:
+    for stage in (0, 1):
+        assert [moved for moved, _ in two.run(moved_at, 0.0, stage, dtype)] == [0.0, 0.0]
+
+
+def test_at_a_far_lower_rate_parameters_move_by_their_own(two: Pool) -> None:
+    expected, _ = two.run(moved_at, 1e-6, 0)[0]
+    for moved, _ in two.run(moved_at, 1e-6, 1):
+        assert moved <= 1.5 * expected
+
+
+def part_by_hand(dtype: str) -> dict[str, Tensor]:
+    """Parameters of this rank behind steps before which all ranks have written the same through `.data`."""
+    with engine_of(configuration(1) | {"precision": {"dtype": dtype}}) as engine:
+        for step in range(FREEZE + 2):
+            if step == FREEZE + 1:
+                for parameter in engine.module.parameters():
+                    parameter.data.mul_(0.9)
+            step_of(engine, step)
+        return {flat.name: flat.full.clone() for flat in engine.flats}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_stay_alike_where_all_have_written_the_same(two: Pool, dtype: str) -> None:
+    first, second = two.run(part_by_hand, dtype)
+    assert all(second[name].equal(value) for name, value in first.items())
 
 
 def refuse(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -115,9 +115,9 @@ class Publishes(Communicating, Protocol):
         """Whether it does so in the present step; asked behind its exchange."""
         ...
 
-    def restage(self, flats: Sequence[Exchanged], *, partitioned: bool) -> None:
-        """Before an exchange, and before `updated`: whether states are partitioned, on every rank alike.
-        Collective."""
+    def restage(self, flats: Sequence[Exchanged], *, partitioned: bool) -> Callable[[], None]:
+        """Before an exchange, and before `updated`: whether states are partitioned, on every rank alike. What is
+        returned takes back what that has changed, where the exchange fails. Collective."""
         ...
 
     def publish(self, flats: Sequence[Exchanged], number: int) -> None:

@@ -134,9 +134,15 @@ class PartitionedOptimizer:
             return factor
         assert isinstance(self.inner, Communicating)  # See `sums_itself`.
         flats = self._exchanged(unused)
+        take_back = None
         if isinstance(self.inner, Publishes):
-            self.inner.restage(flats, partitioned=self._partitioned)
-        self.inner.exchange(flats, factor)
+            take_back = self.inner.restage(flats, partitioned=self._partitioned)
+        try:
+            self.inner.exchange(flats, factor)
+        except BaseException:
+            if take_back is not None:
+                take_back()
+            raise
         return 1.0
 
     @torch.no_grad()

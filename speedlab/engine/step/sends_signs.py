@@ -22,6 +22,10 @@ from speedlab.placement import Home
 
 SERVER_ERROR = "server_error"
 
+FAR = 16.0
+"""How many times a rate may be another than those at which errors were made, before they follow it, or than those of
+other parameters in one message."""
+
 Stays = tuple[Gradient, str, slice, Tensor]
 """What is kept beside a gradient, by name, and some of its values."""
 
@@ -81,14 +85,21 @@ class SendsSigns(FusedAdamW):
         with_signs = self._signs and group.size > 1
         exchange = self._through_signs if with_signs else self._as_they_are
         stays = self._kept_of_unused(flats)
-        self._told["error_norm"] = exchange(flats, terms, factor, share)
-        put_back(stays)
-        if with_signs:
-            self._tell_bytes(flats, sent=True)
-        if due:
-            made = [self._update_of(each, each.gradient.update) for each in flats]
-            wanted = [self._update_of(each, moment) for each, moment in zip(flats, meant, strict=True)]
-            self._told["angle"] = angle_between(made, wanted, None if flats[0].whole else group)
+        # Where parts of momenta are elsewhere the look is a message, too, and may fail when errors are new.
+        before = [gradient.kept[self.worker].clone() for gradient in gradients] if due and not flats[0].whole else []
+        try:
+            self._told["error_norm"] = exchange(flats, terms, factor, share)
+            put_back(stays)
+            if with_signs:
+                self._tell_bytes(flats, sent=True)
+            if due:
+                made = [self._update_of(each, each.gradient.update) for each in flats]
+                wanted = [self._update_of(each, moment) for each, moment in zip(flats, meant, strict=True)]
+                self._told["angle"] = angle_between(made, wanted, None if flats[0].whole else group)
+        except BaseException:
+            for gradient, errors in zip(gradients, before, strict=False):  # None without a look.
+                gradient.kept[self.worker].copy_(errors)
+            raise
 
     def _kept_of_unused(self, flats: Sequence[Exchanged]) -> list[Stays]:
         """What is kept of parameters that nobody used, and where: their momenta travel with all others', and stand
@@ -208,6 +219,12 @@ class SendsSigns(FusedAdamW):
     def _add_by_owner(self, each: Exchanged, mean: Tensor) -> None:
         """To the mean of the slice that this rank serves."""
         mean.add_(each.gradient.kept[SERVER_ERROR])
+
+
+def lift(rate: float, largest: float) -> float:
+    """By what a sum of changes at a `rate` is multiplied while it travels beside others at the `largest`: elements of a
+    chunk have one magnitude. A power of two, so that nothing is rounded."""
+    return 2.0 ** round(math.log2(largest / rate)) if 0 < FAR * rate < largest else 1.0
 
 
 def put_back(stays: Sequence[Stays]) -> None:

@@ -26,11 +26,21 @@ from speedlab.engine.step.communicating import sums_itself, updates_unused
 from speedlab.engine.step.random_streams import RandomStreams
 from speedlab.engine.step.same_data import SameData
 from speedlab.engine.step.state import TrainingState
-from speedlab.engine.step.totals import Totals, find_non_finite, sum_totals, updated_non_finite
+from speedlab.engine.step.totals import (
+    Totals,
+    find_non_finite,
+    sum_totals,
+    too_large_to_exchange,
+    updated_non_finite,
+)
 from speedlab.parallel.zero import Flat, Gradient, used_by_any
 from speedlab.parallel.zero.unit import Pass
 
 Update = Callable[[], AbstractContextManager[object]]
+
+_MOST_EXCHANGED = 1e30
+"""Norm of gradients that an optimizer may sum itself: sums of what is larger might not be finite, which only some ranks
+of a pipeline or a tensor would find out."""
 
 
 class Step:
@@ -168,15 +178,16 @@ class Step:
                     raise self.data.error()
                 if totals.written:
                     raise RuntimeError(f"step: {state.words_of_early_writes()}")
-                if not totals.finite:
-                    self._overflow()  # 3
+                exchanged = sums_itself(state.optimizer)
+                if not totals.finite or (exchanged and totals.grad_norm > _MOST_EXCHANGED):
+                    self._overflow(totals)  # 3
                     return False
                 left_alone = totals.unused and not self._in_backward and not updates_unused(state.optimizer)
                 unused = self._unused() if left_alone else {}
                 state.before_change()
                 state.islands.before_update()
                 # Ctrl-C may cut an exchange off when some of what it keeps is new; what it raises leaves all as it was.
-                state.updating = state.updating or sums_itself(state.optimizer)
+                state.updating = state.updating or exchanged
                 factor = state.partitioned_optimizer.exchange(self._factor(totals, clip_norm), unused)
             except Exception:
                 state.updating = self._in_backward and state.updating
@@ -271,11 +282,13 @@ class Step:
             for flat, own in zip(optimizer.flats, found, strict=True)
         }
 
-    def _overflow(self) -> None:
+    def _overflow(self, totals: Totals) -> None:
         """Skip the update; float16 goes on with a smaller scale, anything else stops."""
         state, error = self._state, None
         if self._in_backward:
             error = updated_non_finite(state.everyone, self._losses, step=state.global_step + 1)
+        elif state.loss_scale.exhausted and totals.finite:
+            error = too_large_to_exchange(totals.grad_norm, step=state.global_step + 1)
         elif state.loss_scale.exhausted:
             flats = state.partitioned_optimizer.flats
             error = find_non_finite(state.everyone, self._losses, flats, step=state.global_step + 1)

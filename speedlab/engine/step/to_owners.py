@@ -11,7 +11,8 @@ Two messages do here, too, as of arXiv:1905.05957: gradients to owners, changes 
 
 r is in the place of the server's error. Parameters narrower than their masters are rounded at random, alike on all
 ranks (`round_stochastically`), where their dtype is bfloat16: their spacing is often more than an update. Elements of a
-chunk have one magnitude, so what nothing updates (an infinite variance) moves by its neighbours' and back.
+chunk have one magnitude, so what nothing updates (an infinite variance) moves by its neighbours' and back; changes at
+rates far below others' are lifted to theirs while they travel (`lift`), and at a rate of 0 nothing moves.
 
 With whole states a rank keeps beta1 · momentum in its error, and the server's error is one of a momentum. `restage`
 makes one of the other where a run goes on with other partitions.
@@ -21,9 +22,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +32,12 @@ from torch import Tensor
 from cuda_ops import stochastic
 from speedlab.config import OptimizerConfig
 from speedlab.engine.step.communicating import Exchanged
+from speedlab.engine.step.errors import NonFiniteError
 from speedlab.engine.step.sends_signs import (
     SERVER_ERROR,
     SendsSigns,
     angle_between,
-    put_back,
+    lift,
     served,
     square,
     take_means,
@@ -51,8 +53,9 @@ class ToOwners(SendsSigns):
     def __init__(self, params: Any, settings: OptimizerConfig) -> None:
         super().__init__(params, settings)
         self.publishes = False
-        self._before_update: list[Tensor] = []
-        """Masters of each flat, as parameters show them."""
+        self._before_update: list[_Held] = []
+        self._missed: list[Tensor] = []
+        """r of all ranks, of each flat, which whole masters have not taken yet."""
 
     @property
     def communicates(self) -> bool:
@@ -79,34 +82,45 @@ class ToOwners(SendsSigns):
     # ---- partitions that change --------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def restage(self, flats: Sequence[Exchanged], *, partitioned: bool) -> None:
+    def restage(self, flats: Sequence[Exchanged], *, partitioned: bool) -> Callable[[], None]:
         """States are partitioned from now on, or whole: what is kept becomes what the next exchange wants. Called on
-        all ranks alike, also on those without `flats`. Collective where something changes."""
-        if self.communicates and partitioned != self.param_groups[0]["partitioned"]:
+        all ranks alike, also on those without `flats`. Collective where something changes; where it raises, nothing
+        has. What is returned takes it back, for an exchange that fails."""
+        before = self.param_groups[0]["partitioned"]
+        kept = [dict(each.gradient.kept) for each in flats]
+        if self.communicates and partitioned != before:
             self._learn_weights(flats)
-            for each in flats:
-                (self._carry_errors if partitioned else self._carry_momenta)(each)
-                each.gradient.kept[SERVER_ERROR].zero_()
+            carried = [(self._errors_of if partitioned else self._momenta_of)(each) for each in flats]
+            for each, (worker, _) in zip(flats, carried, strict=True):
+                errors = each.gradient.kept[SERVER_ERROR]
+                each.gradient.kept.update({self.worker: worker, SERVER_ERROR: torch.zeros_like(errors)})
+            self._missed = [missed for _, missed in carried if missed is not None]
         self._phase(partitioned=partitioned)
 
-    def _carry_errors(self, each: Exchanged) -> None:
+        def take_back() -> None:
+            for each, values in zip(flats, kept, strict=True):
+                each.gradient.kept.update(values)
+            self._missed = []
+            self._phase(partitioned=before)
+
+        return take_back
+
+    def _errors_of(self, each: Exchanged) -> tuple[Tensor, None]:
         """Errors without momenta. The mean's is its owner's, times the ranks of the next mean."""
         gradient = each.gradient
-        errors, own = gradient.kept[self.worker], slice(*gradient.own_range)
+        errors, own = gradient.kept[self.worker].clone(), slice(*gradient.own_range)
         lasting = torch.empty_like(errors)
         gradient.group.all_gather(lasting, self._add_lasting(each, torch.zeros_like(errors[own]))).wait()
         errors.sub_(lasting)
         errors[own].add_(gradient.kept[SERVER_ERROR], alpha=gradient.group.size)
+        return errors, None
 
-    def _carry_momenta(self, each: Exchanged) -> None:
-        """Errors plus momenta; what changes have missed is the masters'."""
+    def _momenta_of(self, each: Exchanged) -> tuple[Tensor, Tensor]:
+        """Errors plus momenta, and what changes have missed, which the masters are to take."""
         gradient = each.gradient
-        self._add_lasting(each, gradient.kept[self.worker])
         missed = torch.empty_like(gradient.kept[self.worker])
         gradient.group.all_gather(missed, gradient.kept[SERVER_ERROR]).wait()
-        for index, slot in enumerate(gradient.slots):
-            if index not in each.unused:
-                each.masters[slot.range].add_(missed[slot.range])
+        return self._add_lasting(each, gradient.kept[self.worker].clone()), missed
 
     # ---- gradients to owners -----------------------------------------------------------------------------------------
 
@@ -153,62 +167,138 @@ class ToOwners(SendsSigns):
 
     # ---- changes from them -------------------------------------------------------------------------------------------
 
+    def _hold_masters(self, flats: Sequence[Exchanged]) -> None:
+        """Before an exchange: masters and parameters as they are before the update, where changes of them are sent."""
+        self.publishes = self._signs and not flats[0].whole
+        self._before_update = [_held(each) for each in flats] if self.publishes else []
+
     def _add_missed(self, flats: Sequence[Exchanged]) -> None:
-        """Where states are partitioned: r is in the masters while they are updated (2)."""
-        partitioned = not flats[0].whole
-        self.publishes = partitioned and self._signs
-        self._before_update = [each.masters.clone() for each in flats] if self.publishes else []
-        for each in flats if partitioned else ():
-            missed = each.gradient.kept[SERVER_ERROR]
+        """Behind an exchange. Where states are partitioned, r is in the masters while they are updated (2); where they
+        have been until now, whole masters take it."""
+        if self._missed:
+            for each, missed in zip(flats, self._missed, strict=True):
+                _take_missed(each, missed)
+            self._missed = []
+        for each in flats if not flats[0].whole else ():
+            missed, still = each.gradient.kept[SERVER_ERROR], self._stand_still(each)
             for index, slot in enumerate(each.gradient.slots):
                 here = served(each.gradient, slot.range)
-                if index not in each.unused:
+                if index not in still:
                     each.masters[here].add_(missed[here])
                     if not self.publishes:  # Whole masters travel.
                         missed[here].zero_()
 
+    def _stand_still(self, each: Exchanged) -> set[int]:
+        """Slots that this update does not move: that nobody used, or whose rate is 0."""
+        rates = self._learning_rates(each)
+        return {*each.unused} | {index for index, rate in enumerate(rates) if not rate}
+
+    def _learning_rates(self, each: Exchanged) -> list[float]:
+        """Of each slot; every rank knows them."""
+        return [float(self.param_groups[slot.group]["lr"]) for slot in each.gradient.slots]
+
     @torch.no_grad()
     def publish(self, flats: Sequence[Exchanged], number: int) -> None:
         """Move the parameters of all ranks as masters were moved in update `number`, as signs, and masters to where
-        parameters are (3). Collective."""
+        parameters are (3). Collective. Raises NonFiniteError, on all ranks alike, where a change is not finite; masters
+        were updated by then."""
         befores, self._before_update = self._before_update, []
-        wires = self._wires_of([each.gradient for each in flats])
-        moves = wires.spread([each.masters - before for each, before in zip(flats, befores, strict=True)])
-        stays = self._kept_of_unused(flats)
-        made, wanted = list[Tensor](), list[Tensor]()
+        rates = [self._learning_rates(each) for each in flats]
+        largest = max((rate for own in rates for rate in own), default=0.0)
+        lifts = [{index: lift(rate, largest) for index, rate in enumerate(own)} for own in rates]
+        moves = self._wires_of([each.gradient for each in flats]).spread(self._changes(flats, befores, lifts))
+        if not moves.finite:
+            raise self._moved_too_far()
+        looks = "angle" in self._told
+        wanted = [each.masters - before for each, (before, _) in zip(flats, befores, strict=True)] if looks else []
         squares = torch.zeros((), dtype=torch.float64, device=flats[0].gradient.group.device)
-        for number_of_flat, (each, before) in enumerate(zip(flats, befores, strict=True)):
-            masters, missed = each.masters, each.gradient.kept[SERVER_ERROR]
-            missed.copy_(masters)
-            if "angle" in self._told:
-                wanted.append(missed - before)
-            _move(each, before, partial(moves.decode, number_of_flat), number)
-            missed.sub_(masters)
-            squares += square(missed)
-            if "angle" in self._told:
-                made.append(masters - before)
-        put_back(stays)
+        for place, (each, held) in enumerate(zip(flats, befores, strict=True)):
+            squares += self._move(each, held, partial(moves.decode, place), lifts[place], number)
         self._told["error_norm"] = (self._told["error_norm"] ** 2 + squares).sqrt()
-        if "angle" in self._told:  # Neither rounding knows of the other.
+        if looks:  # Neither rounding knows of the other.
+            made = [each.masters - before for each, (before, _) in zip(flats, befores, strict=True)]
             second = angle_between(made, wanted, flats[0].gradient.group)
             cosines = [math.cos(math.radians(angle)) for angle in (float(self._told["angle"]), second)]
             self._told["angle"] = math.degrees(math.acos(math.prod(cosines)))
 
+    @staticmethod
+    def _changes(
+        flats: Sequence[Exchanged], befores: Sequence[_Held], lifts: Sequence[Mapping[int, float]]
+    ) -> list[Tensor]:
+        """Of masters, as they travel."""
+        changes = [each.masters - before for each, (before, _) in zip(flats, befores, strict=True)]
+        for each, change, own in zip(flats, changes, lifts, strict=True):
+            for index, factor in own.items():
+                if factor != 1.0:
+                    change[served(each.gradient, each.gradient.slots[index].range)] *= factor
+        return changes
 
-def _move(each: Exchanged, before: Tensor, decode: Callable[[Tensor], None], number: int) -> None:
-    """Parameters are moved by what is decoded, from where this rank's were `before` the update; masters follow."""
-    gradient, parameters = each.gradient, each.parameters
-    move = whole_terms(gradient)
-    decode(move)
-    gradient.zero_gaps(move)
-    for index in each.unused:
-        move[gradient.slots[index].range].zero_()
-    own = slice(*gradient.own_range)
-    parameters[own] = before  # The update has written there: they are the masters, or rounded on its way.
-    if parameters.dtype is torch.bfloat16:
-        move += parameters
-        seed = zlib.crc32(gradient.slots[0].name.encode())
-        stochastic.round_stochastically(move, parameters, seed=seed, step=number, offset=0)
-    else:
-        parameters += move
-    each.masters.copy_(parameters[own])
+    def _move(
+        self,
+        each: Exchanged,
+        held: _Held,
+        decode: Callable[[Tensor], None],
+        lifts: Mapping[int, float],
+        number: int,
+    ) -> Tensor:
+        """Parameters are moved by what is decoded, from where they were before the update; masters follow, and what
+        they were further is missed. The sum of its squares."""
+        gradient, parameters, masters = each.gradient, each.parameters, each.masters
+        missed, still = gradient.kept[SERVER_ERROR], self._stand_still(each)
+        places = [served(gradient, gradient.slots[index].range) for index in still]
+        stays = [(place, held.masters[place], missed[place].clone()) for place in places]
+        missed.copy_(masters)
+        move = whole_terms(gradient)
+        decode(move)
+        gradient.zero_gaps(move)
+        for index, factor in lifts.items():
+            if factor != 1.0:
+                move[gradient.slots[index].range] /= factor
+        for index in still:
+            move[gradient.slots[index].range].zero_()
+        own = slice(*gradient.own_range)
+        parameters[own] = held.parameters  # The update has written there: they are the masters, or rounded on its way.
+        if parameters.dtype is torch.bfloat16:
+            move += parameters
+            seed = zlib.crc32(gradient.slots[0].name.encode())
+            stochastic.round_stochastically(move, parameters, seed=seed, step=number, offset=0)
+        else:
+            parameters += move
+        masters.copy_(parameters[own])
+        missed.sub_(masters)
+        for place, of_masters, of_missed in stays:
+            masters[place], missed[place] = of_masters, of_missed
+        return square(missed)
+
+    def _moved_too_far(self) -> NonFiniteError:
+        step = self._updates + 1
+        return NonFiniteError(
+            f"step {step}: a parameter, or what the update has moved it by, is not finite. Parameters of the ranks are "
+            "those of before then, masters are not: go back with load_checkpoint, and lower optimizer.lr",
+            step=step,
+            ranks=[],
+            tensors=[],
+        )
+
+
+class _Held(NamedTuple):
+    """Of a flat, before an update."""
+
+    masters: Tensor
+    parameters: Tensor
+    """This rank's slice; somebody may have written to narrower ones without the masters' knowing of it."""
+
+
+def _held(each: Exchanged) -> _Held:
+    masters = each.masters.clone()
+    if each.parameters.dtype == masters.dtype:
+        return _Held(masters, masters)
+    return _Held(masters, each.parameters[slice(*each.gradient.own_range)].clone())
+
+
+def _take_missed(each: Exchanged, missed: Tensor) -> None:
+    """Into whole masters, on all ranks alike."""
+    for index, slot in enumerate(each.gradient.slots):
+        each.masters[slot.range].add_(missed[slot.range])
+        if index in each.unused and each.parameters.dtype != each.masters.dtype:
+            each.parameters[slot.range] = each.masters[slot.range]  # No update does it.

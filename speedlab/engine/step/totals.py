@@ -98,6 +98,18 @@ def find_non_finite(everyone: Group, losses: Sequence[Tensor], flats: Iterable[F
     )
 
 
+def too_large_to_exchange(norm: float, *, step: int) -> NonFiniteError:
+    """The error of a gradient whose mean as signs may not be finite, which not all ranks would find out."""
+    return NonFiniteError(
+        f"step {step}: the gradient's norm is {norm:.3g}; what is that large is not finite where it is summed. The "
+        f"update was not made: parameters and error feedback are those of step {step - 1}. Lower optimizer.lr, or go "
+        f"back to a checkpoint; {more_in('loss')}",
+        step=step,
+        ranks=[],
+        tensors=[],
+    )
+
+
 def updated_non_finite(everyone: Group, losses: Sequence[Tensor], *, step: int) -> NonFiniteError:
     """The error where gradients were used in backward, before anybody could know. Collective."""
     ranks, _ = _whose_loss(everyone, losses, [])

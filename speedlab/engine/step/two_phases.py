@@ -119,6 +119,7 @@ class TwoPhases(ToOwners):
         beta1 = self.param_groups[0]["betas"][0]
         self._weigh(flats)
         self._told = {"compressed": 1.0}
+        self._hold_masters(flats)
         self._mean(flats, (1 - beta1) * factor * flats[0].gradient.group.size, beta1 if flats[0].whole else 0.0)
         self._add_missed(flats)
 

@@ -18,7 +18,7 @@ The variance is floored as 1-bit Adam's is (`_raise_to_floor`) behind each WHOLE
 no gradient yet has no rate. A parameter that nobody used in steps of 2 is one whose gradient is 0: signs of it travel
 anyway, and its anchor would wait. Of one rank all is exact, and nothing is ever sent.
 
-What is missed is worth as much as the rates at which it was summed: where they fall to a _FAR-th or less, an error of
+What is missed is worth as much as the rates at which it was summed: where they fall to a FAR-th or less, an error of
 before would be all of u, and u / Σ rate no momentum; so errors then fall with them, and rise again (`_revalue`).
 Elements of a chunk have one magnitude: u of parameters whose Σ rate is that far below others' is lifted to theirs while
 it travels (`_exchange_sums`).
@@ -41,7 +41,7 @@ from speedlab.comm import Group
 from speedlab.config import OptimizerConfig
 from speedlab.engine.step.communicating import Exchanged
 from speedlab.engine.step.fused import Given
-from speedlab.engine.step.sends_signs import SERVER_ERROR, SendsSigns, served, whole_terms
+from speedlab.engine.step.sends_signs import FAR, SERVER_ERROR, SendsSigns, lift, served, whole_terms
 from speedlab.engine.step.zero_one_steps import Kind, Steps
 from speedlab.parallel.zero import Gradient
 from speedlab.placement import Holders, Home
@@ -50,10 +50,6 @@ TO_SEND = "to_send"
 
 _LEAST_RATE = 1e-12
 """For a learning rate of 0, by which no sum of momenta could be divided again. It moves no float32."""
-
-_FAR = 16.0
-"""How many times a rate may be another than those at which errors were made, before they follow it, or than those of
-other parameters in one message."""
 
 
 class ZeroOneAdam(SendsSigns):
@@ -173,7 +169,7 @@ class ZeroOneAdam(SendsSigns):
                 state = self.state.get(segment) or _UNBORN
                 # Checkpoints of before have no "worth".
                 before, now = float(state.get("worth", 0.0)), self._rates(state, group_of[segment], ahead=1)[0]
-                if float(state["rates"]) or not before or 1 / _FAR < now / before < _FAR:
+                if float(state["rates"]) or not before or 1 / FAR < now / before < FAR:
                     continue
                 factor = 2.0 ** round(math.log2(now / before))
                 for error in (kept[TO_SEND][here], kept[SERVER_ERROR][served(each.gradient, here)]):
@@ -184,7 +180,7 @@ class ZeroOneAdam(SendsSigns):
         """The mean of what stands in `gradient.own` and is to be sent; `rates`: their sum for each segment.
         Collective."""
         largest = max(rates.values(), default=0.0)
-        far = {each: 2.0 ** round(math.log2(largest / own)) for each, own in rates.items() if largest > _FAR * own}
+        far = {each: lift(own, largest) for each, own in rates.items() if largest > FAR * own}
         self._lifted = [
             (each.gradient, here, far[segment]) for each in flats for segment, here in _places(each) if segment in far
         ]
