@@ -108,10 +108,11 @@ def standing(folder: RunFolder) -> str:
 
 def _recorded_step(folder: RunFolder) -> int:
     """The last step in rank 0's records, 0 without any: the status is written only when the state changes."""
+    from speedlab.telemetry.plain_file import open_plain
     from speedlab.telemetry.records import StepRecord
 
     try:
-        with open(folder.path / "records" / "rank-0.jsonl", "rb") as file:
+        with open_plain(folder.path / "records" / "rank-0.jsonl") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().split(b"\n")[:-1]  # What follows the last line end is still being written.
     except FileNotFoundError:

@@ -17,6 +17,7 @@ import msgspec
 
 import speedlab_server.messages as m
 from speedlab.cluster.home import OUTPUT, known_clusters
+from speedlab.telemetry.plain_file import open_plain
 from speedlab_server.clusters import find
 from speedlab_server.problems import GoneError, QuestionError
 
@@ -104,7 +105,7 @@ def _read(path: Path, place: Place | None) -> tuple[bytes, Place | None, bool]:
     files = []
     for each in (path.with_name(f"{path.name}.1"), path):
         try:
-            files.append(open(each, "rb"))  # noqa: SIM115 - they are closed below; between two opens one may move
+            files.append(open_plain(each))  # They are closed below; between two opens one may move.
         except FileNotFoundError:
             continue
     try:

@@ -10,6 +10,7 @@ from typing import Any
 
 from speedlab.cluster.errors import RankError, RemoteFailure
 from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.plain_file import open_plain
 
 _FILE = "failures.jsonl"
 _MOST_BYTES = 2**22
@@ -39,7 +40,8 @@ def is_kept(folder: RunFolder, submission: str) -> bool:
     if not submission:
         return False
     try:
-        return f'"submission": {json.dumps(submission)}'.encode() in (folder.path / _FILE).read_bytes()
+        with open_plain(folder.path / _FILE) as file:
+            return f'"submission": {json.dumps(submission)}'.encode() in file.read()
     except OSError:
         return False
 
@@ -47,7 +49,7 @@ def is_kept(folder: RunFolder, submission: str) -> bool:
 def newest_failure(folder: RunFolder) -> tuple[str, RankError] | None:
     """The submission in which something was raised last, and what; None where nothing was, or it cannot be read."""
     try:
-        with open(folder.path / _FILE, "rb") as file:
+        with open_plain(folder.path / _FILE) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_BYTES))
             line = file.read().rstrip().rpartition(b"\n")[2]
     except OSError:
@@ -71,7 +73,7 @@ class Failures:
         except OSError:
             return self._known
         if size != self._size:
-            with open(self._path, "rb") as file:
+            with open_plain(self._path) as file:
                 file.seek(max(0, size - _MOST_BYTES) if size < self._size or not self._size else self._size)
                 data = file.read(_MOST_BYTES)
             whole = data[: data.rfind(b"\n") + 1]

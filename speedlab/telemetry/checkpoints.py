@@ -13,6 +13,7 @@ from pathlib import Path
 
 from speedlab.config.errors import with_more
 from speedlab.telemetry.folder import RunFolderError, read_object, write_atomically
+from speedlab.telemetry.plain_file import open_plain
 
 MANIFEST = "manifest.json"
 _CHECKPOINTS = "checkpoints"
@@ -84,7 +85,8 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
 def step_of(path: Path) -> int:
     """The step of the checkpoint `path`. Raises CheckpointError for one that is foreign or damaged."""
     try:
-        return int(json.loads((path / MANIFEST).read_text())["step"])
+        with open_plain(path / MANIFEST) as file:
+            return int(json.loads(file.read())["step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / MANIFEST}: is damaged: {error}") from None
 

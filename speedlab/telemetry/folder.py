@@ -21,6 +21,7 @@ from typing import Any
 from speedlab.config import ConfigError, RunConfig
 from speedlab.config.errors import with_more
 from speedlab.telemetry.exclusive import place
+from speedlab.telemetry.plain_file import open_plain
 from speedlab.telemetry.records import Event, RunState
 
 CONTROL_WORDS = ("pause", "resume", "step", "stop", "save", "reshape", "live")
@@ -189,7 +190,8 @@ class RunFolder:
     def read_events(self) -> list[Event]:
         """Every event that was written, oldest first. Lines that are no event are passed over."""
         try:
-            lines = (self.path / "events.jsonl").read_bytes().splitlines()
+            with open_plain(self.path / "events.jsonl") as file:
+                lines = file.read().splitlines()
         except FileNotFoundError:
             return []
         events = []
@@ -366,8 +368,7 @@ def read_object(path: Path, limit_bytes: int, *, missing: dict[str, Any] | None 
     """A small JSON file that holds one object. Raises RunFolderError when it is missing (unless `missing` is given),
     larger than `limit_bytes`, or anything else than an object."""
     try:
-        # Without O_NONBLOCK, a pipe put in the place of the file would stop the reader for ever.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        with open_plain(path) as file:
             data = file.read(limit_bytes + 1)
     except FileNotFoundError:
         if missing is not None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from speedlab.telemetry.plain_file import open_plain, plain_descriptor
 from speedlab.telemetry.stream import LINE_LIMIT_BYTES
 
 _FIRST_LOOK_BYTES = 1 << 15
@@ -42,7 +43,7 @@ class Tail:
         lines: list[bytes] = []
         stop = min(self.position + self.BUDGET_BYTES, size)
         # Without a buffered file, which asks the system twice as often: a tick reads those of all ranks.
-        file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        file = plain_descriptor(self._path)
         try:
             while self.position < stop:
                 if not (data := os.pread(file, min(LINE_LIMIT_BYTES, size - self.position), self.position)):
@@ -65,7 +66,7 @@ class Tail:
         """Go to where the last so many complete lines start, or more of them, without reading what is before."""
         try:
             size, window = os.stat(self._path).st_size, _FIRST_LOOK_BYTES
-            with open(self._path, "rb") as file:
+            with open_plain(self._path) as file:
                 while window < size:
                     file.seek(size - window)
                     data = file.read(window)

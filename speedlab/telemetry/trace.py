@@ -12,6 +12,7 @@ from typing import Any
 
 from speedlab.hardware import Device
 from speedlab.telemetry.folder import RunFolder, RunFolderError, write_atomically
+from speedlab.telemetry.plain_file import open_plain
 from speedlab.telemetry.records import StepRecord
 from speedlab.telemetry.stream import LINE_LIMIT_BYTES
 from speedlab.telemetry.timeline import Lane, lanes_of
@@ -89,7 +90,7 @@ def _read(path: Path, step: int | None) -> list[StepRecord]:
     """The record of `step` where there is one, else the newest ones, in their order."""
     wanted = None if step is None else b'{"step":%d,' % step
     newest: deque[bytes] = deque(maxlen=_NEWEST)
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         for line in file:
             if len(line) > LINE_LIMIT_BYTES or not line.endswith(b"\n"):
                 continue  # No record, or one that is still being written.

@@ -55,6 +55,49 @@ def test_importing_it_starts_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def within_seconds(call: Callable[[], Any]) -> Any:
+    """What it returns or raises; a thread that waits for ever is left behind."""
+    found: list[Any] = []
+
+    def work() -> None:
+        try:
+            found.append(call())
+        except OSError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found, "it waits for ever"
+    return found[0]
+
+
+@pytest.mark.parametrize("name", ["records/rank-0.jsonl", "records/rank-1.jsonl", "status.json", "events.jsonl"])
+def test_a_pipe_in_the_place_of_a_file_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    folder = make_folder(tmp_path / "runs", "piped")
+    make_folder(tmp_path / "runs", "other")
+    (folder.path / name).unlink(missing_ok=True)
+    os.mkfifo(folder.path / name)
+    runs = Registry(str(tmp_path))
+    listed = {run.name: run.problem for run in within_seconds(runs.runs)}
+    assert listed["other"] == ""
+    told_in_list = name in ("records/rank-0.jsonl", "status.json")
+    assert ("it is a pipe or a device, not a file" in listed["piped"]) == told_in_list
+    looked = within_seconds(lambda: runs.reader(run_id(folder.path.resolve())).look())
+    if name.startswith("records"):
+        assert "it is a pipe or a device, not a file" in str(looked)
+        assert looked.filename == str(folder.path.resolve() / name)
+
+
+def test_no_rank_output_waits_for_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank-0.log")
+    looked = within_seconds(lambda: output_of(tmp_path, after="", ranks=[0]))
+    assert "it is a pipe or a device, not a file" in str(looked)
+
+
 def test_output_since_a_place_also_when_the_file_was_put_aside(tmp_path: Path) -> None:
     file = tmp_path / "rank-0.log"
     file.write_text("one\ntwo\nhal")
