@@ -73,9 +73,7 @@ def within_seconds(call: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", ["records/rank-0.jsonl", "records/rank-1.jsonl", "status.json", "events.jsonl"])
-def test_a_pipe_in_the_place_of_a_file_stops_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_pipe_in_the_place_of_a_file_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     folder = make_folder(tmp_path / "runs", "piped")
     make_folder(tmp_path / "runs", "other")
