@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import select
 import threading
 from pathlib import Path
@@ -32,13 +33,16 @@ class WaitingSupervisor:
 
     starting = "job 81 is queued, 3rd of 7 in a100 (Priority)"
 
-    def __init__(self, *, is_ready: bool = False) -> None:
+    def __init__(self, *, is_ready: bool = False, ready_after: float = math.inf) -> None:
+        """`ready_after`: times that it was asked whether it is."""
         self.is_ready, self.cancelled = is_ready, threading.Event()
+        self._left = ready_after
 
     def ready(self, seconds: float) -> str | None:
         if self.cancelled.wait(0 if self.is_ready else seconds):
             raise ClusterError("the start of the cluster was cancelled; nothing is left of it")
-        return "the token" if self.is_ready else None
+        self._left -= 1
+        return "the token" if self.is_ready or self._left < 0 else None
 
     def cancel_start(self) -> None:
         self.cancelled.set()
@@ -60,6 +64,17 @@ def test_a_start_that_waits_in_a_queue_is_given_up(home: Home) -> None:
         server.close()
     assert supervisor.cancelled.is_set()
     assert not home.path.exists()  # Whoever has started it is gone: it is cleaned up here.
+
+
+def test_a_start_that_says_nothing_and_takes_a_second_is_given_up(home: Home) -> None:
+    supervisor = WaitingSupervisor(ready_after=20)  # As one of engines on one host.
+    supervisor.starting = ""
+    server = served(home, supervisor)
+    try:
+        ending.cancel_start(home)
+    finally:
+        server.close()
+    assert supervisor.cancelled.is_set()
 
 
 def test_a_start_that_has_just_become_ready_is_left_alone(home: Home) -> None:

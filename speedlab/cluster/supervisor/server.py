@@ -137,7 +137,7 @@ class Served:
             self.send(m.Refused(call=0, kind="OtherVersionError", text=text))
             return False
         said_at = time.monotonic()
-        said = ""
+        said: str | None = None  # A first sign comes at once: who gives the start up waits for it.
         try:
             while (token := self._supervisor.ready(_READY_SECONDS)) is None:
                 if self._supervisor.starting != said or time.monotonic() - said_at > _SIGN_SECONDS:
