@@ -15,6 +15,24 @@ _Kept = Annotated[float, Field(ge=0, lt=1)]
 OptimizerName = Literal["adamw", "lamb", "onebit_adam", "onebit_lamb", "zero_one_adam", "lion", "sgd"]
 _PLAIN: dict[OptimizerName, OptimizerName] = {"onebit_adam": "adamw", "onebit_lamb": "lamb", "zero_one_adam": "adamw"}
 """Of those that compress: the optimizer that each is before it does."""
+_PHASES: tuple[OptimizerName, ...] = ("onebit_adam", "onebit_lamb")
+_MADE_FOR: dict[str, tuple[OptimizerName, ...]] = {
+    "freeze_step": tuple(_PLAIN),
+    "steady": _PHASES,
+    "compression": tuple(_PLAIN),
+    "variance_floor": tuple(_PLAIN),
+    "angle_every_steps": tuple(_PLAIN),
+    "max_coeff": ("lamb", "onebit_lamb"),
+    "min_coeff": ("lamb", "onebit_lamb"),
+    "coeff_beta": ("onebit_lamb",),
+    "factor_max": ("onebit_lamb",),
+    "factor_min": ("onebit_lamb",),
+    "factor_threshold": ("onebit_lamb",),
+    "variance_doubling": ("zero_one_adam",),
+    "local_doubling": ("zero_one_adam",),
+    "max_local_steps": ("zero_one_adam",),
+}
+"""Fields that say how some optimizers go, and are of no use with others."""
 
 
 class OptimizerConfig(Part):
@@ -138,6 +156,12 @@ class OptimizerConfig(Part):
     def sums_itself(self) -> bool:
         """Whether it exchanges something else than gradients between data-parallel ranks, after a warm-up."""
         return self.name in _PLAIN
+
+    def of_no_use(self, name: str) -> list[tuple[str, tuple[OptimizerName, ...]]]:
+        """Fields that are set, and say how other optimizers go than `name`: which, and whose they are."""
+        usual = OptimizerConfig()
+        changed = [field for field in _MADE_FOR if getattr(self, field) != getattr(usual, field)]
+        return [(field, _MADE_FOR[field]) for field in changed if name not in _MADE_FOR[field]]
 
     @property
     def exchange_every(self) -> int:

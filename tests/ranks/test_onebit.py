@@ -22,7 +22,7 @@ from cuda_ops.adamw import adamw
 from ranks.conftest import PoolOf
 from ranks.pool import Pool
 from ranks.runs import as_engine, new_run
-from ranks.small_steps import batch, engine_of, refusal_of_one_stage, step_of
+from ranks.small_steps import batch, engine_of, refusal_of_one_stage, step_of, warnings_of
 from ranks.tensor_models import gpt, group_of_all, shaken
 from speedlab.bench.planner import compare, measure
 from speedlab.bench.planner_cases import grid
@@ -868,6 +868,29 @@ def refuse(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> str:
     except speedlab.ConfigError as error:
         return str(error)
     return ""
+
+
+def said_of(optimizer: dict[str, Any], *, given: bool = False) -> list[str]:
+    config = {"batch": {"micro_size": 2}, "zero": {"stage": 1}, "optimizer": optimizer}
+    with warnings_of("speedlab.engine") as said:
+        chosen = (lambda parameters: torch.optim.SGD(parameters, lr=0.1)) if given else None
+        speedlab.initialize(model=gpt(tied=True), optimizer=chosen, config=config)[0].destroy()
+    return said
+
+
+def test_what_is_said_of_another_optimizer_is_told_to_be_of_no_use(two: Pool) -> None:
+    told, silent = two.run(said_of, {"freeze_step": 5, "coeff_beta": 0.5})
+    assert told == [
+        "optimizer.freeze_step: says how onebit_adam or onebit_lamb or zero_one_adam goes, and adamw trains; set "
+        "optimizer.name to it, or leave it out",
+        "optimizer.coeff_beta: says how onebit_lamb goes, and adamw trains; set optimizer.name to it, or leave it out",
+    ]
+    assert silent == []
+    told, _ = two.run(said_of, {"name": "onebit_adam", "freeze_step": 5}, given=True)
+    assert told[0].startswith("optimizer.name: says onebit_adam, and the optimizer that was given trains, SGD, whose")
+    assert told[1].endswith("SGD trains; set optimizer.name to it and give no `optimizer`, or leave it out")
+    for used in ({"name": "onebit_adam", "freeze_step": 5}, {"name": "lamb", "max_coeff": 0.3}, {"lr": 0.1}):
+        assert two.run(said_of, used) == [[], []]
 
 
 def test_masters_of_another_width_are_refused(two: Pool) -> None:

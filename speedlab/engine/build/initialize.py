@@ -151,6 +151,8 @@ def _build(
         recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer, groups)
         _check_scheduler(lr_scheduler, recipe.instance)
         _check_communicating(recipe.kind, config, mesh)
+        if mesh.rank == 0:
+            _tell_of_no_use(optimizer, recipe.kind, config)
         _check_masters(recipe.kind, [plan.module for plan in plans], mesh)
         stores = Stores(away_folder(config), rank=world.rank, traffic=traffic, device=world.device)
         parts = [
@@ -241,6 +243,30 @@ def _check_islands(mesh: Mesh, config: RunConfig) -> None:
     problem = host_problem(mesh.layout.islands, mesh.everyone.collect(host_identity()))
     if problem is not None:
         raise ConfigError(problem)
+
+
+def _tell_of_no_use(optimizer: OptimizerChoice, kind: type[Optimizer], config: RunConfig) -> None:
+    """What is said of another optimizer than the one that trains. One that sends signs has all of the configuration,
+    whoever made it."""
+    settings = config.optimizer
+    if kept_by(kind) is not None:
+        return
+    name = settings.name if optimizer is None else ""
+    if not name and settings.sums_itself:
+        log.warning(
+            "optimizer.name: says %s, and the optimizer that was given trains, %s, whose gradients travel whole; leave "
+            "out `optimizer` to have the other",
+            settings.name,
+            kind.__name__,
+        )
+    for field, made_for in settings.of_no_use(name):
+        log.warning(
+            "optimizer.%s: says how %s goes, and %s trains; set optimizer.name to it%s, or leave it out",
+            field,
+            " or ".join(made_for),
+            name or kind.__name__,
+            "" if name else " and give no `optimizer`",
+        )
 
 
 def _check_communicating(kind: type[Optimizer], config: RunConfig, mesh: Mesh) -> None:
