@@ -28,6 +28,7 @@ from speedlab.bench.planner import compare, measure
 from speedlab.bench.planner_cases import grid
 from speedlab.comm import PeerLost
 from speedlab.comm.signs import CHUNK, SignMeans
+from speedlab.engine.checkpoint import CheckpointError
 from speedlab.engine.run import held_runs
 from speedlab.engine.step.errors import NonFiniteError
 from speedlab.telemetry.folder import RunFolder
@@ -891,6 +892,34 @@ def test_what_is_said_of_another_optimizer_is_told_to_be_of_no_use(two: Pool) ->
     assert told[1].endswith("SGD trains; set optimizer.name to it and give no `optimizer`, or leave it out")
     for used in ({"name": "onebit_adam", "freeze_step": 5}, {"name": "lamb", "max_coeff": 0.3}, {"lr": 0.1}):
         assert two.run(said_of, used) == [[], []]
+
+
+def go_on_as(saved: str, then: str, folder: str) -> str:
+    """What a load says to the checkpoint of another optimizer, or '' where a step follows."""
+    configs = [
+        {"batch": {"micro_size": 2}, "zero": {"stage": 1}, "optimizer": {"name": name, "lr": LR}}
+        for name in (saved, then)
+    ]
+    with engine_of(configs[0]) as engine:
+        step_of(engine, 0)
+        engine.save_checkpoint(folder, f"{saved}-{then}")
+    with engine_of(configs[1]) as engine:
+        try:
+            engine.load_checkpoint(folder, f"{saved}-{then}")
+        except CheckpointError as error:
+            return str(error)
+        step_of(engine, 1)
+        return ""
+
+
+def test_what_another_optimizer_has_kept_is_refused_where_it_is_not_enough(two: Pool, tmp_path: Path) -> None:
+    lacking = {("sgd", "adamw"): "exp_avg, exp_avg_sq, step", ("lion", "onebit_adam"): "exp_avg_sq, step"}
+    lacking |= {("adamw", "sgd"): "momentum_buffer", ("sgd", "lion"): "exp_avg"}
+    for (saved, then), lacks in lacking.items():
+        for told in two.run(go_on_as, saved, then, str(tmp_path)):
+            assert f"cannot begin in the middle without {lacks}: set optimizer.name to the one with which" in told
+    for saved, then in (("adamw", "onebit_adam"), ("onebit_adam", "lamb"), ("lamb", "adamw")):
+        assert two.run(go_on_as, saved, then, str(tmp_path)) == ["", ""]
 
 
 def test_masters_of_another_width_are_refused(two: Pool) -> None:

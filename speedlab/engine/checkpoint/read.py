@@ -177,11 +177,12 @@ def _refuse_other_optimizer(engine: TrainingState, manifest: dict[str, Any]) -> 
     needed = getattr(engine.optimizer, "needs", frozenset())
     for name, entry in manifest["parameters"].items():
         has = entry["states"].keys() - {"master"}
-        if has and not needed <= has:
+        lacks = needed - has - entry["scalars"].keys()
+        if has and lacks:
             raise CheckpointError(
                 f"{name} has {', '.join(sorted(has))} in this checkpoint, and {type(engine.optimizer).__name__} cannot "
-                f"begin in the middle without {', '.join(sorted(needed - has))}: set optimizer.name to the one with "
-                "which the checkpoint was written"
+                f"begin in the middle without {', '.join(sorted(lacks))}: set optimizer.name to the one with which the "
+                "checkpoint was written"
             )
 
 

@@ -77,6 +77,9 @@ class LooksAtParameters(FusedOptimizer):
 class FusedAdamW(FusedOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW in one pass."""
 
+    needs: ClassVar[frozenset[str]] = frozenset({"step", "exp_avg", "exp_avg_sq"})
+    """What it has of an element that was ever updated, without which it cannot go on."""
+
     def __init__(
         self,
         params: Any,
@@ -122,6 +125,8 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):
 
 class FusedSGD(FusedOptimizer, torch.optim.SGD):
     """torch.optim.SGD with momentum in one pass."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"momentum_buffer"})
 
     def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay)

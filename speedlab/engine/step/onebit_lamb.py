@@ -24,7 +24,7 @@ from cuda_ops.adam_frozen import adam_frozen
 from speedlab.comm import Group
 from speedlab.config import OptimizerConfig
 from speedlab.engine.step.communicating import Exchanged
-from speedlab.engine.step.fused import Given
+from speedlab.engine.step.fused import FusedAdamW, Given
 from speedlab.engine.step.lamb import Lamb
 from speedlab.engine.step.sends_signs import SERVER_ERROR
 from speedlab.engine.step.two_phases import TwoPhases
@@ -47,7 +47,7 @@ class OneBitLamb(TwoPhases, Lamb):
     }
     worker: ClassVar[str] = SCALED
     sums: ClassVar[int] = 3
-    needs: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq_fresh"})
+    needs: ClassVar[frozenset[str]] = FusedAdamW.needs | {"exp_avg_sq_fresh"}
     """States beside LAMB's without which it cannot go on."""
 
     def __init__(self, params: Any, settings: OptimizerConfig) -> None:

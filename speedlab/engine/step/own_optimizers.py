@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ class _EachByItself(Optimizer):
 class Lion(_EachByItself):
     """The sign of a moment, with decoupled decay (arXiv:2302.06675, algorithm 2). One state, "exp_avg"."""
 
+    needs: ClassVar[frozenset[str]] = frozenset({"exp_avg"})
+
     def __init__(
         self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
     ) -> None:
@@ -45,6 +47,8 @@ class Lion(_EachByItself):
 class UncorrectedAdamW(_EachByItself):
     """AdamW (arXiv:1711.05101) without the factors 1 / (1 - betaᵗ), as DeepSpeed's `bias_correction: false` and the
     first BERT have it."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq"})
 
     def __init__(
         self,

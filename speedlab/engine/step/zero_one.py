@@ -40,7 +40,7 @@ from cuda_ops.adam_frozen import adam_frozen
 from speedlab.comm import Group
 from speedlab.config import OptimizerConfig
 from speedlab.engine.step.communicating import Exchanged
-from speedlab.engine.step.fused import Given
+from speedlab.engine.step.fused import FusedAdamW, Given
 from speedlab.engine.step.sends_signs import FAR, SERVER_ERROR, SendsSigns, lift, served, whole_terms
 from speedlab.engine.step.zero_one_steps import Kind, Steps
 from speedlab.parallel.zero import Gradient
@@ -81,9 +81,9 @@ class ZeroOneAdam(SendsSigns):
     # ---- the phase ---------------------------------------------------------------------------------------------------
 
     @property
-    def needs(self) -> frozenset[str]:
-        """States beside AdamW's without which it cannot go on."""
-        return frozenset() if self._steps.freeze_step is None else frozenset({"anchor"})
+    def needs(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """AdamW's, and where ranks make steps of their own from where they last were alike."""
+        return FusedAdamW.needs if self._steps.freeze_step is None else FusedAdamW.needs | {"anchor"}
 
     @property
     def _kind(self) -> Kind:
