@@ -34,8 +34,8 @@ def island_problems(
         "'float32'": masters != "float32",
         f"{name}: what no rank used is agreed on when the backward has ended, and optimizer.in_backward updates each "
         "unit before; set it to false": optimizer.in_backward,
-        f"{name}: inside an island links are fast, and {switches} is for slow ones; leave ZeRO++'s switches off": bool(
-            switches
+        f"{name}: inside an island links are fast, and ZeRO++ is for slow ones ({switches}); leave its switches off": (
+            bool(switches)
         ),
         f"outer.delay_steps {outer.delay_steps}: a part of the model meets again after outer.every_steps "
         f"{outer.every_steps}, when its last meeting has to have ended; set delay_steps to at most "

@@ -94,7 +94,7 @@ def initialize(
             style. None takes the one that the model brings along.
 
     Returns (engine, optimizer, loader or None, scheduler or None).
-    Raises ConfigError before anything is changed.
+    Raises ConfigError before anything is changed, and LayoutError where the number of ranks does not fit.
     """
     if model is None:
         raise ConfigError("initialize: model is missing; give a torch.nn.Module, or a callable that makes one")
