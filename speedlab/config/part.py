@@ -74,13 +74,15 @@ class Part(BaseModel):
 
     @classmethod
     def _example(cls, value: Any) -> dict[str, Any]:
-        """One field that takes `value` as it is, else one with its default."""
+        """One field that takes `value` as it is, else one with its default, else one that takes 1."""
         for name in cls.model_fields:
             with contextlib.suppress(ConfigError):
                 if value is not None and getattr(cls(**{name: value}), name) == value:
                     return {name: value}
-        name, field = next((name, field) for name, field in cls.model_fields.items() if field.default is not None)
-        return {name: field.default}
+        for name, field in cls.model_fields.items():
+            if field.default is not None:
+                return {name: field.default}
+        return cls._example(1)
 
     @classmethod
     def known_in(cls, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -247,14 +247,14 @@ def _check_kinds(record: StepRecord) -> None:
     for name in _NUMBER_FIELDS:
         if type(values[name]) not in _NUMBERS:
             raise TypeError(f"{name} is {values[name]!r}, not a number")
-    if type(record.step) is not int:
-        raise ValueError(f"step is {record.step!r}, not a whole number")
+    if any(type(count) is not int for count in _counts(record)):
+        raise TypeError("steps, tokens or bytes are no whole numbers")
     if record.heldout_loss is not None and type(record.heldout_loss) not in _NUMBERS:
         raise TypeError(f"heldout_loss is {record.heldout_loss!r}, not a number")
     if type(record.traced) is not bool:
         raise TypeError(f"traced is {record.traced!r}, not true or false")
     numbers: list[float] = [value for use in record.kernels.values() for value in use.values()]
-    numbers += [*record.phases.values(), *record.exchange.values(), *_counts(record)]
+    numbers += [*record.phases.values(), *record.exchange.values()]
     for span in record.timeline:
         numbers += span[3:]
         if not isinstance(span.action, str):

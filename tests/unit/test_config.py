@@ -98,6 +98,8 @@ def test_every_problem_is_told_beside_unknown_keys_in_the_parts_too() -> None:
         ({"eval": None}, 'eval={"every_steps": 50}'),
         ({"telemetry": "x"}, 'telemetry={"stream_hz": 10.0}'),
         ({"zero": "3"}, 'zero={"stage": 2}'),
+        ({"batch": 2.5}, 'batch={"global_size": 1}'),
+        ({"batch": None}, 'batch={"global_size": 1}'),
     ],
 )
 def test_a_part_that_is_no_dict_is_refused_with_one_that_works(data, example) -> None:

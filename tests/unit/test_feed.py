@@ -101,6 +101,8 @@ ONE_LINE = "its records and events have 1 line that cannot be read and are passe
         json.dumps({**json.loads(line(9)), "loss": "<script>"}).encode() + b"\n",
         json.dumps({**json.loads(line(9)), "phases": {"forward": "<b>"}}).encode() + b"\n",
         json.dumps({**json.loads(line(9)), "ledger": {"parameters": None}}).encode() + b"\n",
+        json.dumps({**json.loads(line(9)), "ledger": {"parameters": 3.7}}).encode() + b"\n",
+        json.dumps({**json.loads(line(9)), "step": True}).encode() + b"\n",
         line(9, rank=5),
         b"x" * (3 * 2**20) + b"\n",
     ],
