@@ -6,7 +6,6 @@ is looked up and these names are set, unless the user has given them to somethin
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
 
     from speedlab.cluster import Cluster, Run
     from speedlab.telemetry.folder import RunFolder
-
-_TAIL_BYTES = 2**14
-"""More than a record takes."""
 
 
 def cluster_at_hand(shell: InteractiveShell, name: str | None = None) -> Cluster:
@@ -101,26 +97,11 @@ def training_run(cluster: Cluster) -> RunFolder | None:
 
 def standing(folder: RunFolder) -> str:
     """'run 'quickstart' is paused at step 12 of 200'."""
+    from speedlab.telemetry.rank_records import last_recorded
+
     status = folder.read_status()
-    step = max(status.step, _recorded_step(folder))
+    step = max(status.step, last_recorded(folder.path, 0) or 0)  # The status is written when the state changes alone.
     return f"run {folder.name!r} is {status.state} at step {step:,} of {status.steps:,}"
-
-
-def _recorded_step(folder: RunFolder) -> int:
-    """The last step in rank 0's records, 0 without any: the status is written only when the state changes."""
-    from speedlab.telemetry.plain_file import open_plain
-    from speedlab.telemetry.records import StepRecord
-
-    try:
-        with open_plain(folder.path / "records" / "rank-0.jsonl") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]  # What follows the last line end is still being written.
-    except FileNotFoundError:
-        return 0
-    try:
-        return StepRecord.from_json(lines[-1]).step if lines else 0
-    except (ValueError, TypeError):
-        return 0  # Not a record of this version; the status is what is left to go by.
 
 
 def run_names(shell: InteractiveShell) -> set[str]:

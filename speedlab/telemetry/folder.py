@@ -196,7 +196,7 @@ class RunFolder:
             return []
         events = []
         for line in lines:
-            with contextlib.suppress(ValueError, TypeError):
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
                 events.append(Event.from_json(line))
         return events
 

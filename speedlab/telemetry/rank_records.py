@@ -33,8 +33,8 @@ def last_record(folder: Path, rank: int) -> StepRecord | None:
     tail = Tail(folder / "records" / f"rank-{rank}.jsonl")
     tail.skip(1)
     for line in reversed(tail.read()):
-        with contextlib.suppress(*_NO_RECORD):
-            return _record_of(line, rank)
+        with contextlib.suppress(*NO_RECORD):
+            return record_of(line, rank)
     return None
 
 
@@ -160,8 +160,8 @@ class RankRecords(Sequence[StepRecord]):
         line = self._lines[-1]
         if self._last is None or self._last[0] is not line:
             try:
-                self._last = line, _record_of(line, self.rank)
-            except _NO_RECORD:
+                self._last = line, record_of(line, self.rank)
+            except NO_RECORD:
                 return None
         return self._last[1]
 
@@ -211,18 +211,19 @@ class RankRecords(Sequence[StepRecord]):
         if self._last is not None and self._last[0] is line:
             return self._last[1]
         try:
-            return _record_of(line, self.rank)
-        except _NO_RECORD as error:
+            return record_of(line, self.rank)
+        except NO_RECORD as error:
             self.damaged_lines += 1
             self._tell(f"records of rank {self.rank}: a line is damaged: {str(error)[:200]}")
             return None
 
 
-_NO_RECORD = (ValueError, TypeError, AttributeError, RecursionError, OverflowError)
+NO_RECORD = (ValueError, TypeError, AttributeError, RecursionError, OverflowError)
 """What a line that is no record raises."""
 
 
-def _record_of(line: bytes, rank: int) -> StepRecord:
+def record_of(line: bytes, rank: int) -> StepRecord:
+    """What a line of the file of `rank` holds. Raises one of NO_RECORD."""
     try:
         record = RECORDS.decode(line)
     except msgspec.MsgspecError:

@@ -231,7 +231,12 @@ class Event:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Event:
-        return cls(**_known(json.loads(line), cls))
+        """Raises ValueError, TypeError or RecursionError for what is no event."""
+        event = cls(**_known(json.loads(line), cls))
+        right = isinstance(event.kind, str) and isinstance(event.text, str) and isinstance(event.details, dict)
+        if not right or type(event.step) is not int or type(event.time) not in (int, float):
+            raise TypeError(f"event {event.kind!r} at step {event.step!r} has fields of the wrong kind")
+        return event
 
 
 def _known(data: dict[str, Any], kind: type[Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from speedlab.hardware import Device
 from speedlab.telemetry.folder import RunFolder, RunFolderError, write_atomically
 from speedlab.telemetry.plain_file import open_plain
+from speedlab.telemetry.rank_records import NO_RECORD, record_of
 from speedlab.telemetry.records import StepRecord
 from speedlab.telemetry.stream import LINE_LIMIT_BYTES
 from speedlab.telemetry.timeline import Lane, lanes_of
@@ -79,14 +80,14 @@ def _records(directory: Path, step: int | None) -> Mapping[int, Sequence[StepRec
     found: dict[int, list[StepRecord]] = {}
     for path in directory.glob("rank-*.jsonl"):
         match = re.fullmatch(r"rank-(\d{1,6})\.jsonl", path.name)
-        records = _read(path, step) if match else []
+        records = _read(path, int(match[1]), step) if match else []
         # A rank that is one step behind is still at work on it; one that stopped earlier has left the run.
         if match and records and (step is None or records[-1].step >= step - 1):
             found[int(match[1])] = records
     return found
 
 
-def _read(path: Path, step: int | None) -> list[StepRecord]:
+def _read(path: Path, rank: int, step: int | None) -> list[StepRecord]:
     """The record of `step` where there is one, else the newest ones, in their order."""
     wanted = None if step is None else b'{"step":%d,' % step
     newest: deque[bytes] = deque(maxlen=_NEWEST)
@@ -103,8 +104,8 @@ def _read(path: Path, step: int | None) -> list[StepRecord]:
     records: list[StepRecord] = []
     for line in newest:
         try:
-            record = StepRecord.from_json(line)
-        except (ValueError, TypeError, AttributeError):
+            record = record_of(line, rank)
+        except NO_RECORD:
             continue
         records = [known for known in records if known.step < record.step] + [record]
     return records

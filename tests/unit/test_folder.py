@@ -256,7 +256,14 @@ def test_a_mailbox_that_cannot_be_read_is_named_and_nobody_waits_for_it(tmp_path
             folder.pending(0)
 
 
-@pytest.mark.parametrize("line", ["null", "5", "[]", '"x"', "{"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("null", "5", "[]", '"x"', "{", "[" * 50_000),
+        '{"kind": "started", "step": 1, "time": 0, "details": []}',
+        '{"kind": "started", "step": "1", "time": 0}',
+    ],
+)
 def test_a_line_that_is_no_event_is_passed_over(tmp_path, line):
     folder = make_folder(tmp_path)
     (folder.path / "events.jsonl").write_text(f"{line}\n{make_event('paused', 3).to_json()}\n")

@@ -30,7 +30,7 @@ from speedlab.telemetry.folder import Status
             {"outer": {"every_steps": 4, "fragments": 5}},
             "meets once in outer.every_steps 4; set fragments to at most 4",
         ),
-        ({"zero": {"stage": 3, "quantized_weights": True}}, "is for slow ones \\(weights in int8\\); leave its switches off"),
+        ({"zero": {"stage": 3, "quantized_weights": True}}, "slow ones \\(weights in int8\\); leave its switches off"),
         ({"steps": 40}, "every_steps 50 is more than the run's 40 steps.* set it to 10, a quarter of the run, or"),
     ],
 )

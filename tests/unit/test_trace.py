@@ -76,6 +76,13 @@ def test_where_there_is_no_timeline_it_is_said_why(folder: RunFolder, tmp_path: 
     assert not (tmp_path / "out.json").exists()
 
 
+def test_lines_that_are_no_records_are_passed_over(folder: RunFolder, tmp_path: Path) -> None:
+    step = write_trace(folder, tmp_path / "t.json")
+    with open(folder.path / "records" / "rank-0.jsonl", "a") as file:
+        file.write('{"step": [9], "rank": 0}\n' + "[" * 50_000 + "\n")
+    assert write_trace(folder, tmp_path / "t.json") == step
+
+
 def test_the_terminal_writes_it_too(folder: RunFolder, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["trace", str(folder.path), "--step", "3", "-o", "three.json"]) == 0
