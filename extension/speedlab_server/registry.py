@@ -13,7 +13,7 @@ import speedlab_server.messages as m
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.home import known_clusters, root
 from speedlab.cluster.known_runs import remembered_runs, run_id, seen_runs
-from speedlab.telemetry.folder import RunFolder, RunFolderError, Status, find_runs, is_folder
+from speedlab.telemetry.folder import RunFolder, Status, find_runs, is_folder
 from speedlab.telemetry.rank_records import last_record
 from speedlab.telemetry.records import StepRecord
 from speedlab_server.problems import GoneError, UnknownError, told
@@ -94,12 +94,12 @@ class Registry:
 
     def given_to(self, folder: Path, name: str) -> list[str]:
         """Ids of the runs that a cluster was given, the newest first."""
-        return [run_id(path) for path in _remembered(folder, name)]
+        return [run_id(path) for path in remembered_runs(Given(folder, name, ""))]
 
     def _find(self) -> dict[str, Path]:
         paths = [*seen_runs(root()), *(path.resolve() for path in (*find_runs(self._own), *_closed(self._own)))]
         for folder, _ in known_clusters():
-            paths += _remembered(folder, folder.name)
+            paths += remembered_runs(Given(folder, folder.name, ""))
         found = {run_id(path): path for path in paths}
         self._paths |= found  # One that was there is known as gone, not as unknown.
         return found
@@ -141,13 +141,6 @@ def live_tokens() -> dict[str, str]:
         for folder, state in known_clusters()
         if state is not None and not isinstance(state, ClusterError) and state.running
     }
-
-
-def _remembered(folder: Path, name: str) -> list[Path]:
-    try:
-        return remembered_runs(Given(folder, name, ""))
-    except RunFolderError:
-        return []  # A damaged list; the registry of the person has the same.
 
 
 def _is_there(path: Path) -> bool:

@@ -27,7 +27,8 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 import speedlab.cluster.host_rendezvous as host_rendezvous
 from speedlab.cluster.errors import ClusterError
@@ -94,17 +95,8 @@ class ClusterState:
 
     @classmethod
     def from_json(cls, text: str) -> ClusterState:
-        data = _known(json.loads(text), cls)
-        devices = [_known(device, Device) for device in data["devices"]]
-        data["devices"] = tuple(Device(**{**device, "cores": tuple(device["cores"])}) for device in devices)
-        data["hosts"] = tuple(data.get("hosts", ()))
-        data["engines"] = tuple(EngineEntry(**_known(engine, EngineEntry)) for engine in data["engines"])
-        return cls(**data)
-
-
-def _known(data: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
-    """Without the fields that a later version may have written."""
-    return {name: data[name] for name in kind.__dataclass_fields__ if name in data}
+        """Fields of a later version are passed over. Raises ValueError or RecursionError for what is none."""
+        return msgspec.json.decode(text, type=cls)
 
 
 class Home:
@@ -305,7 +297,7 @@ def _read(folder: Path) -> ClusterState | None:
         return None
     except PermissionError as error:
         raise _forbidden(folder, error) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ClusterError(
             f"{file} is damaged ({error}); remove the folder {folder} once no engine of it runs"
         ) from None

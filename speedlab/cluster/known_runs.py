@@ -23,7 +23,8 @@ from speedlab.telemetry.records import RESTING
 
 _REMEMBERED_RUNS = 100
 _SEEN_RUNS = 500
-_SEEN_BYTES = 2**21
+_MOST_BYTES = 2**23
+"""More than so many paths take, however long they are."""
 _SEEN_FILE = ".runs-seen.json"
 """Beside the clusters' folders; no cluster may have a name that begins so."""
 
@@ -69,9 +70,13 @@ def remember_run(cluster: Given, path: Path) -> None:
 
 
 def remembered_runs(cluster: Given) -> list[Path]:
-    """Folders of the runs this cluster was given, newest first; some may be gone."""
-    paths = read_object(_runs_file(cluster), 2**18, missing={}).get("runs", [])
-    return [Path(path) for path in paths if isinstance(path, str)]
+    """Folders of the runs this cluster was given, newest first; some may be gone. Where its list is damaged, those of
+    the person's registry that it holds or has held, as far as its token is known."""
+    paths = _paths_in(_runs_file(cluster))
+    if paths is None:
+        seen = _opened(seen_runs(cluster.directory.parent)) if cluster.token else []
+        return [folder.path for folder in seen if runs_here(folder, cluster)]
+    return paths
 
 
 def note_seen(root: Path, path: Path) -> None:
@@ -84,11 +89,16 @@ def note_seen(root: Path, path: Path) -> None:
 def seen_runs(root: Path) -> list[Path]:
     """Folders of the runs that any cluster of a person was given, newest first; some may be gone. A damaged registry
     is an empty one: it is written anew with the next run."""
+    return _paths_in(root / _SEEN_FILE) or []
+
+
+def _paths_in(file: Path) -> list[Path] | None:
+    """None where it is damaged."""
     with contextlib.suppress(RunFolderError):
-        paths = read_object(root / _SEEN_FILE, _SEEN_BYTES, missing={}).get("runs")
+        paths = read_object(file, _MOST_BYTES, missing={"runs": []}).get("runs")
         if isinstance(paths, list):
             return [Path(path) for path in paths if isinstance(path, str)]
-    return []
+    return None
 
 
 def _runs_file(cluster: Given) -> Path:

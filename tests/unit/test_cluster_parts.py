@@ -127,9 +127,10 @@ def test_state_is_private_and_comes_back_equal() -> None:
     assert home.generation == 0
     home.next_generation()
     assert (home.rendezvous / "generation").read_text() == "1\n"
-    (home.path / "cluster.json").write_text("{}")
-    with pytest.raises(ClusterError, match="damaged"):
-        home.read()
+    for damaged in ("{}", "[" * 50_000, state.to_json().replace('"token"', "null"), json.dumps({"devices": 5})):
+        (home.path / "cluster.json").write_text(damaged)
+        with pytest.raises(ClusterError, match="damaged"):
+            home.read()
     home.remove()
     assert home.read() is None
 

@@ -353,6 +353,19 @@ def test_a_run_goes_from_start_to_end(make, engines):
         run.records(7)
 
 
+@pytest.mark.parametrize("damage", ["{", '{"runs": 5}', "[]"])
+def test_a_damaged_list_of_runs_is_made_anew_of_those_that_the_cluster_holds(make, engines, damage):
+    first = make(name="first", steps=2)
+    assert first.wait(10) is RunState.FINISHED
+    own = engines.directory / "runs.json"
+    own.write_text(damage)
+    assert remembered_runs(engines) == [first.folder.path]
+    assert remembered_runs(types.SimpleNamespace(directory=engines.directory, name="other", token="other")) == []
+    second = make(name="second", steps=2)
+    assert second.wait(10) is RunState.FINISHED
+    assert json.loads(own.read_text()) == {"runs": [str(second.folder.path), str(first.folder.path)]}
+
+
 def test_pause_step_and_resume_in_order(make, engines):
     hold(engines)
     run = make(steps=100)

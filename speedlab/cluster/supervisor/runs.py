@@ -141,14 +141,9 @@ class Runs:
 
     def take_over(self) -> None:
         """Look after the runs that an earlier supervisor was given."""
-        try:
-            paths = remembered_runs(self._ranks)
-        except RunFolderError as error:
-            log.warning("the runs of the cluster are not looked after: %s", error)
-            return
         with self._lock:
             self._holds.take_over()
-        for path in paths:
+        for path in remembered_runs(self._ranks):
             with self._turn:
                 try:
                     if RunFolder(path).read_status().token == self._ranks.token:
