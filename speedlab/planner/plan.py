@@ -277,9 +277,11 @@ def plan(
 def plan_setup(setup: Setup, hardware: Hardware, *, tokens: float | None = None) -> Plan:
     """The plan of a set-up as it is. Raises as `plan` does."""
     check_parallel(setup)
+    made = Plan(setup=setup, hardware=hardware, memory=hardware.memory(setup), time=hardware.time(setup), tokens=tokens)
+    # Behind the time, which has refused more ranks than there are devices: this looks at each of them.
     if problem := islands_problem(hardware.machines, setup.layout.islands, setup.layout.world_size):
         raise LayoutError(problem)
-    return Plan(setup=setup, hardware=hardware, memory=hardware.memory(setup), time=hardware.time(setup), tokens=tokens)
+    return made
 
 
 def check_parallel(setup: Setup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -227,6 +228,8 @@ class PlanRequest:
             raise ValueError(f"--target {self.target} is what a search looks for; add --search")
         if self.price is not None and not self.tokens:
             raise ValueError("--price is of the whole training; say how long it is, for instance --tokens 300B")
+        if self.price is not None and not 0 <= self.price < math.inf:
+            raise ValueError(f"--price {self.price} is no price of a device-hour; give 0 or more")
         if self.islands == 1 or (self.islands is None and not self.config):
             self._refuse_meetings()
         if self.chunks is not None and self.schedule in ("gpipe", "1f1b"):
@@ -389,7 +392,7 @@ def count(text: str) -> float:
     found = _COUNT.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"{text!r} is no count; write for instance 300B, 1.5T or 3e11")
-    return float(found["number"]) * _PREFIXES[found["prefix"]]
+    return _finite(float(found["number"]) * _PREFIXES[found["prefix"]], text)
 
 
 def size_bytes(text: str) -> int:
@@ -399,4 +402,10 @@ def size_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is no size; write for instance 128GiB (1024³ bytes each), 1.5TB (10¹²) or 30e12")
     prefix, binary = (found["unit"] or "B").removesuffix("B"), "i" in (found["unit"] or "")
     power = " kMGT".index(prefix.removesuffix("i").replace("K", "k") or " ")
-    return round(float(found["number"]) * (1024 if binary else 1000) ** power)
+    return round(_finite(float(found["number"]) * (1024 if binary else 1000) ** power, text))
+
+
+def _finite(value: float, text: str) -> float:
+    if value == math.inf:
+        raise ValueError(f"{text!r} is more than can be counted with")
+    return value

@@ -166,6 +166,10 @@ def test_a_page_shows_a_plan_without_scripts_and_escaped() -> None:
             "--chunks are of --schedule interleaved",
         ),
         (["gpt2", "--machines", "8 H100", "--price", "2"], "say how long it is, for instance --tokens 300B"),
+        (["gpt2", "--machines", "8 H100", "--tokens", "1B", "--price", "nan"], "is no price of a device-hour; give 0"),
+        (["gpt2", "--machines", "8 H100", "--tokens", "1e400"], "'1e400' is more than can be counted with"),
+        (["gpt2", "--machines", "8 H100", "--disk-bytes", "1e400"], "'1e400' is more than can be counted with"),
+        (["gpt2", "--machines", "8 H100", "--dp", "1000000000000", "--islands", "1000000000000"], "has 8 devices"),
         (["gpt2", "--machines", "8 H100", "--target", "cheapest"], "add --search"),
         (
             ["gpt2", "--machines", "8 H100", "--largest"],
