@@ -182,6 +182,33 @@ def test_an_interrupt_ends_the_cell_and_pauses_the_run(
     assert take_said(Path(run), "hangs", Path.read_bytes).keys() <= {0, 1}
 
 
+BREAKS_THE_STORE = """
+import pathlib
+from torch.distributed import distributed_c10d
+store = distributed_c10d._get_default_store()
+while not hasattr(store, "path"):
+    store = store.underlying_store
+if os.environ["RANK"] == "0":
+    broken = pathlib.Path(store.path + "-broken")
+    broken.symlink_to(store.path)
+    broken.replace(store.path)
+"""
+
+
+def test_a_rank_that_comes_when_the_store_is_broken_pauses_as_the_others_have(world: Pool, tmp_path: Path) -> None:
+    """It would meet the others anew, who do not come: whoever interrupts gives them a new store by then."""
+    run = new_run(tmp_path, steps=4, zero=3)
+    post(run, "late", BREAKS_THE_STORE + HANGS)
+    RunFolder(run).post("step", n=1)
+    assert world.run(paused_and_left, run, timeout=25) == [["paused", True]] * 2
+    assert [event.kind for event in RunFolder(run).read_events()][-2:] == ["looked", "interrupted"]
+
+
+def paused_and_left(run: str) -> list[Any]:
+    with as_engine(run):
+        return [held_runs.advance(run, cells=PlainCells()), not dist.is_initialized()]
+
+
 def interrupted_and_resumed(run: str) -> list[Any]:
     """State after the cell, whether this rank has left the world by then, and the state in the end."""
     with as_engine(run):

@@ -43,6 +43,11 @@ class Meeting(Protocol):
 
     control: Group
 
+    @property
+    def stopping(self) -> bool:
+        """Whether this rank was interrupted."""
+        ...
+
     def disconnect(self) -> None: ...
 
     def reconnect(self) -> None: ...
@@ -50,6 +55,8 @@ class Meeting(Protocol):
 
 class Bare:
     """The meeting of ranks of which none has an engine that others will meet again."""
+
+    stopping = False
 
     def __init__(self, control: Group) -> None:
         self.control = control
@@ -86,7 +93,8 @@ def agreed(control: Group, work: Callable[[], T]) -> T:
 def together(meeting: Meeting, work: Callable[[], T]) -> T:
     """The result of `work`, which has collectives inside. Collective.
 
-    When it raises on any rank, all meet anew and raise Parted; a Refusal is raised as it is.
+    When it raises on any rank, all meet anew and raise Parted; a Refusal is raised as it is. A rank that was
+    interrupted raises KeyboardInterrupt instead: so were its peers, and who is forced to stop meets nobody.
     """
     try:
         result = work()
@@ -96,6 +104,8 @@ def together(meeting: Meeting, work: Callable[[], T]) -> T:
         raise
     except Exception as raised:
         error = raised
+    if meeting.stopping:
+        raise KeyboardInterrupt("what all ranks did together was cut off") from error
     meeting.disconnect()
     meeting.reconnect()
     problems = _problems(meeting.control, error)

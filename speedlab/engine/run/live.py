@@ -62,10 +62,7 @@ def run_between_steps(training: Training, code: str, name: str, ranks: Collectio
     with training.interruption.held():
         said = _look(training, code, name if asks else "") if rank in ranks else None
         end = _end_of(said, interrupted=training.interruption.asked)
-        board.leave(end)
-        if end is _End.FAILED:
-            training.disconnect()
-        ends = _await_all(training, board)
+        ends = _exchanged(training, board, end)
         if _End.INTERRUPTED in ends:
             raise _cut_off(training, name, said, alone=_End.FAILED in ends)
         if _End.FAILED in ends:
@@ -105,17 +102,25 @@ def _end_of(said: Said | None, *, interrupted: bool) -> _End:
     return _End.FAILED if said is not None and said.failure is not None else _End.DONE
 
 
+def _exchanged(training: Training, board: Board, end: _End) -> set[_End]:
+    """Leave this rank's word, and wait for all (3)."""
+    try:
+        board.leave(end)
+        if end is _End.FAILED:
+            training.disconnect()
+        return _await_all(training, board)
+    except RuntimeError:  # Whoever interrupts ranks breaks their store in the end, also of one that was long in coming.
+        if not training.interruption.asked:
+            raise
+        return set(_End)
+
+
 def _await_all(training: Training, board: Board) -> set[_End]:
     """How the cell has ended on all ranks. Of one that does not come, though this one was interrupted, nothing is known
     but that it can be asked no more."""
     began, asked_at = time.monotonic(), None
     while True:
-        try:
-            words = board.read()
-        except RuntimeError:  # Whoever interrupts ranks breaks their store in the end.
-            if not training.interruption.asked:
-                raise
-            return set(_End)
+        words = board.read()
         if words is not None:
             return set(map(_End, words))
         if training.interruption.asked:

@@ -137,6 +137,11 @@ class Training:
         rows = [row | held[row["name"]] for row in engine.placement.described()]
         self.folder.write_placement(self.world.rank, rows)
 
+    @property
+    def stopping(self) -> bool:
+        """Whether this rank was interrupted, and the others have not all heard of it yet."""
+        return self.interruption.asked
+
     def disconnect(self) -> None:
         """Close this rank's connections: peers that wait for it fail at once instead of at the timeout."""
         with self.interruption.held():  # Half a process group would stay for ever.
