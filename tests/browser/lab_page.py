@@ -47,6 +47,9 @@ class Notebook:
         ]
         kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
         self.path.write_text(json.dumps({"cells": code, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}))
+        question = page.locator(".jp-Dialog", has_text="Select Kernel")
+        # A busy server may take so long to name its kernels that Notebook 7 asks which it shall be.
+        page.add_locator_handler(question, lambda: question.locator("button.jp-mod-accept").click())
         page.goto(lab.page_of(name, seven=seven))
         page.locator(".jp-Notebook-cell").first.wait_for()
         self.wait_until_idle()

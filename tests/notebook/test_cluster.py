@@ -164,11 +164,14 @@ def test_cells_share_a_namespace_and_show_their_last_expression(cluster: Cluster
     unsubscribe = cluster.output.subscribe(lambda ranks, stream, text: seen.append((ranks, stream, text)))
     cluster.execute("import os\nrank = int(os.environ['RANK'])").result()
     assert cluster.execute("rank // 2").result() == ["0", "0", "1", "1"]
-    assert seen == [([0, 1], "stdout", "0\n"), ([2, 3], "stdout", "1\n")]
     assert cluster.execute("rank;", ranks=[1, 2]).result() == [None, None]
+    # Where all cores compute, the line of a rank may come too late to be one with those of the others.
+    by_rank = sorted((rank, stream, text) for ranks, stream, text in seen for rank in ranks)
+    assert by_rank == [(rank, "stdout", f"{rank // 2}\n") for rank in range(4)]
     unsubscribe()
+    seen.clear()
     cluster.execute("rank").result()
-    assert len(seen) == 2
+    assert seen == []
 
 
 def test_both_streams_of_all_ranks_arrive_before_the_result(cluster: Cluster) -> None:
@@ -184,7 +187,8 @@ def test_both_streams_of_all_ranks_arrive_before_the_result(cluster: Cluster) ->
         os.write(1, b"from native code\n")
 
     cluster.submit(speak).result()
-    assert [ranks for ranks, text in seen["stdout"] if "same on all\n" in text] == [[0, 1, 2, 3]]
+    same = [rank for ranks, text in seen["stdout"] if "same on all\n" in text for rank in ranks]
+    assert sorted(same) == [0, 1, 2, 3]  # Where all cores compute, not in one piece.
     assert sorted(seen["stderr"]) == [([rank], f"rank {rank}\n") for rank in range(SIZE)]
     # What is not written through Python passes a pipe first, and may come later.
     wait_for(

@@ -100,7 +100,8 @@ def test_engines_come_and_go(cluster: Cluster) -> None:
     lines: list[tuple[list[int], str]] = []
     cluster.output.subscribe(lambda ranks, stream, text: lines.append((ranks, text)))
     cluster.execute("print('one line of four')").result(SECONDS)
-    assert lines == [([0, 1, 2, 3], "one line of four\n")]
+    by_rank = sorted((rank, text) for ranks, text in lines for rank in ranks)  # In one piece, but on busy cores.
+    assert by_rank == [(rank, "one line of four\n") for rank in range(4)]
 
     removed = pids(cluster)[1:]
     cluster.resize(1, progress=said.append)

@@ -91,8 +91,12 @@ def small_run(shell: InteractiveShell, tmp_path: Path) -> Iterator[Run]:
         }
     )
     yield run
-    if run.state is RunState.RUNNING:
-        run.stop().wait(20)
+    try:
+        if run.state is RunState.RUNNING:
+            run.stop().wait(20)
+    except BaseException:
+        cluster.interrupt()  # The other tests have the same ranks.
+        raise
 
 
 def run(shell: InteractiveShell, code: str) -> None:
