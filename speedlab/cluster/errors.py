@@ -113,6 +113,11 @@ class RankError(RuntimeError):
         super().__init__(self.by_rank, advice)
 
     @property
+    def only_interrupted(self) -> bool:
+        """Whether nothing failed: somebody wanted them to stop."""
+        return all(failure.kind == INTERRUPTED for failure in self.by_rank.values())
+
+    @property
     def groups(self) -> list[tuple[list[int], RemoteFailure]]:
         """(ranks, failure) for each distinct failure; causes first, then what only followed from them."""
         merged: dict[tuple[Any, ...], tuple[list[int], RemoteFailure]] = {}

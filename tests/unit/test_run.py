@@ -26,7 +26,7 @@ from telemetry_samples import eventually, make_event, make_record
 
 import speedlab.cluster
 from speedlab.cluster import going_on, remote
-from speedlab.cluster.errors import DIED, ClusterError, RankError, RemoteFailure
+from speedlab.cluster.errors import DIED, INTERRUPTED, ClusterError, RankError, RemoteFailure
 from speedlab.cluster.going_on import resume_arguments
 from speedlab.cluster.known_runs import RunError, remember_run, remembered_runs
 from speedlab.cluster.own_model import OWN_MODEL, read_own_model
@@ -152,6 +152,8 @@ class FakeEngines:
         self.before_restart: Callable[[], None] = lambda: None
         self.pids = tuple(range(2_000_000, 2_000_000 + size))
         self.fail_at: int | None = None
+        self.fail_as: dict[int, str] = {}
+        """Kinds of failures, by rank."""
         self.ignores_words = False
         self.parameters = 1000
         self.refusal: str | None = None
@@ -249,8 +251,11 @@ class FakeEngines:
                 continue
             step = status.step + 1
             if step == self.fail_at:
-                failure = RemoteFailure(kind="ValueError", message="broken", traceback="…", step=step)
-                raise RankError(dict.fromkeys(range(self.size), failure))
+                kinds = {rank: self.fail_as.get(rank, "ValueError") for rank in range(self.size)}
+                failed = {
+                    r: RemoteFailure(kind=k, message="broken", traceback="…", step=step) for r, k in kinds.items()
+                }
+                raise RankError(failed)
             for rank, writer in enumerate(writers):
                 ledger = Ledger(parameters=100, gradients=10 * (rank + 1), master_weights=5, optimizer_moments=15)
                 writer.write(make_record(step, rank, zero_stage=self._stage(folder), ledger=ledger))
@@ -665,6 +670,22 @@ def test_a_failure_surfaces_everywhere_and_the_run_goes_on_when_asked(make, engi
     assert run.wait(10) is RunState.FINISHED
     assert run.step == 10
     seen_later.feed.close()
+
+
+def test_a_run_that_was_interrupted_amid_a_step_is_paused(make, engines):
+    """Also where no rank has come so far as to say so: it waits for a peer, or has not begun."""
+    engines.fail_at, engines.fail_as = 5, dict.fromkeys(range(engines.size), INTERRUPTED)
+    run = make(steps=10)
+    assert run.wait(10) is RunState.PAUSED
+    assert run.errors == []
+    assert (run.step, run.folder.read_status().text) == (4, "")
+    engines.fail_as = {0: INTERRUPTED}  # As its peer has failed, and it was released.
+    run.resume()
+    with pytest.raises(RankError, match="ValueError: broken"):
+        run.wait(10)
+    engines.fail_at = None
+    run.resume().wait(10)
+    assert run.wait(10) is RunState.FINISHED
 
 
 RECOVERS = {"recover": {"attempts": 2, "from": "newest"}, "checkpoint": {"every_steps": 1}}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from speedlab.cluster.errors import INTERRUPTED, ClusterError, RankError, name_ranks
+from speedlab.cluster.errors import ClusterError, RankError, name_ranks
 from speedlab.cluster.failures import newest_failure
 from speedlab.telemetry.checkpoints import newest
 from speedlab.telemetry.folder import write_atomically
@@ -83,10 +83,10 @@ class Recovery:
         """Bring the run back after the `error` of this submission, on a thread of its own; False when that was not
         asked for, or no more."""
         folder = self._run.folder
-        if error is None or folder.read_status().state is not RunState.FAILED or folder.config.recover.attempts == 0:
+        if error is None or error.only_interrupted or folder.config.recover.attempts == 0:
             return False
-        if all(failure.kind == INTERRUPTED for failure in error.by_rank.values()):
-            return False  # Somebody wanted it to stop.
+        if folder.read_status().state is not RunState.FAILED:
+            return False
         self._count.answered = submission
         self._start(self._next(_cause(error)))
         return self.under_way

@@ -399,7 +399,17 @@ class Run:
     def _account_for(self, error: RankError | None, submission: str) -> None:
         """Keep the error and see that the status tells of it; drop what nobody will carry out."""
         status = self.folder.read_status()
-        if error is not None and not is_kept(self.folder, submission):  # An earlier supervisor may have come so far.
+        if error is not None and error.only_interrupted and status.state not in RESTING:
+            status = replace(status, state=RunState.PAUSED, text="")  # No rank has come to say so.
+        elif error is not None and not error.only_interrupted:
+            status = self._failed(error, submission, status)
+        ignored = bool(self._given) and status.command < self._given[0].number
+        if error is not None or ignored:
+            self._drop_waiting(status)
+
+    def _failed(self, error: RankError, submission: str, status: Status) -> Status:
+        """Keep the error; the status that tells of it."""
+        if not is_kept(self.folder, submission):  # An earlier supervisor may have come so far.
             error.advice = self._advice(error)
             with contextlib.suppress(Exception):  # The explanation must not hide what it explains.
                 from speedlab.cluster.out_of_memory import out_of_memory_lines
@@ -410,11 +420,9 @@ class Run:
             except OSError as full:  # The status tells of it all the same.
                 log.warning("what the ranks of %s raised cannot be kept: %s", self.folder.name, full)
         # When one rank fails the others are interrupted; to the one that writes the status this looks like a pause.
-        if error is not None and status.state not in RESTING - {RunState.PAUSED}:
-            status = replace(status, state=RunState.FAILED, text=str(error)[:_TEXT_LIMIT])
-        ignored = bool(self._given) and status.command < self._given[0].number
-        if error is not None or ignored:
-            self._drop_waiting(status)
+        if status.state not in RESTING - {RunState.PAUSED}:
+            return replace(status, state=RunState.FAILED, text=str(error)[:_TEXT_LIMIT])
+        return status
 
     def _advice(self, error: RankError) -> str | None:
         """What a person can do next: look at the ranks, go back to the last checkpoint, read the whole trace."""

@@ -146,6 +146,7 @@ class Trainer:
     def _fail(self, error: BaseException) -> None:
         """Leave the world, so that no rank waits for this one, say what happened, and keep the state for a look."""
         paused = isinstance(error, KeyboardInterrupt)
+        text = str(error) or ("in the midst of a step" if paused else type(error).__name__)
         self.training.state = RunState.PAUSED if paused else RunState.FAILED
         if isinstance(error, NonFiniteError):
             self._explain_non_finite(error)
@@ -153,7 +154,7 @@ class Trainer:
             self.training.disconnect()
         # What went wrong may be that nothing can be written; the cluster then tells of the error itself.
         with suppress(OSError, RunFolderError):
-            self.reporter.event("interrupted" if paused else "failed", str(error) or type(error).__name__)
+            self.reporter.event("interrupted" if paused else "failed", text)
             self.reporter.status("" if paused else f"{type(error).__name__}: {error}")
 
     def _explain_non_finite(self, error: NonFiniteError) -> None:
