@@ -187,7 +187,7 @@ def test_status_is_a_table_and_escapes_what_it_shows(notebook: Notebook) -> None
     FakeCluster(name="there")
     make_run(cluster, "quickstart", RunState.PAUSED)
     (cluster.directory / "runs/quickstart/records/rank-0.jsonl").write_text(
-        f"{RECORD.to_json()}\n{replace(RECORD, step=57).to_json()}\n{{half a li"
+        f"{replace(RECORD, rank=0).to_json()}\n{replace(RECORD, rank=0, step=57).to_json()}\n{{half a li"
     )
     cluster.engine_states[1] = "busy"
     notebook.run("%speedlab status --name here")
