@@ -203,6 +203,24 @@ def test_a_rank_that_cannot_build_the_run_does_not_leave_the_others_waiting(worl
     assert second == [first[0], "OSError: unreadable", *first[2:]]
 
 
+def interrupted_while_it_is_built(run: str) -> list[str]:
+    with as_engine(run):
+        with patch.object(training, "GPT", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            held_runs.advance(run)
+        status = RunFolder(run).read_status()
+        if own_rank() == 0:
+            post(run, ("step", {"n": 1}))
+        return [str(status.state), status.text, advance(run)]
+
+
+def test_a_run_that_is_interrupted_while_it_is_built_is_paused(world: Pool, tmp_path) -> None:
+    run = new_run(tmp_path, steps=2)
+    first, second = world.run(interrupted_while_it_is_built, run)
+    assert first == ["paused", "interrupted before it was built; run.resume() builds it anew", "paused"]
+    assert second[2] == "paused"
+    assert [event.step for event in events(run, "paused")] == [1]
+
+
 # ---- beside the step -------------------------------------------------------------------------------------------------
 
 

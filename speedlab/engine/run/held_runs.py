@@ -70,9 +70,11 @@ def _build(run: RunFolder, own_model: OwnModel | None, cells: Cells | None) -> T
             leave(failed=True)
         # Nothing was trained: the folder says why, where it can be written.
         if os.environ.get("RANK", "0") == "0":
+            state, text = RunState.FAILED, f"{type(error).__name__}: {error}"
+            if isinstance(error, KeyboardInterrupt):
+                state, text = RunState.PAUSED, "interrupted before it was built; run.resume() builds it anew"
             with suppress(OSError, RunFolderError):
-                text = f"{type(error).__name__}: {error}"
-                run.write_status(replace(run.read_status(), state=RunState.FAILED, text=text))
+                run.write_status(replace(run.read_status(), state=state, text=text))
         raise
 
 
