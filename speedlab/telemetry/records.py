@@ -236,6 +236,8 @@ class Event:
         right = isinstance(event.kind, str) and isinstance(event.text, str) and isinstance(event.details, dict)
         if not right or type(event.step) is not int or type(event.time) not in (int, float):
             raise TypeError(f"event {event.kind!r} at step {event.step!r} has fields of the wrong kind")
+        if event.command is not None and type(event.command) is not int:
+            raise TypeError(f"command is {event.command!r}, not a number")
         return event
 
 

@@ -262,6 +262,7 @@ def test_a_mailbox_that_cannot_be_read_is_named_and_nobody_waits_for_it(tmp_path
         *("null", "5", "[]", '"x"', "{", "[" * 50_000),
         '{"kind": "started", "step": 1, "time": 0, "details": []}',
         '{"kind": "started", "step": "1", "time": 0}',
+        '{"kind": "started", "step": 1, "time": 0, "command": "1"}',
     ],
 )
 def test_a_line_that_is_no_event_is_passed_over(tmp_path, line):

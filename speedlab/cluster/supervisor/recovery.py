@@ -83,9 +83,9 @@ class Recovery:
         """Bring the run back after the `error` of this submission, on a thread of its own; False when that was not
         asked for, or no more."""
         folder = self._run.folder
-        if error is None or error.only_interrupted or folder.config.recover.attempts == 0:
-            return False
-        if folder.read_status().state is not RunState.FAILED:
+        if error is None or error.only_interrupted:
+            return False  # Whoever has interrupted it wanted it to stop.
+        if folder.read_status().state is not RunState.FAILED or folder.config.recover.attempts == 0:
             return False
         self._count.answered = submission
         self._start(self._next(_cause(error)))
