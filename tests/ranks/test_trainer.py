@@ -221,6 +221,79 @@ def test_a_run_that_is_interrupted_while_it_is_built_is_paused(world: Pool, tmp_
     assert [event.step for event in events(run, "paused")] == [1]
 
 
+# ---- two runs on the same ranks --------------------------------------------------------------------------------------
+
+
+def two_runs(folder: Path, *names: str) -> list[str]:
+    for name in names:
+        (folder / name).mkdir()
+    return [new_run(folder / name, name=name, steps=5) for name in names]
+
+
+def one_after_the_other(first: str, second: str, *words: Any) -> list[Any]:
+    """The first as it is left behind a step and these words, then the second, then the first again."""
+    with as_engine(first):
+        found: list[Any] = [advance(first), advance(second), list(held_runs.held().values())]
+        if own_rank() == 0:
+            post(first, *words)
+        return [*found, advance(first), held_runs.held().get(first)]
+
+
+def test_a_paused_run_is_saved_before_another_one_takes_its_place(world: Pool, tmp_path) -> None:
+    first, second = two_runs(tmp_path, "first", "second")
+    post(first, ("step", {"n": 2}))
+    post(second, ("step", {"n": 1}))
+    step = ("step", {"n": 1})
+    assert world.run(one_after_the_other, first, second, step) == [["paused", "paused", [1], "paused", 3]] * 2
+    assert [(event.step, event.text) for event in events(first, "checkpoint")] == [(2, "step-000002")]
+    assert [event.text for event in events(second, "checkpoint")] == ["step-000001"]  # As it made room in its turn.
+
+
+def test_a_run_that_cannot_be_saved_keeps_its_place(world: Pool, tmp_path) -> None:
+    first, second = two_runs(tmp_path, "first", "second")
+    post(first, ("step", {"n": 2}))
+    (told, *after), (told_too, *_) = world.run(refused_for_want_of_room, first, second)
+    assert told == told_too
+    assert "run 'first' is paused at step 2, which no checkpoint holds, and cannot be saved to make room" in told
+    assert "rank 1: OSError: no space" in told
+    assert after == [2, "paused", 3, "paused", [1]]
+    assert RunFolder(second).read_status().state is RunState.PAUSED
+
+
+def refused_for_want_of_room(first: str, second: str) -> list[Any]:
+    with as_engine(first):
+        advance(first)
+        with broken(Engine, "save_checkpoint", OSError("no space")):
+            found: list[Any] = [advance(second), held_runs.held()[first]]
+        if own_rank() == 0:
+            post(first, ("step", {"n": 1}))
+        found += [advance(first), held_runs.held()[first]]
+        if own_rank() == 0:
+            post(first, ("stop", {}))  # Who gives it up need not save it.
+            post(second, ("step", {"n": 1}))
+        advance(first)
+        with broken(Engine, "save_checkpoint", OSError("no space")):
+            return [*found, advance(second), list(held_runs.held().values())]
+
+
+def test_a_run_that_nobody_kept_takes_no_place(world: Pool, tmp_path) -> None:
+    lost, other = two_runs(tmp_path, "lost", "other")
+    post(lost, ("step", {"n": 1}))
+    post(other, ("step", {"n": 1}))
+    told, step = world.run(given_up_and_asked_again, lost, other)[0]
+    assert "its engines do not hold its state" in told
+    assert step == 1
+    assert events(other, "checkpoint") == []
+
+
+def given_up_and_asked_again(lost: str, other: str) -> list[Any]:
+    with as_engine(lost):
+        advance(lost)
+        held_runs.release()
+        advance(other)
+        return [advance(lost), held_runs.held().get(other)]
+
+
 # ---- beside the step -------------------------------------------------------------------------------------------------
 
 

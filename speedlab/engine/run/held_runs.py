@@ -16,11 +16,13 @@ import numpy as np
 import torch
 
 from speedlab.comm import Group, Traffic, join, leave
+from speedlab.config import ConfigError
 from speedlab.engine.run.agreement import Parted, Refusal, agreed
 from speedlab.engine.run.cells import Cells
 from speedlab.engine.run.trainer import Trainer
 from speedlab.engine.run.training import OwnModel
 from speedlab.models import generate as generate_tokens
+from speedlab.telemetry.checkpoints import newest
 from speedlab.telemetry.folder import RunFolder, RunFolderError
 from speedlab.telemetry.records import RunState
 
@@ -39,7 +41,8 @@ def advance(folder: str | os.PathLike[str], own_model: OwnModel | None = None, *
         assert trainer is not None
         return str(trainer.advance())
     # A rank whose engine was restarted holds nothing of the run: all build it anew, from the newest checkpoint.
-    trainer = _build(run, own_model, cells)
+    _refuse_lost(run, everywhere)
+    trainer = _build(run, own_model, cells, everywhere)
     _trainers[run.path] = trainer
     return str(trainer.advance())
 
@@ -48,6 +51,31 @@ def _known(folder: str | os.PathLike[str]) -> RunFolder:
     run = RunFolder(folder)
     run.require_known()
     return run
+
+
+def _refuse_lost(run: RunFolder, everywhere: Group) -> None:
+    """Before another run makes room: raises Refusal, on all ranks alike, for one with steps that nobody kept."""
+    kept = everywhere.share(agreed(everywhere, lambda: newest(run.path / "checkpoints") is not None))
+
+    def look() -> None:
+        records = run.path / "records" / "rank-0.jsonl"
+        if not kept and records.exists() and records.stat().st_size:
+            raise ConfigError(
+                f"{run.name}: its engines do not hold its state, because they were restarted, cut off in the middle "
+                "of a change, or given another run, and it has no checkpoint; start it again under another name, with "
+                "checkpoint.every_steps set"
+            )
+
+    agreed(everywhere, look)
+
+
+def _make_room(everywhere: Group) -> None:
+    """For another run: one that is paused is written, as far as no checkpoint holds it. Collective."""
+    held = everywhere.collect([str(path) for path, trainer in _trainers.items() if trainer.training.whole])
+    for path in held[0]:
+        if all(path in theirs for theirs in held):
+            _trainers[Path(path)].keep()
+    release()
 
 
 def held() -> dict[str, int]:
@@ -61,9 +89,9 @@ def release() -> None:
         _trainers.pop(path).close()
 
 
-def _build(run: RunFolder, own_model: OwnModel | None, cells: Cells | None) -> Trainer:
+def _build(run: RunFolder, own_model: OwnModel | None, cells: Cells | None, everywhere: Group) -> Trainer:
     try:
-        release()
+        _make_room(everywhere)
         return Trainer(run, own_model, cells)
     except BaseException as error:
         if not isinstance(error, Refusal | Parted):  # These come to all ranks; else no rank shall wait for this one.

@@ -9,20 +9,19 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from speedlab.config import ConfigError
 from speedlab.data import save_tokenizer
 from speedlab.engine.build.schedule import follow_schedule
 from speedlab.engine.engine import Engine
-from speedlab.engine.run.agreement import Parted, Refusal, agreed
+from speedlab.engine.run.agreement import Parted, Refusal, agreed, together
 from speedlab.engine.run.cells import Cells
 from speedlab.engine.run.diagnose import first_non_finite
 from speedlab.engine.run.live import CutOff
 from speedlab.engine.run.loop import Loop
 from speedlab.engine.run.reporting import Reporter
 from speedlab.engine.run.training import OwnModel, Training
-from speedlab.engine.run.words import carry_out_pending
+from speedlab.engine.run.words import carry_out_pending, save
 from speedlab.engine.step.errors import NonFiniteError
-from speedlab.telemetry.checkpoints import newest
+from speedlab.telemetry.checkpoints import newest, step_of
 from speedlab.telemetry.folder import TOKENIZER, RunFolder, RunFolderError
 from speedlab.telemetry.records import RunState
 
@@ -95,6 +94,28 @@ class Trainer:
         training.changing = False
         self.reporter.event("warning", f"went back to {kept.name}: the interrupt came in the middle of an update")
 
+    def keep(self) -> None:
+        """Where the run is paused and no checkpoint holds its steps, write one: another run is about to take its place.
+        Collective. Raises Refusal, on all ranks alike, where that cannot be."""
+        training, step = self.training, self.engine.global_step
+        if training.state is not RunState.PAUSED or not step:
+            return
+        with training.interruption:
+            try:
+                self.reporter.open()
+                self.reconnect()
+                kept = self._newest()
+                if kept is None or step_of(kept) != step:
+                    answer = together(training, agreed(training.control, lambda: save(training)))
+                    self.reporter.event(answer.kind, answer.text, **answer.details)
+            except Parted as parted:
+                raise Refusal(
+                    f"run {self.folder.name!r} is paused at step {step}, which no checkpoint holds, and cannot be "
+                    f"saved to make room for another run: {parted}; its stop() gives it up"
+                ) from parted
+            finally:
+                self.reporter.close()
+
     def close(self) -> None:
         self.training.close()
 
@@ -106,7 +127,8 @@ class Trainer:
         if kept is not None:
             training.engine.load_checkpoint(kept)
             follow_schedule(training.engine.scheduler, training.config)
-        training.state = _STARTS_AS.get(agreed(training.control, lambda: self._look(kept)), RunState.PAUSED)
+        state = agreed(training.control, lambda: self.folder.read_status().state)
+        training.state = _STARTS_AS.get(state, RunState.PAUSED)
         if training.world.rank == 0:
             save_tokenizer(training.corpus.tokenizer, self.folder.path / TOKENIZER)
         self.reporter.started()
@@ -114,17 +136,6 @@ class Trainer:
             self.reporter.event("evaluated", "before the first step", heldout_loss=training.evaluate())
         self.reporter.status()
         self._started = True
-
-    def _look(self, kept: Path | None) -> RunState:
-        """What the folder says of the state. Raises ConfigError when it tells of steps that nobody kept."""
-        records = self.folder.path / "records" / "rank-0.jsonl"
-        if kept is None and records.exists() and records.stat().st_size:
-            raise ConfigError(
-                f"{self.folder.name}: its engines do not hold its state, because they were restarted or cut off in the "
-                "middle of a change, and it has no checkpoint; start it again under another name, with "
-                "checkpoint.every_steps set"
-            )
-        return self.folder.read_status().state
 
     def _newest(self) -> Path | None:
         """The newest checkpoint, as the first rank sees the folder. Collective."""

@@ -194,17 +194,18 @@ def _stop(training: Training) -> Action:
     return stop
 
 
-def _save(training: Training, tag: str | None = None) -> Action:
+def save(training: Training, tag: str | None = None) -> Action:
+    """Write a checkpoint under this name, or under one that its step makes."""
     folder = training.folder.path / "checkpoints"
     target = folder / (tag or numbered_name(folder, training.engine.global_step))
     if target.exists():
         raise ConfigError(f"{target} exists already and is never overwritten; give another tag or move it away")
 
-    def save() -> Answer:
+    def written() -> Answer:
         path = training.engine.save_checkpoint(target.parent, target.name)
         return Answer("checkpoint", path.name, {"bytes": sum(file.stat().st_size for file in path.iterdir())})
 
-    return save
+    return written
 
 
 def _live(training: Training, cell: str, ranks: list[int] | None = None, asks: bool = False) -> Action:
@@ -279,7 +280,7 @@ WORDS: dict[str, Word] = {
     "resume": Word(plan=_resume, arguments={"step": _whole(0), "tag": _TAG, "steps": _whole(1)}, changes=True),
     "step": Word(plan=_step, arguments={"n": _whole(1)}),
     "stop": Word(plan=_stop, arguments={}),
-    "save": Word(plan=_save, arguments={"tag": _TAG}),
+    "save": Word(plan=save, arguments={"tag": _TAG}),
     "reshape": Word(plan=_reshape, arguments={name: _CHANGE.get(name, _whole(1)) for name in CHANGES}, changes=True),
     "live": Word(plan=_live, arguments={"cell": _CELL, "ranks": _RANKS, "asks": _SWITCH}),
 }
