@@ -276,6 +276,22 @@ def refused_for_want_of_room(first: str, second: str) -> list[Any]:
             return [*found, advance(second), list(held_runs.held().values())]
 
 
+def test_a_run_that_was_cut_off_in_an_update_makes_room(world: Pool, tmp_path) -> None:
+    """There is no step that could be kept."""
+    first, second = two_runs(tmp_path, "first", "second")
+    post(first, ("step", {"n": 2}))
+    post(second, ("step", {"n": 1}))
+    assert world.run(cut_off_and_another, first, second) == [["paused", "paused", {second: 1}]] * 2
+    assert events(first, "checkpoint") == []
+
+
+def cut_off_and_another(first: str, second: str) -> list[Any]:
+    with as_engine(first):
+        state = advance(first)
+        trainer_of(first).engine.updating = own_rank() == 0
+        return [state, advance(second), held_runs.held()]
+
+
 def test_a_run_that_nobody_kept_takes_no_place(world: Pool, tmp_path) -> None:
     lost, other = two_runs(tmp_path, "lost", "other")
     post(lost, ("step", {"n": 1}))

@@ -97,24 +97,38 @@ class Trainer:
     def keep(self) -> None:
         """Where the run is paused and no checkpoint holds its steps, write one: another run is about to take its place.
         Collective. Raises Refusal, on all ranks alike, where that cannot be."""
-        training, step = self.training, self.engine.global_step
-        if training.state is not RunState.PAUSED or not step:
+        training = self.training
+        if training.state is not RunState.PAUSED or not self.engine.global_step:
             return
         with training.interruption:
             try:
                 self.reporter.open()
-                self.reconnect()
-                kept = self._newest()
-                if kept is None or step_of(kept) != step:
-                    answer = together(training, agreed(training.control, lambda: save(training)))
-                    self.reporter.event(answer.kind, answer.text, **answer.details)
-            except Parted as parted:
-                raise Refusal(
-                    f"run {self.folder.name!r} is paused at step {step}, which no checkpoint holds, and cannot be "
-                    f"saved to make room for another run: {parted}; its stop() gives it up"
-                ) from parted
+                if self._is_whole():
+                    self._save_where_unsaved()
             finally:
                 self.reporter.close()
+
+    def _is_whole(self) -> bool:
+        """Whether all ranks stand at one step, which some checkpoint may hold by now. Collective."""
+        try:
+            self.reconnect()
+        except Refusal:
+            return False
+        return True
+
+    def _save_where_unsaved(self) -> None:
+        training, step = self.training, self.engine.global_step
+        kept = self._newest()
+        if kept is not None and step_of(kept) == step:
+            return
+        try:
+            answer = together(training, agreed(training.control, lambda: save(training)))
+        except Parted as parted:
+            raise Refusal(
+                f"run {self.folder.name!r} is paused at step {step}, which no checkpoint holds, and cannot be saved to "
+                f"make room for another run: {parted}; its stop() gives it up"
+            ) from parted
+        self.reporter.event(answer.kind, answer.text, **answer.details)
 
     def close(self) -> None:
         self.training.close()
