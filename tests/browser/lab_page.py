@@ -67,7 +67,12 @@ class Notebook:
         `count`: the kernel's count of cells that it then shows; left out, each cell was run once in order.
         """
         cell = self.start(number)
-        cell.locator(".jp-InputPrompt", has_text=f"[{count or number + 1}]:").wait_for(timeout=120_000)
+        done = cell.locator(".jp-InputPrompt", has_text=f"[{count or number + 1}]:")
+        untouched = cell.locator(".jp-InputPrompt", has_text="[ ]:")
+        done.or_(untouched).wait_for(timeout=120_000)
+        if untouched.count():  # A kernel drops what comes while the cell before is ending in an error.
+            self.start(number)
+            done.wait_for(timeout=120_000)
         return cell.locator(".jp-Cell-outputArea")
 
     def restart_kernel(self) -> None:

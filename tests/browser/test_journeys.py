@@ -178,7 +178,7 @@ def test_by_keyboard_alone_a_run_is_trained_paused_reshaped_and_stopped_in_both_
     by_keys(page, "by-keys\n")
     by_keys(page, "Resume")
     page.keyboard.press("Enter")
-    panel.get_by_role("button", name="Pause").wait_for()
+    panel.get_by_role("button", name="Pause", exact=True).wait_for()
     by_keys(page, "Stop")
     page.keyboard.press("Enter")
     page.locator(".jp-Dialog").get_by_text("Stop by-keys?").wait_for()

@@ -21,6 +21,7 @@ from cluster_helpers import (
     break_a_deadlock,
     is_gone,
     look_around,
+    sleep_in,
     sum_for_ever,
     sum_over_ranks,
     wait_for,
@@ -257,10 +258,11 @@ def test_results_can_be_awaited_and_waited_for(cluster: Cluster) -> None:
     assert done.wait(30)
 
 
-def test_an_interrupt_reaches_every_rank_and_empties_the_queues(cluster: Cluster) -> None:
-    running = cluster.submit(time.sleep, 60)
+def test_an_interrupt_reaches_every_rank_and_empties_the_queues(cluster: Cluster, tmp_path: Path) -> None:
+    begun = [tmp_path / str(rank) for rank in range(SIZE)]
+    running = cluster.submit(sleep_in, str(tmp_path))
     queued = cluster.submit(time.sleep, 60)
-    wait_for(lambda: {status.state for status in cluster.status()} == {"busy"})
+    wait_for(lambda: all(path.exists() for path in begun))  # Ranks for which something waits are busy, too.
     generation = int((cluster.directory / "rendezvous" / "generation").read_text())
     assert cluster.interrupt(20.0) == list(range(SIZE))  # Returns when all are idle.
     for results in (running, queued):
