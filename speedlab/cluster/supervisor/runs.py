@@ -5,8 +5,8 @@ run back where that was asked for.
    pauses, ends or fails. While it is paused no submission is there, so the engines serve cells.
 2. A word that comes while none is there submits one; it waits in line like any other.
 3. When it ends, words are looked for once more: one that came in between is neither left lying nor carried out twice.
-4. A word that a submission was given and did not take, or that was waiting when the run failed, is dropped: else it
-   would be carried out long after it was meant.
+4. A word that a submission was given and did not take, or that was waiting when the run failed or was cut off, is
+   dropped: else it would be carried out long after it was meant.
 5. A run that has failed is brought back (`recovery.py`) if its configuration says so.
 """
 
@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import speedlab.cluster.remote as remote
-from speedlab.cluster.errors import DIED, ClusterError, RankError
+from speedlab.cluster.errors import ClusterError, RankError
 from speedlab.cluster.failures import is_kept, keep_failure, newest_failure
 from speedlab.cluster.known_runs import remember_run, remembered_runs
 from speedlab.cluster.supervisor.holds import Hold, Holds
 from speedlab.cluster.supervisor.messages import Standing
+from speedlab.cluster.supervisor.next_steps import advice, without_hosts
 from speedlab.cluster.supervisor.recovery import Recovery
-from speedlab.telemetry.checkpoints import newest
 from speedlab.telemetry.folder import UNSUPERVISED, Command, RunFolder, RunFolderError, Status
 from speedlab.telemetry.records import RESTING, RunState
 
@@ -253,7 +253,7 @@ class Run:
             return
         try:
             if dead := sorted(self._ranks.dead):
-                raise ClusterError(self._without_hosts() or self._ranks.way_back(dead))
+                raise ClusterError(without_hosts(self.folder, self._ranks) or self._ranks.way_back(dead))
             self.folder.require_known()
             self.note_processes(self._ranks.pids)
             self._submit()
@@ -410,7 +410,7 @@ class Run:
     def _failed(self, error: RankError, submission: str, status: Status) -> Status:
         """Keep the error; the status that tells of it."""
         if not is_kept(self.folder, submission):  # An earlier supervisor may have come so far.
-            error.advice = self._advice(error)
+            error.advice = advice(error, self.folder, self._ranks)
             with contextlib.suppress(Exception):  # The explanation must not hide what it explains.
                 from speedlab.cluster.out_of_memory import out_of_memory_lines
 
@@ -423,30 +423,3 @@ class Run:
         if status.state not in RESTING - {RunState.PAUSED}:
             return replace(status, state=RunState.FAILED, text=str(error)[:_TEXT_LIMIT])
         return status
-
-    def _advice(self, error: RankError) -> str | None:
-        """What a person can do next: look at the ranks, go back to the last checkpoint, read the whole trace."""
-        if any(failure.kind == DIED for failure in error.by_rank.values()):
-            return self._without_hosts()
-        kept = newest(self.folder.path / "checkpoints")
-        back = f" · go back: run.resume(step={kept.step})" if kept is not None else ""
-        return f"The engines are idle and keep their state. {error.way_to_look}{back} · full trace: run.errors[-1]"
-
-    def _without_hosts(self) -> str | None:
-        """How the run can go on without the hosts that are lost, or once they are back; None where none is lost."""
-        lost = sorted(self._ranks.lost_ranks)
-        if not lost:
-            return None
-        kept, left = newest(self.folder.path / "checkpoints"), len(self._ranks.devices) - len(lost)
-        if kept is None:
-            return f"{self._ranks.way_back(lost)}; the run has no checkpoint, and can only be started again"
-        without = f"run.reshape(engines={left})"
-        try:
-            from speedlab.cluster.shapes import shapes_on
-
-            had = len(self.folder.read_status().rank_pids) or len(self._ranks.devices)
-            layout = shapes_on(self.folder, had, left)[1].layout(left, built_in=False)
-            way = f"{without} goes on from step {kept.step} as {layout}"
-        except ValueError as error:
-            way = f"{without} needs another layout: {error}" if left else "no host is left"
-        return f"{self._ranks.way_back(lost)} and run.resume() goes on from step {kept.step}; without: {way}"
