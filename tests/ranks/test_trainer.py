@@ -276,6 +276,29 @@ def refused_for_want_of_room(first: str, second: str) -> list[Any]:
             return [*found, advance(second), list(held_runs.held().values())]
 
 
+def interrupted_while_it_makes_room(first: str, second: str) -> list[Any]:
+    """The signal comes while the first one is written, which comes to its end."""
+    works = Engine.save_checkpoint
+
+    def interrupted(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return works(engine, *args, **kwargs)
+
+    with as_engine(first):
+        state = advance(first)
+        with patch.object(Engine, "save_checkpoint", interrupted), pytest.raises(KeyboardInterrupt):
+            held_runs.advance(second)
+        return [state, held_runs.held(), str(RunFolder(second).read_status().state)]
+
+
+def test_an_interrupt_while_a_run_makes_room_is_for_the_other_one(world: Pool, tmp_path) -> None:
+    first, second = two_runs(tmp_path, "first", "second")
+    post(first, ("step", {"n": 2}))
+    found, _ = world.run(interrupted_while_it_makes_room, first, second)
+    assert found == ["paused", {first: 2}, "paused"]
+    assert [event.step for event in events(first, "checkpoint")] == [2]
+
+
 def test_a_run_that_was_cut_off_in_an_update_makes_room(world: Pool, tmp_path) -> None:
     """There is no step that could be kept."""
     first, second = two_runs(tmp_path, "first", "second")

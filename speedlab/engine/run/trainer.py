@@ -103,13 +103,15 @@ class Trainer:
         with training.interruption:
             try:
                 self.reporter.open()
-                if self._is_whole():
+                if self._meets_at_one_step():
                     self._save_where_unsaved()
+                if training.interruption.asked:  # It was meant for the other run.
+                    raise KeyboardInterrupt
             finally:
                 self.reporter.close()
 
-    def _is_whole(self) -> bool:
-        """Whether all ranks stand at one step, which some checkpoint may hold by now. Collective."""
+    def _meets_at_one_step(self) -> bool:
+        """Join the world anew; whether all ranks stand at one step, and be it a checkpoint's. Collective."""
         try:
             self.reconnect()
         except Refusal:
