@@ -108,8 +108,8 @@ class ZeroConfig(Part):
     reductions_in_flight: int | None = Field(
         default=None,
         ge=1,
-        description="Units whose gradients may be summed at once, each a whole gradient; 1 on CPUs and 2 on GPUs when "
-        "left out",
+        description="Units whose gradients may be summed at once, each a whole gradient at stages 2 and 3; when left "
+        "out 2, but 1 at those stages on CPUs",
     )
     quantized_weights: bool = Field(
         default=False,

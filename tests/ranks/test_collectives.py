@@ -81,6 +81,32 @@ def test_values(ranks: Pool, dtype: str) -> None:
     ranks.run(gather_and_scatter, dtype)
 
 
+def reduce_ahead() -> None:
+    """Rank 0 gets the sum of what all have begun two of, before any peer waits for one."""
+    wires = group("reduce")
+    size, rank = wires.size, wires.index
+    wholes = [[values_of(r, size * 1000, seed=seed) for r in range(size)] for seed in range(3)]
+    given = [wires.empty(size * 1000, torch.float32).copy_(whole[rank]) for whole in wholes]
+    begun = [wires.all_reduce(given[0])]
+    dist.barrier()  # All have come to the first one; whoever begins another sums its slice of it.
+    begun.append(wires.all_reduce(given[1]))
+    if rank == 0:
+        begun[0].wait()
+        assert given[0].equal(rank_sum(wholes[0]))
+    dist.barrier()
+    begun.append(wires.all_reduce(given[2]))
+    for work in reversed(begun):  # In whatever order.
+        work.wait()
+    for sums, whole in zip(given, wholes, strict=True):
+        assert sums.equal(rank_sum(whole))
+    wires.wait_until_all_read()
+
+
+def test_a_rank_that_is_ahead_does_not_wait_for_peers_that_have_begun_more(pool_of: PoolOf) -> None:
+    pool_of(2).run(reduce_ahead)
+    pool_of(4).run(reduce_ahead)
+
+
 def sum_narrow_terms(dtype_name: str) -> dict[str, int]:
     """What is summed over the ranks without a flat: in float32, rounded once, at the bytes of the narrow dtype. And the
     exchange of slices that stands in for NCCL's reduce-scatter, over gloo."""

@@ -7,15 +7,16 @@ a peer still reads:
 2. A rank counts what it has read (TAKEN). `wait_until_all_read` waits until all peers have read all that this rank
    has offered; after it, the memory may be written again.
 3. In an all-reduce every rank writes only its own slice of its own tensor while peers read the other slices; the sum is
-   copied from its owner when that one has said that it stands there (SUMMED).
+   copied from its owner when that one has said that it stands there (SUMMED). Whoever starts another one sums its slice
+   of those before it to which all peers have come: a peer that waits for one later finds it summed.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from ctypes import memmove
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,6 +41,8 @@ class InPlace(Transport):
         """Shards that were offered and not gathered yet: address → number of the offer."""
         self._given: dict[int, int] = {}
         """Address of a tensor that was reduced, or gathered without being offered before → number of its offer."""
+        self._unsummed: deque[tuple[int, Tensor]] = deque()
+        """All-reduces whose slice of this rank is still to be summed: (number of the offer, its memory), oldest first."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return arena().empty(numel, dtype)
@@ -56,6 +59,7 @@ class InPlace(Transport):
 
     def withdraw(self) -> None:
         self._offered.clear()
+        self._unsummed.clear()
         self._meeting.take_no_more()
 
     def all_gather(self, full: Tensor, shard: Tensor, own: Tensor) -> Finish:
@@ -78,18 +82,28 @@ class InPlace(Transport):
     def all_reduce(self, full: Tensor) -> Finish:
         number, shared = self._offer_whole(full)
         self._given[full.data_ptr()] = number
+        while self._unsummed and self._meeting.reached(Number.OFFERED, self._unsummed[0][0] + 1):
+            self._sum_oldest()
+        self._unsummed.append((number, shared))
 
         def finish() -> None:
-            addresses = self._sum(shared, shared.view(self.size, -1)[self.index], number, accumulate=False)
-            self._meeting.raise_own(Number.SUMMED, number + 1)
+            while self._unsummed and self._unsummed[0][0] <= number:
+                self._sum_oldest()
             self._meeting.wait_all(Number.SUMMED, number + 1)
-            nbytes = full.nbytes // self.size
+            addresses = self._meeting.addresses(number, full.nbytes)
             addresses[self.index] = shared.data_ptr()
+            nbytes = full.nbytes // self.size
             for k in self.peers if shared is full else range(self.size):
                 memmove(full.data_ptr() + k * nbytes, int(addresses[k]) + k * nbytes, nbytes)
             self._meeting.took()
 
         return finish
+
+    def _sum_oldest(self) -> None:
+        """This rank's slice of the oldest all-reduce in which it is not summed. In order: SUMMED counts all up to it."""
+        number, shared = self._unsummed.popleft()  # First: what is cut off must not be summed twice.
+        self._sum(shared, shared.view(self.size, -1)[self.index], number, accumulate=False)
+        self._meeting.raise_own(Number.SUMMED, number + 1)
 
     def _offer_whole(self, tensor: Tensor) -> tuple[int, Tensor]:
         """(number of the offer, the memory that peers read): `tensor` itself, or a copy if it came from elsewhere."""
@@ -106,8 +120,8 @@ class InPlace(Transport):
                 memmove(full.data_ptr() + peer * nbytes, int(addresses[peer]), nbytes)
         self._meeting.took()
 
-    def _sum(self, full: Tensor, into: Tensor, number: int, accumulate: bool) -> np.ndarray:
-        """This rank's slice of all ranks' `full`, summed into `into`; returns where they stand."""
+    def _sum(self, full: Tensor, into: Tensor, number: int, accumulate: bool) -> None:
+        """This rank's slice of all ranks' `full`, summed into `into`."""
         addresses = self._meeting.addresses(number, full.nbytes)
         addresses[self.index] = full.data_ptr()
         nbytes = full.nbytes // self.size
@@ -121,4 +135,3 @@ class InPlace(Transport):
                 accumulate=accumulate,
                 floating=full.dtype.is_floating_point,
             )
-        return addresses

@@ -18,9 +18,9 @@ from speedlab.placement import Residency
 class Reductions:
     """The reductions of one module's gradients."""
 
-    def __init__(self, gathers: Gathers, group: Group, *, in_flight: int) -> None:
-        """`in_flight`: units whose reduction may be under way while the next unit computes; each holds a whole gradient
-        of a unit."""
+    def __init__(self, gathers: Gathers, group: Group, *, in_flight: int | None) -> None:
+        """`in_flight`: units whose reduction may be under way while the next unit computes, each of which holds a whole
+        gradient of a unit where gradients go; None takes what suits device and gradients."""
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around what reductions take of this rank's time; a pipeline's timeline hangs here."""
         self.left_to_optimizer: Callable[[], bool] = lambda: False
@@ -29,7 +29,7 @@ class Reductions:
         """Whether the present backward pass is summed over the ranks, or leaves its gradients with each rank."""
         self.unsummed = False
         """Whether gradients of the last backward are still with each rank."""
-        self._gathers, self._group, self._limit = gathers, group, in_flight
+        self._gathers, self._group, self._in_flight = gathers, group, in_flight
         self._reduced_before = False
         """Whether gradients of an earlier backward pass of this step are summed already."""
         self._order: list[Unit] = []
@@ -76,8 +76,7 @@ class Reductions:
             with record_function(f"speedlab::reduce {unit.name}"), self.around():
                 works = [gradient.reduce(accumulate=accumulate) for gradient in unit.gradients]
             self._under_way.append((unit, works))
-            # What uses gradients takes most of a unit's time: there is nothing to hide behind it.
-            self._finish(0 if residency.gradients_used else self._limit, wanted=wanted)
+            self._finish(self._limit(residency), wanted=wanted)
 
     def end(self, residency: Residency, *, leave_root: bool) -> None:
         """The backward pass is over; `leave_root`: those of the root unit wait for `end_root`."""
@@ -92,6 +91,15 @@ class Reductions:
         self.advance(residency, everything=True)
         self._finish(0)
         self._reduced_before, self.unsummed = True, False
+
+    def _limit(self, residency: Residency) -> int:
+        """How many reductions may be under way when the next unit computes."""
+        if residency.gradients_used:
+            return 0  # What uses gradients takes most of a unit's time: there is nothing to hide behind it.
+        if self._in_flight is not None:
+            return self._in_flight
+        # On CPUs nothing overlaps, but ranks that are not quite abreast need not wait where a second one costs nothing.
+        return 1 if self._group.device.type == "cpu" and residency.gradients_go else 2
 
     def _finish(self, leave: int, *, wanted: bool = True) -> None:
         while len(self._under_way) > leave:
@@ -125,8 +133,3 @@ class Reductions:
         """After the world was left: nothing that is under way ends any more."""
         self._under_way.clear()
         self.clear()
-
-
-def default_in_flight(device: torch.device) -> int:
-    """By device: where nothing overlaps one is enough; a GPU computes on while two are under way."""
-    return 2 if device.type == "cuda" else 1

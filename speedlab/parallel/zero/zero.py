@@ -34,7 +34,7 @@ from speedlab.comm import Group, PeerLost
 from speedlab.offload import Stores
 from speedlab.parallel.zero.flat import Flat
 from speedlab.parallel.zero.gathers import Gathers
-from speedlab.parallel.zero.reductions import Reductions, default_in_flight
+from speedlab.parallel.zero.reductions import Reductions
 from speedlab.parallel.zero.refusals import refuse_gradient_elsewhere, refuse_other_parameters, refuse_transforms
 from speedlab.parallel.zero.unit import Pass, Unit
 from speedlab.parallel.zero.units import UnitPlan
@@ -68,7 +68,7 @@ class Zero:
         `summed_over`. A group that is on other pipeline stages only goes with parameters of the root unit and
         `end_backward(leave_root=True)`.
 
-        `reductions_in_flight`: units whose gradients may be summed at once; None takes what suits the device.
+        `reductions_in_flight`: units whose gradients may be summed at once, see `Reductions`.
 
         `materialize` gives a unit that stands on `meta` its values; it is called unit by unit, so that one unit at a
         time is whole. `alike`: all ranks that begin with the same values; None: those of `gather_group`.
@@ -97,8 +97,7 @@ class Zero:
             units.append(Unit(plan.name, plan.modules, flats))
         self.gathers = Gathers(units, ways)
         self.gathers.place(placement.residency)
-        in_flight = reductions_in_flight or default_in_flight(ways.gather.device)
-        self.reductions = Reductions(self.gathers, ways.reduce, in_flight=in_flight)
+        self.reductions = Reductions(self.gathers, ways.reduce, in_flight=reductions_in_flight)
         self.finish_update: Callable[[], None] = lambda: None
         """Makes an update that is late the parameters', where whoever looks at one stands on all ranks."""
         self._version = 0
