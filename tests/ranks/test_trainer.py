@@ -278,9 +278,10 @@ def refused_for_want_of_room(first: str, second: str) -> list[Any]:
 
 def interrupted_while_it_makes_room(first: str, second: str) -> list[Any]:
     """The signal comes while the first one is written, which comes to its end."""
-    works = Engine.save_checkpoint
+    works, told = Engine.save_checkpoint, []
 
     def interrupted(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        told.append(RunFolder(second).read_status().text)
         os.kill(os.getpid(), signal.SIGINT)
         return works(engine, *args, **kwargs)
 
@@ -288,14 +289,15 @@ def interrupted_while_it_makes_room(first: str, second: str) -> list[Any]:
         state = advance(first)
         with patch.object(Engine, "save_checkpoint", interrupted), pytest.raises(KeyboardInterrupt):
             held_runs.advance(second)
-        return [state, held_runs.held(), str(RunFolder(second).read_status().state)]
+        return [state, held_runs.held(), str(RunFolder(second).read_status().state), told]
 
 
 def test_an_interrupt_while_a_run_makes_room_is_for_the_other_one(world: Pool, tmp_path) -> None:
     first, second = two_runs(tmp_path, "first", "second")
     post(first, ("step", {"n": 2}))
     found, _ = world.run(interrupted_while_it_makes_room, first, second)
-    assert found == ["paused", {first: 2}, "paused"]
+    told = "run 'first', which is paused on these engines, is saved first"
+    assert found == ["paused", {first: 2}, "paused", [told]]
     assert [event.step for event in events(first, "checkpoint")] == [2]
 
 

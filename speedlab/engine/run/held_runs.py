@@ -11,6 +11,7 @@ import os
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,13 +70,23 @@ def _refuse_lost(run: RunFolder, everywhere: Group) -> None:
     agreed(everywhere, look)
 
 
-def _make_room(everywhere: Group) -> None:
-    """For another run: one that is paused is written, as far as no checkpoint holds it. Collective."""
+def _make_room(run: RunFolder, everywhere: Group) -> None:
+    """For another run, whose status says so: one that is paused is written, as far as no checkpoint holds it.
+    Collective."""
     held = everywhere.collect([str(path) for path, trainer in _trainers.items() if trainer.training.whole])
     for path in held[0]:
         if all(path in theirs for theirs in held):
-            _trainers[Path(path)].keep()
+            trainer = _trainers[Path(path)]
+            _tell(run, text=f"run {trainer.folder.name!r}, which is paused on these engines, is saved first")
+            trainer.keep()
     release()
+
+
+def _tell(run: RunFolder, **fields: Any) -> None:
+    """Fields of the run's status, from rank 0, where its folder can be written."""
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError, RunFolderError):
+            run.write_status(replace(run.read_status(), **fields))
 
 
 def held() -> dict[str, int]:
@@ -91,18 +102,16 @@ def release() -> None:
 
 def _build(run: RunFolder, own_model: OwnModel | None, cells: Cells | None, everywhere: Group) -> Trainer:
     try:
-        _make_room(everywhere)
+        _make_room(run, everywhere)
         return Trainer(run, own_model, cells)
     except BaseException as error:
         if not isinstance(error, Refusal | Parted):  # These come to all ranks; else no rank shall wait for this one.
             leave(failed=True)
-        # Nothing was trained: the folder says why, where it can be written.
-        if os.environ.get("RANK", "0") == "0":
-            state, text = RunState.FAILED, f"{type(error).__name__}: {error}"
-            if isinstance(error, KeyboardInterrupt):
-                state, text = RunState.PAUSED, "interrupted before it was built; run.resume() builds it anew"
-            with suppress(OSError, RunFolderError):
-                run.write_status(replace(run.read_status(), state=state, text=text))
+        # Nothing was trained: the folder says why.
+        state, text = RunState.FAILED, f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt):
+            state, text = RunState.PAUSED, "interrupted before it was built; run.resume() builds it anew"
+        _tell(run, state=state, text=text)
         raise
 
 
