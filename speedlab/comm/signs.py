@@ -6,7 +6,7 @@
    and magnitudes of that to all. What they miss is kept: the server's error.
 3. All ranks have the same signs and magnitudes, and so the same bits of the mean.
 
-Of any number of tensors there are two messages: on slow networks each one costs. Over n ranks an element costs
+Of any number of tensors there are few messages: on slow networks each one costs. Over n ranks an element costs
 2 (n - 1) / n bits where a float32 costs 2 (n - 1) / n words, and a chunk a word.
 
 1 and 2 up to the mean are `reduce`, 2 from there and 3 are `spread`; between them a rank may make something else of the
@@ -32,11 +32,17 @@ from cuda_ops.onebit_take import onebit_take
 from cuda_ops.warm import SIGNS
 from speedlab.comm.group import Group
 from speedlab.comm.rails import Rails
+from speedlab.comm.transfer import Transfer
+from speedlab.comm.transports.choose import Link
 from speedlab.layout import padded_numel
 
 CHUNK = 1 << 10
 """Elements that share a magnitude. A word for 2¹⁰ signs makes 31 of the 32 times fewer bytes; with 2¹⁴ what is missed
 was half as much again after some hundred steps of a small GPT: rows of embeddings differ."""
+
+_LEAST_BYTES, _MOST_MESSAGES = 32 << 10, 8
+"""Of a message to each peer, and as how many messages tensors travel to be reduced. So many bytes take 3 ms at 100
+Mbit/s, many times what a message costs by itself."""
 
 _WORD = 4
 """Bytes of a magnitude. Pieces of a message begin at multiples of it."""
@@ -60,9 +66,35 @@ class SignPiece:
         """Of `messages` (ranks, bytes): (ranks, ceil(numel / 8)) uint8."""
         return messages[:, self.start : self.start + -(-self.numel // 8)].contiguous()
 
+    def after(self, start: int) -> SignPiece:
+        """The same in a message that begins at `start` of this one."""
+        return SignPiece(self.numel, self.start - start, self.middle - start, self.end - start)
+
     def magnitudes(self, messages: Tensor) -> Tensor:
         """Of `messages` (ranks, bytes): (ranks, chunks) float32."""
         return messages[:, self.middle : self.end].contiguous().view(torch.float32)
+
+
+Pieces = list[tuple[int, SignPiece]]
+"""What travels in one message: the numbers of tensors, and where they lie in it."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Messages under way, each with what it is received in."""
+
+    _messages: list[tuple[Pieces, Tensor, Transfer]]
+
+    def means(self) -> list[Tensor]:
+        """Wait for them: the slices (m,) that this rank serves of the means. To be called once. Collective."""
+        means = []
+        for pieces, received, transfer in self._messages:
+            transfer.wait()
+            for _, piece in pieces:  # 2
+                mean = torch.empty(piece.numel, dtype=torch.float32, device=received.device)
+                onebit_average(piece.signs(received), piece.magnitudes(received), mean, chunk=CHUNK)
+                means.append(mean)
+        return means
 
 
 @dataclass(frozen=True)
@@ -129,33 +161,66 @@ class SignMeans:
         rails = self._group.rails()
         return self._group if rails is None else rails.across
 
-    def reduce(self, given: Sequence[Tensor], worker: Sequence[Tensor], *, factor: float = 1.0) -> list[Tensor]:
-        """The slices (m,) that this rank serves of the means over the ranks of `factor` · `given` + `worker`, this
-        rank's (n × m,) float32 of each tensor. Collective.
+    def reduce(self, given: Sequence[Tensor], worker: Sequence[Tensor], *, factor: float = 1.0) -> Reduction:
+        """Begin to take the means over the ranks of `factor` · `given` + `worker`, this rank's (n × m,) float32 of each
+        tensor. Collective.
 
         What was kept, `worker`, stays as it is, whatever is raised: the new errors take the place of what was given.
         """
         rails = self._group.rails()
-        slices = range(self._group.size)
-        if rails is not None:
-            slices = rails.places[rails.inside.index]
-            self._sum_inside(rails, given, worker, factor)
-        sent = torch.zeros(len(slices), self._bytes, dtype=torch.uint8, device=self._group.device)
-        for piece, values, kept in zip(self._pieces, given, worker, strict=True):  # 1
-            own, before = (each.view(self._group.size, -1) for each in (values, kept))
-            for message, k in zip(sent, slices, strict=True):  # `own` becomes what the sum of both misses.
+        places = range(self._group.size) if rails is None else rails.places[rails.inside.index]
+        under_way = list[tuple[Pieces, Tensor, Transfer]]()
+        for pieces in self._messages():
+            message = torch.zeros(len(places), pieces[-1][1].end, dtype=torch.uint8, device=self._group.device)
+            for number, piece in pieces:  # 1
                 if rails is None:
-                    piece.put(message, *onebit_pack(before[k], own[k], factor=factor, chunk=CHUNK))
+                    self._pack(piece, given[number], worker[number], factor, message)
                 else:
-                    piece.put(message, *onebit_pack(None, own[k], factor=1 / rails.inside.size, chunk=CHUNK))
-                    own[k].mul_(rails.inside.size)
-        received = self._across.exchange(sent)
-        means = []
-        for piece in self._pieces:  # 2
-            mean = torch.empty(piece.numel, dtype=torch.float32, device=self._group.device)
-            onebit_average(piece.signs(received), piece.magnitudes(received), mean, chunk=CHUNK)
-            means.append(mean)
-        return means
+                    self._pack_sum(rails, piece, given[number], worker[number], factor, message)
+            received = torch.empty_like(message)
+            under_way.append((pieces, received, self._across.start_exchange(message, received)))
+        return Reduction(under_way)
+
+    def _messages(self) -> list[Pieces]:
+        """Those in which tensors travel to be reduced. Over a network the first ones are under way while others are
+        packed; nothing is through memory."""
+        in_memory = self._across.link(self._group.device.type) in (Link.SHARED, Link.PROCESS)
+        least = self._bytes if in_memory else max(_LEAST_BYTES, self._bytes // _MOST_MESSAGES)
+        found, start = [Pieces()], 0
+        for number, piece in enumerate(self._pieces):
+            if piece.start - start >= least:
+                found.append([])
+                start = piece.start
+            found[-1].append((number, piece.after(start)))
+        return [pieces for pieces in found if pieces]
+
+    def _pack(self, piece: SignPiece, given: Tensor, worker: Tensor, factor: float, message: Tensor) -> None:
+        """`given` becomes what the sum of both misses."""
+        values, kept = (each.view(self._group.size, -1) for each in (given, worker))
+        for row, own, before in zip(message, values, kept, strict=True):
+            piece.put(row, *onebit_pack(before, own, factor=factor, chunk=CHUNK))
+
+    def _pack_sum(
+        self, rails: Rails[Group], piece: SignPiece, given: Tensor, worker: Tensor, factor: float, message: Tensor
+    ) -> None:
+        """`given` becomes what the sums over this host's ranks of `factor` · `given` + `worker` miss, for the slices of
+        this rank's rail; 0 elsewhere."""
+        inside, size = rails.inside, self._group.size
+        order, places = [k for ranks in rails.places for k in ranks], rails.places[inside.index]
+        buffer = inside.borrow(max(self._numels), torch.float32)  # Of one size, so that there are two of them.
+        by_place = buffer[: given.numel()]
+        values, kept = given.view(size, -1), worker.view(size, -1)
+        for into, k in zip(by_place.view(size, -1), order, strict=True):
+            torch.add(kept[k], values[k], alpha=factor, out=into)
+        summed = given.new_empty(given.numel() // inside.size)
+        inside.reduce_scatter(by_place, summed).wait()
+        inside.give_back(buffer)
+        for k in set(order).difference(places):
+            values[k].zero_()
+        for row, own, k in zip(message, summed.view(len(places), -1), places, strict=True):
+            signs, magnitudes = onebit_pack(None, values[k].copy_(own), chunk=CHUNK)
+            # What the host sends is its mean, what is kept is of the sum.
+            piece.put(row, signs, magnitudes.div_(inside.size))
 
     def spread(self, values: Sequence[Tensor], server: Sequence[Tensor] | None = None) -> Spread:
         """Send the slices (m,) that this rank serves, plus what was kept of them, to all. Collective.
@@ -172,23 +237,3 @@ class SignMeans:
             messages = torch.empty_like(every)
             messages[[k for ranks in rails.places for k in ranks]] = every
         return Spread(messages, self._pieces)
-
-    def _sum_inside(
-        self, rails: Rails[Group], given: Sequence[Tensor], worker: Sequence[Tensor], factor: float
-    ) -> None:
-        """Into `given`: the sums over this host's ranks of `factor` · `given` + `worker`, for the slices of this rank's
-        rail; 0 elsewhere."""
-        size, order = self._group.size, [k for ranks in rails.places for k in ranks]
-        own, largest = rails.places[rails.inside.index], max(self._numels, default=0)
-        for values, kept in zip(given, worker, strict=True):
-            buffer = rails.inside.borrow(largest, torch.float32)  # Of one size, so that there are two of them.
-            by_place = buffer[: values.numel()]
-            whole, before = values.view(size, -1), kept.view(size, -1)
-            for into, k in zip(by_place.view(size, -1), order, strict=True):
-                torch.add(before[k], whole[k], alpha=factor, out=into)
-            summed = values.new_empty(values.numel() // rails.inside.size)
-            rails.inside.reduce_scatter(by_place, summed).wait()
-            values.zero_()
-            for part, k in zip(summed.view(len(own), -1), own, strict=True):
-                whole[k].copy_(part)
-            rails.inside.give_back(buffer)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from ranks.small_steps import batch, engine_of, refusal_of_one_stage, step_of, w
 from ranks.tensor_models import gpt, group_of_all, shaken
 from speedlab.bench.planner import compare, measure
 from speedlab.bench.planner_cases import grid
-from speedlab.comm import PeerLost
+from speedlab.comm import PeerLost, signs
 from speedlab.comm.signs import CHUNK, SignMeans
 from speedlab.engine.checkpoint import CheckpointError
 from speedlab.engine.run import held_runs
@@ -298,7 +299,7 @@ def spoil(kind: str, stage: int) -> Any:
         first = next(iter(engine.module.parameters()))
         group = engine.partitioned_optimizer.gradients[0].group
         if kind == "lost":
-            setattr(group, "exchange" if stage else "gather_along", _lost)
+            setattr(group, "start_exchange" if stage else "gather_along", _lost)
         elif kind == "large":  # Finite gradients, whose mean magnitude is not.
             first.register_hook(lambda grad: torch.full_like(grad, 1e38))
         elif engine.world.rank == 1:  # On one rank: all of them have to refuse it.
@@ -495,7 +496,7 @@ def conserved(seed: int) -> float:
     server = [torch.randn(n // group.size, generator=shared) for n in sizes]
     before = [own + kept for own, kept in zip(given, worker, strict=True)]
     wires = SignMeans(group, sizes)
-    errors = wires.reduce(given, worker)
+    errors = wires.reduce(given, worker).means()
     means = wires.spread(errors, server)
     worst = 0.0
     for k, n in enumerate(sizes):
@@ -516,6 +517,30 @@ def conserved(seed: int) -> float:
 def test_sent_and_kept_are_what_was_given(ranks: Pool) -> None:
     for seed in range(5):
         assert max(ranks.run(conserved, seed)) <= 4 * torch.finfo(torch.float32).eps
+
+
+def reduced_as(least_bytes: int) -> tuple[int, list[list[Tensor]]]:
+    """How many messages there were, and means and errors of tensors of many sizes."""
+    group, sizes = group_of_all(), [4 * n for n in (3000, 1, 9000, 40, 5000, 7)]
+    draw = torch.Generator().manual_seed(group.index)
+    given, worker = ([torch.randn(n, generator=draw) for n in sizes] for _ in range(2))
+    wires = SignMeans(group, sizes)
+    with mock.patch.object(signs, "_LEAST_BYTES", least_bytes):
+        messages = len(wires._messages())
+        return messages, [wires.reduce(given, worker, factor=0.5).means(), given]
+
+
+@pytest.mark.parametrize("hosts", ["ab", "abab", "aabb"])
+def test_as_many_messages_as_there_are_means_are_the_same(pool_of: PoolOf, hosts: str) -> None:
+    """One behind the other over a network, while others are packed; through memory they go in one."""
+    ranks = pool_of(len(hosts), hosts=hosts)
+    for (one, together), (several, apart) in zip(
+        ranks.run(reduced_as, 1 << 20), ranks.run(reduced_as, 400), strict=True
+    ):
+        assert one == 1 < several
+        for before, after in zip(together, apart, strict=True):
+            assert all(a.equal(b) for a, b in zip(before, after, strict=True))
+    assert pool_of(2).run(reduced_as, 400)[0][0] == 1
 
 
 # ---- checkpoints, layouts, the ledger --------------------------------------------------------------------------------

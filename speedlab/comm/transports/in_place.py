@@ -42,7 +42,7 @@ class InPlace(Transport):
         self._given: dict[int, int] = {}
         """Address of a tensor that was reduced, or gathered without being offered before → number of its offer."""
         self._unsummed: deque[tuple[int, Tensor]] = deque()
-        """All-reduces whose slice of this rank is still to be summed: (number of the offer, its memory), oldest first."""
+        """All-reduces in which this rank has to sum its slice yet: (number of the offer, its memory), oldest first."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return arena().empty(numel, dtype)
@@ -100,7 +100,7 @@ class InPlace(Transport):
         return finish
 
     def _sum_oldest(self) -> None:
-        """This rank's slice of the oldest all-reduce in which it is not summed. In order: SUMMED counts all up to it."""
+        """This rank's slice of the oldest all-reduce that lacks it. In this order: SUMMED counts all up to it."""
         number, shared = self._unsummed.popleft()  # First: what is cut off must not be summed twice.
         self._sum(shared, shared.view(self.size, -1)[self.index], number, accumulate=False)
         self._meeting.raise_own(Number.SUMMED, number + 1)

@@ -130,7 +130,7 @@ class SendsSigns(FusedAdamW):
         worker = [gradient.kept[self.worker] for gradient in gradients]
         server = [gradient.kept[SERVER_ERROR] for gradient in gradients]
         wires = self._wires_of(gradients)
-        errors = wires.reduce(terms, worker, factor=factor)
+        errors = wires.reduce(terms, worker, factor=factor).means()
         means = wires.spread(errors, server)
         if not means.finite:  # It waits for the device, as nothing that is not a number ever leaves a feedback.
             raise self._not_finite()

@@ -130,14 +130,16 @@ class ToOwners(SendsSigns):
             return super()._through_signs(flats, terms, factor, share)
         gradients = [each.gradient for each in flats]
         worker = [gradient.kept[self.worker] for gradient in gradients]
-        means = self._wires_of(gradients).reduce(terms, worker, factor=factor)
-        self._refuse_non_finite(gradients[0], means)
+        reduction = self._wires_of(gradients).reduce(terms, worker, factor=factor)
         squares = torch.zeros((), dtype=torch.float64, device=gradients[0].group.device)
+        for gradient, term in zip(gradients, terms, strict=True):  # While they travel.
+            gradient.zero_gaps(term)
+            squares += square(term)
+        means = reduction.means()
+        self._refuse_non_finite(gradients[0], means)
         for each, term, kept, mean in zip(flats, terms, worker, means, strict=True):
-            each.gradient.zero_gaps(term)
             each.gradient.zero_gaps(mean, each.gradient.own_range[0])
             kept.copy_(term)
-            squares += square(term)
             term[slice(*each.gradient.own_range)] = self._add_lasting(each, mean)
         return squares.sqrt()
 

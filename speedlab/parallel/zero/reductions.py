@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch.autograd.profiler import record_function
 
 from speedlab.comm import Group
