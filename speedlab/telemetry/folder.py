@@ -84,6 +84,8 @@ class Command:
     number: int
     word: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    time: float = field(default=0.0, compare=False)
+    """When, in seconds since 1970."""
 
 
 class RunFolder:
@@ -274,9 +276,10 @@ class RunFolder:
                 continue
             if data is _NO_WORD:
                 return
-            word, arguments = data.get("word"), data.get("arguments")
+            word, arguments, posted = data.get("word"), data.get("arguments"), data.get("time")
             if word in CONTROL_WORDS and isinstance(arguments, dict):
-                yield Command(number=number, word=word, arguments=arguments)
+                when = posted if isinstance(posted, float) else 0.0
+                yield Command(number=number, word=word, arguments=arguments, time=when)
 
     def _last_number(self) -> int:
         control = self.path / "control"

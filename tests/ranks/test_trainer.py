@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -434,6 +435,35 @@ def test_what_has_room_for_its_states_but_not_for_a_step_is_refused(
     assert world.run(with_little_memory, run, room) == [("paused", micro_batches)] * 2
     refused = [event.text.partition(" would hold")[0] for event in events(run, "warning")]
     assert refused == ([] if micro_batches == 1 else ["reshape: pp 1 × dp 2 × tp 1 at ZeRO stage 1"])
+
+
+def interrupted_around_a_word(run: str, word: str, *, word_first: bool) -> list[Any]:
+    """The state, and that of the step, where rank 0 is told both within the second step, in this order."""
+    works = Engine.train_batch
+
+    def told(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        if own_rank() == 0 and engine.global_step == 1:
+            acts = [lambda: post(run, (word, {})), lambda: os.kill(os.getpid(), signal.SIGINT)]
+            for act in acts if word_first else reversed(acts):
+                act()
+                time.sleep(0.05)  # What a signal and a word are told apart by.
+        return works(engine, *args, **kwargs)
+
+    with as_engine(run), patch.object(Engine, "train_batch", told):
+        return [advance(run), held_runs.held()[run]]
+
+
+@pytest.mark.parametrize("word", ["resume", "step"])
+def test_a_word_to_go_on_that_was_there_before_an_interrupt_does_not_undo_it(world: Pool, tmp_path, word: str) -> None:
+    before, after = two_runs(tmp_path, "before", "after")
+    post(before, ("resume", {}))
+    assert world.run(interrupted_around_a_word, before, word, word_first=True) == [["paused", 2]] * 2
+    (refused,) = events(before, "warning")
+    assert refused.text == f"{word}: the run was interrupted after this was asked for; ask again to go on"
+    assert refused.details["error"]
+    post(after, ("resume", {}))
+    rests = ["finished", 5] if word == "resume" else ["paused", 3]
+    assert world.run(interrupted_around_a_word, after, word, word_first=False) == [rests] * 2
 
 
 # ---- interrupts in the middle of something ---------------------------------------------------------------------------

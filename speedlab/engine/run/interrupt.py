@@ -38,13 +38,15 @@ class Interruption:
 
     def __init__(self) -> None:
         self.asked = False
+        self.came_at = float("-inf")
+        """When it was asked for, by this process's clock, in seconds since 1970: now or earlier in the block."""
         self._last = float("-inf")
         """When the last signal came, or a peer's was heard of."""
         self._forced = _Forced.IN_A_WHILE
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interruption:
-        self.asked, self._last = False, float("-inf")
+        self.asked, self.came_at, self._last = False, float("-inf"), float("-inf")
         if threading.current_thread() is threading.main_thread():
             for number, handler in ((signal.SIGINT, self._ask), (signal.SIGALRM, self._force)):
                 self._before[number] = signal.signal(number, handler)
@@ -59,6 +61,8 @@ class Interruption:
     def heard(self) -> None:
         """All ranks know that one of them was asked, and will stop: nothing has to be forced any more."""
         self._disarm()
+        if not self.asked:
+            self.came_at = time.time()
         self._last = time.monotonic()  # The own signal may come after a peer's was heard of.
         self.asked = False
 
@@ -103,7 +107,10 @@ class Interruption:
         now = time.monotonic()
         repeated = now - self._last < _REPEAT_SECONDS
         self._last = now
-        if repeated or (self.asked and self._forced is not _Forced.AT_ONCE):
+        if repeated:
+            return
+        self.came_at = time.time()
+        if self.asked and self._forced is not _Forced.AT_ONCE:
             return
         self.asked = True
         self._arm()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,12 +60,24 @@ class Word:
 
 
 def carry_out_pending(training: Training, reporter: Reporter) -> None:
-    """Every control word that waits, in order. Collective. Raises CutOff."""
+    """Every control word that waits, in order; words to go on that were there before an interrupt do not undo it.
+    Collective. Raises CutOff."""
     commands = None
     if training.world.rank == 0:
-        commands = [[command.number, command.word, command.arguments] for command in reporter.waiting()]
-    for number, word, arguments in training.control.share(commands):
-        _carry_out(training, reporter, Command(number=number, word=word, arguments=arguments))
+        came_at = training.interruption.came_at
+        commands = [
+            (asdict(command), command.word in _TO_GO_ON and command.time < came_at) for command in reporter.waiting()
+        ]
+    for fields, overtaken in training.control.share(commands):
+        command = Command(**fields)
+        if overtaken:
+            text = f"{command.word}: the run was interrupted after this was asked for; ask again to go on"
+            reporter.answer(command.number, "warning", text, error=True)
+        else:
+            _carry_out(training, reporter, command)
+
+
+_TO_GO_ON = ("resume", "step")
 
 
 def _carry_out(training: Training, reporter: Reporter, command: Command) -> None:
