@@ -110,12 +110,17 @@ class RankError(RuntimeError):
         self.advice = advice
         self.notes: list[str] = []
         """Lines that explain it, shown before the advice."""
+        self.stopped = False
+        """Whether somebody had interrupted the ranks before any of them failed."""
         super().__init__(self.by_rank, advice)
 
     @property
     def only_interrupted(self) -> bool:
-        """Whether nothing failed: somebody wanted them to stop."""
-        return all(failure.kind == INTERRUPTED for failure in self.by_rank.values())
+        """Whether nothing failed: somebody wanted them to stop. Who waited for a rank that had stopped has lost it."""
+        return all(
+            failure.kind == INTERRUPTED or (self.stopped and failure.follows_another)
+            for failure in self.by_rank.values()
+        )
 
     @property
     def groups(self) -> list[tuple[list[int], RemoteFailure]]:

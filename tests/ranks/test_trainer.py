@@ -437,6 +437,28 @@ def test_what_has_room_for_its_states_but_not_for_a_step_is_refused(
     assert refused == ([] if micro_batches == 1 else ["reshape: pp 1 × dp 2 × tp 1 at ZeRO stage 1"])
 
 
+def interrupted_one_before_the_other(run: str) -> list[Any]:
+    """Both were asked to stop; rank 1 is forced to, and rank 0 has lost it before it is itself."""
+
+    def stopped(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        if own_rank() == 1:
+            raise KeyboardInterrupt
+        return dist.barrier()
+
+    with as_engine(run):
+        with patch.object(Engine, "train_batch", stopped), pytest.raises(KeyboardInterrupt):
+            held_runs.advance(run)
+        return [str(RunFolder(run).read_status().state), advance(run), held_runs.held()[run]]
+
+
+def test_a_rank_that_has_lost_an_interrupted_one_is_paused_like_it(world: Pool, tmp_path) -> None:
+    run = new_run(tmp_path, steps=2)
+    first, _ = world.run(interrupted_one_before_the_other, run)
+    assert first == ["paused", "paused", 0]
+    assert not events(run, "failed")
+
+
 def interrupted_around_a_word(run: str, word: str, *, word_first: bool) -> list[Any]:
     """The state, and that of the step, where rank 0 is told both within the second step, in this order."""
     works = Engine.train_batch

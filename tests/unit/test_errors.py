@@ -55,6 +55,18 @@ def test_the_cause_comes_before_what_followed_from_it() -> None:
     assert RankError({0: lost, 3: SHAPES}).groups[0] == ([3], SHAPES)
 
 
+def test_who_waited_for_ranks_that_were_stopped_has_not_failed() -> None:
+    lost = RemoteFailure(kind="PeerLost", message="rank 0 waited for rank 1 in a collective: rank 1 left")
+    error = RankError({1: INTERRUPT, 0: lost})
+    assert not error.only_interrupted, "its own loss may be why the other was interrupted"
+    error.stopped = True
+    assert error.only_interrupted
+    for cause in (SHAPES, RemoteFailure(kind=DIED, message="gone")):
+        error = RankError({1: INTERRUPT, 0: lost, 2: cause})
+        error.stopped = True
+        assert not error.only_interrupted
+
+
 def test_different_failures_stay_apart() -> None:
     error = RankError({0: SHAPES, 1: RemoteFailure(kind="RuntimeError", message="shapes differ", step=58)})
     assert [ranks for ranks, _ in error.groups] == [[0], [1]]

@@ -29,7 +29,7 @@ from telemetry_samples import eventually
 
 from speedlab.cluster import agent_tasks, host_rendezvous, processes, remote
 from speedlab.cluster.agent_calls import send_to
-from speedlab.cluster.errors import ClusterError, RankError
+from speedlab.cluster.errors import INTERRUPTED, ClusterError, RankError, RemoteFailure
 from speedlab.cluster.home import EngineEntry
 from speedlab.cluster.known_runs import remembered_runs
 from speedlab.cluster.shipping import pack, unpack
@@ -351,6 +351,20 @@ def test_while_ranks_are_interrupted_they_are_given_only_what_goes_first(line: L
         other = line.add(Submission(b"other", [0]))
         engines.answer(0, pack(None, {}))
         eventually(lambda: line.working() == {0: other, 1: next_one})
+
+
+def test_a_loss_is_of_an_interrupt_only_where_that_came_first() -> None:
+    lost = RemoteFailure(kind="PeerLost", message="rank 0 waited for rank 1 in a collective: rank 1 left")
+    stopped = RemoteFailure(kind=INTERRUPTED, message="")
+    asked, failed = Submission(b"asked", [0, 1]), Submission(b"failed", [0, 1])
+    asked.stop()
+    for one in (asked, failed):
+        one.end(0, failure=lost)
+        one.stop()  # Who waits for a rank that has failed is interrupted in any case.
+        one.end(1, failure=stopped)
+        assert one.error is not None
+    assert asked.error.only_interrupted
+    assert not failed.error.only_interrupted
 
 
 def test_failures_come_by_rank_and_the_others_are_released(

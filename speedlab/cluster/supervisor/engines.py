@@ -229,6 +229,8 @@ class Engines:
             alive = {engine.rank for engine in self.state.engines if self.reaches(engine)}
             working = {rank: one for rank, one in self.line.working(only).items() if rank in alive}
             if working:
+                for submission in working.values():
+                    submission.stop()
                 if alone:
                     self._stop(working, seconds)
                     return sorted(alive - self.line.working().keys())

@@ -399,9 +399,11 @@ class Run:
     def _account_for(self, error: RankError | None, submission: str) -> None:
         """Keep the error and see that the status tells of it; drop what nobody will carry out."""
         status = self.folder.read_status()
-        if error is not None and error.only_interrupted and status.state not in RESTING:
-            status = replace(status, state=RunState.PAUSED, text="")  # No rank has come to say so.
-        elif error is not None and not error.only_interrupted:
+        if error is not None and error.only_interrupted:
+            # No rank has come to say so, or the one that tells took it for the failure of another.
+            if status.state not in RESTING or (status.state is RunState.FAILED and error.stopped):
+                status = replace(status, state=RunState.PAUSED, text="")
+        elif error is not None:
             status = self._failed(error, submission, status)
         ignored = bool(self._given) and status.command < self._given[0].number
         if error is not None or ignored:

@@ -72,6 +72,8 @@ class Submission:
         self.values: dict[int, bytes] = {}
         self.failures: dict[int, RemoteFailure] = {}
         """In the order in which they came."""
+        self.stopped = False
+        """Whether it was interrupted before any rank failed."""
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._listeners: list[Callable[[Submission, int], object]] = []
@@ -94,13 +96,22 @@ class Submission:
     @property
     def error(self) -> RankError | None:
         """What the ranks raised; None where none did."""
-        return RankError(self.failures) if self.failures else None
+        if not self.failures:
+            return None
+        error = RankError(self.failures)
+        error.stopped = self.stopped
+        return error
 
     def results(self) -> list[Any]:
         """What each rank returned, of one that is done. Raises RankError."""
         if (error := self.error) is not None:
             raise error
         return [unpack(self.values[rank]) for rank in self.ranks]
+
+    def stop(self) -> None:
+        """Somebody interrupts it: what fails on its ranks from now on may follow from that."""
+        with self._lock:
+            self.stopped = self.stopped or not self.failures
 
     def on_end(self, listener: Callable[[Submission, int], object]) -> None:
         """Call `listener(self, rank)` for each rank that ends, also for those that have."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from speedlab.comm import PeerLost
 from speedlab.data import save_tokenizer
 from speedlab.engine.build.schedule import follow_schedule
 from speedlab.engine.engine import Engine
@@ -68,9 +69,11 @@ class Trainer:
                 self._pause_apart(cut)
                 return training.state
             except BaseException as error:
+                if isinstance(error, PeerLost) and training.interruption.asked:
+                    error = KeyboardInterrupt()  # Its peers were asked, too, and one has come to its end before it.
                 training.interruption.heard()  # The cluster's repeats shall not cut off what has to follow.
                 self._fail(error)
-                raise
+                raise error
             finally:
                 self.reporter.close()
 
