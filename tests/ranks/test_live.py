@@ -98,6 +98,8 @@ engine.backward(loss)
 torch.rand(3)
 said = len(batch), tuple(batch[0].shape), engine.global_step, bool(torch.isfinite(loss)), before
 engine.eval()
+torch.set_grad_enabled(False)
+torch.set_default_dtype(torch.float64)
 """
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ranks.pool import Pool
@@ -435,6 +436,32 @@ def test_what_has_room_for_its_states_but_not_for_a_step_is_refused(
     assert world.run(with_little_memory, run, room) == [("paused", micro_batches)] * 2
     refused = [event.text.partition(" would hold")[0] for event in events(run, "warning")]
     assert refused == ([] if micro_batches == 1 else ["reshape: pp 1 × dp 2 × tp 1 at ZeRO stage 1"])
+
+
+def cut_off_without_gradients(run: str) -> list[Any]:
+    """Twice an interrupt leaves torch as inside `no_grad`, as one may that comes between its lines: before a run, and in
+    it."""
+    works = Engine.evaluate
+
+    def cut_off(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        works(engine, *args, **kwargs)
+        torch.set_grad_enabled(False)
+        raise KeyboardInterrupt
+
+    torch.set_grad_enabled(False)
+    with as_engine(run):
+        with patch.object(Engine, "evaluate", cut_off), pytest.raises(KeyboardInterrupt):
+            held_runs.advance(run)
+        found: list[Any] = [torch.is_grad_enabled()]
+        torch.set_grad_enabled(False)
+        return [*found, advance(run), held_runs.held()[run], torch.is_grad_enabled()]
+
+
+def test_gradients_are_on_behind_an_interrupt(world: Pool, tmp_path) -> None:
+    run = new_run(tmp_path, steps=3, eval={"every_steps": 2})
+    post(run, ("resume", {}))
+    assert world.run(cut_off_without_gradients, run) == [[True, "finished", 3, True]] * 2
+    assert [event.text for event in events(run, "interrupted")] == ["in the midst of a step"]
 
 
 def interrupted_one_before_the_other(run: str) -> list[Any]:

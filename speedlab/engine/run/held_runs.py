@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,17 @@ _trainers: dict[Path, Trainer] = {}
 """Runs that this engine holds, by folder: at most one is alive, because each fills the device."""
 
 
+@contextmanager
+def _gradients_on() -> Iterator[None]:
+    """Inside, and behind it: an interrupt that comes between two lines of a `no_grad` leaves it as inside."""
+    torch.set_grad_enabled(True)
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(True)
+
+
+@_gradients_on()
 def advance(folder: str | os.PathLike[str], own_model: OwnModel | None = None, *, cells: Cells | None = None) -> str:
     """Bring a run forward on this rank, until it pauses or ends; returns its state. Called on all ranks by the
     cluster."""

@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from enum import StrEnum
 from typing import Any
 
+import torch
+
 from speedlab.comm import Board
 from speedlab.engine.checkpoint.random_state import random_tensors, random_words, restore_random
 from speedlab.engine.run.training import Training
@@ -155,11 +157,13 @@ def _names(training: Training) -> dict[str, Any]:
 def _left_as_it_was(training: Training) -> Iterator[None]:
     engine = training.engine
     device = training.world.device
-    words, tensors = random_words(), random_tensors(device)
+    words, tensors, dtype = random_words(), random_tensors(device), torch.get_default_dtype()
     with engine.only_looked_at():
         try:
             yield
         finally:
             restore_random(words, tensors, device)
+            torch.set_default_dtype(dtype)
+            torch.set_grad_enabled(True)
             engine.zero_grad()
             engine.train()
