@@ -269,7 +269,7 @@ def _attach(shell: InteractiveShell, run: str | None = None) -> None:
 
 
 def _interrupt(shell: InteractiveShell, name: str | None = None) -> None:
-    from speedlab.cluster.errors import name_ranks
+    from speedlab.cluster.errors import name_ranks, restart_of
     from speedlab_notebook.at_hand import cluster_at_hand
 
     cluster = cluster_at_hand(shell, name)
@@ -279,7 +279,8 @@ def _interrupt(shell: InteractiveShell, name: str | None = None) -> None:
     if idle:
         print(f"{name_ranks(idle)} of cluster {cluster.name!r}: idle, with what they held")
     if left:
-        print(f"{name_ranks(left)}: did not stop; cluster.restart({left[0]}) ends that engine and starts a new one")
+        new = "that engine and starts a new one" if len(left) == 1 else "those engines and starts new ones"
+        print(f"{name_ranks(left)}: did not stop; {restart_of(left)} ends {new}")
 
 
 def _debug(shell: InteractiveShell, rank: str = "", name: str | None = None) -> None:

@@ -335,13 +335,13 @@ class Cluster(Handle):
 
         debug(self, rank)
 
-    def restart(self, rank: int) -> None:
-        """End the engine of `rank`, if it is still there, and start a new one on the same device.
+    def restart(self, rank: int, *more: int) -> None:
+        """End the engines of these ranks, where they are still there, and start new ones on the same devices.
 
-        What it held is lost. The others are interrupted, keep what they hold, and form a new process group with it.
-        Where its host was lost and is back, all engines of that host are started.
+        What they held is lost. The others are interrupted, keep what they hold, and form a new process group with them.
+        Where the host of one was lost and is back, all engines of that host are started.
         """
-        self._ask(m.Restart(rank=rank))
+        self._ask(m.Restart(ranks=[rank, *more]))
 
     def resize(self, engines: int, *, progress: Callable[[str], object] = print) -> None:
         """Change the number of engines: those that stay keep their processes and what cells have put there, new ones

@@ -6,7 +6,7 @@ A failure on a rank travels as a RemoteFailure: plain strings, so that the kerne
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -97,6 +97,11 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(ordered) != 1 else ''} {text}"
 
 
+def restart_of(ranks: Sequence[int]) -> str:
+    """'cluster.restart(0, 2)': what starts the engines of these ranks anew."""
+    return f"cluster.restart({', '.join(map(str, sorted(ranks)))})"
+
+
 class RankError(RuntimeError):
     """One or more ranks failed. `by_rank` holds each rank's RemoteFailure, in the order in which they came in.
 
@@ -175,7 +180,8 @@ class RankError(RuntimeError):
     def _default_advice(self) -> str:
         dead = [rank for rank, failure in self.by_rank.items() if failure.kind == DIED]
         if dead:
-            return f"The other engines keep their state. Bring it back: cluster.restart({dead[0]})"
+            them = "it" if len(dead) == 1 else "them"
+            return f"The other engines keep their state. Bring {them} back: {restart_of(dead)}"
         more = "" if self.notes else f" · {more_in('ranks')}"  # Notes say themselves where there is more.
         return f"The engines are idle and keep their state. {self.way_to_look}{more}"
 

@@ -344,6 +344,13 @@ def test_a_killed_engine_is_named_and_comes_back(cluster: Cluster) -> None:
     assert cluster.execute("kept", ranks=[0, 2, 3]).result() == ["11"] * 3
     assert cluster.submit(sum_over_ranks, 1.0).result(60) == [4.0] * SIZE
     assert other_handle.submit(os.getpid).result() == [status.pid for status in cluster.status()]
+    for rank in (0, 2):
+        os.kill(after[rank].pid, signal.SIGKILL)
+    wait_for(lambda: [status.state for status in cluster.status()] == ["dead", "idle", "dead", "idle"])
+    with pytest.raises((ClusterError, RankError), match=r"cluster\.restart\(0, 2\)"):
+        cluster.submit(abs, 1).result(20)
+    cluster.restart(0, 2)
+    assert cluster.submit(sum_over_ranks, 1.0).result(60) == [4.0] * SIZE
 
 
 def test_a_frozen_engine_is_seen_and_replaced(cluster: Cluster) -> None:

@@ -439,8 +439,8 @@ def test_what_has_room_for_its_states_but_not_for_a_step_is_refused(
 
 
 def cut_off_without_gradients(run: str) -> list[Any]:
-    """Twice an interrupt leaves torch as inside `no_grad`, as one may that comes between its lines: before a run, and in
-    it."""
+    """Twice an interrupt leaves torch as inside `no_grad`, as one may that comes between its lines: before a run, and
+    in it."""
     works = Engine.evaluate
 
     def cut_off(engine: Engine, *args: Any, **kwargs: Any) -> Any:

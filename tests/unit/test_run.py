@@ -179,7 +179,7 @@ class FakeEngines:
         return sorted(self.on_lost_host)
 
     def way_back(self, dead: list[int]) -> str:
-        return f"ranks {dead} are dead; cluster.restart({dead[0]}) brings an engine back"
+        return f"ranks {dead} are dead; cluster.restart({dead[0]}) brings it back"
 
     def restart(self, *ranks: int) -> None:
         self.before_restart()
@@ -1403,10 +1403,10 @@ def test_a_run_that_does_not_go_on_after_a_takeover_says_so_in_its_status(make, 
     run.folder.write_status(replace(status, state=RunState.PAUSED, step=2, text=UNSUPERVISED))
     with monkeypatch.context() as patch:
         if trouble == "dead":
-            engines.dead, expected = {1}, "brings an engine back"
+            engines.dead, expected = {1}, "brings it back"
         elif trouble == "held":  # What goes wrong comes with the end of the hold.
             engines.runs.runs.hold(path, Hold.of("mine", os.getpid()), 0.0)
-            expected = "brings an engine back"
+            expected = "brings it back"
         elif trouble == "unsubmitted":
             patch.setattr(engines, "submit", mock.Mock(side_effect=OSError("no space left")))
             expected = "no space left"

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from speedlab.cluster.errors import DIED, name_ranks
+from speedlab.cluster.errors import DIED, name_ranks, restart_of
 from speedlab.cluster.home import ClusterState, EngineEntry
 from speedlab.cluster.supervisor.submissions import Line
 from speedlab.telemetry.rank_records import last_recorded
@@ -43,11 +43,10 @@ class LostHosts:
     def way_back(self, state: ClusterState, dead: Sequence[int]) -> str:
         """Which engines are gone, and how one brings them back."""
         hosts = sorted({state.engines[rank].host for rank in dead} & self._why.keys())
-        restart = f"cluster.restart({dead[0]})"
         if hosts:
-            return f"{self._told(hosts)} ({name_ranks(dead)}); once it is back, {restart}"
-        engines, them = ("engine", "it") if len(dead) == 1 else ("engines", "an engine")
-        return f"the {engines} of {name_ranks(dead)} ended or stopped answering; {restart} brings {them} back"
+            return f"{self._told(hosts)} ({name_ranks(dead)}); once it is back, {restart_of(dead[:1])}"
+        engines, them = ("engine", "it") if len(dead) == 1 else ("engines", "them")
+        return f"the {engines} of {name_ranks(dead)} ended or stopped answering; {restart_of(dead)} brings {them} back"
 
     def take(self, lost: Mapping[str, str], state: ClusterState, line: Line) -> list[tuple[list[int], str]]:
         """These hosts are lost, and why: whoever waits in `line` for their ranks is told. Returns (ranks, sentence) for

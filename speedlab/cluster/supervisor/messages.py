@@ -91,9 +91,9 @@ class Look(Question, kw_only=True):
 
 
 class Restart(Question, kw_only=True):
-    """End the engine of a rank and start a new one."""
+    """End the engines of these ranks and start new ones."""
 
-    rank: int
+    ranks: list[int]
 
 
 class Resize(Question, kw_only=True):

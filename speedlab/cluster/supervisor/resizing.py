@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import speedlab.cluster.remote as remote
-from speedlab.cluster.errors import ClusterError, RankError, name_ranks
+from speedlab.cluster.errors import ClusterError, RankError, name_ranks, restart_of
 from speedlab.cluster.home import CHANGING, ClusterState, EngineEntry
 from speedlab.cluster.known_runs import remembered_folders, saved_step
 from speedlab.telemetry.folder import RunFolder
@@ -138,15 +138,15 @@ def _rebind(engines: Engines, ranks: Mapping[int, int], state: ClusterState) -> 
 def _require_idle(statuses: Iterable[RankStatus]) -> None:
     statuses = list(statuses)
     for word, what_to_do in (
-        ("dead", "cluster.restart({rank}) brings an engine back"),
-        ("frozen", "let its process go on, or cluster.restart({rank})"),
+        ("dead", "{restart} brings {them} back"),
+        ("frozen", "let its process go on, or {restart}"),
         ("busy", "wait for what it does, or cluster.interrupt()"),
     ):
         if ranks := [status.rank for status in statuses if status.state == word]:
-            verb = "are" if len(ranks) > 1 else "is"
+            verb, them = ("are", "them") if len(ranks) > 1 else ("is", "it")
             raise ClusterError(
                 f"{name_ranks(ranks)} {verb} {word}, and all engines have to be idle for another number of them; "
-                f"{what_to_do.format(rank=ranks[0])}"
+                f"{what_to_do.format(restart=restart_of(ranks), them=them)}"
             )
 
 
