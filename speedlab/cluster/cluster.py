@@ -341,7 +341,7 @@ class Cluster(Handle):
         What they held is lost. The others are interrupted, keep what they hold, and form a new process group with them.
         Where the host of one was lost and is back, all engines of that host are started.
         """
-        self._ask(m.Restart(ranks=[rank, *more]))
+        self._ask(m.Restart(rank=rank, more=list(more)))
 
     def resize(self, engines: int, *, progress: Callable[[str], object] = print) -> None:
         """Change the number of engines: those that stay keep their processes and what cells have put there, new ones

@@ -23,7 +23,7 @@ from speedlab.comm.traffic import Traffic
 from speedlab.comm.transfer import Transfer
 from speedlab.comm.transports.choose import Link, choose, link_of
 from speedlab.comm.transports.exchange import exchange, rounds_often, scatter_sum_wide, sum_wide
-from speedlab.comm.transports.torch_own import Transport, gather_whole, scatter_sum
+from speedlab.comm.transports.torch_own import Finish, Transport, gather_whole, scatter_sum
 from speedlab.comm.wires import Wires, wires
 from speedlab.comm.world import check_peers
 
@@ -79,11 +79,18 @@ class Group:
             self._links[kind] = link_of(None if self._wires is None else self._wires.group, kind)
         return self._links[kind]
 
+    @property
+    def at_hand(self) -> bool:
+        """Whether ranks read each other's memory: nothing is under way for a while."""
+        return self._line is None and self.link(self.device.type) in (Link.PROCESS, Link.SHARED)
+
     def transport_of(self, device: torch.device) -> Transport | None:
         """What moves flats that live on `device`; None where nothing travels."""
         if device.type not in self._transports:
             link = self.link(device.type)
             made = choose(link, self._wires, self.size, self.index, device, self.traffic.buffers)
+            if made is not None:
+                made.sums_early = self._line is None  # Over a pretended link nothing is there before it has arrived.
             self._transports[device.type] = made
         return self._transports[device.type]
 
@@ -216,9 +223,14 @@ class Group:
         transport = self.transport_of(full.device)
         if transport is None or full.numel() == 0:
             return self._done()
+        finish: list[Finish] = []
         with record_function("speedlab::all_reduce"), self._explained():
-            finish = transport.all_reduce(full)
-        return self._started(finish, full.device, "all_reduce", 2 * (self.size - 1) * full.nbytes // self.size)
+            begin = lambda: finish.append(transport.all_reduce(full))  # noqa: E731  # one expression
+            if full.device.type == "cpu":  # It may sum what others have begun: communication, too.
+                self.traffic.waited(begin, full.device)
+            else:
+                begin()
+        return self._started(finish[0], full.device, "all_reduce", 2 * (self.size - 1) * full.nbytes // self.size)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over ranks of any `tensor`, in a new one, with the same bits on all ranks. Waits on CPUs."""

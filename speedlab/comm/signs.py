@@ -33,7 +33,6 @@ from cuda_ops.warm import SIGNS
 from speedlab.comm.group import Group
 from speedlab.comm.rails import Rails
 from speedlab.comm.transfer import Transfer
-from speedlab.comm.transports.choose import Link
 from speedlab.layout import padded_numel
 
 CHUNK = 1 << 10
@@ -184,8 +183,7 @@ class SignMeans:
     def _messages(self) -> list[Pieces]:
         """Those in which tensors travel to be reduced. Over a network the first ones are under way while others are
         packed; nothing is through memory."""
-        in_memory = self._across.link(self._group.device.type) in (Link.SHARED, Link.PROCESS)
-        least = self._bytes if in_memory else max(_LEAST_BYTES, self._bytes // _MOST_MESSAGES)
+        least = self._bytes if self._across.at_hand else max(_LEAST_BYTES, self._bytes // _MOST_MESSAGES)
         found, start = [Pieces()], 0
         for number, piece in enumerate(self._pieces):
             if piece.start - start >= least:

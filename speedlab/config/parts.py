@@ -108,8 +108,8 @@ class ZeroConfig(Part):
     reductions_in_flight: int | None = Field(
         default=None,
         ge=1,
-        description="Units whose gradients may be summed at once, each a whole gradient at stages 2 and 3; when left "
-        "out 2, but 1 at those stages on CPUs",
+        description="Units whose gradients may be summed at once, each a whole gradient at stages 2 and 3 and over a "
+        "network; when left out 2 where that takes no memory and on GPUs, else 1",
     )
     quantized_weights: bool = Field(
         default=False,

@@ -184,6 +184,15 @@ def test_an_interrupt_ends_the_cell_and_pauses_the_run(
     assert take_said(Path(run), "hangs", Path.read_bytes).keys() <= {0, 1}
 
 
+def test_a_word_to_go_on_does_not_outlive_an_interrupted_cell(world: Pool, tmp_path: Path) -> None:
+    run = new_run(tmp_path, steps=4)
+    post(run, "hangs", HANGS)
+    RunFolder(run).post("resume")
+    assert [state for state, _ in world.run(advance, run, [])] == ["paused"] * 2
+    told = [event.text for event in answers(run) if event.kind == "warning"]
+    assert told == ["resume: the run was interrupted after this was asked for; ask again to go on"]
+
+
 BREAKS_THE_STORE = """
 import pathlib
 from torch.distributed import distributed_c10d
@@ -203,7 +212,7 @@ def test_a_rank_that_comes_when_the_store_is_broken_pauses_as_the_others_have(wo
     post(run, "late", BREAKS_THE_STORE + HANGS)
     RunFolder(run).post("step", n=1)
     assert world.run(paused_and_left, run, timeout=25) == [["paused", True]] * 2
-    assert [event.kind for event in RunFolder(run).read_events()][-2:] == ["looked", "interrupted"]
+    assert [event.kind for event in RunFolder(run).read_events()][-3:] == ["looked", "interrupted", "warning"]
 
 
 def paused_and_left(run: str) -> list[Any]:

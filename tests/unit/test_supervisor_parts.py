@@ -728,9 +728,9 @@ def test_questions_are_answered_or_refused_with_the_error_that_was_raised(
     assert client.token == "the token"
     assert client.ask(m.Look()) == []
     with pytest.raises(ClusterError, match=r"^rank 2 cannot be restarted$"):
-        client.ask(m.Restart(ranks=[2]))
-    with pytest.raises(TypeError, match=r"Expected `array`, got `str` - at `\$.ranks`"):
-        client.ask(m.Restart(ranks="2"))  # type: ignore[arg-type]
+        client.ask(m.Restart(rank=2))
+    with pytest.raises(TypeError, match=r"Expected `int`, got `str` - at `\$.rank`"):
+        client.ask(m.Restart(rank="2"))  # type: ignore[arg-type]
     supervisor.engines.status = lambda: ["of another version"]
     with pytest.raises(OtherVersionError, match="says what this version does not understand: Expected `object`"):
         client.ask(m.Look(), seconds=5)

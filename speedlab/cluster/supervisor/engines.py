@@ -225,12 +225,12 @@ class Engines:
         alone = only.ranks if only is not None and len(only.ranks) == 1 else []  # It met nobody; others may be meeting.
         # Who waits for the end of what is interrupted may ask for more at once; that has to come after all of this.
         with self._interrupting, self.line.held(alone or self._ranks):
+            for submission in {*([] if only is None else [only]), *self.line.working(only).values()}:
+                submission.stop()  # Before what is taken back counts as its first failure.
             self.line.take_back(only)
             alive = {engine.rank for engine in self.state.engines if self.reaches(engine)}
             working = {rank: one for rank, one in self.line.working(only).items() if rank in alive}
             if working:
-                for submission in working.values():
-                    submission.stop()
                 if alone:
                     self._stop(working, seconds)
                     return sorted(alive - self.line.working().keys())
@@ -333,6 +333,7 @@ class Engines:
             self.line.held(self._ranks),
         ):  # Who met others before all have left would meet them in another group.
             ranks = self._lost.with_its_host(self.state, self.existing(ranks))
+            self.hands.require(ranks)
             self.end([self.state.engines[rank] for rank in ranks])
             with ThreadPoolExecutor(1) as meanwhile:  # Engines that are no forks import torch meanwhile.
                 started = meanwhile.submit(self.start, self.state, ranks)

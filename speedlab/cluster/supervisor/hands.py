@@ -55,6 +55,10 @@ AtWork = Mapping[EngineEntry, str]
 class Hands(Protocol):
     """Engines' processes of one cluster. Methods may be called from any thread."""
 
+    def require(self, ranks: Iterable[int]) -> None:
+        """Raise ClusterError where engines of these ranks could not be started now."""
+        ...
+
     def start(
         self, state: ClusterState, ranks: Iterable[int], cancelled: Callable[[], bool]
     ) -> tuple[EngineEntry, ...]:
@@ -124,6 +128,9 @@ class Here:
     def __init__(self, home: Home, client: Client, token: str, nursery: Nursery) -> None:
         self._home, self._client, self._token, self._nursery = home, client, token, nursery
         self._loads = Loads()
+
+    def require(self, ranks: Iterable[int]) -> None:
+        """Nothing that could be missing is known before."""
 
     def start(
         self, state: ClusterState, ranks: Iterable[int], cancelled: Callable[[], bool]

@@ -76,12 +76,15 @@ class OnHosts:
         self._bringing = threading.Lock()
         """Held while an agent is started anew."""
 
+    def require(self, ranks: Iterable[int]) -> None:
+        at = places(self._agents.hosts)
+        self._require_agents(dict.fromkeys(self._agents.hosts[at[rank].host].name for rank in sorted(ranks)))
+
     def start(
         self, state: ClusterState, ranks: Iterable[int], cancelled: Callable[[], bool]
     ) -> tuple[EngineEntry, ...]:
         ranks = set(ranks)
-        at = places(self._agents.hosts)
-        self._require_agents(dict.fromkeys(self._agents.hosts[at[rank].host].name for rank in sorted(ranks)))
+        self.require(ranks)
         keep = [engine for engine in state.engines if engine.rank not in ranks]
         return self._agents.start_engines(self._environment, ranks, keep=keep, cancelled=cancelled)
 

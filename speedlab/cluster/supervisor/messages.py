@@ -93,7 +93,8 @@ class Look(Question, kw_only=True):
 class Restart(Question, kw_only=True):
     """End the engines of these ranks and start new ones."""
 
-    ranks: list[int]
+    rank: int
+    more: list[int] = []
 
 
 class Resize(Question, kw_only=True):

@@ -227,7 +227,7 @@ class Served:
         return self._supervisor.engines.status()
 
     def _restart(self, question: m.Restart) -> None:
-        self._supervisor.engines.restart(*question.ranks)
+        self._supervisor.engines.restart(question.rank, *question.more)
 
     def _resize(self, question: m.Resize) -> None:
         if question.only_look:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from ctypes import memmove
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,7 +60,6 @@ class InPlace(Transport):
 
     def withdraw(self) -> None:
         self._offered.clear()
-        self._unsummed.clear()
         self._meeting.take_no_more()
 
     def all_gather(self, full: Tensor, shard: Tensor, own: Tensor) -> Finish:
@@ -74,7 +74,7 @@ class InPlace(Transport):
         self._given[full.data_ptr()] = number
 
         def finish() -> None:
-            self._sum(shared, into, number, accumulate)
+            self._sum(shared, into, self._meeting.addresses(number, shared.nbytes), accumulate)
             self._meeting.took()
 
         return finish
@@ -82,7 +82,7 @@ class InPlace(Transport):
     def all_reduce(self, full: Tensor) -> Finish:
         number, shared = self._offer_whole(full)
         self._given[full.data_ptr()] = number
-        while self._unsummed and self._meeting.reached(Number.OFFERED, self._unsummed[0][0] + 1):
+        while self.sums_early and self._unsummed and self._meeting.reached(Number.OFFERED, self._unsummed[0][0] + 1):
             self._sum_oldest()
         self._unsummed.append((number, shared))
 
@@ -101,8 +101,10 @@ class InPlace(Transport):
 
     def _sum_oldest(self) -> None:
         """This rank's slice of the oldest all-reduce that lacks it. In this order: SUMMED counts all up to it."""
-        number, shared = self._unsummed.popleft()  # First: what is cut off must not be summed twice.
-        self._sum(shared, shared.view(self.size, -1)[self.index], number, accumulate=False)
+        number, shared = self._unsummed[0]
+        addresses = self._meeting.addresses(number, shared.nbytes)  # What fails here fails again for who waits for it.
+        self._unsummed.popleft()  # Before: what is cut off must not be summed twice.
+        self._sum(shared, shared.view(self.size, -1)[self.index], addresses, accumulate=False)
         self._meeting.raise_own(Number.SUMMED, number + 1)
 
     def _offer_whole(self, tensor: Tensor) -> tuple[int, Tensor]:
@@ -120,9 +122,8 @@ class InPlace(Transport):
                 memmove(full.data_ptr() + peer * nbytes, int(addresses[peer]), nbytes)
         self._meeting.took()
 
-    def _sum(self, full: Tensor, into: Tensor, number: int, accumulate: bool) -> None:
-        """This rank's slice of all ranks' `full`, summed into `into`."""
-        addresses = self._meeting.addresses(number, full.nbytes)
+    def _sum(self, full: Tensor, into: Tensor, addresses: np.ndarray, accumulate: bool) -> None:
+        """This rank's slice of all ranks' `full`, of which the peers' stand at these addresses, summed into `into`."""
         addresses[self.index] = full.data_ptr()
         nbytes = full.nbytes // self.size
         target = array(into)

@@ -23,6 +23,8 @@ class Transport:
 
     ordered = True
     """Whether this holds for gathers of what was offered, too."""
+    sums_early = True
+    """Whether a rank may sum what all peers have begun before anybody waits for it, where it does so itself."""
 
     def __init__(self, wires: Wires, size: int, index: int, device: torch.device) -> None:
         self.wires, self.size, self.index, self.device = wires, size, index, device

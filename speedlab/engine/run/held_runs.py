@@ -85,13 +85,24 @@ def _refuse_lost(run: RunFolder, everywhere: Group) -> None:
 def _make_room(run: RunFolder, everywhere: Group) -> None:
     """For another run, whose status says so: one that is paused is written, as far as no checkpoint holds it.
     Collective."""
-    held = everywhere.collect([str(path) for path, trainer in _trainers.items() if trainer.training.whole])
+    steps = {str(path): each.engine.global_step for path, each in _trainers.items() if each.training.whole}
+    held = everywhere.collect(steps)
     for path in held[0]:
-        if all(path in theirs for theirs in held):
+        # Ranks may stand at several steps, and take it for failed where others know better.
+        if all(path in theirs for theirs in held) and any(theirs[path] for theirs in held):
             trainer = _trainers[Path(path)]
-            _tell(run, text=f"run {trainer.folder.name!r}, which is paused on these engines, is saved first")
-            trainer.keep()
+            if everywhere.share(_is_paused(trainer)):
+                told = f"run {trainer.folder.name!r}, which is paused on these engines, is saved first"
+                trainer.keep(lambda: _tell(run, text=told))  # noqa: B023  # called at once
+                _tell(run, text="")
     release()
+
+
+def _is_paused(trainer: Trainer) -> bool:
+    try:
+        return trainer.folder.read_status().state is RunState.PAUSED
+    except RunFolderError:
+        return trainer.training.state is RunState.PAUSED
 
 
 def _tell(run: RunFolder, **fields: Any) -> None:

@@ -15,7 +15,7 @@ from speedlab.engine.run.training import Training
 from speedlab.engine.step.clock import StepCosts
 from speedlab.planner.bubble import bubble_share
 from speedlab.telemetry.folder import Command, RunFolderError
-from speedlab.telemetry.records import Event, StepRecord
+from speedlab.telemetry.records import Event, RunState, StepRecord
 from speedlab.telemetry.writer import RecordWriter
 
 
@@ -137,8 +137,11 @@ class Reporter:
         """Write the present state, step and last control word."""
         training = self._training
         if training.world.rank == 0:
+            before = training.folder.read_status()
+            if training.state is RunState.FAILED and before.state is RunState.FAILED:
+                text = text or before.text  # Why it failed is true until it goes on.
             status = replace(
-                training.folder.read_status(),
+                before,
                 state=training.state,
                 step=training.engine.global_step,
                 steps=training.config.steps,

@@ -6,6 +6,7 @@ trainer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from speedlab.engine.run.live import CutOff
 from speedlab.engine.run.loop import Loop
 from speedlab.engine.run.reporting import Reporter
 from speedlab.engine.run.training import OwnModel, Training
-from speedlab.engine.run.words import carry_out_pending, save
+from speedlab.engine.run.words import carry_out_pending, refuse_overtaken, save
 from speedlab.engine.step.errors import NonFiniteError
 from speedlab.telemetry.checkpoints import newest, step_of
 from speedlab.telemetry.folder import TOKENIZER, RunFolder, RunFolderError
@@ -57,16 +58,20 @@ class Trainer:
                 self.reconnect()
                 if not self._started:
                     self._start()
+                else:
+                    self._heed_status()
                 carry_out_pending(training, self.reporter)
                 while training.state is RunState.RUNNING:
                     if self._loop.step():
                         carry_out_pending(training, self.reporter)
                 self._loop.report_saving(wait=True)
                 training.engine.finish_update()  # Whoever has the run now may look at its parameters.
+                refuse_overtaken(training, self.reporter)
                 return training.state
             except CutOff as cut:
                 training.interruption.heard()
                 self._pause_apart(cut)
+                refuse_overtaken(training, self.reporter)
                 return training.state
             except BaseException as error:
                 if isinstance(error, PeerLost) and training.interruption.asked:
@@ -97,17 +102,16 @@ class Trainer:
         training.changing = False
         self.reporter.event("warning", f"went back to {kept.name}: the interrupt came in the middle of an update")
 
-    def keep(self) -> None:
-        """Where the run is paused and no checkpoint holds its steps, write one: another run is about to take its place.
-        Collective. Raises Refusal, on all ranks alike, where that cannot be."""
+    def keep(self, tell: Callable[[], object]) -> None:
+        """Where no checkpoint holds the steps of this run, which is paused, write one, and `tell` before: another run
+        is about to take its place. Collective. Raises Refusal, on all ranks alike, where that cannot be."""
         training = self.training
-        if training.state is not RunState.PAUSED or not self.engine.global_step:
-            return
+        training.state = RunState.PAUSED
         with training.interruption:
             try:
                 self.reporter.open()
                 if self._meets_at_one_step():
-                    self._save_where_unsaved()
+                    self._save_where_unsaved(tell)
                 if training.interruption.asked:  # It was meant for the other run.
                     raise KeyboardInterrupt
             finally:
@@ -121,11 +125,12 @@ class Trainer:
             return False
         return True
 
-    def _save_where_unsaved(self) -> None:
+    def _save_where_unsaved(self, tell: Callable[[], object]) -> None:
         training, step = self.training, self.engine.global_step
         kept = self._newest()
         if kept is not None and step_of(kept) == step:
             return
+        tell()
         try:
             answer = together(training, agreed(training.control, lambda: save(training)))
         except Parted as parted:
@@ -155,6 +160,14 @@ class Trainer:
             self.reporter.event("evaluated", "before the first step", heldout_loss=training.evaluate())
         self.reporter.status()
         self._started = True
+
+    def _heed_status(self) -> None:
+        """A run that this rank takes for failed is paused where those who saw all ranks know better. Collective."""
+        training = self.training
+        if RunState.FAILED in training.control.collect(training.state):
+            state = agreed(training.control, lambda: self.folder.read_status().state)
+            if training.control.share(state) == RunState.PAUSED:
+                training.state = RunState.PAUSED
 
     def _newest(self) -> Path | None:
         """The newest checkpoint, as the first rank sees the folder. Collective."""

@@ -64,20 +64,31 @@ def carry_out_pending(training: Training, reporter: Reporter) -> None:
     Collective. Raises CutOff."""
     commands = None
     if training.world.rank == 0:
-        came_at = training.interruption.came_at
-        commands = [
-            (asdict(command), command.word in _TO_GO_ON and command.time < came_at) for command in reporter.waiting()
-        ]
+        commands = [(asdict(command), _is_overtaken(training, command)) for command in reporter.waiting()]
     for fields, overtaken in training.control.share(commands):
         command = Command(**fields)
         if overtaken:
-            text = f"{command.word}: the run was interrupted after this was asked for; ask again to go on"
-            reporter.answer(command.number, "warning", text, error=True)
+            _refuse_overtaken(reporter, command)
         else:
             _carry_out(training, reporter, command)
 
 
-_TO_GO_ON = ("resume", "step")
+def refuse_overtaken(training: Training, reporter: Reporter) -> None:
+    """Words to go on that wait first, and were there before an interrupt that has ended this: nobody shall find them
+    later. By the first rank alone."""
+    for command in reporter.waiting():
+        if not _is_overtaken(training, command):
+            return
+        _refuse_overtaken(reporter, command)
+
+
+def _is_overtaken(training: Training, command: Command) -> bool:
+    return command.word in ("resume", "step") and command.time < training.interruption.came_at
+
+
+def _refuse_overtaken(reporter: Reporter, command: Command) -> None:
+    text = f"{command.word}: the run was interrupted after this was asked for; ask again to go on"
+    reporter.answer(command.number, "warning", text, error=True)
 
 
 def _carry_out(training: Training, reporter: Reporter, command: Command) -> None:

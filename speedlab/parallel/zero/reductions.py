@@ -97,8 +97,10 @@ class Reductions:
             return 0  # What uses gradients takes most of a unit's time: there is nothing to hide behind it.
         if self._in_flight is not None:
             return self._in_flight
-        # On CPUs nothing overlaps, but ranks that are not quite abreast need not wait where a second one costs nothing.
-        return 1 if self._group.device.type == "cpu" and residency.gradients_go else 2
+        if self._group.device.type != "cpu":
+            return 2  # A GPU computes on while two are under way.
+        # Nothing overlaps, but ranks that are not quite abreast need not wait where a second one takes no memory.
+        return 2 if self._group.at_hand and not residency.gradients_go else 1
 
     def _finish(self, leave: int, *, wanted: bool = True) -> None:
         while len(self._under_way) > leave:
@@ -123,6 +125,7 @@ class Reductions:
         Ranks may have come to their exceptions, or to the end, by different ways: this one takes part in what is left,
         so that all have started the same reductions. (Where each gather is a collective of its own, peers may wait for
         one of this rank's, and it must not wait for them.)"""
+        self._finish(0, wanted=False)  # Before: where a peer was lost, others must not be drawn into what is left.
         if not self._gathers.ordered:
             self.advance(residency, everything=True, wanted=False)
         self._finish(0, wanted=False)
