@@ -130,6 +130,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             report.sections.append(("page", page.evaluate(_SEEN)))
         except Exception as error:
             report.sections.append(("page", f"it cannot be asked: {error}"))
+        report.sections.append(("requests that failed", "\n".join(item.funcargs["failed_requests"]) or "none"))
     return report
 
 
@@ -147,10 +148,17 @@ def browser():
 
 
 @pytest.fixture
-def page(browser):
+def failed_requests() -> list[str]:
+    """Of the test's page, each with its reason."""
+    return []
+
+
+@pytest.fixture
+def page(browser, failed_requests):
     """A fresh page of a size that shows a notebook and a dashboard."""
     page = browser.new_page(viewport={"width": 1500, "height": 1700})
     page.set_default_timeout(60_000)
+    page.on("requestfailed", lambda request: failed_requests.append(f"{request.failure}: {request.url}"))
     yield page
     page.close()
 
