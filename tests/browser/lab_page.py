@@ -50,12 +50,8 @@ class Notebook:
         question = page.locator(".jp-Dialog", has_text="Select Kernel")
         # A busy server may take so long to name its kernels that Notebook 7 asks which it shall be.
         page.add_locator_handler(question, lambda: question.locator("button.jp-mod-accept").click())
-        address = lab.page_of(name, seven=seven)
-        page.goto(address)
+        page.goto(lab.page_of(name, seven=seven))
         page.locator(".jp-Notebook-cell").first.wait_for()
-        if page.locator(".jp-Dialog", has_text="Error Loading Theme").count():  # Seen once, on a busy machine.
-            page.goto(address)
-            page.locator(".jp-Notebook-cell").first.wait_for()
         self.wait_until_idle()
 
     def wait_until_idle(self) -> None:
