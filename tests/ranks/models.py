@@ -357,6 +357,59 @@ def shared_block() -> nn.Module:
     return seeded(SharedBlock)
 
 
+class Layered(Transformer):
+    """The layers of a block stand in a list of their own, which nobody calls; the last of them is called first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleList([Attention(), nn.Sequential(nn.Linear(WIDTH, 21), nn.GELU(), nn.Linear(21, WIDTH)), norm])
+            for norm in (nn.LayerNorm(WIDTH) for _ in range(3))
+        )
+
+    def through(self, block: Any, x: Tensor) -> Tensor:
+        attention, feed_forward, norm = block
+        x = x + attention(norm(x))
+        return x + feed_forward(x)
+
+
+def layered() -> nn.Module:
+    return seeded(Layered)
+
+
+class Staged(Transformer):
+    """The blocks stand in lists of a list, as those of models that see images do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList(Block() for _ in range(depth)) for depth in (1, 2))
+
+    def through(self, block: Any, x: Tensor) -> Tensor:
+        for each in block:
+            x = each(x)
+        return x
+
+
+def staged() -> nn.Module:
+    return seeded(Staged)
+
+
+class EnteredBelow(Transformer):
+    """A part of one block is called before that block, parts of another one after it, and the last by its forward."""
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        first, second, third = self.blocks
+        x = self.embedding(inputs)
+        x = x + second.attention(second.attention_norm(x))
+        x = second(first(x))
+        x = x + first.down(F.gelu(first.up(x)))
+        return cross_entropy(self.head(third.forward(x)), targets)
+
+
+def entered_below() -> nn.Module:
+    return seeded(EnteredBelow)
+
+
 class Failing(Transformer):
     """Raises in the middle of the forward when told to. Before that it waits in a block for a file to appear, if it has
     one to wait for: so a test decides which rank is the slower one."""

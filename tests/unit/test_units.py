@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from speedlab.offload import OffloadError
 from speedlab.parallel.zero.flat import ReadThenGathered
 from speedlab.parallel.zero.unit import Unit
+from speedlab.parallel.zero.units import ROOT, plan_units
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -63,3 +65,77 @@ def test_a_unit_is_gathered_whole_or_not_at_all() -> None:
     unit.start_gather()
     unit.finish_gather()
     assert happened == ["came", "came"]
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+class WithoutForward(nn.Module):
+    """Called by methods of other names, which call what it holds; it holds a parameter itself, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.scale = Pair(), nn.Parameter(torch.ones(2))
+
+
+def layers(*depths: int) -> nn.ModuleList:
+    return nn.ModuleList(nn.ModuleList(Pair() for _ in range(depth)) for depth in depths)
+
+
+SHARED = Pair()
+
+NOBODY_CALLS = {
+    "a layer that all blocks share": (
+        nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), SHARED]) for _ in range(2)),
+        ["0.0", "1.0"],
+        [f"0.1.{layer}.{kind}" for layer in ("first", "second") for kind in ("weight", "bias")],
+    ),
+    "each inner list has blocks": (layers(2, 3), ["0.0", "0.1", "1.0", "1.1", "1.2"], []),
+    "blocks that stand alone": (layers(1, 2), ["0.0", "1.0", "1.1"], []),
+    "layers of a block": (
+        nn.ModuleList(nn.ModuleList([Pair(), nn.Linear(2, 2), nn.GELU()]) for _ in range(2)),
+        ["0.0 0.1", "1.0 1.1"],
+        [],
+    ),
+    "layers by name": (
+        nn.ModuleList(nn.ModuleDict({"up": Pair(), "down": nn.Sequential(nn.Linear(2, 2))}) for _ in range(2)),
+        ["0.up 0.down", "1.up 1.down"],
+        [],
+    ),
+    "one list of blocks, one of layers": (
+        nn.ModuleList([*layers(2), nn.ModuleList([Pair(), nn.Linear(2, 2)])]),
+        ["1.0 1.1", "0.0", "0.1"],
+        [],
+    ),
+    "classes without forward": (
+        nn.ModuleList(WithoutForward() for _ in range(2)),
+        ["0.pair", "1.pair"],
+        ["0.scale", "1.scale"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOBODY_CALLS)
+def test_units_of_what_nobody_calls_are_what_it_holds(name: str) -> None:
+    """Their hooks would never run, and their parameters never come."""
+    blocks, units, of_root = NOBODY_CALLS[name]
+    names = {module: name for name, module in blocks.named_modules()}
+    root, *plans = plan_units(nn.Sequential(blocks))
+    assert [" ".join(names[module] for module in plan.modules) for plan in plans] == units
+    assert root.name == ROOT
+    assert list(root.parameters) == [f"0.{each}" for each in of_root]
+    held = [each.removeprefix("0.") for plan in plans for each in plan.parameters]
+    assert sorted([*held, *of_root]) == sorted(name for name, _ in blocks.named_parameters())
+
+
+def test_named_by_the_user_a_list_is_what_it_holds() -> None:
+    model = nn.ModuleDict({"blocks": layers(1, 2)})
+    plans = plan_units(model, ["blocks.1"])
+    assert [plan.name for plan in plans] == [ROOT, "blocks.1"]
+    assert plans[1].modules == list(model["blocks"][1])

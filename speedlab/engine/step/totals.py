@@ -135,8 +135,8 @@ def _read_elsewhere(flats: Sequence[Flat]) -> str:
     if not any(flat.residency.parameters_come for flat in flats):
         return ""
     return (
-        ". A loss that reads parameters itself (a penalty on weights, a part of a block called alone) reads NaN where "
-        "they are partitioned: use a stage below 3 for it"
+        ". A loss that reads parameters itself (a penalty on weights, a weight of a layer that is not called) reads "
+        "NaN where they are partitioned: use a stage below 3 for it"
     )
 
 

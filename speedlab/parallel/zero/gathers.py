@@ -46,6 +46,8 @@ class Gathers:
         """Units whose gather of this pass has not been started, in the order of the pass."""
         self._following: dict[Unit, Unit] = {}
         """The unit behind each in the present pass: its gather is started while that one computes."""
+        self._for_part: Unit | None = None
+        """Came in this pass for a part that was called without its block, after which nothing tells that it may go."""
 
     def place(self, residency: Residency) -> None:
         """Parameters are where `residency` says from now on."""
@@ -68,7 +70,7 @@ class Gathers:
 
     def begin(self, which: Pass) -> None:
         self.close()
-        self.current = which
+        self.current, self._for_part = which, None
         if which is Pass.FORWARD and torch.is_grad_enabled():
             self._seen = []
         if self.parameters_come:
@@ -85,6 +87,14 @@ class Gathers:
         """A forward pass has come to this unit."""
         if self.current is Pass.FORWARD and torch.is_grad_enabled() and unit not in self._seen:
             self._seen.append(unit)
+
+    def enter(self, unit: Unit, *, alone: bool) -> None:
+        """A block of the unit is called now, or a part of one `alone`: what came for a part of another unit may go."""
+        if unit is self.root or self.current is not Pass.FORWARD:
+            return
+        other, self._for_part = self._for_part, unit if alone else None
+        if self.parameters_come and other not in (None, unit) and not self.stays(other):
+            other.release()
 
     def require(self, unit: Unit) -> None:
         """The unit's parameters are there when this returns; the next unit's are on their way."""

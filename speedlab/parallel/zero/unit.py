@@ -33,6 +33,8 @@ class Unit:
         self.missing = self.trainable_count
         """Gradients that this backward pass has not produced yet."""
         self.gradients = [flat.gradient for flat in flats if flat.gradient is not None]
+        self.called = False
+        """Whether one of its modules is under way in a forward, so that its parts need no care of their own."""
         self.open_calls: list[RemovableHandle] = []
         """Hooks on calls whose input gradients are still to come; kept where frozen parameters are needed to the
         end."""
@@ -59,6 +61,7 @@ class Unit:
         self.gathers = []
 
     def release(self) -> None:
+        self.called = False  # Whatever has raised is over.
         if self.gathers is not None:
             self.finish_gather()
             for flat in self.flats:

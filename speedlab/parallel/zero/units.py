@@ -3,9 +3,10 @@ root unit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 UnitChoice = Sequence[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
@@ -27,7 +28,8 @@ def plan_units(model: nn.Module, choice: UnitChoice | None = None, *, bucket_byt
     """Cut `model` into units: the root unit first, then blocks in the order in which the model registers them.
 
     1. Blocks are what `choice` says, or the children of every list of two or more modules of one class (outermost
-    first), or of one module that has no such list inside.
+    first), or of one module that has no such list inside. Nobody calls a list: in a list of lists the blocks are those
+    that the inner ones repeat, or, where they repeat nothing, the modules of each inner one together.
     2. Neighbours of one list are merged while their parameters stay within `bucket_bytes`.
     3. A parameter that several blocks share, or that stands outside all blocks, belongs to the root unit.
 
@@ -36,7 +38,7 @@ def plan_units(model: nn.Module, choice: UnitChoice | None = None, *, bucket_byt
     names = {id(module): name for name, module in model.named_modules()}
     lists = _chosen_blocks(model, choice) if choice is not None else _repeated_blocks(model)
     merged = [group for blocks in lists for group in _merge_neighbours(blocks, bucket_bytes)]
-    plans = [UnitPlan(_joint_name([names[id(m)] for m in group]), group) for group in merged]
+    plans = [UnitPlan(_joint_name([names[id(m)] for m in group]), _called(group)) for group in merged]
 
     holder: dict[int, UnitPlan | None] = {}
     for plan in plans:
@@ -55,6 +57,9 @@ def plan_units(model: nn.Module, choice: UnitChoice | None = None, *, bucket_byt
     for name, parameter in model.named_parameters():
         owner = None if id(parameter) in outside else holder.get(id(parameter))
         (owner or root).parameters[name] = parameter
+    for plan in plans:  # Calls of a module that others share tell nothing of this unit.
+        own = {id(parameter) for parameter in plan.parameters.values()}
+        plan.modules = [module for module in plan.modules if any(id(p) in own for p in module.parameters())]
     return [root, *(plan for plan in plans if plan.parameters)]
 
 
@@ -63,21 +68,56 @@ def _repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
     found: list[list[nn.Module]] = []
 
     def visit(module: nn.Module) -> None:
-        children = list(module.children())
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            blocks = [child for child in children if any(True for _ in child.parameters())]
-            # A list of bare layers (Sequential(Linear, ReLU, Linear)) is no list of blocks.
-            composite = [child for child in blocks if any(True for _ in child.children())]
-            if len({type(child) for child in composite}) == 1 and (
-                len(composite) >= 2 or _is_one_block(module, composite)
-            ):
-                found.append(composite)
-                children = [child for child in children if child not in composite]
-        for child in children:
-            visit(child)
+        blocks = [block for block in _blocks_of(module) if not _is_list_of_blocks(block)]
+        if blocks:
+            found.append(blocks)
+        for child in module.children():
+            if child not in blocks:
+                visit(child)
 
     visit(model)
     return found
+
+
+def _blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The modules of one class that a list repeats; none where it is no list of blocks."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return []
+    holding = [child for child in module.children() if _has_parameters(child) and takes_hooks(child)]
+    # A list of bare layers (Sequential(Linear, ReLU, Linear)) is no list of blocks.
+    composite = [child for child in holding if any(True for _ in child.children())]
+    repeats = len({type(child) for child in composite}) == 1
+    return composite if repeats and (len(composite) >= 2 or _is_one_block(module, composite)) else []
+
+
+def _is_list_of_blocks(module: nn.Module) -> bool:
+    """Whether the module only holds blocks, each of which is called alone."""
+    blocks = _blocks_of(module) if _is_bare(module) else []
+    return bool(blocks) and all(child in blocks for child in module.children() if _has_parameters(child))
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether the module only holds others, as a list does, and has no forward to be called by."""
+    return getattr(module.forward, "__func__", None) is nn.Module.forward
+
+
+def takes_hooks(module: nn.Module) -> bool:
+    """Whether a hook can tell that the module is called."""
+    return not isinstance(module, torch.jit.ScriptModule)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _called(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules that are called where these are used: themselves, or what the bare ones among them hold."""
+    return [
+        called
+        for module in modules
+        for called in (_called(module.children()) if _is_bare(module) else [module])
+        if _has_parameters(called)
+    ]
 
 
 def _is_one_block(module: nn.Module, composite: list[nn.Module]) -> bool:

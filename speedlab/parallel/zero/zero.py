@@ -34,6 +34,7 @@ from speedlab.comm import Group, PeerLost
 from speedlab.offload import Stores
 from speedlab.parallel.zero.flat import Flat
 from speedlab.parallel.zero.gathers import Gathers
+from speedlab.parallel.zero.parts import PartHooks, parts_of
 from speedlab.parallel.zero.reductions import Reductions
 from speedlab.parallel.zero.refusals import refuse_gradient_elsewhere, refuse_other_parameters, refuse_transforms
 from speedlab.parallel.zero.unit import Pass, Unit
@@ -106,6 +107,7 @@ class Zero:
         """Whether a peer was lost in the middle of a pass: what was under way keeps its memory until `reconnect`."""
         self._hooks: list[Any] = []
         self._attach()
+        self._part_hooks = self._hooks_for_parts()
 
     @property
     def units(self) -> list[Unit]:
@@ -173,11 +175,9 @@ class Zero:
                 )
 
         self._hooks.append(self.module.register_state_dict_pre_hook(before_state_dict))
-        held_by_root = {id(p) for flat in self.units[0].flats for p in flat.parameters}
-        for module in self.module.modules():
-            if module is not self.module and any(id(p) in held_by_root for p in module.parameters(recurse=False)):
-                # A caller may enter below the root module (generate, an encoder alone).
-                self._hooks.append(module.register_forward_pre_hook(before(0), with_kwargs=True))
+        # A caller may enter below the root module (generate, an encoder alone).
+        for part in parts_of(self.units[0]):
+            self._hooks.append(part.register_forward_pre_hook(before(0), with_kwargs=True))
         for unit_index, unit in enumerate(self.units):
             for module in unit.modules:
                 is_last = module is unit.modules[-1]
@@ -188,16 +188,32 @@ class Zero:
                     hook = arrived(unit_index, flat_index, index)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
+    def _hooks_for_parts(self) -> PartHooks:
+        this = weakref.ref(self)
+
+        def before(unit_index: int, part: nn.Module, inputs: Any) -> bool:
+            return (zero := this()) is not None and zero._before_part(zero.units[unit_index], part, inputs)
+
+        def after(unit_index: int, output: Any) -> None:
+            if (zero := this()) is not None and not zero.units[unit_index].called:
+                zero._after_forward(zero.units[unit_index], output, module_is_last=False)
+
+        hooks = PartHooks(before, after)
+        if self.parameters_come:
+            hooks.attach(self.units)
+        return hooks
+
     def detach(self) -> None:
         """Take all hooks off the module, and let go of the units."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._part_hooks.detach()
         self._forget_calls()
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
-    def _before_forward(self, unit: Unit, module: nn.Module, inputs: Any) -> None:
+    def _before_forward(self, unit: Unit, module: nn.Module, inputs: Any, *, alone: bool = False) -> None:
         gathers = self.gathers
         if self.parameters_come and torch.is_grad_enabled():
             refuse_transforms(unit.name)
@@ -212,9 +228,12 @@ class Zero:
             watched = [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
             if watched:
                 self._watch_call(unit, watched)
+        gathers.enter(unit, alone=alone)
         gathers.require(unit)  # 1
+        unit.called = not alone
 
     def _after_forward(self, unit: Unit, output: Any, module_is_last: bool) -> None:
+        unit.called = False
         if torch.is_grad_enabled():
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
@@ -228,6 +247,16 @@ class Zero:
             self.gathers.end_forward()
         elif self.parameters_come and module_is_last and not self.gathers.stays(unit):
             unit.release()  # 2
+
+    def _before_part(self, unit: Unit, part: nn.Module, inputs: Any) -> bool:
+        """Whether the part was called alone, so that its output has to be looked at."""
+        if unit.called:
+            return False
+        if self.current is Pass.BACKWARD:  # Its block is computed again, without its hooks.
+            self.gathers.require(unit)
+            return False
+        self._before_forward(unit, part, inputs, alone=True)
+        return True
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
@@ -423,4 +452,7 @@ class Zero:
         self.placement = self.placement.moved(residency)
         self.gathers.place(residency)
         for unit in self.units:
-            unit.gathers = None
+            unit.gathers, unit.called = None, False
+        self._part_hooks.detach()
+        if self.parameters_come:
+            self._part_hooks.attach(self.units)
