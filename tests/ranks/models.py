@@ -410,6 +410,32 @@ def entered_below() -> nn.Module:
     return seeded(EnteredBelow)
 
 
+def entered_below_frozen() -> nn.Module:
+    """Frozen are a part that is called alone, and another one beside those that are."""
+    model: Any = entered_below()
+    for block in model.blocks[:2]:
+        block.attention.requires_grad_(False)
+    return model
+
+
+class Scripted(Transformer):
+    """A list of modules that take no hooks, and one inside each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.up, block.down = scripted(), nn.Identity()
+        self.blocks.extend(scripted() for _ in range(2))
+
+
+def scripted() -> Any:
+    return torch.jit.script(nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 21), nn.GELU()), nn.Linear(21, WIDTH)))
+
+
+def with_scripted() -> nn.Module:
+    return seeded(Scripted)
+
+
 class Failing(Transformer):
     """Raises in the middle of the forward when told to. Before that it waits in a block for a file to appear, if it has
     one to wait for: so a test decides which rank is the slower one."""

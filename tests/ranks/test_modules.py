@@ -30,6 +30,8 @@ MODULES: dict[str, Case] = {
     "blocks in lists of a list": Case(build=models.staged),
     "parts of blocks called alone": Case(build=models.entered_below),
     "parts of blocks called alone, computed again": Case(build=models.entered_below, checkpointing="block"),
+    "parts of frozen blocks called alone": Case(build=models.entered_below_frozen),
+    "modules that take no hooks": Case(build=models.with_scripted),
     "dataclass and nested outputs": Case(build=models.structured, loss=models.structured_loss),
     "output used in part": Case(build=models.half_used, loss=models.first_output),
     "own checkpointing": Case(build=models.user_checkpoint),

@@ -201,6 +201,13 @@ REFUSALS: dict[str, tuple[Any, int, dict[str, Any], type[ValueError], str]] = {
         PlanError,
         r"'layers\.\*\.upp' names no module of Stack; nearest: 'layers\.\*\.up'",
     ),
+    "a parameter": (
+        Stack,
+        2,
+        {"plan": {"layers.*.up.weight": "colwise"}},
+        PlanError,
+        r"'layers\.\*\.up\.weight' is a parameter, and layers are what is cut .*; nearest: 'layers\.\*\.up'",
+    ),
     "a module that is no layer": (NoName, 2, {"plan": {"layer": "colwise"}}, PlanError, "layer is a Bilinear"),
     "sequence elsewhere": (Stack, 2, {"plan": MLP, "sequence": True}, PlanError, "not for Stack; set sequence: false"),
     "sequence with another plan": (

@@ -162,6 +162,11 @@ def resolve(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn
             generic = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in modules})
             near = difflib.get_close_matches(pattern, generic, n=1)
             hint = f"; nearest: {near[0]!r}" if near else ""
+            if any(_regex(pattern).fullmatch(name) for name, _ in model.named_parameters()):
+                raise PlanError(
+                    f"tp_plan: {pattern!r} is a parameter, and layers are what is cut (mixtures of experts and other "
+                    f"special layers are not); give a plan without it as tp_plan={hint}"
+                )
             raise PlanError(f"tp_plan: {pattern!r} names no module of {type(model).__name__}{hint}")
         chosen |= dict.fromkeys(matched, style)
     seen: set[int] = set()

@@ -71,6 +71,8 @@ class Gathers:
     def begin(self, which: Pass) -> None:
         self.close()
         self.current, self._for_part = which, None
+        for unit in self.units:
+            unit.called = False  # Whatever has raised is over.
         if which is Pass.FORWARD and torch.is_grad_enabled():
             self._seen = []
         if self.parameters_come:

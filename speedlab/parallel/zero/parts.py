@@ -6,7 +6,8 @@ cost a microsecond a call, and are there only while parameters come and go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,18 +30,21 @@ def parts_of(unit: Unit) -> list[nn.Module]:
 
 
 class PartHooks:
-    """The hooks of all parts. `detach` takes them off."""
+    """The hooks of all parts.
+
+    `before` is told the number of the unit, the part and its inputs, and returns whether it was called alone; `after`
+    is told the output of a part that was, from then on. The hooks do not keep the object of these methods alive.
+    """
 
     def __init__(self, before: Callable[[int, nn.Module, Any], bool], after: Callable[[int, Any], None]) -> None:
-        """`before`: is told the number of the unit, the part and its inputs; whether it was called alone.
-
-        `after`: is told its output, of each part that was called alone once."""
-        self._before, self._after = before, after
+        self._before, self._after = weakref.WeakMethod(before), weakref.WeakMethod(after)
         self._handles: list[RemovableHandle] = []
 
-    def attach(self, units: Iterable[Unit]) -> None:
-        for number, unit in enumerate(units):
-            for part in parts_of(unit) if number else ():  # The root's are called without it all the time.
+    def attach(self, units: Sequence[Unit]) -> None:
+        """To the parts of these units and no others."""
+        self.detach()
+        for number, unit in enumerate(units[1:], start=1):  # The root stays for the whole of a pass.
+            for part in parts_of(unit):
                 self._attach(number, part)
 
     def _attach(self, number: int, part: nn.Module) -> None:
@@ -50,12 +54,15 @@ class PartHooks:
             nonlocal called_alone
             if torch.compiler.is_compiling():  # Inside a block that is compiled whole.
                 return
-            if self._before(number, part, (args, kwargs)) and not called_alone:
+            told = self._before()
+            if told is not None and told(number, part, (args, kwargs)) and not called_alone:
                 called_alone = True
                 self._handles.append(part.register_forward_hook(after))
 
         def after(part: nn.Module, args: Any, output: Any) -> None:
-            self._after(number, output)
+            told = self._after()
+            if told is not None:
+                told(number, output)
 
         self._handles.append(part.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
 

@@ -61,7 +61,7 @@ class Unit:
         self.gathers = []
 
     def release(self) -> None:
-        self.called = False  # Whatever has raised is over.
+        self.called = False
         if self.gathers is not None:
             self.finish_gather()
             for flat in self.flats:

@@ -106,8 +106,9 @@ class Zero:
         self._broken = False
         """Whether a peer was lost in the middle of a pass: what was under way keeps its memory until `reconnect`."""
         self._hooks: list[Any] = []
+        self._part_hooks = PartHooks(self._before_part, self._after_part)
         self._attach()
-        self._part_hooks = self._hooks_for_parts()
+        self._part_hooks.attach(self.units if self.parameters_come else ())
 
     @property
     def units(self) -> list[Unit]:
@@ -188,21 +189,6 @@ class Zero:
                     hook = arrived(unit_index, flat_index, index)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    def _hooks_for_parts(self) -> PartHooks:
-        this = weakref.ref(self)
-
-        def before(unit_index: int, part: nn.Module, inputs: Any) -> bool:
-            return (zero := this()) is not None and zero._before_part(zero.units[unit_index], part, inputs)
-
-        def after(unit_index: int, output: Any) -> None:
-            if (zero := this()) is not None and not zero.units[unit_index].called:
-                zero._after_forward(zero.units[unit_index], output, module_is_last=False)
-
-        hooks = PartHooks(before, after)
-        if self.parameters_come:
-            hooks.attach(self.units)
-        return hooks
-
     def detach(self) -> None:
         """Take all hooks off the module, and let go of the units."""
         for hook in self._hooks:
@@ -248,8 +234,9 @@ class Zero:
         elif self.parameters_come and module_is_last and not self.gathers.stays(unit):
             unit.release()  # 2
 
-    def _before_part(self, unit: Unit, part: nn.Module, inputs: Any) -> bool:
+    def _before_part(self, unit_index: int, part: nn.Module, inputs: Any) -> bool:
         """Whether the part was called alone, so that its output has to be looked at."""
+        unit = self.units[unit_index]
         if unit.called:
             return False
         if self.current is Pass.BACKWARD:  # Its block is computed again, without its hooks.
@@ -257,6 +244,11 @@ class Zero:
             return False
         self._before_forward(unit, part, inputs, alone=True)
         return True
+
+    def _after_part(self, unit_index: int, output: Any) -> None:
+        unit = self.units[unit_index]
+        if not unit.called:
+            self._after_forward(unit, output, module_is_last=False)
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
@@ -452,7 +444,5 @@ class Zero:
         self.placement = self.placement.moved(residency)
         self.gathers.place(residency)
         for unit in self.units:
-            unit.gathers, unit.called = None, False
-        self._part_hooks.detach()
-        if self.parameters_come:
-            self._part_hooks.attach(self.units)
+            unit.gathers = None
+        self._part_hooks.attach(self.units if self.parameters_come else ())
