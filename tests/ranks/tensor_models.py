@@ -77,6 +77,18 @@ def hugging_face(kind: str, **fields: Any) -> nn.Module:
                 "use_cache": False,
             },
         ),
+        "apertus": (
+            transformers.ApertusConfig,
+            transformers.ApertusForCausalLM,
+            {
+                "hidden_size": 32,
+                "intermediate_size": 44,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "use_cache": False,
+            },
+        ),
         "t5": (
             transformers.T5Config,
             transformers.T5ForConditionalGeneration,
@@ -104,7 +116,7 @@ def hugging_face(kind: str, **fields: Any) -> nn.Module:
     }
     config, model, shape = shapes[kind]
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "vocab_size": VOCABULARY}
-    return shaken(lambda: model(config(**{**special, **shape, **fields})))
+    return shaken(lambda: model(config(**{**special, **shape, **fields})).float())
 
 
 def loss_of(model: nn.Module, *, rows: int = 3, length: int = 12) -> Tensor:

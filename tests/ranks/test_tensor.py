@@ -63,6 +63,7 @@ HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, heads that several ranks share": ("llama", {"num_key_value_heads": 1, "attention_bias": True}),
     "llama, two such heads": ("llama", {"num_key_value_heads": 2}),
     "llama, eager": ("llama", {"attn_implementation": "eager"}),
+    "apertus, whose activation learns": ("apertus", {}),
     "t5": ("t5", {}),
     "t5, gated and untied": ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "bert": ("bert", {}),

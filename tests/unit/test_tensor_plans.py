@@ -33,6 +33,17 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(8, 20), nn.Linear(20, 8)
 
 
+class Forgetful(nn.Module):
+    """Its plan does not tell whether its norms see whole values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        for layer in self.layers:
+            layer.add_module("norm", nn.LayerNorm(20))
+        self._tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
 class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -207,6 +218,14 @@ REFUSALS: dict[str, tuple[Any, int, dict[str, Any], type[ValueError], str]] = {
         {"plan": {"layers.*.up.weight": "colwise"}},
         PlanError,
         r"'layers\.\*\.up\.weight' is a parameter, and layers are what is cut .*; nearest: 'layers\.\*\.up'",
+    ),
+    "a carried plan that says nothing of a layer": (
+        Forgetful,
+        2,
+        {},
+        PlanError,
+        r"the plan of Forgetful says nothing of layers\.0\.norm\.weight, which stands beside layers that are cut; give "
+        r"tp_plan=\{\*\*model\._tp_plan, 'layers\.0\.norm': …\}, 'replicated' where",
     ),
     "a module that is no layer": (NoName, 2, {"plan": {"layer": "colwise"}}, PlanError, "layer is a Bilinear"),
     "sequence elsewhere": (Stack, 2, {"plan": MLP, "sequence": True}, PlanError, "not for Stack; set sequence: false"),

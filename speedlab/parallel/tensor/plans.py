@@ -77,6 +77,10 @@ _HEAD_PLANS: dict[str, Plan] = {
 }
 """The same for heads, relative to the whole model."""
 
+_FORGOTTEN: dict[str, Plan] = {"apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}}
+"""What the plans that Hugging Face's models carry leave out, relative to the model without its heads: the activation of
+Apertus learns, from what each rank has of its inputs."""
+
 
 def class_name(module: object) -> str:
     """The full name of a module's class."""
@@ -134,7 +138,9 @@ def _carried(module: nn.Module) -> dict[str, str]:
     its configuration's `base_model_tp_plan`."""
     carried = dict(getattr(module, "_tp_plan", None) or {})
     if getattr(module, "base_model", None) is module:
-        carried |= dict(getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {})
+        config = getattr(module, "config", None)
+        carried |= dict(getattr(config, "base_model_tp_plan", None) or {})
+        carried |= _FORGOTTEN.get(getattr(config, "model_type", None) or "", {})
     return carried
 
 

@@ -65,7 +65,9 @@ class TensorParallel:
         self._parents: list[tuple[nn.Module, Inputs]] = []
         if group.size > 1:
             self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-            self._plan(model, find_plan(model) if plan is None else plan)
+            layers = self._plan(model, find_plan(model) if plan is None else plan)
+            if plan is None:
+                self._refuse_forgotten(model, layers)
 
     def first_holder(self, name: str) -> int:
         """The first of the ranks (an index in the group) that hold what this rank holds of a parameter: it answers for
@@ -74,7 +76,7 @@ class TensorParallel:
 
     # ---- planning ----------------------------------------------------------------------------------------------------
 
-    def _plan(self, model: nn.Module, plan: Mapping[str, str]) -> None:
+    def _plan(self, model: nn.Module, plan: Mapping[str, str]) -> dict[str, tuple[nn.Module, Style]]:
         layers = {name: (module, style) for name, module, style in resolve(model, plan)}
         self._add_tied(model, layers)
         partial = {
@@ -104,6 +106,26 @@ class TensorParallel:
             self._changes += gpt.changes()
             partial |= {*gpt.partial()}
         self.partial = frozenset(partial)
+        return layers
+
+    def _refuse_forgotten(self, model: nn.Module, layers: Mapping[str, tuple[nn.Module, Style]]) -> None:
+        """Raises PlanError for a parameter beside layers whose outputs stay cut, of which a carried plan says nothing:
+        its gradients may be whole or partial, and a wrong guess trains wrongly without a word."""
+        named = {id(parameter) for module, _ in layers.values() for parameter in module.parameters()}
+        beside = {
+            name.rpartition(".")[0]
+            for name, (_, style) in layers.items()
+            if style.cut is Cut.OUTPUT and not style.whole_outside
+        }
+        for parent in sorted(beside):
+            for name, parameter in model.get_submodule(parent).named_parameters(prefix=parent):
+                if id(parameter) not in named and self._names[id(parameter)] not in self.partial:
+                    raise PlanError(
+                        f"tp_plan: the plan of {type(model).__name__} says nothing of {name}, which stands beside "
+                        f"layers that are cut; give tp_plan={{**model._tp_plan, {name.rpartition('.')[0]!r}: …}}, "
+                        f"'replicated' where it sees whole values, 'replicated_with_grad_allreduce' where it sees a "
+                        f"rank's part"
+                    )
 
     def _add_tied(self, model: nn.Module, layers: dict[str, tuple[nn.Module, Style]]) -> None:
         """Modules without a style that share a matrix with a cut embedding or head are cut over the vocabulary too."""
