@@ -114,11 +114,16 @@ class Notebook:
     def saved_output(self, mime_type: str, text: str = "") -> dict[str, Any]:
         """Save until an output of this MIME type with `text` in it is in the file, at most ten times; returns the
         output's data."""
+        outputs: list[Any] = []
         for _ in range(10):
             self.page.keyboard.press("Escape")
             self.page.keyboard.press("Control+s")
             self.page.wait_for_timeout(1000)
-            outputs = [output for cell in json.loads(self.path.read_text())["cells"] for output in cell["outputs"]]
+            try:
+                cells = json.loads(self.path.read_text())["cells"]
+            except json.JSONDecodeError:  # The server empties the file and writes it anew; a busy one is seen at it.
+                continue
+            outputs = [output for cell in cells for output in cell["outputs"]]
             found = [
                 output["data"]
                 for output in outputs
