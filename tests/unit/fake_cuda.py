@@ -148,7 +148,8 @@ def _tensor_patches(gpu: FakeGpu) -> Iterator[Any]:
             return torch.ones(tensor.shape, dtype=tensor.dtype).tolist()
 
     def totals(*args: Any, **kwargs: Any) -> Any:
-        return replace(sum_totals(*args, **kwargs), written=0)  # Every number is one here, and nobody has written.
+        # Every number is one here, and nobody has written, nor do gradients differ.
+        return replace(sum_totals(*args, **kwargs), written=0, differing=0)
 
     yield mock.patch("speedlab.engine.step.step.sum_totals", totals)
     yield mock.patch.object(FakeTensor, "__torch_dispatch__", classmethod(of_tensor))

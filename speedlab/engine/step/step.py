@@ -2,7 +2,8 @@
 
 1. Each micro-batch is announced (`begin_micro_batch`) and, once its backward has ended, counted (`ended_micro_batch`).
 2. `end` takes one reduction of a few numbers over the ranks: the gradient's norm, the loss, signals, how many
-   parameters somebody did not use, and whether ranks that share a batch had the same one.
+   parameters somebody did not use, and whether ranks that share a batch had the same one, and the same gradients of
+   what they share.
 3. A gradient that is not finite ends the step without an update.
 4. Parameters that no rank used are left alone; all others are updated, clipped together. An optimizer that sums
    gradients itself does so before: what it raises leaves everything as it was. Islands meet where it is time.
@@ -25,6 +26,7 @@ from torch import Tensor
 from speedlab.engine.step.communicating import sums_itself, updates_unused
 from speedlab.engine.step.random_streams import RandomStreams
 from speedlab.engine.step.same_data import SameData
+from speedlab.engine.step.same_gradients import SameGradients
 from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.totals import (
     Totals,
@@ -60,6 +62,7 @@ class Step:
         self._state, self._streams = state, streams
         self.data = SameData(state.mesh)
         """What the micro-batches of the present step were made of."""
+        self._same_gradients = SameGradients(state.mesh, state.zeros)
         self._losses: list[Tensor] = []
         self.in_backward = False
         """Whether a backward is on its way."""
@@ -156,6 +159,7 @@ class Step:
         self._state.stores.trim()
         self._losses.clear()
         self.data.forget()
+        self._same_gradients.forget()
         self._streams.forget()
         self.micro_step, self._fed = 0, False
 
@@ -174,14 +178,12 @@ class Step:
         with self._around_update():
             try:
                 self.totals = totals = self._sum_totals(signals)  # 2
-                if not totals.same_data:
-                    raise self.data.error()
-                if totals.written:
-                    raise RuntimeError(f"step: {state.words_of_early_writes()}")
+                self._refuse(totals)
                 exchanged = sums_itself(state.optimizer)
                 if not totals.finite or (exchanged and totals.grad_norm > _MOST_EXCHANGED):
                     self._overflow(totals)  # 3
                     return False
+                self._same_gradients.took(totals.unseen)
                 left_alone = totals.unused and not self._in_backward and not updates_unused(state.optimizer)
                 unused = self._unused() if left_alone else {}
                 state.before_change()
@@ -270,7 +272,17 @@ class Step:
             unused=unused,
             written=len(state.written_too_early()),
             difference=self.data.take(),
+            gradients=self._same_gradients.take(),
         )
+
+    def _refuse(self, totals: Totals) -> None:
+        """Raises, on all ranks, what no update shall be made of."""
+        if not totals.same_data:
+            raise self.data.error()
+        if totals.differing:
+            raise self._same_gradients.error(self._state.global_step + 1, updated=self._in_backward)
+        if totals.written:
+            raise RuntimeError(f"step: {self._state.words_of_early_writes()}")
 
     def _unused(self) -> dict[str, set[int]]:
         """Slots of flats by name that no rank of any island has used in this step: states have the same histories in

@@ -35,6 +35,10 @@ class Totals:
     """How many of them were changed too early, over all ranks: `TrainingState.written_too_early`."""
     same_data: bool
     """Whether ranks that compute one batch together were given the same."""
+    differing: int
+    """In the gradients of how many parameters tensor peers differ that should not: as of `SameGradients`."""
+    unseen: int
+    """Of how many of those there was no gradient."""
 
 
 def sum_totals(
@@ -48,26 +52,29 @@ def sum_totals(
     unused: int,
     written: int,
     difference: Tensor | None,
+    gradients: Tensor | None,
 ) -> Totals:
     """`losses`: of this rank's micro-batches, as far as they count; `squares`: the sum over its own elements of the
     gradient, which is `scale` times too large; `island`: this rank's, and of how many, each with a gradient of its own;
-    `unused`, `written`: as of `Totals`, on this rank; `difference`: as `SameData.take` gives it."""
+    `unused`, `written`: as of `Totals`, on this rank; `difference`: as `SameData.take` gives it;
+    `gradients`: as `SameGradients.take` does."""
     device = squares.device
     # What the host knows goes to the device in one copy, which does not wait.
-    known = torch.tensor([len(losses), unused, written, *signals], dtype=torch.float64).to(device, non_blocking=True)
+    told = torch.tensor([len(losses), unused, written, *signals], dtype=torch.float64).to(device, non_blocking=True)
     zero = torch.zeros_like(squares)
     loss = torch.stack([loss.double() for loss in losses]).sum() if losses else zero
     own_island, islands = island
     of_islands = [squares if index == own_island else zero for index in range(islands)]
     measured = torch.stack([*of_islands, loss, zero if difference is None else difference])
-    vector = torch.cat([measured, known])
+    vector = torch.cat([measured, zero.new_zeros(2) if gradients is None else gradients, told])
     # The one point of a step where the host waits for the device: clipping, the overflow decision and the control
     # words of the run need these numbers before the update. Ranks then sum them over the host's connections, so that
     # the group of all ranks needs none between devices.
     own = vector.cpu()
     check_peers()  # Where a peer has left, what should have come over the device never did.
     every = everyone.sum_scalars(own).tolist()
-    totals, (loss_sum, differing, count, left_alone, too_early, *summed) = every[:islands], every[islands:]
+    totals, (loss_sum, other_data, differing, unseen, *known) = every[:islands], every[islands:]
+    count, left_alone, too_early, *summed = known
     total = totals[own_island]
     return Totals(
         loss=loss_sum / max(1.0, count),
@@ -76,7 +83,9 @@ def sum_totals(
         finite=math.isfinite(sum(totals)),
         unused=int(left_alone),
         written=int(too_early),
-        same_data=difference is None or differing == SAME,
+        same_data=difference is None or other_data == SAME,
+        differing=int(differing),
+        unseen=int(unseen),
     )
 
 

@@ -51,6 +51,8 @@ class Gradient:
         """`partition`, where it lies away from the device."""
         self.waiting: AwayState | None = None
         """What the present update uses, where backward fills the rest meanwhile."""
+        self.look: Callable[[int, Tensor], None] | None = None
+        """What is told of each gradient that this rank adds, and of which parameter."""
         self.measure: Callable[[int, Tensor], Tensor] | None = None
         """What tells the squared norm of `counted`, given that place and tensor, while a sum that goes away is here."""
         self.use: Callable[[], None] | None = None
@@ -156,6 +158,8 @@ class Gradient:
     @torch.no_grad()
     def receive(self, index: int, gradient: Tensor) -> None:
         """Add the gradient of parameter `index` of this backward pass to this rank's own terms."""
+        if self.look is not None:
+            self.look(index, gradient)
         slot = self.slots[index]
         view = self._whole()[slot.range].view(slot.shape)
         if self._filled[index]:
