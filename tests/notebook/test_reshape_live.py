@@ -36,7 +36,7 @@ def configuration(folder: Path, name: str, **changes: Any) -> RunConfig:
         model={"layers": 4, "hidden": 64, "heads": 4, "ffn_hidden": 128, "vocab_size": 512, "dropout": 0.1},
         data={"source": "stdlib", "sequence_length": 64, "vocab_size": 512, "max_bytes": 200_000},
         precision="float32",
-        batch={"global_size": 8, "micro_size": 1},
+        batch={"global_size": 8, "micro_size": 2},
         eval={"every_steps": 0},
         **changes,
     )
