@@ -116,7 +116,7 @@ class LayoutCase(Case):
     """A training under a layout. `accumulation` is the number of micro-batches."""
 
     layout: Layout
-    steps: int = 5
+    steps: int = 4
     """Order of units and buffers repeat from the third step on; the nightly tier takes ten."""
     schedule: str = "1f1b"
     sequence: bool = False
