@@ -408,7 +408,7 @@ class Engine(DeepSpeedNames):
                 part.zero.detach()
                 part.context.detach()
                 part.tensor.detach()
-                part.zero.gathers.let_go()
+                part.zero.gathers.leave()
                 forget(part.zero)
                 if keep_parameters:
                     for flat in part.zero.flats:

@@ -6,11 +6,13 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
 from grids import thinned
+from torch import nn
 
 from ranks import models
 from ranks.conftest import Check, PoolOf
-from ranks.loops import Case
+from ranks.loops import Case, engine_for, engine_step
 from ranks.pool import Pool
 from ranks.test_parity import BFLOAT16, FLOAT32, STAGES
 
@@ -73,3 +75,32 @@ AWKWARD = ["tied weights", "frozen parameters", "block unused by some data"]
 def test_module_on_four_ranks(check: Check, pool_of: PoolOf, name: str, stage: int) -> None:
     case = dataclasses.replace(MODULES[name], stage=stage, steps=6)
     check(pool_of(4), [case], FLOAT32, timeout=60)
+
+
+def losses_behind_a_failed_look(case: Case, keep: bool) -> list[float]:
+    """The losses of an engine that follows on one whose module failed in a forward of its own, with a gather ahead."""
+    with engine_for(case) as engine:
+        for step in range(2):  # From then on units are gathered ahead.
+            engine_step(engine, case, step)
+        engine.module.blocks[0].up.register_forward_pre_hook(fail)
+        with torch.no_grad(), pytest.raises(ArithmeticError):
+            engine.module(*case.batch(0, 0))
+        engine.destroy(keep_parameters=keep)
+    with engine_for(case) as engine:
+        return [engine_step(engine, case, step) for step in range(2)]
+
+
+def fail(module: nn.Module, inputs: object) -> None:
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["forgotten", "kept"])
+def test_an_engine_behind_a_forward_that_failed(two: Pool, keep: bool) -> None:
+    """Where a peer's parameters were on their way, its next engine would wait for them to be read."""
+    case = Case(stage=3, bucket_bytes=EACH)
+    assert two.run(losses_behind_a_failed_look, case, keep, timeout=30) == two.run(losses_of, case, timeout=30)
+
+
+def losses_of(case: Case) -> list[float]:
+    with engine_for(case) as engine:
+        return [engine_step(engine, case, step) for step in range(2)]

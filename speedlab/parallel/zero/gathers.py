@@ -157,6 +157,15 @@ class Gathers:
             for unit in self.units:
                 unit.release()
 
+    def leave(self) -> None:
+        """The last word: release what is here. Of a pass that an exception in the bare module has left open, peers wait
+        for nothing of this rank any more."""
+        self.let_go()
+        if self.current is not Pass.IDLE:
+            self.current, self._left = Pass.IDLE, []
+            for group in self._groups:
+                group.withdraw()
+
     def wait_until_all_read(self) -> None:
         """Wait until peers need nothing more of this rank's parameters."""
         for group in self._groups:
