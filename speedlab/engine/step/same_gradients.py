@@ -76,7 +76,9 @@ class SameGradients:
 
     def took(self, unseen: int) -> None:
         """A step has an update. `unseen`: what all ranks together had no gradient of."""
-        self._left = self._left - 1 if self._left and unseen else 0
+        if not self._left:
+            return
+        self._left = self._left - 1 if unseen else 0
         if not self._left:
             for gradient in self._gradients:
                 gradient.look = None
