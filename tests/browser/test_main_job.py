@@ -82,8 +82,8 @@ def test_a_person_trains_and_moves_the_stage_of_the_live_run(page, lab) -> None:
     dash.locator(".sl-text", has_text="ZeRO stage 3").wait_for()
     dash.get_by_role("button", name="Show the numbers").click()
     page.wait_for_function(
-        "most => { const cell = document.querySelector('figure[data-table=memory] tbody td');"
-        " return cell && parseFloat(cell.textContent) < most; }",
+        "most => { const cells = [...document.querySelectorAll('figure[data-table=memory] tbody tr:first-child td')];"
+        " return cells.length && cells.every(cell => parseFloat(cell.textContent) < most); }",
         arg=0.75 * before["parameters"][0],
     )
     after = numbers(dash, "memory")
@@ -93,7 +93,8 @@ def test_a_person_trains_and_moves_the_stage_of_the_live_run(page, lab) -> None:
 
     # The same scale, so the bars are half as high.
     page.wait_for_function(
-        "most => document.querySelector('[data-plot=memory] .bars path').getBoundingClientRect().height < most",
+        "most => [...document.querySelector('[data-plot=memory] .bars').querySelectorAll('path')]"
+        ".every(bar => bar.getBoundingClientRect().height < most)",
         arg=0.75 * high[0],
     )
     assert heights(dash) == pytest.approx([height / 2 for height in high], rel=0.05)

@@ -8,6 +8,10 @@ come before the unit it needs, and lets go of them at once.
 Parameters that lie away from the device are read before they are sent, so that nothing can be offered ahead: there,
 too, each gather is a collective of its own.
 
+Peers wait, before parameters change, until all that they offered was taken. A pass that nobody ends (a forward that was
+entered below the root, or that an exception has left) would hold up whoever else trains on the same ranks: there it is
+over (`_resting`).
+
 The order is that in which the first step met the units. Until it is known, units are gathered when they are needed and
 nothing is gathered ahead, so that a model which calls its blocks in another order than it registers them never stands
 there whole.
@@ -15,14 +19,22 @@ there whole.
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from itertools import pairwise
 
 import torch
 
+from speedlab.comm import Group, PeerLost
+from speedlab.offload import OffloadError
 from speedlab.parallel.zero.flat import Flat
 from speedlab.parallel.zero.unit import Pass, Unit
 from speedlab.parallel.zero.ways import Ways
 from speedlab.placement import Residency, Where
+
+_resting: dict[weakref.ref[Gathers], list[Group]] = {}
+"""Passes that are open and may never be ended, with the groups over which they have offers: these count though the
+engine is gone."""
 
 
 class Gathers:
@@ -48,6 +60,7 @@ class Gathers:
         """The unit behind each in the present pass: its gather is started while that one computes."""
         self._for_part: Unit | None = None
         """Came in this pass for a part that was called without its block, after which nothing tells that it may go."""
+        self._this = weakref.ref(self)
 
     def place(self, residency: Residency) -> None:
         """Parameters are where `residency` says from now on."""
@@ -84,6 +97,15 @@ class Gathers:
             if self._offered:
                 for flat in (each for unit in self._left for each in unit.flats):
                     flat.offer()
+
+    def rest(self) -> None:
+        """The pass that is open may never be ended."""
+        _resting[self._this] = list(self._groups)
+
+    def end(self) -> None:
+        """The pass is over."""
+        self.current = Pass.IDLE
+        _resting.pop(self._this, None)
 
     def met(self, unit: Unit) -> None:
         """A forward pass has come to this unit."""
@@ -129,10 +151,10 @@ class Gathers:
             for unit in self.units:
                 if not self.stays(unit):
                     unit.release()
-        self.current = Pass.IDLE
+        self.end()
 
     def end_backward(self) -> None:
-        """Take part in what is left, and release everything. `current` stays for whoever ends the pass."""
+        """Take part in what is left, and release everything. Whoever called this calls `end`."""
         self._take_rest()
         self.release_all()
 
@@ -162,12 +184,14 @@ class Gathers:
         for nothing of this rank any more."""
         self.let_go()
         if self.current is not Pass.IDLE:
-            self.current, self._left = Pass.IDLE, []
+            self._left = []
+            self.end()
             for group in self._groups:
                 group.withdraw()
 
     def wait_until_all_read(self) -> None:
         """Wait until peers need nothing more of this rank's parameters."""
+        _end_resting()
         for group in self._groups:
             group.wait_until_all_read()
         for flat in self._flats:
@@ -190,7 +214,7 @@ class Gathers:
     def close(self) -> None:
         if self.current is Pass.FORWARD:
             self._take_rest()
-            self.current = Pass.IDLE
+            self.end()
 
     def agree_on_order(self) -> None:
         """Adopt the order in which rank 0's last forward pass with gradients met the units. Collective."""
@@ -202,7 +226,8 @@ class Gathers:
 
     def abandon(self) -> None:
         """After an exception in a pass: release everything and count on no offer of it."""
-        self.current, self._left = Pass.IDLE, []
+        self._left = []
+        self.end()
         self.release_all()
         for group in self._groups:
             group.withdraw()
@@ -215,4 +240,15 @@ class Gathers:
             unit.forget_gather()
         self._outdate()
         self._left = []
-        self.current = Pass.IDLE
+        self.end()
+
+
+def _end_resting() -> None:
+    for this, groups in list(_resting.items()):
+        gathers = this()
+        with contextlib.suppress(PeerLost, OffloadError):  # Nobody needs what does not come.
+            if gathers is not None:
+                gathers.abandon()
+            for group in groups:
+                group.withdraw()
+        _resting.pop(this, None)

@@ -157,6 +157,10 @@ class Zero:
 
             return hook
 
+        def after_all(module: nn.Module, args: Any, output: Any) -> None:
+            if (zero := this()) is not None and zero.current is Pass.FORWARD:
+                zero.gathers.rest()  # It has raised.
+
         def arrived(unit_index: int, flat_index: int, index: int) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
                 if (zero := this()) is not None:
@@ -188,6 +192,7 @@ class Zero:
                 for index, parameter in enumerate(flat.parameters if flat.trainable else ()):
                     hook = arrived(unit_index, flat_index, index)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._hooks.append(self.module.register_forward_hook(after_all, always_call=True))
 
     def detach(self) -> None:
         """Take all hooks off the module, and let go of the units."""
@@ -209,6 +214,8 @@ class Zero:
             if not torch.is_grad_enabled():
                 self.refuse_late("a forward without gradients")
             gathers.begin(Pass.FORWARD)
+            if module is not self.module:
+                gathers.rest()
         gathers.met(unit)
         if self.parameters_come and unit.has_frozen and unit is not gathers.root and torch.is_grad_enabled():
             watched = [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
@@ -353,7 +360,7 @@ class Zero:
         self._forget_calls()
         self.reductions.end(self.residency, leave_root=leave_root)  # 5
         self.gathers.wait_until_all_read()  # The next thing may be an update of the shards.
-        self.gathers.current = Pass.IDLE
+        self.gathers.end()
 
     def reduce_root(self) -> None:
         """Sum over the ranks what `end_backward(leave_root=True)` has left of a pass that was to be summed."""
