@@ -18,7 +18,6 @@ from ranks.conftest import Check, PoolOf
 from ranks.loops import Case, engine_for, engine_step
 from ranks.pool import Pool
 from ranks.test_parity import BFLOAT16, FLOAT32, STAGES
-from speedlab.engine.engine import Engine
 
 # Micro-batches where the data chooses a branch or a batch is normalised: there one large batch is another computation.
 MODULES: dict[str, Case] = {
@@ -81,7 +80,7 @@ def test_module_on_four_ranks(check: Check, pool_of: PoolOf, name: str, stage: i
     check(pool_of(4), [case], FLOAT32, timeout=60)
 
 
-def a_failed_look(engine: Engine) -> None:
+def a_failed_look(engine: Any) -> None:
     """The module fails in a forward of its own, with a gather ahead."""
     hook = engine.module.blocks[0].up.register_forward_pre_hook(fail)
     with torch.no_grad(), pytest.raises(ArithmeticError):
@@ -93,12 +92,12 @@ def fail(module: nn.Module, inputs: object) -> None:
     raise ArithmeticError
 
 
-def a_part_alone(engine: Engine) -> None:
+def a_part_alone(engine: Any) -> None:
     with torch.no_grad():
         engine.module.embedding(Case().batch(0, 0)[0])
 
 
-def losses_behind(case: Case, leave_open: Callable[[Engine], None], end: Callable[[Engine], None]) -> list[float]:
+def losses_behind(case: Case, leave_open: Callable[[Any], None], end: Callable[[Any], None]) -> list[float]:
     """The losses of an engine that comes after one whose pass was left open."""
     earlier = speedlab.initialize(model=case.build(), optimizer=case.optimizer, config=case.config())[0]
     for step in range(2):  # From then on units are gathered ahead.
@@ -114,14 +113,14 @@ def losses_of(case: Case) -> list[float]:
         return [engine_step(engine, case, step) for step in range(2)]
 
 
-def drop(engine: Engine) -> None: ...
+def drop(engine: Any) -> None: ...
 
 
-def destroy(engine: Engine) -> None:
+def destroy(engine: Any) -> None:
     engine.destroy()
 
 
-def forget(engine: Engine) -> None:
+def forget(engine: Any) -> None:
     engine.destroy(keep_parameters=False)
 
 
@@ -133,7 +132,7 @@ def test_an_engine_behind_an_open_pass(two: Pool, leave_open: Any, end: Any) -> 
     assert two.run(losses_behind, case, leave_open, end, timeout=30) == two.run(losses_of, case, timeout=30)
 
 
-def losses_beside(case: Case, leave_open: Callable[[Engine], None]) -> tuple[list[float], list[float]]:
+def losses_beside(case: Case, leave_open: Callable[[Any], None]) -> tuple[list[float], list[float]]:
     """The losses of an engine, and of another one that trains while a pass of the first is open."""
     with engine_for(case) as one, engine_for(case) as other:
         losses = [engine_step(one, case, step) for step in range(2)]

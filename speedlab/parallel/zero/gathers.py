@@ -60,7 +60,7 @@ class Gathers:
         """The unit behind each in the present pass: its gather is started while that one computes."""
         self._for_part: Unit | None = None
         """Came in this pass for a part that was called without its block, after which nothing tells that it may go."""
-        self._this = weakref.ref(self)
+        self._this: weakref.ref[Gathers] = weakref.ref(self)
 
     def place(self, residency: Residency) -> None:
         """Parameters are where `residency` says from now on."""
