@@ -11,7 +11,7 @@ import torch
 
 from ranks.conftest import PoolOf
 from ranks.layout_cases import LayoutCase, train_layouts
-from ranks.loops import Trajectory, problems
+from ranks.loops import Case, Trajectory, engine_for, engine_step, problems
 from ranks.test_context import by_tokens, in_ring, long_gpt, many, ring_gpt
 from ranks.test_documents import case_of
 from ranks.test_layouts import FLOAT32, PlainOf
@@ -81,3 +81,63 @@ def test_dropout_drops_what_an_uncompiled_block_drops(compiling_pool_of: PoolOf,
     ((path,), graphs), *_ = compiling_pool_of(1).run(train_compiled, [case], backend, timeout=120)
     assert graphs > 0
     assert problems([path], alone, FLOAT32) == []
+
+
+# ---- what the caller has compiled ------------------------------------------------------------------------------------
+
+
+def nothing(model: Any, backend: Any) -> Any:
+    return model
+
+
+def whole(model: Any, backend: Any) -> Any:
+    return torch.compile(model, backend=backend)
+
+
+def whole_in_place(model: Any, backend: Any) -> Any:
+    model.compile(backend=backend)
+    return model
+
+
+def blocks_in_place(model: Any, backend: Any) -> Any:
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+def parts(model: Any, backend: Any) -> Any:
+    for block in model.blocks:
+        block.attention = torch.compile(block.attention, backend=backend)
+        block.up.compile(backend=backend)
+    return model
+
+
+def train_what_was_compiled(case: Case, compiled: Any) -> tuple[list[float], int]:
+    """(the mean losses of all ranks, graphs that were compiled)"""
+    graphs = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    with engine_for(case, model=compiled(case.build(), backend)) as engine:
+        losses = []
+        for step in range(case.steps):
+            engine_step(engine, case, step)
+            losses.append(engine.totals.loss)
+        with torch.no_grad():
+            losses.append(float(engine(*case.batch(9, 0))))
+    return losses, graphs
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("compiled", [whole, whole_in_place, blocks_in_place, parts])
+def test_what_the_caller_has_compiled(compiling_pool_of: PoolOf, compiled: Any, stage: int) -> None:
+    """Hooks are no part of a graph: what they do would be traced, once, in place of being done."""
+    case = Case(stage=stage, bucket_bytes=1, steps=4)
+    plain = compiling_pool_of(2).run(train_what_was_compiled, case, nothing, timeout=60)
+    for losses, graphs in compiling_pool_of(2).run(train_what_was_compiled, case, compiled, timeout=120):
+        assert graphs > 0
+        assert losses == pytest.approx(plain[0][0], abs=2e-6)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
 from grids import thinned
-from torch import nn
 
-import speedlab
 from ranks import models
 from ranks.conftest import Check, PoolOf
-from ranks.loops import Case, engine_for, engine_step
+from ranks.loops import Case
 from ranks.pool import Pool
 from ranks.test_parity import BFLOAT16, FLOAT32, STAGES
 
@@ -78,70 +73,3 @@ AWKWARD = ["tied weights", "frozen parameters", "block unused by some data"]
 def test_module_on_four_ranks(check: Check, pool_of: PoolOf, name: str, stage: int) -> None:
     case = dataclasses.replace(MODULES[name], stage=stage, steps=6)
     check(pool_of(4), [case], FLOAT32, timeout=60)
-
-
-def a_failed_look(engine: Any) -> None:
-    """The module fails in a forward of its own, with a gather ahead."""
-    hook = engine.module.blocks[0].up.register_forward_pre_hook(fail)
-    with torch.no_grad(), pytest.raises(ArithmeticError):
-        engine.module(*Case().batch(0, 0))
-    hook.remove()
-
-
-def fail(module: nn.Module, inputs: object) -> None:
-    raise ArithmeticError
-
-
-def a_part_alone(engine: Any) -> None:
-    with torch.no_grad():
-        engine.module.embedding(Case().batch(0, 0)[0])
-
-
-def losses_behind(case: Case, leave_open: Callable[[Any], None], end: Callable[[Any], None]) -> list[float]:
-    """The losses of an engine that comes after one whose pass was left open."""
-    earlier = speedlab.initialize(model=case.build(), optimizer=case.optimizer, config=case.config())[0]
-    for step in range(2):  # From then on units are gathered ahead.
-        engine_step(earlier, case, step)
-    leave_open(earlier)
-    end(earlier)
-    del earlier
-    return losses_of(case)
-
-
-def losses_of(case: Case) -> list[float]:
-    with engine_for(case) as engine:
-        return [engine_step(engine, case, step) for step in range(2)]
-
-
-def drop(engine: Any) -> None: ...
-
-
-def destroy(engine: Any) -> None:
-    engine.destroy()
-
-
-def forget(engine: Any) -> None:
-    engine.destroy(keep_parameters=False)
-
-
-@pytest.mark.parametrize("end", [forget, destroy, drop])
-@pytest.mark.parametrize("leave_open", [a_failed_look, a_part_alone])
-def test_an_engine_behind_an_open_pass(two: Pool, leave_open: Any, end: Any) -> None:
-    """Where a peer's parameters were on their way, its next engine would wait for them to be read."""
-    case = Case(stage=3, bucket_bytes=EACH)
-    assert two.run(losses_behind, case, leave_open, end, timeout=30) == two.run(losses_of, case, timeout=30)
-
-
-def losses_beside(case: Case, leave_open: Callable[[Any], None]) -> tuple[list[float], list[float]]:
-    """The losses of an engine, and of another one that trains while a pass of the first is open."""
-    with engine_for(case) as one, engine_for(case) as other:
-        losses = [engine_step(one, case, step) for step in range(2)]
-        leave_open(one)
-        beside = [engine_step(other, case, step) for step in range(2)]
-        return [*losses, engine_step(one, case, 2)], [*beside, engine_step(other, case, 2)]
-
-
-@pytest.mark.parametrize("leave_open", [a_failed_look, a_part_alone])
-def test_an_engine_beside_an_open_pass(two: Pool, leave_open: Any) -> None:
-    for here in two.run(losses_beside, Case(stage=3, bucket_bytes=EACH), leave_open, timeout=30):
-        assert here[0] == here[1]

@@ -7,8 +7,10 @@ is around, and the forward that backward computes again is the compiled one.
 
 from __future__ import annotations
 
+import copy
 import functools
 import shutil
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -63,7 +65,8 @@ class BlockWrapper:
             if checkpointing != "none" and inputs is not None:
                 forward = inputs.around(forward, module, names[module])
             self._originals.append((module, module.__dict__.get("forward")))
-            module.forward = forward  # Hooks stay outside, so a recomputation does not gather or release.
+            # Hooks stay outside, so a recomputation does not gather or release.
+            module.forward = _Replaced(module, forward)
 
     def undo(self) -> None:
         for module, own in self._originals:
@@ -74,6 +77,24 @@ class BlockWrapper:
         for config in self._caching:
             config.use_cache = True
         self._caching.clear()
+
+
+class _Replaced:
+    """What a module has in place of its forward. Its copies have their own, as if nothing had been replaced."""
+
+    def __init__(self, module: nn.Module, forward: Any) -> None:
+        self._module, self._forward = weakref.ref(module), forward
+        self._own = module.__dict__.get("forward")
+        functools.update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._own is not None:
+            return copy.deepcopy(self._own, memo)
+        module = memo.get(id(self._module()))
+        return self if module is None else type(module).forward.__get__(module)
 
 
 def _checkpointed(forward: Any, module: nn.Module, *, selective: bool) -> Any:

@@ -9,7 +9,6 @@ that forward again. What the user's own code draws between forwards is left alon
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from speedlab.parallel.materialize import seed_generators
 from speedlab.parallel.zero import Zero
+from speedlab.parallel.zero.hooks import hook_of
 from speedlab.parallel.zero.unit import Pass
 
 
@@ -37,20 +37,20 @@ class RandomStreams:
     def attach(self, module: nn.Module, zero: Zero) -> None:
         """Seed the root and every block of `module`, whose units are `zero`'s."""
         blocks = {id(block) for unit in zero.units[1:] for block in unit.modules}
-        self._hooks.append(module.register_forward_pre_hook(self._enter, prepend=True))
-        self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
-        this = weakref.ref(zero)  # The module must not keep a destroyed engine alive.
+        enter, leave = hook_of(self, module, RandomStreams._enter), hook_of(self, module, RandomStreams._leave)
+        self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._hooks.append(module.register_forward_hook(leave, always_call=True))
 
         def seed_for(name: str) -> Callable[..., None]:
-            def hook(block: nn.Module, args: Any) -> None:
-                if block.training and (driver := this()) is not None:
+            def hook(driver: Zero, block: nn.Module, args: Any) -> None:
+                if block.training:
                     self._seed_for(name, again=driver.current is Pass.BACKWARD)
 
             return hook
 
         for name, block in module.named_modules():
             if id(block) in blocks or block is module:
-                self._hooks.append(block.register_forward_pre_hook(seed_for(name)))
+                self._hooks.append(block.register_forward_pre_hook(hook_of(zero, block, seed_for(name))))
 
     def detach(self) -> None:
         for hook in self._hooks:

@@ -18,7 +18,7 @@ from speedlab.parallel.zero import Zero
 
 @torch.no_grad()
 def whole_state(model_parts: Sequence[ModelPart], pipeline: Group, *, masters: bool = True) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by full name. Collective over all ranks.
+    """Parameters and persistent buffers by full name, in the order of `module.state_dict`. Collective over all ranks.
 
     Parameters are float32 masters where they exist; without `masters` they are in the dtype that they compute in.
 
@@ -26,9 +26,9 @@ def whole_state(model_parts: Sequence[ModelPart], pipeline: Group, *, masters: b
     2. Parts come together over the tensor ranks.
     3. Every pipeline rank sends its stages to the others.
     """
-    state: dict[str, Tensor] = {}
+    whole: dict[str, Tensor] = {}
     for part in model_parts:
-        state |= {name: buffer.detach().clone() for name, buffer in _persistent_buffers(part.module)}
+        state = {name: buffer.detach().clone() for name, buffer in _persistent_buffers(part.module)}
         for flat in part.zero.flats:
             master = flat.whole_master()  # 1
             for slot in flat.slots:
@@ -38,7 +38,15 @@ def whole_state(model_parts: Sequence[ModelPart], pipeline: Group, *, masters: b
         for name, parameter in part.module.named_parameters(remove_duplicate=False):
             if name not in state:  # A second name of a shared parameter.
                 state[name] = next(state[other] for other, p in part.module.named_parameters() if p is parameter)
-    return _exchange(state, pipeline)  # 3
+        whole |= {name: state[name] for name in _names_in_order(part.module) if name in state} | state
+    return _exchange(whole, pipeline)  # 3
+
+
+def _names_in_order(module: nn.Module) -> Iterator[str]:
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        for named in (inner.named_parameters, inner.named_buffers):
+            for name, _ in named(recurse=False, remove_duplicate=False):
+                yield f"{prefix}.{name}" if prefix else name
 
 
 @overload

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,8 @@ from speedlab.placement import Where
 
 
 class FlatParameter(nn.Parameter):
-    """A parameter that is a view of a flat. It differs from nn.Parameter in how it prints, and in nothing else."""
+    """A parameter that is a view of a flat. It differs from nn.Parameter in how it prints, and where its values are not
+    here in that it cannot be copied."""
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:
         place = _find(self)
@@ -32,6 +33,17 @@ class FlatParameter(nn.Parameter):
         if not place.flat.gathered:
             return f"{head}; owners: {owners}; speedlab.gather(parameter) gives the whole)"
         return f"{head}; owners: {owners})\n{self.detach()!r}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A plain parameter. Raises RuntimeError where its values are not here."""
+        if id(self) not in memo:
+            _refuse_absent(self, "copy.deepcopy")
+            memo[id(self)] = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refuse_absent(self, "pickle (torch.save)")
+        return super().__reduce_ex__(protocol)
 
 
 class _Where(NamedTuple):
@@ -54,6 +66,18 @@ def _find(parameter: Tensor) -> _Where | None:
     unit = zero.units[unit_index]
     flat = unit.flats[flat_index]
     return _Where(zero, unit, flat, flat.slots[index]) if flat.parameters[index] is parameter else None
+
+
+def _refuse_absent(parameter: Tensor, who: str) -> None:
+    place = _find(parameter)
+    if place is None:
+        return
+    place.zero.refuse_late(who)
+    if not place.flat.gathered:
+        raise RuntimeError(
+            f"{who}: {place.slot.name} is partitioned (ZeRO stage 3) or away from the device, so that its values are "
+            "not here; engine.state_dict(), on all ranks, puts all parameters together, speedlab.gather(parameter) one"
+        )
 
 
 def name_of(parameter: Tensor) -> tuple[Zero, str] | None:

@@ -47,12 +47,12 @@ class PartHooks:
             for part in parts_of(unit):
                 self._attach(number, part)
 
-    def _attach(self, number: int, part: nn.Module) -> None:
-        called_alone = False
+    def _attach(self, number: int, hooked: nn.Module) -> None:
+        called_alone, mine = False, weakref.ref(hooked)
 
         def before(part: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal called_alone
-            if torch.compiler.is_compiling():  # Inside a block that is compiled whole.
+            if torch.compiler.is_compiling() or part is not mine():  # Inside a block that is compiled whole; a copy.
                 return
             told = self._before()
             if told is not None and told(number, part, (args, kwargs)) and not called_alone:
@@ -61,10 +61,10 @@ class PartHooks:
 
         def after(part: nn.Module, args: Any, output: Any) -> None:
             told = self._after()
-            if told is not None:
+            if told is not None and part is mine():
                 told(number, output)
 
-        self._handles.append(part.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        self._handles.append(hooked.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
 
     def detach(self) -> None:
         for handle in self._handles:

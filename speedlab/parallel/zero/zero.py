@@ -34,6 +34,7 @@ from speedlab.comm import Group, PeerLost
 from speedlab.offload import Stores
 from speedlab.parallel.zero.flat import Flat
 from speedlab.parallel.zero.gathers import Gathers
+from speedlab.parallel.zero.hooks import hook_of
 from speedlab.parallel.zero.parts import PartHooks, parts_of
 from speedlab.parallel.zero.reductions import Reductions
 from speedlab.parallel.zero.refusals import refuse_gradient_elsewhere, refuse_other_parameters, refuse_transforms
@@ -143,22 +144,20 @@ class Zero:
         this = weakref.ref(self)  # The module must not keep a destroyed engine alive.
 
         # Hooks hold indices, not units: a hook on a parameter lives in C++, where the garbage collector sees no cycle.
-        def before(unit_index: int) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-                if (zero := this()) is not None:
-                    zero._before_forward(zero.units[unit_index], module, (args, kwargs))
+        def before(unit_index: int, hooked: nn.Module) -> Callable[..., None]:
+            def hook(zero: Zero, module: nn.Module, args: Any, kwargs: Any) -> None:
+                zero._before_forward(zero.units[unit_index], module, (args, kwargs))
 
-            return hook
+            return hook_of(self, hooked, hook)
 
-        def after(unit_index: int, module_is_last: bool) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                if (zero := this()) is not None:
-                    zero._after_forward(zero.units[unit_index], output, module_is_last)
+        def after(unit_index: int, hooked: nn.Module, module_is_last: bool) -> Callable[..., None]:
+            def hook(zero: Zero, module: nn.Module, args: Any, output: Any) -> None:
+                zero._after_forward(zero.units[unit_index], output, module_is_last)
 
-            return hook
+            return hook_of(self, hooked, hook)
 
-        def after_all(module: nn.Module, args: Any, output: Any) -> None:
-            if (zero := this()) is not None and zero.current is Pass.FORWARD:
+        def after_all(zero: Zero, module: nn.Module, args: Any, output: Any) -> None:
+            if zero.current is Pass.FORWARD:
                 zero.gathers.rest()  # It has raised.
 
         def arrived(unit_index: int, flat_index: int, index: int) -> Callable[[Tensor], None]:
@@ -169,30 +168,31 @@ class Zero:
 
             return hook
 
-        def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            if (zero := this()) is not None:
-                zero.refuse_late("module.state_dict()")
-            if zero is not None and zero.parameters_come:
+        def before_state_dict(zero: Zero, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            zero.refuse_late("module.state_dict()")
+            if zero.parameters_come:
                 raise RuntimeError(
                     "module.state_dict(): the parameters are partitioned (ZeRO stage 3) or away from the device, so "
                     "that they are not here; engine.state_dict() or engine.module_state_dict(), on all ranks, puts "
                     "them together"
                 )
 
-        self._hooks.append(self.module.register_state_dict_pre_hook(before_state_dict))
+        self._hooks.append(self.module.register_state_dict_pre_hook(hook_of(self, self.module, before_state_dict)))
         # A caller may enter below the root module (generate, an encoder alone).
         for part in parts_of(self.units[0]):
-            self._hooks.append(part.register_forward_pre_hook(before(0), with_kwargs=True))
+            self._hooks.append(part.register_forward_pre_hook(before(0, part), with_kwargs=True))
         for unit_index, unit in enumerate(self.units):
             for module in unit.modules:
                 is_last = module is unit.modules[-1]
-                self._hooks.append(module.register_forward_pre_hook(before(unit_index), with_kwargs=True, prepend=True))
-                self._hooks.append(module.register_forward_hook(after(unit_index, is_last)))
+                hook = before(unit_index, module)
+                self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+                self._hooks.append(module.register_forward_hook(after(unit_index, module, is_last)))
             for flat_index, flat in enumerate(unit.flats):
                 for index, parameter in enumerate(flat.parameters if flat.trainable else ()):
                     hook = arrived(unit_index, flat_index, index)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-        self._hooks.append(self.module.register_forward_hook(after_all, always_call=True))
+        hook = hook_of(self, self.module, after_all)
+        self._hooks.append(self.module.register_forward_hook(hook, always_call=True))
 
     def detach(self) -> None:
         """Take all hooks off the module, and let go of the units."""
@@ -297,7 +297,8 @@ class Zero:
         if self.current is not Pass.BACKWARD:
             raise RuntimeError(
                 f"{flat.slots[index].name} received a gradient outside engine.backward, which scales and sums them "
-                "over the ranks; call engine.backward(loss) instead of loss.backward()"
+                "over the ranks; call engine.backward(loss) instead of loss.backward(). Where a loss of another engine "
+                "goes through this module, call module.requires_grad_(False) before it and (True) after it"
             )
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
