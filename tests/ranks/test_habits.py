@@ -473,6 +473,80 @@ def test_partitioned_parameters_changed_by_hand_are_refused(two: Pool) -> None:
         assert "first.weight was changed while it is partitioned" in told
 
 
+class OwnWeight(nn.Linear):
+    """Halves its weight in each forward, in one way or another."""
+
+    way = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.way == "in place":
+                self.weight.mul_(0.5)
+            elif self.way == "data in place":
+                self.weight.data.mul_(0.5)
+            else:
+                self.weight.data = self.weight.data * 0.5
+        return super().forward(x)
+
+
+def trained_writing(stage: int, way: str) -> Tensor | str:
+    """The weight of a layer that writes into it after two steps, or the refusal."""
+    model = net()
+    model.blocks[1].up = own = OwnWeight(WIDTH, 17)
+    nn.init.constant_(own.weight, 0.3)
+    nn.init.zeros_(own.bias)
+    own.way = way
+    engine = engine_of(model, stage)
+    try:
+        for step in range(2):
+            train(engine, step)
+        return engine.state_dict()["blocks.1.up.weight"].clone()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize("way", ["in place", "data in place", "put in its place"])
+def test_a_forward_that_writes_into_its_weights(two: Pool, way: str) -> None:
+    """At stage 3 what it writes goes with what was gathered: backward would compute with other values."""
+    one, other = (two.run(trained_writing, stage, way)[0] for stage in (0, 2))
+    assert isinstance(one, Tensor)
+    assert one.equal(other)
+    assert (one.abs() < 0.1).all()  # Twice the half of 0.3, and small steps.
+    for told in two.run(trained_writing, 3, way):
+        assert "blocks.1.up.weight" in told
+        assert "below 3" in told
+
+
+def clamped(stage: int, dtype: str, way: str) -> float | str:
+    """The largest of all parameters where a loop clamps them behind each update, or the refusal."""
+    engine = engine_of(net(), stage, dtype=dtype)
+    try:
+        for step in range(3):
+            engine.backward(engine(points(step).to(engine.dtype)).float())
+            engine.step()
+            with torch.no_grad():
+                for parameter in engine.module.parameters():
+                    (parameter.data if way == "data" else parameter).clamp_(-0.0625, 0.0625)
+        return max(float(each.abs().max()) for each in engine.state_dict().values())
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_weights_that_a_loop_clamps(two: Pool, stage: int) -> None:
+    """As a critic's of Wasserstein's distance."""
+    for way, dtype in (("data", "float32"), ("parameter", "float32"), ("parameter", "bfloat16")):
+        largest = two.run(clamped, stage, dtype, way)
+        assert largest == pytest.approx([0.0625, 0.0625], rel=2**-8)  # Masters that show as the limit stay as they are.
+    for told in two.run(clamped, stage, "bfloat16", "data"):
+        assert "step 2: first.weight and" in told
+        assert "through parameter.data" in told
+
+
 def norms_with_frozen(stage: int, everything: bool) -> list[float]:
     """The optimizer is the caller's instance, over all parameters or over those that train."""
     model = net()

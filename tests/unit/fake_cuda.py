@@ -149,7 +149,7 @@ def _tensor_patches(gpu: FakeGpu) -> Iterator[Any]:
 
     def totals(*args: Any, **kwargs: Any) -> Any:
         # Every number is one here, and nobody has written, nor do gradients differ.
-        return replace(sum_totals(*args, **kwargs), written=0, differing=0)
+        return replace(sum_totals(*args, **kwargs), written=0, differing=0, lost=0)
 
     yield mock.patch("speedlab.engine.step.step.sum_totals", totals)
     yield mock.patch.object(FakeTensor, "__torch_dispatch__", classmethod(of_tensor))

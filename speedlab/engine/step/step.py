@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from speedlab.engine.step.communicating import sums_itself, updates_unused
+from speedlab.engine.step.communicating import kept_by, sums_itself, updates_unused
 from speedlab.engine.step.random_streams import RandomStreams
 from speedlab.engine.step.same_data import SameData
 from speedlab.engine.step.same_gradients import SameGradients
@@ -35,6 +35,7 @@ from speedlab.engine.step.totals import (
     too_large_to_exchange,
     updated_non_finite,
 )
+from speedlab.engine.step.unseen_writes import UnseenWrites
 from speedlab.parallel.zero import Flat, Gradient, used_by_any
 from speedlab.parallel.zero.unit import Pass
 
@@ -63,6 +64,12 @@ class Step:
         self.data = SameData(state.mesh)
         """What the micro-batches of the present step were made of."""
         self._same_gradients = SameGradients(state.mesh, state.zeros)
+        self._unseen_writes = UnseenWrites(
+            state.zeros,
+            state.everyone,
+            # What an optimizer keeps apart, or updates in backward, is of another update then.
+            compares_masters=not (state.config.optimizer.in_backward or kept_by(type(state.optimizer))),
+        )
         self._losses: list[Tensor] = []
         self.in_backward = False
         """Whether a backward is on its way."""
@@ -160,6 +167,7 @@ class Step:
         self._losses.clear()
         self.data.forget()
         self._same_gradients.forget()
+        self._unseen_writes.forget()
         self._streams.forget()
         self.micro_step, self._fed = 0, False
 
@@ -184,6 +192,7 @@ class Step:
                     self._overflow(totals)  # 3
                     return False
                 self._same_gradients.took(totals.unseen)
+                self._unseen_writes.took()
                 left_alone = totals.unused and not self._in_backward and not updates_unused(state.optimizer)
                 unused = self._unused() if left_alone else {}
                 state.before_change()
@@ -273,6 +282,7 @@ class Step:
             written=len(state.written_too_early()),
             difference=self.data.take(),
             gradients=self._same_gradients.take(),
+            lost=self._unseen_writes.take(state.world.device),
         )
 
     def _refuse(self, totals: Totals) -> None:
@@ -283,6 +293,8 @@ class Step:
             raise self._same_gradients.error(self._state.global_step + 1, updated=self._in_backward)
         if totals.written:
             raise RuntimeError(f"step: {self._state.words_of_early_writes()}")
+        if totals.lost and totals.finite:
+            raise self._unseen_writes.error(self._state.global_step + 1, updated=self._in_backward)
 
     def _unused(self) -> dict[str, set[int]]:
         """Slots of flats by name that no rank of any island has used in this step: states have the same histories in

@@ -39,6 +39,8 @@ class Totals:
     """In the gradients of how many parameters tensor peers differ that should not: as of `SameGradients`."""
     unseen: int
     """Of how many of those there was no gradient."""
+    lost: int
+    """How many parameters were written into where the values are lost: as of `UnseenWrites`."""
 
 
 def sum_totals(
@@ -53,11 +55,12 @@ def sum_totals(
     written: int,
     difference: Tensor | None,
     gradients: Tensor | None,
+    lost: Tensor | None,
 ) -> Totals:
     """`losses`: of this rank's micro-batches, as far as they count; `squares`: the sum over its own elements of the
     gradient, which is `scale` times too large; `island`: this rank's, and of how many, each with a gradient of its own;
     `unused`, `written`: as of `Totals`, on this rank; `difference`: as `SameData.take` gives it;
-    `gradients`: as `SameGradients.take` does."""
+    `gradients`: as `SameGradients.take` does; `lost`: as `UnseenWrites.take` does."""
     device = squares.device
     # What the host knows goes to the device in one copy, which does not wait.
     told = torch.tensor([len(losses), unused, written, *signals], dtype=torch.float64).to(device, non_blocking=True)
@@ -65,7 +68,8 @@ def sum_totals(
     loss = torch.stack([loss.double() for loss in losses]).sum() if losses else zero
     own_island, islands = island
     of_islands = [squares if index == own_island else zero for index in range(islands)]
-    measured = torch.stack([*of_islands, loss, zero if difference is None else difference])
+    looked = [zero if found is None else found for found in (difference, lost)]
+    measured = torch.stack([*of_islands, loss, *looked])
     vector = torch.cat([measured, zero.new_zeros(2) if gradients is None else gradients, told])
     # The one point of a step where the host waits for the device: clipping, the overflow decision and the control
     # words of the run need these numbers before the update. Ranks then sum them over the host's connections, so that
@@ -73,7 +77,7 @@ def sum_totals(
     own = vector.cpu()
     check_peers()  # Where a peer has left, what should have come over the device never did.
     every = everyone.sum_scalars(own).tolist()
-    totals, (loss_sum, other_data, differing, unseen, *known) = every[:islands], every[islands:]
+    totals, (loss_sum, other_data, lost_writes, differing, unseen, *known) = every[:islands], every[islands:]
     count, left_alone, too_early, *summed = known
     total = totals[own_island]
     return Totals(
@@ -86,6 +90,7 @@ def sum_totals(
         same_data=difference is None or other_data == SAME,
         differing=int(differing),
         unseen=int(unseen),
+        lost=int(lost_writes),
     )
 
 

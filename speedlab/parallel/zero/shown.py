@@ -27,6 +27,8 @@ class Shown:
         self._values: list[Tensor] = []
         self._versions: list[int] = []
         """How often each was written to in place; by the caller, as nothing here writes to parameters."""
+        self._lost: set[int] = set()
+        """In whose place the caller had put something when they were released."""
 
     def show(self, values: list[Tensor]) -> None:
         """Parameters are these, one for each."""
@@ -39,6 +41,7 @@ class Shown:
         self.show([whole[slot.range].view(slot.shape) for slot in self._slots])
 
     def show_nothing(self) -> None:
+        self._lost.update(index for index in range(len(self._values)) if self.is_replaced(index))
         self.show(self._placeholders)
 
     def count_from_now(self) -> None:
@@ -47,7 +50,8 @@ class Shown:
 
     def is_written(self, index: int) -> bool:
         """Whether the caller has written into this parameter, or put something in its place (`.data`)."""
-        return self._parameters[index]._version != self._versions[index] or self.is_replaced(index)
+        counted = self._parameters[index]._version != self._versions[index]
+        return counted or index in self._lost or self.is_replaced(index)
 
     def is_replaced(self, index: int) -> bool:
         return not _is_same(self._parameters[index], self._values[index])
@@ -55,6 +59,7 @@ class Shown:
     def told(self, index: int) -> None:
         """Somebody knows of what was written into this one."""
         self._versions[index] = self._parameters[index]._version
+        self._lost.discard(index)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

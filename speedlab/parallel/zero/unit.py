@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from enum import Enum
+from typing import Protocol
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -20,6 +21,14 @@ class Pass(Enum):
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"
+
+
+class Watch(Protocol):
+    """Who looks at the values of units while these are here."""
+
+    def came(self, unit: Unit) -> None: ...
+
+    def goes(self, unit: Unit) -> None: ...
 
 
 class Unit:
@@ -39,6 +48,7 @@ class Unit:
         """Hooks on calls whose input gradients are still to come; kept where frozen parameters are needed to the
         end."""
         self.has_frozen = any(not flat.trainable for flat in flats)
+        self.watch: Watch | None = None
 
     def start_gather(self) -> None:
         if self.gathers is not None:
@@ -56,14 +66,19 @@ class Unit:
         self.gathers = begun
 
     def finish_gather(self) -> None:
-        for pending in self.gathers or ():
+        arriving = self.gathers or ()
+        for pending in arriving:
             pending.wait()
         self.gathers = []
+        if arriving and self.watch is not None:
+            self.watch.came(self)
 
     def release(self) -> None:
         self.called = False
         if self.gathers is not None:
             self.finish_gather()
+            if self.watch is not None:
+                self.watch.goes(self)
             for flat in self.flats:
                 flat.release()
             self.gathers = None
