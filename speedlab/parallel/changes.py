@@ -3,6 +3,7 @@ back."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,25 @@ class Change:
     new: Callable[[Any], Any]
 
 
+class _Instead:
+    """What a module has in place of a method. It knows this module alone, and would compute with its values in a
+    copy."""
+
+    def __init__(self, module: nn.Module, new: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, new)  # First: it takes over what `new` has of its own.
+        self._kind, self._new = type(module).__name__, new
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._new(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise RuntimeError(
+            f"copy.deepcopy: a module of the model, {self._kind}, computes a part of what it does in one process "
+            "(parallel.tp, parallel.cp), and a copy would not; copy the model before initialize, and load "
+            "engine.state_dict() into that, which all ranks call"
+        )
+
+
 class Changes:
     """Changes of one model, made and undone together."""
 
@@ -32,7 +52,8 @@ class Changes:
         assert not self._undo, "made already"
         for change in changes:
             self._undo.append((change.module, change.name, change.module.__dict__.get(change.name, _ABSENT)))
-            setattr(change.module, change.name, change.new(getattr(change.module, change.name)))
+            new = change.new(getattr(change.module, change.name))
+            setattr(change.module, change.name, _Instead(change.module, new) if callable(new) else new)
 
     def undo(self) -> None:
         """Give the modules what they had; nothing where no change was made."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import speedlab
 from ranks import models
-from ranks.loops import Case, engine_for, engine_step
+from ranks.loops import Case, engine_for, engine_step, sgd
 from ranks.pool import Pool, RanksFailed
 
 CASES = [
@@ -75,6 +77,42 @@ def test_parameters_that_are_not_here_cannot_be_copied(two: Pool, how: str) -> N
     """They would be copied as NaN, and a person would find out much later."""
     with pytest.raises(RanksFailed, match=r"partitioned \(ZeRO stage 3\).*engine.state_dict\(\)"):
         two.run(copied_where_it_is_not, how, timeout=30)
+
+
+def copied_where_it_is_cut() -> None:
+    config = {"parallel": {"tp": 2}, "batch": {"micro_size": 2}}
+    engine = speedlab.initialize(model=hugging_face(), optimizer=sgd, config=config)[0]
+    try:
+        copy.deepcopy(engine.module)
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+def hugging_face() -> nn.Module:
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=48, **sizes))
+
+
+def test_a_model_that_is_cut_over_ranks_cannot_be_copied(two: Pool) -> None:
+    """Its layers have forwards that know the values that they were made with."""
+    with pytest.raises(RanksFailed, match=r"copy\.deepcopy: .* \(parallel\.tp, parallel\.cp\)"):
+        two.run(copied_where_it_is_cut, timeout=60)
+
+
+def wrapped_again() -> list[str]:
+    """What blocks compute with: an engine's wrapper, though one of an engine that was dropped is there still."""
+    model, case = models.transformer(), Case(stage=1, checkpointing="block")
+    engine = speedlab.initialize(model=model, optimizer=sgd, config=case.config())[0]
+    first = model.blocks[0].forward._forward
+    del engine
+    gc.collect()
+    with engine_for(case, model=model) as engine:
+        engine_step(engine, case, 0)
+        return ["another" if model.blocks[0].forward._forward is not first else "the first one's"]
+
+
+def test_an_engine_behind_one_that_was_dropped_wraps_anew(two: Pool) -> None:
+    assert two.run(wrapped_again, timeout=30) == [["another"]] * 2
 
 
 def copied_before_a_reshape() -> bool:

@@ -547,6 +547,37 @@ def test_weights_that_a_loop_clamps(two: Pool, stage: int) -> None:
         assert "through parameter.data" in told
 
 
+def changed_in_sight(what: str) -> float:
+    """The norm of the last of three steps with bfloat16 parameters, between which something is written that counts."""
+    model = net()
+    nn.init.zeros_(model.first.bias)
+    if what == "NaN":
+        model.register_parameter("unused", nn.Parameter(torch.full((4,), torch.nan)))
+    elif what == "complex":
+        model.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=torch.complex128), requires_grad=False))
+    engine = engine_of(model, 3 if what == "complex" else 1, dtype="bfloat16", optimizer=torch.optim.AdamW)
+    try:
+        for step in range(3):
+            engine.backward(engine(points(step).bfloat16()).float())
+            engine.step()
+            with torch.no_grad():
+                if what == "sign of nought":
+                    model.first.bias.zero_().neg_()
+                    engine.state_dict()
+                elif what == "masters":
+                    for group in engine.optimizer.param_groups:
+                        for master in group["params"]:
+                            master.clamp_(-0.0625, 0.0625)
+        return engine.global_grad_norm
+    finally:
+        engine.destroy(keep_parameters=False)
+
+
+@pytest.mark.parametrize("what", ["sign of nought", "NaN", "masters", "complex"])
+def test_what_is_written_in_sight_is_not_refused(two: Pool, what: str) -> None:
+    assert all(norm > 0 for norm in two.run(changed_in_sight, what))
+
+
 def norms_with_frozen(stage: int, everything: bool) -> list[float]:
     """The optimizer is the caller's instance, over all parameters or over those that train."""
     model = net()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,33 @@ def losses_beside(case: Case, leave_open: Callable[[Any], None]) -> tuple[list[f
 def test_an_engine_beside_an_open_pass(two: Pool, leave_open: Any) -> None:
     for here in two.run(losses_beside, CASE, leave_open, timeout=30):
         assert here[0] == here[1]
+
+
+def by_its_parts(model: Any, batch: Any) -> Tensor:
+    """As the model's forward, which is not called."""
+    return models.cross_entropy(model.logits(batch[0]), batch[1])
+
+
+def trained_by_parts(case: Case, offloaded: bool) -> list[float]:
+    """The norms of steps whose loss is made below the root, where another engine trains before backward."""
+    if offloaded:
+        case = dataclasses.replace(case, offload=(("parameters", "host"), ("optimizer", "host")))
+    with engine_for(case) as one, engine_for(case) as other:
+        norms = []
+        for step in range(4):
+            loss = by_its_parts(one.module, case.batch(step, dist.get_rank()))
+            engine_step(other, case, step)
+            one.backward(loss)
+            one.step()
+            norms += [one.global_grad_norm, other.global_grad_norm]
+    return norms
+
+
+@pytest.mark.parametrize("offloaded", [False, True], ids=["on the device", "away"])
+def test_a_loss_from_below_the_root_with_another_engines_step_before_its_backward(two: Pool, offloaded: bool) -> None:
+    """What was gathered for its forward is gone then, of the root's, too."""
+    for norms in two.run(trained_by_parts, CASE, offloaded, timeout=30):
+        assert norms[::2] == pytest.approx(norms[1::2], rel=1e-6)
 
 
 # ---- a generator and its critic --------------------------------------------------------------------------------------

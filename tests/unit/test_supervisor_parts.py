@@ -650,6 +650,14 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
     server.close()
 
 
+def test_a_channel_that_another_thread_has_closed_is_at_its_end(pair: tuple[Channel, Channel]) -> None:
+    _, server = pair
+    server.close()
+    assert server.ready()
+    with pytest.raises(ChannelClosedError):
+        server.receive()
+
+
 def test_messages_arrive_whole_and_strangers_end_the_channel(pair: tuple[Channel, Channel]) -> None:
     client, server = pair
     work = os.urandom(3_000_000)

@@ -70,6 +70,8 @@ class Channel:
 
     def ready(self, seconds: float = 0.0) -> bool:
         """Whether something has come, or the end, at the latest after `seconds`."""
+        if self._socket.fileno() < 0:  # Another thread has closed it.
+            return True
         look = select.poll()  # A descriptor of 1024 or more is too great for select().
         look.register(self._socket, select.POLLIN)
         return bool(look.poll(seconds * 1000))

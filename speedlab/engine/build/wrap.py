@@ -83,9 +83,9 @@ class _Replaced:
     """What a module has in place of its forward. Its copies have their own, as if nothing had been replaced."""
 
     def __init__(self, module: nn.Module, forward: Any) -> None:
+        functools.update_wrapper(self, forward)  # First: it takes over what `forward` has of its own.
         self._module, self._forward = weakref.ref(module), forward
         self._own = module.__dict__.get("forward")
-        functools.update_wrapper(self, forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward(*args, **kwargs)

@@ -3,8 +3,8 @@
 What is written so is lost. Values that were gathered go with it, so that backward computes with others than its
 forward; those that stay have the next update of masters of more bits put over them.
 
-1. In the first steps a number for each parameter is made of the bits of what has come, where it is. Before it goes the
-   number must be the same.
+1. In the first steps the words of each parameter that has come are summed, where it is. Before it goes their sum must
+   be the same. (Values that only change places stay unseen.)
 2. At the end of the step parameters that stay are compared with their masters.
 3. What was found, also where it is, rides on the sums that end a step.
 """
@@ -19,10 +19,10 @@ from torch import Tensor
 from speedlab.comm import Group
 from speedlab.parallel.zero import Flat, Unit, Zero
 
+_WORD = 8
+
 _STEPS = 2
 """A loop that clamps weights behind its update is seen in the second."""
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class UnseenWrites:
@@ -39,6 +39,9 @@ class UnseenWrites:
         """(parameters,) int64 by flat: the numbers of those that are here."""
         self._written: dict[str, Tensor] = {}
         """(parameters,) bool by flat."""
+        self._versions: dict[str, int] = {}
+        """How often masters had been written to when the last step ended, by flat."""
+        self.forget()
 
     @torch.no_grad()
     def came(self, unit: Unit) -> None:
@@ -52,7 +55,9 @@ class UnseenWrites:
         for flat in unit.flats:
             before = self._came.pop(flat.name, None)
             if before is not None:
-                self._add(flat, before != _numbers(flat.full, flat))
+                seen = [flat.is_written(index) for index in range(len(flat.slots))]
+                changed = before != _numbers(flat.full, flat)
+                self._add(flat, changed | torch.tensor(seen, device=changed.device) if any(seen) else changed)
 
     @torch.no_grad()
     def take(self, device: torch.device) -> Tensor | None:
@@ -60,7 +65,7 @@ class UnseenWrites:
         if not self._left:
             return None
         if self._compares_masters:
-            for flat in (flat for unit in self._units for flat in unit.flats):
+            for flat in self._flats:
                 self._compare_masters(flat)
         found = [written.sum() for written in self._written.values()]
         return torch.stack(found).sum().double() if found else torch.zeros((), dtype=torch.float64, device=device)
@@ -76,13 +81,14 @@ class UnseenWrites:
     def forget(self) -> None:
         """A step has ended, or is given up."""
         self._written.clear()
+        self._versions = {flat.name: flat.master._version for flat in self._flats}
 
     def error(self, step: int, *, updated: bool) -> RuntimeError:
         """Of which parameters, where `take` told of some; `updated`: whether backward has used their gradients.
         Collective over all ranks."""
         own = [
             flat.slots[index].name
-            for flat in (flat for unit in self._units for flat in unit.flats)
+            for flat in self._flats
             for index in self._written.get(flat.name, torch.zeros(0)).nonzero().flatten().tolist()
         ]
         names = list(dict.fromkeys(name for told in self._everyone.collect(own) for name in told))
@@ -96,13 +102,19 @@ class UnseenWrites:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
+    @property
+    def _flats(self) -> list[Flat]:
+        return [flat for unit in self._units for flat in unit.flats]
+
     def _compare_masters(self, flat: Flat) -> None:
         narrow = flat.narrow
         stays = not (flat.residency.parameters_come or flat.lies_away or flat.rounded or flat.ahead)
-        if narrow is None or not stays or flat.written():  # What torch has counted will be the masters'.
+        # What torch has counted, in parameters or masters, will be that of both.
+        if narrow is None or not stays or flat.written() or flat.master._version != self._versions[flat.name]:
             return
         low, high = flat.state_range
-        differs = _bits(narrow) != _bits(flat.master.to(narrow.dtype))
+        made = flat.master.to(narrow.dtype)
+        differs = (narrow != made) & ~(narrow.isnan() & made.isnan())
         ranges = [slice(max(slot.range.start, low) - low, min(slot.range.stop, high) - low) for slot in flat.slots]
         here = [differs[own].any() if own.start < own.stop else differs.new_zeros(()) for own in ranges]
         self._add(flat, torch.stack(here))
@@ -113,9 +125,6 @@ class UnseenWrites:
 
 
 def _numbers(full: Tensor, flat: Flat) -> Tensor:
-    bits = _bits(full)
-    return torch.stack([bits[slot.range].sum() for slot in flat.slots])
-
-
-def _bits(values: Tensor) -> Tensor:
-    return values.view(_BITS[values.element_size()])
+    words, size = full.view(torch.int64), full.element_size()  # No wider type has to be made of them for a sum.
+    ends = [(slot.range.start * size // _WORD, -(-slot.range.stop * size // _WORD)) for slot in flat.slots]
+    return torch.stack([words[start:stop].sum() for start, stop in ends])

@@ -50,8 +50,12 @@ class Inputs:
             self._known.append((weakref.ref(x), prepared))
         return prepared
 
-    def forget(self, *_: Any) -> None:
-        """A hook at the end of the parent's forward: nothing is kept longer than it is needed."""
+    def hook(self) -> Callable[..., None]:
+        """`forget` as a function: a method would be copied with a module, and all that it holds."""
+        return lambda *_: self.forget()
+
+    def forget(self) -> None:
+        """At the end of the parent's forward: nothing is kept longer than it is needed."""
         self._known.clear()
 
 

@@ -227,7 +227,7 @@ class TensorParallel:
         """Change the forwards of the model to those of its parts."""
         self._made.make(self._changes)
         for parent, inputs in self._parents:
-            self._hooks.append(parent.register_forward_hook(inputs.forget, always_call=True))
+            self._hooks.append(parent.register_forward_hook(inputs.hook(), always_call=True))
 
     def detach(self) -> None:
         """Give the model its own forwards back; parameters stay what they are."""

@@ -329,7 +329,10 @@ class Flat:
 
     def written(self) -> list[str]:
         """Names of the parameters that `take_changes` would take."""
-        return [slot.name for index, slot in enumerate(self.slots) if self._shown.is_written(index)]
+        return [slot.name for index, slot in enumerate(self.slots) if self.is_written(index)]
+
+    def is_written(self, index: int) -> bool:
+        return self._shown.is_written(index)
 
     def _change_masters(self, changed: Sequence[tuple[slice, Tensor]]) -> None:
         """Elements that show something else than the value they are given take it, the others keep all their bits."""

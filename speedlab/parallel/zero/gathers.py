@@ -27,7 +27,7 @@ import torch
 
 from speedlab.comm import Group, PeerLost
 from speedlab.offload import OffloadError
-from speedlab.parallel.zero.flat import Flat
+from speedlab.parallel.zero.flat import Flat, ReadThenGathered
 from speedlab.parallel.zero.unit import Pass, Unit
 from speedlab.parallel.zero.ways import Ways
 from speedlab.placement import Residency, Where
@@ -233,6 +233,13 @@ class Gathers:
             group.withdraw()
         self._outdate()  # Ranks may have come to the exception with other units filled.
 
+    def abandon_alone(self) -> None:
+        """As `abandon`, where other ranks' engine may be gone: no collective is begun."""
+        for unit in self.units:
+            if any(isinstance(pending, ReadThenGathered) for pending in unit.gathers or ()):
+                unit.forget_gather()
+        self.abandon()
+
     def forget(self) -> None:
         """After the world was left in the middle of a pass: nothing arrives any more."""
         for unit in self.units:
@@ -248,7 +255,7 @@ def _end_resting() -> None:
         gathers = this()
         with contextlib.suppress(PeerLost, OffloadError):  # Nobody needs what does not come.
             if gathers is not None:
-                gathers.abandon()
+                gathers.abandon_alone()
             for group in groups:
                 group.withdraw()
         _resting.pop(this, None)

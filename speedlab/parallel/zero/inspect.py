@@ -73,7 +73,7 @@ def _refuse_absent(parameter: Tensor, who: str) -> None:
     if place is None:
         return
     place.zero.refuse_late(who)
-    if not place.flat.gathered:
+    if not place.flat.gathered or place.unit.gathers:  # Or they are on their way.
         raise RuntimeError(
             f"{who}: {place.slot.name} is partitioned (ZeRO stage 3) or away from the device, so that its values are "
             "not here; engine.state_dict(), on all ranks, puts all parameters together, speedlab.gather(parameter) one"

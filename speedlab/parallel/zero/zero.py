@@ -274,6 +274,7 @@ class Zero:
                     )
         self.reductions.begin(sync=sync)
         self.gathers.begin(Pass.BACKWARD)
+        self.gathers.require(self.gathers.root)  # Its parts have no hooks of their own on what they gave.
 
     def _before_backward(self, unit: Unit, version: int, gradient: Tensor) -> None:
         if version != self._version:
