@@ -243,11 +243,16 @@ def _own_stretches(engine: TrainingState, flat: Flat) -> Iterator[tuple[Slot, in
 
 
 def _stretches(engine: TrainingState, flat: Flat) -> Iterator[tuple[Slot, int, int]]:
-    """(slot, start and end in its parameter) of what this rank owns of the flat and answers for in its island."""
+    """(slot, start and end in its parameter) of what this rank owns of the flat and answers for in its island. What has
+    no elements is the first rank's."""
     placement = engine.placement
     for slot in flat.slots:
         low, high = max(slot.offset, flat.start), min(slot.offset + slot.numel, flat.end)
-        if low < high and placement[slot.name].answers:
+        if slot.numel == 0 and flat.start == 0:
+            low = high = slot.offset
+        elif low >= high:
+            continue
+        if placement[slot.name].answers:
             yield slot, low - slot.offset, high - slot.offset
 
 
