@@ -167,12 +167,13 @@ def train_plain(case: Case, dp: int) -> Trajectory:
     first_late = int(dict(case.offload).get("delayed_update", case.steps + 1))
     path = Trajectory(start={name: p.detach().clone() for name, p in model.named_parameters()})
     compute = DTYPES[case.dtype]
+    dtypes = dtypes_of(model, compute)
     masters = {
-        name: nn.Parameter(p.detach().clone().float() if low(p, compute) else p.detach().clone(), p.requires_grad)
+        name: nn.Parameter(p.detach().clone().float() if dtypes[name] in LOW else p.detach().clone(), p.requires_grad)
         for name, p in model.named_parameters()
     }
-    for p in model.parameters():
-        p.data = p.data.to(compute) if p.dtype == torch.float32 else p.data
+    for name, p in model.named_parameters():
+        p.data = p.data.to(dtypes[name])
     trainable = [p for p in masters.values() if p.requires_grad]
     optimizer = case.optimizer(trainable)
     for step in range(case.steps):
@@ -201,9 +202,16 @@ def train_plain(case: Case, dp: int) -> Trajectory:
     return path
 
 
-def low(parameter: Tensor, compute: torch.dtype) -> bool:
-    dtype = compute if parameter.dtype == torch.float32 else parameter.dtype
-    return dtype in (torch.bfloat16, torch.float16)
+LOW = (torch.bfloat16, torch.float16)
+
+
+def dtypes_of(model: nn.Module, compute: torch.dtype) -> dict[str, torch.dtype]:
+    """What each parameter computes in. BatchNorm's stay beside its statistics."""
+    exact = {id(p) for each in model.modules() if isinstance(each, nn.BatchNorm1d) for p in each.parameters()}
+    return {
+        name: compute if p.dtype == torch.float32 and id(p) not in exact else p.dtype
+        for name, p in model.named_parameters()
+    }
 
 
 def cast(batch: Batch, dtype: torch.dtype) -> Batch:

@@ -6,11 +6,13 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
 from grids import thinned
+from torch import nn
 
 from ranks import models
 from ranks.conftest import Check, PoolOf
-from ranks.loops import Case
+from ranks.loops import Case, engine_for, engine_step
 from ranks.pool import Pool
 from ranks.test_parity import BFLOAT16, FLOAT32, STAGES
 
@@ -61,6 +63,46 @@ def test_several_dtypes(check: Check, two: Pool, stage: int) -> None:
     """float64 and bfloat16 layers beside float32 ones keep their dtype; the bfloat16 ones have float32 masters."""
     case = Case(build=models.mixed, batch=models.points, whole=False, stage=stage, steps=6)
     check(two, [case, dataclasses.replace(case, bucket_bytes=2**20)], BFLOAT16, timeout=30)
+
+
+def with_statistics() -> nn.Module:
+    model = models.with_buffers()
+    for block in model.blocks:
+        block.scale = block.scale.bfloat16()
+    return model
+
+
+def norms_dtypes(case: Case) -> dict[str, torch.dtype]:
+    with engine_for(case) as engine:
+        engine_step(engine, case, 0)
+        return {name: each.dtype for name, each in engine.module.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_batch_norm_stays_in_the_dtype_of_its_statistics(check: Check, two: Pool, stage: int) -> None:
+    """torch's takes one dtype for both, whatever its input is in."""
+    case = Case(build=with_statistics, batch=models.points, whole=False, stage=stage, dtype="bfloat16", steps=6)
+    check(two, [case, dataclasses.replace(case, bucket_bytes=2**20)], BFLOAT16, timeout=30)
+    (dtypes, _) = two.run(norms_dtypes, case, timeout=30)
+    assert {dtype for name, dtype in dtypes.items() if "norm" in name} == {torch.float32}
+    assert {dtype for name, dtype in dtypes.items() if "norm" not in name} == {torch.bfloat16}
+
+
+def failed_between_dtypes() -> list[str]:
+    with engine_for(Case(build=models.with_buffers, batch=models.points, dtype="bfloat16")) as engine:
+        try:
+            engine(*models.points(0, 0))
+        except RuntimeError as error:
+            return error.__notes__
+    return []
+
+
+def test_buffers_that_do_not_fit_the_dtype_are_named(two: Pool) -> None:
+    """They stay as they are, as tables of angles have to; a model may not like that."""
+    for _, note in two.run(failed_between_dtypes, timeout=30):
+        assert "blocks.0.norm.running_mean" not in note
+        assert "blocks.0.scale in float32" in note
+        assert "model.to(torch.bfloat16)" in note
 
 
 AWKWARD = ["tied weights", "frozen parameters", "block unused by some data"]

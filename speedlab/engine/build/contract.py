@@ -36,7 +36,7 @@ from speedlab.config import ConfigError, RunConfig
 from speedlab.engine.build.attention import BlockSparse
 from speedlab.engine.build.plan_module import fake_twins
 from speedlab.engine.step.losses import CONTRACT, LossFunction, check_loss, loss_of
-from speedlab.engine.step.precision import compute_dtype
+from speedlab.engine.step.precision import compute_dtype, dtypes_of
 from speedlab.layout import Layout, layer_counts
 from speedlab.models import GPT
 from speedlab.parallel import Materializer
@@ -220,9 +220,9 @@ def _make_fake(module: nn.Module, device: torch.device, dtype: torch.dtype) -> N
         for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
             if tensor is not None:
                 setattr(layer, key, twins[id(tensor)])
+    dtypes = dtypes_of(module, dtype)
     for parameter in module.parameters():
-        if parameter.dtype == torch.float32:
-            parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(dtypes[id(parameter)])
 
 
 def _check_vocabulary(name: str, tokens: Tensor, config: RunConfig) -> Callable[[nn.Module, Any], None]:

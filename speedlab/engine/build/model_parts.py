@@ -25,6 +25,7 @@ from speedlab.engine.build.placing import place_parameters, residency_of
 from speedlab.engine.build.room import refuse_without_room
 from speedlab.engine.build.ways import ways_of
 from speedlab.engine.step.model_part import ModelPart
+from speedlab.engine.step.precision import dtypes_of
 from speedlab.layout import Layout
 from speedlab.offload import Stores
 from speedlab.parallel import Materializer
@@ -155,7 +156,7 @@ def build_model_part(
         tied=plan.tied,
         groups=groups,
         residency=residency_of(config, dp=mesh.gather.size, device=mesh.device.type),
-        compute_dtype=compute_dtype,
+        dtypes=dtypes_of(module, compute_dtype),
         precision=config.precision,
         accumulation=accumulation,
         kept=kept,

@@ -39,7 +39,7 @@ def place_parameters(
     tied: frozenset[str],
     groups: Mapping[int, int],
     residency: Residency,
-    compute_dtype: torch.dtype,
+    dtypes: Mapping[int, torch.dtype],
     precision: PrecisionConfig,
     accumulation: int,
     kept: Mapping[str, Home] | None = None,
@@ -50,6 +50,7 @@ def place_parameters(
     Args:
         tied: names of parameters that the first and the last pipeline stage both hold.
         groups: id of a parameter → index of its optimizer group.
+        dtypes: id of a parameter → what it computes in.
         precision: as what masters and moments are kept.
         accumulation: micro-batches of a step. The gradients of several are summed in float32.
         kept: what stays beside gradients from step to step.
@@ -61,8 +62,9 @@ def place_parameters(
         for name, parameter in plan.parameters.items():
             part = tensor.parts.get(name)
             first = (("tp",) if name in tensor.partial else ()) + ((ENDS,) if name in tied else ())
+            wide = accumulation > 1 or left_to_optimizer
+            forms = _forms(dtypes[id(parameter)], parameter.requires_grad, precision, wide=wide)
             holder = _answering(layout, mesh.rank, tensor.first_holder(name), name in tied)
-            form = compute_dtype if parameter.dtype == torch.float32 else parameter.dtype
             rows.append(
                 Row(
                     name=name,
@@ -77,11 +79,7 @@ def place_parameters(
                     answers=holder == mesh.rank,
                     left_to_optimizer=left_to_optimizer,
                     trainable=parameter.requires_grad,
-                    states=homes(
-                        residency,
-                        **_forms(form, parameter.requires_grad, precision, wide=accumulation > 1 or left_to_optimizer),
-                        kept=kept,
-                    ),
+                    states=homes(residency, **forms, kept=kept),
                 )
             )
     return Placement(rank=mesh.rank, residency=residency, rows=tuple(rows))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,7 +27,7 @@ from speedlab.engine.build.recipe import Recipe
 from speedlab.engine.build.wrap import BlockWrapper
 from speedlab.engine.step.losses import LossFunction, loss_of
 from speedlab.engine.step.memory import activation_trace
-from speedlab.engine.step.precision import compute_dtype
+from speedlab.engine.step.precision import compute_dtype, dtypes_of
 from speedlab.layout import padded_numel
 from speedlab.parallel.zero import UnitChoice, Zero, map_tensors, plan_units
 from speedlab.parallel.zero.flat import trainable_in_low_precision
@@ -69,10 +69,10 @@ def plan_module(
     dtype = compute_dtype(config.precision, torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True):  # The blocks that sparse attention sees are real.
         module = _fake(source)
-        flats = _flats(module, config, units, dtype, layout.dp)
+        dtypes = dtypes_of(module, dtype)
+        flats = _flats(module, config, units, dtypes, layout.dp)
         for tensor in module.parameters():
-            if tensor.dtype == torch.float32:
-                tensor.data = tensor.data.to(dtype)
+            tensor.data = tensor.data.to(dtypes[id(tensor)])
         made = batch() if batch is not None else _tokens(config, sizes.micro_size)
         activations = _peak(module, config, units, dtype, made, loss)
         buffers = sum(buffer.nbytes for buffer in module.buffers())
@@ -114,7 +114,7 @@ class _Flat:
 
 
 def _flats(
-    module: nn.Module, config: RunConfig, units: UnitChoice | None, compute: torch.dtype, dp: int
+    module: nn.Module, config: RunConfig, units: UnitChoice | None, dtypes: Mapping[int, torch.dtype], dp: int
 ) -> list[_Flat]:
     """As `Zero` makes them of the same units."""
     group_of = Recipe(None, [module], config.optimizer).group_of
@@ -122,8 +122,7 @@ def _flats(
     for number, plan in enumerate(plan_units(module, units, bucket_bytes=config.zero.bucket_bytes)):
         sizes: dict[tuple[torch.dtype, bool], list[int]] = defaultdict(list)
         for parameter in sorted(plan.parameters.values(), key=lambda p: group_of.get(id(p), 0)):
-            dtype = compute if parameter.dtype == torch.float32 else parameter.dtype
-            sizes[dtype, parameter.requires_grad].append(parameter.numel())
+            sizes[dtypes[id(parameter)], parameter.requires_grad].append(parameter.numel())
         for (dtype, trainable), each in sizes.items():
             coded = trainable and config.precision.moments == EIGHT_BITS
             elements = flat_elements(each, dtype.itemsize, dp, coded=coded)

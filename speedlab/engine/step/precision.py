@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from speedlab.config import ConfigError, PrecisionConfig
 from speedlab.hardware import cpu_fast_dtype
@@ -24,6 +26,21 @@ def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype:
             "'float32'"
         )
     return dtype
+
+
+def dtypes_of(module: nn.Module, compute: torch.dtype) -> dict[int, torch.dtype]:
+    """By the id of each parameter of `module`, what it computes in: `compute` for float32 ones, but float32 for those
+    of layers that keep statistics in it (BatchNorm), which take one dtype for both; others stay what they are."""
+    beside_statistics = {
+        id(parameter)
+        for layer in module.modules()
+        if isinstance(layer, _NormBase) and layer.running_mean is not None and layer.running_mean.dtype == torch.float32
+        for parameter in layer.parameters(recurse=False)
+    }
+    return {
+        id(each): compute if each.dtype == torch.float32 and id(each) not in beside_statistics else each.dtype
+        for each in module.parameters()
+    }
 
 
 def _chosen(config: PrecisionConfig, device: torch.device) -> torch.dtype:
