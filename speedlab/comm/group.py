@@ -170,7 +170,7 @@ class Group:
         with self._explained():
             for shard in shards:
                 transport = self.transport_of(shard.device)
-                if transport is not None:
+                if transport is not None and shard.numel():  # What has no elements is not gathered either.
                     transport.offer([shard])
 
     def wait_until_all_read(self) -> None:

@@ -399,6 +399,14 @@ def test_another_model_is_named(two: Pool, sound: Path, tmp_path: Path) -> None:
             assert str(tmp_path) in message
 
 
+def test_a_checkpoint_that_leaves_out_what_has_no_elements(two: Pool, tmp_path: Path) -> None:
+    """As earlier versions wrote it."""
+    case = Case(build=noisy, stage=2)
+    two.run(save_after, case, tmp_path, 2)
+    change_manifest(tmp_path / "here", lambda manifest: manifest["parameters"].pop("added.weight"))
+    assert two.run(load_from, replace(case, stage=3), tmp_path, "here") == ["loaded", "loaded"]
+
+
 def save_several(case: Case, folder: Path) -> list[str]:
     """Two tags, one of them twice; then the newest is loaded by leaving out the tag."""
     said = []

@@ -564,16 +564,18 @@ def changed_in_sight(what: str) -> float:
                 if what == "sign of nought":
                     model.first.bias.zero_().neg_()
                     engine.state_dict()
-                elif what == "masters":
+                elif what.startswith("masters"):
                     for group in engine.optimizer.param_groups:
                         for master in group["params"]:
                             master.clamp_(-0.0625, 0.0625)
+                    if what == "masters, and a step given up":
+                        engine.zero_grad()
         return engine.global_grad_norm
     finally:
         engine.destroy(keep_parameters=False)
 
 
-@pytest.mark.parametrize("what", ["sign of nought", "NaN", "masters", "complex"])
+@pytest.mark.parametrize("what", ["sign of nought", "NaN", "masters", "masters, and a step given up", "complex"])
 def test_what_is_written_in_sight_is_not_refused(two: Pool, what: str) -> None:
     assert all(norm > 0 for norm in two.run(changed_in_sight, what))
 

@@ -100,9 +100,27 @@ def failed_between_dtypes() -> list[str]:
 def test_buffers_that_do_not_fit_the_dtype_are_named(two: Pool) -> None:
     """They stay as they are, as tables of angles have to; a model may not like that."""
     for _, note in two.run(failed_between_dtypes, timeout=30):
-        assert "blocks.0.norm.running_mean" not in note
-        assert "blocks.0.scale in float32" in note
-        assert "model.to(torch.bfloat16)" in note
+        assert "running_mean" not in note
+        assert "in float32 blocks.0.scale, blocks.1.scale, blocks.2.scale:" in note
+        assert "buffer.to(torch.bfloat16)" in note
+
+
+def norms_beside_nothing(case: Case) -> list[float]:
+    """A frozen parameter without elements, in a flat of its own."""
+    model = case.build()
+    model.blocks[1].register_parameter("added", nn.Parameter(torch.zeros(0, 3), requires_grad=False))
+    with engine_for(case, model=model) as engine:
+        return [engine_step(engine, case, step) for step in range(3)]
+
+
+def norms_without(case: Case) -> list[float]:
+    with engine_for(case) as engine:
+        return [engine_step(engine, case, step) for step in range(3)]
+
+
+def test_a_flat_without_elements(two: Pool) -> None:
+    case = Case(stage=3)
+    assert two.run(norms_beside_nothing, case, timeout=30) == two.run(norms_without, case, timeout=30)
 
 
 AWKWARD = ["tied weights", "frozen parameters", "block unused by some data"]

@@ -35,6 +35,7 @@ from speedlab.comm import Group
 from speedlab.config import ConfigError, RunConfig
 from speedlab.engine.build.attention import BlockSparse
 from speedlab.engine.build.plan_module import fake_twins
+from speedlab.engine.step.errors import words_on_dtypes
 from speedlab.engine.step.losses import CONTRACT, LossFunction, check_loss, loss_of
 from speedlab.engine.step.precision import compute_dtype, dtypes_of
 from speedlab.layout import Layout, layer_counts
@@ -126,7 +127,7 @@ def try_model(
     except ConfigError:
         raise
     except Exception as error:
-        untried = _why_untried(error, config, layout)
+        untried = _why_untried(error, module, config, layout)
     count = sum(parameter.numel() for parameter in module.parameters())
     return {"parameters": count, "nbytes": nbytes, "dtype": str(dtype).removeprefix("torch."), "untried": untried}
 
@@ -242,7 +243,7 @@ def _check_vocabulary(name: str, tokens: Tensor, config: RunConfig) -> Callable[
     return check
 
 
-def _why_untried(error: Exception, config: RunConfig, layout: Layout) -> str:
+def _why_untried(error: Exception, module: nn.Module, config: RunConfig, layout: Layout) -> str:
     """Why fake tensors could not follow the model. Raises ConfigError for an error that is the model's own."""
     text = str(error)
     theirs = type(error).__module__.startswith(_UNTRIABLE_MODULES)
@@ -250,10 +251,10 @@ def _why_untried(error: Exception, config: RunConfig, layout: Layout) -> str:
         return _told(error)
     micro_size = config.batch.resolve(layout.data_size).micro_size
     shape = f"({micro_size}, {config.data.sequence_length})"
-    expected = f"\n{CONTRACT}" if isinstance(error, TypeError) else ""
+    more = CONTRACT if isinstance(error, TypeError) else words_on_dtypes(error, [module])
     raise ConfigError(
         f"model: it was tried on one micro-batch of tokens and targets, {shape} int64 each, and raised {_told(error)}"
-        f"{expected}"
+        + (f"\n{more}" if more else "")
     ) from error
 
 

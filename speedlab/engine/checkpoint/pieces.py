@@ -57,6 +57,8 @@ def copy_blocks(found: Iterable[Block], values: Tensor, into: Tensor) -> None:
 
 def blocks(shape: Shape, source: Stretch, target: Stretch) -> Iterator[Block]:
     """What both stretches of a parameter of `shape` hold."""
+    if not math.prod(shape):
+        return
     if source.part == target.part:
         low, high = max(source.start, target.start), min(source.end, target.end)
         if low < high:

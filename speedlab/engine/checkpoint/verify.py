@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,10 @@ def _check_model(engine: TrainingState, file: Path, manifest: dict[str, Any]) ->
     known = own.keys()
     if engine.layout.pp > 1:
         known = {name for names in engine.everyone.collect(sorted(own)) for name in names}
+    for name, shape in own.items():
+        if not math.prod(shape):  # Earlier versions left out what has no elements.
+            empty = {"shape": shape, "trainable": True, "states": {}, "scalars": {}, "slices": []}
+            manifest["parameters"].setdefault(name, empty)
     theirs = {name: entry["shape"] for name, entry in manifest["parameters"].items()}
     for name in (*own, *theirs):
         if name not in theirs:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class NonFiniteError(FloatingPointError):
@@ -35,23 +36,33 @@ def name_module(error: BaseException, models: Iterable[nn.Module], *, step: int,
     error.speedlab_step = step  # type: ignore[attr-defined]  # read by the cluster's error transport
     error.speedlab_module = found  # type: ignore[attr-defined]  # likewise
     error.add_note(f"rank {rank}, step {step}" + (f", in {found}" if found else ""))
-    if isinstance(error, RuntimeError) and re.search(r"dtype|scalar type", str(error)):
-        _note_dtypes(error, models)
+    if words := words_on_dtypes(error, models):
+        error.add_note(words)
 
 
-def _note_dtypes(error: BaseException, models: Iterable[nn.Module]) -> None:
-    """Where parameters were brought into another dtype and buffers, as always, were not."""
-    buffers = {
-        name: each.dtype
-        for model in models
-        for name, each in model.named_buffers()
-        if name.rpartition(".")[2] not in ("running_mean", "running_var")  # Beside parameters in the same dtype.
-    }
+_NARROW, _WIDE = re.compile(r"BFloat16\b|\bHalf\b|\bb?float16\b"), re.compile(r"\b(Float|float|float32)\b")
+
+
+def words_on_dtypes(error: BaseException, models: Iterable[nn.Module]) -> str:
+    """What to do where parameters in the compute dtype met something in float32, and buffers are, which stay as they
+    are; nothing for other errors."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or not (
+        "mixed dtype" in text or (_NARROW.search(text) and _WIDE.search(text))
+    ):
+        return ""
+    models = list(models)
+    norms = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    fit = {id(each) for layer in norms for each in layer.buffers()}  # Beside parameters in float32.
+    named = [item for model in models for item in model.named_buffers()]
+    buffers = [name for name, each in named if each.dtype == torch.float32 and id(each) not in fit]
     narrow = {each.dtype for model in models for each in model.parameters()} & {torch.bfloat16, torch.float16}
-    wide = next((name for name, dtype in buffers.items() if dtype == torch.float32), None)
-    if wide is not None and narrow:
-        dtype = str(narrow.pop()).removeprefix("torch.")
-        error.add_note(
-            f"parameters compute in {dtype} (precision.dtype) and buffers stay as they are, {wide} in float32: bring "
-            f"the model into {dtype} before initialize, by model.to(torch.{dtype}), or set precision.dtype to 'float32'"
-        )
+    if not buffers or not narrow:
+        return ""
+    dtype = str(narrow.pop()).removeprefix("torch.")
+    return (
+        f"parameters compute in {dtype} (precision.dtype) and buffers stay as they are, in float32 "
+        f"{', '.join(buffers[:3])}{' and more' if len(buffers) > 3 else ''}: bring those that meet parameters into "
+        f"{dtype} before initialize (layer.buffer = layer.buffer.to(torch.{dtype})), or set precision.dtype to "
+        "'float32'"
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from speedlab.config import ConfigError, PrecisionConfig
 from speedlab.hardware import cpu_fast_dtype
@@ -34,7 +34,9 @@ def dtypes_of(module: nn.Module, compute: torch.dtype) -> dict[int, torch.dtype]
     beside_statistics = {
         id(parameter)
         for layer in module.modules()
-        if isinstance(layer, _NormBase) and layer.running_mean is not None and layer.running_mean.dtype == torch.float32
+        if isinstance(layer, _BatchNorm)
+        and layer.running_mean is not None
+        and layer.running_mean.dtype == torch.float32
         for parameter in layer.parameters(recurse=False)
     }
     return {

@@ -212,6 +212,7 @@ class Step:
             for zero in state.zeros:
                 zero.learn_order()
             self.reset()  # 5
+            self._unseen_writes.updated()
             state.islands.stepped(state.global_step + 1)
             state.wait_until_read()
         state.global_step += 1

@@ -40,8 +40,8 @@ class UnseenWrites:
         self._written: dict[str, Tensor] = {}
         """(parameters,) bool by flat."""
         self._versions: dict[str, int] = {}
-        """How often masters had been written to when the last step ended, by flat."""
-        self.forget()
+        """How often masters had been written to when parameters were last made of them, by flat."""
+        self.updated()
 
     @torch.no_grad()
     def came(self, unit: Unit) -> None:
@@ -81,6 +81,9 @@ class UnseenWrites:
     def forget(self) -> None:
         """A step has ended, or is given up."""
         self._written.clear()
+
+    def updated(self) -> None:
+        """Parameters are those of the masters."""
         self._versions = {flat.name: flat.master._version for flat in self._flats}
 
     def error(self, step: int, *, updated: bool) -> RuntimeError:
