@@ -1,4 +1,4 @@
-"""What would train wrongly without a word, and is refused where it is met."""
+"""What would train, or be read, wrongly without a word, and is refused where it is met."""
 
 from __future__ import annotations
 
@@ -33,6 +33,34 @@ def refuse_gradient_elsewhere(name: str) -> NoReturn:
         f"{name}: a gradient was asked for outside engine.backward (by torch.autograd.grad, say), and its parameters "
         f"are not here; {_ONLY_IN_BACKWARD}"
     )
+
+
+def refuse_loose_gradient(name: str) -> NoReturn:
+    """The parameter `name` has a gradient that no `engine.backward` has asked for."""
+    raise RuntimeError(
+        f"{name} received a gradient outside engine.backward, which scales and sums them over the ranks; call "
+        "engine.backward(loss) instead of loss.backward(). Where a loss of another engine goes through this module, "
+        "call module.requires_grad_(False) before it and (True) after it"
+    )
+
+
+def refuse_state_dict() -> NoReturn:
+    """The module's own is asked for, and parameters are not here."""
+    raise RuntimeError(
+        "module.state_dict(): the parameters are partitioned (ZeRO stage 3) or away from the device, so that they are "
+        "not here; engine.state_dict() or engine.module_state_dict(), on all ranks, puts them together"
+    )
+
+
+def refuse_thawed(flats: Iterable[Flat]) -> None:
+    """Raises RuntimeError for a parameter that shall be trained now and was frozen when its flat was made."""
+    for flat in flats:
+        for slot, parameter in zip(flat.slots, flat.parameters, strict=True):
+            if parameter.requires_grad and not flat.trainable:
+                raise RuntimeError(
+                    f"{slot.name} was frozen at initialize and requires a gradient now, but has no place for one; set "
+                    "requires_grad before, and call initialize again"
+                )
 
 
 def refuse_other_parameters(module: nn.Module, flats: Iterable[Flat]) -> None:

@@ -37,7 +37,14 @@ from speedlab.parallel.zero.gathers import Gathers
 from speedlab.parallel.zero.hooks import hook_of
 from speedlab.parallel.zero.parts import PartHooks, parts_of
 from speedlab.parallel.zero.reductions import Reductions
-from speedlab.parallel.zero.refusals import refuse_gradient_elsewhere, refuse_other_parameters, refuse_transforms
+from speedlab.parallel.zero.refusals import (
+    refuse_gradient_elsewhere,
+    refuse_loose_gradient,
+    refuse_other_parameters,
+    refuse_state_dict,
+    refuse_thawed,
+    refuse_transforms,
+)
 from speedlab.parallel.zero.unit import Pass, Unit
 from speedlab.parallel.zero.units import UnitPlan
 from speedlab.parallel.zero.walk import tensors_of
@@ -171,11 +178,7 @@ class Zero:
         def before_state_dict(zero: Zero, module: nn.Module, prefix: str, keep_vars: bool) -> None:
             zero.refuse_late("module.state_dict()")
             if zero.parameters_come:
-                raise RuntimeError(
-                    "module.state_dict(): the parameters are partitioned (ZeRO stage 3) or away from the device, so "
-                    "that they are not here; engine.state_dict() or engine.module_state_dict(), on all ranks, puts "
-                    "them together"
-                )
+                refuse_state_dict()
 
         self._hooks.append(self.module.register_state_dict_pre_hook(hook_of(self, self.module, before_state_dict)))
         # A caller may enter below the root module (generate, an encoder alone).
@@ -265,13 +268,7 @@ class Zero:
         Raises RuntimeError where a frozen parameter shall be trained now, or one that came after initialize."""
         if sync:  # Once a step: all modules are walked through.
             refuse_other_parameters(self.module, self.flats)
-        for flat in self.flats:
-            for slot, parameter in zip(flat.slots, flat.parameters, strict=True):
-                if parameter.requires_grad and not flat.trainable:
-                    raise RuntimeError(
-                        f"{slot.name} was frozen at initialize and requires a gradient now, but has no place for one; "
-                        "set requires_grad before, and call initialize again"
-                    )
+        refuse_thawed(self.flats)
         self.reductions.begin(sync=sync)
         self.gathers.begin(Pass.BACKWARD)
         self.gathers.require(self.gathers.root)  # Its parts have no hooks of their own on what they gave.
@@ -296,11 +293,7 @@ class Zero:
             return
         parameter.grad = None
         if self.current is not Pass.BACKWARD:
-            raise RuntimeError(
-                f"{flat.slots[index].name} received a gradient outside engine.backward, which scales and sums them "
-                "over the ranks; call engine.backward(loss) instead of loss.backward(). Where a loss of another engine "
-                "goes through this module, call module.requires_grad_(False) before it and (True) after it"
-            )
+            refuse_loose_gradient(flat.slots[index].name)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         if self.reductions.is_over(unit):
