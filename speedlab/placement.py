@@ -179,6 +179,13 @@ class Residency:
         return self.parameters is Holders.PARTITIONED or self.parameters_at is not Where.DEVICE
 
     @property
+    def shards_stay(self) -> bool:
+        """Whether what a rank holds of parameters is what others gather, and stays as it is until all have used it:
+        ranks of one host need no copies of it then."""
+        partitioned = self.parameters is Holders.PARTITIONED and self.parameters_at is Where.DEVICE
+        return partitioned and not (self.parameters_sent or self.secondary_ranks or self.gradients_used)
+
+    @property
     def gradients_go(self) -> bool:
         """Whether a rank's whole gradient of a unit is there only until it is summed."""
         return self.gradients is Holders.PARTITIONED or self.gradients_at is not Where.DEVICE or self.gradients_used

@@ -10,6 +10,7 @@ from speedlab.comm.lifted_limits import patience
 from speedlab.comm.pretended import own_line
 from speedlab.comm.rails import Rails
 from speedlab.comm.rotation import Rotation
+from speedlab.comm.shared.joined import Joined
 from speedlab.comm.traffic import BufferMeter, Traffic
 from speedlab.comm.transfer import Transfer
 from speedlab.comm.world import World, check_peers, join, leave
@@ -23,6 +24,7 @@ __all__ = [
     "CodedSums",
     "Group",
     "HostCopies",
+    "Joined",
     "MeetingFailed",
     "PeerLost",
     "Rails",

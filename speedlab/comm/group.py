@@ -19,6 +19,7 @@ from speedlab.comm.limits import wait_for
 from speedlab.comm.pretended import own_line
 from speedlab.comm.rails import Rails, places_of
 from speedlab.comm.rotation import Rotation, begin
+from speedlab.comm.shared.joined import Joined
 from speedlab.comm.traffic import Traffic
 from speedlab.comm.transfer import Transfer
 from speedlab.comm.transports.choose import Link, choose, link_of
@@ -121,12 +122,19 @@ class Group:
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory (numel,) for a tensor that this group will send or reduce often, where that is fastest."""
+    def empty(self, numel: int, dtype: torch.dtype, *, place: int = 0) -> Tensor:
+        """Memory (numel,) for a tensor that this group will send or reduce often, where that is fastest. `place`: which
+        element of what is gathered of such ones it begins with."""
         transport = self.transport_of(self.device)
         if transport is None:
             return torch.empty(numel, dtype=dtype, device=self.device)
-        return transport.empty(numel, dtype)
+        return transport.empty(numel, dtype, place)
+
+    def joined(self, numel: int, dtype: torch.dtype) -> Joined | None:
+        """A tensor (numel,) for `join`, which maps what peers have instead of copying it; None where that cannot be
+        done."""
+        transport = self.transport_of(self.device)
+        return None if transport is None or not numel else transport.joined(numel, dtype)
 
     def borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer (numel,) for a reduction; waits for the peers when all of its kind are still being read."""
@@ -178,6 +186,12 @@ class Group:
         for transport in self._in_use:
             self._started(transport.wait_until_all_read).wait()
 
+    def wait_until_let_go(self, shards: Sequence[Tensor]) -> None:
+        """After `wait_until_all_read`: wait until no peer has one of these in a joined tensor."""
+        transport = self.transport_of(self.device)
+        if transport is not None:
+            self._started(lambda: transport.wait_until_let_go(shards)).wait()
+
     def withdraw(self) -> None:
         """Stop counting on the offers of a pass that was broken off."""
         for transport in self._in_use:
@@ -197,6 +211,15 @@ class Group:
         with record_function("speedlab::all_gather"), self._explained():
             finish = transport.all_gather(full, shard, own)
         return self._started(finish, full.device, "all_gather", (self.size - 1) * own.nbytes)
+
+    def join(self, joined: Joined, shard: Tensor) -> Transfer:
+        """As `all_gather` of `joined.tensor`, which must not be written. Until `joined.go()` peers wait, before they
+        change their shards (`wait_until_let_go`)."""
+        transport = self.transport_of(self.device)
+        assert transport is not None  # It made one of this size.
+        with record_function("speedlab::all_gather"), self._explained():
+            finish = transport.join(joined, shard)
+        return self._started(finish, self.device, "all_gather", (self.size - 1) * shard.nbytes)
 
     def reduce_scatter(self, full: Tensor, into: Tensor, *, accumulate: bool = False) -> Transfer:
         """Start to sum slice `index` of every rank's `full` (n × m,) into `into` (m,); `accumulate` adds to what is

@@ -22,6 +22,8 @@ class Sending:
     """That a rank holds or gathers."""
     units: int
     """In which they travel one after the other."""
+    mapped: bool
+    """Whether ranks use each other's parameters where they lie, so that these need not travel."""
 
     @property
     def _element(self) -> float:
@@ -29,6 +31,8 @@ class Sending:
 
     def parameters(self, *, again: bool = False) -> float:
         """Of all units; `again`: gathered before since the last update."""
+        if self.mapped:
+            return self.units * self.groups.dp.gather(0)
         each = self.elements / self.units
         if again and self.setup.secondary_partition:
             return self.units * self.groups.secondary.gather(each * self._element)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from speedlab.config.ring_needs import ring_needs
 from speedlab.layout import LayoutError
+from speedlab.planner.away import residency_of
 from speedlab.planner.bubble import bubble_share
 from speedlab.planner.collectives import Ring, Rings, rings
 from speedlab.planner.devices import Machines
@@ -248,7 +249,10 @@ def _data_parallel(
     pipeline = setup.layout.pp > 1
     scatters = 1 if setup.zero_stage < 2 or pipeline else setup.accumulation
     units = max(blocks_by_rank(setup)) + 1
-    sending = Sending(setup=setup, groups=groups, memory_bytes=rates.memory_bytes, elements=held, units=units)
+    mapped = machines.device.on_host and not dp.crosses_hosts and residency_of(setup).shards_stay
+    sending = Sending(
+        setup=setup, groups=groups, memory_bytes=rates.memory_bytes, elements=held, units=units, mapped=mapped
+    )
     if setup.optimizer.sums_itself:  # In its update, behind all backwards: one message there, one back.
         return 2 * dp.gather(held * _SIGN_BYTES) / setup.optimizer.exchange_every, 0.0
     if setup.zero_stage == 0:

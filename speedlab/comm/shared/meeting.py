@@ -7,6 +7,7 @@
 | OFFERED    | it has told where a tensor is that peers may read in place (`offer`)            |
 | SUMMED     | its own slice of an offered tensor holds the sum over the ranks                 |
 | TAKEN      | it needs offered tensors of its peers no more                                   |
+| held       | (one for each offer) below 0 while it uses the tensors of its peers where they are              |
 | SENT + k   | it has told where a message for peer k is (messages)                            |
 | FETCHED + k| it has copied a message of peer k                                               |
 
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from cuda_ops.flags import patience_for, raise_flag, wait_for_flags
 from speedlab.comm.errors import PeerLost
-from speedlab.comm.shared.memory import PeerMemory, arena
+from speedlab.comm.shared.memory import Arena, PeerMemory, arena
 from speedlab.comm.shared.segments import Handle, Segment
 
 _LINE = 8
@@ -81,7 +82,8 @@ class Meeting:
         self.peers = [k for k in range(self.size) if k != index]
         self._spins, self._yields = patience_for(self.size, cores)
         self._offers_at = (int(Number.PEERS) + 2 * self.size) * _LINE
-        self._messages_at = self._offers_at + 3 * _OFFERS
+        self._held_at = self._offers_at + 3 * _OFFERS
+        self._messages_at = self._held_at + _OFFERS
         self._addresses = {
             number: np.array([self._address(k, number) for k in self.peers], dtype=np.int64)
             for number in Number
@@ -92,6 +94,8 @@ class Meeting:
         self._taken = 0
         self._pinned: deque[tuple[int, np.ndarray]] = deque()
         """(number of an offer, its memory) that peers may still read, whoever else gives it up."""
+        self._held: set[int] = set()
+        """Offers whose tensors this rank uses where they are."""
         self._sent = [0] * self.size
         self.under_way: dict[int, deque[tuple[int, Tensor]]] = {k: deque() for k in self.peers}
         """Messages that each peer has not copied yet, as far as was looked: (number, memory), oldest first."""
@@ -124,6 +128,8 @@ class Meeting:
         What it did before counts: memory that a peer may still read stays as it is until that one has, or has left.
         """
         if not self._has_left(self.index):
+            for offer in list(self._held):
+                self.let_go(offer)
             self.raise_own(Number.LEFT, 1)
             if self._pinned or any(self.under_way.values()):
                 arena().keep(self, self._read_by_all)
@@ -137,6 +143,7 @@ class Meeting:
             if self._has_left(k) or self._memory[k].ended:
                 continue
             taken = not self._pinned or int(self._words[k][int(Number.TAKEN) * _LINE]) > self._pinned[-1][0]
+            taken = taken and not any(self._holds(k, offer) for offer, _ in self._pinned)
             fetched = not self.under_way[k] or self.fetched_by(k) > self.under_way[k][-1][0]
             if not taken or not fetched:
                 return False
@@ -196,31 +203,67 @@ class Meeting:
         This rank's own place is 0. Raises PeerLost when a peer's offer is not of `nbytes`: the ranks are out of step.
         """
         self.wait_all(Number.OFFERED, offer + 1)
-        entry = self._offers_at + 3 * (offer % _OFFERS)
         found = np.zeros(self.size, dtype=np.int64)
         for k in self.peers:
-            extent, offset, offered_bytes = self._words[k][entry : entry + 3].tolist()
-            if offered_bytes != nbytes:
-                raise PeerLost(
-                    f"rank {self.ranks[self.index]} and rank {self.ranks[k]} are out of step: one offers {nbytes} "
-                    f"bytes, the other {offered_bytes}; all ranks must run the same passes"
-                )
-            found[k] = self._address_in(k, extent, offset)
+            found[k] = self._address_in(k, *self._offered_by(k, offer, nbytes))
         return found
+
+    def places(self, offer: int, nbytes: int) -> list[tuple[PeerMemory | Arena, int, int]]:
+        """As `addresses`, this rank's own among them: in whose memory the tensors stand, in which extent, and at which
+        byte of it."""
+        self.wait_all(Number.OFFERED, offer + 1)
+        return [(self._memory.get(k, arena()), *self._offered_by(k, offer, nbytes)) for k in range(self.size)]
+
+    def _offered_by(self, peer: int, offer: int, nbytes: int) -> tuple[int, int]:
+        """(extent, offset) of a tensor that `peer` has offered. Raises PeerLost when it is not of `nbytes`."""
+        entry = self._offers_at + 3 * (offer % _OFFERS)
+        extent, offset, offered_bytes = self._words[peer][entry : entry + 3].tolist()
+        if offered_bytes != nbytes:
+            raise PeerLost(
+                f"rank {self.ranks[self.index]} and rank {self.ranks[peer]} are out of step: one offers {nbytes} "
+                f"bytes, the other {offered_bytes}; all ranks must run the same passes"
+            )
+        return extent, offset
 
     def _address_in(self, peer: int, extent: int, offset: int) -> int:
         """Where memory of `peer`'s arena stands in this process. Raises PeerLost when it is gone with its process."""
         try:
             return self._memory[peer].address(extent, offset)
         except OSError as error:
-            rank, waiting = self.ranks[peer], self.ranks[self.index]
-            raise PeerLost(f"rank {waiting} found the memory of rank {rank} gone: {error}") from error
+            raise self.gone(peer, error) from error
+
+    def gone(self, peer: int, error: OSError) -> PeerLost:
+        """What tells that memory of `peer` cannot be had any more."""
+        rank, waiting = self.ranks[peer], self.ranks[self.index]
+        return PeerLost(f"rank {waiting} found the memory of rank {rank} gone: {error}")
 
     def took(self) -> None:
         """This rank needs the tensors of one more offer no longer. It counts offers, in whatever order they are taken:
         between two calls of `wait_until_all_read` every rank takes every one."""
         self._taken += 1
         self.raise_own(Number.TAKEN, self._taken)
+
+    def hold(self, offer: int) -> None:
+        """This rank uses the tensors of an offer where they are, until `let_go`. Call before `took`, which tells."""
+        self._held.add(offer)
+        self._words[self.index][self._held_at + offer % _OFFERS] = -1
+
+    def let_go(self, offer: int) -> None:
+        """It does not any more. Finalizers may call this."""
+        if offer in self._held:
+            raise_flag(self._held_address(self.index, offer), 0)
+            self._held.discard(offer)
+
+    def wait_until_let_go(self, offers: Sequence[int]) -> None:
+        """Wait until no peer uses what these offers of this rank, which all have taken, have told of."""
+        each = [(k, self._held_address(k, offer)) for offer in offers for k in self.peers]
+        self._wait(np.array([address for _, address in each], dtype=np.int64), 0, [k for k, _ in each])
+
+    def _held_address(self, k: int, offer: int) -> int:
+        return self._pages[k].address + (self._held_at + offer % _OFFERS) * 8
+
+    def _holds(self, k: int, offer: int) -> bool:
+        return bool(self._words[k][self._held_at + offer % _OFFERS] < 0)
 
     def take_no_more(self) -> None:
         """This rank will read nothing of what has been offered until now."""
@@ -231,12 +274,17 @@ class Meeting:
         if self.offered >= _OFFERS:
             self.wait_all(Number.TAKEN, self.offered - _OFFERS + 1)
         while self._pinned and self.reached(Number.TAKEN, self._pinned[0][0] + 1):
+            if self._is_held(self._pinned[0][0]):
+                break
             self._pinned.popleft()
+
+    def _is_held(self, offer: int) -> bool:
+        return any(self._holds(k, offer) for k in self.peers)
 
     def wait_until_all_read(self) -> None:
         """Wait until all peers have taken all that this rank has offered."""
         self.wait_all(Number.TAKEN, self.offered)
-        self._pinned.clear()
+        self._pinned = deque(each for each in self._pinned if self._is_held(each[0]))
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
@@ -288,5 +336,5 @@ def _reached(addresses: np.ndarray, value: int) -> bool:
 
 def _staging_at(size: int) -> int:
     """Byte of a page where its staging area begins; a whole memory page, so that copies are aligned."""
-    words = (int(Number.PEERS) + 2 * size) * _LINE + 3 * _OFFERS + size * _MESSAGES * 4
+    words = (int(Number.PEERS) + 2 * size) * _LINE + 4 * _OFFERS + size * _MESSAGES * 4
     return -(-words * 8 // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedlab.comm.shared.segments import Handle, Mapping, create_file, free_pages
+from speedlab.comm.shared.segments import Handle, Mapping, create_file, free_pages, map_over
 
 _PAGE = mmap.PAGESIZE
 _DIRECTORY_BYTES = 1 << 16
@@ -84,18 +84,19 @@ class Arena:
         self._kept: deque[tuple[Any, Callable[[], bool]]] = deque()
         self._lock = threading.Lock()
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor (numel,) of zeros. Raises MemoryError when the system has no more."""
+    def empty(self, numel: int, dtype: torch.dtype, *, byte: int = 0) -> Tensor:
+        """A tensor (numel,) of zeros, which begins at this `byte` of a page. Raises MemoryError when the system has no
+        more."""
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty(numel, dtype=dtype)
-        size = -(-nbytes // _PAGE) * _PAGE
+        size = -(-(byte + nbytes) // _PAGE) * _PAGE
         with self._lock:
             self._settle()
             extent, offset, zeros = self._take(size)
             mapping = self._extents[extent]
             # The tensor keeps this array, and with it the block.
-            array = mapping.bytes[offset : offset + nbytes]
+            array = mapping.bytes[offset + byte : offset + byte + nbytes]
             block = _Block(array, self._drop)
             block.address, block.size, block.nbytes = mapping.address + offset, size, nbytes
             block.extent, block.offset, block.zeros = extent, offset, False
@@ -116,6 +117,14 @@ class Arena:
             if block is None or array is None or address + nbytes > block.address + block.size:
                 return None
             return Place(block.extent, block.offset + address - block.address, array)
+
+    def address(self, extent: int, offset: int) -> int:
+        """Where byte `offset` of an extent stands in this process."""
+        return self._extents[extent].address + offset
+
+    def map_at(self, address: int, nbytes: int, extent: int, offset: int) -> None:
+        """As `PeerMemory.map_at`."""
+        map_over(address, nbytes, self.handle.descriptor, int(self._entries[extent, 0]) + offset)
 
     @property
     def nbytes(self) -> int:
@@ -268,6 +277,15 @@ class PeerMemory:
             start, nbytes = self._entries[extent].tolist()
             mapping = self._extents[extent] = self._map(nbytes, start)
         return mapping.address + offset
+
+    def map_at(self, address: int, nbytes: int, extent: int, offset: int) -> None:
+        """Map whole pages of it, from byte `offset` of an extent on, privately at `address` (`map_over`). Raises
+        OSError when the process has ended."""
+        descriptor = self._handle.open()
+        try:
+            map_over(address, nbytes, descriptor, int(self._entries[extent, 0]) + offset)
+        finally:
+            os.close(descriptor)
 
     def _map(self, nbytes: int, offset: int) -> Mapping:
         descriptor = self._handle.open()

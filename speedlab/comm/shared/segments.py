@@ -17,6 +17,15 @@ from typing import Any
 
 import numpy as np
 
+_DROP_PAGES = 4
+"""MADV_DONTNEED of madvise(2): this process's view of them goes. What was written into private pages is lost."""
+
+_FIXED, _NORESERVE = 0x10, 0x4000
+"""Flags of mmap(2): at this address, whatever is there; without counting it as memory that was promised."""
+
+_ASYNC = 1
+"""MS_ASYNC of msync(2), which does nothing but look whether all pages are mapped."""
+
 _FREE_PAGES = 9
 """MADV_REMOVE of madvise(2): the file's pages go, from the memory of all who have mapped them; they read as zeros."""
 
@@ -41,6 +50,7 @@ def _library() -> Any:
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    library.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return library
 
 
@@ -63,19 +73,45 @@ class _Mapped:
 
     def __init__(self, descriptor: int, nbytes: int, offset: int) -> None:
         self._unmap = _library().munmap  # Found now: at the end of the process modules are empty before objects go.
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        address = _library().mmap(None, nbytes, access, mmap.MAP_SHARED, descriptor, offset)
-        if address == ctypes.c_void_p(-1).value:
-            code = ctypes.get_errno()
-            if code == errno.ENOMEM:  # No peer's fault, which an OSError is taken for.
-                raise MemoryError(f"{os.strerror(code)}: tried to allocate {nbytes} bytes")
-            raise OSError(code, os.strerror(code))
+        address = _map(None, nbytes, mmap.MAP_SHARED, descriptor, offset)
         self._address, self._nbytes = address, nbytes
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (address, False)}
 
     def __del__(self) -> None:
         if self._address:
             self._unmap(self._address, self._nbytes)
+
+
+def map_over(address: int, nbytes: int, descriptor: int, offset: int) -> None:
+    """Map `nbytes` of a file from `offset` on privately in place of the whole pages at `address`: what is written there
+    stays with this process. Raises OSError, or MemoryError where that does not fit; then nothing may be there."""
+    _map(address, nbytes, mmap.MAP_PRIVATE | _FIXED, descriptor, offset)
+
+
+def map_anew(address: int, nbytes: int) -> None:
+    """Memory of this process, with any values, in place of the whole private pages at `address`. Raises MemoryError
+    where there is none."""
+    try:
+        _map(address, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED | _NORESERVE, -1, 0)
+    except MemoryError:  # Where there are too many mappings, what was there still is, and will do.
+        if _library().msync(address, nbytes, _ASYNC) != 0:
+            raise
+
+
+def _map(address: int | None, nbytes: int, flags: int, descriptor: int, offset: int) -> int:
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    mapped = _library().mmap(address, nbytes, access, flags, descriptor, offset)
+    if mapped != ctypes.c_void_p(-1).value:
+        return mapped
+    code = ctypes.get_errno()
+    if code == errno.ENOMEM:  # No peer's fault, which an OSError is taken for.
+        raise MemoryError(f"{os.strerror(code)}: tried to allocate {nbytes} bytes")
+    raise OSError(code, os.strerror(code))
+
+
+def drop_copies(address: int, nbytes: int) -> None:
+    """Pages of `map_over` that were written show their file again."""
+    _library().madvise(address, nbytes, _DROP_PAGES)
 
 
 def free_pages(address: int, nbytes: int) -> bool:

@@ -9,12 +9,16 @@ a peer still reads:
 3. In an all-reduce every rank writes only its own slice of its own tensor while peers read the other slices; the sum is
    copied from its owner when that one has said that it stands there (SUMMED). Whoever starts another one sums its slice
    of those before it to which all peers have come: a peer that waits for one later finds it summed.
+4. What is gathered into a `Joined` tensor is mapped, not copied: it is taken at once, and in use until that tensor
+   goes. `wait_until_let_go` waits for that, of some shards only: those of other engines may stay for a while.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import memmove
 
 import numpy as np
@@ -24,10 +28,15 @@ from torch import Tensor
 from cuda_ops.meter import meter
 from cuda_ops.reduce import sum_at
 from cuda_ops.tensors import array
+from speedlab.comm.shared.joined import Joined
 from speedlab.comm.shared.meeting import Meeting, Number
 from speedlab.comm.shared.memory import arena
 from speedlab.comm.transports.torch_own import Finish, Transport
 from speedlab.comm.wires import Wires
+
+LEAST_JOINED_BYTES = 256 << 10
+"""Of a shard that is mapped. Less is copied in microseconds, and the pages in which shards meet, which each rank keeps
+for itself, would be much of it."""
 
 
 class InPlace(Transport):
@@ -41,16 +50,24 @@ class InPlace(Transport):
         self._offered: dict[int, int] = {}
         """Shards that were offered and not gathered yet: address → number of the offer."""
         self._given: dict[int, int] = {}
-        """Address of a tensor that was reduced, or gathered without being offered before → number of its offer."""
+        """Address of a tensor that was reduced or gathered → number of its last offer."""
         self._unsummed: deque[tuple[int, Tensor]] = deque()
         """All-reduces in which this rank has to sum its slice yet: (number of the offer, its memory), oldest first."""
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return arena().empty(numel, dtype)
+    def empty(self, numel: int, dtype: torch.dtype, place: int = 0) -> Tensor:
+        return arena().empty(numel, dtype, byte=place * dtype.itemsize % mmap.PAGESIZE)
+
+    def joined(self, numel: int, dtype: torch.dtype) -> Joined | None:
+        if numel // self.size * dtype.itemsize < LEAST_JOINED_BYTES:
+            return None
+        with suppress(OSError):
+            return Joined(numel, dtype, self.size)
+        return None
 
     def offer(self, shards: Sequence[Tensor]) -> None:
         for shard in shards:
-            self._offered[shard.data_ptr()] = self._offer_whole(shard)[0]
+            number, _ = self._offer_whole(shard)
+            self._offered[shard.data_ptr()] = self._given[shard.data_ptr()] = number
 
     def wait_until_all_read(self) -> None:
         self._meeting.wait_until_all_read()
@@ -58,16 +75,34 @@ class InPlace(Transport):
     def wait_until_read(self, buffer: Tensor) -> None:
         self._meeting.wait_all(Number.TAKEN, self._given.get(buffer.data_ptr(), -1) + 1)
 
+    def wait_until_let_go(self, shards: Sequence[Tensor]) -> None:
+        offers = (self._given.get(shard.data_ptr()) for shard in shards)
+        self._meeting.wait_until_let_go([offer for offer in offers if offer is not None])
+
     def withdraw(self) -> None:
         self._offered.clear()
         self._meeting.take_no_more()
 
     def all_gather(self, full: Tensor, shard: Tensor, own: Tensor) -> Finish:
+        number = self._number_of(shard)
+        return lambda: self._copy(full, number)
+
+    def join(self, joined: Joined, shard: Tensor) -> Finish:
+        number = self._number_of(shard)
+
+        def finish() -> None:
+            joined.take(self._meeting, number)
+            self._meeting.took()
+
+        return finish
+
+    def _number_of(self, shard: Tensor) -> int:
+        """Of the offer of `shard` that comes next, which is made now where it was not before."""
         number = self._offered.pop(shard.data_ptr(), None)
         if number is None:
             number, _ = self._offer_whole(shard)
             self._given[shard.data_ptr()] = number
-        return lambda: self._copy(full, number)
+        return number
 
     def reduce_scatter(self, full: Tensor, into: Tensor, accumulate: bool) -> Finish:
         number, shared = self._offer_whole(full)

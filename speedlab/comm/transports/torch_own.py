@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from speedlab.comm.shared.joined import Joined
 from speedlab.comm.wires import Wires
 
 # torch 2.13 renamed the two; 2.11 and 2.12 have the older names only.
@@ -33,9 +34,14 @@ class Transport:
     def peers(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.index]
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory for a tensor that will be sent often, where this transport likes it best."""
+    def empty(self, numel: int, dtype: torch.dtype, place: int = 0) -> Tensor:
+        """Memory for a tensor that will be sent often, where this transport likes it best. `place`: which element of
+        what is gathered of such ones it begins with."""
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def joined(self, numel: int, dtype: torch.dtype) -> Joined | None:
+        """A tensor (numel,) that `join` gathers by mapping memory of its peers; None where that cannot be done."""
+        return None
 
     def offer(self, shards: Sequence[Tensor]) -> None:
         """Announce `shards` that will be gathered. Nothing to do where every gather is a collective of its own."""
@@ -46,12 +52,21 @@ class Transport:
     def wait_until_read(self, buffer: Tensor) -> None:
         """Wait until peers need nothing more of `buffer`, which was given to a reduction that has ended here."""
 
+    def wait_until_let_go(self, shards: Sequence[Tensor]) -> None:
+        """Wait until no peer has `shards`, which all have taken, in a joined tensor."""
+
     def withdraw(self) -> None:
         """Stop counting on what a broken pass has offered."""
 
     def all_gather(self, full: Tensor, shard: Tensor, own: Tensor) -> Finish:
         """Fill `full` with every rank's shard; `own`, this rank's slice of it, holds `shard` already."""
         return self._wait(gather_whole(full, own, group=self.wires.group, async_op=True))
+
+    def join(self, joined: Joined, shard: Tensor) -> Finish:
+        """Give `joined`, which came from a transport that may have been another one, every rank's shard."""
+        joined.separate()
+        own = joined.tensor.view(self.size, -1)[self.index].copy_(shard)
+        return self.all_gather(joined.tensor, shard, own)
 
     def reduce_scatter(self, full: Tensor, into: Tensor, accumulate: bool) -> Finish:
         """Sum this rank's slice of every rank's `full` into `into`."""

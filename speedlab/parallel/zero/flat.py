@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cuda_ops.blockwise8 import BLOCK as CODES
 from cuda_ops.stochastic import round_stochastically
-from speedlab.comm import CodedGathers, Group, Transfer
+from speedlab.comm import CodedGathers, Group, Joined, Transfer
 from speedlab.layout import padded_numel, partition_range
 from speedlab.offload import AwayState, Coming, Kept, Stores, visit
 from speedlab.parallel.zero.flat_states import FlatStates
@@ -81,8 +81,10 @@ class Flat:
         self.states = FlatStates(stores, group, padded=self.padded, coded=self._coded)
         """Where its states lie."""
         self.full = self._new_full()
-        self._coming: Coming | None = None
+        self._coming: Coming | Joined | None = None
         """Whose tensor `full` is, where parameters come."""
+        self._joins = False
+        """Whether that is a `Joined` one, where the link between the ranks has such."""
         self.master: Tensor = self.full
         self._take_values(alike or group)
         self._sent = ""
@@ -173,7 +175,9 @@ class Flat:
         travels = self.trainable or residency.parameters_come
         self._sent = residency.sent_as("parameter", self._form) if travels else ""
         self.gathering = self._ways.gathering(self._sent)
-        if (before.parameters, before.parameters_at) != (residency.parameters, residency.parameters_at):  # 1
+        moved = (before.parameters, before.parameters_at) != (residency.parameters, residency.parameters_at)
+        joined_before, self._joins = self._joins, residency.shards_stay
+        if moved or self._joins is not joined_before:  # 1
             self._place_parameters(before)
         if self._rounded:  # 2
             narrow = self.narrow
@@ -208,10 +212,8 @@ class Flat:
         with visit([] if old is None else [old]):
             if self.residency.parameters_come:
                 self.shard = self.states.put("parameter", self.shard)
-                if not before.parameters_come:
-                    # Not where peers read it: its Storage must be one that can be emptied and filled.
-                    self._coming = self._stores.pages.room(self.padded, self.dtype, self.gather_group.device)
-                    self.full = self._coming.tensor
+                self._coming = self._room()
+                self.full = self._coming.tensor
             else:
                 self.full, self._coming = self._new_full(), None
                 if before.parameters is Holders.PARTITIONED:
@@ -230,6 +232,17 @@ class Flat:
         else:
             self._shown.show_whole(self.full)
 
+    def _room(self) -> Coming | Joined:
+        """For parameters that come. Not where peers read: it is emptied and filled, or mapped."""
+        group = self.gather_group
+        joined = group.joined(self.padded, self.dtype) if self._joins else None
+        return joined or self._stores.pages.room(self.padded, self.dtype, group.device)
+
+    @property
+    def joined(self) -> bool:
+        """Whether what is gathered are peers' shards where they lie, which must not change while one is here."""
+        return isinstance(self._coming, Joined)
+
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -247,6 +260,8 @@ class Flat:
                 return ReadThenGathered(away.kept.read(own), self, own)
             if secondary is not None and secondary.fresh:
                 return secondary.gather(self.full, in_place_of=self.gather_group)
+            if isinstance(self._coming, Joined):
+                return self.gather_group.join(self._coming, self.shard)
             gather = self.gathering.all_gather(self.full, self.shard)
             return gather if secondary is None else TakenBySecondary(gather, secondary, self.full)
         except BaseException:

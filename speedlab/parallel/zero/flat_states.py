@@ -72,7 +72,7 @@ class FlatStates:
             state.kept.write(values.contiguous()).wait()
             return state.tensor
         if name == "parameter":  # Where peers read it.
-            return self._group.empty(values.numel(), values.dtype).copy_(values)
+            return self._group.empty(values.numel(), values.dtype, place=self._start).copy_(values)
         return torch.empty_like(values, device=self._group.device).copy_(values)
 
     def moved(self, name: str, state: Tensor, before: Residency) -> Tensor:

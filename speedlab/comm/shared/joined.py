@@ -1,0 +1,165 @@
+"""A tensor in equal pieces that lie with the ranks of one host: every rank maps the pieces of all where they are, so
+that it has the whole without copying it.
+
+1. A rank's piece begins at the same place of a page in its own memory as in the whole. So all pages that are of one
+   rank alone are mapped; of those in which two pieces meet each rank has its own, and copies those few bytes.
+2. Pages are mapped privately: who writes into the whole writes into a copy of the page, which nobody else sees. The
+   system tells which pages are such copies (pagemap); they are dropped when the whole goes, as values that were
+   gathered are.
+3. Values are those that the pieces' owners have there. None of them writes while a peer has the whole (`Meeting.hold`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+from ctypes import memmove
+from functools import cache
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from speedlab.comm.shared.meeting import Meeting
+from speedlab.comm.shared.segments import drop_copies, map_anew
+
+_PAGE = mmap.PAGESIZE
+_NORESERVE = 0x4000
+_ENTRY = 8
+"""Bytes that pagemap has for a page."""
+
+_KIND, _FROM_FILE = 61, 1
+"""Of such an entry: bits 63 to 61 are "present", "swapped" and "of a file, or shared"."""
+
+
+class Memory(Protocol):
+    """An arena, of this process or of another one."""
+
+    def address(self, extent: int, offset: int) -> int: ...
+    def map_at(self, address: int, nbytes: int, extent: int, offset: int) -> None: ...
+
+
+class _Piece:
+    """Where the piece of one rank stands in the whole: [start, end), of which [low, high) are pages of it alone."""
+
+    def __init__(self, start: int, nbytes: int) -> None:
+        self.start, self.end = start, start + nbytes
+        self.low = min(-(-self.start // _PAGE) * _PAGE, self.end)
+        self.high = max(self.end // _PAGE * _PAGE, self.low)
+        self.mapped: tuple[Memory, int, int] | None = None
+        """What is mapped there: (memory, extent, offset)."""
+
+    def take(self, memory: Memory, extent: int, offset: int) -> None:
+        """Have the values that stand there. Raises OSError when they are gone with their process."""
+        source = memory.address(extent, offset)
+        if self.mapped != (memory, extent, offset):
+            self.separate()
+            if self.low < self.high and (source - self.start) % _PAGE == 0:
+                try:
+                    memory.map_at(self.low, self.high - self.low, extent, offset + self.low - self.start)
+                    self.mapped = memory, extent, offset
+                except MemoryError:  # Too many mappings, say: it is copied.
+                    map_anew(self.low, self.high - self.low)
+        if self.mapped is None:
+            memmove(self.start, source, self.end - self.start)
+            return
+        memmove(self.start, source, self.low - self.start)
+        memmove(self.high, source + self.high - self.start, self.end - self.high)
+
+    def separate(self) -> None:
+        """Memory of its own, with any values."""
+        if self.mapped is not None:
+            self.mapped = None
+            map_anew(self.low, self.high - self.low)
+
+
+class Joined:
+    """`tensor` (n × m,), with the values of all pieces while it is `here`. Whoever reads it at other times finds the
+    present values of some, or others."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, size: int) -> None:
+        """Raises OSError where there are no addresses for it."""
+        nbytes = numel * dtype.itemsize
+        pages = -(-nbytes // _PAGE)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        whole = torch.frombuffer(mmap.mmap(-1, pages * _PAGE, flags=flags), dtype=torch.uint8)
+        self.tensor = whole[:nbytes].view(dtype)
+        self.here = False
+        self._start, self._pages = whole.data_ptr(), pages
+        self._pieces = [_Piece(self._start + k * nbytes // size, nbytes // size) for k in range(size)]
+        self._used: tuple[Meeting, int] | None = None
+        """The offer whose memory is in use here."""
+
+    def come(self) -> None:
+        self.here = True
+
+    def take(self, meeting: Meeting, offer: int) -> None:
+        """Have the values of an offer of all ranks; waits until all are offered. Raises PeerLost as
+        `Meeting.addresses`."""
+        nbytes = self._pieces[0].end - self._pieces[0].start
+        for k, place in enumerate(meeting.places(offer, nbytes)):
+            try:
+                self._pieces[k].take(*place)
+            except OSError as error:
+                raise meeting.gone(k, error) from error
+        self._used = meeting, offer  # First: Ctrl-C may come between the two.
+        meeting.hold(offer)
+
+    def separate(self) -> None:
+        """Nothing is mapped any more: whoever fills it writes into memory of this rank."""
+        for piece in self._pieces:
+            piece.separate()
+
+    def go(self) -> None:
+        self.here = False
+        if self._used is not None:
+            self._drop_copies()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._used is not None:
+            meeting, offer = self._used
+            meeting.let_go(offer)
+            self._used = None
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # At the end of the process, where nothing is left of what this needs.
+            self._let_go()
+
+    def _drop_copies(self) -> None:
+        """Of the pages that were written here."""
+        mapped = [piece for piece in self._pieces if piece.mapped is not None]
+        kinds = None if not mapped else _kinds_of_pages(self._start, self._pages)
+        for piece in mapped:
+            if kinds is not None:
+                own = kinds[(piece.low - self._start) // _PAGE : (piece.high - self._start) // _PAGE]
+                if not np.any((own != 0) & (own & _FROM_FILE == 0)):
+                    continue
+            drop_copies(piece.low, piece.high - piece.low)
+
+
+def _kinds_of_pages(address: int, count: int) -> np.ndarray | None:
+    """(count,) of the pages from `address` on: 0 where nothing is there yet, else `_FROM_FILE` or not. None where the
+    system does not tell."""
+    descriptor = _pagemap()
+    if descriptor is None:
+        return None
+    try:
+        entries = os.pread(descriptor, count * _ENTRY, address // _PAGE * _ENTRY)
+    except OSError:
+        return None
+    return np.frombuffer(entries, dtype=np.uint64) >> np.uint64(_KIND) if len(entries) == count * _ENTRY else None
+
+
+@cache
+def _pagemap() -> int | None:
+    try:
+        return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+# What a forked child inherits tells of its parent's memory.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pagemap.cache_clear)

@@ -1,0 +1,234 @@
+"""speedlab.comm.shared.joined: what ranks of one host gather without copying it is what its owners have, and theirs."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ranks.pool import Pool
+from ranks.test_collectives import group, values_of
+from speedlab.comm import PeerLost
+from speedlab.comm.shared import joined as module
+from speedlab.comm.shared.joined import Joined
+from speedlab.comm.shared.memory import Arena, PeerMemory
+
+SIZES = [1, 5, 1000, 1024, 1500, 5000, 40_000]
+"""Elements of a shard: of no page, of parts of pages, and of whole ones."""
+
+
+class Case:
+    """A shard of each rank, and the whole."""
+
+    def __init__(self, count: int, dtype: torch.dtype = torch.float32) -> None:
+        self.group = group()
+        self.count, self.dtype = count, dtype
+        self.shard = self.group.empty(count, dtype, place=self.group.index * count)
+        self.joined = Joined(self.group.size * count, dtype, self.group.size)
+        self.write(0)
+
+    def write(self, seed: int) -> None:
+        self.shard.copy_(values_of(self.group.index, self.count, self.dtype, seed=seed))
+
+    def expected(self, seed: int) -> Tensor:
+        return torch.cat([values_of(rank, self.count, self.dtype, seed=seed) for rank in range(self.group.size)])
+
+    def come(self) -> Tensor:
+        self.joined.come()
+        self.group.join(self.joined, self.shard).wait()
+        return self.joined.tensor
+
+    def wait_to_write(self) -> None:
+        self.group.wait_until_all_read()
+        self.group.wait_until_let_go([self.shard])
+
+    @property
+    def mapped(self) -> list[bool]:
+        return [piece.mapped is not None for piece in self.joined._pieces]
+
+
+def gather_twice(dtype_name: str) -> None:
+    for count in SIZES:
+        case = Case(count, getattr(torch, dtype_name))
+        for seed in range(2):
+            case.write(seed)
+            assert case.come().equal(case.expected(seed)), (count, seed)
+            case.joined.go()
+            case.wait_to_write()
+        pages = (count - 1) * case.dtype.itemsize // 4096 - 1  # That surely are of one shard alone.
+        assert pages < 1 or all(case.mapped), count
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4], indirect=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_values_come_and_change(ranks: Pool, dtype: str) -> None:
+    ranks.run(gather_twice, dtype)
+
+
+def nothing_is_copied() -> None:
+    """What an owner writes is seen by whoever has the whole: the same memory, but for the ends of the shards."""
+    case = Case(40_000)
+    whole = case.come().view(case.group.size, -1)
+    dist.barrier()
+    case.shard[20_000] = 77 + case.group.index
+    dist.barrier()
+    assert whole[:, 20_000].tolist() == [77 + rank for rank in range(case.group.size)]
+    dist.barrier()
+    case.joined.go()
+
+
+def test_nothing_is_copied(two: Pool) -> None:
+    two.run(nothing_is_copied)
+
+
+def what_is_written_here_stays_here(pagemap: bool) -> None:
+    with mock.patch.object(module, "_pagemap", module._pagemap if pagemap else lambda: None):
+        case = Case(40_000)
+        whole = case.come()
+        whole.mul_(3)  # All ranks do, each with its own.
+        dist.barrier()
+        assert whole.equal(3 * case.expected(0))
+        assert case.shard.equal(values_of(case.group.index, 40_000))
+        dist.barrier()
+        case.joined.go()
+        assert case.come().equal(case.expected(0))
+        case.joined.go()
+
+
+@pytest.mark.parametrize("pagemap", [True, False], ids=["told", "untold"])
+def test_what_is_written_into_the_whole_is_nobody_elses_and_gone_afterwards(two: Pool, pagemap: bool) -> None:
+    two.run(what_is_written_here_stays_here, pagemap)
+
+
+def owners_wait() -> list[str]:
+    """Rank 1 keeps what rank 0 wants to write; then it lets go of it in several ways."""
+    seen = []
+    let_go: dict[str, Callable[[Case], None]] = {
+        "go": lambda case: case.joined.go(),
+        "drop": drop,
+        "withdraw, then go": lambda case: (case.group.withdraw(), case.joined.go()),
+    }
+    for name, end in let_go.items():
+        case = Case(3000)
+        case.come()
+        case.group.wait_until_all_read()
+        if case.group.index == 0:
+            case.joined.go()
+        dist.barrier()
+        if case.group.index == 0:
+            meeting: Any = case.group.transport_of(case.shard.device)
+            meeting._meeting.timeout_seconds = 0.05
+            with pytest.raises(PeerLost, match="rank 1 did not come"):
+                case.group.wait_until_let_go([case.shard])
+            meeting._meeting.timeout_seconds = 30
+        else:
+            case.group.wait_until_let_go([case.shard])  # Nobody else has this one.
+        dist.barrier()
+        if case.group.index == 1:
+            end(case)
+        case.group.wait_until_let_go([case.shard])
+        dist.barrier()
+        seen.append(name)
+    return seen
+
+
+def drop(case: Case) -> None:
+    del case.joined
+    gc.collect()
+
+
+def test_an_owner_waits_until_peers_have_let_go(two: Pool) -> None:
+    assert two.run(owners_wait, timeout=60) == [["go", "drop", "withdraw, then go"]] * 2
+
+
+def memory_stays(count: int) -> None:
+    """An owner gives up its shard while a peer has the whole."""
+    case = Case(count)
+    whole = case.come() if case.group.index == 1 else None
+    if case.group.index == 0:
+        case.come()
+        case.joined.go()
+        case.group.wait_until_all_read()
+        case.shard = torch.empty(0)
+        case.group.empty(count, torch.float32).fill_(13)
+    else:
+        case.group.wait_until_all_read()
+    dist.barrier()
+    if whole is not None:
+        assert whole.equal(case.expected(0))
+        case.joined.go()
+    dist.barrier()
+
+
+def test_a_shard_outlives_its_owners_use(two: Pool) -> None:
+    two.run(memory_stays, 40_000)
+
+
+def where_nothing_can_be_mapped() -> None:
+    def refuse(self: object, *place: int) -> None:
+        raise MemoryError("Cannot allocate memory")
+
+    with mock.patch.object(PeerMemory, "map_at", refuse), mock.patch.object(Arena, "map_at", refuse):
+        gather_twice_unmapped()
+
+
+def gather_twice_unmapped() -> None:
+    case = Case(5000)
+    for seed in range(2):
+        case.write(seed)
+        assert case.come().equal(case.expected(seed))
+        case.joined.go()
+        case.wait_to_write()
+    assert not any(case.mapped)
+
+
+def test_without_mappings_it_is_copied(two: Pool) -> None:
+    two.run(where_nothing_can_be_mapped)
+
+
+def over_another_transport() -> None:
+    """A tensor that was mapped before the ranks met elsewhere."""
+    case = Case(5000)
+    case.come()
+    case.joined.go()
+    case.wait_to_write()
+    case.write(1)
+    gloo: Any = dist.new_group(backend="gloo")
+    other = group("other")
+    other._wires.group, other._transports, other._links = gloo, {}, {}
+    assert other.joined(1 << 20, torch.float32) is None
+    assert case.group.joined(1 << 20, torch.float32) is not None
+    case.joined.come()
+    other.join(case.joined, case.shard).wait()
+    assert case.joined.tensor.equal(case.expected(1))
+    assert not any(case.mapped)
+    case.joined.go()
+    assert case.come().equal(case.expected(1))
+    assert all(case.mapped)
+    case.joined.go()
+
+
+def test_another_transport_fills_it(two: Pool) -> None:
+    two.run(over_another_transport)
+
+
+def descriptors() -> int:
+    before = len(os.listdir("/proc/self/fd"))
+    cases = [Case(5000) for _ in range(20)]
+    for case in cases:
+        case.come()
+    more = len(os.listdir("/proc/self/fd")) - before
+    for case in cases:
+        case.joined.go()
+    return more
+
+
+def test_mappings_hold_no_descriptors(two: Pool) -> None:
+    assert all(more <= 1 for more in two.run(descriptors))  # That of pagemap.
