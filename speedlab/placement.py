@@ -183,7 +183,7 @@ class Residency:
         """Whether what a rank holds of parameters is what others gather, and stays as it is until all have used it:
         ranks of one host need no copies of it then."""
         partitioned = self.parameters is Holders.PARTITIONED and self.parameters_at is Where.DEVICE
-        return partitioned and not (self.parameters_sent or self.secondary_ranks or self.gradients_used)
+        return partitioned and not (self.parameters_sent or self.secondary_ranks)
 
     @property
     def gradients_go(self) -> bool:

@@ -9,6 +9,7 @@ import pytest
 
 from speedlab.config import AttentionConfig, RunConfig
 from speedlab.layout import Layout, LayoutError
+from speedlab.placement import INT8, ITEM_BYTES
 from speedlab.planner.bubble import bubble_share
 from speedlab.planner.collectives import Ring, rings
 from speedlab.planner.devices import DeviceSpec, Machines
@@ -188,6 +189,26 @@ def test_data_parallel_traffic_by_hand(stage: int, accumulation: int, bytes_a_pa
     assert held == pytest.approx(shape_parameters(wanted.shape), rel=0.01)
     assert found.parts["data parallel"] == pytest.approx(bytes_a_parameter * held * 3 / 4 / 1e6, rel=1e-3)
     assert found.hidden_seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_a_parameter"),
+    [
+        ({}, 2),  # gradients; parameters are mapped where they lie
+        ({"quantized_weights": True}, 2 + 2 * ITEM_BYTES[INT8]),
+    ],
+    ids=["as they lie", "int8"],
+)
+def test_cores_of_one_host_map_parameters_at_stage_3(changes: dict[str, Any], bytes_a_parameter: float) -> None:
+    wanted = setup(layout=Layout(dp=4), zero_stage=3, accumulation=1, **changes)
+    machines = ideal(in_host=1e6)
+    cores = replace(machines, device=replace(machines.device, name="cpu"))
+    found = predict_time(wanted, cores, IDEAL).parts["data parallel"]
+    assert found == pytest.approx(bytes_a_parameter * rank_parameters(wanted) * 3 / 4 / 1e6, rel=1e-3)
+    apart = replace(ideal(hosts=4, per_host=1, between=1e6), device=cores.device)
+    gathered = 2 * (ITEM_BYTES[INT8] if changes else 2)
+    found = predict_time(wanted, apart, IDEAL).parts["data parallel"]
+    assert found == pytest.approx((2 + gathered) * rank_parameters(wanted) * 3 / 4 / 1e6, rel=1e-3)
 
 
 def test_what_is_hidden_is_not_waited_for() -> None:
