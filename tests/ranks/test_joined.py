@@ -113,6 +113,7 @@ def owners_wait() -> list[str]:
     let_go: dict[str, Callable[[Case], None]] = {
         "go": lambda case: case.joined.go(),
         "drop": drop,
+        "fork, then go": lambda case: (in_a_child(drop, case), still_there(case), case.joined.go()),
         "withdraw, then go": lambda case: (case.group.withdraw(), case.joined.go()),
     }
     for name, end in let_go.items():
@@ -139,13 +140,26 @@ def owners_wait() -> list[str]:
     return seen
 
 
+def in_a_child(work: Callable[[Case], object], case: Case) -> None:
+    child = os.fork()
+    if child == 0:
+        work(case)
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def still_there(case: Case) -> None:
+    transport: Any = case.group.transport_of(case.shard.device)
+    assert min(transport._meeting._words[case.group.index][transport._meeting._held_at :][:1000]) == -1
+
+
 def drop(case: Case) -> None:
     del case.joined
     gc.collect()
 
 
 def test_an_owner_waits_until_peers_have_let_go(two: Pool) -> None:
-    assert two.run(owners_wait, timeout=60) == [["go", "drop", "withdraw, then go"]] * 2
+    assert two.run(owners_wait, timeout=60) == [["go", "drop", "fork, then go", "withdraw, then go"]] * 2
 
 
 def memory_stays(count: int) -> None:

@@ -18,6 +18,7 @@ signals are handled, and looks whether the missing peer has left, has died, or i
 from __future__ import annotations
 
 import mmap
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -96,6 +97,7 @@ class Meeting:
         """(number of an offer, its memory) that peers may still read, whoever else gives it up."""
         self._held: set[int] = set()
         """Offers whose tensors this rank uses where they are."""
+        self._pid = os.getpid()
         self._sent = [0] * self.size
         self.under_way: dict[int, deque[tuple[int, Tensor]]] = {k: deque() for k in self.peers}
         """Messages that each peer has not copied yet, as far as was looked: (number, memory), oldest first."""
@@ -249,8 +251,8 @@ class Meeting:
         self._words[self.index][self._held_at + offer % _OFFERS] = -1
 
     def let_go(self, offer: int) -> None:
-        """It does not any more. Finalizers may call this."""
-        if offer in self._held:
+        """It does not any more. Finalizers may call this, also of a forked child, whose parent uses them on."""
+        if offer in self._held and os.getpid() == self._pid:
             raise_flag(self._held_address(self.index, offer), 0)
             self._held.discard(offer)
 
