@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ranks.loops import Case as LoopCase
+from ranks.loops import engine_for
 from ranks.pool import Pool
 from ranks.test_collectives import group, values_of
 from speedlab.comm import PeerLost
 from speedlab.comm.shared import joined as module
+from speedlab.comm.shared import meeting as meeting_module
 from speedlab.comm.shared.joined import Joined
 from speedlab.comm.shared.memory import Arena, PeerMemory
 
@@ -100,11 +103,26 @@ def what_is_written_here_stays_here(pagemap: bool) -> None:
         case.joined.go()
         assert case.come().equal(case.expected(0))
         case.joined.go()
+        whole[20_000] = 5.0  # Through a view that somebody kept.
+        case.wait_to_write()
+        case.write(1)
+        assert case.come().equal(case.expected(1))
+        assert all(case.mapped)
+        case.joined.go()
 
 
 @pytest.mark.parametrize("pagemap", [True, False], ids=["told", "untold"])
-def test_what_is_written_into_the_whole_is_nobody_elses_and_gone_afterwards(two: Pool, pagemap: bool) -> None:
+def test_what_is_written_into_the_whole_is_nobody_elses_and_gone_when_it_comes_again(two: Pool, pagemap: bool) -> None:
     two.run(what_is_written_here_stays_here, pagemap)
+
+
+def pages_cannot_be_dropped() -> None:
+    with mock.patch.object(module, "drop_copies", return_value=False):
+        what_is_written_here_stays_here(True)
+
+
+def test_where_memory_is_locked_it_is_mapped_again(two: Pool) -> None:
+    two.run(pages_cannot_be_dropped)
 
 
 def owners_wait() -> list[str]:
@@ -119,6 +137,7 @@ def owners_wait() -> list[str]:
     for name, end in let_go.items():
         case = Case(3000)
         case.come()
+        case.group.all_gather(torch.empty(6000), case.shard).wait()  # As for a checkpoint; it comes and goes.
         case.group.wait_until_all_read()
         if case.group.index == 0:
             case.joined.go()
@@ -150,7 +169,7 @@ def in_a_child(work: Callable[[Case], object], case: Case) -> None:
 
 def still_there(case: Case) -> None:
     transport: Any = case.group.transport_of(case.shard.device)
-    assert min(transport._meeting._words[case.group.index][transport._meeting._held_at :][:1000]) == -1
+    assert min(transport._meeting._words[case.group.index][transport._meeting._held_at :][:1000]) < 0
 
 
 def drop(case: Case) -> None:
@@ -205,6 +224,66 @@ def gather_twice_unmapped() -> None:
 
 def test_without_mappings_it_is_copied(two: Pool) -> None:
     two.run(where_nothing_can_be_mapped)
+
+
+def the_ring_is_full() -> None:
+    """The place of an offer is still taken by one of long before."""
+    case = Case(5000)
+    transport: Any = case.group.transport_of(case.shard.device)
+    meeting = transport._meeting
+    case.come()
+    entry = meeting._held_at + (meeting.offered - 1) % meeting_module._OFFERS
+    assert meeting._words[case.group.index][entry] == -meeting.offered
+    next_entry = meeting._held_at + meeting.offered % meeting_module._OFFERS
+    another = meeting.offered + meeting_module._OFFERS
+    meeting._words[case.group.index][next_entry] = -1 - another
+    other = Joined(10_000, torch.float32, 2)
+    case.group.join(other, case.shard).wait()
+    assert other.tensor.equal(case.expected(0))
+    other.go()
+    assert meeting._words[case.group.index][next_entry] == -1 - another  # Nobody let go of that.
+    meeting._words[case.group.index][next_entry] = 0
+    case.joined.go()
+    case.wait_to_write()
+
+
+def test_what_cannot_be_held_is_copied(two: Pool) -> None:
+    two.run(the_ring_is_full, timeout=60)
+
+
+def an_owner_without_mappings_of_its_own() -> None:
+    """Rank 0 was refused what the others have: theirs counts."""
+    refused = mock.patch.object(Joined, "fits", return_value=dist.get_rank() != 0)
+    case = LoopCase(stage=3)
+    with refused, engine_for(case) as engine:
+        joined = [isinstance(flat._coming, Joined) for flat in engine.zeros[0].flats]
+        assert set(joined) == {dist.get_rank() != 0}
+        loss = case.loss(engine, case.batch(0, dist.get_rank()))  # The root stays.
+        dist.barrier()
+        gathers = engine.zeros[0].gathers
+        if dist.get_rank() == 0:
+            meeting: Any = gathers._group.transport_of(torch.device("cpu"))
+            meeting._meeting.timeout_seconds = 0.05
+            with pytest.raises(PeerLost, match="rank 1 did not come"):
+                gathers.before_change()
+            meeting._meeting.timeout_seconds = 30
+        dist.barrier()
+        gathers.before_change()
+        del loss
+
+
+def test_an_owner_that_copies_waits_for_peers_that_do_not(two: Pool) -> None:
+    two.run(an_owner_without_mappings_of_its_own, timeout=60)
+
+
+def test_mappings_are_counted() -> None:
+    before = Joined._all_mappings
+    with mock.patch.object(module, "_most_mappings", return_value=2 * (before + 11)):
+        assert Joined.fits(2)
+        made = [Joined(10_000, torch.float32, 2), Joined(10_000, torch.float32, 2)]
+        assert not Joined.fits(2)
+        made.pop()
+        assert Joined.fits(2)
 
 
 def over_another_transport() -> None:

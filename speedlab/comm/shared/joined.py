@@ -4,8 +4,8 @@ that it has the whole without copying it.
 1. A rank's piece begins at the same place of a page in its own memory as in the whole. So all pages that are of one
    rank alone are mapped; of those in which two pieces meet each rank has its own, and copies those few bytes.
 2. Pages are mapped privately: who writes into the whole writes into a copy of the page, which nobody else sees. The
-   system tells which pages are such copies (pagemap); they are dropped when the whole goes, as values that were
-   gathered are.
+   system tells which pages are such copies (pagemap); they are dropped when the whole comes again, so that it has the
+   owners' values each time.
 3. Values are those that the pieces' owners have there. None of them writes while a peer has the whole (`Meeting.hold`).
 """
 
@@ -16,6 +16,7 @@ import os
 from contextlib import suppress
 from ctypes import memmove
 from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -49,40 +50,57 @@ class _Piece:
         self.high = max(self.end // _PAGE * _PAGE, self.low)
         self.mapped: tuple[Memory, int, int] | None = None
         """What is mapped there: (memory, extent, offset)."""
+        self._torn = False
+        """Whether nothing may be mapped there at all."""
 
-    def take(self, memory: Memory, extent: int, offset: int) -> None:
-        """Have the values that stand there. Raises OSError when they are gone with their process."""
+    def take(self, memory: Memory, extent: int, offset: int, *, mapping: bool) -> None:
+        """Have the values that stand there, by `mapping` where that can be done. Raises OSError when they are gone with
+        their process."""
         source = memory.address(extent, offset)
-        if self.mapped != (memory, extent, offset):
+        if not mapping or self.mapped != (memory, extent, offset):
             self.separate()
-            if self.low < self.high and (source - self.start) % _PAGE == 0:
-                try:
-                    memory.map_at(self.low, self.high - self.low, extent, offset + self.low - self.start)
-                    self.mapped = memory, extent, offset
-                except MemoryError:  # Too many mappings, say: it is copied.
-                    map_anew(self.low, self.high - self.low)
+            if mapping and self.low < self.high and (source - self.start) % _PAGE == 0:
+                self._map(memory, extent, offset)
         if self.mapped is None:
             memmove(self.start, source, self.end - self.start)
             return
         memmove(self.start, source, self.low - self.start)
         memmove(self.high, source + self.high - self.start, self.end - self.high)
 
+    def _map(self, memory: Memory, extent: int, offset: int) -> None:
+        try:
+            memory.map_at(self.low, self.high - self.low, extent, offset + self.low - self.start)
+            self.mapped = memory, extent, offset
+        except (MemoryError, OSError):  # Too many mappings or files, say: it is copied.
+            self._torn = True
+            self.separate()
+
     def separate(self) -> None:
         """Memory of its own, with any values."""
-        if self.mapped is not None:
-            self.mapped = None
+        if self._torn or self.mapped is not None:
+            self.mapped, self._torn = None, True  # First: what follows may be cut off, or fail.
             map_anew(self.low, self.high - self.low)
+            self._torn = False
+
+    def drop_copies(self) -> None:
+        """Pages that were written here show their owner's values again."""
+        if not drop_copies(self.low, self.high - self.low):
+            self.separate()
 
 
 class Joined:
     """`tensor` (n × m,), with the values of all pieces while it is `here`. Whoever reads it at other times finds the
     present values of some, or others."""
 
+    _all_mappings = 0
+    """That those of this process may take."""
+
     def __init__(self, numel: int, dtype: torch.dtype, size: int) -> None:
         """Raises OSError where there are no addresses for it."""
         nbytes = numel * dtype.itemsize
         pages = -(-nbytes // _PAGE)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        self._mappings = 0
         whole = torch.frombuffer(mmap.mmap(-1, pages * _PAGE, flags=flags), dtype=torch.uint8)
         self.tensor = whole[:nbytes].view(dtype)
         self.here = False
@@ -90,6 +108,13 @@ class Joined:
         self._pieces = [_Piece(self._start + k * nbytes // size, nbytes // size) for k in range(size)]
         self._used: tuple[Meeting, int] | None = None
         """The offer whose memory is in use here."""
+        self._mappings = _mappings_of(size)
+        Joined._all_mappings += self._mappings
+
+    @classmethod
+    def fits(cls, size: int) -> bool:
+        """Whether the system allows this process the mappings of one more, of so many ranks, and as many for others."""
+        return cls._all_mappings + _mappings_of(size) <= _most_mappings() // 2
 
     def come(self) -> None:
         self.here = True
@@ -97,14 +122,17 @@ class Joined:
     def take(self, meeting: Meeting, offer: int) -> None:
         """Have the values of an offer of all ranks; waits until all are offered. Raises PeerLost as
         `Meeting.addresses`."""
-        nbytes = self._pieces[0].end - self._pieces[0].start
-        for k, place in enumerate(meeting.places(offer, nbytes)):
+        places = meeting.places(offer, (self._pieces[0].end - self._pieces[0].start))
+        mapping = meeting.can_hold(offer)
+        self._drop_copies()
+        for k, place in enumerate(places):
             try:
-                self._pieces[k].take(*place)
+                self._pieces[k].take(*place, mapping=mapping)
             except OSError as error:
                 raise meeting.gone(k, error) from error
-        self._used = meeting, offer  # First: Ctrl-C may come between the two.
-        meeting.hold(offer)
+        if mapping:
+            self._used = meeting, offer  # First: Ctrl-C may come between the two.
+            meeting.hold(offer)
 
     def separate(self) -> None:
         """Nothing is mapped any more: whoever fills it writes into memory of this rank."""
@@ -113,9 +141,7 @@ class Joined:
 
     def go(self) -> None:
         self.here = False
-        if self._used is not None:
-            self._drop_copies()
-            self._let_go()
+        self._let_go()
 
     def _let_go(self) -> None:
         if self._used is not None:
@@ -124,11 +150,12 @@ class Joined:
             self._used = None
 
     def __del__(self) -> None:
+        Joined._all_mappings -= self._mappings
         with suppress(Exception):  # At the end of the process, where nothing is left of what this needs.
             self._let_go()
 
     def _drop_copies(self) -> None:
-        """Of the pages that were written here."""
+        """Of the pages that were written here since they were mapped."""
         mapped = [piece for piece in self._pieces if piece.mapped is not None]
         kinds = None if not mapped else _kinds_of_pages(self._start, self._pages)
         for piece in mapped:
@@ -136,7 +163,20 @@ class Joined:
                 own = kinds[(piece.low - self._start) // _PAGE : (piece.high - self._start) // _PAGE]
                 if not np.any((own != 0) & (own & _FROM_FILE == 0)):
                     continue
-            drop_copies(piece.low, piece.high - piece.low)
+            piece.drop_copies()
+
+
+def _mappings_of(size: int) -> int:
+    """A piece of each rank, and what stands around each."""
+    return 2 * size + 1
+
+
+@cache
+def _most_mappings() -> int:
+    try:
+        return int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        return 65_530  # Linux's own choice.
 
 
 def _kinds_of_pages(address: int, count: int) -> np.ndarray | None:

@@ -7,7 +7,7 @@
 | OFFERED    | it has told where a tensor is that peers may read in place (`offer`)            |
 | SUMMED     | its own slice of an offered tensor holds the sum over the ranks                 |
 | TAKEN      | it needs offered tensors of its peers no more                                   |
-| held       | (one for each offer) below 0 while it uses the tensors of its peers where they are              |
+| held       | (one for each offer) below 0 while it uses what its peers have offered where it lies            |
 | SENT + k   | it has told where a message for peer k is (messages)                            |
 | FETCHED + k| it has copied a message of peer k                                               |
 
@@ -245,10 +245,14 @@ class Meeting:
         self._taken += 1
         self.raise_own(Number.TAKEN, self._taken)
 
+    def can_hold(self, offer: int) -> bool:
+        """Whether nothing is held by this rank in the place of an offer: from `_OFFERS` earlier, say."""
+        return bool(self._words[self.index][self._held_at + offer % _OFFERS] >= 0)
+
     def hold(self, offer: int) -> None:
         """This rank uses the tensors of an offer where they are, until `let_go`. Call before `took`, which tells."""
         self._held.add(offer)
-        self._words[self.index][self._held_at + offer % _OFFERS] = -1
+        self._words[self.index][self._held_at + offer % _OFFERS] = -1 - offer
 
     def let_go(self, offer: int) -> None:
         """It does not any more. Finalizers may call this, also of a forked child, whose parent uses them on."""
@@ -256,16 +260,18 @@ class Meeting:
             raise_flag(self._held_address(self.index, offer), 0)
             self._held.discard(offer)
 
-    def wait_until_let_go(self, offers: Sequence[int]) -> None:
-        """Wait until no peer uses what these offers of this rank, which all have taken, have told of."""
-        each = [(k, self._held_address(k, offer)) for offer in offers for k in self.peers]
+    def wait_until_let_go(self, blocks: Sequence[np.ndarray]) -> None:
+        """After `wait_until_all_read`: wait until no peer uses these blocks of this rank's memory."""
+        wanted = {id(block) for block in blocks}
+        held = [offer for offer, block in self._pinned if id(block) in wanted]
+        each = [(k, self._held_address(k, offer)) for offer in held for k in self.peers if self._holds(k, offer)]
         self._wait(np.array([address for _, address in each], dtype=np.int64), 0, [k for k, _ in each])
 
     def _held_address(self, k: int, offer: int) -> int:
         return self._pages[k].address + (self._held_at + offer % _OFFERS) * 8
 
     def _holds(self, k: int, offer: int) -> bool:
-        return bool(self._words[k][self._held_at + offer % _OFFERS] < 0)
+        return bool(self._words[k][self._held_at + offer % _OFFERS] == -1 - offer)
 
     def take_no_more(self) -> None:
         """This rank will read nothing of what has been offered until now."""

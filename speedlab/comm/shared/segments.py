@@ -85,7 +85,7 @@ class _Mapped:
 def map_over(address: int, nbytes: int, descriptor: int, offset: int) -> None:
     """Map `nbytes` of a file from `offset` on privately in place of the whole pages at `address`: what is written there
     stays with this process. Raises OSError, or MemoryError where that does not fit; then nothing may be there."""
-    _map(address, nbytes, mmap.MAP_PRIVATE | _FIXED, descriptor, offset)
+    _map(address, nbytes, mmap.MAP_PRIVATE | _FIXED | _NORESERVE, descriptor, offset)
 
 
 def map_anew(address: int, nbytes: int) -> None:
@@ -109,9 +109,9 @@ def _map(address: int | None, nbytes: int, flags: int, descriptor: int, offset: 
     raise OSError(code, os.strerror(code))
 
 
-def drop_copies(address: int, nbytes: int) -> None:
-    """Pages of `map_over` that were written show their file again."""
-    _library().madvise(address, nbytes, _DROP_PAGES)
+def drop_copies(address: int, nbytes: int) -> bool:
+    """Pages of `map_over` that were written show their file again. Whether that was possible: not of locked memory."""
+    return _library().madvise(address, nbytes, _DROP_PAGES) == 0
 
 
 def free_pages(address: int, nbytes: int) -> bool:

@@ -50,7 +50,7 @@ class InPlace(Transport):
         self._offered: dict[int, int] = {}
         """Shards that were offered and not gathered yet: address → number of the offer."""
         self._given: dict[int, int] = {}
-        """Address of a tensor that was reduced or gathered → number of its last offer."""
+        """Address of a tensor that was reduced, or gathered without being offered before → number of its offer."""
         self._unsummed: deque[tuple[int, Tensor]] = deque()
         """All-reduces in which this rank has to sum its slice yet: (number of the offer, its memory), oldest first."""
 
@@ -58,7 +58,7 @@ class InPlace(Transport):
         return arena().empty(numel, dtype, byte=place * dtype.itemsize % mmap.PAGESIZE)
 
     def joined(self, numel: int, dtype: torch.dtype) -> Joined | None:
-        if numel // self.size * dtype.itemsize < LEAST_JOINED_BYTES:
+        if numel // self.size * dtype.itemsize < LEAST_JOINED_BYTES or not Joined.fits(self.size):
             return None
         with suppress(OSError):
             return Joined(numel, dtype, self.size)
@@ -66,8 +66,7 @@ class InPlace(Transport):
 
     def offer(self, shards: Sequence[Tensor]) -> None:
         for shard in shards:
-            number, _ = self._offer_whole(shard)
-            self._offered[shard.data_ptr()] = self._given[shard.data_ptr()] = number
+            self._offered[shard.data_ptr()] = self._offer_whole(shard)[0]
 
     def wait_until_all_read(self) -> None:
         self._meeting.wait_until_all_read()
@@ -76,8 +75,8 @@ class InPlace(Transport):
         self._meeting.wait_all(Number.TAKEN, self._given.get(buffer.data_ptr(), -1) + 1)
 
     def wait_until_let_go(self, shards: Sequence[Tensor]) -> None:
-        offers = (self._given.get(shard.data_ptr()) for shard in shards)
-        self._meeting.wait_until_let_go([offer for offer in offers if offer is not None])
+        places = (arena().find(shard.data_ptr(), shard.nbytes) for shard in shards)
+        self._meeting.wait_until_let_go([place.block for place in places if place is not None])
 
     def withdraw(self) -> None:
         self._offered.clear()

@@ -239,9 +239,9 @@ class Flat:
         return joined or self._stores.pages.room(self.padded, self.dtype, group.device)
 
     @property
-    def joined(self) -> bool:
-        """Whether what is gathered are peers' shards where they lie, which must not change while one is here."""
-        return isinstance(self._coming, Joined)
+    def is_used_in_place(self) -> bool:
+        """Whether peers may use this rank's shard where it lies, whatever this one does with theirs."""
+        return self._joins
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 

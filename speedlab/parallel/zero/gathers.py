@@ -196,7 +196,7 @@ class Gathers:
             group.wait_until_all_read()
         for flat in self._flats:
             flat.all_read()
-        self._group.wait_until_let_go([flat.shard for flat in self._flats if flat.joined])
+        self._group.wait_until_let_go([flat.shard for flat in self._flats if flat.is_used_in_place])
 
     def before_change(self) -> None:
         """Parameters are about to change."""
