@@ -284,6 +284,14 @@ def test_mappings_are_counted() -> None:
         assert not Joined.fits(2)
         made.pop()
         assert Joined.fits(2)
+        with mock.patch.object(module, "_pages_follow", return_value=False):
+            assert not Joined.fits(2)
+
+
+def test_private_pages_follow_their_file_here() -> None:
+    assert module._pages_follow()
+    with mock.patch.object(module, "map_over"):
+        assert not module._pages_follow.__wrapped__()
 
 
 def over_another_transport() -> None:

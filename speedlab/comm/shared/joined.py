@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from speedlab.comm.shared.meeting import Meeting
-from speedlab.comm.shared.segments import drop_copies, map_anew
+from speedlab.comm.shared.segments import Mapping, create_file, drop_copies, map_anew, map_over
 
 _PAGE = mmap.PAGESIZE
 _NORESERVE = 0x4000
@@ -113,8 +113,9 @@ class Joined:
 
     @classmethod
     def fits(cls, size: int) -> bool:
-        """Whether the system allows this process the mappings of one more, of so many ranks, and as many for others."""
-        return cls._all_mappings + _mappings_of(size) <= _most_mappings() // 2
+        """Whether the system maps as this needs, and allows this process the mappings of one more, of so many ranks,
+        beside as many for others."""
+        return cls._all_mappings + _mappings_of(size) <= _most_mappings() // 2 and _pages_follow()
 
     def come(self) -> None:
         self.here = True
@@ -169,6 +170,24 @@ class Joined:
 def _mappings_of(size: int) -> int:
     """A piece of each rank, and what stands around each."""
     return 2 * size + 1
+
+
+@cache
+def _pages_follow() -> bool:
+    """Whether private pages of a file that were read show what is written there later, as Linux's do: what mmap(2)
+    promises leaves that open."""
+    file = create_file(_PAGE)
+    try:
+        written = Mapping(file.descriptor, _PAGE)
+        page = np.frombuffer(mmap.mmap(-1, _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+        map_over(page.ctypes.data, _PAGE, file.descriptor, 0)
+        first = int(page[0])
+        written.bytes[0] = first + 1
+        return int(page[0]) == first + 1
+    except (OSError, MemoryError):
+        return False
+    finally:
+        file.close()
 
 
 @cache
