@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -34,8 +34,14 @@ class _Instead:
         return self._new(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._refuse("copy.deepcopy")
+
+    def __reduce__(self) -> Any:
+        self._refuse("pickle (torch.save)")
+
+    def _refuse(self, who: str) -> NoReturn:
         raise RuntimeError(
-            f"copy.deepcopy: a module of the model, {self._kind}, computes a part of what it does in one process "
+            f"{who}: a module of the model, {self._kind}, computes a part of what it does in one process "
             "(parallel.tp, parallel.cp), and a copy would not; copy the model before initialize, and load "
             "engine.state_dict() into that, which all ranks call"
         )

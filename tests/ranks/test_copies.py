@@ -60,6 +60,32 @@ def test_a_copy_is_a_module_of_its_own(two: Pool, case: Case) -> None:
     assert 1e-5 < abs(averaged - seen) < 1
 
 
+def in_a_file(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    """A look through what `torch.save` has written of the module itself, and its values; it trains on by itself."""
+    file = io.BytesIO()
+    with engine_for(case) as engine:
+        engine_step(engine, case, 0)
+        whole = engine.state_dict()
+        torch.save(engine.module, file)
+        engine_step(engine, case, 1)
+        read = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+        seen = look(read) if dist.get_rank() == 0 else None
+        assert all(each.equal(whole[name]) for name, each in read.state_dict().items())
+        if dist.get_rank() == 0:
+            read(*case.batch(9, 0)).backward()
+        assert {type(each) for each in read.parameters()} == {nn.Parameter}
+        copy.deepcopy(read)
+        return seen, whole
+
+
+@pytest.mark.parametrize("case", CASES, ids=["0", "1, checkpointing", "2, partitioned inputs"])
+def test_a_module_in_a_file_is_one_of_its_own(two: Pool, case: Case) -> None:
+    plain = models.transformer()
+    seen, whole = two.run(in_a_file, case, timeout=30)[0]
+    plain.load_state_dict(whole)
+    torch.testing.assert_close(seen, look(plain), atol=1e-6, rtol=0)
+
+
 def copied_where_it_is_not(how: str) -> None:
     case = Case(stage=3, bucket_bytes=1)
     with engine_for(case) as engine:
@@ -68,11 +94,13 @@ def copied_where_it_is_not(how: str) -> None:
             copy.deepcopy(engine.module)
         elif how == "average":
             AveragedModel(engine.module)
+        elif how == "module":
+            torch.save(engine.module, io.BytesIO())
         else:
             torch.save(dict(engine.module.named_parameters()), io.BytesIO())
 
 
-@pytest.mark.parametrize("how", ["copy", "average", "file"])
+@pytest.mark.parametrize("how", ["copy", "average", "module", "file"])
 def test_parameters_that_are_not_here_cannot_be_copied(two: Pool, how: str) -> None:
     """They would be copied as NaN, and a person would find out much later."""
     with pytest.raises(RanksFailed, match=r"partitioned \(ZeRO stage 3\).*engine.state_dict\(\)"):

@@ -94,7 +94,15 @@ class _Replaced:
         if self._own is not None:
             return copy.deepcopy(self._own, memo)
         module = memo.get(id(self._module()))
-        return self if module is None else type(module).forward.__get__(module)
+        return self if module is None else _forward_of(module)
+
+    def __reduce__(self) -> Any:
+        return _forward_of, (self._module(), self._own)
+
+
+def _forward_of(module: Any, own: Any = None) -> Any:
+    """That of its class, where it has none of its `own`."""
+    return type(module).forward.__get__(module) if own is None else own
 
 
 def _checkpointed(forward: Any, module: nn.Module, *, selective: bool) -> Any:

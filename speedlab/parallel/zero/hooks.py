@@ -14,14 +14,26 @@ from cuda_ops.uncompiled import uncompiled
 def hook_of(owner: object, hooked: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
     """`hook(owner, module, …)` as a hook on `hooked`. It keeps neither alive, and torch.compile goes around it.
 
-    A copy of a module (copy.deepcopy, torch's AveragedModel) has the hooks of what it was made of, and there this one
-    does nothing: nobody partitions what a copy holds.
+    A copy of a module (copy.deepcopy, torch's AveragedModel, a file of torch.save) has `Nothing` in its place: nobody
+    partitions what a copy holds.
     """
-    this, mine = weakref.ref(owner), weakref.ref(hooked)
+    return _Hook(owner, hooked, hook)
+
+
+class _Hook:
+    def __init__(self, owner: object, hooked: nn.Module, hook: Callable[..., Any]) -> None:
+        self._owner, self._hooked, self._hook = weakref.ref(owner), weakref.ref(hooked), hook
 
     @uncompiled
-    def called(module: nn.Module, *rest: Any) -> Any:
-        found = this()
-        return hook(found, module, *rest) if found is not None and module is mine() else None
+    def __call__(self, module: nn.Module, *rest: Any) -> Any:
+        owner = self._owner()
+        return self._hook(owner, module, *rest) if owner is not None and module is self._hooked() else None
 
-    return called
+    def __reduce__(self) -> Any:
+        return Nothing, ()
+
+
+class Nothing:
+    """A hook that does nothing."""
+
+    def __call__(self, *ignored: Any) -> None: ...
