@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ from speedlab.cluster.supervisor.adopted import Adopted
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, connect, listen
 from speedlab.cluster.supervisor.client import Client, OtherVersionError, SupervisorGoneError
 from speedlab.cluster.supervisor.engines import Engines
-from speedlab.cluster.supervisor.hands import Here
+from speedlab.cluster.supervisor.hands import Here, Process
 from speedlab.cluster.supervisor.holds import Holds
 from speedlab.cluster.supervisor.journal import FileJournal
 from speedlab.cluster.supervisor.lost_hosts import LostHosts
@@ -166,10 +166,12 @@ class Hub:
         return [10, 11] if self.looks >= 0 else [10]
 
 
-def engines_of(line: Line, client: object) -> Engines:
-    """As much of them as ranks are asked by."""
+def engines_of(line: Line, client: object, *, size: int = 2, ended: Collection[int] = ()) -> Engines:
+    """As much of them as ranks are asked by. `ended`: ranks whose processes have."""
     made = object.__new__(Engines)
-    entries = [EngineEntry(rank=rank, pid=0, engine_id=10 + rank) for rank in range(2)]
+    entries = [EngineEntry(rank=rank, pid=0, engine_id=10 + rank) for rank in range(size)]
+    looks = [Process(alive=rank not in ended, suspended=False, rss_bytes=0) for rank in range(size)]
+    made.hands = SimpleNamespace(look=lambda engines: looks)  # type: ignore[assignment]
     made.state, made.client, made.line = SimpleNamespace(name="c", engines=entries), client, line  # type: ignore[assignment]
     made._lost = LostHosts()
     made.home = SimpleNamespace(generation=7)  # type: ignore[assignment]
@@ -862,3 +864,12 @@ def test_versions_that_differ_are_told(served: tuple[Path, FakeSupervisor], gree
     with pytest.raises(ChannelClosedError):
         client.receive()
     client.close()
+
+
+def test_a_refusal_names_all_that_are_dead_also_whom_the_controller_still_counts(line: Line) -> None:
+    engines = engines_of(line, SimpleNamespace(ids=[10, 11, 13]), size=4, ended=(0, 2))
+    with pytest.raises(ClusterError, match=r"ranks 0, 2 ended .* cluster\.restart\(0, 2\)"):
+        engines.living(None)
+    with pytest.raises(ClusterError, match=r"rank 2 ended"):
+        engines.living([1, 2, 3])
+    assert engines.living([1, 3]) == [1, 3]

@@ -176,8 +176,9 @@ class Engines:
         """`ranks`, or all; raises ClusterError when one does not exist or its engine is dead."""
         chosen = self.existing(ranks)
         dead = [rank for rank in chosen if not self.reaches(self.state.engines[rank])]
-        if dead:
-            raise ClusterError(self.way_back(dead))
+        if dead:  # The controller hears of one after the other: whose process has ended is named with them.
+            ended = {status.rank for status in self.status() if status.state == "dead"}
+            raise ClusterError(self.way_back([rank for rank in chosen if rank in dead or rank in ended]))
         return chosen
 
     @property
