@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from speedlab.offload import OffloadError
-from speedlab.parallel.zero.flat import ReadThenGathered
 from speedlab.parallel.zero.unit import Unit
 from speedlab.parallel.zero.units import ROOT, plan_units
+from speedlab.parallel.zero.ways import ReadThenGathered
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -34,7 +34,7 @@ def test_forgotten_gathers_leave_no_read_under_way(fails: bool) -> None:
     unit = Unit("blocks.0", [], [flat])
     reading: Any = SimpleNamespace(wait=read)
     other: Any = SimpleNamespace(wait=from_peers)
-    unit.gathers = [ReadThenGathered(reading, flat, torch.empty(0)), other]
+    unit.gathers = [ReadThenGathered(reading, other, torch.empty(2), torch.empty(1)), other]
     unit.forget_gather()
     assert happened == ["read", "release"]
     assert unit.gathers is None

@@ -23,10 +23,9 @@ import numpy as np
 import torch
 
 from speedlab.comm.shared.meeting import Meeting
-from speedlab.comm.shared.segments import Mapping, create_file, drop_copies, map_anew, map_over
+from speedlab.comm.shared.segments import NORESERVE, Mapping, create_file, drop_copies, map_anew, map_over
 
 _PAGE = mmap.PAGESIZE
-_NORESERVE = 0x4000
 _ENTRY = 8
 """Bytes that pagemap has for a page."""
 
@@ -99,7 +98,7 @@ class Joined:
         """Raises OSError where there are no addresses for it."""
         nbytes = numel * dtype.itemsize
         pages = -(-nbytes // _PAGE)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
         self._mappings = 0
         whole = torch.frombuffer(mmap.mmap(-1, pages * _PAGE, flags=flags), dtype=torch.uint8)
         self.tensor = whole[:nbytes].view(dtype)

@@ -20,7 +20,7 @@ import numpy as np
 _DROP_PAGES = 4
 """MADV_DONTNEED of madvise(2): this process's view of them goes. What was written into private pages is lost."""
 
-_FIXED, _NORESERVE = 0x10, 0x4000
+_FIXED, NORESERVE = 0x10, 0x4000
 """Flags of mmap(2): at this address, whatever is there; without counting it as memory that was promised."""
 
 _ASYNC = 1
@@ -85,14 +85,14 @@ class _Mapped:
 def map_over(address: int, nbytes: int, descriptor: int, offset: int) -> None:
     """Map `nbytes` of a file from `offset` on privately in place of the whole pages at `address`: what is written there
     stays with this process. Raises OSError, or MemoryError where that does not fit; then nothing may be there."""
-    _map(address, nbytes, mmap.MAP_PRIVATE | _FIXED | _NORESERVE, descriptor, offset)
+    _map(address, nbytes, mmap.MAP_PRIVATE | _FIXED | NORESERVE, descriptor, offset)
 
 
 def map_anew(address: int, nbytes: int) -> None:
     """Memory of this process, with any values, in place of the whole private pages at `address`. Raises MemoryError
     where there is none."""
     try:
-        _map(address, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED | _NORESERVE, -1, 0)
+        _map(address, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED | NORESERVE, -1, 0)
     except MemoryError:  # Where there are too many mappings, what was there still is, and will do.
         if _library().msync(address, nbytes, _ASYNC) != 0:
             raise

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from cuda_ops.blockwise8 import BLOCK as CODES
 from cuda_ops.stochastic import round_stochastically
-from speedlab.comm import CodedGathers, Group, Joined, Transfer
+from speedlab.comm import CodedGathers, Group, Joined
 from speedlab.layout import padded_numel, partition_range
 from speedlab.offload import AwayState, Coming, Kept, Stores, visit
 from speedlab.parallel.zero.flat_states import FlatStates
 from speedlab.parallel.zero.gradient import Gradient, gradient_of
 from speedlab.parallel.zero.shown import Shown
 from speedlab.parallel.zero.slot import Slot, lay_out
-from speedlab.parallel.zero.ways import CODECS, Secondary, TakenBySecondary, Waited, Ways
+from speedlab.parallel.zero.ways import CODECS, ReadThenGathered, Secondary, TakenBySecondary, Waited, Ways
 from speedlab.placement import EIGHT_BITS, Holders, Residency, Row, Where
 
 _ALIGNMENT_BYTES = 16
@@ -257,7 +257,7 @@ class Flat:
             away, secondary = self.away.get("parameter"), self.secondary
             if away is not None:
                 own = self.full[self.start : self.end]
-                return ReadThenGathered(away.kept.read(own), self, own)
+                return ReadThenGathered(away.kept.read(own), self.gathering, self.full, own)
             if secondary is not None and secondary.fresh:
                 return secondary.gather(self.full, in_place_of=self.gather_group)
             if isinstance(self._coming, Joined):
@@ -443,18 +443,6 @@ class Flat:
         in the place of those that it sends, so that these are made of the masters each time.)"""
         narrow = None if self._rounded or self.rounded or self.residency.gradients_wait else self.narrow
         return narrow if narrow is not None and narrow.device == self.master.device else None
-
-
-class ReadThenGathered:
-    """A gather whose own shard has to come from its place first."""
-
-    def __init__(self, reading: Transfer, flat: Flat, own: Tensor) -> None:
-        self.reading, self._flat, self._own = reading, flat, own
-
-    def wait(self) -> None:
-        self.reading.wait()
-        if self._flat.gather_group.size > 1:
-            self._flat.gathering.all_gather(self._flat.full, self._own).wait()
 
 
 def trainable_in_low_precision(dtype: torch.dtype) -> bool:

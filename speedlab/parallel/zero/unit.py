@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from speedlab.offload import OffloadError
-from speedlab.parallel.zero.flat import Flat, ReadThenGathered
-from speedlab.parallel.zero.ways import Waited
+from speedlab.parallel.zero.flat import Flat
+from speedlab.parallel.zero.ways import ReadThenGathered, Waited
 
 
 class Pass(Enum):

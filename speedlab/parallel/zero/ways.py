@@ -98,6 +98,19 @@ class Secondary:
         self.fresh = True
 
 
+class ReadThenGathered:
+    """A gather whose own shard has to come from its place first."""
+
+    def __init__(self, reading: Waited, gathering: Gathering, full: Tensor, own: Tensor) -> None:
+        """`own`: this rank's part of `full`, which is read."""
+        self.reading, self._gathering, self._full, self._own = reading, gathering, full, own
+
+    def wait(self) -> None:
+        self.reading.wait()
+        if self._own.numel() < self._full.numel():  # There are others.
+            self._gathering.all_gather(self._full, self._own).wait()
+
+
 class TakenBySecondary:
     """A gather over all ranks, which fills a secondary partition."""
 
