@@ -23,10 +23,17 @@ from cuda_ops.block_sparse_flex import attend_flex
 from cuda_ops.block_sparse_kernels import backward, forward
 from cuda_ops.library import register, register_autograd
 from cuda_ops.meter import meter
+from cuda_ops.processor import has_avx512, has_matrix_units
 from cuda_ops.tensors import FLOATS, array, check
 from cuda_ops.threads import share
 
 _LN_2 = math.log(2)
+
+
+def is_faster_dense(device: torch.device) -> bool:
+    """Whether these kernels are faster than torch's attention even where all blocks are seen: on CPUs with AVX-512,
+    unless torch has matrix units there."""
+    return device.type == "cpu" and has_avx512() and not has_matrix_units()
 
 
 def block_sparse_attention_reference(

@@ -48,7 +48,7 @@ COMPACT: Steps = (blockwise8.warm, stochastic.warm)
 """What a run with 8-bit moments or without float32 masters uses beside that."""
 
 SPARSE: Steps = (block_sparse_attention.warm,)
-"""What a run with block-sparse attention, or separate documents, uses beside that."""
+"""What a run with block-sparse attention, or separate documents, uses beside that; and dense attention on some CPUs."""
 
 SIGNS: Steps = (onebit.warm, onebit_take.warm, adam_frozen.warm)
 """What a run that sends signs uses beside that."""
@@ -56,34 +56,37 @@ SIGNS: Steps = (onebit.warm, onebit_take.warm, adam_frozen.warm)
 LAYERWISE: Steps = (lamb.warm, adam_frozen.warm)
 """What a run of LAMB uses beside that."""
 
-_DTYPES = (torch.float32, torch.bfloat16)
-
 _SILENT_SECONDS = 1.0
 
 
-def warm_up(progress: Callable[[str], None] | None = None, steps: Steps = EVERY_RUN) -> None:
-    """Return when the kernels of a run in float32 and bfloat16 are compiled.
+def warm_up(
+    progress: Callable[[str], None] | None = None,
+    steps: Steps = EVERY_RUN,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16),
+) -> None:
+    """Return when the kernels of `steps` are compiled for `dtypes`.
 
     `progress` gets a line once it has taken more than a second, and one at the end.
     """
     folder = cache_folder()
-    done = folder / "-".join(["warm", *(step.__module__ for step in steps if step not in EVERY_RUN)])
+    names = [step.__module__ for step in steps if step not in EVERY_RUN]
+    done = folder / "-".join(["warm", *names, *(str(dtype).removeprefix("torch.") for dtype in dtypes)])
     if done.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "warm.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
-            _compile(progress or (lambda line: None), steps)
+            _compile(progress or (lambda line: None), steps, dtypes)
             done.touch()
 
 
-def _compile(progress: Callable[[str], None], steps: Steps) -> None:
+def _compile(progress: Callable[[str], None], steps: Steps, dtypes: tuple[torch.dtype, ...]) -> None:
     began, told = time.monotonic(), False
-    for number, (warm, dtype) in enumerate(itertools.product(steps, _DTYPES)):
+    for number, (warm, dtype) in enumerate(itertools.product(steps, dtypes)):
         took = time.monotonic() - began
         if not told and took > _SILENT_SECONDS:
-            total = len(steps) * len(_DTYPES)
+            total = len(steps) * len(dtypes)
             progress(f"compiling {total} kernels for this machine, once; about {took * total / number:.0f} s")
             told = True
         warm(dtype)

@@ -14,7 +14,11 @@ from speedlab.bench.ranks import RankSet
 
 KEPT, AS_INSTALLED = "kept", "as installed"
 """What the C library does with the memory that a step frees: keeps it for the next step, as our engines ask it to, or
-gives it back to the system, as plain processes of torch do."""
+gives it back to the system, as plain processes of torch do. With the first, torch has float32 multiplied by oneDNN, as
+our engines do where that is faster; with the second as it does of itself."""
+
+ON_PRODUCTS = "on products"
+"""Ends the name of a contestant of plain torch whose layers multiply float32 as our engine's do, the others not."""
 
 COMPRESSED = "onebit_adam"
 """Begins the names of our engine's steps with signs of momenta in the place of gradients."""
@@ -54,6 +58,17 @@ def project_at(path: Path | None) -> Path | None:
 
 
 # ---- in a rank process -----------------------------------------------------------------------------------------------
+
+
+def let_onednn_multiply() -> None:
+    """Give a process of plain torch the setting with which oneDNN multiplies float32, where our engine lets it."""
+    import torch
+
+    from cuda_ops import products
+
+    if products.faster():
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # type: ignore[attr-defined]  # torch makes it at run time
+
 
 _ready: dict[str, Callable[[], object]] = {}
 

@@ -1,8 +1,9 @@
 """The training steps that `bench step` compares with ours: one model, one batch, and a different way to keep ranks in
 step.
 
-Every peer has what ours has: the same allocator setting, torch's fused AdamW in one pass, gradients that are dropped
-instead of zeroed. All use the full logits and torch's cross-entropy.
+Every peer has what ours has: the same allocator setting, torch's setting with which oneDNN multiplies float32 where our
+engine lets it, torch's fused AdamW in one pass, gradients that are dropped instead of zeroed. All use the full logits
+and torch's cross-entropy.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from speedlab.bench.contest import AS_INSTALLED, COMPRESSED
+from cuda_ops import products
+from speedlab.bench.contest import AS_INSTALLED, COMPRESSED, KEPT, ON_PRODUCTS, let_onednn_multiply
 from speedlab.bench.table import missing
 from speedlab.bench.workload import LEARNING_RATE, MICRO_BATCH, batch, model_of
 from speedlab.comm.shared import BACKEND, register
@@ -30,14 +32,15 @@ Step = Callable[[Tensor, Tensor], None]
 
 def names() -> list[str]:
     """Every contestant, the limit first. Peers use gloo, as their users do, and once more our shared-memory backend, so
-    that engine and collectives can be told apart. DeepSpeed only where it is installed."""
+    that engine and collectives can be told apart; the limit once more with our products in its layers. DeepSpeed only
+    where it is installed."""
     peers = ["DDP", "ZeroRedundancyOptimizer", "FSDP2 kept", "FSDP2 resharded"]
     on_ours = [f"{peer} on shared" for peer in ("DDP", "FSDP2 kept", "FSDP2 resharded")]
     deepspeed = [f"DeepSpeed {stage}" for stage in range(4)] if not missing() else []
     own = [f"{kind} {stage}" for kind in ("ours", "shipped") for stage in range(4)]
     own += [f"{COMPRESSED} {stage}" for stage in (0, 1)]
     as_installed = [f"{name} {AS_INSTALLED}" for name in ("limit", "DDP")]
-    return ["limit", *peers, *on_ours, *deepspeed, *own, *as_installed]
+    return ["limit", *peers, *on_ours, f"limit {ON_PRODUCTS}", *deepspeed, *own, *as_installed]
 
 
 def is_ours(name: str) -> bool:
@@ -45,15 +48,22 @@ def is_ours(name: str) -> bool:
     return name.split()[0] in ("ours", "shipped", COMPRESSED)
 
 
+def settings_of(name: str) -> str:
+    """Which settings the processes of a peer have: `KEPT`, `AS_INSTALLED`, or `ON_PRODUCTS`."""
+    return next((settings for settings in (AS_INSTALLED, ON_PRODUCTS) if name.endswith(settings)), KEPT)
+
+
 def build(name: str, dtype_name: str) -> Callable[[], None]:
     """The step of a peer on this rank and its batch."""
     dtype = getattr(torch, dtype_name)
+    if settings_of(name) == KEPT:
+        let_onednn_multiply()
     model = model_of(name)
-    kind, *variant = name.removesuffix(AS_INSTALLED).split()
+    kind, *variant = name.removesuffix(AS_INSTALLED).removesuffix(ON_PRODUCTS).split()
     # DeepSpeed uses the default group, which is gloo: it takes no other.
     group = _group(BACKEND if variant[-1:] == ["shared"] else "gloo") if kind not in ("limit", "DeepSpeed") else None
     makers: dict[str, Callable[[], Step]] = {
-        "limit": lambda: _alone(model, dtype),
+        "limit": lambda: _alone(model, dtype, layers=settings_of(name) == ON_PRODUCTS),
         "DDP": lambda: _ddp(model, dtype, group),
         "ZeroRedundancyOptimizer": lambda: _zero_redundancy(model, dtype, group),
         "FSDP2": lambda: _fsdp(model, dtype, group, reshard=variant[0] == "resharded"),
@@ -92,9 +102,12 @@ class _Masters:
             master.grad = None
 
 
-def _alone(model: nn.Module, dtype: torch.dtype) -> Step:
-    """The no-communication limit: as many independent processes, each with the whole model."""
+def _alone(model: nn.Module, dtype: torch.dtype, *, layers: bool) -> Step:
+    """The no-communication limit: as many independent processes, each with the whole model. `layers`: whose layers
+    multiply as our engine's do."""
     model = model.to(dtype)
+    if layers:
+        products.hook(model.modules())
     masters = _Masters(list(model.parameters()))
 
     def step(tokens: Tensor, targets: Tensor) -> None:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from speedlab.bench.contest import BEFORE, Contestant, hold
+from speedlab.bench.contest import BEFORE, Contestant, hold, let_onednn_multiply
 from speedlab.bench.interleave import Times
 from speedlab.bench.ranks import KEPT_MEMORY, RankSet
 from speedlab.layout import Layout
@@ -93,6 +93,7 @@ def _plain_step(dtype: str) -> Callable[[Any], float | None]:
     from speedlab.bench.layout_case import OPTIMIZER
     from speedlab.bench.workload import model_of
 
+    let_onednn_multiply()
     return torch_layouts.make_plain_step(model_of("limit"), getattr(torch, dtype), OPTIMIZER)
 
 
@@ -125,6 +126,7 @@ def _build_torch(name: str, case: Any) -> Callable[[], object]:
     from speedlab.bench.layout_case import OPTIMIZER
     from speedlab.bench.workload import model_of
 
+    let_onednn_multiply()
     dtype = getattr(torch, case.dtype)
     step = torch_layouts.make_step(model_of("torch"), LAYOUTS[name], case.cut, dtype, OPTIMIZER)
     return case.checked("torch", step)

@@ -159,6 +159,11 @@ class PrecisionConfig(Part):
         default="float32",
         description="The optimizer's moments between two steps: float32, or blockwise 8 bits (arXiv:2110.02861)",
     )
+    products: Literal["auto", "torch"] = Field(
+        default="auto",
+        description="float32 on CPUs only: 'auto' multiplies in linear layers and the loss by oneDNN where that is "
+        "faster and as exact (AMD with AVX-512), 'torch' by what torch calls of itself",
+    )
 
 
 class ActivationConfig(Part):

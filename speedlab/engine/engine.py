@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import speedlab.engine.checkpoint as checkpoint
+from cuda_ops import products
 from speedlab.comm import PeerLost
 from speedlab.engine.build.attention import BlockSparse
 from speedlab.engine.build.kept_inputs import kept_inputs_of
@@ -82,6 +83,9 @@ class Engine(DeepSpeedNames):
         self._looking = Looking(self, outside_bytes=outside_bytes)
         self._settled = not config.offload.used
         """Whether lasting memory has its place, as far as somebody cares."""
+        products.choose(config.precision.products)
+        modules = {module for part in self.modules for module in part.modules()}
+        self._hooks = products.hook(modules) if products.in_use(device, self.dtype) != "torch" else []
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -234,6 +238,8 @@ class Engine(DeepSpeedNames):
                 self._step.reset()
             name_module(error, self.modules, step=self.global_step + 1, rank=self.world.rank)
             raise
+        finally:
+            products.end()
 
     @contextmanager
     def _around_update(self) -> Iterator[None]:
@@ -401,6 +407,8 @@ class Engine(DeepSpeedNames):
         self.tell_of_early_writes()
         untold = self.partitioned_optimizer.untold
         self._streams.detach()
+        for hook in self._hooks:
+            hook.remove()
         self._wrapper.undo()
         self._attention.undo()
         try:

@@ -6,17 +6,12 @@ the token before, as in Hugging Face's packed batches (`DataCollatorWithFlatteni
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from cuda_ops.block_sparse_attention import block_sparse_attention
-from cuda_ops.tensors import FLOATS
-from speedlab.config.attention import head_fits
-from speedlab.models.attention_layout import causal_layout
+from speedlab.models.dense_attention import attend_in_blocks, kernel_takes
 
 IGNORED = -100
 """A target that does not count."""
@@ -82,8 +77,6 @@ def attend_within(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
     attention with a mask, (B, 1, T, T).
     """
     length = q.shape[2]
-    if q.dtype not in FLOATS or not head_fits(q.shape[3]):
+    if not kernel_takes(q):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=document_mask(starts, length))
-    layout: Any = causal_layout(length)  # pyright: ignore[reportArgumentType]  # disable() loses its types
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    return block_sparse_attention(q, k, v, layout, starts=starts_for(starts, length))
+    return attend_in_blocks(q, k, v, starts_for(starts, length))

@@ -24,9 +24,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from cuda_ops.block_sparse_attention import block_sparse_attention
 from cuda_ops.linear_cross_entropy import linear_cross_entropy
+from cuda_ops.products import Product
 from cuda_ops.tensors import FLOATS
 from speedlab.config import AttentionConfig, ModelConfig
 from speedlab.models.attention_layout import layout_of
+from speedlab.models.dense_attention import Kernel, attend_to_all
 from speedlab.models.documents import attend_within, check_positions, document_mask, document_starts, starts_for
 from speedlab.models.tiles import in_tiles
 
@@ -87,16 +89,17 @@ class Attend(nn.Module):
     those of no other. Each kind of device has a generator of its own, and drops other elements.
     """
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, kernel: Kernel = "auto") -> None:
         super().__init__()
         self.dropout = dropout
+        self.kernel: Kernel = kernel
         self.first_head = 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
         if not self.training or self.dropout == 0:
             if starts is not None:
                 return attend_within(q, k, v, starts)
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return attend_to_all(q, k, v, kernel=self.kernel)
         seen = None if starts is None else document_mask(starts, q.shape[2])
         seed = self.draw_seed()
         heads = zip(*(each.split(1, dim=1) for each in (q, k, v)), strict=True)
@@ -150,7 +153,8 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size = config.hidden // config.heads
         self.qkv = Linear(config.hidden, 3 * config.hidden, bias=config.bias)
-        self.attend = Attend(config.dropout) if config.attention.kind == "dense" else SparseAttend(config.attention)
+        dense = config.attention.kind == "dense"
+        self.attend = Attend(config.dropout, config.attention.kernel) if dense else SparseAttend(config.attention)
         self.out = Linear(config.hidden, config.hidden, bias=config.bias, std=_residual_std(config))
         self.dropout = Dropout(config.dropout)
 
@@ -230,6 +234,7 @@ class Prediction(nn.Module):
     def __init__(self, *, chunked: bool) -> None:
         super().__init__()
         self.chunked = chunked
+        self.product = Product()
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor | None) -> GPTOutput:
         """The loss where there are targets, else the logits."""
@@ -239,7 +244,7 @@ class Prediction(nn.Module):
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """(B, T, V) of `x` (B, T, C) and `weight` (V, C)."""
-        return F.linear(x, weight)
+        return self.product(x, weight)
 
     def loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy of `targets` (B, T): float32 scalar."""

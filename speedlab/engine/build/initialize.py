@@ -40,6 +40,8 @@ from speedlab.engine.step.model_part import ModelPart
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.engine.step.precision import LossScale, compute_dtype
 from speedlab.layout import Layout
+from speedlab.models.dense_attention import takes_own
+from speedlab.models.gpt import Attend
 from speedlab.offload import Stores
 from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.zero import UnitChoice
@@ -114,6 +116,7 @@ def initialize(
     parts = {"loss": loss, "units": units, "tp_plan": tp_plan, "batch": batch, "groups": groups}
     engine = _build(model, optimizer, lr_scheduler, config, world, **parts)
     _refuse_plateau(engine)
+    _prepare_attention(engine)
     for module in engine.modules:
         _engines[module] = weakref.ref(engine)
     engine.epochs = epochs
@@ -225,6 +228,13 @@ def _prepare_kernels(config: RunConfig, optimizer: OptimizerChoice, device: torc
     sparse = config.model.attention.kind == "block_sparse" or config.data.documents == "separate"
     if sparse and device.type == "cpu":
         warm.warm_up(lambda line: print(line, flush=True), steps=warm.SPARSE)
+
+
+def _prepare_attention(engine: Engine) -> None:
+    """Compile what dense attention of the built-in GPT takes on this processor, for the dtype it computes in."""
+    dense = [module for part in engine.modules for module in part.modules() if isinstance(module, Attend)]
+    if not engine.config.compile and any(takes_own(each.kernel, engine.world.device) for each in dense):
+        warm.warm_up(lambda line: print(line, flush=True), steps=warm.SPARSE, dtypes=(engine.dtype,))
 
 
 def _check_islands(mesh: Mesh, config: RunConfig) -> None:

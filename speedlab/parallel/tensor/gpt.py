@@ -100,7 +100,7 @@ class BuiltIn:
         x = self._whole_input(x)
         if self._sequence and self._length is not None:
             x = x[:, : self._length]
-        return gather(F.linear(x, weight), self._group, -1, self._model.config.vocab_size)
+        return gather(self._model.prediction.product(x, weight), self._group, -1, self._model.config.vocab_size)
 
     def _loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         x = self._whole_input(x)[:, : targets.shape[1]]

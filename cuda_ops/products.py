@@ -1,0 +1,198 @@
+"""Products of float32 matrices on CPUs, by oneDNN where that is faster than what torch calls.
+
+torch multiplies float32 with MKL, which takes its AVX2 kernels on processors of AMD: half of what those with AVX-512
+can do. oneDNN, which torch brings along, asks the processor what it can. torch calls it where float32 may be multiplied
+as bfloat16 (`torch.backends.mkldnn.matmul.fp32_precision`), of which oneDNN makes use where there are matrix units for
+it (AMX); without them its products are float32's. `faster` tries whether they are.
+
+That setting is the process's. Here it holds only while a product is under way: small ones, as attention's, are slower
+that way, and `torch.get_float32_matmul_precision` raises an error while it differs from other settings. Where a caller
+has set it, it stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from cuda_ops.processor import has_avx512, is_amd
+
+Choice = Literal["auto", "torch"]
+"""Of the processor's, or what torch calls anyway."""
+
+_OTHER = "bf16"
+_DEFAULTS = ("none", "ieee")
+"""The setting with which oneDNN multiplies, and those in which it is changed: nothing set, and float32 asked for."""
+
+_PRODUCTS = frozenset({"MmBackward0", "AddmmBackward0", "BmmBackward0"})
+_LONGEST_WAY = 8
+"""Nodes of the graph between what a layer gives and its product: views, an added bias, exchanges between ranks."""
+
+LEAST_ROWS, LEAST_ELEMENTS = 8, 1 << 13
+"""Of what is multiplied by a matrix: with fewer, torch's own products are as fast or faster."""
+
+_TRIED = ((256, 384, 256), (33, 77, 65), (512, 64, 1536), (1, 512, 512))
+_EXACT = 2e-5
+"""Shapes whose products are tried, and the greatest error in them, as a share of the greatest element. Factors that are
+rounded to bfloat16 give some 1e-3."""
+
+
+class _Process:
+    """What was chosen, and what torch's setting was while it is changed."""
+
+    chosen: Choice = "auto"
+    before: str | None = None
+
+
+_process = _Process()
+
+
+def choose(products: Choice) -> None:
+    """By whom this process multiplies float32 from now on, here and in layers that have `hook`."""
+    _process.chosen = products
+    end()
+
+
+def in_use(device: torch.device, dtype: torch.dtype) -> str:
+    """Whose products of `dtype` this process takes on `device`: "oneDNN", or "torch", what torch calls of itself."""
+    float32 = device.type == "cpu" and dtype is torch.float32
+    return "oneDNN" if float32 and _process.chosen == "auto" and faster() else "torch"
+
+
+@cache
+def faster() -> bool:
+    """Whether oneDNN's products of float32 are faster than torch's own on this processor, and as exact."""
+    return is_amd() and has_avx512() and torch.backends.mkl.is_available() and _can_be_set() and _is_exact()
+
+
+def _can_be_set() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.backends.mkldnn, "matmul")
+
+
+def _is_exact() -> bool:
+    random = torch.Generator().manual_seed(0)
+    before = _setting()
+    try:
+        for rows, inner, columns in _TRIED:
+            left, right = (torch.randn(shape, generator=random) for shape in ((rows, inner), (columns, inner)))
+            _set(_OTHER)
+            product = torch.mm(left, right.t())
+            _set(before)
+            exact = torch.mm(left.double(), right.double().t())
+            if (product - exact).abs().max() > _EXACT * exact.abs().max():
+                return False
+    finally:
+        _set(before)
+    return True
+
+
+def _setting() -> str:
+    return torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]  # torch makes it at run time
+
+
+def _set(value: str) -> None:
+    torch.backends.mkldnn.matmul.fp32_precision = value  # type: ignore[attr-defined]  # as above
+
+
+def begin() -> None:
+    """The next products of float32 are oneDNN's, where that is faster."""
+    if _process.chosen == "auto" and faster() and (now := _setting()) in _DEFAULTS:
+        _process.before = now
+        _set(_OTHER)
+
+
+def end() -> None:
+    """What follows is torch's again. Of no effect where nothing has begun, as after an exception."""
+    if _process.before is not None:
+        _set(_process.before)
+        _process.before = None
+
+
+def mm(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """`torch.mm`, not differentiable, of matrices of any dtype on any device."""
+    if _is_wanted(left):
+        begin()
+    try:
+        return torch.mm(left, right, out=out)
+    finally:
+        end()
+
+
+def addmm_(total: Tensor, left: Tensor, right: Tensor, *, beta: float = 1) -> Tensor:
+    """`torch.Tensor.addmm_`, likewise."""
+    if _is_wanted(left):
+        begin()
+    try:
+        return total.addmm_(left, right, beta=beta)
+    finally:
+        end()
+
+
+class Product(nn.Module):
+    """x (…, C) times the transpose of a weight (V, C) that is another module's: a place for hooks, as a layer is."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """(…, V)."""
+        return nn.functional.linear(x, weight)
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+def hook(modules: Iterable[nn.Module]) -> list[RemovableHandle]:
+    """Let the linear layers among `modules` multiply float32 as chosen here, forward and backward, until the handles
+    are removed. Their graph, and so what may be done with it, stays torch's."""
+    handles = []
+    for layer in filter(_is_linear, modules):
+        handles += [layer.register_forward_pre_hook(_before_forward), layer.register_forward_hook(_after_forward)]
+    return handles
+
+
+def _is_linear(module: nn.Module) -> bool:
+    # Conv1D is how GPT-2 has its linear layers in transformers, which is not imported for that.
+    return isinstance(module, nn.Linear | Product) or type(module).__name__ == "Conv1D"
+
+
+def _before_forward(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    if inputs and _is_wanted(inputs[0]):
+        begin()
+
+
+def _after_forward(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    end()
+    if inputs and _is_wanted(inputs[0]) and isinstance(output, Tensor) and output.requires_grad:
+        node = output.grad_fn
+        for _ in range(_LONGEST_WAY):
+            if node is None:
+                return
+            if node.name() in _PRODUCTS:
+                node.register_prehook(_before_backward)
+                node.register_hook(_after_backward)
+                return
+            node = node.next_functions[0][0] if node.next_functions else None
+
+
+def _is_wanted(x: Any) -> bool:
+    """Whether products of `x` are oneDNN's, by what it is. Not those of fake tensors and the like, nor where torch
+    traces: then the compiler makes them."""
+    return (
+        type(x) in (Tensor, nn.Parameter)
+        and x.dtype is torch.float32
+        and x.is_cpu
+        and x.numel() >= max(LEAST_ELEMENTS, LEAST_ROWS * x.shape[-1])
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def _before_backward(gradients: tuple[Tensor | None, ...]) -> None:
+    begin()
+
+
+def _after_backward(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]) -> None:
+    end()
