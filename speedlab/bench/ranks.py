@@ -21,7 +21,11 @@ _ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore::FutureWarning",  # Peers call torch's functions by names of yesterday.
 }
 
-KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+KEPT_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_MMAP_MAX_": "0",
+}
 """What `initialize` asks of glibc's allocator, as glibc reads it from the environment: processes that have it keep
 freed memory as engines do."""
 

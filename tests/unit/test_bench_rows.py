@@ -76,10 +76,11 @@ def test_peers_get_the_allocator_setting_that_engines_ask_for(monkeypatch) -> No
 
     monkeypatch.setattr(ctypes, "CDLL", Library)
     keep_freed_memory()
-    mmap_threshold, trim_threshold = -3, -1  # mallopt(3)
+    mmap_threshold, trim_threshold, mmap_max = -3, -1, -4  # mallopt(3)
     assert asked == {
         mmap_threshold: int(KEPT_MEMORY["MALLOC_MMAP_THRESHOLD_"]),
         trim_threshold: int(KEPT_MEMORY["MALLOC_TRIM_THRESHOLD_"]),
+        mmap_max: int(KEPT_MEMORY["MALLOC_MMAP_MAX_"]),
     }
 
 

@@ -157,11 +157,12 @@ def _of_peers(status: str) -> int:
     return max(0, int(shared.split()[1]) * 1024 - arena().nbytes)
 
 
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
-"""Names of two settings of glibc's allocator (mallopt(3))."""
+_MMAP_THRESHOLD, _TRIM_THRESHOLD, _MMAP_MAX = -3, -1, -4
+"""Names of three settings of glibc's allocator (mallopt(3))."""
 
-_KEPT_BYTES, _LARGEST_KEPT_BYTES = 1 << 30, 32 << 20
-"""Freed memory that a process keeps at the end of its heap; the largest block that comes from the heap at all."""
+_KEPT_BYTES, _LARGEST_KEPT_BYTES, _USUAL_MAPPINGS = 1 << 30, 32 << 20, 1 << 16
+"""Freed memory that a process keeps at the end of its heap; the largest block that comes from the heap as long as
+blocks may have mappings of their own, and of how many that is true unless somebody says otherwise."""
 
 
 def keep_freed_memory() -> None:
@@ -174,6 +175,7 @@ def keep_freed_memory() -> None:
         library = ctypes.CDLL("libc.so.6")
         library.mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)  # First: setting either ends its growing by itself.
         library.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+        library.mallopt(_MMAP_MAX, 0)  # No threshold is above that: logits alone are larger.
 
 
 _SPARING_BYTES = 256 << 10
@@ -192,6 +194,7 @@ def give_freed_memory_back() -> None:
         library = ctypes.CDLL("libc.so.6")
         library.mallopt(_MMAP_THRESHOLD, _SPARING_BYTES)
         library.mallopt(_TRIM_THRESHOLD, _SPARING_BYTES)
+        library.mallopt(_MMAP_MAX, _USUAL_MAPPINGS)
         library.malloc_trim(0)
 
 
