@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.hooks import RemovableHandle
 
 from cuda_ops.processor import has_avx512, is_amd
@@ -67,7 +68,10 @@ def in_use(device: torch.device, dtype: torch.dtype) -> str:
 @cache
 def faster() -> bool:
     """Whether oneDNN's products of float32 are faster than torch's own on this processor, and as exact."""
-    return is_amd() and has_avx512() and torch.backends.mkl.is_available() and _can_be_set() and _is_exact()
+    if not (is_amd() and has_avx512() and torch.backends.mkl.is_available() and _can_be_set()):
+        return False
+    with unset_fake_temporarily(), torch.no_grad():
+        return _is_exact()
 
 
 def _can_be_set() -> bool:
@@ -76,10 +80,11 @@ def _can_be_set() -> bool:
 
 def _is_exact() -> bool:
     random = torch.Generator().manual_seed(0)
+    kind: Any = {"generator": random, "dtype": torch.float32, "device": "cpu"}  # Whatever the caller's defaults are.
     before = _setting()
     try:
         for rows, inner, columns in _TRIED:
-            left, right = (torch.randn(shape, generator=random) for shape in ((rows, inner), (columns, inner)))
+            left, right = (torch.randn(shape, **kind) for shape in ((rows, inner), (columns, inner)))
             _set(_OTHER)
             product = torch.mm(left, right.t())
             _set(before)
