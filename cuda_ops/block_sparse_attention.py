@@ -78,7 +78,8 @@ def block_sparse_attention(
     """softmax(q kᵀ scale) v over the blocks of `layout`: (B, H, T, D) of q's dtype, differentiable once.
 
     Args:
-        q: (B, H, T, D) float32, bfloat16 or float16; D a multiple of 8 from 16 to 256.
+        q: (B, H, T, D) float32, bfloat16 or float16; D a multiple of 8 from 16 to 256. On CPUs in any order of memory,
+            of which the kernels make copies for as long as they work; the result has that of q.
         k, v: (B, H, S, D) of the same dtype.
         layout: of as many blocks as T and S need; where they are no multiples of the block, the last ones are partial.
         scale: 1 / √D when left out.
@@ -87,7 +88,7 @@ def block_sparse_attention(
     A query that sees no key gives zeros. Raises ValueError for wrong dtypes, shapes, strides, devices, or a layout of
     another size.
     """
-    _check(q, k, v, layout.mask.shape, layout.block, starts)
+    _check(q, k, v, layout.mask.shape, layout.block, starts, strided=q.device.type == "cpu")
     factor = q.shape[3] ** -0.5 if scale is None else scale
     if q.device.type == "cuda":
         return attend_flex(q, k, v, layout, factor, starts)
@@ -132,12 +133,19 @@ def _arguments(
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, blocks: tuple[int, ...] | torch.Size, block: int, starts: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: tuple[int, ...] | torch.Size,
+    block: int,
+    starts: Tensor | None,
+    *,
+    strided: bool = False,
 ) -> None:
-    check("q", q, dtypes=FLOATS, shape=[None] * 4)
+    check("q", q, dtypes=FLOATS, shape=[None] * 4, strided=strided)
     batch, heads, _, depth = q.shape
-    check("k", k, dtypes=[q.dtype], shape=[batch, heads, None, depth], like=q)
-    check("v", v, dtypes=[q.dtype], shape=k.shape, like=q)
+    check("k", k, dtypes=[q.dtype], shape=[batch, heads, None, depth], like=q, strided=strided)
+    check("v", v, dtypes=[q.dtype], shape=k.shape, like=q, strided=strided)
     if depth % 8 or not 16 <= depth <= 256:
         raise ValueError(f"q: head size is {depth}, expected a multiple of 8 from 16 to 256")
     needed = (-(-q.shape[2] // block), -(-k.shape[2] // block))
@@ -150,8 +158,8 @@ def _check(
 
 
 def _heads(tensor: Tensor) -> np.ndarray:
-    """(B, H, …) → (B · H, …), as kernels see it."""
-    return array(tensor.flatten(0, 1))
+    """(B, H, …) → (B · H, …), as kernels see it: a copy where heads do not lie one after the other."""
+    return array(tensor.flatten(0, 1).contiguous())
 
 
 def _blocks(q: Tensor, lists: Sequence[Tensor], starts: Tensor | None) -> tuple[np.ndarray, ...]:
@@ -173,14 +181,14 @@ def _attend_cpu(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
-    nbytes = q.nbytes + k.nbytes + v.nbytes + out.nbytes
+    found, lse = q.new_empty(q.shape), torch.empty(q.shape[:3])
+    nbytes = q.nbytes + k.nbytes + v.nbytes + found.nbytes
     with meter.record("block_sparse_attention", nbytes, q.device):
         items = q.shape[0] * q.shape[1] * (len(offsets) - 1)
         blocks = _blocks(q, (offsets, columns, distances), starts)
         arguments = *map(_heads, (q, k, v)), *blocks, block, causal, window, scale
-        share(forward, items, *arguments, _heads(out), _heads(lse), multiple=1, worth=4)
-    return out, lse
+        share(forward, items, *arguments, _heads(found), _heads(lse), multiple=1, worth=4)
+        return _laid_as(found, q), lse
 
 
 def _attend_fake(
@@ -215,14 +223,20 @@ def _gradients_cpu(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = [torch.empty_like(each) for each in (q, k, v)]
+    gradients = [each.new_empty(each.shape) for each in (q, k, v)]
     nbytes = 3 * q.nbytes + 2 * (k.nbytes + v.nbytes)
     with meter.record("block_sparse_attention_backward", nbytes, q.device):
         blocks = _blocks(q, (offsets, columns, distances), starts)
-        arguments = *map(_heads, (grad.contiguous(), q, k, v, out, lse)), *blocks
+        arguments = *map(_heads, (grad, q, k, v, out, lse)), *blocks
         heads = q.shape[0] * q.shape[1]
         share(backward, heads, *arguments, block, causal, window, scale, *map(_heads, gradients), multiple=1, worth=1)
-    return gradients[0], gradients[1], gradients[2]
+        of_q, of_k, of_v = (_laid_as(found, each) for found, each in zip(gradients, (q, k, v), strict=True))
+    return of_q, of_k, of_v
+
+
+def _laid_as(found: Tensor, given: Tensor) -> Tensor:
+    """`found`, contiguous, in the order of memory of `given`."""
+    return found if given.is_contiguous() else torch.empty_like(given).copy_(found)
 
 
 _attend = register(

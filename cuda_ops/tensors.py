@@ -27,9 +27,10 @@ def check(
     dtypes: Sequence[torch.dtype] | None = None,
     shape: Sequence[int | None] | None = None,
     like: Tensor | None = None,
+    strided: bool = False,
 ) -> None:
-    """Raise ValueError unless argument `name` has one of `dtypes`, this `shape` (None: any size), is contiguous, and
-    stands on the device of `like`. The error says what came and what is expected."""
+    """Raise ValueError unless argument `name` has one of `dtypes`, this `shape` (None: any size), is contiguous, or may
+    be `strided`, and stands on the device of `like`. The error says what came and what is expected."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     if dtypes is not None and tensor.dtype not in dtypes:
@@ -44,7 +45,7 @@ def check(
         if not fits:
             wanted = ", ".join("any" if size is None else str(size) for size in shape)
             raise ValueError(f"{name}: shape is {tuple(tensor.shape)}, expected ({wanted})")
-    if not tensor.is_contiguous():
+    if not strided and not tensor.is_contiguous():
         raise ValueError(
             f"{name}: strides are {tensor.stride()} for shape {tuple(tensor.shape)}, expected contiguous memory; call "
             f".contiguous() first"

@@ -42,4 +42,4 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = No
     """Causal attention by the kernel for blocks: q, k, v (B, H, T, D) each -> the same. `starts` (B, T) int32: the
     first key that each query sees."""
     layout: Any = causal_layout(q.shape[2])  # pyright: ignore[reportArgumentType]  # disable() loses its types
-    return block_sparse_attention(q.contiguous(), k.contiguous(), v.contiguous(), layout, starts=starts)
+    return block_sparse_attention(q, k, v, layout, starts=starts)

@@ -79,4 +79,4 @@ def attend_within(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
     length = q.shape[2]
     if not kernel_takes(q):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=document_mask(starts, length))
-    return attend_in_blocks(q, k, v, starts_for(starts, length))
+    return attend_in_blocks(q.contiguous(), k.contiguous(), v.contiguous(), starts_for(starts, length))
