@@ -269,7 +269,15 @@ def _backward_of(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None,
     return *_gradients(grad, *ctx.saved_tensors, *ctx.rest), *(None,) * 8
 
 
+def _refuse_twice(ctx: Any, *_: Tensor | None) -> None:
+    raise RuntimeError(
+        "block_sparse_attention: differentiable once; for a gradient of its gradients take torch's attention (of the "
+        "built-in GPT: model.attention.kernel 'torch', within sdpa_kernel(SDPBackend.MATH))"
+    )
+
+
 register_autograd("block_sparse_attention", _backward_of, _setup_context)
+register_autograd("block_sparse_attention_backward", _refuse_twice, lambda ctx, inputs, output: None)
 
 
 def warm(dtype: torch.dtype) -> None:

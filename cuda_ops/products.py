@@ -12,8 +12,10 @@ has set it, it stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from functools import cache
+from threading import Lock
 from typing import Any, Literal
 
 import torch
@@ -21,14 +23,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.hooks import RemovableHandle
 
+from cuda_ops.hooks import Nothing
 from cuda_ops.processor import has_avx512, is_amd
 
 Choice = Literal["auto", "torch"]
 """Of the processor's, or what torch calls anyway."""
 
-_OTHER = "bf16"
-_DEFAULTS = ("none", "ieee")
-"""The setting with which oneDNN multiplies, and those in which it is changed: nothing set, and float32 asked for."""
+_UNSET, _OTHER = "none", "bf16"
+"""The setting as it is where nobody has set it, and the one with which oneDNN multiplies."""
 
 _PRODUCTS = frozenset({"MmBackward0", "AddmmBackward0", "BmmBackward0"})
 _LONGEST_WAY = 8
@@ -37,6 +39,9 @@ _LONGEST_WAY = 8
 LEAST_ROWS, LEAST_ELEMENTS = 8, 1 << 13
 """Of what is multiplied by a matrix: with fewer, torch's own products are as fast or faster."""
 
+MOST_SHAPES = 128
+"""Of products that are oneDNN's in a process."""
+
 _TRIED = ((256, 384, 256), (33, 77, 65), (512, 64, 1536), (1, 512, 512))
 _EXACT = 2e-5
 """Shapes whose products are tried, and the greatest error in them, as a share of the greatest element. Factors that are
@@ -44,25 +49,28 @@ rounded to bfloat16 give some 1e-3."""
 
 
 class _Process:
-    """What was chosen, and what torch's setting was while it is changed."""
+    """What kernels were told to take, and what torch's setting was while it is changed."""
 
-    chosen: Choice = "auto"
-    before: str | None = None
+    def __init__(self) -> None:
+        self.chosen: Choice = "auto"
+        self.before: str | None = None
+        self.lock = Lock()
+        self.shapes: set[tuple[int, ...]] = set()
+        """Those of products that were oneDNN's: it keeps machine code for each."""
 
 
 _process = _Process()
 
 
 def choose(products: Choice) -> None:
-    """By whom this process multiplies float32 from now on, here and in layers that have `hook`."""
+    """By whom kernels multiply float32 from now on (`mm`, `addmm_`). Layers that have `hook` are oneDNN's anyway."""
     _process.chosen = products
-    end()
 
 
-def in_use(device: torch.device, dtype: torch.dtype) -> str:
-    """Whose products of `dtype` this process takes on `device`: "oneDNN", or "torch", what torch calls of itself."""
+def in_use(device: torch.device, dtype: torch.dtype, choice: Choice) -> str:
+    """Whose products of `dtype` on `device` this `choice` means: "oneDNN", or "torch", what torch calls of itself."""
     float32 = device.type == "cpu" and dtype is torch.float32
-    return "oneDNN" if float32 and _process.chosen == "auto" and faster() else "torch"
+    return "oneDNN" if float32 and choice == "auto" and faster() else "torch"
 
 
 @cache
@@ -70,7 +78,9 @@ def faster() -> bool:
     """Whether oneDNN's products of float32 are faster than torch's own on this processor, and as exact."""
     if not (is_amd() and has_avx512() and torch.backends.mkl.is_available() and _can_be_set()):
         return False
-    with unset_fake_temporarily(), torch.no_grad():
+    if any(f"{name}_MAX_CPU_ISA" in os.environ for name in ("ONEDNN", "DNNL")):
+        return False  # Somebody keeps it from taking AVX-512.
+    with unset_fake_temporarily(), torch.no_grad(), torch.autocast("cpu", enabled=False):
         return _is_exact()
 
 
@@ -105,22 +115,25 @@ def _set(value: str) -> None:
 
 
 def begin() -> None:
-    """The next products of float32 are oneDNN's, where that is faster."""
-    if _process.chosen == "auto" and faster() and (now := _setting()) in _DEFAULTS:
-        _process.before = now
-        _set(_OTHER)
+    """The next products of float32 are oneDNN's, where that is faster and nobody has set anything."""
+    if faster():
+        with _process.lock:
+            if _setting() == _UNSET:
+                _process.before = _UNSET
+                _set(_OTHER)
 
 
 def end() -> None:
-    """What follows is torch's again. Of no effect where nothing has begun, as after an exception."""
-    if _process.before is not None:
-        _set(_process.before)
+    """What follows is torch's again. Of no effect where nothing has begun, or somebody has set something since."""
+    with _process.lock:
+        if _process.before is not None and _setting() == _OTHER:
+            _set(_process.before)
         _process.before = None
 
 
 def mm(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     """`torch.mm`, not differentiable, of matrices of any dtype on any device."""
-    if _is_wanted(left):
+    if _process.chosen == "auto" and _is_wanted(left, right.shape[-1]):
         begin()
     try:
         return torch.mm(left, right, out=out)
@@ -130,7 +143,7 @@ def mm(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
 
 def addmm_(total: Tensor, left: Tensor, right: Tensor, *, beta: float = 1) -> Tensor:
     """`torch.Tensor.addmm_`, likewise."""
-    if _is_wanted(left):
+    if _process.chosen == "auto" and _is_wanted(left, right.shape[-1]):
         begin()
     try:
         return total.addmm_(left, right, beta=beta)
@@ -150,12 +163,29 @@ class Product(nn.Module):
 
 
 def hook(modules: Iterable[nn.Module]) -> list[RemovableHandle]:
-    """Let the linear layers among `modules` multiply float32 as chosen here, forward and backward, until the handles
-    are removed. Their graph, and so what may be done with it, stays torch's."""
+    """Let the linear layers among `modules` multiply float32 by oneDNN, forward and backward, until the handles are
+    removed. Their graph, and so what may be done with it, stays torch's; copies of them are as they were."""
     handles = []
     for layer in filter(_is_linear, modules):
-        handles += [layer.register_forward_pre_hook(_before_forward), layer.register_forward_hook(_after_forward)]
+        handles += [
+            layer.register_forward_pre_hook(_Hook(_before_forward)),
+            layer.register_forward_hook(_Hook(_after_forward), always_call=True),
+        ]
     return handles
+
+
+class _Hook:
+    """A hook that copies of its module have not."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> None:
+        if not torch.compiler.is_compiling():  # Else the compiler makes the products.
+            self.function(*args)
+
+    def __reduce__(self) -> Any:
+        return Nothing, ()
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -163,41 +193,56 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Product) or type(module).__name__ == "Conv1D"
 
 
+def _outputs(layer: nn.Module) -> int:
+    """Of a layer, as it was made; 0 where it does not say."""
+    return getattr(layer, "out_features", 0) or getattr(layer, "nf", 0)
+
+
 def _before_forward(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    if inputs and _is_wanted(inputs[0]):
+    if inputs and _is_wanted(inputs[0], _outputs(layer)):
         begin()
 
 
 def _after_forward(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
     end()
-    if inputs and _is_wanted(inputs[0]) and isinstance(output, Tensor) and output.requires_grad:
-        node = output.grad_fn
-        for _ in range(_LONGEST_WAY):
-            if node is None:
-                return
-            if node.name() in _PRODUCTS:
-                node.register_prehook(_before_backward)
-                node.register_hook(_after_backward)
-                return
-            node = node.next_functions[0][0] if node.next_functions else None
+    if not (inputs and isinstance(output, Tensor) and output.requires_grad and _is_wanted(inputs[0], _outputs(layer))):
+        return
+    node = output.grad_fn
+    for _ in range(_LONGEST_WAY):
+        if node is None:
+            return
+        if node.name() in _PRODUCTS:
+            node.register_prehook(_before_backward)
+            node.register_hook(_after_backward)
+            return
+        node = node.next_functions[0][0] if node.next_functions else None
 
 
-def _is_wanted(x: Any) -> bool:
-    """Whether products of `x` are oneDNN's, by what it is. Not those of fake tensors and the like, nor where torch
-    traces: then the compiler makes them."""
-    return (
+def _is_wanted(x: Any, columns: int) -> bool:
+    """Whether the product of `x` and a matrix of so many `columns` is oneDNN's, by what it is. Not that of fake tensors
+    and the like, nor of a shape that came when there were many: oneDNN keeps a tenth of a megabyte for each."""
+    if not (
         type(x) in (Tensor, nn.Parameter)
         and x.dtype is torch.float32
         and x.is_cpu
+        and not x.is_nested
+        and x.dim() > 1
         and x.numel() >= max(LEAST_ELEMENTS, LEAST_ROWS * x.shape[-1])
-        and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
-    )
+    ):
+        return False
+    inner = x.shape[-1]
+    shape = (x.numel() // inner, inner, columns)
+    if shape not in _process.shapes and len(_process.shapes) < MOST_SHAPES:
+        _process.shapes.add(shape)
+    return shape in _process.shapes
 
 
 def _before_backward(gradients: tuple[Tensor | None, ...]) -> None:
-    begin()
+    if not torch.compiler.is_compiling():
+        begin()
 
 
 def _after_backward(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]) -> None:
-    end()
+    if not torch.compiler.is_compiling():
+        end()

@@ -77,7 +77,8 @@ def warm_up(
     with (folder / "warm.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
-            _compile(progress or (lambda line: None), steps, dtypes)
+            with torch.inference_mode(False), torch.enable_grad():  # Some kernels are found by a backward pass.
+                _compile(progress or (lambda line: None), steps, dtypes)
             done.touch()
 
 

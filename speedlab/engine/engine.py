@@ -85,7 +85,8 @@ class Engine(DeepSpeedNames):
         """Whether lasting memory has its place, as far as somebody cares."""
         products.choose(config.precision.products)
         modules = {module for part in self.modules for module in part.modules()}
-        self._hooks = products.hook(modules) if products.in_use(device, self.dtype) != "torch" else []
+        onednn = products.in_use(device, self.dtype, config.precision.products) != "torch"
+        self._hooks = products.hook(modules) if onednn else []
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -409,6 +410,7 @@ class Engine(DeepSpeedNames):
         self._streams.detach()
         for hook in self._hooks:
             hook.remove()
+        products.choose("auto")
         self._wrapper.undo()
         self._attention.undo()
         try:

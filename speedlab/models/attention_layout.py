@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -22,6 +24,13 @@ def layout_of(attention: AttentionConfig, length: int, *, causal: bool = True) -
     return _made(attention, length, causal)
 
 
+@contextmanager
+def _as_usual() -> Iterator[None]:
+    """For what is kept: also for those who come with real tensors, and train, whoever made it."""
+    with unset_fake_temporarily(), torch.inference_mode(False), torch.device("cpu"):
+        yield
+
+
 @uncompiled
 def causal_layout(length: int) -> BlockLayout:
     """All blocks of causal attention over `length` tokens; the same object for the same length."""
@@ -30,14 +39,14 @@ def causal_layout(length: int) -> BlockLayout:
 
 @lru_cache(maxsize=64)
 def _whole(length: int) -> BlockLayout:
-    with unset_fake_temporarily(), torch.device("cpu"):
+    with _as_usual():
         return BlockLayout.local(length, length, causal=True)
 
 
 @lru_cache(maxsize=64)
 def _made(attention: AttentionConfig, length: int, causal: bool) -> BlockLayout:
     rows = seen_blocks(attention, length, causal=causal)
-    with unset_fake_temporarily(), torch.device("cpu"):  # It is kept: also for those who come with real tensors.
+    with _as_usual():
         mask = torch.zeros(len(rows), len(rows), dtype=torch.bool)
         for row, seen in zip(mask, rows, strict=True):
             row[list(seen)] = True

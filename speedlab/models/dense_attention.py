@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cuda_ops.block_sparse_attention import block_sparse_attention, is_faster_dense
 from cuda_ops.tensors import FLOATS
@@ -22,9 +23,15 @@ LEAST_TOKENS = 64
 def attend_to_all(q: Tensor, k: Tensor, v: Tensor, *, kernel: Kernel) -> Tensor:
     """Causal attention: q, k, v (B, H, T, D) each -> the same. By the kernel for blocks, which sees all of them, or by
     torch's `scaled_dot_product_attention`, which `kernel` may ask for."""
-    if not (takes_own(kernel, q.device) and q.shape[2] >= LEAST_TOKENS and kernel_takes(q)):
+    if not (takes_own(kernel, q.device) and _is_plain(q) and q.shape[2] >= LEAST_TOKENS and kernel_takes(q)):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return attend_in_blocks(q, k, v)
+
+
+def _is_plain(q: Tensor) -> bool:
+    """Whether there is nothing about `q` that the kernel does not know: no fake or wrapped tensor, no transform."""
+    forward_mode = forward_ad._current_level >= 0
+    return type(q) is Tensor and not forward_mode and not torch._C._are_functorch_transforms_active()
 
 
 def takes_own(kernel: Kernel, device: torch.device) -> bool:

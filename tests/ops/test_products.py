@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from cuda_ops import products
 
@@ -27,13 +30,19 @@ class Settings(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+REALLY = products.faster()
+
+
 @pytest.fixture
 def faster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if this processor were one where oneDNN is faster: the setting is tried everywhere, its values only there."""
     monkeypatch.setattr(products, "faster", lambda: True)
+    monkeypatch.setattr(products._process, "shapes", set())
+    before = products._setting()
+    products._set(OFF)
     yield
     products.choose("auto")
-    torch.backends.mkldnn.matmul.fp32_precision = OFF  # type: ignore[attr-defined]
+    products._set(before)
 
 
 @pytest.fixture
@@ -52,7 +61,10 @@ def precise() -> str:
     return torch.get_float32_matmul_precision()
 
 
-@pytest.mark.skipif(not products.faster(), reason="oneDNN's products are not faster on this processor")
+only_where_it_is = pytest.mark.skipif(not REALLY, reason="oneDNN's products are not faster on this processor")
+
+
+@only_where_it_is
 @pytest.mark.parametrize("shape", [(64, 128, 96), (512, 384, 1536), (100, 1000, 17), (9, 4096, 3)])
 def test_products_are_as_exact_as_torchs(shape):
     m, k, n = shape
@@ -95,6 +107,7 @@ def test_layers_have_it_forward_and_backward_and_nothing_else_does(layer):
     assert precise() == "highest"
 
 
+@only_where_it_is
 def test_gradients_are_those_of_a_plain_layer(layer):
     plain = nn.Linear(128, 96)
     plain.load_state_dict(layer.state_dict())
@@ -116,27 +129,78 @@ def test_small_ones_and_other_dtypes_are_torchs(layer):
     assert {each for found in settings.seen.values() for each in found} == {OFF}
 
 
-def test_an_exception_leaves_it_at_most_until_the_next_product(layer):
+def test_an_exception_leaves_nothing(layer):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         layer(torch.ones(64, 256))
-    layer(rows())
     assert products._setting() == OFF
     with pytest.raises(RuntimeError):
         products.mm(torch.ones(64, 256), torch.ones(2, 2), torch.empty(2, 2))
     assert products._setting() == OFF
 
-    def fail(*_):
-        raise ZeroDivisionError
 
-    y = layer(x := rows())
-    x.register_hook(fail)
-    with pytest.raises(ZeroDivisionError):
-        y.sum().backward()
-    products.end()
+def test_one_within_backward_leaves_it_until_the_next_product(layer):
+    """And what the caller sets meanwhile stays."""
+    for theirs in (None, "tf32"):
+        y = layer(layer(rows()) @ torch.ones(96, 128))
+        with torch.no_grad():
+            layer.weight.mul_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        assert products._setting() == ON
+        if theirs:
+            products._set(theirs)
+        layer(rows())
+        assert products._setting() == (theirs or OFF)
+        products._set(OFF)
+
+
+def test_with_many_shapes_further_ones_are_torchs(layer, monkeypatch):
+    """oneDNN keeps machine code for each."""
+    monkeypatch.setattr(products, "MOST_SHAPES", 2)
+    with Settings() as settings, torch.no_grad():
+        for count in (64, 65, 66, 64, 66):
+            layer(rows(count))
+    assert settings.seen["addmm"] == [ON, ON, OFF, ON, OFF]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_is_no_matrix_is_left_alone(layer):
+    nested = torch.nested.nested_tensor([torch.randn(300, 128), torch.randn(200, 128)])
+    assert [each.shape[1] for each in layer(nested).unbind()] == [96, 96]
+
+    class Scaled(nn.Linear):
+        def forward(self, factor, x):
+            return super().forward(x) * factor
+
+    scaled = Scaled(128, 4)
+    products.hook(scaled.modules())
+    assert scaled(torch.tensor(2.0), rows()).shape == (2, 64, 4)
+
+
+def test_a_copy_has_no_hooks_of_ours(layer):
+    file = io.BytesIO()
+    torch.save(layer, file)
+    assert b"products" not in file.getvalue()
+    read = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    with Settings() as settings:
+        for twin in (copy.deepcopy(layer), read):
+            twin(rows()).sum().backward()
+    assert {each for found in settings.seen.values() for each in found} == {OFF}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # The compiler asks its inputs for theirs.
+def test_compiled_parts_within_a_checkpoint(layer):
+    """What they save is the same when they are computed again, in the midst of a product."""
+    inner = nn.Sequential(nn.Linear(96, 128), nn.GELU(approximate="tanh"), nn.LayerNorm(128), nn.Linear(128, 128))
+    products.hook(inner.modules())
+    compiled = torch.compile(inner, backend="aot_eager")
+    x = rows()
+    checkpoint(lambda x: layer(compiled(layer(x))), x, use_reentrant=False).sum().backward()
+    assert x.grad is not None
     assert products._setting() == OFF
 
 
-@pytest.mark.parametrize("theirs", ["tf32", "bf16"])
+@pytest.mark.parametrize("theirs", ["tf32", "bf16", "ieee"])
 def test_a_setting_of_the_callers_stays(layer, theirs):
     torch.backends.mkldnn.matmul.fp32_precision = theirs  # type: ignore[attr-defined]
     with Settings() as settings:
@@ -146,17 +210,20 @@ def test_a_setting_of_the_callers_stays(layer, theirs):
 
 
 def test_torchs_may_be_chosen(layer):
-    products.choose("torch")
-    assert products.in_use(torch.device("cpu"), torch.float32) == "torch"
-    with Settings() as settings:
-        layer(rows()).sum().backward()
-    assert settings.seen["addmm"] == [OFF]
-    products.choose("auto")
-    assert products.in_use(torch.device("cpu"), torch.float32) == "oneDNN"
-    assert products.in_use(torch.device("cpu"), torch.bfloat16) == "torch"
-    assert products.in_use(torch.device("cuda"), torch.float32) == "torch"
+    a, b, out = torch.ones(128, 128), torch.ones(128, 64), torch.empty(128, 64)
+    for choice, setting in (("auto", ON), ("torch", OFF)):
+        products.choose(choice)
+        with Settings() as settings:
+            products.addmm_(products.mm(a, b, out), a, b)
+        assert settings.seen == {"mm": [setting], "addmm_": [setting]}
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert products.in_use(cpu, torch.float32, "torch") == "torch"
+    assert products.in_use(cpu, torch.float32, "auto") == "oneDNN"
+    assert products.in_use(cpu, torch.bfloat16, "auto") == "torch"
+    assert products.in_use(cuda, torch.float32, "auto") == "torch"
 
 
+@only_where_it_is
 def test_functional_transforms_go_around(layer):
     parameters = {name: p.detach() for name, p in layer.named_parameters()}
 

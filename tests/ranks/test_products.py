@@ -44,7 +44,8 @@ def setting() -> str:
 
 
 def hooks_of(module: nn.Module) -> int:
-    return [*module.up._forward_hooks.values(), *module.down._forward_hooks.values()].count(products._after_forward)
+    hooks = [*module.up._forward_hooks.values(), *module.down._forward_hooks.values()]
+    return sum(isinstance(each, products._Hook) for each in hooks)
 
 
 def train(stage: int, dtype: str, choice: str, checkpointing: str) -> dict[str, Any]:

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -307,6 +309,34 @@ def test_short_sequences_and_other_heads_go_through_torchs(monkeypatch, shape):
     names, _ = operations_of(Attend(0.0), *shape)
     assert names
     assert all("scaled_dot_product" in name for name in names)
+
+
+def test_a_look_in_inference_mode_leaves_nothing_that_training_meets(monkeypatch):
+    """The layout of a length is kept; here of one that no other test has."""
+    monkeypatch.setattr(dense_attention, "is_faster_dense", lambda device: True)
+    model = build(hidden=64, context=200)
+    tokens = torch.randint(0, 101, (1, 187))
+    with torch.inference_mode():
+        model(tokens)
+    model(tokens, tokens).loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, on its first dual tensor.
+def test_what_our_kernel_cannot_is_torchs_or_refused(monkeypatch):
+    """Transforms of functions, fake tensors, and gradients of gradients, which it would get wrong."""
+    monkeypatch.setattr(dense_attention, "is_faster_dense", lambda device: True)
+    q = torch.randn(1, 2, 64, 16)
+    found = torch.func.grad(lambda q: Attend(0.0)(q, q, q).pow(2).sum())(q)
+    expected = torch.func.grad(lambda q: Attend(0.0, "torch")(q, q, q).pow(2).sum())(q)
+    assert torch.allclose(found, expected, atol=1e-5)
+    with pytest.raises(NotImplementedError), forward_ad.dual_level():
+        Attend(0.0)(forward_ad.make_dual(q, q), q, q)
+    with FakeTensorMode() as mode:
+        assert Attend(0.0)(*(mode.from_tensor(q) for _ in range(3))).shape == q.shape
+    leaf = q.clone().requires_grad_()
+    slope = torch.autograd.grad(Attend(0.0)(leaf, leaf, leaf).pow(2).sum(), leaf, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="block_sparse_attention: differentiable once"):
+        slope.pow(2).sum().backward()
 
 
 def test_our_kernel_is_for_processors_where_it_is_faster(monkeypatch):

@@ -168,7 +168,7 @@ class Reporter:
             "dtype": str(engine.dtype).removeprefix("torch."),
             "optimizer": training.config.optimizer.name,
             "kernels": kernels_in_use(training.world.device),
-            "products": products.in_use(training.world.device, engine.dtype),
+            "products": products.in_use(training.world.device, engine.dtype, engine.config.precision.products),
             "islands": layout.islands,
             "pp": layout.pp,
             "dp": layout.dp,

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from cuda_ops.hooks import Nothing
 from cuda_ops.uncompiled import uncompiled
 
 
@@ -31,9 +32,3 @@ class _Hook:
 
     def __reduce__(self) -> Any:
         return Nothing, ()
-
-
-class Nothing:
-    """A hook that does nothing."""
-
-    def __call__(self, *ignored: Any) -> None: ...
