@@ -37,7 +37,8 @@ def _is_plain(q: Tensor) -> bool:
 def takes_own(kernel: Kernel, device: torch.device) -> bool:
     """Whether sequences and heads that it takes go through our kernel on `device`. Not where a block is compiled: its
     graph would break."""
-    return kernel == "auto" and is_faster_dense(device) and not torch.compiler.is_compiling()
+    # First: what is kept about the processor is not for a compiler to trace.
+    return not torch.compiler.is_compiling() and kernel == "auto" and is_faster_dense(device)
 
 
 def kernel_takes(q: Tensor) -> bool:

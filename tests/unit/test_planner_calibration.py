@@ -427,7 +427,7 @@ def test_the_file_is_where_other_caches_are(monkeypatch: pytest.MonkeyPatch, tmp
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
-        (lambda data: data.update(version=99), "version 99, but this SpeedLab reads 2"),
+        (lambda data: data.update(version=99), "version 99, but this SpeedLab reads 3"),
         (lambda data: data.update(machine="another, Z80, 1 core"), "measured on 'another, Z80, 1 core', but this is"),
         (lambda data: data.update(surprise=1), "surprise"),
         (lambda data: data.pop("cores"), "cores"),
