@@ -13,7 +13,8 @@ has set it, it stays as it is.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from threading import Lock
 from typing import Any, Literal
@@ -49,11 +50,11 @@ rounded to bfloat16 give some 1e-3."""
 
 
 class _Process:
-    """What kernels were told to take, and what torch's setting was while it is changed."""
+    """What kernels were told to take, and whether torch's setting is changed, by us."""
 
     def __init__(self) -> None:
         self.chosen: Choice = "auto"
-        self.before: str | None = None
+        self.changed = False
         self.lock = Lock()
         self.shapes: set[tuple[int, ...]] = set()
         """Those of products that were oneDNN's: it keeps machine code for each."""
@@ -119,36 +120,39 @@ def begin() -> None:
     if faster():
         with _process.lock:
             if _setting() == _UNSET:
-                _process.before = _UNSET
                 _set(_OTHER)
+                _process.changed = True
 
 
 def end() -> None:
     """What follows is torch's again. Of no effect where nothing has begun, or somebody has set something since."""
     with _process.lock:
-        if _process.before is not None and _setting() == _OTHER:
-            _set(_process.before)
-        _process.before = None
+        if _process.changed and _setting() == _OTHER:
+            _set(_UNSET)
+        _process.changed = False
+
+
+@contextmanager
+def _under_way(left: Tensor, right: Tensor) -> Iterator[None]:
+    """While a kernel multiplies these."""
+    if _process.chosen == "auto" and _is_wanted(left, right.shape[-1]):
+        begin()
+    try:
+        yield
+    finally:
+        end()
 
 
 def mm(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     """`torch.mm`, not differentiable, of matrices of any dtype on any device."""
-    if _process.chosen == "auto" and _is_wanted(left, right.shape[-1]):
-        begin()
-    try:
+    with _under_way(left, right):
         return torch.mm(left, right, out=out)
-    finally:
-        end()
 
 
 def addmm_(total: Tensor, left: Tensor, right: Tensor, *, beta: float = 1) -> Tensor:
     """`torch.Tensor.addmm_`, likewise."""
-    if _process.chosen == "auto" and _is_wanted(left, right.shape[-1]):
-        begin()
-    try:
+    with _under_way(left, right):
         return total.addmm_(left, right, beta=beta)
-    finally:
-        end()
 
 
 class Product(nn.Module):

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 import speedlab.engine.checkpoint as checkpoint
-from cuda_ops import products
 from speedlab.comm import PeerLost
 from speedlab.engine.build.attention import BlockSparse
 from speedlab.engine.build.kept_inputs import kept_inputs_of
+from speedlab.engine.build.multiplying import Multiplying
 from speedlab.engine.build.placing import residency_of
 from speedlab.engine.build.room import more_on_disk, refuse_without_room
 from speedlab.engine.build.small_states import prepare_small_states
@@ -81,12 +81,8 @@ class Engine(DeepSpeedNames):
             (zero,) = self.zeros
             zero.finish_update = lambda: engine.finish_update() if (engine := this()) is not None else None
         self._looking = Looking(self, outside_bytes=outside_bytes)
-        self._settled = not config.offload.used
-        """Whether lasting memory has its place, as far as somebody cares."""
-        products.choose(config.precision.products)
-        modules = {module for part in self.modules for module in part.modules()}
-        onednn = products.in_use(device, self.dtype, config.precision.products) != "torch"
-        self._hooks = products.hook(modules) if onednn else []
+        self._settled = not config.offload.used  # Whether lasting memory has its place, as far as somebody cares.
+        self._multiplying = Multiplying(self.modules, config.precision.products, device, self.dtype)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -233,14 +229,13 @@ class Engine(DeepSpeedNames):
         try:
             yield
         except BaseException as error:
+            self._multiplying.break_off()
             # An interrupt must not wait for peers: what is under way stays as it is until `reconnect`.
             waits_for_nobody = isinstance(error, Exception) or self.world.size == 1
             if waits_for_nobody and self._driver.abandon():
                 self._step.reset()
             name_module(error, self.modules, step=self.global_step + 1, rank=self.world.rank)
             raise
-        finally:
-            products.end()
 
     @contextmanager
     def _around_update(self) -> Iterator[None]:
@@ -408,9 +403,7 @@ class Engine(DeepSpeedNames):
         self.tell_of_early_writes()
         untold = self.partitioned_optimizer.untold
         self._streams.detach()
-        for hook in self._hooks:
-            hook.remove()
-        products.choose("auto")
+        self._multiplying.undo()
         self._wrapper.undo()
         self._attention.undo()
         try:
