@@ -118,9 +118,9 @@ def test_a_disk_that_limits_is_told_after_the_first_steps_and_allowed(world: Poo
     assert told.text.startswith("offload: steps wait 1 s of 2 s (50%, measured) for the disk with states")
 
 
-def with_a_disk_that_fails(run: str, rank: int, number: int, steps: int) -> tuple[str, str]:
-    """On `rank` the disk fails with `number` after so many steps; then, repaired, the run goes on."""
-    works = os.pwritev
+def with_a_disk_that_fails(run: str, rank: int, number: int, steps: int, call: str = "pwritev") -> tuple[str, str]:
+    """On `rank` the system's `call` fails with `number` after so many steps; then, repaired, the run goes on."""
+    works = getattr(os, call)
 
     def fails(*arguments: Any) -> int:
         trainer = held_runs._trainers.get(Path(run))
@@ -129,7 +129,7 @@ def with_a_disk_that_fails(run: str, rank: int, number: int, steps: int) -> tupl
         return works(*arguments)
 
     with as_engine(run):
-        with patch.object(os, "pwritev", fails if own_rank() == rank else works):
+        with patch.object(os, call, fails if own_rank() == rank else works):
             first = advance(run)
         if own_rank() == 0:
             post(run, ("resume", {"step": 2}))
@@ -151,3 +151,11 @@ def test_a_disk_that_fails_in_a_step_costs_the_way_back_to_the_last_checkpoint(
     assert RunFolder(run).read_status().state is RunState.FINISHED
     [failed] = events(run, "failed")  # The first rank writes it, and knows of the others that they left.
     assert (says if rank == 0 else "rank 1 left") in failed.text
+
+
+def test_parameters_that_cannot_be_read_in_a_forward_cost_no_more(world: Pool, tmp_path: Path) -> None:
+    """What was on its way then is nobody's any more, so that the load meets nothing of it."""
+    run = new_run(tmp_path, steps=5, checkpoint={"every_steps": 2}, **ON_DISK)
+    outcomes = world.run(with_a_disk_that_fails, run, 0, errno.EIO, 3, "preadv")
+    assert "cannot read states" in outcomes[0][0], outcomes
+    assert [after for _, after in outcomes] == ["finished"] * 2

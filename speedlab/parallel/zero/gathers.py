@@ -229,6 +229,9 @@ class Gathers:
         """After an exception in a pass: release everything and count on no offer of it."""
         self._left = []
         self.end()
+        for unit in self.units if self.parameters_come else ():
+            with contextlib.suppress(OffloadError):  # Whoever needed the values has been told.
+                unit.release()
         self.release_all()
         for group in self._groups:
             group.withdraw()

@@ -66,9 +66,14 @@ class Unit:
         self.gathers = begun
 
     def finish_gather(self) -> None:
+        """Raises OffloadError where this rank's part cannot be read; nothing of the unit is under way then."""
         arriving = self.gathers or ()
-        for pending in arriving:
-            pending.wait()
+        try:
+            for pending in arriving:
+                pending.wait()
+        except OffloadError:
+            self.forget_gather()
+            raise
         self.gathers = []
         if arriving and self.watch is not None:
             self.watch.came(self)
