@@ -1,11 +1,12 @@
-"""What every tier shares: how hypothesis draws examples, that Ctrl-C works, what may run at the same time, and where
-GPU tests run."""
+"""What every tier shares: how hypothesis draws examples, that Ctrl-C works, where the cache is, what may run at the
+same time, and where GPU tests run."""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -22,6 +23,9 @@ hypothesis.settings.load_profile("speedlab")
 # which some tests send, would do nothing.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+# Not the user's: a machine that somebody calibrated predicts other times. It stays, since kernels compile for minutes.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "home")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Threads that spin while they wait for others of a busy machine make tests take ten times as long.

@@ -36,6 +36,9 @@ CLASSES = {
 }
 """What a step record tells apart -> parts of a predicted step."""
 
+_SENT = ("tensor parallel", "context parallel", "pipeline messages", "data parallel", "islands")
+"""Parts that go over a link."""
+
 _BOUND = 2.0
 """A learned factor stays between 1 / 2 and 2: beyond that something else is wrong, and is shown as a miss."""
 
@@ -156,8 +159,9 @@ class Calibration:
             messages=here.message_bytes_per_second / here.link_bytes_per_second,
         )
 
-    def predict(self, setup: Setup, *, learned: bool = True) -> StepTime:
-        """The time of one step of `setup` on this machine, with what runs have taught unless `learned` is False.
+    def predict(self, setup: Setup, *, learned: bool = True, link: Link | None = None) -> StepTime:
+        """The time of one step of `setup` on this machine, with what runs have taught unless `learned` is False, and
+        over `link` where engines pretend to have one.
 
         Raises ValueError for a shape or a dtype that cannot be.
         """
@@ -181,10 +185,24 @@ class Calibration:
             for name, members in CLASSES.items():
                 factor, _ = self.learned(name)
                 parts.update((part, parts[part] * factor) for part in members)
+        if link is not None:
+            self._hold_up(parts, timed, link)
         doubts = [time.caution] if time.caution else []
         if here.engines != engines:
             doubts.append(f"{engines} engines were not measured here; rates are those of {here.engines}")
         return replace(time, setup=setup, parts=parts, caution="; ".join(doubts))
+
+    def _hold_up(self, parts: dict[str, float], setup: Setup, link: Link) -> None:
+        """Correct `parts`, in place, for a pretended link: what is sent is really sent meanwhile, so that a part takes
+        what it takes here or over the link, whichever is longer."""
+        engines = setup.layout.world_size
+        apart = replace(self.machines(engines, setup.dtype), per_host=1, hosts=engines, between=link)
+        over = predict_time(setup, apart, replace(self.shares(engines, setup.dtype), messages=1.0)).parts
+        longer = {part: max(0.0, over[part] - parts[part]) for part in _SENT}
+        parts.update((part, parts[part] + seconds) for part, seconds in longer.items())
+        # A pipeline that fills or drains waits for messages with nothing else to do.
+        waited = over["bubble"] / sum(over[part] for part in _TURNS)
+        parts["bubble"] += waited * sum(longer[part] for part in _SENT if part in _TURNS)
 
     def _with_own_rates(self, parts: dict[str, float], setup: Setup) -> dict[str, float]:
         """`parts` with those of the setup's own kind of block and of logits."""

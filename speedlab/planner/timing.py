@@ -126,7 +126,8 @@ def predict_time(setup: Setup, machines: Machines, efficiency: Efficiency) -> St
             "use a smaller layout or more hosts"
         )
     if efficiency.calibration is not None:
-        return replace(efficiency.calibration.predict(setup), machines=machines)
+        # Of one host; where there are more, its devices pretend to be hosts of their own (`Hardware.over`).
+        return replace(efficiency.calibration.predict(setup, link=machines.between), machines=machines)
     rates = Rates.of(machines.device, efficiency, setup.dtype)
     groups = rings(setup.layout, machines, efficiency, secondary=setup.secondary_partition or 1)
     turns = _turns(setup, rates, groups, efficiency.overlap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,12 @@ from speedlab.comm.pretended import Line, arrival
 from speedlab.config import RunConfig
 from speedlab.hardware import cpu_devices
 from speedlab.network import LinkRate
-from speedlab.planner import links, parameter_count
+from speedlab.planner import calibration_store, links, parameter_count
+from speedlab.planner.calibration import Calibration, Constants
+from speedlab.planner.efficiency import Efficiency
+from speedlab.planner.here import hardware_here
+from speedlab.planner.kernels import Rates
+from speedlab.planner.setup import Setup
 from speedlab.telemetry.prediction import prediction_of
 from speedlab.telemetry.records import Event
 
@@ -99,6 +105,59 @@ def test_a_prediction_takes_the_link_that_the_run_tells_of_and_says_that_it_is_p
     wire = parameter_count(config.model) * 4 / 125e6
     took = [tokens / each.speeds[0][1] for each in (usual, slow)]
     assert took[1] - took[0] == pytest.approx(wire, rel=0.15)
+
+
+@pytest.mark.parametrize("gigabits", [1, 1000])
+def test_on_a_calibrated_machine_what_is_sent_takes_what_the_link_takes_where_that_is_longer(
+    gigabits: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration_store, "path", lambda folder=None: tmp_path / "calibration.json")
+    rates = Rates(matmul_flops=5e10, attention_flops=5e10, memory_bytes=8e9, element_bytes=4, kernel_seconds=1e-5)
+    constants = Constants(
+        engines=2,
+        dtype="float32",
+        threads=1,
+        rates={"rotary": rates},
+        link_bytes_per_second=4e9,
+        link_seconds=3e-5,
+        message_bytes_per_second=2e9,
+        event_seconds={"step": 1e-3},
+        factors={"data parallel": 2.0},
+        block_error=0.0,
+    )
+    calibration_store.save(
+        Calibration(
+            machine=calibration_store.this_machine(),
+            device="cpu",
+            cores=2,
+            memory_bytes=2**33,
+            created=1.8e9,
+            rates={},
+            process_bytes=2**28,
+            constants=(constants,),
+        )
+    )
+    layouts = {
+        "data parallel": {"dp": 2},
+        "tensor parallel": {"tp": 2},
+        "pipeline messages": {"pp": 2},
+    }
+    for part, layout in layouts.items():
+        config = RunConfig(zero=0, batch={"micro_size": 2, "accumulation": 4}, parallel=layout)
+        setup = Setup.of_config(config, 2, dtype="float32")
+        here = hardware_here(cpu_devices(2), "float32")
+        link = links.pretended(f"{gigabits} Gbit/s", bits_per_second=gigabits * 1e9, latency_seconds=0.0)
+        usual, over = here.time(setup), here.over(link).time(setup)
+        # What the formulas say of the same devices with that link: its bytes at its rate, without the factor here.
+        plain = replace(here.over(link), efficiency=Efficiency.measured(kernel_seconds=0)).time(setup)
+        assert usual.parts[part] > 0
+        assert over.parts[part] == pytest.approx(max(usual.parts[part], plain.parts[part]))
+        longer = over.parts[part] - usual.parts[part]
+        assert (longer > 0) == (gigabits == 1)
+        # A pipeline's first micro-batch of four waits for its message while nothing else is there to do.
+        waited = longer * (1 + 1 / 4 if part == "pipeline messages" else 1)
+        assert over.step_seconds - usual.step_seconds == pytest.approx(waited)
+        assert over.machines.hosts == 2
 
 
 def test_a_planned_link_is_the_one_that_is_pretended() -> None:
