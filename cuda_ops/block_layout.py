@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from cuda_ops.uncompiled import uncompiled
+
+BLOCK = 64
+"""Tokens of a block, where nobody says otherwise: the size for which the CPU kernels are compiled best."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +35,7 @@ class BlockLayout:
 
     mask: Tensor
     causal: bool = False
-    block: int = 64
+    block: int = BLOCK
     window: int | None = None
     places: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     offsets: Tensor = field(init=False, repr=False)
@@ -83,18 +91,18 @@ class BlockLayout:
         return type(self)(mask, self.causal, self.block, self.window, (tuple(rows), tuple(columns)))
 
     @classmethod
-    def from_mask(cls, mask: Tensor, *, causal: bool = False, block: int = 64, window: int | None = None) -> Self:
+    def from_mask(cls, mask: Tensor, *, causal: bool = False, block: int = BLOCK, window: int | None = None) -> Self:
         """The layout of `mask` (Q, K) bool."""
         return cls(mask, causal, block, window)
 
     @classmethod
-    def local(cls, length: int, window: int, *, causal: bool = False, block: int = 64) -> Self:
+    def local(cls, length: int, window: int, *, causal: bool = False, block: int = BLOCK) -> Self:
         """Each block of `length` tokens sees those fewer than `window` blocks away, itself included."""
         _check_positive(window=window)
         return cls(_distances(length, block).abs() < window, causal, block)
 
     @classmethod
-    def global_(cls, length: int, count: int = 1, *, causal: bool = False, block: int = 64) -> Self:
+    def global_(cls, length: int, count: int = 1, *, causal: bool = False, block: int = BLOCK) -> Self:
         """The first `count` blocks are seen by all, and see all."""
         _check_positive(count=count)
         mask = torch.zeros_like(_distances(length, block), dtype=torch.bool)
@@ -103,7 +111,7 @@ class BlockLayout:
         return cls(mask, causal, block)
 
     @classmethod
-    def strided(cls, length: int, stride: int, *, causal: bool = False, block: int = 64) -> Self:
+    def strided(cls, length: int, stride: int, *, causal: bool = False, block: int = BLOCK) -> Self:
         """Each block sees every `stride`-th one, counted from itself (arXiv:1904.10509)."""
         _check_positive(stride=stride)
         return cls(_distances(length, block) % stride == 0, causal, block)
@@ -118,7 +126,7 @@ class BlockLayout:
         global_blocks: int = 1,
         random_blocks: int = 2,
         causal: bool = False,
-        block: int = 64,
+        block: int = BLOCK,
     ) -> Self:
         """A local window, global blocks, and for each block of queries `random_blocks` drawn from those that it may see
         (arXiv:2007.14062). The same `seed` gives the same layout."""
@@ -153,6 +161,25 @@ class BlockLayout:
         """A grid: a line for each block of queries, ■ for a block of keys that it sees."""
         name = f"{'causal' if self.causal else 'two-way'}, blocks of {self.block}, density {self.density:.3f}"
         return "\n".join([name, *("".join("■" if seen else "·" for seen in row) for row in self.mask.tolist())])
+
+
+@contextmanager
+def as_usual() -> Iterator[None]:
+    """For layouts that are kept: also for those who come with real tensors, and train, whoever made them."""
+    with unset_fake_temporarily(), torch.inference_mode(False), torch.device("cpu"):
+        yield
+
+
+@uncompiled  # It would be traced past its cache.
+def whole_layout(queries: int, keys: int, *, causal: bool) -> BlockLayout:
+    """All blocks of attention of so many tokens; the same object for the same arguments."""
+    return _whole(queries, keys, causal)
+
+
+@lru_cache(maxsize=64)
+def _whole(queries: int, keys: int, causal: bool) -> BlockLayout:
+    with as_usual():
+        return BlockLayout(torch.ones(-(-queries // BLOCK), -(-keys // BLOCK), dtype=torch.bool), causal)
 
 
 def _distances(length: int, block: int) -> Tensor:

@@ -23,17 +23,15 @@ from cuda_ops.block_sparse_flex import attend_flex
 from cuda_ops.block_sparse_kernels import backward, forward
 from cuda_ops.library import register, register_autograd
 from cuda_ops.meter import meter
-from cuda_ops.processor import has_avx512, has_matrix_units
 from cuda_ops.tensors import FLOATS, array, check
 from cuda_ops.threads import share
 
 _LN_2 = math.log(2)
 
 
-def is_faster_dense(device: torch.device) -> bool:
-    """Whether these kernels are faster than torch's attention even where all blocks are seen: on CPUs with AVX-512,
-    unless torch has matrix units there."""
-    return device.type == "cpu" and has_avx512() and not has_matrix_units()
+def takes_heads(size: int) -> bool:
+    """Whether the kernels take heads of `size` elements."""
+    return size % 8 == 0 and 16 <= size <= 256
 
 
 def block_sparse_attention_reference(
@@ -100,8 +98,8 @@ def partial_attention(
 ) -> tuple[Tensor, Tensor]:
     """`block_sparse_attention` to some of the keys that there are, and what joins it with that to the others: (output,
     natural logarithm (B, H, T) float32 of the sum of exponentials, -inf where a query sees no key). `starts` are places
-    among these keys. On CPUs; without gradients."""
-    _check(q, k, v, layout.mask.shape, layout.block, starts)
+    among these keys. On CPUs, in any order of memory; without gradients."""
+    _check(q, k, v, layout.mask.shape, layout.block, starts, strided=True)
     out, lse = _attend(q, k, v, *_arguments(layout, starts), scale)
     return out, (lse * _LN_2).masked_fill_(lse == math.inf, -math.inf)
 
@@ -120,7 +118,7 @@ def partial_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of `partial_attention`, where `grad`, `out` and `logarithm` are those of attention to all
     keys together."""
-    _check(q, k, v, layout.mask.shape, layout.block, starts)
+    _check(q, k, v, layout.mask.shape, layout.block, starts, strided=True)
     lse = (logarithm / _LN_2).masked_fill_(logarithm == -math.inf, math.inf)
     return _gradients(grad, q, k, v, out, lse, *_arguments(layout, starts), scale)
 
@@ -146,7 +144,7 @@ def _check(
     batch, heads, _, depth = q.shape
     check("k", k, dtypes=[q.dtype], shape=[batch, heads, None, depth], like=q, strided=strided)
     check("v", v, dtypes=[q.dtype], shape=k.shape, like=q, strided=strided)
-    if depth % 8 or not 16 <= depth <= 256:
+    if not takes_heads(depth):
         raise ValueError(f"q: head size is {depth}, expected a multiple of 8 from 16 to 256")
     needed = (-(-q.shape[2] // block), -(-k.shape[2] // block))
     if tuple(blocks) != needed:
@@ -271,8 +269,8 @@ def _backward_of(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None,
 
 def _refuse_twice(ctx: Any, *_: Tensor | None) -> None:
     raise RuntimeError(
-        "block_sparse_attention: differentiable once; for a gradient of its gradients take torch's attention (of the "
-        "built-in GPT: model.attention.kernel 'torch', within sdpa_kernel(SDPBackend.MATH))"
+        "block_sparse_attention: differentiable once; for a gradient of its gradients take torch's attention with a "
+        "mask of the same blocks, within sdpa_kernel(SDPBackend.MATH)"
     )
 
 

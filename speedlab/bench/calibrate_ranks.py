@@ -20,7 +20,7 @@ from speedlab.bench.calibrate_cases import (
     sizes_on,
     small_configs,
 )
-from speedlab.config import RunConfig
+from speedlab.config import PrecisionConfig, RunConfig
 
 _UPDATED = 1 << 22
 """Parameters of the update that is timed: more than caches hold."""
@@ -152,6 +152,7 @@ def _block_step(case: BlockCase, dtype: str) -> Callable[[], tuple[float, ...]]:
     import torch
 
     from speedlab.comm.world import own_device
+    from speedlab.engine.build.own_kernels import OwnKernels
     from speedlab.models import GPT
 
     _, hidden, _, length, micro = case
@@ -159,15 +160,17 @@ def _block_step(case: BlockCase, dtype: str) -> Callable[[], tuple[float, ...]]:
     x = torch.randn(micro, length, hidden, dtype=getattr(torch, dtype), device=own_device(), requires_grad=True)
     grad = torch.randn_like(x)
     rotation = model.rotation(x)
+    kernels = OwnKernels([model], PrecisionConfig(), own_device(), x.dtype)
 
     def step() -> tuple[float, ...]:
-        begin = _now()
-        y = x
-        for block in model.blocks:
-            y = block(y, rotation)
-        middle = _now()
-        y.backward(grad)
-        return middle - begin, _now() - middle
+        with kernels.under_way():
+            begin = _now()
+            y = x
+            for block in model.blocks:
+                y = block(y, rotation)
+            middle = _now()
+            y.backward(grad)
+            return middle - begin, _now() - middle
 
     return step
 
@@ -188,12 +191,14 @@ def _head_step(case: HeadCase, dtype: str) -> Callable[[], tuple[float, ...]]:
     import torch
 
     from speedlab.comm.world import own_device
+    from speedlab.engine.build.own_kernels import OwnKernels
     from speedlab.models import GPT
 
     hidden, vocabulary, length, micro, _ = case
     model = GPT(head_model(case)).to(own_device(), getattr(torch, dtype))
     x = torch.randn(micro, length, hidden, dtype=getattr(torch, dtype), device=own_device(), requires_grad=True)
     targets = torch.randint(0, vocabulary, (micro, length), device=own_device())
+    OwnKernels([model], PrecisionConfig(), own_device(), x.dtype)  # Its products; there is no attention.
 
     def step() -> tuple[float, ...]:
         begin = _now()

@@ -17,8 +17,9 @@ KEPT, AS_INSTALLED = "kept", "as installed"
 gives it back to the system, as plain processes of torch do. With the first, torch has float32 multiplied by oneDNN, as
 our engines do where that is faster; with the second as it does of itself."""
 
-ON_PRODUCTS = "on products"
-"""Ends the name of a contestant of plain torch whose layers multiply float32 as our engine's do, the others not."""
+ON_KERNELS = "on kernels"
+"""Ends the name of a contestant of plain torch whose layers multiply, and whose attention is computed, as our engine's
+are."""
 
 COMPRESSED = "onebit_adam"
 """Begins the names of our engine's steps with signs of momenta in the place of gradients."""

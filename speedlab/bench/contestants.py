@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -19,11 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from cuda_ops import products
-from speedlab.bench.contest import AS_INSTALLED, COMPRESSED, KEPT, ON_PRODUCTS, let_onednn_multiply
+from speedlab.bench.contest import AS_INSTALLED, COMPRESSED, KEPT, ON_KERNELS, let_onednn_multiply
 from speedlab.bench.table import missing
 from speedlab.bench.workload import LEARNING_RATE, MICRO_BATCH, batch, model_of
 from speedlab.comm.shared import BACKEND, register
+from speedlab.config import PrecisionConfig
+from speedlab.engine.build.own_kernels import OwnKernels
 from speedlab.models import GPT
 
 Step = Callable[[Tensor, Tensor], None]
@@ -32,7 +34,7 @@ Step = Callable[[Tensor, Tensor], None]
 
 def names() -> list[str]:
     """Every contestant, the limit first. Peers use gloo, as their users do, and once more our shared-memory backend, so
-    that engine and collectives can be told apart; the limit once more with our products in its layers. DeepSpeed only
+    that engine and collectives can be told apart; the limit once more with our products and attention. DeepSpeed only
     where it is installed."""
     peers = ["DDP", "ZeroRedundancyOptimizer", "FSDP2 kept", "FSDP2 resharded"]
     on_ours = [f"{peer} on shared" for peer in ("DDP", "FSDP2 kept", "FSDP2 resharded")]
@@ -40,7 +42,7 @@ def names() -> list[str]:
     own = [f"{kind} {stage}" for kind in ("ours", "shipped") for stage in range(4)]
     own += [f"{COMPRESSED} {stage}" for stage in (0, 1)]
     as_installed = [f"{name} {AS_INSTALLED}" for name in ("limit", "DDP")]
-    return ["limit", *peers, *on_ours, f"limit {ON_PRODUCTS}", *deepspeed, *own, *as_installed]
+    return ["limit", *peers, *on_ours, f"limit {ON_KERNELS}", *deepspeed, *own, *as_installed]
 
 
 def is_ours(name: str) -> bool:
@@ -49,8 +51,8 @@ def is_ours(name: str) -> bool:
 
 
 def settings_of(name: str) -> str:
-    """Which settings the processes of a peer have: `KEPT`, `AS_INSTALLED`, or `ON_PRODUCTS`."""
-    return next((settings for settings in (AS_INSTALLED, ON_PRODUCTS) if name.endswith(settings)), KEPT)
+    """Which settings the processes of a peer have: `KEPT`, `AS_INSTALLED`, or `ON_KERNELS`."""
+    return next((settings for settings in (AS_INSTALLED, ON_KERNELS) if name.endswith(settings)), KEPT)
 
 
 def build(name: str, dtype_name: str) -> Callable[[], None]:
@@ -59,11 +61,11 @@ def build(name: str, dtype_name: str) -> Callable[[], None]:
     if settings_of(name) == KEPT:
         let_onednn_multiply()
     model = model_of(name)
-    kind, *variant = name.removesuffix(AS_INSTALLED).removesuffix(ON_PRODUCTS).split()
+    kind, *variant = name.removesuffix(AS_INSTALLED).removesuffix(ON_KERNELS).split()
     # DeepSpeed uses the default group, which is gloo: it takes no other.
     group = _group(BACKEND if variant[-1:] == ["shared"] else "gloo") if kind not in ("limit", "DeepSpeed") else None
     makers: dict[str, Callable[[], Step]] = {
-        "limit": lambda: _alone(model, dtype, layers=settings_of(name) == ON_PRODUCTS),
+        "limit": lambda: _alone(model, dtype, kernels=settings_of(name) == ON_KERNELS),
         "DDP": lambda: _ddp(model, dtype, group),
         "ZeroRedundancyOptimizer": lambda: _zero_redundancy(model, dtype, group),
         "FSDP2": lambda: _fsdp(model, dtype, group, reshard=variant[0] == "resharded"),
@@ -102,16 +104,16 @@ class _Masters:
             master.grad = None
 
 
-def _alone(model: nn.Module, dtype: torch.dtype, *, layers: bool) -> Step:
-    """The no-communication limit: as many independent processes, each with the whole model. `layers`: whose layers
-    multiply as our engine's do."""
+def _alone(model: nn.Module, dtype: torch.dtype, *, kernels: bool) -> Step:
+    """The no-communication limit: as many independent processes, each with the whole model. `kernels`: whose products
+    and attention are those of our engine."""
     model = model.to(dtype)
-    if layers:
-        products.hook(model.modules())
+    own = OwnKernels([model], PrecisionConfig(), torch.device("cpu"), dtype) if kernels else None
     masters = _Masters(list(model.parameters()))
 
     def step(tokens: Tensor, targets: Tensor) -> None:
-        model(tokens, targets).loss.backward()
+        with nullcontext() if own is None else own.under_way():
+            model(tokens, targets).loss.backward()
         masters.step()
 
     return step

@@ -4,10 +4,10 @@ The limit is as many independent processes of plain torch, without communication
 few steps between two barriers; shares and ratios are those of times measured in the same round: median (least..most).
 
 Limit and peers run with the allocator setting that our engines ask for, and in float32 with torch's setting that gives
-its products to oneDNN where our engines do; lines "as installed" are those of torch without both. "limit on products":
-as many processes whose layers multiply as our engine's do, which leaves the rest to torch. "onebit_adam 0" is our step
-with compressed momenta, beside "ours 0", the same stage with plain AdamW. `--against PATH` puts the engine of another
-checkout of the project into the same rounds, as "before".
+its products to oneDNN where our engines do; lines "as installed" are those of torch without both. "limit on kernels":
+as many processes whose products and attention are those of our engine, which leaves the rest to torch. "onebit_adam 0"
+is our step with compressed momenta, beside "ours 0", the same stage with plain AdamW. `--against PATH` puts the engine
+of another checkout of the project into the same rounds, as "before".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 import tyro
 
 from speedlab.bench import layouts
-from speedlab.bench.contest import AS_INSTALLED, BEFORE, COMPRESSED, KEPT, ON_PRODUCTS, Contestant, hold, project_at
+from speedlab.bench.contest import AS_INSTALLED, BEFORE, COMPRESSED, KEPT, ON_KERNELS, Contestant, hold, project_at
 from speedlab.bench.interleave import Times, row
 from speedlab.bench.ranks import KEPT_MEMORY, RankSet
 from speedlab.bench.table import Row, missing, report
@@ -99,7 +99,7 @@ def _measure(wanted: list[str], dtype: str, options: Options, against: Path | No
                 settings = {
                     KEPT: {"backend": "gloo", "environment": KEPT_MEMORY},
                     AS_INSTALLED: {"backend": "gloo"},
-                    ON_PRODUCTS: {"backend": "gloo", "environment": KEPT_MEMORY},
+                    ON_KERNELS: {"backend": "gloo", "environment": KEPT_MEMORY},
                     "ours": {},
                     BEFORE: {"project": against},
                 }[kind]

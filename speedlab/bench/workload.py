@@ -6,20 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from speedlab.config import AttentionConfig, ModelConfig
+from speedlab.config import ModelConfig
 from speedlab.models import GPT
 
-
-def torchs_attention() -> AttentionConfig:
-    """Dense attention by torch's kernel; in checkouts that know no other it is that without being asked for."""
-    return AttentionConfig.model_validate({"kernel": "torch"} if "kernel" in AttentionConfig.model_fields else {})
-
-
 SHIPPED = ModelConfig(layers=6, hidden=384, heads=6, ffn_hidden=1536, vocab_size=16384, context=128)
-"""17 million parameters, 6.3 of them in the tied embedding, with the loss and the attention that a user of SpeedLab
-gets."""
+"""17 million parameters, 6.3 of them in the tied embedding, with the loss that a user of SpeedLab gets."""
 
-MODEL = SHIPPED.model_copy(update={"loss": "full", "attention": torchs_attention()})
+MODEL = SHIPPED.model_copy(update={"loss": "full"})
 """The same with torch's."""
 
 MICRO_BATCH, SEQUENCE = 4, 128

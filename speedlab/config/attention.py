@@ -40,11 +40,6 @@ class AttentionConfig(Part):
     kind: Literal["dense", "block_sparse"] = Field(
         default="dense", description="Whether a query attends to all before it, or to the blocks of a pattern"
     )
-    kernel: Literal["auto", "torch"] = Field(
-        default="auto",
-        description="Whose kernel computes dense attention of the built-in GPT: 'auto' ours where that is faster (CPUs "
-        "with AVX-512, but no matrix units), 'torch' scaled_dot_product_attention",
-    )
     pattern: Pattern = Field(
         default="sliding",
         description="sliding: the last `window` tokens; fixed: runs of `window` tokens and the last blocks of earlier "

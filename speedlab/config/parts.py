@@ -164,6 +164,11 @@ class PrecisionConfig(Part):
         description="float32 on CPUs only: 'auto' multiplies in linear layers and the loss by oneDNN where that is "
         "faster and as exact (AMD with AVX-512), 'torch' by what torch calls of itself",
     )
+    attention: Literal["auto", "torch"] = Field(
+        default="auto",
+        description="CPUs only: 'auto' computes what models ask of torch's scaled_dot_product_attention by our kernels "
+        "where these are faster (AVX-512, but no matrix units), 'torch' by torch's",
+    )
 
 
 class ActivationConfig(Part):

@@ -20,7 +20,7 @@ import speedlab.engine.checkpoint as checkpoint
 from speedlab.comm import PeerLost
 from speedlab.engine.build.attention import BlockSparse
 from speedlab.engine.build.kept_inputs import kept_inputs_of
-from speedlab.engine.build.multiplying import Multiplying
+from speedlab.engine.build.own_kernels import OwnKernels
 from speedlab.engine.build.placing import residency_of
 from speedlab.engine.build.room import more_on_disk, refuse_without_room
 from speedlab.engine.build.small_states import prepare_small_states
@@ -82,7 +82,7 @@ class Engine(DeepSpeedNames):
             zero.finish_update = lambda: engine.finish_update() if (engine := this()) is not None else None
         self._looking = Looking(self, outside_bytes=outside_bytes)
         self._settled = not config.offload.used  # Whether lasting memory has its place, as far as somebody cares.
-        self._multiplying = Multiplying(self.modules, config.precision.products, device, self.dtype)
+        self._kernels = OwnKernels(self.modules, config.precision, device, self.dtype)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -227,9 +227,10 @@ class Engine(DeepSpeedNames):
     @contextmanager
     def _guard(self) -> Iterator[None]:
         try:
-            yield
+            with self._kernels.under_way():
+                yield
         except BaseException as error:
-            self._multiplying.break_off()
+            self._kernels.break_off()
             # An interrupt must not wait for peers: what is under way stays as it is until `reconnect`.
             waits_for_nobody = isinstance(error, Exception) or self.world.size == 1
             if waits_for_nobody and self._driver.abandon():
@@ -403,7 +404,7 @@ class Engine(DeepSpeedNames):
         self.tell_of_early_writes()
         untold = self.partitioned_optimizer.untold
         self._streams.detach()
-        self._multiplying.undo()
+        self._kernels.undo()
         self._wrapper.undo()
         self._attention.undo()
         try:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from cuda_ops.block_layout import BlockLayout
+from cuda_ops.block_layout import BlockLayout, as_usual
 from cuda_ops.uncompiled import uncompiled
 from speedlab.config import AttentionConfig
 from speedlab.config.attention_pattern import seen_blocks
@@ -24,29 +21,10 @@ def layout_of(attention: AttentionConfig, length: int, *, causal: bool = True) -
     return _made(attention, length, causal)
 
 
-@contextmanager
-def _as_usual() -> Iterator[None]:
-    """For what is kept: also for those who come with real tensors, and train, whoever made it."""
-    with unset_fake_temporarily(), torch.inference_mode(False), torch.device("cpu"):
-        yield
-
-
-@uncompiled
-def causal_layout(length: int) -> BlockLayout:
-    """All blocks of causal attention over `length` tokens; the same object for the same length."""
-    return _whole(length)
-
-
-@lru_cache(maxsize=64)
-def _whole(length: int) -> BlockLayout:
-    with _as_usual():
-        return BlockLayout.local(length, length, causal=True)
-
-
 @lru_cache(maxsize=64)
 def _made(attention: AttentionConfig, length: int, causal: bool) -> BlockLayout:
     rows = seen_blocks(attention, length, causal=causal)
-    with _as_usual():
+    with as_usual():
         mask = torch.zeros(len(rows), len(rows), dtype=torch.bool)
         for row, seen in zip(mask, rows, strict=True):
             row[list(seen)] = True

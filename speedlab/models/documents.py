@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from speedlab.models.dense_attention import attend_in_blocks, kernel_takes
+from cuda_ops.block_layout import whole_layout
+from cuda_ops.block_sparse_attention import block_sparse_attention, takes_heads
+from cuda_ops.tensors import FLOATS
 
 IGNORED = -100
 """A target that does not count."""
@@ -77,6 +79,8 @@ def attend_within(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
     attention with a mask, (B, 1, T, T).
     """
     length = q.shape[2]
-    if not kernel_takes(q):
+    if q.dtype not in FLOATS or not takes_heads(q.shape[3]):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=document_mask(starts, length))
-    return attend_in_blocks(q.contiguous(), k.contiguous(), v.contiguous(), starts_for(starts, length))
+    layout = whole_layout(length, length, causal=True)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    return block_sparse_attention(q, k, v, layout, starts=starts_for(starts, length))

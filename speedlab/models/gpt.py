@@ -28,7 +28,6 @@ from cuda_ops.products import Product
 from cuda_ops.tensors import FLOATS
 from speedlab.config import AttentionConfig, ModelConfig
 from speedlab.models.attention_layout import layout_of
-from speedlab.models.dense_attention import Kernel, attend_to_all
 from speedlab.models.documents import attend_within, check_positions, document_mask, document_starts, starts_for
 from speedlab.models.tiles import in_tiles
 
@@ -89,17 +88,16 @@ class Attend(nn.Module):
     those of no other. Each kind of device has a generator of its own, and drops other elements.
     """
 
-    def __init__(self, dropout: float, kernel: Kernel = "auto") -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.dropout = dropout
-        self.kernel: Kernel = kernel
         self.first_head = 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
         if not self.training or self.dropout == 0:
             if starts is not None:
                 return attend_within(q, k, v, starts)
-            return attend_to_all(q, k, v, kernel=self.kernel)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         seen = None if starts is None else document_mask(starts, q.shape[2])
         seed = self.draw_seed()
         heads = zip(*(each.split(1, dim=1) for each in (q, k, v)), strict=True)
@@ -154,7 +152,7 @@ class Attention(nn.Module):
         self.head_size = config.hidden // config.heads
         self.qkv = Linear(config.hidden, 3 * config.hidden, bias=config.bias)
         dense = config.attention.kind == "dense"
-        self.attend = Attend(config.dropout, config.attention.kernel) if dense else SparseAttend(config.attention)
+        self.attend = Attend(config.dropout) if dense else SparseAttend(config.attention)
         self.out = Linear(config.hidden, config.hidden, bias=config.bias, std=_residual_std(config))
         self.dropout = Dropout(config.dropout)
 

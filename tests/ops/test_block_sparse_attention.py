@@ -199,6 +199,14 @@ def test_bad_starts_are_refused() -> None:
         block_sparse_attention(q, k, v, window(100), starts=starts[:1])
 
 
+def test_a_gradient_of_its_gradients_is_refused() -> None:
+    q = torch.randn(1, 2, 64, 16, requires_grad=True)
+    out = block_sparse_attention(q, q, q, BlockLayout.local(64, 1, causal=True))
+    (slope,) = torch.autograd.grad(out.pow(2).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="block_sparse_attention: differentiable once"):
+        slope.pow(2).sum().backward()
+
+
 def test_all_blocks_are_dense_attention() -> None:
     q, k, v = example(256)
     layout = BlockLayout.from_mask(torch.ones(4, 4, dtype=torch.bool), causal=True)

@@ -328,13 +328,13 @@ def _join(store: Path) -> None:
     # connections open for ever; the first optimizer step imports it. Imported before any world it keeps nothing.
     import torch.distributed.nn.functional
 
-    from cuda_ops import products
+    from cuda_ops import products, torch_attention
     from speedlab.comm.shared import register
     from speedlab.comm.transports import in_place
-    from speedlab.models import dense_attention
 
     in_place.LEAST_JOINED_BYTES = 0  # Small models are gathered, multiplied and attended to as large ones are.
-    products.LEAST_ROWS = products.LEAST_ELEMENTS = dense_attention.LEAST_TOKENS = 1
+    products.LEAST_ROWS = products.LEAST_ELEMENTS = torch_attention.LEAST_TOKENS = 1
+    torch_attention.MOST_PADDED = dict.fromkeys(torch_attention.MOST_PADDED, float("inf"))
     rank, size, backend = _place
     torch.set_num_threads(1)
     _leave()

@@ -5,15 +5,12 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from cuda_ops import block_sparse_attention
 from cuda_ops.block_sparse_attention import token_mask
 from speedlab.config import MODEL_PRESETS, AttentionConfig, ModelConfig
-from speedlab.models import GPT, GPTOutput, dense_attention, generate
+from speedlab.models import GPT, GPTOutput, generate
 from speedlab.models.attention_layout import layout_of
 from speedlab.models.gpt import Attend, SparseAttend, rotate, rotation_table
 
@@ -268,85 +265,6 @@ def test_attention_never_draws_for_more_than_one_head():
     with Largest() as largest:
         Attend(0.3)(q, q, q)
     assert largest.elements == 2 * 16 * 16
-
-
-# ---- dense attention -------------------------------------------------------------------------------------------------
-
-
-def operations_of(attend: nn.Module, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[set[str], torch.Tensor]:
-    """Which kinds of attention were called, and the result with every gradient, in float64."""
-    called: set[str] = set()
-
-    class Calls(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            called.add(func.overloadpacket.__name__)
-            return func(*args, **(kwargs or {}))
-
-    random = torch.Generator().manual_seed(0)
-    q, k, v, slope = torch.randn(4, *shape, generator=random).to(dtype).unbind()
-    leaves = [each.transpose(1, 2).requires_grad_() for each in (q, k, v)]  # As a projection gives them.
-    with Calls():
-        out = attend(*leaves)
-        found = [out, *torch.autograd.grad(out, leaves, slope.transpose(1, 2))]
-    return {name for name in called if "attention" in name}, torch.stack(found).double()
-
-
-@pytest.mark.parametrize("shape", [(2, 64, 3, 16), (1, 100, 2, 64), (1, 200, 1, 80)])
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
-def test_dense_attention_by_our_kernel_is_torchs(monkeypatch, shape, dtype, close):
-    monkeypatch.setattr(dense_attention, "is_faster_dense", lambda device: True)
-    names, ours = operations_of(Attend(0.0), *shape, dtype=dtype)
-    assert names == {"block_sparse_attention", "block_sparse_attention_backward"}
-    names, theirs = operations_of(Attend(0.0, "torch"), *shape, dtype=dtype)
-    assert names
-    assert all("scaled_dot_product" in name for name in names)
-    assert (ours - theirs).abs().max() <= close * theirs.abs().max()
-
-
-@pytest.mark.parametrize("shape", [(2, 63, 3, 16), (1, 100, 2, 20), (1, 64, 1, 8)])
-def test_short_sequences_and_other_heads_go_through_torchs(monkeypatch, shape):
-    monkeypatch.setattr(dense_attention, "is_faster_dense", lambda device: True)
-    names, _ = operations_of(Attend(0.0), *shape)
-    assert names
-    assert all("scaled_dot_product" in name for name in names)
-
-
-def test_a_look_in_inference_mode_leaves_nothing_that_training_meets(monkeypatch):
-    """The layout of a length is kept; here of one that no other test has."""
-    monkeypatch.setattr(dense_attention, "is_faster_dense", lambda device: True)
-    model = build(hidden=64, context=200)
-    tokens = torch.randint(0, 101, (1, 187))
-    with torch.inference_mode():
-        model(tokens)
-    model(tokens, tokens).loss.backward()
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, on its first dual tensor.
-def test_what_our_kernel_cannot_is_torchs_or_refused(monkeypatch):
-    """Transforms of functions, fake tensors, and gradients of gradients, which it would get wrong."""
-    monkeypatch.setattr(dense_attention, "is_faster_dense", lambda device: True)
-    q = torch.randn(1, 2, 64, 16)
-    found = torch.func.grad(lambda q: Attend(0.0)(q, q, q).pow(2).sum())(q)
-    expected = torch.func.grad(lambda q: Attend(0.0, "torch")(q, q, q).pow(2).sum())(q)
-    assert torch.allclose(found, expected, atol=1e-5)
-    with pytest.raises(NotImplementedError), forward_ad.dual_level():
-        Attend(0.0)(forward_ad.make_dual(q, q), q, q)
-    with FakeTensorMode() as mode:
-        assert Attend(0.0)(*(mode.from_tensor(q) for _ in range(3))).shape == q.shape
-    leaf = q.clone().requires_grad_()
-    slope = torch.autograd.grad(Attend(0.0)(leaf, leaf, leaf).pow(2).sum(), leaf, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="block_sparse_attention: differentiable once"):
-        slope.pow(2).sum().backward()
-
-
-def test_our_kernel_is_for_processors_where_it_is_faster(monkeypatch):
-    cpu = torch.device("cpu")
-    for avx512, tiles, faster in ((True, False, True), (True, True, False), (False, False, False)):
-        monkeypatch.setattr(block_sparse_attention, "has_avx512", lambda avx512=avx512: avx512)
-        monkeypatch.setattr(block_sparse_attention, "has_matrix_units", lambda tiles=tiles: tiles)
-        assert dense_attention.takes_own("auto", cpu) == faster
-        assert not dense_attention.takes_own("torch", cpu)
-        assert not dense_attention.takes_own("auto", torch.device("cuda"))
 
 
 # ---- block-sparse attention ------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
-from cuda_ops import warm
+from cuda_ops import torch_attention, warm
 from speedlab.comm import Traffic, World, join
 from speedlab.comm.shared.segments import host_identity
 from speedlab.config import ConfigError, GivenConfig, OuterConfig, RunConfig, ScheduleConfig, config_of
@@ -40,7 +40,6 @@ from speedlab.engine.step.model_part import ModelPart
 from speedlab.engine.step.optimizer import PartitionedOptimizer
 from speedlab.engine.step.precision import LossScale, compute_dtype
 from speedlab.layout import Layout
-from speedlab.models.dense_attention import takes_own
 from speedlab.models.gpt import Attend
 from speedlab.offload import Stores
 from speedlab.parallel.mesh import Mesh
@@ -231,10 +230,18 @@ def _prepare_kernels(config: RunConfig, optimizer: OptimizerChoice, device: torc
 
 
 def _prepare_attention(engine: Engine) -> None:
-    """Compile what dense attention of the built-in GPT takes on this processor, for the dtype it computes in."""
-    dense = [module for part in engine.modules for module in part.modules() if isinstance(module, Attend)]
-    if not engine.config.compile and any(takes_own(each.kernel, engine.world.device) for each in dense):
+    """Compile what a model that is known to ask for torch's attention takes on this processor, for the dtype it
+    computes in. Others do with their first call."""
+    choice = engine.config.precision.attention
+    asks = any(_asks_for_attention(module) for part in engine.modules for module in part.modules())
+    if asks and torch_attention.in_use(engine.world.device, choice) != "torch":
         warm.warm_up(lambda line: print(line, flush=True), steps=warm.SPARSE, dtypes=(engine.dtype,))
+
+
+def _asks_for_attention(module: nn.Module) -> bool:
+    """Of torch's `scaled_dot_product_attention`, as far as is known: the built-in GPT, torch's layer, transformers."""
+    chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return chosen == "sdpa" or isinstance(module, Attend | nn.MultiheadAttention)
 
 
 def _check_islands(mesh: Mesh, config: RunConfig) -> None:

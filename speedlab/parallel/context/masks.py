@@ -12,16 +12,14 @@ B sequences of T tokens, H heads; in a turn n queries of this rank and m keys of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from cuda_ops.block_layout import BlockLayout
+from cuda_ops.block_layout import BlockLayout, whole_layout
 from cuda_ops.block_sparse_attention import partial_attention, partial_gradients
 from cuda_ops.tensors import FLOATS
 from speedlab.config.attention import head_fits
-from speedlab.models.attention_layout import causal_layout
 from speedlab.models.gpt import Attend
 from speedlab.models.recomputation import computed_once
 
@@ -115,8 +113,7 @@ class Places:
     @property
     def layout(self) -> BlockLayout:
         """Of the turn's queries and keys, among themselves."""
-        count, of_keys = len(self.queries), len(self.keys)
-        return causal_layout(count) if self.causal else _all_see_all(count, of_keys)  # pyright: ignore[reportReturnType,reportArgumentType]  # disable() loses its types
+        return whole_layout(len(self.queries), len(self.keys), causal=self.causal)
 
     def local(self, starts: Tensor | None) -> Tensor | None:
         """`starts` of whole sequences as places among the keys: (B, n) int32."""
@@ -146,9 +143,3 @@ def kept_of(attend: Attend, q: Tensor, length: int, own: Tensor) -> Tensor | Non
 def _finite(logarithm: Tensor) -> Tensor:
     """(…, 1), where no key is seen 0: else -inf would be taken from -inf."""
     return logarithm.masked_fill(logarithm == -torch.inf, 0).unsqueeze(-1)
-
-
-@lru_cache(maxsize=64)
-def _all_see_all(queries: int, keys: int) -> BlockLayout:
-    block = 64
-    return BlockLayout.from_mask(torch.ones(-(-queries // block), -(-keys // block), dtype=torch.bool), block=block)

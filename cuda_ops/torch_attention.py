@@ -1,0 +1,175 @@
+"""torch's attention on CPUs by the kernels for blocks, which see all of them, where that is faster.
+
+`torch.nn.functional.scaled_dot_product_attention` ends in one operation of torch there, and another one in backward.
+Within `under_way` these take our kernels: the graph, what it saves, and what may be done with it stay torch's. Either
+side's backward takes what the other's forward has saved.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cuda_ops.block_layout import BLOCK, whole_layout
+from cuda_ops.block_sparse_attention import partial_attention, partial_gradients, takes_heads
+from cuda_ops.processor import has_avx512, has_matrix_units
+
+Choice = Literal["auto", "torch"]
+"""Of the processor's, or torch's own kernels anyway."""
+
+LEAST_TOKENS = 64
+"""A block of the kernels: of shorter sequences they would compute as much."""
+
+MOST_TOKENS = 1 << 16
+"""With more, the list of blocks takes megabytes."""
+
+MOST_PADDED = {torch.float32: 1.2, torch.bfloat16: 1.7, torch.float16: 4.0}
+"""How many scores there may be in whole blocks for one that is asked for: torch is slow with 16 bits, and
+slowest with float16."""
+
+_FORWARD, _BACKWARD = (f"aten::_scaled_dot_product_flash_attention_for_cpu{suffix}" for suffix in ("", "_backward"))
+
+
+class _UnderWay(threading.local):
+    """How many `under_way` a thread is within."""
+
+    depth = 0
+
+
+class _Process:
+    """The kernels that stand in torch's places, for as many as asked for that."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users = 0
+        self.library: torch.library.Library | None = None
+
+
+_thread, _process = _UnderWay(), _Process()
+
+
+def in_use(device: torch.device, choice: Choice) -> str:
+    """Whose attention on `device` this `choice` means: "blocks", our kernels', or "torch", torch's own."""
+    return "blocks" if device.type == "cpu" and choice == "auto" and is_faster() else "torch"
+
+
+def is_faster() -> bool:
+    """Whether our kernels are faster than torch's on this processor: one with AVX-512, unless torch has matrix units
+    there. Not where this torch does not give its own kernels out."""
+    return has_avx512() and not has_matrix_units() and hasattr(torch.library, "get_kernel")
+
+
+def install() -> None:
+    """Put our kernels in torch's places, where they do nothing but within `under_way`; until `uninstall`."""
+    with _process.lock:
+        if _process.users == 0:
+            _process.library = _registered()
+        _process.users += 1
+
+
+def uninstall() -> None:
+    """Torch's places are torch's again, where nobody else has called `install`."""
+    with _process.lock:
+        _process.users -= 1
+        if _process.users == 0:
+            assert _process.library is not None  # Of the first who asked.
+            _process.library._destroy()
+            _process.library = None
+
+
+@contextmanager
+def under_way() -> Iterator[None]:
+    """Attention that this thread computes within is our kernels', forward and backward."""
+    _thread.depth += 1
+    try:
+        yield
+    finally:
+        _thread.depth -= 1
+
+
+def _registered() -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL")
+    for name, own in ((_FORWARD, _attend), (_BACKWARD, _gradients)):
+        kernel = torch.library.get_kernel(name, "CPU")  # Before it has another one.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*verrid", category=UserWarning)  # It is meant.
+            library.impl(name, partial(own, kernel), "CPU", with_keyset=True)
+    return library
+
+
+def _is_wanted(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, mask: Tensor | None) -> bool:
+    if not (_thread.depth > 0 and dropout == 0 and mask is None and q.dtype in MOST_PADDED):
+        return False
+    if not (q.dtype == k.dtype == v.dtype and takes_heads(q.shape[3]) and v.shape[3] == q.shape[3]):
+        return False
+    length, keys = q.shape[2], k.shape[2]
+    if length != keys and causal:
+        return False
+    padded = _in_blocks(length) * _in_blocks(keys)
+    fills = min(length, keys) >= LEAST_TOKENS and padded <= MOST_PADDED[q.dtype] * length * keys
+    return fills and max(length, keys) <= MOST_TOKENS
+
+
+def _attend(
+    torchs: Any,
+    keyset: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    if not _is_wanted(query, key, value, dropout_p, is_causal, attn_mask):
+        rest = {"attn_mask": attn_mask, "scale": scale}
+        return torchs.call_boxed(keyset, query, key, value, dropout_p, is_causal, **rest)
+    layout = whole_layout(query.shape[2], key.shape[2], causal=is_causal)
+    out, logarithm = partial_attention(query, key, value, layout, scale=_factor(query, scale))
+    return out, _tokens_first(logarithm)
+
+
+def _gradients(
+    torchs: Any,
+    keyset: Any,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    if not _is_wanted(query, key, value, dropout_p, is_causal, attn_mask):
+        saved = query, key, value, out, logsumexp
+        rest = {"attn_mask": attn_mask, "scale": scale}
+        return torchs.call_boxed(keyset, grad_out, *saved, dropout_p, is_causal, **rest)
+    layout = whole_layout(query.shape[2], key.shape[2], causal=is_causal)
+    factor = _factor(query, scale)
+    found = partial_gradients(grad_out, query, key, value, out, logsumexp, layout, scale=factor)
+    return tuple(map(_tokens_first, found))
+
+
+def _in_blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK) * BLOCK
+
+
+def _factor(query: Tensor, scale: float | None) -> float:
+    return query.shape[3] ** -0.5 if scale is None else scale
+
+
+def _tokens_first(given: Tensor) -> Tensor:
+    """`given` (B, H, T, …) in the order of memory (B, T, H, …), in which torch's kernels leave it."""
+    return given.transpose(1, 2).contiguous().transpose(1, 2)

@@ -1,0 +1,46 @@
+"""What computes the models of an engine in the place of torch's own kernels: `precision.products`,
+`precision.attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from cuda_ops import products, torch_attention
+from speedlab.config import PrecisionConfig
+
+
+class OwnKernels:
+    """Products and attention of the models of one engine, until `undo`. Kernels beside them multiply as the engine that
+    came last has chosen."""
+
+    def __init__(
+        self, models: Iterable[nn.Module], chosen: PrecisionConfig, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        products.choose(chosen.products)
+        layers = {module for model in models for module in model.modules()}  # Parts of a pipeline may share some.
+        multiplies = products.in_use(device, dtype, chosen.products) != "torch"
+        self._hooks = products.hook(layers) if multiplies else []
+        self._attends = torch_attention.in_use(device, chosen.attention) != "torch"
+        if self._attends:
+            torch_attention.install()
+
+    def under_way(self) -> AbstractContextManager[None]:
+        """Around forward and backward."""
+        return torch_attention.under_way() if self._attends else nullcontext()
+
+    def break_off(self) -> None:
+        """After an exception, which may have come in the midst of a product."""
+        products.end()
+
+    def undo(self) -> None:
+        """Layers and kernels are as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        products.choose("auto")
+        if self._attends:
+            torch_attention.uninstall()
+            self._attends = False
