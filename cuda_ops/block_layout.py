@@ -172,14 +172,14 @@ def as_usual() -> Iterator[None]:
 
 @uncompiled  # It would be traced past its cache.
 def whole_layout(queries: int, keys: int, *, causal: bool) -> BlockLayout:
-    """All blocks of attention of so many tokens; the same object for the same arguments."""
-    return _whole(queries, keys, causal)
+    """All blocks of attention of so many tokens; the same object for as many blocks."""
+    return _whole(-(-queries // BLOCK), -(-keys // BLOCK), causal)
 
 
 @lru_cache(maxsize=64)
-def _whole(queries: int, keys: int, causal: bool) -> BlockLayout:
+def _whole(rows: int, columns: int, causal: bool) -> BlockLayout:
     with as_usual():
-        return BlockLayout(torch.ones(-(-queries // BLOCK), -(-keys // BLOCK), dtype=torch.bool), causal)
+        return BlockLayout(torch.ones(rows, columns, dtype=torch.bool), causal)
 
 
 def _distances(length: int, block: int) -> Tensor:

@@ -162,7 +162,7 @@ def _heads(tensor: Tensor) -> np.ndarray:
 
 def _blocks(q: Tensor, lists: Sequence[Tensor], starts: Tensor | None) -> tuple[np.ndarray, ...]:
     """What kernels know of the blocks, by `lists`, and of documents: without `starts`, every one begins at 0."""
-    starts = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int32) if starts is None else starts
+    starts = q.new_zeros(q.shape[0], q.shape[2], dtype=torch.int32) if starts is None else starts
     return (*map(array, lists), array(starts))
 
 
@@ -179,7 +179,7 @@ def _attend_cpu(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    found, lse = q.new_empty(q.shape), torch.empty(q.shape[:3])
+    found, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
     nbytes = q.nbytes + k.nbytes + v.nbytes + found.nbytes
     with meter.record("block_sparse_attention", nbytes, q.device):
         items = q.shape[0] * q.shape[1] * (len(offsets) - 1)

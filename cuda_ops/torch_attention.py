@@ -24,35 +24,27 @@ from cuda_ops.processor import has_avx512, has_matrix_units
 Choice = Literal["auto", "torch"]
 """Of the processor's, or torch's own kernels anyway."""
 
-LEAST_TOKENS = 64
-"""A block of the kernels: of shorter sequences they would compute as much."""
+WORTH = {torch.float32: (128, 1.2), torch.bfloat16: (64, 1.7), torch.float16: (64, 4.0)}
+"""By dtype: tokens from which on they are faster, and how many scores there may be in whole blocks for one that is
+asked for. torch is slow with 16 bits, and slowest with float16."""
 
 MOST_TOKENS = 1 << 16
 """With more, the list of blocks takes megabytes."""
 
-MOST_PADDED = {torch.float32: 1.2, torch.bfloat16: 1.7, torch.float16: 4.0}
-"""How many scores there may be in whole blocks for one that is asked for: torch is slow with 16 bits, and
-slowest with float16."""
-
 _FORWARD, _BACKWARD = (f"aten::_scaled_dot_product_flash_attention_for_cpu{suffix}" for suffix in ("", "_backward"))
 
 
-class _UnderWay(threading.local):
-    """How many `under_way` a thread is within."""
+class _Thread(threading.local):
+    """Whether attention that a thread computes is our kernels'."""
 
-    depth = 0
-
-
-class _Process:
-    """The kernels that stand in torch's places, for as many as asked for that."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.users = 0
-        self.library: torch.library.Library | None = None
+    ours = False
 
 
-_thread, _process = _UnderWay(), _Process()
+_thread = _Thread()
+_lock = threading.Lock()
+_libraries: list[torch.library.Library] = []
+"""What holds our kernels in torch's places: from the first `install` on, since others may have asked torch for what
+stands there."""
 
 
 def in_use(device: torch.device, choice: Choice) -> str:
@@ -67,31 +59,21 @@ def is_faster() -> bool:
 
 
 def install() -> None:
-    """Put our kernels in torch's places, where they do nothing but within `under_way`; until `uninstall`."""
-    with _process.lock:
-        if _process.users == 0:
-            _process.library = _registered()
-        _process.users += 1
-
-
-def uninstall() -> None:
-    """Torch's places are torch's again, where nobody else has called `install`."""
-    with _process.lock:
-        _process.users -= 1
-        if _process.users == 0:
-            assert _process.library is not None  # Of the first who asked.
-            _process.library._destroy()
-            _process.library = None
+    """Put our kernels in torch's places, where they do nothing but within `under_way`."""
+    with _lock:
+        if not _libraries:
+            _libraries.append(_registered())
 
 
 @contextmanager
-def under_way() -> Iterator[None]:
-    """Attention that this thread computes within is our kernels', forward and backward."""
-    _thread.depth += 1
+def under_way(ours: bool = True) -> Iterator[None]:
+    """Attention that this thread computes within is our kernels', forward and backward; or torch's."""
+    before = _thread.ours
     try:
+        _thread.ours = ours
         yield
     finally:
-        _thread.depth -= 1
+        _thread.ours = before
 
 
 def _registered() -> torch.library.Library:
@@ -105,16 +87,16 @@ def _registered() -> torch.library.Library:
 
 
 def _is_wanted(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, mask: Tensor | None) -> bool:
-    if not (_thread.depth > 0 and dropout == 0 and mask is None and q.dtype in MOST_PADDED):
+    if not (_thread.ours and dropout == 0 and mask is None and q.dtype in WORTH):
         return False
-    if not (q.dtype == k.dtype == v.dtype and takes_heads(q.shape[3]) and v.shape[3] == q.shape[3]):
+    if not (q.dtype == k.dtype == v.dtype and takes_heads(q.shape[3]) and k.shape == v.shape):
         return False
-    length, keys = q.shape[2], k.shape[2]
-    if length != keys and causal:
+    (batch, heads, length, depth), keys = q.shape, k.shape[2]
+    if k.shape[0] != batch or k.shape[3] != depth or heads % max(1, k.shape[1]) or (causal and length != keys):
         return False
+    least, padding = WORTH[q.dtype]
     padded = _in_blocks(length) * _in_blocks(keys)
-    fills = min(length, keys) >= LEAST_TOKENS and padded <= MOST_PADDED[q.dtype] * length * keys
-    return fills and max(length, keys) <= MOST_TOKENS
+    return min(length, keys) >= least and max(length, keys) <= MOST_TOKENS and padded <= padding * length * keys
 
 
 def _attend(
@@ -133,6 +115,7 @@ def _attend(
         rest = {"attn_mask": attn_mask, "scale": scale}
         return torchs.call_boxed(keyset, query, key, value, dropout_p, is_causal, **rest)
     layout = whole_layout(query.shape[2], key.shape[2], causal=is_causal)
+    key, value = (_for_each(query, each) for each in (key, value))
     out, logarithm = partial_attention(query, key, value, layout, scale=_factor(query, scale))
     return out, _tokens_first(logarithm)
 
@@ -157,9 +140,22 @@ def _gradients(
         rest = {"attn_mask": attn_mask, "scale": scale}
         return torchs.call_boxed(keyset, grad_out, *saved, dropout_p, is_causal, **rest)
     layout = whole_layout(query.shape[2], key.shape[2], causal=is_causal)
-    factor = _factor(query, scale)
-    found = partial_gradients(grad_out, query, key, value, out, logsumexp, layout, scale=factor)
-    return tuple(map(_tokens_first, found))
+    factor, (keys, values) = _factor(query, scale), (_for_each(query, each) for each in (key, value))
+    of_q, *others = partial_gradients(grad_out, query, keys, values, out, logsumexp, layout, scale=factor)
+    return tuple(map(_tokens_first, (of_q, *(_summed(each, key) for each in others))))
+
+
+def _for_each(query: Tensor, given: Tensor) -> Tensor:
+    """`given` (B, G, S, D), where several heads of `query` (B, H, T, D) share one, once for each of them."""
+    shared = query.shape[1] // given.shape[1]
+    return given if shared == 1 else given.repeat_interleave(shared, 1)
+
+
+def _summed(gradient: Tensor, given: Tensor) -> Tensor:
+    """`gradient` (B, H, S, D) over the heads that share one of `given` (B, G, S, D)."""
+    if gradient.shape == given.shape:
+        return gradient
+    return gradient.unflatten(1, (given.shape[1], -1)).sum(2, dtype=torch.float32).to(given.dtype)
 
 
 def _in_blocks(tokens: int) -> int:

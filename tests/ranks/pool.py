@@ -333,8 +333,8 @@ def _join(store: Path) -> None:
     from speedlab.comm.transports import in_place
 
     in_place.LEAST_JOINED_BYTES = 0  # Small models are gathered, multiplied and attended to as large ones are.
-    products.LEAST_ROWS = products.LEAST_ELEMENTS = torch_attention.LEAST_TOKENS = 1
-    torch_attention.MOST_PADDED = dict.fromkeys(torch_attention.MOST_PADDED, float("inf"))
+    products.LEAST_ROWS = products.LEAST_ELEMENTS = 1
+    torch_attention.WORTH = dict.fromkeys(torch_attention.WORTH, (1, float("inf")))
     rank, size, backend = _place
     torch.set_num_threads(1)
     _leave()

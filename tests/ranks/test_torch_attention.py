@@ -89,7 +89,6 @@ def train(stage: int, choice: str) -> dict[str, Any]:
             "expected": expected,
             "in steps": in_steps,
             "elsewhere": elsewhere,
-            "users": torch_attention._process.users,
         }
 
 
@@ -100,4 +99,3 @@ def test_a_model_asks_torch_and_our_kernels_answer(two: Pool, stage: int, choice
         assert found["losses"] == pytest.approx(found["expected"], rel=1e-5)
         assert found["in steps"] == dict.fromkeys(KERNELS, calls)
         assert found["elsewhere"] == dict.fromkeys(KERNELS, 0)
-        assert found["users"] == 0

@@ -8,14 +8,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from speedlab.config import ModelConfig
+from speedlab.config import ModelConfig, PrecisionConfig
+from speedlab.engine.build.own_kernels import OwnKernels
 from speedlab.models import GPT
 
 _REPEATS = 5
 
 
 def measured_costs(
-    model: nn.Module, *, micro_size: int, length: int, dtype: torch.dtype, device: torch.device
+    model: nn.Module,
+    *,
+    micro_size: int,
+    length: int,
+    precision: PrecisionConfig,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[list[float], float, float]:
     """Seconds of forward and backward of each block, of what stands before the blocks and of what follows them.
 
@@ -39,9 +46,14 @@ def measured_costs(
 
     x = sample.embed(tokens).detach().requires_grad_()
     rotation = sample.rotation(x)
-    block = _seconds(lambda: sample.blocks[0](x, rotation).sum(), device)
-    first = _seconds(lambda: sample.embed(tokens).sum(), device)
-    last = _seconds(predict, device)
+    kernels = OwnKernels([sample], precision, device, dtype)  # Those of the training.
+    try:
+        with kernels.under_way():
+            block = _seconds(lambda: sample.blocks[0](x, rotation).sum(), device)
+            first = _seconds(lambda: sample.embed(tokens).sum(), device)
+            last = _seconds(predict, device)
+    finally:
+        kernels.undo()
     return [block] * model.config.layers, first, last
 
 

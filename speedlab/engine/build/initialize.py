@@ -115,9 +115,9 @@ def initialize(
     parts = {"loss": loss, "units": units, "tp_plan": tp_plan, "batch": batch, "groups": groups}
     engine = _build(model, optimizer, lr_scheduler, config, world, **parts)
     _refuse_plateau(engine)
-    _prepare_attention(engine)
     for module in engine.modules:
         _engines[module] = weakref.ref(engine)
+    _prepare_attention(engine)  # Behind that: who interrupts it can call again.
     engine.epochs = epochs
     loader = _loader(training_data, epochs, batch, config.seed, collate_fn)
     return engine, engine.optimizer, loader, engine.scheduler

@@ -110,7 +110,8 @@ def _block_counts(
     if config.parallel.balance == "time":
         micro_size = config.batch.resolve(layout.data_size).micro_size
         length = config.data.sequence_length
-        measured = measured_costs(model, micro_size=micro_size, length=length, dtype=dtype, device=world.device)
+        how = {"precision": config.precision, "dtype": dtype, "device": world.device}
+        measured = measured_costs(model, micro_size=micro_size, length=length, **how)
         costs, first, last = everyone.share(measured)  # One rank's measurement, or they would cut differently.
     return layer_counts(costs, stages, first=first, last=last)
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ class OwnKernels:
 
     def under_way(self) -> AbstractContextManager[None]:
         """Around forward and backward."""
-        return torch_attention.under_way() if self._attends else nullcontext()
+        return torch_attention.under_way(self._attends)
 
     def break_off(self) -> None:
         """After an exception, which may have come in the midst of a product."""
@@ -41,6 +41,3 @@ class OwnKernels:
         for hook in self._hooks:
             hook.remove()
         products.choose("auto")
-        if self._attends:
-            torch_attention.uninstall()
-            self._attends = False
