@@ -30,6 +30,7 @@ CASES: dict[str, Callable[[torch.device, int], Iterator[Row]]] = {
     "blockquant": flat_cases.blockquant_rows,
     "linear_cross_entropy": loss_cases.loss_rows,
     "block_sparse_attention": attention_cases.attention_rows,
+    "torch_attention": attention_cases.torch_attention_rows,
 }
 
 
