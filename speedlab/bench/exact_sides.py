@@ -155,7 +155,7 @@ def _config(case: Case, side: Side) -> Any:
                 "attention": _PATTERN if side.sparse else {},
             },
             "data": {"sequence_length": case.length, "tokenizer": "bytes"},
-            "precision": "float32",
+            "precision": {"dtype": "float32", "attention": "torch"},
             "batch": {"micro_size": 1, "accumulation": 1},
             "parallel": {"cp": side.cp, "cp_heads": side.heads_shared if side.cp > 1 else None},
             "zero": {"stage": 3 if side.cp > 1 else 0},

@@ -14,6 +14,7 @@ import speedlab
 from cuda_ops import torch_attention
 from ranks.pool import Pool
 
+STEPS = 3
 KERNELS = ("partial_attention", "partial_gradients")
 
 
@@ -99,3 +100,51 @@ def test_a_model_asks_torch_and_our_kernels_answer(two: Pool, stage: int, choice
         assert found["losses"] == pytest.approx(found["expected"], rel=1e-5)
         assert found["in steps"] == dict.fromkeys(KERNELS, calls)
         assert found["elsewhere"] == dict.fromkeys(KERNELS, 0)
+
+
+def train_llama(padded: bool) -> dict[str, Any]:
+    """Losses of a model of transformers whose heads share keys, beside a plain loop's, and calls of our kernels."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attn_implementation="sdpa")
+    tokens = torch.randint(0, 64, (2, 64), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[:, 50:] = int(not padded)
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+    called = dict.fromkeys(KERNELS, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_attention, "is_faster", lambda: True)
+        for name in KERNELS:
+            patch.setattr(torch_attention, name, partial(counted, called, name, getattr(torch_attention, name)))
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        expected = []
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            expected.append(loss.item())
+        torch.manual_seed(0)
+        engine, *_ = speedlab.initialize(
+            model=LlamaForCausalLM(config),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            config={"zero": {"stage": 2}, "precision": "float32", "batch": {"micro_size": 2}},
+        )
+        losses = []
+        for _ in range(STEPS):
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+    return {"losses": losses, "expected": expected, "called": called}
+
+
+@pytest.mark.parametrize(("padded", "calls"), [(False, 2 * STEPS), (True, 0)])
+def test_heads_of_transformers_that_share_keys(two: Pool, padded: bool, calls: int) -> None:
+    for found in two.run(train_llama, padded):
+        assert found["losses"] == pytest.approx(found["expected"], rel=1e-5)
+        assert found["called"] == dict.fromkeys(KERNELS, calls)
