@@ -68,6 +68,13 @@ def exact(q: Tensor, k: Tensor, v: Tensor, **how) -> list[Tensor]:
     return attend(*(each.detach().double().requires_grad_() for each in (q, k, v)), **how)
 
 
+def check_alike(ours: list[Tensor], theirs: list[Tensor], right: list[Tensor], close: float) -> None:
+    """`ours` are as `right` as that, and laid as `theirs`."""
+    for found, other, expected in zip(ours, theirs, right, strict=True):
+        assert (found.double() - expected).abs().max() <= close * expected.abs().max()
+        assert (found.dtype, found.shape, strides(found)) == (other.dtype, other.shape, strides(other))
+
+
 @pytest.mark.parametrize(
     ("queries", "keys", "how"),
     [
@@ -85,9 +92,7 @@ def test_it_is_torchs_attention(calls: Calls, queries, keys, how, dtype, close) 
     with under_way():
         ours = attend(q, k, v, **how)
     assert calls.made == [FORWARD, BACKWARD]
-    for found, expected, other in zip(ours, exact(q, k, v, **how), theirs, strict=True):
-        assert (found.double() - expected).abs().max() <= close * expected.abs().max()
-        assert (found.dtype, found.shape, strides(found)) == (other.dtype, other.shape, strides(other))
+    check_alike(ours, theirs, exact(q, k, v, **how), close)
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
@@ -185,9 +190,7 @@ def test_heads_of_keys_that_queries_share(calls: Calls, groups: int, dtype: torc
     with under_way():
         ours = attend(q, k, v, **how)
     assert calls.made == [FORWARD, BACKWARD]
-    for found, expected, other in zip(ours, exact(q, k, v, **how), theirs, strict=True):
-        assert (found.double() - expected).abs().max() <= close * expected.abs().max()
-        assert (found.dtype, found.shape, strides(found)) == (other.dtype, other.shape, strides(other))
+    check_alike(ours, theirs, exact(q, k, v, **how), close)
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])

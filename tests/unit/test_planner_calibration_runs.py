@@ -5,44 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from calibration_samples import calibration
 
 from speedlab.cluster.learning import learn_from
 from speedlab.config import ConfigError, RunConfig
 from speedlab.planner import calibration_store as store
-from speedlab.planner.calibration import Calibration, Constants
 from speedlab.planner.formula import parameter_count
-from speedlab.planner.kernels import Rates
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import Event, Ledger, StepRecord
 from speedlab.telemetry.writer import RecordWriter
 
-HERE = Calibration(
-    machine=store.this_machine(),
-    device="cpu",
-    cores=2,
-    memory_bytes=2**33,
-    created=1.8e9,
-    rates={},
-    process_bytes=2**28,
-    constants=(
-        Constants(
-            engines=2,
-            dtype="float32",
-            threads=1,
-            rates={
-                "rotary": Rates(
-                    matmul_flops=5e10, attention_flops=5e10, memory_bytes=8e9, element_bytes=4, kernel_seconds=1e-5
-                )
-            },
-            link_bytes_per_second=4e9,
-            link_seconds=3e-5,
-            message_bytes_per_second=4e9,
-            event_seconds={},
-            factors={},
-            block_error=0.0,
-        ),
-    ),
-)
+HERE = calibration()
 
 
 def run_folder(folder: Path, *, parameters: int | None = None, reshaped: bool = False) -> RunFolder:

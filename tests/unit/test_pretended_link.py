@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from calibration_samples import calibration, constants
 
 from speedlab.cluster import Cluster, ClusterError, pretended
 from speedlab.comm.pretended import Line, arrival
@@ -13,10 +14,8 @@ from speedlab.config import RunConfig
 from speedlab.hardware import cpu_devices
 from speedlab.network import LinkRate
 from speedlab.planner import calibration_store, links, parameter_count
-from speedlab.planner.calibration import Calibration, Constants
 from speedlab.planner.efficiency import Efficiency
 from speedlab.planner.here import hardware_here
-from speedlab.planner.kernels import Rates
 from speedlab.planner.setup import Setup
 from speedlab.telemetry.prediction import prediction_of
 from speedlab.telemetry.records import Event
@@ -112,31 +111,7 @@ def test_on_a_calibrated_machine_what_is_sent_takes_what_the_link_takes_where_th
     gigabits: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration_store, "path", lambda folder=None: tmp_path / "calibration.json")
-    rates = Rates(matmul_flops=5e10, attention_flops=5e10, memory_bytes=8e9, element_bytes=4, kernel_seconds=1e-5)
-    constants = Constants(
-        engines=2,
-        dtype="float32",
-        threads=1,
-        rates={"rotary": rates},
-        link_bytes_per_second=4e9,
-        link_seconds=3e-5,
-        message_bytes_per_second=2e9,
-        event_seconds={"step": 1e-3},
-        factors={"data parallel": 2.0},
-        block_error=0.0,
-    )
-    calibration_store.save(
-        Calibration(
-            machine=calibration_store.this_machine(),
-            device="cpu",
-            cores=2,
-            memory_bytes=2**33,
-            created=1.8e9,
-            rates={},
-            process_bytes=2**28,
-            constants=(constants,),
-        )
-    )
+    calibration_store.save(calibration(constants(factors={"data parallel": 2.0})))
     layouts = {
         "data parallel": {"dp": 2},
         "tensor parallel": {"tp": 2},

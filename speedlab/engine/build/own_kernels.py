@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -28,13 +28,15 @@ class OwnKernels:
         if self._attends:
             torch_attention.install()
 
-    def under_way(self) -> AbstractContextManager[None]:
-        """Around forward and backward."""
-        return torch_attention.under_way(self._attends)
-
-    def break_off(self) -> None:
-        """After an exception, which may have come in the midst of a product."""
-        products.end()
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Around forward and backward. An exception may come in the midst of a product, and ends it."""
+        try:
+            with torch_attention.under_way(self._attends):
+                yield
+        except BaseException:
+            products.end()
+            raise
 
     def undo(self) -> None:
         """Layers and kernels are as they were."""
