@@ -28,6 +28,8 @@ _NETWORK = re.compile(
 )
 """What gloo, NCCL and the stores say of a peer that closed its connections or does not answer."""
 
+_LATE = re.compile(r"timed out|time ?out", re.IGNORECASE)
+
 
 def tells_of_lost_peer(error: BaseException) -> bool:
     """Whether `error`, raised by a collective, says that another rank has left, has died or did not come.
@@ -43,6 +45,11 @@ def tells_of_lost_peer(error: BaseException) -> bool:
         return False
     lost = dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError
     return isinstance(error, lost) or _NETWORK.search(text) is not None
+
+
+def tells_of_timeout(error: BaseException) -> bool:
+    """Whether an error of which `tells_of_lost_peer` says so comes of a limit of time, not of a closed connection."""
+    return _LATE.search(str(error)) is not None
 
 
 def reason_of(error: BaseException) -> str:

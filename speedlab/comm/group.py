@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from speedlab.comm.errors import PeerLost, reason_of, tells_of_lost_peer
+from speedlab.comm.activity import explained
+from speedlab.comm.errors import PeerLost, reason_of, tells_of_lost_peer, tells_of_timeout
 from speedlab.comm.lending import LentBuffers
 from speedlab.comm.limits import wait_for
 from speedlab.comm.pretended import own_line
@@ -405,11 +406,15 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, PeerLost) or not tells_of_lost_peer(error):
+            if not tells_of_lost_peer(error):
+                raise
+            if isinstance(error, PeerLost):
+                error.args = (explained(str(error)),)
                 raise
             check_peers()  # Says which rank, where that is known.
-            whose = f"rank {self.ranks[self.index]} waited for a peer that left"
-            raise PeerLost(f"{whose} ({reason_of(error)})") from error
+            missing = "did not come" if tells_of_timeout(error) else "left"
+            whose = f"rank {self.ranks[self.index]} waited for a peer that {missing}"
+            raise PeerLost(explained(f"{whose} ({reason_of(error)})")) from error
 
     def _done(self) -> Transfer:
         return Transfer(None, self.traffic, self.device, link=Link.PROCESS.value)

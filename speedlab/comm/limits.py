@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import datetime
+import math
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TIMEOUT_SECONDS = 300.0
-"""How long a collective waits for its peers before it fails."""
-GROUP_TIMEOUT_SECONDS = 1800.0
-"""The same on a group of some of them, once nobody thinks any more: torch's own, of gloo."""
+TIMEOUT_SECONDS = 1800.0
+"""How long a collective waits for its peers before it fails, unless the user gave a limit: torch's own, of gloo."""
 PATIENT_SECONDS = 30 * 86400.0
 """The same while a person may think."""
 
+TIMEOUT_VARIABLE = "SPEEDLAB_TIMEOUT_SECONDS"
+"""In the environment of an engine: the limit that its cluster was given."""
+
 _patient = 0
+_given: float | None = None
+_of_world: float | None = None
 
 
 def count_patient(change: int) -> None:
@@ -29,9 +34,53 @@ def limit_seconds(seconds: float) -> float:
     return PATIENT_SECONDS if _patient else seconds
 
 
-def limit_of_a_group() -> datetime.timedelta | None:
-    """Of a group of some ranks that is made now; None: torch's own."""
-    return datetime.timedelta(seconds=PATIENT_SECONDS) if _patient else None
+def give_timeout(seconds: float | None) -> None:
+    """The user's limit for the groups of this process from now on; None: the user gave no limit."""
+    global _given  # noqa: PLW0603  # as above
+    _given = seconds
+
+
+def inherit_timeout(seconds: float | None) -> None:
+    """The limit of a world that the user made, which counts where the user gave SpeedLab none; None: no such world."""
+    global _of_world  # noqa: PLW0603  # as above
+    _of_world = seconds
+
+
+def timeout_seconds() -> float:
+    """The limit of every group that SpeedLab makes.
+
+    1. What the user gave (`initialize`, the configuration, `join`).
+    2. What the environment says (`Cluster`).
+    3. The limit of the world, if the user made the world.
+    4. TIMEOUT_SECONDS.
+    """
+    if _given is not None:
+        return _given
+    return environment_seconds() or _of_world or TIMEOUT_SECONDS
+
+
+def environment_seconds() -> float | None:
+    """What the environment says. Raises ValueError for something else than a positive number."""
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    if not text:
+        return None
+    return checked_seconds(text, TIMEOUT_VARIABLE)
+
+
+def checked_seconds(value: Any, name: str) -> float:
+    """`value` as a positive number of seconds. Raises ValueError, with `name`, for anything else."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 < seconds <= PATIENT_SECONDS:
+        raise ValueError(f"{name}: {value!r}, expected a number of seconds above 0, at most {PATIENT_SECONDS:.0f}")
+    return seconds
+
+
+def limit_of_a_group() -> datetime.timedelta:
+    """Of a group of some ranks that is made now."""
+    return datetime.timedelta(seconds=limit_seconds(timeout_seconds()))
 
 
 def wait_for(work: Any, tensor: Tensor | None = None) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from speedlab.comm.activity import explained
+from speedlab.comm.errors import PeerLost, reason_of, tells_of_lost_peer
+from speedlab.comm.group_limits import limit_group, limited_store
 from speedlab.comm.limits import limit_of_a_group
 from speedlab.comm.over_hosts import STORE, bound_silence
 
@@ -48,11 +51,30 @@ def wires(channel: str, ranks: tuple[int, ...]) -> Wires:
     if known is None or not dist.is_initialized():
         # Only members meet, so that an axis of the layout can make its groups side by side. torch then names a group
         # after its ranks and after how many this process has: every rank must make equally many.
-        known = Wires(dist.new_group(list(ranks), timeout=limit_of_a_group(), use_local_synchronization=True))
+        known = Wires(_new_group(ranks))
         if STORE in os.environ:
             bound_silence()
         _wires[channel, ranks] = known
     return known
+
+
+def _new_group(ranks: tuple[int, ...]) -> Any:
+    """Raises PeerLost where a rank does not come to the meeting of the group."""
+    limit = limit_of_a_group()
+    try:
+        with limited_store(limit.total_seconds()):
+            return dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
+    except RuntimeError as error:
+        if isinstance(error, PeerLost) or not tells_of_lost_peer(error):
+            raise
+        text = f"rank {dist.get_rank()} waited for the ranks {list(ranks)} to make a group ({reason_of(error)})"
+        raise PeerLost(explained(text)) from error
+
+
+def limit_wires() -> None:
+    """Give all groups that there are the limit of today: the user gave another one."""
+    for known in _wires.values():
+        limit_group(known.group, limit_of_a_group().total_seconds())
 
 
 def forget_wires() -> None:

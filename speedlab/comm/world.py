@@ -7,9 +7,11 @@ import datetime
 import itertools
 import json
 import os
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +22,13 @@ import torch.distributed.nn.functional
 from torch.distributed import distributed_c10d
 
 from cuda_ops.warm import warm_up
-from speedlab.comm.limits import TIMEOUT_SECONDS, limit_seconds
+from speedlab.comm.activity import enter_world, leave_world
+from speedlab.comm.group_limits import limit_group, limit_of, limit_store
+from speedlab.comm.limits import checked_seconds, give_timeout, inherit_timeout, limit_of_a_group
 from speedlab.comm.over_hosts import STORE, bound_silence, meet
 from speedlab.comm.shared import BACKEND, leave_all, register
 from speedlab.comm.watch import Watch
-from speedlab.comm.wires import forget_wires
+from speedlab.comm.wires import forget_wires, limit_wires
 from speedlab.network import Endpoint
 
 
@@ -38,12 +42,15 @@ class World:
 
 
 def join(
-    device: torch.device | str | None = None, *, backend: str | None = None, timeout_seconds: float = TIMEOUT_SECONDS
+    device: torch.device | str | None = None, *, backend: str | None = None, timeout_seconds: float | None = None
 ) -> World:
     """Join the world of ranks, or return it when this process already did.
 
     `backend`: of CPU ranks, "shared" (shared memory within a host, gloo between hosts) or "gloo"; None takes
     what SPEEDLAB_BACKEND says, else "shared". GPUs use NCCL.
+
+    `timeout_seconds`: how long the collectives of SpeedLab's groups wait for their peers; None leaves that as it is
+    (`limits.timeout_seconds`).
 
     1. A default process group that exists is used as it is.
     2. SPEEDLAB_RENDEZVOUS names a folder: engines meet in its file `store-<generation>`, or, where they are on several
@@ -53,20 +60,24 @@ def join(
 
     Raises MeetingFailed where ranks of several hosts cannot meet, with the hosts, the port and the direction.
     """
-    timeout_seconds = limit_seconds(timeout_seconds)
-    timeout = datetime.timedelta(seconds=timeout_seconds)
+    if timeout_seconds is not None:
+        give_timeout(checked_seconds(timeout_seconds, "timeout_seconds"))
     device = torch.device(device) if device is not None else own_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if device.type == "cpu":
         warm_up(lambda line: print(line, flush=True))
-    if not dist.is_initialized():
+    if dist.is_initialized():
+        _limit_groups()
+    else:
+        inherit_timeout(None)
+        timeout = limit_of_a_group()
         forget_wires()  # Somebody else may have destroyed the world they belonged to.
         backend = _choose_backend(device, backend)
         folder = os.environ.get("SPEEDLAB_RENDEZVOUS")
         if folder:
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            store = _engines_store(Path(folder), rank, size, timeout_seconds)
+            store = _engines_store(Path(folder), rank, size, timeout.total_seconds())
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         elif {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             dist.init_process_group(backend, timeout=timeout)
@@ -76,7 +87,25 @@ def join(
             bound_silence()
         if device.type == "cuda" and dist.get_world_size() > 1:
             _look_out(dist.get_rank(), dist.get_world_size())
+        _own_worlds[:] = [weakref.ref(dist.group.WORLD)]
+    enter_world()
     return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+
+
+def _limit_groups() -> None:
+    """The limit of today is that of all groups that SpeedLab has made. A world that the user made keeps its own, which
+    counts for SpeedLab's groups where the user gave none."""
+    if any(reference() is dist.group.WORLD for reference in _own_worlds):
+        seconds = limit_of_a_group().total_seconds()
+        limit_group(dist.group.WORLD, seconds)
+        limit_store(distributed_c10d._get_default_store(), seconds)
+    else:
+        inherit_timeout(limit_of(dist.group.WORLD))
+    limit_wires()
+
+
+_own_worlds: list[weakref.ref[Any]] = []
+"""The group of the world, if `join` has made it."""
 
 
 def _look_out(rank: int, size: int) -> None:
@@ -110,6 +139,7 @@ def leave(*, failed: bool = False) -> None:
     if watch is not None:
         failed = failed or watch.lost is not None
         watch.stop(failed=failed)
+    leave_world()
     forget_wires()
     leave_all()
     if dist.is_initialized():

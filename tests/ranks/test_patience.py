@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from torch.distributed import distributed_c10d
 
 from ranks.pool import COLLECTIVE_TIMEOUT_SECONDS, Pool
 from speedlab.cluster import remote
-from speedlab.comm import Group, Traffic, join, leave, patience
-from speedlab.comm.lifted_limits import _limit as set_limit
-from speedlab.comm.lifted_limits import _limit_of
-from speedlab.comm.limits import GROUP_TIMEOUT_SECONDS, PATIENT_SECONDS, TIMEOUT_SECONDS, wait_for
+from speedlab.comm import Group, Traffic, join, leave, lifted_limits, patience
+from speedlab.comm.group_limits import limit_group as set_limit
+from speedlab.comm.group_limits import limit_of
+from speedlab.comm.limits import PATIENT_SECONDS, TIMEOUT_SECONDS, wait_for
 from speedlab.comm.wires import wires
 
 LIMIT_SECONDS = 0.3
@@ -90,14 +89,14 @@ def limits_of_groups(folder: Path) -> list[list[float]]:
 
     def limits(*groups: Any) -> list[float]:
         store = distributed_c10d._get_default_store()
-        return [*map(_limit_of, groups), store.timeout.total_seconds()]
+        return [*map(limit_of, groups), store.timeout.total_seconds()]
 
     handler = signal.signal(signal.SIGINT, remote._interrupt)
     try:
         with patience():
             meanwhile = wires("meanwhile", everybody).group
             found = [limits(before, meanwhile, dist.group.WORLD)]
-            interrupts = mock.patch.object(sys.modules[set_limit.__module__], "_limit", interrupted_limit)
+            interrupts = mock.patch.object(lifted_limits, "limit_group", interrupted_limit)
             interrupts.start()
         interrupts.stop()
         found.append(limits(before, meanwhile, dist.group.WORLD))
@@ -116,7 +115,7 @@ def limits_of_groups(folder: Path) -> list[list[float]]:
 
 
 def interrupted_limit(group: Any, seconds: float) -> None:
-    """As `_limit`, with a signal before it."""
+    """As `limit_group`, with a signal before it."""
     signal.raise_signal(signal.SIGINT)
     set_limit(group, seconds)
 
@@ -130,7 +129,7 @@ def test_groups_and_stores_are_patient_meanwhile_and_then_have_the_usual_limit(r
     ranks.new_group()
     assert found == [
         [PATIENT_SECONDS] * 4,
-        [GROUP_TIMEOUT_SECONDS, GROUP_TIMEOUT_SECONDS, own, 17],
+        [TIMEOUT_SECONDS, TIMEOUT_SECONDS, own, 17],
         [PATIENT_SECONDS] * 2,
         [TIMEOUT_SECONDS] * 2,
     ]

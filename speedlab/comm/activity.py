@@ -1,0 +1,276 @@
+"""Which call of the engine each rank is in, for the errors of collectives that do not match or do not end.
+
+1. An entry point of the engine runs inside `doing(...)`, which notes its name and the step: a local write.
+2. Rare entry points, exceptions and the end of a world publish that note in the store of the world. A thread publishes
+   it when it has not changed for a quarter of the time that collectives wait. So a step of usual length publishes
+   nothing, and a note is in the store before the peers of a rank that hangs give up.
+3. The error of a wait that failed calls `report`, which reads the notes of all ranks. Nothing else reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from speedlab.comm.limits import timeout_seconds
+from speedlab.comm.shared.memory import Process
+from speedlab.comm.shared.segments import host_identity
+
+_LOOKS = 4
+"""Looks of the publishing thread at one note before it publishes the note."""
+
+_MOST_SECONDS = 5.0
+"""Longest time until a note that does not change is published. A file that serves as a store grows with every note."""
+
+MODULE = "the module outside the engine"
+"""The call of a forward that did not come through the engine, as `generate` makes it."""
+
+
+class Note(NamedTuple):
+    """What a rank published."""
+
+    text: str
+    """A predicate with the rank as its subject: 'is in save_checkpoint after step 11'."""
+    host: str
+    pid: int
+
+
+class _State:
+    """The note of this process."""
+
+    def __init__(self) -> None:
+        self.text = "has not called the engine yet"
+        self.depth = 0
+        """Entry points under way; those inside another one do not change the note."""
+        self.changes = 0
+        """Rises with each note, so that the thread sees that one has changed."""
+        self.forwards = 0
+        """Forwards of the module alone since the last call of the engine."""
+        self.publisher: _Publisher | None = None
+
+    def set(self, text: str) -> None:
+        self.text = text
+        self.changes += 1
+
+
+_state = _State()
+
+
+class doing:  # noqa: N801  # a context manager, read like a function
+    """Note that this rank is in an entry point of the engine. Of entry points inside each other the outer one counts.
+
+    Args:
+        call: name of the entry point, as the user calls it; '' for the parts of a step.
+        step: number of the step that is under way or, for a `call` between two steps, of the last one.
+        publish: write the note to the store at once. For entry points that are no part of a step.
+    """
+
+    __slots__ = ("_call", "_publish", "_step")
+
+    def __init__(self, call: str, step: int, *, publish: bool = False) -> None:
+        self._call, self._step, self._publish = call, step, publish
+
+    @property
+    def _where(self) -> str:
+        return f"{self._call} after step {self._step}" if self._publish else _in_step(self._step, self._call)
+
+    def __enter__(self) -> None:
+        _state.depth += 1
+        if _state.depth == 1:
+            _state.forwards = 0
+            _state.set(f"is in {self._where}")
+            if self._publish:
+                publish()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _state.depth -= 1
+        if _state.depth:
+            return
+        if kind is None:
+            _state.set(f"is in no call of the engine (the last one was {self._where})")
+        else:
+            _state.set(f"left {self._where} with {kind.__name__}")
+            publish()
+
+
+def _in_step(step: int, call: str) -> str:
+    return f"step {step} ({call})" if call else f"step {step}"
+
+
+def note_forward() -> None:
+    """A forward of the module begins. Outside a call of the engine its number is noted: ranks that generate texts of
+    unequal lengths differ in it."""
+    if _state.depth == 0:
+        _state.forwards += 1
+        _state.set(f"called {MODULE} {_state.forwards} time{'s' if _state.forwards > 1 else ''}")
+
+
+def own() -> str:
+    """What this rank is doing: 'is in save_checkpoint after step 11'."""
+    return _state.text
+
+
+def publish() -> None:
+    """Write this rank's note to the store of the world, if there is one."""
+    if _state.publisher is not None:
+        _state.publisher.publish()
+
+
+def report() -> str:
+    """What every rank is doing, and what to do: for the error of a wait that failed. '' where no store can be read.
+
+    'rank 0 is in save_checkpoint after step 11; rank 1 is in step 12 (forward). All ranks must make the same calls ...'
+    """
+    publisher = _state.publisher
+    if publisher is None:
+        return ""
+    publisher.publish()
+    texts = publisher.read()
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks_by_text.setdefault(text, []).append(rank)
+    if not any(texts):
+        return ""
+    sentence = "; ".join(f"{_named(ranks)} {text}" for text, ranks in ranks_by_text.items())
+    return f"{sentence}.{_advice(texts)}"
+
+
+def explained(text: str) -> str:
+    """The text of an error with `report()` after it; unchanged where that is in it already."""
+    said = "" if _MARK in text else report()
+    return f"{text}{_MARK}{said}" if said else text
+
+
+_MARK = "\nWhat each rank does: "
+
+
+def _advice(texts: Sequence[str]) -> str:
+    calls = {text for text in texts if text}
+    if len(calls) < 2 or any("ended" in text or " left " in f" {text}" for text in calls):
+        return ""
+    if any(MODULE in text for text in calls):
+        return (
+            " All ranks must call the module equally often while its parameters are partitioned. Give generate "
+            "synced_gpus=True, so that ranks that have finished go on calling it."
+        )
+    return " All ranks must make the same calls of the engine, in the same order."
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """'rank 0', or 'ranks 1-3, 5'."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    return f"rank{'' if len(ranks) == 1 else 's'} {text}"
+
+
+# ---- the store of the world ------------------------------------------------------------------------------------------
+
+
+def enter_world() -> None:
+    """Publish this rank's note in the present world from now on. Nothing happens where that is done already."""
+    store = distributed_c10d._get_default_store()
+    if _state.publisher is not None:
+        if _state.publisher.world() is store:
+            return
+        _state.publisher.stop()
+        _state.publisher = None
+    if dist.get_world_size() > 1:
+        _state.publisher = _Publisher(store, dist.get_rank(), dist.get_world_size())
+
+
+def leave_world() -> None:
+    """Publish that this rank has left, and end the publishing."""
+    if _state.publisher is not None:
+        if _state.depth == 0 and not _state.text.startswith("left "):
+            _state.set("has left the group of ranks")
+        publish()
+        _state.publisher.stop()
+        _state.publisher = None
+
+
+class _Publisher:
+    """The notes of one world, in its store."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.world: weakref.ref[Any] = weakref.ref(store)
+        """Weak: the store may serve a port that the next world needs."""
+        # A connection of its own: another thread may wait in the store for minutes.
+        self._store = store.clone()
+        self._rank = rank
+        self._keys = [f"speedlab/activity/{each}" for each in range(size)]
+        self._host = host_identity()
+        self._published = -1
+        self._over = threading.Event()
+        self.publish()
+        self._thread = threading.Thread(target=self._run, name="activity of this rank", daemon=True)
+        self._thread.start()
+
+    def publish(self) -> None:
+        """Write the present note. Where the store is gone, nobody reads it either."""
+        changes = _state.changes
+        if self._published != changes:
+            self._published = changes
+            with suppress(RuntimeError):
+                self._store.set(self._keys[self._rank], json.dumps(Note(_state.text, self._host, os.getpid())))
+
+    def read(self) -> list[str]:
+        """What each rank is doing, in rank order; '' where that is not known."""
+        return [self._read(rank) for rank in range(len(self._keys))]
+
+    def _read(self, rank: int) -> str:
+        if rank == self._rank:
+            return _state.text
+        try:
+            if not self._store.check([self._keys[rank]]):
+                return "has not joined"
+            note = Note(*json.loads(self._store.get(self._keys[rank])))
+        except RuntimeError:
+            return ""
+        if note.host == self._host and _has_ended(note.pid):
+            return f"has ended: its process is gone; it {note.text}"
+        return note.text
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        seen, looks = -1, 0
+        while not self._over.wait(min(timeout_seconds() / 4, _MOST_SECONDS) / _LOOKS):
+            if self.world() is None:
+                return  # The user has destroyed the world.
+            changes = _state.changes
+            looks = looks + 1 if changes == seen else 0
+            seen = changes
+            if looks >= _LOOKS - 1:
+                self.publish()
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return Process(pid).ended
+    except ProcessLookupError:
+        return True
+    except OSError:  # Not allowed to look.
+        return False
+
+
+# A forked child, as of a data loader, has neither the thread nor a place among the ranks.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: setattr(_state, "publisher", None))
