@@ -22,6 +22,7 @@ from speedlab.config import ConfigError
 from speedlab.engine.build.kept_inputs import KeptInputs
 from speedlab.models.recomputation import selective_contexts
 from speedlab.parallel.zero import Zero
+from speedlab.parallel.zero.unit import Unit
 
 
 class BlockWrapper:
@@ -55,13 +56,15 @@ class BlockWrapper:
             for config in self._caching:
                 config.use_cache = False
         names = {module: name for zero in zeros for name, module in zero.module.named_modules()}
-        for module in (module for zero in zeros for unit in zero.units[1:] for module in unit.modules):
+        blocks = [(zero, unit, module) for zero in zeros for unit in zero.units[1:] for module in unit.modules]
+        for zero, unit, module in blocks:
             forward = module.forward
             if compile:
                 # Drawn by torch's generator, what is dropped depends on no layout.
                 forward = torch.compile(forward, options={"fallback_random": True})
             if checkpointing != "none":
-                forward = _checkpointed(forward, module, selective=checkpointing == "selective")
+                again = _unsharded(forward, zero, unit)
+                forward = _checkpointed(again, module, selective=checkpointing == "selective")
             if checkpointing != "none" and inputs is not None:
                 forward = inputs.around(forward, module, names[module])
             self._originals.append((module, module.__dict__.get("forward")))
@@ -103,6 +106,20 @@ class _Replaced:
 def _forward_of(module: Any, own: Any = None) -> Any:
     """That of its class, where it has none of its `own`."""
     return type(module).forward.__get__(module) if own is None else own
+
+
+def _unsharded(forward: Any, zero: Zero, unit: Unit) -> Any:
+    """`forward`, which a backward can also enter through a side output of its block."""
+    this = weakref.ref(zero)
+
+    @functools.wraps(forward)
+    def unsharded(*args: Any, **kwargs: Any) -> Any:
+        zero = this()
+        if zero is not None:
+            zero.unshard_again(unit)
+        return forward(*args, **kwargs)
+
+    return unsharded
 
 
 def _checkpointed(forward: Any, module: nn.Module, *, selective: bool) -> Any:

@@ -138,6 +138,10 @@ class Gathers:
             self._left.remove(following)
             following.start_gather()
 
+    def is_ahead(self, unit: Unit) -> bool:
+        """Return whether the present pass has not reached the unit yet."""
+        return unit in self._left
+
     def stays(self, unit: Unit) -> bool:
         """Whether a forward pass leaves the unit gathered, because backward begins with it."""
         last = self.order_is_known and unit is self.order[-1]

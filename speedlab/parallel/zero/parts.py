@@ -32,11 +32,14 @@ def parts_of(unit: Unit) -> list[nn.Module]:
 class PartHooks:
     """The hooks of all parts.
 
-    `before` is told the number of the unit, the part and its inputs, and returns whether it was called alone; `after`
-    is told the output of a part that was, from then on. The hooks do not keep the object of these methods alive.
+    `before` gets the number of the unit, the part and its inputs, and returns whether it was called alone; `after` gets
+    the number, the part and the output of a part that was, from then on (None if it raised). The hooks do not keep the
+    object of these methods alive.
     """
 
-    def __init__(self, before: Callable[[int, nn.Module, Any], bool], after: Callable[[int, Any], None]) -> None:
+    def __init__(
+        self, before: Callable[[int, nn.Module, Any], bool], after: Callable[[int, nn.Module, Any], None]
+    ) -> None:
         self._before, self._after = weakref.WeakMethod(before), weakref.WeakMethod(after)
         self._handles: list[RemovableHandle] = []
 
@@ -57,12 +60,12 @@ class PartHooks:
             told = self._before()
             if told is not None and told(number, part, (args, kwargs)) and not called_alone:
                 called_alone = True
-                self._handles.append(part.register_forward_hook(after))
+                self._handles.append(part.register_forward_hook(after, always_call=True))
 
         def after(part: nn.Module, args: Any, output: Any) -> None:
             told = self._after()
             if told is not None and part is mine():
-                told(number, output)
+                told(number, part, output)
 
         self._handles.append(hooked.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
 

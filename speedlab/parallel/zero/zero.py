@@ -45,6 +45,7 @@ from speedlab.parallel.zero.refusals import (
     refuse_thawed,
     refuse_transforms,
 )
+from speedlab.parallel.zero.saved_tensors import SavedTensors
 from speedlab.parallel.zero.unit import Pass, Unit
 from speedlab.parallel.zero.units import UnitPlan
 from speedlab.parallel.zero.walk import tensors_of
@@ -109,14 +110,20 @@ class Zero:
         self.reductions = Reductions(self.gathers, ways.reduce, in_flight=reductions_in_flight)
         self.finish_update: Callable[[], None] = lambda: None
         """Makes an update that is late the parameters', where whoever looks at one stands on all ranks."""
-        self._version = 0
-        """Raised whenever parameters change; a backward pass must find those of its forward."""
+        self._saved = SavedTensors(self._before_read)
+        """What autograd saves while parameters come and go."""
         self._broken = False
         """Whether a peer was lost in the middle of a pass: what was under way keeps its memory until `reconnect`."""
         self._hooks: list[Any] = []
         self._part_hooks = PartHooks(self._before_part, self._after_part)
         self._attach()
-        self._part_hooks.attach(self.units if self.parameters_come else ())
+        self._watch()
+
+    def _watch(self) -> None:
+        """Hook what is needed only while parameters come and go."""
+        come = self.units if self.parameters_come else ()
+        self._part_hooks.attach(come)
+        self._saved.watch(come)
 
     @property
     def units(self) -> list[Unit]:
@@ -153,7 +160,7 @@ class Zero:
         # Hooks hold indices, not units: a hook on a parameter lives in C++, where the garbage collector sees no cycle.
         def before(unit_index: int, hooked: nn.Module) -> Callable[..., None]:
             def hook(zero: Zero, module: nn.Module, args: Any, kwargs: Any) -> None:
-                zero._before_forward(zero.units[unit_index], module, (args, kwargs))
+                zero._before_forward(unit_index, module, (args, kwargs))
 
             return hook_of(self, hooked, hook)
 
@@ -163,7 +170,11 @@ class Zero:
 
             return hook_of(self, hooked, hook)
 
+        def leave(zero: Zero, module: nn.Module, args: Any, output: Any) -> None:
+            zero._saved.leave(module)
+
         def after_all(zero: Zero, module: nn.Module, args: Any, output: Any) -> None:
+            zero._saved.leave(module)
             if zero.current is Pass.FORWARD:
                 zero.gathers.rest()  # It has raised.
 
@@ -184,12 +195,15 @@ class Zero:
         # A caller may enter below the root module (generate, an encoder alone).
         for part in parts_of(self.units[0]):
             self._hooks.append(part.register_forward_pre_hook(before(0, part), with_kwargs=True))
+            self._hooks.append(part.register_forward_hook(hook_of(self, part, leave), always_call=True))
         for unit_index, unit in enumerate(self.units):
             for module in unit.modules:
                 is_last = module is unit.modules[-1]
                 hook = before(unit_index, module)
                 self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
                 self._hooks.append(module.register_forward_hook(after(unit_index, module, is_last)))
+                if module is not self.module:
+                    self._hooks.append(module.register_forward_hook(hook_of(self, module, leave), always_call=True))
             for flat_index, flat in enumerate(unit.flats):
                 for index, parameter in enumerate(flat.parameters if flat.trainable else ()):
                     hook = arrived(unit_index, flat_index, index)
@@ -203,12 +217,14 @@ class Zero:
             hook.remove()
         self._hooks.clear()
         self._part_hooks.detach()
+        self._saved.reset()
+        self._saved.watch(())
         self._forget_calls()
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
-    def _before_forward(self, unit: Unit, module: nn.Module, inputs: Any, *, alone: bool = False) -> None:
-        gathers = self.gathers
+    def _before_forward(self, unit_index: int, module: nn.Module, inputs: Any, *, alone: bool = False) -> None:
+        gathers, unit = self.gathers, self.units[unit_index]
         if self.parameters_come and torch.is_grad_enabled():
             refuse_transforms(unit.name)
         # Whoever entered below the root has left a pass open, which the next one ends.
@@ -217,6 +233,7 @@ class Zero:
             if not torch.is_grad_enabled():
                 self.refuse_late("a forward without gradients")
             gathers.begin(Pass.FORWARD)
+            self._saved.reset()
             if module is not self.module:
                 gathers.rest()
         gathers.met(unit)
@@ -227,14 +244,17 @@ class Zero:
         gathers.enter(unit, alone=alone)
         gathers.require(unit)  # 1
         unit.called = not alone
+        self._saved.enter(module, recomputing=self.current is Pass.BACKWARD)
+        if unit is not gathers.root:
+            self._saved.running = unit_index
 
     def _after_forward(self, unit: Unit, output: Any, module_is_last: bool) -> None:
-        unit.called = False
+        unit.called, self._saved.running = False, None
         if torch.is_grad_enabled():
             for tensor in tensors_of(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(partial(self._before_backward, unit, self._version))
-                    if self.parameters_come and tensor.grad_fn is not None:
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(partial(self._before_backward, unit, self._saved.version))
+                    if self.parameters_come:
                         # Not on the tensor, whose own gradient somebody may want who goes no further.
                         tensor.grad_fn.register_prehook(partial(self._refuse_elsewhere, unit))
         if self.current is Pass.BACKWARD:
@@ -242,7 +262,9 @@ class Zero:
         if unit is self.gathers.root:
             self.gathers.end_forward()
         elif self.parameters_come and module_is_last and not self.gathers.stays(unit):
-            unit.release()  # 2
+            # A parameter that the block returns, as Megatron's skip_bias_add does, is used after it.
+            if not any(self._saved.index_of(tensor) is not None for tensor in tensors_of(output)):
+                unit.release()  # 2
 
     def _before_part(self, unit_index: int, part: nn.Module, inputs: Any) -> bool:
         """Whether the part was called alone, so that its output has to be looked at."""
@@ -252,10 +274,11 @@ class Zero:
         if self.current is Pass.BACKWARD:  # Its block is computed again, without its hooks.
             self.gathers.require(unit)
             return False
-        self._before_forward(unit, part, inputs, alone=True)
+        self._before_forward(unit_index, part, inputs, alone=True)
         return True
 
-    def _after_part(self, unit_index: int, output: Any) -> None:
+    def _after_part(self, unit_index: int, part: nn.Module, output: Any) -> None:
+        self._saved.leave(part)
         unit = self.units[unit_index]
         if not unit.called:
             self._after_forward(unit, output, module_is_last=False)
@@ -273,14 +296,32 @@ class Zero:
         self.gathers.begin(Pass.BACKWARD)
         self.gathers.require(self.gathers.root)  # Its parts have no hooks of their own on what they gave.
 
-    def _before_backward(self, unit: Unit, version: int, gradient: Tensor) -> None:
-        if version != self._version:
+    def _before_backward(self, unit: Unit, version: int, gradient: Tensor | None = None) -> None:
+        if version != self._saved.version:
             raise RuntimeError(
                 "backward: the parameters were changed (by a step, a load or a reshape) after the forward of this "
                 "loss; run the forward again"
             )
         if self.current is Pass.BACKWARD:
             self.gathers.require(unit)  # 3
+
+    def _before_read(self, index: int, version: int, *, reads_parameters: bool) -> None:
+        """Autograd is about to read a tensor that a forward of a unit saved: see `SavedTensors`."""
+        if index >= len(self.units):  # The engine was destroyed.
+            raise RuntimeError("backward: the engine of this loss was destroyed; run the forward again")
+        unit = self.units[index]
+        if unit.gathers is not None and not unit.gathers:
+            return
+        if self.current is not Pass.BACKWARD:
+            if reads_parameters and unit.gathers is None:
+                refuse_gradient_elsewhere(unit.name)
+        elif reads_parameters or self.gathers.is_ahead(unit):
+            self._before_backward(unit, version)
+
+    def unshard_again(self, unit: Unit) -> None:
+        """Inside backward the unit's forward is about to run again, without its hooks."""
+        if self.current is Pass.BACKWARD:
+            self.gathers.require(unit)
 
     def _refuse_elsewhere(self, unit: Unit, gradients: Any) -> None:
         """Raises RuntimeError where a graph of the unit is gone through that would read what was released."""
@@ -379,7 +420,7 @@ class Zero:
         self.gathers.before_change()
         for flat in self.flats:
             flat.take_changes()
-        self._version += 1
+        self._saved.version += 1
 
     def refuse_late(self, what: str) -> None:
         """Raises RuntimeError where an update is under way, after which the parameters will be others, and no step that
@@ -415,6 +456,7 @@ class Zero:
             for parameter in flat.parameters:
                 parameter.grad = None
         self._forget_calls()
+        self._saved.reset()
         try:
             self.gathers.abandon()
             if was is Pass.BACKWARD:
@@ -447,4 +489,4 @@ class Zero:
         self.gathers.place(residency)
         for unit in self.units:
             unit.gathers = None
-        self._part_hooks.attach(self.units if self.parameters_come else ())
+        self._watch()
