@@ -20,7 +20,7 @@ order on all ranks. A unit that is needed again after its release is gathered ag
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -261,10 +261,15 @@ class Zero:
             return  # Recomputation inside backward: the parameters are needed at once.
         if unit is self.gathers.root:
             self.gathers.end_forward()
-        elif self.parameters_come and module_is_last and not self.gathers.stays(unit):
-            # A parameter that the block returns, as Megatron's skip_bias_add does, is used after it.
-            if not any(self._saved.index_of(tensor) is not None for tensor in tensors_of(output)):
-                unit.release()  # 2
+        elif self.parameters_come and module_is_last and not self._is_needed_after(unit, output):
+            unit.release()  # 2
+
+    def _is_needed_after(self, unit: Unit, output: Any) -> bool:
+        """Return whether the unit has to stay after its forward: backward begins with it, its forward is a generator,
+        which has not run yet, or it returned a parameter, as Megatron's `skip_bias_add` does."""
+        if self.gathers.stays(unit) or isinstance(output, Generator):
+            return True
+        return any(self._saved.index_of(tensor) is not None for tensor in tensors_of(output))
 
     def _before_part(self, unit_index: int, part: nn.Module, inputs: Any) -> bool:
         """Whether the part was called alone, so that its output has to be looked at."""
