@@ -334,6 +334,12 @@ class Flat:
         if replaced:
             self._shown.show_whole(self.full)
 
+    def refuse_old_graphs(self) -> None:
+        """Parameters that stay are about to change, by more than what the caller wrote: see `Shown`. (Graphs of those
+        that come are refused by their saved tensors.)"""
+        if self.trainable and not self.residency.parameters_come:
+            self._shown.refuse_old_graphs()
+
     def _refuse_change(self, name: str) -> None:
         if self.residency.parameters_come:
             lies = "partitioned" if self.residency.parameters is Holders.PARTITIONED else "away from the device"

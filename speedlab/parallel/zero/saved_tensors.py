@@ -92,7 +92,7 @@ class SavedTensors:
         """Leave the hooks, if any: no forward is running. Ctrl-C ends a forward without calling its modules' hooks."""
         active, self._active, self._entered_by, self.running = self._active, None, None, None
         if active is not None and _active_hooks() == active:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            saved_tensors_hooks(*active).__exit__()
 
     def _hooks(self, outer: _Hooks | None) -> _Hooks:
         """Return the hooks for one forward inside the `outer` ones."""
@@ -130,7 +130,7 @@ class SavedTensors:
 
 
 def _active_hooks() -> _Hooks | None:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]  # has no stub
 
 
 def _refuse_modified(tensor: Tensor, expected: int) -> None:

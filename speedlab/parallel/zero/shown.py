@@ -48,6 +48,12 @@ class Shown:
         """What was written so far is nobody's change."""
         self._versions = [parameter._version for parameter in self._parameters]
 
+    def refuse_old_graphs(self) -> None:
+        """The values are about to change as by an optimizer's in-place update, which autograd notices: a graph that
+        has saved a parameter cannot be differentiated any more."""
+        torch.autograd.graph.increment_version(self._parameters)
+        self.count_from_now()
+
     def is_written(self, index: int) -> bool:
         """Whether the caller has written into this parameter, or put something in its place (`.data`)."""
         counted = self._parameters[index]._version != self._versions[index]

@@ -425,6 +425,7 @@ class Zero:
         self.gathers.before_change()
         for flat in self.flats:
             flat.take_changes()
+            flat.refuse_old_graphs()
         self._saved.version += 1
 
     def refuse_late(self, what: str) -> None:
