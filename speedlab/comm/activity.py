@@ -190,7 +190,7 @@ def enter_world() -> None:
             return
         _state.publisher.stop()
         _state.publisher = None
-    if dist.get_world_size() > 1:
+    if dist.get_world_size() > 1 and _is_there(store):
         _state.publisher = _Publisher(store, dist.get_rank(), dist.get_world_size())
 
 
@@ -202,6 +202,14 @@ def leave_world() -> None:
         publish()
         _state.publisher.stop()
         _state.publisher = None
+
+
+def _is_there(store: Any) -> bool:
+    """Return whether the store can be asked. The file of a FileStore may have been deleted, as a temporary folder is;
+    then each request would wait until the timeout."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return not isinstance(store, dist.FileStore) or os.path.exists(store.path)
 
 
 class _Publisher:
@@ -224,7 +232,7 @@ class _Publisher:
     def publish(self) -> None:
         """Write the present note. Where the store is gone, nobody reads it either."""
         changes = _state.changes
-        if self._published != changes:
+        if self._published != changes and _is_there(self._store):
             self._published = changes
             with suppress(RuntimeError):
                 self._store.set(self._keys[self._rank], json.dumps(Note(_state.text, self._host, os.getpid())))
@@ -236,6 +244,8 @@ class _Publisher:
     def _read(self, rank: int) -> str:
         if rank == self._rank:
             return _state.text
+        if not _is_there(self._store):
+            return ""
         try:
             if not self._store.check([self._keys[rank]]):
                 return "has not joined"

@@ -98,6 +98,42 @@ def probe() -> nn.Module:
     return seeded(Probe)
 
 
+class SideProbe(Probe):
+    """A Probe with hooks of a user's: one keeps an activation inside a block, one changes a block's output in place
+    through a view. What was kept counts in the `whole_loss`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.up.register_forward_hook(lambda _, args, output: self.kept.append(output.sin()))
+        self.blocks[1].register_forward_hook(_change_in_place)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Output:
+        self.kept.clear()
+        return super().forward(tokens, targets)
+
+    def side_loss(self) -> Tensor:
+        kept, self.kept = self.kept, []
+        return 0.1 * torch.stack([each.square().mean() for each in kept]).sum()
+
+
+def _change_in_place(block: nn.Module, args: Any, output: Tensor) -> Tensor:
+    changed = output.flatten(0, 1)
+    changed *= 0.9
+    return changed.view_as(output)
+
+
+def side_probe() -> nn.Module:
+    return seeded(SideProbe)
+
+
+def whole_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """As the `loss` of initialize."""
+    return model(*batch).loss + (model.side_loss() if isinstance(model, SideProbe) else 0)
+
+
 def straight() -> nn.Module:
     """Without branches or scalars: what a test of another rule trains."""
     return seeded(lambda: Probe(branches=False, scalars=False))

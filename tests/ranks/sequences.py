@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 import speedlab
 from ranks import pool
-from ranks.probe import OPTIMIZERS, batch, probe
+from ranks.probe import OPTIMIZERS, SideProbe, batch, probe, straight, whole_loss
 from speedlab.comm import PeerLost
 
 ALLOWED = 2e-5
@@ -60,7 +60,8 @@ class Call:
 class Sequence:
     """What `carry_out` does. `instance`: the optimizer is given as an object of the caller's, not as a callable.
 
-    `tensor`: all ranks are tensor-parallel peers, and see the same data.
+    `tensor`: all ranks are tensor-parallel peers, and see the same data. `other`: there is a second engine over another
+    module, whose steps are the calls "step_other".
     """
 
     calls: list[Call]
@@ -72,6 +73,7 @@ class Sequence:
     optimizer_at: str = "none"
     """Where the optimizer's states lie at first."""
     tensor: bool = False
+    other: bool = False
     build: Callable[[], nn.Module] = field(default=probe)
 
     def __repr__(self) -> str:
@@ -79,7 +81,7 @@ class Sequence:
         fields = f"stage={self.stage}, accumulation={self.accumulation}, optimizer={self.optimizer!r}"
         more = (
             f"instance={self.instance}, clip_norm={self.clip_norm}, optimizer_at={self.optimizer_at!r}, "
-            f"tensor={self.tensor}, build={self.build.__name__}"
+            f"tensor={self.tensor}, other={self.other}, build={self.build.__name__}"
         )
         return f"Sequence({fields}, {more}, calls=[{calls}])"
 
@@ -96,13 +98,17 @@ class Sequence:
         if self.instance:
             make = make([p for p in model.parameters() if p.requires_grad])
         plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"} if self.tensor else None
-        return speedlab.initialize(model=model, optimizer=make, config=config, tp_plan=plan)[0]
+        loss = whole_loss if isinstance(model, SideProbe) else None
+        return speedlab.initialize(model=model, optimizer=make, config=config, tp_plan=plan, loss=loss)[0]
 
     @property
     def data_place(self) -> tuple[int, int]:
         """How many ranks see different data, and which of them this one is."""
         return (1, 0) if self.tensor else (dist.get_world_size(), dist.get_rank())
 
+
+OTHER = Sequence(calls=[], stage=3, optimizer="adamw", build=straight)
+"""What the second engine is made from."""
 
 # ---- the plain loop --------------------------------------------------------------------------------------------------
 
@@ -126,6 +132,7 @@ class Plain:
         """Losses of a forward that no backward has followed yet."""
         self.fed = self.began = self.unsummed = False
         """Whether a backward came in this micro-batch, in this step; whether the last one was inside no_sync."""
+        self.other = Plain(OTHER, size, rank) if sequence.other else None
 
     @property
     def is_boundary(self) -> bool:
@@ -139,10 +146,17 @@ class Plain:
         """Whether the call has a meaning now; the others are left out."""
         if call.name == "train_batch" or (call.name == "fail" and call.how[2]):
             return not self.in_step
+        if call.name == "step_other":
+            return self.other is not None
         return call.name != "load" or bool(self.saves)
 
     def losses(self, number: int) -> list[Tensor]:
-        return [self.model(*batch(number, rank)).loss for rank in range(self.size)]
+        return [whole_loss(self.model, batch(number, rank)) for rank in range(self.size)]
+
+    def step_other(self, call: Call) -> bool | str:
+        """A step of the second engine, which leaves the first one as it is."""
+        assert self.other is not None  # Else the call is left out.
+        return self.other.micro_batch(Call("micro_batch", call.data))
 
     def nothing(self, call: Call) -> None:
         pass
@@ -273,9 +287,20 @@ class Ours:
         self.fed = False
         self.tags: list[str] = []
         self.worlds = 0
+        self.other = Ours(OTHER, folder) if sequence.other else None
+
+    def destroy(self) -> None:
+        for each in (self, self.other):
+            if each is not None:
+                each.engine.destroy(keep_parameters=False)
 
     def loss(self, number: int) -> Tensor:
-        return self.engine(*batch(number, self.rank)).loss
+        loss = self.engine(*batch(number, self.rank)).loss
+        return loss + self.model.side_loss() if isinstance(self.model, SideProbe) else loss
+
+    def step_other(self, call: Call) -> bool | str:
+        assert self.other is not None  # Else the call is left out.
+        return self.other.micro_batch(Call("micro_batch", call.data))
 
     def batches(self, number: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         return (batch(number + 16 * index, self.rank) for index in range(count))
@@ -345,10 +370,13 @@ class Ours:
 
     def meet_anew(self) -> None:
         """As a run does when one rank has failed: all leave, those that wait for it at once, and join again."""
-        self.engine.disconnect()
+        engines = [each.engine for each in (self, self.other) if each is not None]
+        for engine in engines:
+            engine.disconnect()
         pool._join(self.folder / f"world-{self.worlds}")
         self.worlds += 1
-        self.engine.reconnect()
+        for engine in engines:
+            engine.reconnect()
 
     def reshape(self, call: Call) -> str | None:
         optimizer, parameters = call.how or ("none", "none")
@@ -429,7 +457,7 @@ def carry_out(sequence: Sequence, folder: Path) -> list[str]:
         error.add_note(f"rank {dist.get_rank()} in call {index}, {call!r}; before that: {found or 'no difference'}")
         raise
     finally:
-        ours.engine.destroy(keep_parameters=False)
+        ours.destroy()
     return found
 
 
@@ -445,7 +473,10 @@ def compare(ours: Ours, plain: Plain, *, updated: bool) -> list[str]:
         pairs.append(("global_grad_norm", engine.global_grad_norm, plain.norm))
     if updated and not ours.sequence.tensor:  # Parts and copies would have to be told apart.
         pairs.append(("squares of moments:", ours.moments(), plain.moments()))
-    return [line for pair in pairs for line in differences(*pair)]
+    found = [line for pair in pairs for line in differences(*pair)]
+    if ours.other is not None and plain.other is not None:
+        found += [f"of the other engine, {line}" for line in compare(ours.other, plain.other, updated=False)]
+    return found
 
 
 def differences(what: str, ours: Any, theirs: Any) -> list[str]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ranks.conftest import PoolOf
 from ranks.pool import Pool
-from ranks.probe import OPTIMIZERS
+from ranks.probe import OPTIMIZERS, probe, side_probe
 from ranks.sequences import Call, Sequence, carry_out
 
 CALLS = 20
@@ -35,7 +35,8 @@ KINDS: dict[int, st.SearchStrategy[Call]] = {
     40: st.builds(Call, st.just("micro_batch"), numbers, st.sampled_from([None, None, "no_sync"])),
     48: st.builds(Call, st.just("train_batch"), numbers, st.sampled_from([None, None, -1, 1])),
     60: st.builds(Call, st.just("look"), numbers, st.sampled_from(["no_grad", "inference_mode", "gradients"])),
-    64: st.builds(Call, st.just("evaluate"), numbers),
+    62: st.builds(Call, st.just("step_other"), numbers),
+    65: st.builds(Call, st.just("evaluate"), numbers),
     68: st.builds(Call, st.just("gather")),
     73: st.builds(Call, st.just("fail"), numbers, st.tuples(places, st.none(), st.booleans())),
     76: st.builds(Call, st.just("fail"), numbers, st.tuples(places, st.integers(0, 1), st.booleans())),
@@ -55,6 +56,8 @@ sequences = st.builds(
     instance=st.booleans(),
     clip_norm=st.sampled_from([None, 0.3]),
     optimizer_at=anywhere,
+    other=st.booleans(),
+    build=st.sampled_from([probe, side_probe]),
     calls=st.lists(calls, min_size=CALLS, max_size=CALLS),
 )
 
